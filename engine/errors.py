@@ -1,0 +1,37 @@
+"""Errors that users see. Each says which field is wrong and what to do."""
+
+from __future__ import annotations
+
+
+class MantaError(Exception):
+    """Base of every error that Manta raises on purpose."""
+
+
+class ConfigError(MantaError):
+    """The configuration or the checkpoint can't be served; the message says what to change."""
+
+
+class RequestError(MantaError):
+    """One request can't be served.
+
+    `param` names the request field at fault (None if no single field is), `status` is the HTTP
+    status, `code` a machine-readable word as in OpenAI's error bodies.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        param: str | None = None,
+        *,
+        status: int = 400,
+        code: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.status = status
+        self.code = code
+
+
+class EngineDeadError(MantaError):
+    """A role of the engine (scheduler, worker) died; requests on it can't go on."""

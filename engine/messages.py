@@ -1,0 +1,242 @@
+"""Messages between the roles: msgspec structs with numpy arrays, never pickle.
+
+    client (tokenizer actor, engine.LLM)  --AddRequest, AbortRequest-->  scheduler
+    scheduler  --ModelWorkerBatch-->  workers  --GenerationBatchResult-->  scheduler
+    scheduler  --StepOutputs, one per step and client-->  client
+
+Arrays travel as MessagePack extensions holding dtype, shape and raw bytes; arrays larger than
+`INLINE_BYTES` become frames of their own, so they are never copied into the header.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from engine.sampling_params import SamplingParams
+
+T = TypeVar("T")
+IntArray = np.ndarray[Any, np.dtype[np.int32]]
+Int64Array = np.ndarray[Any, np.dtype[np.int64]]
+FloatArray = np.ndarray[Any, np.dtype[np.float32]]
+
+INLINE_BYTES = 4096
+_EXT_ARRAY = 1
+_EXT_ARRAY_FRAME = 2
+
+
+class ForwardMode(IntEnum):
+    """What the rows of a step are: prompt chunks, single decode tokens, or both."""
+
+    EXTEND = 1
+    DECODE = 2
+    MIXED = 3
+
+
+class SlotParams(msgspec.Struct, array_like=True):
+    """Sampling state that a worker installs in a slot (= row of `ReqToTokenPool`).
+
+    Sent once when a request takes the slot. `token_ids` (prompt and output so far) is only filled
+    if the penalties need it; `num_output` of them are output.
+    """
+
+    slot: int
+    prompt_len: int
+    eos_token_ids: list[int]
+    params: SamplingParams
+    token_ids: np.ndarray | None = None
+
+
+class ModelWorkerBatch(msgspec.Struct, array_like=True):
+    """One step: what every worker needs to run it and nothing that it already has.
+
+    Rows are requests: the first `num_extend` extend (prompt chunks), the others decode one token.
+    B rows, T tokens in all (`sum(extend_lens) + B - num_extend`), S sampled rows.
+    """
+
+    step: int
+    micro_batch: int
+    forward_mode: ForwardMode
+    num_extend: int
+    req_pool_indices: np.ndarray
+    """int32 [B]: row of `ReqToTokenPool`; also the slot of sampling state and FutureMap."""
+    seq_lens: np.ndarray
+    """int32 [B]: tokens in the KV cache once the step is done."""
+    extend_lens: np.ndarray
+    """int32 [num_extend]: tokens of each extend row in this step."""
+    input_ids: np.ndarray
+    """int32 [T]; -1 in a decode row = take the token from the worker's FutureMap."""
+    out_cache_loc: np.ndarray
+    """int32 [T]: KV slot of each token."""
+    prefix_rows: np.ndarray
+    """int32 [P]: rows whose prefix changed since the worker last saw them."""
+    prefix_lens: np.ndarray
+    """int32 [P]: tokens of that prefix."""
+    prefix_locs: np.ndarray
+    """int32 [sum(prefix_lens)]: KV slots of those prefixes, concatenated."""
+    sample_rows: np.ndarray
+    """int32 [S]: indices into the B rows that sample a token (all but middle chunks)."""
+    new_slots: list[SlotParams]
+    wait_mask: bool = False
+    """Sampling of this step waits for a vocabulary mask message (grammars)."""
+
+
+class TokenLogprobs(msgspec.Struct, array_like=True):
+    """Log-probability of one token and the `k` likeliest alternatives, best first."""
+
+    logprob: float
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class PromptLogprobs(msgspec.Struct, array_like=True):
+    """Log-probabilities of prompt tokens [start, start+len) of the request in batch row `row`."""
+
+    row: int
+    start: int
+    logprobs: list[TokenLogprobs]
+
+
+class GenerationBatchResult(msgspec.Struct, array_like=True):
+    """Result of one step, from the last pipeline stage's first tensor-parallel rank."""
+
+    step: int
+    next_token_ids: np.ndarray
+    """int32 [S], in the order of `ModelWorkerBatch.sample_rows`."""
+    logprobs: list[TokenLogprobs | None] | None = None
+    """[S] if any sampled row asked for log-probabilities."""
+    prompt_logprobs: list[PromptLogprobs] | None = None
+    error: str | None = None
+    """Set if the step failed: the engine can't go on."""
+    forward_ms: float = 0.0
+
+
+class AddRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A request as the scheduler receives it.
+
+    `rid` is unique per `client`; `client` is the address that outputs go to ("" = in process).
+    `output_ids` are tokens that the request already emitted elsewhere (resume): they count as
+    output for limits, penalties and seeds, and are not sent again.
+    """
+
+    rid: int
+    input_ids: np.ndarray
+    params: SamplingParams
+    client: str = ""
+    request_id: str = ""
+    output_ids: np.ndarray | None = None
+    priority: int = 0
+    cache_salt: str = ""
+    timeout_s: float | None = None
+
+
+class AbortRequest(msgspec.Struct, kw_only=True):
+    """Stop a request in whatever state it is; no more output is sent for it.
+
+    `reason` "stop" is a stop string found by the detokenizer (the request counts as finished);
+    "abort" a client that went away.
+    """
+
+    rid: int
+    client: str = ""
+    reason: str = "abort"
+
+
+class FinishedReq(msgspec.Struct, array_like=True):
+    """End of one request. `reason`: "stop", "length", "abort" or "error".
+
+    `matched_token`: the eos or stop token that ended it. `message`, `status` and `param` are set
+    for errors.
+    """
+
+    rid: int
+    reason: str
+    num_prompt: int
+    num_output: int
+    num_cached: int
+    matched_token: int | None = None
+    message: str = ""
+    status: int = 0
+    param: str | None = None
+
+
+class StepOutputs(msgspec.Struct, array_like=True):
+    """What one step gave to one client: at most one token per request, then the ends."""
+
+    step: int
+    rids: np.ndarray
+    """int64 [N]"""
+    token_ids: np.ndarray
+    """int32 [N]"""
+    finished: list[FinishedReq]
+    started: list[tuple[int, int]]
+    """(rid, cached prompt tokens) of requests whose first token is in this message."""
+    logprobs: dict[int, TokenLogprobs] | None = None
+    """By index into `rids`."""
+    prompt_logprobs: dict[int, list[TokenLogprobs | None]] | None = None
+    """By rid, whole prompt, in the message of the first token; the first entry is None."""
+
+
+class Shutdown(msgspec.Struct):
+    """Ask a role to finish what it holds and leave its loop."""
+
+
+def encode(message: Any) -> list[bytes | memoryview]:
+    """Frames of `message`: the MessagePack header, then its large arrays."""
+    frames: list[bytes | memoryview] = [b""]
+
+    def hook(value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            array = np.ascontiguousarray(value)
+            if array.nbytes <= INLINE_BYTES:
+                return msgspec.msgpack.Ext(_EXT_ARRAY, _describe(array) + array.tobytes())
+            frames.append(memoryview(array).cast("B"))
+            return msgspec.msgpack.Ext(
+                _EXT_ARRAY_FRAME, (len(frames) - 1).to_bytes(2, "little") + _describe(array)
+            )
+        raise TypeError(f"can't encode {type(value).__name__} in a message")
+
+    frames[0] = msgspec.msgpack.encode(message, enc_hook=hook)
+    return frames
+
+
+def decode(frames: Sequence[bytes | memoryview], kind: type[T]) -> T:
+    """Rebuild a `kind` from `encode`'s frames. Raises `msgspec.MsgspecError` on a bad message.
+
+    Arrays are read-only views of the frames.
+    """
+
+    def ext_hook(code: int, data: memoryview) -> Any:
+        if code == _EXT_ARRAY:
+            dtype, shape, rest = _parse(data)
+            return np.frombuffer(rest, dtype).reshape(shape)
+        if code == _EXT_ARRAY_FRAME:
+            index = int.from_bytes(data[:2], "little")
+            dtype, shape, _ = _parse(data[2:])
+            return np.frombuffer(frames[index], dtype).reshape(shape)
+        raise msgspec.ValidationError(f"unknown extension {code}")
+
+    return msgspec.msgpack.decode(
+        frames[0], type=kind, ext_hook=ext_hook, dec_hook=_keep_array
+    )
+
+
+def _keep_array(kind: type, value: Any) -> Any:
+    if kind is np.ndarray and isinstance(value, np.ndarray):
+        return value
+    raise msgspec.ValidationError(f"expected {kind.__name__}, got {type(value).__name__}")
+
+
+def _describe(array: np.ndarray) -> bytes:
+    head = bytes([ord(array.dtype.char), array.ndim])
+    return head + b"".join(n.to_bytes(4, "little") for n in array.shape)
+
+
+def _parse(data: memoryview) -> tuple[np.dtype[Any], tuple[int, ...], memoryview]:
+    ndim = data[1]
+    shape = tuple(int.from_bytes(data[2 + 4 * i : 6 + 4 * i], "little") for i in range(ndim))
+    return np.dtype(chr(data[0])), shape, data[2 + 4 * ndim :]

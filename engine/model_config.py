@@ -1,0 +1,194 @@
+"""What Manta needs to know of a checkpoint, read from its Hugging Face `config.json`.
+
+Read without transformers: the ingress and the config check must stay light to import.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from engine.errors import ConfigError
+
+SUPPORTED_ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+)
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding: base frequency and, if any, the scaling rule with its parameters."""
+
+    theta: float = 10000.0
+    rope_type: str = "default"
+    params: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape of a decoder-only model. Sizes in elements, lengths in tokens."""
+
+    path: Path
+    architecture: str
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    hidden_act: str
+    rope: RopeConfig
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    layer_windows: tuple[int | None, ...]
+    """Sliding window of each layer in tokens, None for full attention."""
+    dtype: str
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def sliding_window(self) -> int | None:
+        """The widest window if every layer has one, else None."""
+        windows = [w for w in self.layer_windows if w is not None]
+        return max(windows) if len(windows) == self.num_layers else None
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path) -> ModelConfig:
+        """Read `config.json` (and `generation_config.json` for the eos ids) of a model folder.
+
+        Raises `ConfigError` when the folder, the file, or what it describes can't be served.
+        """
+        folder = Path(path)
+        config = _read_json(folder, "config.json")
+        if "auto_map" in config:
+            raise ConfigError(
+                f"{folder}/config.json has 'auto_map': the checkpoint wants to run its own code, "
+                "which Manta never does. Use a checkpoint of a built-in architecture: "
+                f"{', '.join(SUPPORTED_ARCHITECTURES)}."
+            )
+        architectures = config.get("architectures") or []
+        architecture = architectures[0] if architectures else "(none named)"
+        if architecture not in SUPPORTED_ARCHITECTURES:
+            raise ConfigError(
+                f"architecture {architecture} of {folder} is not supported; "
+                f"supported are {', '.join(SUPPORTED_ARCHITECTURES)}."
+            )
+        if config.get("quantization_config"):
+            method = config["quantization_config"].get("quant_method", "unknown")
+            raise ConfigError(
+                f"{folder} holds weights quantized with '{method}', which Manta can't read yet; "
+                "use the float16 or bfloat16 checkpoint."
+            )
+        generation: dict[str, Any] = {}
+        if (folder / "generation_config.json").exists():
+            generation = _read_json(folder, "generation_config.json")
+        try:
+            return cls._from_dicts(folder, architecture, config, generation)
+        except KeyError as error:
+            raise ConfigError(f"{folder}/config.json lacks the key {error}.") from error
+
+    @classmethod
+    def _from_dicts(
+        cls, folder: Path, architecture: str, config: dict[str, Any], generation: dict[str, Any]
+    ) -> ModelConfig:
+        qwen2 = architecture == "Qwen2ForCausalLM"
+        qwen3 = architecture == "Qwen3ForCausalLM"
+        heads = int(config["num_attention_heads"])
+        head_dim = config.get("head_dim")
+        if head_dim is None:
+            head_dim = 128 if qwen3 else int(config["hidden_size"]) // heads
+        attention_bias = bool(config.get("attention_bias", False))
+        num_layers = int(config["num_hidden_layers"])
+        eos = generation.get("eos_token_id", config.get("eos_token_id"))
+        if eos is None:
+            eos = []
+        model = cls(
+            path=folder,
+            architecture=architecture,
+            hidden_size=int(config["hidden_size"]),
+            num_layers=num_layers,
+            num_heads=heads,
+            num_kv_heads=int(config.get("num_key_value_heads") or heads),
+            head_dim=int(head_dim),
+            intermediate_size=int(config["intermediate_size"]),
+            vocab_size=int(config["vocab_size"]),
+            max_position_embeddings=int(config["max_position_embeddings"]),
+            rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            hidden_act=str(config.get("hidden_act", "silu")),
+            rope=_rope_config(config),
+            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            qkv_bias=True if qwen2 else attention_bias,
+            o_bias=False if qwen2 else attention_bias,
+            mlp_bias=bool(config.get("mlp_bias", False)),
+            qk_norm=qwen3,
+            layer_windows=_layer_windows(architecture, config, num_layers),
+            dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
+            bos_token_id=config.get("bos_token_id"),
+            eos_token_ids=tuple(eos) if isinstance(eos, list) else (int(eos),),
+        )
+        if model.hidden_act not in ("silu", "swish"):
+            raise ConfigError(f"hidden_act '{model.hidden_act}' is not supported; only silu is.")
+        if model.num_heads % model.num_kv_heads:
+            raise ConfigError(
+                f"{model.num_heads} attention heads don't divide into {model.num_kv_heads} "
+                "key/value heads."
+            )
+        return model
+
+
+def _read_json(folder: Path, name: str) -> dict[str, Any]:
+    if not folder.is_dir():
+        raise ConfigError(
+            f"model folder '{folder}' does not exist; set `model` to a folder with config.json, "
+            "tokenizer files and *.safetensors, or to a hub id that is in the local cache."
+        )
+    try:
+        content = json.loads((folder / name).read_text())
+    except FileNotFoundError as error:
+        raise ConfigError(f"'{folder}' has no {name}; is it a Hugging Face model?") from error
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{folder / name} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{folder / name} must hold a JSON object.")
+    return content
+
+
+def _rope_config(config: dict[str, Any]) -> RopeConfig:
+    # transformers >= 5 writes `rope_parameters`; older files `rope_theta` and `rope_scaling`.
+    params = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    theta = float(params.pop("rope_theta", None) or config.get("rope_theta") or 10000.0)
+    rope_type = str(params.pop("rope_type", None) or params.pop("type", None) or "default")
+    params.pop("type", None)
+    if rope_type not in ("default", "linear", "llama3"):
+        raise ConfigError(
+            f"RoPE scaling '{rope_type}' is not supported; default, linear and llama3 are."
+        )
+    return RopeConfig(theta, rope_type, params)
+
+
+def _layer_windows(
+    architecture: str, config: dict[str, Any], num_layers: int
+) -> tuple[int | None, ...]:
+    window = config.get("sliding_window")
+    if architecture == "LlamaForCausalLM" or window is None:
+        return (None,) * num_layers
+    if architecture == "MistralForCausalLM":
+        return (int(window),) * num_layers
+    if not config.get("use_sliding_window", False):
+        return (None,) * num_layers
+    layer_types = config.get("layer_types")
+    if layer_types is None:
+        first = int(config.get("max_window_layers", num_layers))
+        layer_types = ["full_attention"] * first + ["sliding_attention"] * (num_layers - first)
+    return tuple(int(window) if kind == "sliding_attention" else None for kind in layer_types)

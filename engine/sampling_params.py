@@ -1,0 +1,113 @@
+"""Per-request sampling parameters, as they travel in messages."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from engine.errors import RequestError
+
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 1024
+
+
+class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
+    """How to choose the next tokens of one request.
+
+    Units: `max_tokens`/`min_tokens` in output tokens. `max_tokens=None` means up to the context
+    limit. `top_k` <= 0 and `top_p`=1, `min_p`=0 switch the filter off. `temperature`=0 is greedy.
+    `seed` keys the noise (engine/sampling): equal seed and position give equal noise anywhere.
+    `logprobs`/`prompt_logprobs`: number of alternatives to report beside the token's own
+    log-probability (0 = only its own, None = none). Log-probabilities are of the model's raw
+    distribution, before penalties, bias, temperature and filters.
+    """
+
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] | None = None
+    stop: list[str] = msgspec.field(default_factory=list)
+    stop_token_ids: list[int] = msgspec.field(default_factory=list)
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the sampler must know which tokens came before."""
+        return (
+            self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+            or self.repetition_penalty != 1.0
+        )
+
+    def verify(self, vocab_size: int) -> None:
+        """Raise `RequestError` naming the first field out of range."""
+        _check_number("temperature", self.temperature, 0.0, 100.0)
+        _check_number("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        _check_number("min_p", self.min_p, 0.0, 1.0)
+        _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_open=True)
+        _check_int("top_k", self.top_k, -1, 2**31 - 1)
+        if self.max_tokens is not None:
+            _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _check_int("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})",
+                "min_tokens",
+            )
+        if self.seed is not None:
+            _check_int("seed", self.seed, -(2**63), 2**63 - 1)
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None:
+                _check_int(name, value, 0, MAX_LOGPROBS)
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise RequestError(f"stop takes at most {MAX_STOP_STRINGS} strings", "stop")
+        for text in self.stop:
+            if not text or len(text) > MAX_STOP_LENGTH:
+                raise RequestError(
+                    f"each stop string must have 1 to {MAX_STOP_LENGTH} characters", "stop"
+                )
+        for token in self.stop_token_ids:
+            _check_token("stop_token_ids", token, vocab_size)
+        for token, bias in (self.logit_bias or {}).items():
+            _check_token("logit_bias", token, vocab_size)
+            _check_number("logit_bias", bias, -100.0, 100.0)
+
+
+def _check_number(
+    name: str, value: float, low: float, high: float, *, low_open: bool = False
+) -> None:
+    ok = math.isfinite(value) and value <= high and (value > low if low_open else value >= low)
+    if not ok:
+        bound = "greater than" if low_open else "at least"
+        raise RequestError(
+            f"{name} must be a finite number {bound} {low:g} and at most {high:g}, not {value}",
+            name,
+        )
+
+
+def _check_int(name: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise RequestError(f"{name} must be between {low} and {high}, not {value}", name)
+
+
+def _check_token(name: str, token: int, vocab_size: int) -> None:
+    if not 0 <= token < vocab_size:
+        raise RequestError(
+            f"{name}: token id {token} is outside the vocabulary (0 to {vocab_size - 1})", name
+        )
