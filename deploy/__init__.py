@@ -1,0 +1,1 @@
+"""Manta on Ray Serve: ingress, OpenAI protocol, engine replicas, metrics."""

@@ -1,0 +1,93 @@
+"""What the HTTP layer needs of the engine, whatever carries it.
+
+`deploy.openai` is written against this interface alone; `deploy.serve_client` implements it over
+the tokenizer actor and the engine replicas, tests implement it in process.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.sampling_params import SamplingParams
+from engine.tokenizer.detokenizer_manager import TextDelta
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """The served model. `max_model_len` and `vocab_size` in tokens."""
+
+    name: str
+    max_model_len: int
+    vocab_size: int
+    created: int
+    """Unix time at which the server started."""
+
+
+@dataclass
+class GenerateRequest:
+    """One sequence to generate. `request_id` is for logs; `prompt_ids` are never empty."""
+
+    request_id: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    priority: int = 0
+    cache_salt: str = ""
+    timeout_s: float | None = None
+
+
+@dataclass
+class EngineHealth:
+    """Whether requests can be served now, and in words why not."""
+
+    ok: bool
+    detail: str = ""
+    replicas: dict[str, Any] = field(default_factory=dict)
+
+
+class EngineClient(ABC):
+    """Asynchronous face of tokenizer and engines; every method may be called concurrently."""
+
+    @property
+    @abstractmethod
+    def model_info(self) -> ModelInfo:
+        """Static facts about the model; valid once the client has started."""
+
+    @abstractmethod
+    async def encode(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """Token ids of each text."""
+
+    @abstractmethod
+    async def decode(self, token_ids: list[int]) -> str:
+        """Text of token ids, special tokens included (for `echo`)."""
+
+    @abstractmethod
+    async def render_chat(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        tools: list[dict[str, Any]] | None = None,
+        template_kwargs: dict[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation. Raises `RequestError` when the template refuses it."""
+
+    @abstractmethod
+    def generate(self, request: GenerateRequest) -> AsyncIterator[TextDelta]:
+        """Deltas until one has a `finish_reason`.
+
+        Raises `RequestError` if the engine refuses or fails the request, `EngineDeadError` if the
+        engine is lost. Closing the iterator early aborts the request.
+        """
+
+    @abstractmethod
+    async def health(self) -> EngineHealth:
+        """Ask every engine; never raises."""
+
+    @abstractmethod
+    async def stats(self) -> list[dict[str, float]]:
+        """Latest scheduler statistics of each engine replica (see engine.scheduler.stats)."""
