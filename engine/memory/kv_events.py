@@ -1,0 +1,70 @@
+"""What a prefix cache tells the outside about the pages it holds."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TypeAlias
+
+import msgspec
+
+
+class BlockStored(msgspec.Struct, frozen=True, tag=True):
+    """Pages entered the tree: a chain, each the parent of the next.
+
+    parent_hash is the page before the first one, or the namespace's root hash.
+    """
+
+    seq: int
+    block_hashes: list[int]
+    parent_hash: int
+    namespace: str
+
+
+class BlockRemoved(msgspec.Struct, frozen=True, tag=True):
+    """Pages left the tree, in any order; whatever extended them is gone too."""
+
+    seq: int
+    block_hashes: list[int]
+
+
+class AllCleared(msgspec.Struct, frozen=True, tag=True):
+    """The tree is empty."""
+
+    seq: int
+
+
+KVEvent: TypeAlias = BlockStored | BlockRemoved | AllCleared
+
+
+class KVEventLog:
+    """Events since the last drain, numbered 1, 2, 3, ... without gaps.
+
+    A log that nobody drains drops its oldest events, which the reader sees as a gap in the
+    numbers and answers by asking for a snapshot.
+
+    Args:
+        max_pending: events kept between two drains.
+    """
+
+    def __init__(self, max_pending: int = 100_000) -> None:
+        self.seq = 0
+        self._pending: deque[KVEvent] = deque(maxlen=max_pending)
+
+    def stored(self, block_hashes: list[int], parent_hash: int, namespace: str) -> None:
+        self._pending.append(BlockStored(self._next(), block_hashes, parent_hash, namespace))
+
+    def removed(self, block_hashes: list[int]) -> None:
+        self._pending.append(BlockRemoved(self._next(), block_hashes))
+
+    def cleared(self) -> None:
+        self._pending.append(AllCleared(self._next()))
+
+    def drain(self) -> list[KVEvent]:
+        """The pending events in order; they're forgotten here."""
+        events = list(self._pending)
+        self._pending.clear()
+        return events
+
+    def _next(self) -> int:
+        self.seq += 1
+        return self.seq
