@@ -42,6 +42,7 @@ class TokenToKVPoolAllocator:
         self._is_free: NDArray[np.bool_] = np.empty(self.num_pages + 1, dtype=np.bool_)
         # Scratch of _distinct_pages: for each page, a position in the call's array.
         self._seen_at: Int32Array = np.zeros(self.num_pages + 1, dtype=np.int32)
+        self._offsets = np.arange(page_size, dtype=np.int32)
         self._num_free = 0
         self.clear()
 
@@ -101,25 +102,22 @@ class TokenToKVPoolAllocator:
         in_page = prefix % size
         if bool(((in_page != 0) & (last % size != in_page - 1)).any()):
             raise KVPoolError("alloc_extend: a last_loc doesn't fit its prefix_len")
-        pages_before = self._num_pages_of(prefix)
-        new_pages = self._num_pages_of(seq) - pages_before
-        pages = self._pop(int(new_pages.sum()))
+        pages = self._pop(self.pages_needed_extend(prefix, seq))
         if pages is None:
             return None
-        # Everything below is [num_tokens]: each token's request, position and page.
-        req = np.repeat(np.arange(len(extend)), extend)
-        first_token = np.cumsum(extend) - extend
-        position = np.arange(num_tokens) + (prefix - first_token)[req]
-        # Rank among all new pages of the call; tokens of the partial page rank before
-        # their request's first new page.
-        first_page = np.cumsum(new_pages) - new_pages
-        rank = position // size - pages_before[req]
-        slots = (last + 1 - prefix)[req] + position
-        fresh = np.flatnonzero(rank >= 0)
-        slots[fresh] = pages[(rank + first_page[req])[fresh]].astype(np.int64) * size
-        slots[fresh] += position[fresh] % size
-        result: Int32Array = slots.astype(np.int32)
-        return result
+        fresh = (pages[:, np.newaxis] * np.int32(size) + self._offsets).ravel()
+        slots = np.empty(num_tokens, dtype=np.int32)
+        done = used = 0
+        for count, last_loc, room in zip(
+            extend.tolist(), last.tolist(), (-prefix % size).tolist(), strict=True
+        ):
+            # First the room left in the page of last_loc, then whole pages but for the end.
+            rest = max(count - room, 0)
+            slots[done : done + count - rest] = np.arange(last_loc + 1, last_loc + 1 + count - rest)
+            slots[done + count - rest : done + count] = fresh[used : used + rest]
+            done += count
+            used += -(-rest // size) * size
+        return slots
 
     def alloc_decode(self, seq_lens: ArrayLike, last_locs: ArrayLike) -> Int32Array | None:
         """One slot for each request's next token.
