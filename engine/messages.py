@@ -81,6 +81,9 @@ class ModelWorkerBatch(msgspec.Struct, array_like=True):
     sample_rows: np.ndarray
     """int32 [S]: indices into the B rows that sample a token (all but middle chunks)."""
     new_slots: list[SlotParams]
+    extend_next_ids: np.ndarray | None = None
+    """int32 [num_extend]: the prompt token after each chunk (-1: none), if a row wants prompt
+    log-probabilities."""
     wait_mask: bool = False
     """Sampling of this step waits for a vocabulary mask message (grammars)."""
 
@@ -110,6 +113,8 @@ class GenerationBatchResult(msgspec.Struct, array_like=True):
     logprobs: list[TokenLogprobs | None] | None = None
     """[S] if any sampled row asked for log-probabilities."""
     prompt_logprobs: list[PromptLogprobs] | None = None
+    row_errors: dict[int, str] | None = None
+    """By index into the sampled rows: why that request can't go on (NaN logits)."""
     error: str | None = None
     """Set if the step failed: the engine can't go on."""
     forward_ms: float = 0.0

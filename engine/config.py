@@ -1,0 +1,223 @@
+"""Engine configuration: every key, its default, and what is refused with which advice.
+
+`docs/configuration.md` is the reference; a test keeps the two in step.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from engine.errors import ConfigError
+from engine.model_config import ModelConfig
+
+M = TypeVar("M", bound=BaseModel)
+
+
+class EngineConfig(BaseModel):
+    """One engine: a model, its parallel layout, its KV cache and its scheduler.
+
+    Sizes named `*_tokens`, `*_size` and `*_len` are in tokens unless said otherwise.
+    """
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+    model: str = "models/manta-small"
+    """Model folder, or a hub id that is in the local Hugging Face cache."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """auto: the checkpoint's, but float32 on a CPU without bfloat16 instructions."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    load_format: Literal["auto", "dummy"] = "auto"
+    """dummy: random weights (benchmarks)."""
+    seed: int = 0
+    """Of dummy weights."""
+    tp_size: int = Field(1, ge=1)
+    pp_size: int = Field(1, ge=1)
+    cpu_threads: int | None = Field(None, ge=1)
+    """Compute threads of each worker on CPU; None: cores / workers on the node."""
+    max_model_len: int | None = Field(None, ge=2)
+    """Longest prompt + output; None: the model's own limit."""
+    page_size: int = Field(16, ge=1, le=256)
+    max_total_tokens: int | None = Field(None, ge=2)
+    """KV cache size; None: from memory."""
+    memory_fraction: float = Field(0.85, gt=0.0, le=1.0)
+    """Share of free device memory for weights and KV cache (CUDA)."""
+    max_running_requests: int = Field(256, ge=1, le=8192)
+    max_queued_requests: int = Field(2048, ge=0)
+    """Waiting requests beyond which new ones are refused with 429."""
+    chunked_prefill_size: int = Field(512, ge=-1)
+    """Prompt tokens per step; -1 or 0 switches chunking off."""
+    max_prefill_tokens: int = Field(16384, ge=1)
+    """Prompt tokens per step when chunking is off."""
+    enable_mixed_chunk: bool = True
+    """Decode rows ride in prefill steps."""
+    schedule_policy: Literal["lpm", "fcfs", "priority"] = "lpm"
+    schedule_conservativeness: float = Field(1.0, gt=0.0, le=10.0)
+    """Scales new_token_ratio: higher admits fewer requests and retracts less."""
+    enable_priority_preemption: bool = False
+    """With schedule_policy priority: a waiting request may push out running ones below it."""
+    enable_overlap: bool = True
+    """Compose and send step t+1 while step t runs."""
+    enable_prefix_cache: bool = True
+    eviction_policy: Literal["lru", "lfu", "fifo", "priority"] = "lru"
+    attention_backend: Literal["auto", "torch"] = "auto"
+    sampling_backend: Literal["auto", "torch"] = "auto"
+    pp_async_depth: int = Field(0, ge=0, le=8)
+    """Micro-batches in flight beyond pp_size."""
+    pp_max_micro_batch_size: int | None = Field(None, ge=1)
+    """Running requests per micro-batch; None: max_running_requests / micro-batches."""
+    queue_timeout_s: float | None = Field(None, gt=0)
+    """Waiting longer than this ends a request with 503."""
+    request_timeout_s: float | None = Field(None, gt=0)
+    """A request older than this ends with 408."""
+
+    @property
+    def world_size(self) -> int:
+        """Workers of one engine."""
+        return self.tp_size * self.pp_size
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches that the scheduler cycles through (design: one loop for all modes)."""
+        return 1 if self.pp_size == 1 else self.pp_size + self.pp_async_depth
+
+    @property
+    def lookahead(self) -> int:
+        """Steps of one micro-batch that may be in flight."""
+        return 2 if self.enable_overlap and self.pp_size == 1 else 1
+
+    def resolve(self) -> ResolvedConfig:
+        """Read the model's config and check every size against it. Raises `ConfigError`."""
+        folder = resolve_model_path(self.model)
+        model = ModelConfig.from_pretrained(folder)
+        max_len = self.max_model_len or model.max_position_embeddings
+        if max_len > model.max_position_embeddings:
+            raise ConfigError(
+                f"max_model_len ({max_len}) is longer than the model allows "
+                f"({model.max_position_embeddings}); lower it or leave it out."
+            )
+        _check_parallel(self, model)
+        if self.max_total_tokens is not None and self.max_total_tokens < 2 * self.page_size:
+            raise ConfigError(
+                f"max_total_tokens ({self.max_total_tokens}) holds fewer than two pages of "
+                f"{self.page_size} tokens; raise it or lower page_size."
+            )
+        if self.max_total_tokens is not None and self.max_model_len is not None:
+            usable = self.max_total_tokens // self.page_size * self.page_size
+            if usable < self.max_model_len:
+                raise ConfigError(
+                    f"max_total_tokens ({self.max_total_tokens}) can't hold one request of "
+                    f"max_model_len ({self.max_model_len}) tokens; raise it or lower max_model_len."
+                )
+        if self.max_total_tokens is not None:
+            max_len = min(max_len, self.max_total_tokens // self.page_size * self.page_size)
+        chunk = self.chunked_prefill_size
+        if chunk > 0 and chunk < self.page_size:
+            raise ConfigError(
+                f"chunked_prefill_size ({chunk}) is smaller than page_size ({self.page_size}): "
+                "a chunk must hold at least one page. Raise it, or set -1 to switch chunking off."
+            )
+        if chunk <= 0 and self.max_prefill_tokens < max_len and self.max_model_len is not None:
+            raise ConfigError(
+                f"without chunked prefill, max_prefill_tokens ({self.max_prefill_tokens}) must "
+                f"hold a prompt of max_model_len ({max_len}); raise it, lower max_model_len, or "
+                "set chunked_prefill_size."
+            )
+        micro = self.pp_max_micro_batch_size
+        if micro is not None and self.pp_size == 1:
+            raise ConfigError("pp_max_micro_batch_size needs pp_size > 1; leave it out.")
+        if self.pp_async_depth and self.pp_size == 1:
+            raise ConfigError("pp_async_depth needs pp_size > 1; set it to 0.")
+        if self.max_running_requests < self.num_micro_batches:
+            raise ConfigError(
+                f"max_running_requests ({self.max_running_requests}) must be at least the number "
+                f"of micro-batches ({self.num_micro_batches} = pp_size + pp_async_depth)."
+            )
+        if self.enable_priority_preemption and self.schedule_policy != "priority":
+            raise ConfigError(
+                "enable_priority_preemption needs schedule_policy: priority; set it or switch "
+                "preemption off."
+            )
+        return ResolvedConfig(engine=self, model=model, max_model_len=max_len)
+
+
+class ResolvedConfig:
+    """An `EngineConfig` together with the model that it was checked against."""
+
+    def __init__(self, engine: EngineConfig, model: ModelConfig, max_model_len: int) -> None:
+        self.engine = engine
+        self.model = model
+        self.max_model_len = max_model_len
+
+
+def load_config(kind: type[M], values: dict[str, Any]) -> M:
+    """Build a config model, turning pydantic's errors into `ConfigError` sentences."""
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(" ".join(_explain(kind, e) for e in error.errors())) from error
+
+
+def resolve_model_path(model: str) -> Path:
+    """Folder of `model`: itself, relative to the repository, or from the local hub cache.
+
+    Raises `ConfigError` when it is nowhere on this machine and can't be fetched.
+    """
+    for candidate in (Path(model), Path(__file__).resolve().parent.parent / model):
+        if candidate.is_dir():
+            return candidate.resolve()
+    if model.count("/") == 1 and not model.startswith((".", "/", "models/")):
+        from huggingface_hub import snapshot_download
+
+        try:
+            return Path(
+                snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.jinja"])
+            )
+        except Exception as error:  # any hub or network failure ends in the same advice
+            raise ConfigError(
+                f"model '{model}' is neither a folder nor fetchable from the hub "
+                f"({type(error).__name__}); set `model` to a local folder."
+            ) from error
+    raise ConfigError(
+        f"model folder '{model}' does not exist; set `model` to a folder with config.json, "
+        "tokenizer files and *.safetensors, or to a hub id."
+    )
+
+
+def _check_parallel(config: EngineConfig, model: ModelConfig) -> None:
+    tp, pp = config.tp_size, config.pp_size
+    if model.num_heads % tp:
+        raise ConfigError(
+            f"tp_size ({tp}) must divide the model's {model.num_heads} attention heads."
+        )
+    if model.num_kv_heads % tp and tp % model.num_kv_heads:
+        raise ConfigError(
+            f"tp_size ({tp}) must divide the model's {model.num_kv_heads} key/value heads, or be "
+            "a multiple of them."
+        )
+    if model.intermediate_size % tp:
+        raise ConfigError(
+            f"tp_size ({tp}) must divide the model's intermediate size {model.intermediate_size}."
+        )
+    if pp > model.num_layers:
+        raise ConfigError(f"pp_size ({pp}) exceeds the model's {model.num_layers} layers.")
+
+
+def _explain(kind: type[BaseModel], error: Any) -> str:
+    key = ".".join(str(part) for part in error["loc"]) or "configuration"
+    if error["type"] == "extra_forbidden":
+        close = difflib.get_close_matches(key, list(kind.model_fields), n=1)
+        hint = f"did you mean '{close[0]}'?" if close else "see docs/configuration.md."
+        return f"unknown key '{key}': {hint}"
+    return f"{key}: {error['msg']} (got {error['input']!r}); see docs/configuration.md."
+
+
+def available_cores() -> int:
+    """CPU cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,81 @@
+"""Turning an `AddRequest` into a `Req`, or saying why not."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from engine.errors import RequestError
+from engine.messages import AddRequest, FinishedReq
+from engine.scheduler.req import Req
+from engine.scheduler.scheduler_config import SchedulerConfig
+
+
+def make_req(
+    request: AddRequest, config: SchedulerConfig, num_waiting: int, now: float
+) -> Req | FinishedReq:
+    """A queued `Req`, or the `FinishedReq` that refuses (or, resumed complete, ends) it.
+
+    `now` in seconds of the loop's clock; `num_waiting` requests are queued already.
+    """
+    prompt_len = len(request.input_ids)
+    resumed = request.output_ids if request.output_ids is not None else np.zeros(0, np.int32)
+    try:
+        _verify(request, config, num_waiting)
+    except RequestError as error:
+        return FinishedReq(
+            request.rid,
+            "error",
+            prompt_len,
+            len(resumed),
+            0,
+            message=error.message,
+            status=error.status,
+            param=error.param,
+        )
+    params = request.params
+    limit = config.max_model_len - prompt_len
+    max_new = limit if params.max_tokens is None else min(params.max_tokens, limit)
+    if len(resumed) >= max_new:
+        return FinishedReq(request.rid, "length", prompt_len, len(resumed), 0)
+    stop_ids = frozenset(params.stop_token_ids) | (
+        frozenset() if params.ignore_eos else frozenset(config.eos_token_ids)
+    )
+    timeout = request.timeout_s or config.request_timeout_s
+    return Req(
+        rid=request.rid,
+        client=request.client,
+        request_id=request.request_id,
+        origin_input_ids=np.asarray(request.input_ids, np.int32),
+        params=params,
+        max_new_tokens=max_new,
+        stop_ids=stop_ids,
+        priority=request.priority,
+        namespace=request.cache_salt,
+        arrival=now,
+        deadline=None if timeout is None else now + timeout,
+        queue_deadline=None if config.queue_timeout_s is None else now + config.queue_timeout_s,
+        output_ids=resumed.tolist(),
+    )
+
+
+def _verify(request: AddRequest, config: SchedulerConfig, num_waiting: int) -> None:
+    ids = request.input_ids
+    if len(ids) == 0:
+        raise RequestError("the prompt is empty", "prompt")
+    if len(ids) >= config.max_model_len:
+        raise RequestError(
+            f"the prompt has {len(ids)} tokens; with at least one token of output it must stay "
+            f"below the context length of {config.max_model_len}",
+            "prompt",
+            code="context_length_exceeded",
+        )
+    if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size:
+        raise RequestError(
+            f"the prompt holds a token id outside the vocabulary (0 to {config.vocab_size - 1})",
+            "prompt",
+        )
+    request.params.verify(config.vocab_size)
+    if num_waiting >= config.max_queued_requests:
+        raise RequestError(
+            f"the queue is full ({num_waiting} requests wait); try again later", status=429
+        )

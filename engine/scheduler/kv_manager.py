@@ -1,0 +1,186 @@
+"""`KVManager`: rows, pages and the prefix tree, moved together.
+
+The only place that allocates, evicts and frees KV. All sizes in tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from engine.memory import KVPoolError, RadixCache, ReqToTokenPool, TokenToKVPoolAllocator
+from engine.messages import IntArray
+from engine.scheduler.req import Req
+
+
+class KVManager:
+    """KV bookkeeping of one engine.
+
+    Invariant: total = free + evictable + locked + held by requests (see `check`).
+    """
+
+    def __init__(
+        self,
+        num_tokens: int,
+        page_size: int,
+        max_requests: int,
+        max_len: int,
+        *,
+        enable_prefix_cache: bool = True,
+        eviction_policy: str = "lru",
+        enable_events: bool = False,
+    ) -> None:
+        self.page_size = page_size
+        self.rows = ReqToTokenPool(max_requests, max_len)
+        self.allocator = TokenToKVPoolAllocator(num_tokens, page_size)
+        self.tree = RadixCache(
+            self.allocator,
+            page_size,
+            disable=not enable_prefix_cache,
+            eviction_policy=eviction_policy,
+            enable_events=enable_events,
+        )
+        self.enable_prefix_cache = enable_prefix_cache
+
+    @property
+    def total_size(self) -> int:
+        """KV slots in all."""
+        return self.allocator.total_size
+
+    @property
+    def room(self) -> int:
+        """Tokens that could be allocated now: free or evictable."""
+        return self.allocator.available_size() + self.tree.evictable_size
+
+    def round_up(self, tokens: int) -> int:
+        """Tokens rounded up to whole pages."""
+        return -(-tokens // self.page_size) * self.page_size
+
+    def held(self, req: Req) -> int:
+        """Tokens of whole pages that `req` owns outside the tree."""
+        return self.round_up(req.kv_len - req.cached_len)
+
+    def match(self, req: Req) -> None:
+        """Look `req.fill_ids` up in the tree; at least one token is left to compute."""
+        limit = 0 if req.wants_prompt_logprobs else len(req.fill_ids) - 1
+        found = self.tree.match_prefix(req.fill_ids[:limit], req.namespace)
+        req.last_node = found.last_node
+        req.prefix_indices = found.indices
+        req.cached_len = len(found.indices)
+
+    def admit(self, req: Req) -> None:
+        """Give a matched and locked request a row holding its cached prefix."""
+        idx = self.rows.alloc()
+        if idx is None or req.last_node is None:
+            raise KVPoolError("admit needs a free row and a matched request")
+        req.req_pool_idx = idx
+        req.kv_len = req.cached_len
+        req.installed = False
+        self.rows.req_to_token[idx, : req.cached_len] = req.prefix_indices
+
+    def extend(self, reqs: Sequence[Req], lens: Sequence[int]) -> IntArray:
+        """Slots for the next `lens[i]` tokens of each request. Raises if there's no room."""
+        table = self.rows.req_to_token
+        starts = [r.kv_len for r in reqs]
+        ends = [r.kv_len + n for r, n in zip(reqs, lens, strict=True)]
+        last = [int(table[r.req_pool_idx, r.kv_len - 1]) if r.kv_len else -1 for r in reqs]
+        self._make_room(self.allocator.pages_needed_extend(starts, ends))
+        locs = self.allocator.alloc_extend(starts, ends, last)
+        if locs is None:
+            raise KVPoolError("extend without room: the scheduler must check first")
+        at = 0
+        for req, n, end in zip(reqs, lens, ends, strict=True):
+            table[req.req_pool_idx, req.kv_len : end] = locs[at : at + n]
+            req.kv_len = end
+            at += n
+        return locs
+
+    def decode_need(self, seq_lens: IntArray) -> int:
+        """Tokens of new pages for one more token each, ending at lengths `seq_lens` [B]."""
+        return self.allocator.pages_needed_decode(seq_lens) * self.page_size
+
+    def decode(self, rows: IntArray, seq_lens: IntArray, last_locs: IntArray) -> IntArray:
+        """One slot per row [B]; `seq_lens` are the lengths after it. Raises if there's no room."""
+        self._make_room(self.allocator.pages_needed_decode(seq_lens))
+        locs = self.allocator.alloc_decode(seq_lens, last_locs)
+        if locs is None:
+            raise KVPoolError("decode without room: the scheduler must check first")
+        self.rows.req_to_token[rows, seq_lens - 1] = locs
+        return locs
+
+    def cache_unfinished(self, req: Req) -> None:
+        """Share what `req` has launched so far, so that requests behind it can use it.
+
+        Safe before the step has run: workers execute steps in order. If others put the same
+        tokens there first, nothing is inserted: the request keeps its own copy until it ends.
+        """
+        if not self.enable_prefix_cache or req.last_node is None:
+            return
+        whole = req.kv_len // self.page_size * self.page_size
+        if whole <= req.cached_len:
+            return
+        tokens = req.fill_ids[:whole]
+        if len(self.tree.match_prefix(tokens, req.namespace).indices) > req.cached_len:
+            return
+        slots = self.rows.req_to_token[req.req_pool_idx, :whole]
+        node = self.tree.insert(tokens, slots, req.namespace, req.priority).last_node
+        self.tree.inc_lock_ref(node)
+        self.tree.dec_lock_ref(req.last_node)
+        req.last_node = node
+        req.cached_len = whole
+
+    def release(self, req: Req, *, insert: bool) -> None:
+        """Take row and KV back from a request that no step in flight holds.
+
+        With `insert`, whole pages of committed tokens stay in the tree as evictable.
+        """
+        if req.last_node is None or not req.req_pool_idx:
+            return
+        row = self.rows.req_to_token[req.req_pool_idx]
+        keep = req.cached_len
+        if insert and self.enable_prefix_cache:
+            tokens = np.concatenate([req.origin_input_ids, np.asarray(req.output_ids, np.int32)])
+            known = min(req.kv_len, len(tokens)) // self.page_size * self.page_size
+            if known > req.cached_len:
+                done = self.tree.insert(
+                    tokens[:known], row[:known], req.namespace, req.priority
+                ).prefix_len
+                if done > req.cached_len:
+                    self.allocator.free(row[req.cached_len : done].copy())
+                keep = known
+        if req.kv_len > keep:
+            self.allocator.free(row[keep : req.kv_len].copy())
+        self.tree.dec_lock_ref(req.last_node)
+        self.rows.free(req.req_pool_idx)
+        req.req_pool_idx = 0
+        req.last_node = None
+        req.cached_len = req.kv_len = 0
+
+    def check(self, active: Iterable[Req]) -> str | None:
+        """What breaks the invariant, or None. `active`: every request that has a row."""
+        reqs = [r for r in active if r.req_pool_idx]
+        held = sum(self.held(r) for r in reqs)
+        free = self.allocator.available_size()
+        evictable, locked = self.tree.evictable_size, self.tree.protected_size
+        if free + evictable + locked + held != self.total_size:
+            return (
+                f"KV leak: free {free} + evictable {evictable} + locked {locked} + held {held} "
+                f"!= total {self.total_size}"
+            )
+        rows = self.rows.available_size()
+        if rows + len(reqs) != self.rows.size:
+            return f"row leak: free {rows} + in use {len(reqs)} != total {self.rows.size}"
+        if not reqs and locked:
+            return f"lock leak: {locked} tokens locked and no request"
+        return None
+
+    def reset(self) -> None:
+        """Forget everything; only when no request holds anything."""
+        self.tree.reset()
+        self.allocator.clear()
+
+    def _make_room(self, pages: int) -> None:
+        missing = pages * self.page_size - self.allocator.available_size()
+        if missing > 0:
+            self.tree.evict(missing)

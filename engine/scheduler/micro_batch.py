@@ -1,0 +1,36 @@
+"""`MicroBatch`: the unit that the loop cycles through, and the steps it has in flight."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from engine.messages import Int64Array, IntArray
+from engine.scheduler.req import Req
+from engine.scheduler.running_batch import RunningBatch
+
+
+@dataclass(slots=True)
+class LaunchedStep:
+    """A step that was sent and whose result is still to come. Keeps nothing that changes."""
+
+    step: int
+    micro_batch: int
+    reqs: Sequence[Req]
+    """All rows."""
+    sampled: Sequence[Req]
+    """Rows that sample, in the order of the result's tokens."""
+    rids: Int64Array
+    clients: IntArray
+    """Of the sampled rows."""
+    num_prompt_tokens: int = 0
+
+
+@dataclass(slots=True)
+class MicroBatch:
+    """Normal and overlap modes have one; pipeline parallelism has several in flight at once."""
+
+    index: int
+    running: RunningBatch = field(default_factory=RunningBatch)
+    in_flight: deque[LaunchedStep] = field(default_factory=deque)

@@ -1,0 +1,102 @@
+"""Collects what steps give to clients: one `StepOutputs` per step and client."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from engine.messages import (
+    FinishedReq,
+    Int64Array,
+    IntArray,
+    StepOutputs,
+    TokenLogprobs,
+)
+from engine.scheduler.req import Req
+
+
+@dataclass
+class _ClientOutputs:
+    finished: list[FinishedReq] = field(default_factory=list)
+    started: list[tuple[int, int]] = field(default_factory=list)
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    """By rid; turned into indices when the message is made."""
+    prompt_logprobs: dict[int, list[TokenLogprobs | None]] = field(default_factory=dict)
+
+
+class OutputCollector:
+    """Outputs since the last `take`. Clients are numbered so that rows group as arrays."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+        self._names: list[str] = []
+        self._pending: dict[int, _ClientOutputs] = {}
+        self._ready: list[tuple[str, StepOutputs]] = []
+
+    def client_no(self, client: str) -> int:
+        """Number of a client, given on first sight."""
+        number = self._numbers.get(client)
+        if number is None:
+            number = self._numbers[client] = len(self._names)
+            self._names.append(client)
+        return number
+
+    def start(self, req: Req) -> None:
+        """The first token of `req` is in this step."""
+        entry = self._entry(req.client_no)
+        entry.started.append((req.rid, req.num_cached or 0))
+        if req.params.prompt_logprobs is not None:
+            entry.prompt_logprobs[req.rid] = req.prompt_logprobs
+
+    def logprobs(self, req: Req, logprobs: TokenLogprobs) -> None:
+        """Log-probabilities of the token of `req` in this step."""
+        self._entry(req.client_no).logprobs[req.rid] = logprobs
+
+    def finish(self, client_no: int, finished: FinishedReq) -> None:
+        """A request ended."""
+        self._entry(client_no).finished.append(finished)
+
+    def close_step(self, step: int, rids: Int64Array, tokens: IntArray, clients: IntArray) -> None:
+        """The tokens of a step, [N] each; makes the messages of every client concerned."""
+        if len(self._names) <= 1:
+            self._emit(step, 0, rids, tokens)
+        else:
+            for number in np.unique(clients).tolist():
+                mask = clients == number
+                self._emit(step, number, rids[mask], tokens[mask])
+        self._close_rest(step)
+
+    def take(self, step: int = -1) -> list[tuple[str, StepOutputs]]:
+        """(client, message) pairs in order, including ends that no step carried."""
+        self._close_rest(step)
+        ready, self._ready = self._ready, []
+        return ready
+
+    def _close_rest(self, step: int) -> None:
+        for number in list(self._pending):
+            self._emit(step, number, np.zeros(0, np.int64), np.zeros(0, np.int32))
+
+    def _emit(self, step: int, number: int, rids: Int64Array, tokens: IntArray) -> None:
+        entry = self._pending.pop(number, None)
+        if entry is None:
+            if len(rids):
+                self._ready.append((self._names[number], StepOutputs(step, rids, tokens, [], [])))
+            return
+        logprobs = None
+        if entry.logprobs:
+            index = {rid: i for i, rid in enumerate(rids.tolist())}
+            logprobs = {index[rid]: value for rid, value in entry.logprobs.items()}
+        message = StepOutputs(
+            step,
+            rids,
+            tokens,
+            entry.finished,
+            entry.started,
+            logprobs,
+            entry.prompt_logprobs or None,
+        )
+        self._ready.append((self._names[number], message))
+
+    def _entry(self, number: int) -> _ClientOutputs:
+        return self._pending.setdefault(number, _ClientOutputs())

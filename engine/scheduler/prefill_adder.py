@@ -1,0 +1,146 @@
+"""`PrefillAdder`: which waiting requests, and how much of each, go into one prefill step.
+
+Budgets, in tokens (SGLang's PrefillAdder):
+  rem_total   KV room minus what running requests are expected to still need
+  rem_now     KV room for what this step itself allocates
+  rem_chunk   prompt tokens that the step may compute (chunked_prefill_size or max_prefill_tokens)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import Enum
+from typing import NamedTuple
+
+from engine.scheduler.kv_manager import KVManager
+from engine.scheduler.new_token_ratio import NewTokenRatio
+from engine.scheduler.req import Req
+
+SHARE_WINDOW = 32
+"""Requests whose next this many uncached tokens equal another's wait for its prefill."""
+
+
+class AddResult(Enum):
+    """What became of a request offered to the adder."""
+
+    ADDED = "added"
+    DEFERRED = "deferred"
+    """Its uncached prefix is being computed by another request; it goes in the next steps."""
+    NO_TOKEN = "no_token"
+    """No KV room: nothing more fits until requests leave."""
+    OTHER = "other"
+    """The step is full; the next one may take it."""
+
+
+class Addition(NamedTuple):
+    """A row of the step: `num_tokens` more tokens of `req`; `last` if that ends its prompt."""
+
+    req: Req
+    num_tokens: int
+    last: bool
+
+
+class PrefillAdder:
+    """Collects the rows of one prefill step; locks the cached prefix of each."""
+
+    def __init__(
+        self,
+        kv: KVManager,
+        ratio: NewTokenRatio,
+        running: Iterable[Req],
+        *,
+        chunk_size: int | None,
+        max_prefill_tokens: int,
+        num_decode: int,
+        decode_need: int,
+    ) -> None:
+        """`num_decode` rows ride along (mixed) and allocate `decode_need` tokens before."""
+        self.kv = kv
+        self.ratio = ratio
+        self.chunking = chunk_size is not None
+        budget = (chunk_size if chunk_size is not None else max_prefill_tokens) - num_decode
+        self.rem_chunk = max(budget, kv.page_size)
+        reserved = sum(ratio.reserve(r) for r in running)
+        self.rem_total = kv.room - decode_need - reserved
+        self.rem_now = kv.room - decode_need
+        self.additions: list[Addition] = []
+        self._owners: set[tuple[int, bytes]] = set()
+
+    def add_chunked(self, req: Req) -> AddResult:
+        """Continue a request whose prompt is partly launched."""
+        left = len(req.fill_ids) - req.kv_len
+        num = min(left, self.rem_chunk)
+        if num < left:
+            num = self._page_floor(req, num)
+        if num <= 0:
+            return AddResult.OTHER
+        if self._pages(req.kv_len, req.kv_len + num) > self.rem_now:
+            return AddResult.NO_TOKEN
+        self._own(req, req.kv_len)
+        self.rem_total -= self.ratio.reserve(req) + self._pages(req.kv_len + num, len(req.fill_ids))
+        self._take(req, num, last=num == left)
+        return AddResult.ADDED
+
+    def add(self, req: Req, *, force: bool = False) -> AddResult:
+        """Offer a matched waiting request. `force`: nothing else runs, so it must go."""
+        if self._is_shared(req):
+            return AddResult.DEFERRED
+        if req.last_node is None:
+            raise ValueError("offer only matched requests")
+        extend = len(req.fill_ids) - req.cached_len
+        output = self.ratio.reserve(req)
+        # Locking takes the cached prefix out of the evictable room: charge it first.
+        before = self.kv.room
+        self.kv.tree.inc_lock_ref(req.last_node)
+        locked = before - self.kv.room
+        need = self._pages(req.cached_len, len(req.fill_ids))
+        fits = need + output <= self.rem_total - locked and need <= self.rem_now - locked
+        if not fits and not force:
+            self.kv.tree.dec_lock_ref(req.last_node)
+            return AddResult.NO_TOKEN
+        num = extend
+        if extend > self.rem_chunk and (self.chunking or self.additions):
+            num = self._page_floor_at(req.cached_len, self.rem_chunk) if self.chunking else 0
+            if num <= 0:
+                self.kv.tree.dec_lock_ref(req.last_node)
+                return AddResult.OTHER
+        self.rem_total -= locked
+        self.rem_now -= locked
+        self._own(req, req.cached_len)
+        req.kv_len = req.cached_len
+        self.rem_total -= output + need - self._pages(req.kv_len, req.kv_len + num)
+        self._take(req, num, last=num == extend)
+        return AddResult.ADDED
+
+    def _take(self, req: Req, num: int, *, last: bool) -> None:
+        pages = self._pages(req.kv_len, req.kv_len + num)
+        self.rem_now -= pages
+        self.rem_total -= pages
+        self.rem_chunk -= num
+        self.additions.append(Addition(req, num, last))
+
+    def _pages(self, start: int, end: int) -> int:
+        return self.kv.round_up(end) - self.kv.round_up(start)
+
+    def _page_floor(self, req: Req, num: int) -> int:
+        return self._page_floor_at(req.kv_len, num)
+
+    def _page_floor_at(self, start: int, num: int) -> int:
+        """A middle chunk ends at a page boundary, so that its pages can be shared."""
+        return (start + num) // self.kv.page_size * self.kv.page_size - start
+
+    def _key(self, req: Req, start: int) -> tuple[int, bytes] | None:
+        window = max(SHARE_WINDOW, self.kv.page_size)
+        ahead = req.fill_ids[start : start + window]
+        if not self.kv.enable_prefix_cache or len(ahead) < window or req.wants_prompt_logprobs:
+            return None
+        return (id(req.last_node), ahead.tobytes())
+
+    def _own(self, req: Req, start: int) -> None:
+        key = self._key(req, start)
+        if key is not None:
+            self._owners.add(key)
+
+    def _is_shared(self, req: Req) -> bool:
+        key = self._key(req, req.cached_len)
+        return key is not None and key in self._owners

@@ -1,0 +1,103 @@
+"""`Req`: one request as the scheduler sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from engine.messages import IntArray, TokenLogprobs
+from engine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from engine.memory import TreeNode
+
+
+class ReqStatus(Enum):
+    """Where a request is. RETRACTING: it leaves the batch once no step in flight holds it."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    RETRACTING = "retracting"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Req:
+    """A request and its place in the KV cache.
+
+    Regions of its row in `ReqToTokenPool`, all in tokens:
+      [0, cached_len)       owned by the radix tree, locked through `last_node`; page-aligned
+      [cached_len, kv_len)  owned by the request
+      [kv_len, ...)         nothing yet
+    `kv_len` counts launched tokens: the steps in flight that write them may not have run.
+    `output_ids` holds committed tokens only, never placeholders.
+    """
+
+    rid: int
+    client: str
+    request_id: str
+    origin_input_ids: IntArray
+    params: SamplingParams
+    max_new_tokens: int
+    """Output tokens in all, resumed ones included."""
+    stop_ids: frozenset[int]
+    """Token ids that end the request: eos (unless ignored) and stop_token_ids."""
+    client_no: int = 0
+    """`client` as a small number, for grouping outputs."""
+    priority: int = 0
+    namespace: str = ""
+    arrival: float = 0.0
+    deadline: float | None = None
+    queue_deadline: float | None = None
+
+    output_ids: list[int] = field(default_factory=list)
+    status: ReqStatus = ReqStatus.WAITING
+    fill_ids: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
+    """Prompt + output at the last admission: what prefill has to put into the cache."""
+    req_pool_idx: int = 0
+    """Row of `ReqToTokenPool`; 0 = none (row 0 is padding)."""
+    cached_len: int = 0
+    kv_len: int = 0
+    last_node: TreeNode | None = None
+    prefix_indices: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
+    """Slots of the cached prefix, between match and admission."""
+    installed: bool = False
+    """Workers have its sampling state and cached prefix for the row it holds."""
+    started: bool = False
+    """Its first token (since it came here) was sent."""
+    num_cached: int | None = None
+    """Prompt tokens found in the prefix cache at its first admission."""
+    num_retractions: int = 0
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+
+    @property
+    def prompt_len(self) -> int:
+        """Prompt tokens."""
+        return len(self.origin_input_ids)
+
+    @property
+    def finished(self) -> bool:
+        """Whether its end was decided; its memory may still be in use by a step in flight."""
+        return self.status is ReqStatus.FINISHED
+
+    @property
+    def needs_prefill(self) -> bool:
+        """Whether part of `fill_ids` isn't launched yet (a chunked request)."""
+        return self.kv_len < len(self.fill_ids)
+
+    def begin_round(self) -> None:
+        """Take stock of what prefill must cover, at admission."""
+        if self.output_ids:
+            out = np.asarray(self.output_ids, np.int32)
+            self.fill_ids = np.concatenate([self.origin_input_ids, out])
+        else:
+            self.fill_ids = self.origin_input_ids
+        self.prompt_logprobs = []
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Prompt log-probabilities still owed: the prefix cache can't give them."""
+        return self.params.prompt_logprobs is not None and not self.started

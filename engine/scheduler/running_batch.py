@@ -1,0 +1,97 @@
+"""`RunningBatch`: the decode rows of a micro-batch, as arrays kept from step to step.
+
+Composing a decode step touches no request objects: one addition, one allocation, one message.
+Lists and arrays are replaced, never changed in place, so a launched step may keep them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from engine.messages import Int64Array, IntArray
+from engine.scheduler.req import Req
+
+_NONE = np.zeros(0, np.int32)
+
+
+class RunningBatch:
+    """Requests whose prompt is launched and that have output left to launch. B rows."""
+
+    def __init__(self) -> None:
+        self.reqs: list[Req] = []
+        self.rows: IntArray = _NONE
+        """int32 [B]: rows of `ReqToTokenPool`."""
+        self.seq_lens: IntArray = _NONE
+        """int32 [B]: tokens launched into the KV cache."""
+        self.last_locs: IntArray = _NONE
+        """int32 [B]: slot of the last of them."""
+        self.remaining: IntArray = _NONE
+        """int32 [B]: output tokens that may still be launched."""
+        self.rids: Int64Array = np.zeros(0, np.int64)
+        self.clients: IntArray = _NONE
+        """int32 [B]: `Req.client_no`."""
+
+    def __len__(self) -> int:
+        return len(self.reqs)
+
+    def append(self, reqs: Sequence[Req], last_locs: Sequence[int]) -> None:
+        """Add requests whose last prompt chunk was just launched, unless that was all of it."""
+        fresh = [
+            (r, loc)
+            for r, loc in zip(reqs, last_locs, strict=True)
+            if r.max_new_tokens - len(r.output_ids) > 1
+        ]
+        if not fresh:
+            return
+        new = [r for r, _ in fresh]
+        n = len(new)
+        self.reqs = self.reqs + new
+        self.rows = np.concatenate([self.rows, _ints((r.req_pool_idx for r in new), n)])
+        self.seq_lens = np.concatenate([self.seq_lens, _ints((r.kv_len for r in new), n)])
+        self.last_locs = np.concatenate([self.last_locs, _ints((loc for _, loc in fresh), n)])
+        left = _ints((r.max_new_tokens - len(r.output_ids) - 1 for r in new), n)
+        self.remaining = np.concatenate([self.remaining, left])
+        self.rids = np.concatenate([self.rids, np.fromiter((r.rid for r in new), np.int64, n)])
+        self.clients = np.concatenate([self.clients, _ints((r.client_no for r in new), n)])
+
+    def advance(self, locs: IntArray) -> None:
+        """One more token of every row is launched, at slots `locs` [B].
+
+        Rows whose whole output is launched now leave: they only wait for results.
+        """
+        self.seq_lens = self.seq_lens + 1
+        self.last_locs = locs
+        self.remaining = self.remaining - 1
+        if not self.remaining.all():
+            self._keep(self.remaining > 0)
+
+    def remove(self, reqs: Sequence[Req]) -> None:
+        """Take out requests that ended or are retracted; those not here are ignored."""
+        gone = {id(r) for r in reqs}
+        keep = np.fromiter((id(r) not in gone for r in self.reqs), np.bool_, len(self.reqs))
+        if not keep.all():
+            self._keep(keep)
+
+    def sync_lens(self) -> None:
+        """Write the launched lengths back to the requests."""
+        for req, length in zip(self.reqs, self.seq_lens.tolist(), strict=True):
+            req.kv_len = length
+
+    def _keep(self, mask: np.ndarray[Any, np.dtype[np.bool_]]) -> None:
+        for i in np.flatnonzero(~mask).tolist():
+            self.reqs[i].kv_len = int(self.seq_lens[i])
+        kept = np.flatnonzero(mask)
+        self.reqs = [self.reqs[i] for i in kept.tolist()]
+        self.rows = self.rows[kept]
+        self.seq_lens = self.seq_lens[kept]
+        self.last_locs = self.last_locs[kept]
+        self.remaining = self.remaining[kept]
+        self.rids = self.rids[kept]
+        self.clients = self.clients[kept]
+
+
+def _ints(values: Iterable[int], count: int) -> IntArray:
+    return np.fromiter(values, np.int32, count)

@@ -1,0 +1,73 @@
+"""What the scheduler needs of the configuration, checked and resolved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.config import EngineConfig, ResolvedConfig
+from engine.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Sizes in tokens and requests; see docs/configuration.md for each."""
+
+    num_kv_tokens: int
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...] = ()
+    page_size: int = 1
+    max_running_requests: int = 256
+    max_queued_requests: int = 2048
+    chunked_prefill_size: int | None = 512
+    max_prefill_tokens: int = 16384
+    enable_mixed_chunk: bool = True
+    schedule_policy: str = "lpm"
+    schedule_conservativeness: float = 1.0
+    enable_priority_preemption: bool = False
+    enable_prefix_cache: bool = True
+    eviction_policy: str = "lru"
+    lookahead: int = 1
+    num_micro_batches: int = 1
+    max_micro_batch_size: int = 256
+    pp_size: int = 1
+    queue_timeout_s: float | None = None
+    request_timeout_s: float | None = None
+
+    def __post_init__(self) -> None:
+        usable = self.num_kv_tokens // self.page_size * self.page_size
+        if usable < self.max_model_len:
+            raise ConfigError(
+                f"the KV cache ({usable} tokens) can't hold one request of max_model_len "
+                f"({self.max_model_len}); raise max_total_tokens or lower max_model_len."
+            )
+
+    @classmethod
+    def from_config(cls, config: ResolvedConfig, num_kv_tokens: int) -> SchedulerConfig:
+        """Of a resolved engine config and the KV size that the workers settled on."""
+        engine: EngineConfig = config.engine
+        chunk = engine.chunked_prefill_size
+        return cls(
+            num_kv_tokens=num_kv_tokens,
+            max_model_len=config.max_model_len,
+            vocab_size=config.model.vocab_size,
+            eos_token_ids=config.model.eos_token_ids,
+            page_size=engine.page_size,
+            max_running_requests=engine.max_running_requests,
+            max_queued_requests=engine.max_queued_requests,
+            chunked_prefill_size=chunk if chunk > 0 else None,
+            max_prefill_tokens=engine.max_prefill_tokens,
+            enable_mixed_chunk=engine.enable_mixed_chunk,
+            schedule_policy=engine.schedule_policy,
+            schedule_conservativeness=engine.schedule_conservativeness,
+            enable_priority_preemption=engine.enable_priority_preemption,
+            enable_prefix_cache=engine.enable_prefix_cache,
+            eviction_policy=engine.eviction_policy,
+            lookahead=engine.lookahead,
+            num_micro_batches=engine.num_micro_batches,
+            max_micro_batch_size=engine.pp_max_micro_batch_size
+            or -(-engine.max_running_requests // engine.num_micro_batches),
+            pp_size=engine.pp_size,
+            queue_timeout_s=engine.queue_timeout_s,
+            request_timeout_s=engine.request_timeout_s,
+        )

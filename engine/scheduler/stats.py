@@ -1,0 +1,25 @@
+"""Counters and gauges of one scheduler, for metrics, health and routing."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class SchedulerStats(msgspec.Struct):
+    """Gauges describe now; `*_total` only grow. Tokens unless the name says otherwise."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    waiting_tokens: int = 0
+    kv_used_tokens: int = 0
+    kv_cached_tokens: int = 0
+    kv_total_tokens: int = 0
+    new_token_ratio: float = 0.0
+    steps_total: int = 0
+    prompt_tokens_total: int = 0
+    cached_tokens_total: int = 0
+    generation_tokens_total: int = 0
+    retractions_total: int = 0
+    preemptions_total: int = 0
+    requests_finished_total: int = 0
+    kv_leaks_total: int = 0
