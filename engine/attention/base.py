@@ -1,0 +1,55 @@
+"""What a model needs from an attention backend, and what a backend is built from."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from engine.worker.forward_batch import ForwardBatch
+    from engine.worker.kv_pool import MHATokenToKVPool
+
+
+@dataclass(frozen=True)
+class AttentionLayer:
+    """One layer's attention. `layer_id` counts within the stage; `sliding_window` in tokens."""
+
+    layer_id: int
+    scale: float
+    sliding_window: int | None
+
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """What lives as long as the engine: the KV cache and where each request's tokens are in it.
+
+    `req_to_token` is int32 [rows, positions] on the device; heads are this rank's.
+    """
+
+    pool: MHATokenToKVPool
+    req_to_token: Tensor
+    layers: tuple[AttentionLayer, ...]
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+class AttentionBackend(ABC):
+    """Causal attention of a step's tokens over their requests' cached and new tokens."""
+
+    @abstractmethod
+    def init_forward(self, batch: ForwardBatch) -> None:
+        """Prepare what all layers share. Once per step, after `req_to_token` is up to date."""
+
+    @abstractmethod
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, batch: ForwardBatch
+    ) -> Tensor:
+        """Write k, v to the pool at `batch.out_cache_loc`, then attend.
+
+        q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim] ->
+        [T, num_heads * head_dim].
+        """

@@ -1,0 +1,203 @@
+"""Paged attention in plain torch: CPU, and any GPU where no faster backend is installed.
+
+Extend rows attend one by one with scaled_dot_product_attention. Decode rows on CPU attend in
+batches over contiguous copies (`DecodeWorkspace`); elsewhere, or when the copies' budget is spent,
+one by one over keys and values gathered from the pool. Grouped queries never copy keys: the group
+is a stride-0 dimension (extend) or part of the query's length (decode).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.attention.base import AttentionBackend, AttentionInputs, AttentionLayer
+from engine.attention.decode_workspace import DecodePlan, DecodeWorkspace
+from engine.worker.forward_batch import ForwardBatch
+
+# Query tokens per call when keys precede the chunk: bounds the mask at QUERY_BLOCK x context, and
+# keys that a block can't see are never multiplied.
+QUERY_BLOCK = 256
+
+
+@dataclass
+class _ExtendRow:
+    """One chunk: tokens [start, start + length) of the step, after `prefix` cached ones."""
+
+    start: int
+    length: int
+    prefix: int
+    slots: Tensor | None
+    """int32 [prefix + length] pool slots if prefix > 0"""
+
+
+@dataclass
+class _StepPlan:
+    extends: list[_ExtendRow] = field(default_factory=list)
+    decode: DecodePlan = field(default_factory=DecodePlan)
+    rest_slots: list[Tensor] = field(default_factory=list)
+    """Pool slots of each row in `decode.rest`."""
+    masks: dict[tuple[int, int, int | None], Tensor] = field(default_factory=dict)
+    """Masks by (queries, keys, window), shared by the step's rows and layers."""
+
+
+class TorchAttentionBackend(AttentionBackend):
+    """Attention over `MHATokenToKVPool` with torch's own operators."""
+
+    def __init__(self, inputs: AttentionInputs) -> None:
+        self.inputs = inputs
+        self.pool = inputs.pool
+        self.group = inputs.num_heads // inputs.num_kv_heads
+        self.workspace: DecodeWorkspace | None = None
+        if inputs.req_to_token.device.type == "cpu":
+            # One more KV cache: enough unless requests share most of their prefixes.
+            budget = self.pool.num_bytes * 4 // self.pool.dtype.itemsize
+            self.workspace = DecodeWorkspace(inputs, budget)
+        self._plan = _StepPlan()
+
+    def init_forward(self, batch: ForwardBatch) -> None:
+        plan = _StepPlan()
+        req_to_token = self.inputs.req_to_token
+        num_extend = batch.num_extend
+        rows = batch.req_pool_indices_cpu
+        starts, prefixes = batch.token_starts_cpu.tolist(), batch.prefix_lens_cpu.tolist()
+        for i in range(num_extend):
+            length = starts[i + 1] - starts[i]
+            total = prefixes[i] + length
+            slots = req_to_token[int(rows[i]), :total] if prefixes[i] else None
+            plan.extends.append(_ExtendRow(starts[i], length, prefixes[i], slots))
+        decode_rows, decode_lens = rows[num_extend:], batch.seq_lens_cpu[num_extend:]
+        if self.workspace is not None:
+            self.workspace.invalidate(rows[:num_extend])
+            self.workspace.invalidate(batch.prefix_rows_cpu)
+            if len(decode_rows):
+                plan.decode = self.workspace.plan(decode_rows, decode_lens, batch.micro_batch)
+        else:
+            plan.decode.rest.extend(range(len(decode_rows)))
+        for row in plan.decode.rest:
+            plan.rest_slots.append(req_to_token[int(decode_rows[row]), : int(decode_lens[row])])
+        self._plan = plan
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, batch: ForwardBatch
+    ) -> Tensor:
+        self.pool.set_kv(layer.layer_id, batch.out_cache_loc, k, v)
+        num_extend_tokens = batch.num_extend_tokens
+        if batch.num_extend == 0:
+            return self._decode(q, k, v, layer)
+        width = self.inputs.num_heads * self.inputs.head_dim
+        out = q.new_empty((q.shape[0], width))
+        for row in self._plan.extends:
+            end = row.start + row.length
+            out[row.start : end] = self._extend(
+                q[row.start : end], k[row.start : end], v[row.start : end], layer, row
+            )
+        if num_extend_tokens < q.shape[0]:
+            out[num_extend_tokens:] = self._decode(
+                q[num_extend_tokens:], k[num_extend_tokens:], v[num_extend_tokens:], layer
+            )
+        return out
+
+    def _extend(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, row: _ExtendRow
+    ) -> Tensor:
+        """Attention of one chunk: q [L, Hq, D] -> [L, Hq * D]."""
+        length = row.length
+        window = layer.sliding_window
+        if row.slots is None:
+            keys, values = k, v
+            if window is None or window >= length:
+                return self._sdpa(q, keys, values, layer.scale, None, causal=length > 1)
+        else:
+            kv = self.pool.get(layer.layer_id)
+            keys, values = kv.k.index_select(0, row.slots), kv.v.index_select(0, row.slots)
+        parts = []
+        for first in range(0, length, QUERY_BLOCK):
+            last = min(first + QUERY_BLOCK, length)
+            high = row.prefix + last
+            low = 0 if window is None else max(0, row.prefix + first + 1 - window)
+            mask = self._mask(last - first, high - low, window, q)
+            parts.append(
+                self._sdpa(q[first:last], keys[low:high], values[low:high], layer.scale, mask)
+            )
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def _decode(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer) -> Tensor:
+        """Attention of single tokens: q [n, Hq, D] -> [n, Hq * D]."""
+        plan = self._plan.decode
+        n, _, dim = q.shape
+        grouped = q.view(n, self.inputs.num_kv_heads, self.group, dim)
+        window = layer.sliding_window
+        out = torch.empty(0)
+        if self.workspace is not None and plan.groups:
+            scaled = grouped.float().mul(layer.scale)
+            wide_k, wide_v = k.float(), v.float()
+            for part in plan.groups:
+                if part.rows is None:
+                    return self.workspace.attend(
+                        part, layer.layer_id, window, scaled, wide_k, wide_v
+                    ).to(q.dtype)
+                if not out.numel():
+                    out = q.new_empty((n, self.inputs.num_heads * dim))
+                result = self.workspace.attend(
+                    part,
+                    layer.layer_id,
+                    window,
+                    scaled.index_select(0, part.rows),
+                    wide_k.index_select(0, part.rows),
+                    wide_v.index_select(0, part.rows),
+                )
+                out.index_copy_(0, part.rows, result.to(q.dtype))
+        if not out.numel():
+            out = q.new_empty((n, self.inputs.num_heads * dim))
+        kv = self.pool.get(layer.layer_id)
+        for row, all_slots in zip(plan.rest, self._plan.rest_slots, strict=True):
+            slots = all_slots if window is None else all_slots[-window:]
+            out[row] = F.scaled_dot_product_attention(
+                grouped[row : row + 1],
+                kv.k.index_select(0, slots).transpose(0, 1).unsqueeze(0),
+                kv.v.index_select(0, slots).transpose(0, 1).unsqueeze(0),
+                scale=layer.scale,
+            ).view(-1)
+        return out
+
+    def _sdpa(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        mask: Tensor | None,
+        *,
+        causal: bool = False,
+    ) -> Tensor:
+        """q [L, Hq, D], k and v [S, Hkv, D] -> [L, Hq * D]."""
+        length, _, dim = q.shape
+        heads = self.inputs.num_kv_heads
+        out = F.scaled_dot_product_attention(
+            q.view(length, heads, self.group, dim).permute(1, 2, 0, 3),
+            k.transpose(0, 1).unsqueeze(1).expand(-1, self.group, -1, -1),
+            v.transpose(0, 1).unsqueeze(1).expand(-1, self.group, -1, -1),
+            attn_mask=mask,
+            is_causal=causal,
+            scale=scale,
+        )
+        return out.permute(2, 0, 1, 3).reshape(length, -1)
+
+    def _mask(self, queries: int, keys: int, window: int | None, like: Tensor) -> Tensor | None:
+        """[queries, keys] of 0 and -inf; the last query stands at the last key. None if all 0."""
+        if queries == 1 and (window is None or keys <= window):
+            return None
+        masks = self._plan.masks
+        index = (queries, keys, window)
+        if index not in masks:
+            query = torch.arange(keys - queries, keys, device=like.device).unsqueeze(1)
+            key = torch.arange(keys, device=like.device)
+            hidden = key > query
+            if window is not None:
+                hidden |= key <= query - window
+            masks[index] = like.new_zeros((queries, keys)).masked_fill_(hidden, -torch.inf)
+        return masks[index]

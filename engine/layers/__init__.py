@@ -1,0 +1,1 @@
+"""Layers of a decoder, each holding only this tensor parallel rank's share of its weights."""

@@ -1,0 +1,79 @@
+"""Token embedding and output head, split over the tensor parallel group by vocabulary.
+
+The vocabulary is padded to a multiple of tp_size, so that any size can be split.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.distributed import ParallelState
+from engine.layers.linear_kernel import LinearKernel, SharedRowsKernel, make_linear_kernel
+from engine.models.weights import WeightSource
+
+
+class VocabShard:
+    """Rows [start, end) of the padded vocabulary that one rank owns."""
+
+    def __init__(self, vocab_size: int, parallel: ParallelState) -> None:
+        self.vocab_size = vocab_size
+        self.rows = -(-vocab_size // parallel.tp_size)
+        self.start = parallel.tp_rank * self.rows
+        self.end = self.start + self.rows
+
+    def load(self, source: WeightSource, name: str, hidden_size: int) -> Tensor:
+        """[rows, hidden_size], zeros in the padding."""
+        start = min(self.start, self.vocab_size)
+        count = min(self.end, self.vocab_size) - start
+        if count == 0:
+            return torch.zeros((self.rows, hidden_size), dtype=source.dtype, device=source.device)
+        weight = source.get(name, (self.vocab_size, hidden_size), dim=0, start=start, count=count)
+        return F.pad(weight, (0, 0, 0, self.rows - count)) if count < self.rows else weight
+
+
+class VocabParallelEmbedding:
+    """Token ids -> embeddings, the same on every rank."""
+
+    weight: Tensor
+
+    def __init__(self, vocab_size: int, hidden_size: int, parallel: ParallelState) -> None:
+        self.hidden_size = hidden_size
+        self.parallel = parallel
+        self.shard = VocabShard(vocab_size, parallel)
+
+    def load(self, source: WeightSource, name: str) -> None:
+        self.weight = self.shard.load(source, name, self.hidden_size)
+
+    def __call__(self, input_ids: Tensor) -> Tensor:
+        """int64 [T] -> [T, hidden_size]"""
+        if self.parallel.tp_size == 1:
+            return F.embedding(input_ids, self.weight)
+        local = input_ids - self.shard.start
+        outside = (local < 0) | (local >= self.shard.rows)
+        embedded = F.embedding(local.masked_fill_(outside, 0), self.weight)
+        return self.parallel.all_reduce(embedded.masked_fill_(outside.unsqueeze(-1), 0))
+
+
+class ParallelLMHead:
+    """Hidden states -> logits over the whole vocabulary, gathered on every rank."""
+
+    kernel: LinearKernel
+
+    def __init__(self, vocab_size: int, hidden_size: int, parallel: ParallelState) -> None:
+        self.hidden_size = hidden_size
+        self.parallel = parallel
+        self.shard = VocabShard(vocab_size, parallel)
+
+    def load(self, source: WeightSource, name: str) -> None:
+        self.kernel = make_linear_kernel(self.shard.load(source, name, self.hidden_size), None)
+
+    def tie(self, embedding: VocabParallelEmbedding) -> None:
+        """Use the embedding's weight instead of an own one."""
+        self.kernel = SharedRowsKernel(embedding.weight)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """[N, hidden_size] -> float32 [N, vocab_size]. Collective when tp_size > 1."""
+        logits = self.parallel.all_gather_last_dim(self.kernel(hidden))
+        return logits[:, : self.shard.vocab_size].float()

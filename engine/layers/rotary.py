@@ -1,0 +1,77 @@
+"""Rotary position embedding (RoFormer, Su et al. 2021), with linear and llama3 scaling."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.errors import ConfigError
+from engine.model_config import RopeConfig
+
+
+class RopeTables(NamedTuple):
+    """Cosines and signed sines of one step's positions, [T, 1, head_dim]; same for all layers.
+
+    The first half of `sin` is negated, so that rotating is x * cos + swap_halves(x) * sin.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+
+class RotaryEmbedding:
+    """Float32 tables for positions [0, max_positions)."""
+
+    def __init__(
+        self, head_dim: int, max_positions: int, rope: RopeConfig, device: torch.device
+    ) -> None:
+        inv_freq = _inverse_frequencies(head_dim, rope)
+        angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inv_freq)
+        cos, sin = angles.cos(), angles.sin()
+        self.cos = torch.cat((cos, cos), dim=-1).to(device)
+        self.sin = torch.cat((-sin, sin), dim=-1).to(device)
+
+    def lookup(self, positions: Tensor, dtype: torch.dtype) -> RopeTables:
+        """Tables for int64 positions [T]."""
+        cos = self.cos.index_select(0, positions).unsqueeze(1).to(dtype)
+        sin = self.sin.index_select(0, positions).unsqueeze(1).to(dtype)
+        return RopeTables(cos, sin)
+
+
+def rotate(x: Tensor, tables: RopeTables) -> Tensor:
+    """[T, heads, head_dim] -> the same, rotated; a new contiguous tensor."""
+    half = x.shape[-1] // 2
+    swapped = torch.cat((x[..., half:], x[..., :half]), dim=-1)
+    return torch.addcmul(swapped.mul_(tables.sin), x, tables.cos)
+
+
+def _inverse_frequencies(head_dim: int, rope: RopeConfig) -> Tensor:
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    inv_freq = 1.0 / (rope.theta**exponents)
+    if rope.rope_type == "default":
+        return inv_freq
+    try:
+        if rope.rope_type == "linear":
+            return inv_freq / float(rope.params["factor"])
+        return _llama3_scaling(inv_freq, rope)
+    except KeyError as error:
+        raise ConfigError(
+            f"config.json: RoPE scaling '{rope.rope_type}' lacks the parameter {error}."
+        ) from error
+
+
+def _llama3_scaling(inv_freq: Tensor, rope: RopeConfig) -> Tensor:
+    """Llama 3.1: long wavelengths are stretched by `factor`, medium ones partly."""
+    factor = float(rope.params["factor"])
+    low = float(rope.params["low_freq_factor"])
+    high = float(rope.params["high_freq_factor"])
+    context = float(rope.params["original_max_position_embeddings"])
+    wavelength = 2 * math.pi / inv_freq
+    scaled = torch.where(wavelength > context / low, inv_freq / factor, inv_freq)
+    smooth = (context / wavelength - low) / (high - low)
+    blended = (1 - smooth) * scaled / factor + smooth * scaled
+    medium = (wavelength >= context / high) & (wavelength <= context / low)
+    return torch.where(medium, blended, scaled)

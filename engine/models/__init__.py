@@ -1,0 +1,1 @@
+"""Decoder models over the parallel layers, and reading their checkpoints."""

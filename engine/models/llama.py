@@ -1,0 +1,219 @@
+"""The Llama family's decoder: Llama, Mistral, Qwen2 and Qwen3 differ by switches of ModelConfig."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from engine.attention.base import AttentionBackend, AttentionLayer
+from engine.distributed import ParallelState
+from engine.errors import ConfigError
+from engine.layers.activation import SiluAndMul
+from engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from engine.layers.layernorm import RMSNorm
+from engine.layers.linear import (
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+from engine.layers.rotary import RopeTables, RotaryEmbedding, rotate
+from engine.model_config import ModelConfig
+from engine.models.weights import WeightSource
+from engine.worker.forward_batch import ForwardBatch
+
+EMBEDDING = "model.embed_tokens.weight"
+
+
+def stage_layers(num_layers: int, pp_size: int) -> list[range]:
+    """Layers of each pipeline stage: as even as possible, the remainder to the first stages.
+
+    (The last stage also has the output head.) Raises `ConfigError` if a stage would be empty.
+    """
+    if pp_size > num_layers:
+        raise ConfigError(
+            f"pp_size {pp_size} exceeds the model's {num_layers} layers; lower pp_size."
+        )
+    size, extra = divmod(num_layers, pp_size)
+    starts = [stage * size + min(stage, extra) for stage in range(pp_size + 1)]
+    return [range(starts[stage], starts[stage + 1]) for stage in range(pp_size)]
+
+
+class Attention:
+    """Projections, norms of q and k if the model has them, rotation, and the backend's call."""
+
+    def __init__(self, config: ModelConfig, layer: AttentionLayer, parallel: ParallelState) -> None:
+        self.layer = layer
+        self.qkv = QKVParallelLinear(
+            config.hidden_size,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            config.qkv_bias,
+            parallel,
+        )
+        self.o = RowParallelLinear(
+            "num_attention_heads * head_dim",
+            config.num_heads * config.head_dim,
+            config.hidden_size,
+            config.o_bias,
+            parallel,
+        )
+        self.num_heads = self.qkv.num_heads
+        self.num_qk_heads = self.qkv.num_heads + self.qkv.num_kv_heads
+        self.num_qkv_heads = self.num_qk_heads + self.qkv.num_kv_heads
+        self.head_dim = config.head_dim
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        if config.qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def load(self, source: WeightSource, prefix: str) -> None:
+        self.qkv.load(source, (f"{prefix}.q_proj", f"{prefix}.k_proj", f"{prefix}.v_proj"))
+        self.o.load(source, f"{prefix}.o_proj")
+        if self.q_norm is not None and self.k_norm is not None:
+            self.q_norm.load(source, f"{prefix}.q_norm.weight")
+            self.k_norm.load(source, f"{prefix}.k_norm.weight")
+
+    def __call__(
+        self, x: Tensor, rope: RopeTables, backend: AttentionBackend, batch: ForwardBatch
+    ) -> Tensor:
+        """[T, hidden] -> [T, hidden]"""
+        qkv = self.qkv(x).view(-1, self.num_qkv_heads, self.head_dim)
+        v = qkv[:, self.num_qk_heads :]
+        if self.q_norm is not None and self.k_norm is not None:
+            q = rotate(self.q_norm(qkv[:, : self.num_heads]), rope)
+            k = rotate(self.k_norm(qkv[:, self.num_heads : self.num_qk_heads]), rope)
+        else:
+            qk = rotate(qkv[:, : self.num_qk_heads], rope)
+            q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
+        return self.o(backend.forward(q, k, v, self.layer, batch))
+
+
+class MLP:
+    """down(silu(gate(x)) * up(x))"""
+
+    def __init__(self, config: ModelConfig, parallel: ParallelState) -> None:
+        size = config.intermediate_size
+        self.gate_up = MergedColumnParallelLinear(
+            "intermediate_size", config.hidden_size, (size, size), config.mlp_bias, parallel
+        )
+        self.down = RowParallelLinear(
+            "intermediate_size", size, config.hidden_size, config.mlp_bias, parallel
+        )
+        self.act = SiluAndMul()
+
+    def load(self, source: WeightSource, prefix: str) -> None:
+        self.gate_up.load(source, (f"{prefix}.gate_proj", f"{prefix}.up_proj"))
+        self.down.load(source, f"{prefix}.down_proj")
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, hidden] -> [T, hidden]"""
+        return self.down(self.act(self.gate_up(x)))
+
+
+class DecoderLayer:
+    """Attention and feed-forward, each behind a norm and around a residual."""
+
+    def __init__(self, config: ModelConfig, layer: AttentionLayer, parallel: ParallelState) -> None:
+        self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.attention = Attention(config, layer, parallel)
+        self.post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config, parallel)
+
+    def load(self, source: WeightSource, prefix: str) -> None:
+        self.input_norm.load(source, f"{prefix}.input_layernorm.weight")
+        self.attention.load(source, f"{prefix}.self_attn")
+        self.post_norm.load(source, f"{prefix}.post_attention_layernorm.weight")
+        self.mlp.load(source, f"{prefix}.mlp")
+
+    def __call__(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        rope: RopeTables,
+        backend: AttentionBackend,
+        batch: ForwardBatch,
+    ) -> tuple[Tensor, Tensor]:
+        """(output not yet added, residual), each [T, hidden]"""
+        x, residual = self.input_norm.add_and_norm(x, residual)
+        x = self.attention(x, rope, backend, batch)
+        x, residual = self.post_norm.add_and_norm(x, residual)
+        return self.mlp(x), residual
+
+
+class LlamaModel:
+    """One pipeline stage of the decoder: its layers, the embedding if first, the head if last."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        parallel: ParallelState,
+        max_positions: int,
+    ) -> None:
+        self.config = config
+        self.dtype = dtype
+        self.parallel = parallel
+        self.layer_range = stage_layers(config.num_layers, parallel.pp_size)[parallel.pp_rank]
+        self.attention_layers = tuple(
+            AttentionLayer(local, config.head_dim**-0.5, config.layer_windows[index])
+            for local, index in enumerate(self.layer_range)
+        )
+        self.layers = [DecoderLayer(config, layer, parallel) for layer in self.attention_layers]
+        self.rotary = RotaryEmbedding(config.head_dim, max_positions, config.rope, device)
+        size = (config.vocab_size, config.hidden_size)
+        self.embedding = (
+            VocabParallelEmbedding(*size, parallel) if parallel.is_first_stage else None
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.head = ParallelLMHead(*size, parallel) if parallel.is_last_stage else None
+
+    def load(
+        self, source: WeightSource, progress: Callable[[int, int], None] | None = None
+    ) -> None:
+        """Read the stage's weights; `progress(done, total)` after each layer."""
+        if self.embedding is not None:
+            self.embedding.load(source, EMBEDDING)
+        for done, (index, layer) in enumerate(zip(self.layer_range, self.layers, strict=True), 1):
+            layer.load(source, f"model.layers.{index}")
+            if progress is not None:
+                progress(done, len(self.layers))
+        if self.head is None:
+            return
+        self.norm.load(source, "model.norm.weight")
+        if not self.config.tie_word_embeddings:
+            self.head.load(source, "lm_head.weight")
+        elif self.embedding is not None:
+            self.head.tie(self.embedding)
+        else:
+            self.head.load(source, EMBEDDING)
+
+    def forward(
+        self, batch: ForwardBatch, backend: AttentionBackend, hidden: Tensor | None
+    ) -> Tensor:
+        """Run the stage's layers: [T, hidden] before the final norm.
+
+        `hidden` is the previous stage's result, None on the first stage.
+        """
+        if self.embedding is not None:
+            hidden = self.embedding(batch.input_ids)
+        if hidden is None:
+            raise ValueError("a later pipeline stage needs the previous stage's hidden states")
+        rope = self.rotary.lookup(batch.positions, self.dtype)
+        residual: Tensor | None = None
+        for layer in self.layers:
+            hidden, residual = layer(hidden, residual, rope, backend, batch)
+        return hidden if residual is None else hidden.add_(residual)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Final norm and head: [N, hidden] -> float32 [N, vocab_size]. Last stage only.
+
+        Collective over the tensor parallel group.
+        """
+        if self.head is None:
+            raise ValueError("only the last pipeline stage has the output head")
+        return self.head(self.norm(hidden))

@@ -1,0 +1,149 @@
+"""Where weights come from: layers pull exactly the slices that they own."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from engine.errors import ConfigError
+
+INDEX_NAME = "model.safetensors.index.json"
+
+
+class WeightSource(ABC):
+    """Named tensors, read slice by slice."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype = dtype
+        self.device = device
+
+    @abstractmethod
+    def get(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        dim: int = 0,
+        start: int = 0,
+        count: int | None = None,
+    ) -> Tensor:
+        """Elements [start, start + count) along `dim` of the tensor `name` of full size `shape`.
+
+        In this source's dtype, on its device. Raises `ConfigError` naming the tensor if it is
+        missing or has another shape.
+        """
+
+
+class SafetensorsSource(WeightSource):
+    """The *.safetensors files of a Hugging Face model folder, single or sharded.
+
+    Files are memory-mapped; only the slices asked for are read.
+    """
+
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(dtype, device)
+        self.folder = folder
+        self._files: dict[str, Any] = {}
+        self._file_of = self._find()
+
+    def get(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        dim: int = 0,
+        start: int = 0,
+        count: int | None = None,
+    ) -> Tensor:
+        if name not in self._file_of:
+            raise ConfigError(
+                f"the checkpoint in {self.folder} lacks the weight '{name}'; "
+                "is config.json the one that belongs to it?"
+            )
+        view = self._open(self._file_of[name]).get_slice(name)
+        found = tuple(view.get_shape())
+        if found != shape:
+            raise ConfigError(
+                f"the weight '{name}' in {self.folder} has shape {list(found)}, but config.json "
+                f"asks for {list(shape)}."
+            )
+        stop = shape[dim] if count is None else start + count
+        index = (slice(None),) * dim + (slice(start, stop),)
+        part: Tensor = view[index]
+        if not part.is_floating_point():
+            raise ConfigError(
+                f"the weight '{name}' in {self.folder} has type {part.dtype}; quantized "
+                "checkpoints can't be read, use the float16 or bfloat16 one."
+            )
+        return part.to(device=self.device, dtype=self.dtype).contiguous()
+
+    def _find(self) -> dict[str, str]:
+        index = self.folder / INDEX_NAME
+        if index.exists():
+            try:
+                weight_map = json.loads(index.read_text())["weight_map"]
+            except (json.JSONDecodeError, KeyError, TypeError) as error:
+                raise ConfigError(f"{index} is not a valid safetensors index: {error!r}") from error
+            for name in sorted(set(weight_map.values())):
+                if not (self.folder / name).exists():
+                    raise ConfigError(f"{index} names the file {name}, which does not exist.")
+            return dict(weight_map)
+        files = sorted(path.name for path in self.folder.glob("*.safetensors"))
+        if files:
+            return {key: name for name in files for key in self._open(name).keys()}  # noqa: SIM118
+        others = sorted(
+            path.name
+            for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf")
+            for path in self.folder.glob(pattern)
+        )
+        if others:
+            raise ConfigError(
+                f"{self.folder} has its weights only in {', '.join(others[:3])}; Manta reads "
+                "*.safetensors (pickled files can run code). Convert them, e.g. with "
+                "transformers' save_pretrained."
+            )
+        raise ConfigError(f"{self.folder} holds no *.safetensors file.")
+
+    def _open(self, name: str) -> Any:
+        if name not in self._files:
+            try:
+                # Not used as a context manager: the mapping lives as long as this source.
+                self._files[name] = safe_open(str(self.folder / name), framework="pt")
+            except SafetensorError as error:
+                raise ConfigError(f"{self.folder / name} can't be read: {error}") from error
+        return self._files[name]
+
+
+class DummySource(WeightSource):
+    """Seeded random weights: the same for a name under any split, made without a checkpoint."""
+
+    def __init__(self, seed: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(dtype, device)
+        self.seed = seed
+
+    def get(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        dim: int = 0,
+        start: int = 0,
+        count: int | None = None,
+    ) -> Tensor:
+        stop = shape[dim] if count is None else start + count
+        if name.endswith("norm.weight"):
+            full = torch.ones(shape, dtype=self.dtype, device=self.device)
+        else:
+            generator = torch.Generator(self.device)
+            generator.manual_seed(zlib.crc32(f"{self.seed}:{name}".encode()))
+            full = torch.randn(shape, generator=generator, dtype=self.dtype, device=self.device)
+            # Keeps the size of activations from layer to layer.
+            full.mul_(shape[-1] ** -0.5)
+        return full.narrow(dim, start, stop - start).clone()

@@ -1,0 +1,63 @@
+"""Tiny random-weight models of every supported architecture, for comparison with transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+_SMALL: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 211,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+LLAMA3_ROPE: dict[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def make_model(
+    folder: Path, arch: str, *, seed: int = 0, max_shard_size: str = "5GB", **overrides: Any
+) -> Path:
+    """Write a model of architecture `arch` (e.g. "LlamaForCausalLM"), without a tokenizer.
+
+    `overrides` are config.json keys. The weights are large enough that greedy choices have
+    margins far above float32 noise and depend on the whole context.
+    """
+    config_class = getattr(transformers, arch.removesuffix("ForCausalLM") + "Config")
+    config = config_class(**{**_SMALL, **overrides})
+    config.dtype = "float32"
+    model = getattr(transformers, arch)(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if name.endswith("norm.weight"):
+                parameter.copy_(1.0 + 0.2 * noise)
+            elif name.endswith("bias"):
+                parameter.copy_(0.3 * noise)
+            elif "embed_tokens" in name:
+                parameter.copy_(0.5 * noise)
+            elif "lm_head" in name:
+                parameter.copy_(0.5 * noise)
+            else:
+                parameter.copy_(noise * (2.0 / parameter.shape[1] ** 0.5))
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return folder
