@@ -194,6 +194,7 @@ def export(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Pat
         pad_token_id=tokenizer.pad_token_id,
     )
     copy.save_pretrained(out)
+    (out / "model.safetensors").chmod(0o644)
     tokenizer.save_pretrained(out)
     log.info("exported to %s", out)
 
