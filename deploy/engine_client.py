@@ -36,6 +36,8 @@ class GenerateRequest:
     priority: int = 0
     cache_salt: str = ""
     timeout_s: float | None = None
+    return_token_ids: bool = False
+    """Every token's delta is needed at once, text or not."""
 
 
 @dataclass

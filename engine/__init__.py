@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from engine.sampling_params import SamplingParams
@@ -16,6 +17,9 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     # Lazy: the ingress and the tokenizer import engine modules and must not pay for torch.
     if name == "LLM":
+        # Read by libgomp when torch loads: threads that spin while they wait starve other
+        # processes of the machine (on a loaded 2-core box: 10x slower steps).
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         from engine.llm import LLM
 
         return LLM

@@ -132,6 +132,8 @@ class AddRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     input_ids: np.ndarray
     params: SamplingParams
     client: str = ""
+    owner: str = ""
+    """Address that learns of the end by `RequestsDone` (the engine replica), if any."""
     request_id: str = ""
     output_ids: np.ndarray | None = None
     priority: int = 0
@@ -184,10 +186,36 @@ class StepOutputs(msgspec.Struct, array_like=True):
     """By index into `rids`."""
     prompt_logprobs: dict[int, list[TokenLogprobs | None]] | None = None
     """By rid, whole prompt, in the message of the first token; the first entry is None."""
+    scheduler: str = ""
+    """Address of the scheduler's inbox, when requests start: aborts go there."""
+
+
+class RequestsDone(msgspec.Struct, array_like=True):
+    """Requests of one owner that ended, however they did."""
+
+    rids: list[tuple[str, int]]
+    """(client, rid)"""
+
 
 
 class Shutdown(msgspec.Struct):
     """Ask a role to finish what it holds and leave its loop."""
+
+
+class WorkerReady(msgspec.Struct):
+    """A worker loaded its shard and takes steps from now on."""
+
+    rank: int
+    address: str
+    """Of the inbox that it takes steps from."""
+    error: str = ""
+    """Why it can't, if it can't."""
+
+
+class ClientGone(msgspec.Struct):
+    """All requests of `client` are to be aborted: nobody reads their output."""
+
+    client: str
 
 
 def encode(message: Any) -> list[bytes | memoryview]:
@@ -207,6 +235,21 @@ def encode(message: Any) -> list[bytes | memoryview]:
 
     frames[0] = msgspec.msgpack.encode(message, enc_hook=hook)
     return frames
+
+
+def encode_inline(message: Any) -> bytes:
+    """`message` as one byte string, whatever the size of its arrays; `decode([b], kind)` reads it.
+
+    For carriers that take a single value (a Ray call).
+    """
+
+    def hook(value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            array = np.ascontiguousarray(value)
+            return msgspec.msgpack.Ext(_EXT_ARRAY, _describe(array) + array.tobytes())
+        raise TypeError(f"can't encode {type(value).__name__} in a message")
+
+    return msgspec.msgpack.encode(message, enc_hook=hook)
 
 
 def decode(frames: Sequence[bytes | memoryview], kind: type[T]) -> T:

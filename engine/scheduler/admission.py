@@ -45,6 +45,7 @@ def make_req(
         rid=request.rid,
         client=request.client,
         request_id=request.request_id,
+        owner=request.owner,
         origin_input_ids=np.asarray(request.input_ids, np.int32),
         params=params,
         max_new_tokens=max_new,
@@ -75,6 +76,8 @@ def _verify(request: AddRequest, config: SchedulerConfig, num_waiting: int) -> N
             "prompt",
         )
     request.params.verify(config.vocab_size)
+    if request.params.seed is None and request.params.temperature > 0:
+        raise RequestError("a sampled request needs a seed (the ingress draws one)", "seed")
     if num_waiting >= config.max_queued_requests:
         raise RequestError(
             f"the queue is full ({num_waiting} requests wait); try again later", status=429

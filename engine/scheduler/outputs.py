@@ -47,7 +47,7 @@ class OutputCollector:
         entry = self._entry(req.client_no)
         entry.started.append((req.rid, req.num_cached or 0))
         if req.params.prompt_logprobs is not None:
-            entry.prompt_logprobs[req.rid] = req.prompt_logprobs
+            entry.prompt_logprobs[req.rid] = req.prompt_logprobs[: req.prompt_len]
 
     def logprobs(self, req: Req, logprobs: TokenLogprobs) -> None:
         """Log-probabilities of the token of `req` in this step."""

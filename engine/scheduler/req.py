@@ -47,6 +47,7 @@ class Req:
     """Token ids that end the request: eos (unless ignored) and stop_token_ids."""
     client_no: int = 0
     """`client` as a small number, for grouping outputs."""
+    owner: str = ""
     priority: int = 0
     namespace: str = ""
     arrival: float = 0.0

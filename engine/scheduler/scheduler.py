@@ -143,7 +143,10 @@ class Scheduler:
         step = mb.in_flight.popleft()
         self.stats.steps_total += 1
         for entry in result.prompt_logprobs or ():
-            step.reqs[entry.row].prompt_logprobs.extend(entry.logprobs)
+            collected = step.reqs[entry.row].prompt_logprobs
+            if entry.start == 0:
+                collected.append(None)  # nothing comes before the first token
+            collected.extend(entry.logprobs)
         self._commit(mb, step, result)
         if self._leaving:
             self._settle_leaving()

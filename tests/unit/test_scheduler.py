@@ -70,7 +70,7 @@ class Harness:
                 client=client,
                 input_ids=np.asarray(prompt, np.int32),
                 params=SamplingParams(
-                    max_tokens=max_tokens, stop_token_ids=stop or [], **params
+                    max_tokens=max_tokens, stop_token_ids=stop or [], seed=0, **params
                 ),
                 priority=priority,
                 cache_salt=salt,
@@ -259,7 +259,7 @@ def test_resume_of_a_complete_request_just_ends() -> None:
             rid=1,
             client="c",
             input_ids=np.asarray([1, 2], np.int32),
-            params=SamplingParams(max_tokens=5),
+            params=SamplingParams(max_tokens=5, seed=0),
             output_ids=np.asarray(out, np.int32),
         ),
         0.0,
@@ -286,6 +286,7 @@ def test_context_limit_cuts_output(mode: dict[str, Any]) -> None:
         ([1], {"temperature": float("nan")}, "temperature"),
         ([1], {"top_p": 0.0}, "top_p"),
         ([1], {"stop_token_ids": [VOCAB]}, "stop_token_ids"),
+        ([1], {"seed": None}, "seed"),
     ],
 )
 def test_bad_requests_are_refused_by_name(
@@ -297,7 +298,7 @@ def test_bad_requests_are_refused_by_name(
             rid=1,
             client="c",
             input_ids=np.asarray(ids, np.int32),
-            params=SamplingParams(**params),
+            params=SamplingParams(**{"seed": 0, **params}),
         ),
         0.0,
     )

@@ -1,0 +1,41 @@
+"""An `Inbox` read by an asyncio loop: one wake-up per burst, not one per message."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+from engine.transport import Inbox
+
+
+class AsyncInbox:
+    """Calls `on_message` in the running loop for every message that arrives."""
+
+    def __init__(self, host: str, on_message: Callable[[Any], None]) -> None:
+        self._inbox = Inbox(host)
+        self._on_message = on_message
+        self._loop = asyncio.get_running_loop()
+        # ZeroMQ's descriptor is edge-triggered: each wake-up must read until nothing is left.
+        self._fd = self._inbox.socket.getsockopt(zmq.FD)
+        self._loop.add_reader(self._fd, self._drain)
+        self._loop.call_soon(self._drain)
+
+    @property
+    def address(self) -> str:
+        """Where others send to."""
+        return self._inbox.address
+
+    def close(self) -> None:
+        """Stop reading."""
+        self._loop.remove_reader(self._fd)
+        self._inbox.close()
+
+    def _drain(self) -> None:
+        while not self._inbox.socket.closed:
+            message = self._inbox.recv(0.0)
+            if message is None:
+                return
+            self._on_message(message)

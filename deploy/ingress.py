@@ -1,0 +1,58 @@
+"""`build_ingress`: Serve deployment with the HTTP API; several replicas may run."""
+
+# No `from __future__ import annotations`: Ray Serve inspects the annotations.
+import logging
+from typing import Any
+
+from ray import serve
+
+from deploy.api import ApiSettings, build_api
+from deploy.serve_client import ServeEngineClient
+
+
+class _Holder:
+    """The client of this process; set by the replica's constructor."""
+
+    client: ServeEngineClient | None = None
+
+
+def current_client() -> ServeEngineClient:
+    """The client of this replica."""
+    if _Holder.client is None:
+        raise RuntimeError("the ingress replica hasn't started")
+    return _Holder.client
+
+
+def build_ingress(settings: ApiSettings) -> Any:
+    """The ingress class, ready for `serve.deployment`."""
+
+    @serve.ingress(build_api(current_client, settings))
+    class Ingress:
+        def __init__(
+            self,
+            engines: Any,
+            model_path: str,
+            name: str,
+            max_model_len: int,
+            vocab_size: int,
+            log_level: str,
+        ) -> None:
+            logging.getLogger("deploy").setLevel(log_level)
+            self._vocab_size = vocab_size
+            self._client = ServeEngineClient(engines, model_path, name, max_model_len)
+            self._started = False
+
+        async def check_health(self) -> None:
+            # Serve calls this before the replica takes traffic: the first call starts the client
+            # in the loop that the handlers run in.
+            if not self._started:
+                await self._client.start(self._vocab_size)
+                _Holder.client = self._client
+                self._started = True
+            self._client.check()
+
+        def __del__(self) -> None:
+            if self._started:
+                self._client.stop()
+
+    return Ingress

@@ -1,0 +1,157 @@
+"""`EngineGroup`: one engine's actors, started together, supervised, and lost together."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from engine.actors.scheduler_actor import SchedulerActor
+from engine.actors.worker_actor import WorkerActor
+from engine.config import EngineConfig
+from engine.errors import EngineDeadError
+from engine.messages import Shutdown
+from engine.scheduler.stats import SchedulerStats
+from engine.transport import Outbox
+from engine.worker.worker_config import WorkerConfig
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 600.0
+STOP_TIMEOUT_S = 5.0
+PING_TIMEOUT_S = 5.0
+
+
+class EngineGroup:
+    """SchedulerActor and WorkerActor[pp][tp] of one engine, in one placement group.
+
+    Bundle 0 holds the owner and the scheduler, bundle 1 + rank each worker. Actors are children
+    of the owner's process: they die with it. If one of them dies the group is dead; it is never
+    repaired, its owner restarts it whole.
+    """
+
+    def __init__(self, config: EngineConfig, placement_group: PlacementGroup | None, share: int):
+        """`share`: engines that split this machine's cores and memory."""
+        self.config = config
+        self.share = share
+        self.scheduler_address = ""
+        self.worker_config: WorkerConfig | None = None
+        self._pg = placement_group
+        self._scheduler: ActorHandle[Any] | None = None
+        self._workers: list[ActorHandle[Any]] = []
+        self._runs: dict[Any, str] = {}
+        """Reference of each actor's `run` -> its name: resolves only when the actor ends."""
+        self._watcher: asyncio.Task[None] | None = None
+        self._death = ""
+        self.dead = asyncio.Event()
+
+    @property
+    def death(self) -> str:
+        """What was lost, or "" while everything lives."""
+        return self._death
+
+    async def start(self) -> None:
+        """Create, load, connect. Raises `EngineDeadError` saying which actor failed and why."""
+        config = self.config.model_dump()
+        self._scheduler = SchedulerActor.options(  # type: ignore[attr-defined]
+            scheduling_strategy=self._bundle(0)
+        ).remote()
+        for rank in range(self.config.world_size):
+            self._workers.append(self._start_worker(rank))
+        self.worker_config, init_method = await self._workers[0].prepare.remote(
+            config, self.share
+        )
+        self.scheduler_address, results = await self._scheduler.prepare.remote(
+            config, self.worker_config.num_kv_tokens
+        )
+        for rank, worker in enumerate(self._workers):
+            ref = worker.run.remote(self.worker_config, init_method, results)
+            self._runs[ref] = f"worker {rank}"
+        self._runs[self._scheduler.run.remote()] = "scheduler"
+        self._watcher = asyncio.get_running_loop().create_task(self._watch())
+        ready = asyncio.ensure_future(_await(self._scheduler.wait_ready.remote(START_TIMEOUT_S)))
+        lost = asyncio.ensure_future(self.dead.wait())
+        await asyncio.wait({ready, lost}, return_when=asyncio.FIRST_COMPLETED)
+        lost.cancel()
+        if self._death:
+            ready.cancel()
+            raise EngineDeadError(f"the engine can't start: {self._death}")
+        if not ready.result():
+            raise EngineDeadError(f"the engine isn't ready after {START_TIMEOUT_S:.0f} s")
+
+    async def ping(self) -> tuple[float, SchedulerStats]:
+        """(seconds since the scheduler's loop turned, statistics). Raises `EngineDeadError`."""
+        if self._death or self._scheduler is None:
+            raise EngineDeadError(self._death or "the engine hasn't started")
+        try:
+            reply = await asyncio.wait_for(_await(self._scheduler.ping.remote()), PING_TIMEOUT_S)
+        except TimeoutError as error:
+            raise EngineDeadError(
+                f"the scheduler didn't answer within {PING_TIMEOUT_S:.0f} s"
+            ) from error
+        idle, stats = reply
+        return float(idle), stats
+
+    async def stop(self) -> None:
+        """Ask all actors to end, then kill what is left."""
+        if self._watcher is not None:
+            self._watcher.cancel()
+        if self.scheduler_address and not self._death:
+            outbox = Outbox(self.scheduler_address)
+            outbox.send(Shutdown())
+            outbox.close()
+            if self._runs:
+                await asyncio.wait(
+                    [asyncio.ensure_future(_ended(ref)) for ref in self._runs],
+                    timeout=STOP_TIMEOUT_S,
+                )
+        for actor in [*self._workers, self._scheduler]:
+            if actor is not None:
+                ray.kill(actor)
+
+    async def _watch(self) -> None:
+        """Note the first actor that ends: without it the engine can't go on."""
+        waits = {asyncio.ensure_future(_ended(ref)): name for ref, name in self._runs.items()}
+        done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        first = next(iter(done))
+        self._death = f"{waits[first]} ended: {first.result() or 'it was told to stop'}"
+        logger.error("engine lost: %s", self._death)
+        self.dead.set()
+
+    def _start_worker(self, rank: int) -> ActorHandle[Any]:
+        gpus = 1 if self.config.device == "cuda" else 0
+        threads = str(self.config.cpu_threads or 1)
+        actor: ActorHandle[Any] = WorkerActor.options(  # type: ignore[attr-defined]
+            num_gpus=gpus,
+            scheduling_strategy=self._bundle(1 + rank),
+            # Read by libgomp when the process starts: spinning threads would starve the rest.
+            runtime_env={
+                "env_vars": {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": threads}
+            },
+        ).remote(rank)
+        return actor
+
+    def _bundle(self, index: int) -> PlacementGroupSchedulingStrategy | str:
+        if self._pg is None:
+            return "DEFAULT"
+        return PlacementGroupSchedulingStrategy(self._pg, placement_group_bundle_index=index)
+
+
+async def _await(ref: Any) -> Any:
+    return await ref
+
+
+async def _ended(ref: Any) -> str:
+    """Why an actor's run is over; "" if it returned."""
+    try:
+        await ref
+    except asyncio.CancelledError:
+        raise
+    except Exception as error:  # every death of an actor arrives here, whatever its kind
+        return f"{type(error).__name__}: {str(error).strip().splitlines()[-1][:500]}"
+    return ""

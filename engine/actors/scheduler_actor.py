@@ -1,0 +1,57 @@
+"""`SchedulerActor`: the scheduler of one engine. A shell around `engine.scheduler_role`."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from typing import Any
+
+import ray
+
+from engine.config import EngineConfig
+from engine.scheduler.scheduler_config import SchedulerConfig
+from engine.scheduler.stats import SchedulerStats
+from engine.scheduler_role import SchedulerRole
+
+
+@ray.remote(num_cpus=0, max_restarts=0, concurrency_groups={"loop": 1, "control": 2})
+class SchedulerActor:
+    """`run` occupies one thread for the engine's life; the others answer control calls."""
+
+    def __init__(self) -> None:
+        self._role: SchedulerRole | None = None
+        self._ready = threading.Event()
+
+    @ray.method(concurrency_group="control")
+    def prepare(self, config: dict[str, Any], num_kv_tokens: int) -> tuple[str, str]:
+        """Build the scheduler; addresses of its request inbox and its result inbox."""
+        engine = EngineConfig(**config)
+        scheduler = SchedulerConfig.from_config(engine.resolve(), num_kv_tokens)
+        self._role = SchedulerRole(scheduler, ray.util.get_node_ip_address(), engine.world_size)
+        return self._role.inbox.address, self._role.results.address
+
+    @ray.method(concurrency_group="loop")
+    def run(self) -> None:
+        """The loop; returns after `Shutdown`, raises when a worker is lost."""
+        role = self._get_role()
+        # Everything alive now lives as long as the process: keep it out of collections.
+        gc.collect()
+        gc.freeze()
+        role.run(dead=lambda: "", on_ready=self._ready.set)
+
+    @ray.method(concurrency_group="control")
+    def wait_ready(self, timeout_s: float) -> bool:
+        """Whether all workers are ready, within `timeout_s`."""
+        return self._ready.wait(timeout_s)
+
+    @ray.method(concurrency_group="control")
+    def ping(self) -> tuple[float, SchedulerStats]:
+        """(seconds since the loop last turned, latest statistics)."""
+        role = self._get_role()
+        return time.monotonic() - role.last_turn, role.stats
+
+    def _get_role(self) -> SchedulerRole:
+        if self._role is None:
+            raise RuntimeError("prepare comes first")
+        return self._role

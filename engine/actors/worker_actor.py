@@ -1,0 +1,40 @@
+"""`WorkerActor`: one rank of an engine. A shell around `engine.worker.worker_loop`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+
+from engine.config import EngineConfig
+from engine.worker.worker_config import WorkerConfig, make_worker_config
+from engine.worker.worker_loop import run_worker
+
+
+@ray.remote(num_cpus=0, max_restarts=0)
+class WorkerActor:
+    """Loads its shard and runs steps until its engine ends; never restarted alone."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self._store: Any = None
+
+    def prepare(self, config: dict[str, Any], share: int) -> tuple[WorkerConfig, str]:
+        """On rank 0: decide every `auto` here, where the device is, and open the group's store.
+
+        Returns the config for all ranks and torch.distributed's init method.
+        """
+        worker = make_worker_config(EngineConfig(**config).resolve(), share=share)
+        if worker.tp_size * worker.pp_size == 1:
+            return worker, ""
+        from torch.distributed import TCPStore
+
+        host = ray.util.get_node_ip_address()
+        # Holding the store avoids the race of finding a free port first.
+        self._store = TCPStore(host, 0, None, True, wait_for_workers=False)
+        return worker, f"tcp://{host}:{self._store.port}"
+
+    def run(self, config: WorkerConfig, init_method: str, results_address: str) -> None:
+        """The worker's life; returns after `Shutdown`."""
+        host = ray.util.get_node_ip_address()
+        run_worker(config, self.rank, init_method, results_address, host)

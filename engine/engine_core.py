@@ -1,0 +1,69 @@
+"""`EngineCore`: the one loop around a `Scheduler` and an `Executor`.
+
+    receive -> add/abort        (by whoever owns the core)
+    launch_ready                compose and send every step that may be in flight
+    process_one                 wait for the oldest result, commit it
+    take_outputs                per client, to be sent on
+
+Normal, overlap and pipeline modes differ only in how many steps `launch_ready` may send.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from engine.executor import Executor
+from engine.messages import AbortRequest, AddRequest, StepOutputs
+from engine.scheduler.scheduler import Scheduler
+
+
+class EngineCore:
+    """Drives one engine; owns the clock, no sockets of its own."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.scheduler = scheduler
+        self.executor = executor
+        self.clock = clock
+
+    def add(self, request: AddRequest) -> None:
+        """Queue a request; a refusal comes out as an output."""
+        self.scheduler.add(request, self.clock())
+
+    def abort(self, request: AbortRequest) -> None:
+        """End a request."""
+        self.scheduler.abort(request)
+
+    def launch_ready(self) -> int:
+        """Send every step that may be launched now; how many."""
+        count = 0
+        while (batch := self.scheduler.next_batch(self.clock())) is not None:
+            self.executor.launch(batch)
+            count += 1
+        return count
+
+    def process_one(self, timeout_s: float | None = None) -> bool:
+        """Commit the oldest result; False if none is due or it isn't there in time."""
+        if self.scheduler.num_in_flight == 0:
+            return False
+        result = self.executor.wait(timeout_s)
+        if result is None:
+            return False
+        self.scheduler.process_result(result)
+        return True
+
+    def step(self) -> list[tuple[str, StepOutputs]]:
+        """One turn for callers without sockets; an empty list does not mean idle."""
+        self.launch_ready()
+        if not self.process_one():
+            self.scheduler.on_idle()
+        return self.scheduler.take_outputs()
+
+    def shutdown(self) -> None:
+        """Stop the workers."""
+        self.executor.shutdown()

@@ -1,0 +1,267 @@
+"""`LLM`: offline generation in one process, with the classes that the server runs."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+from tqdm import tqdm
+
+from engine.config import EngineConfig, load_config
+from engine.engine_core import EngineCore
+from engine.errors import RequestError
+from engine.executor import Executor
+from engine.in_process import InProcessExecutor
+from engine.messages import AbortRequest, AddRequest, StepOutputs
+from engine.sampling_params import SamplingParams
+from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.scheduler_config import SchedulerConfig
+from engine.tokenizer.detokenizer_manager import DetokenizerManager, LogprobEntry, TextDelta
+from engine.tokenizer.tokenizer import Tokenizer
+from engine.worker.worker_config import WorkerConfig, make_worker_config
+
+Prompt = str | Sequence[int]
+
+
+@dataclass
+class CompletionOutput:
+    """One finished sequence. `token_ids` include the eos or stop token that ended it."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    logprobs: list[LogprobEntry] = field(default_factory=list)
+
+
+@dataclass
+class RequestOutput:
+    """A prompt and what was generated for it. `num_cached_tokens` came from the prefix cache."""
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    output: CompletionOutput
+    num_cached_tokens: int = 0
+    prompt_logprobs: list[LogprobEntry | None] | None = None
+
+
+class LLM:
+    """A model ready to generate.
+
+    Keyword arguments are the keys of docs/configuration.md, e.g. `LLM("path", tp_size=2)`.
+    Raises `ConfigError` when the model or a key can't be served. Use as a context manager, or
+    call `shutdown`, to stop worker processes (tp_size or pp_size above 1).
+    """
+
+    def __init__(self, model: str = "models/manta-small", **config: Any) -> None:
+        self.config = load_config(EngineConfig, {"model": model, **config})
+        resolved = self.config.resolve()
+        worker = make_worker_config(resolved)
+        # Raises on impossible sizes, before any weight is read.
+        scheduler_config = SchedulerConfig.from_config(resolved, worker.num_kv_tokens)
+        self.tokenizer = _load_tokenizer(resolved.model.path)
+        self.vocab_size = resolved.model.vocab_size
+        self.max_model_len = resolved.max_model_len
+        self.core = EngineCore(Scheduler(scheduler_config), _make_executor(worker))
+        self._rng = random.Random()
+        self._next_rid = 0
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete prompts (texts or token ids); outputs in the order of `prompts`.
+
+        `sampling_params`: one for all or one per prompt. Raises `RequestError` for the first
+        prompt or parameter that can't be served, before anything runs.
+        """
+        if self.tokenizer is None and any(isinstance(p, str) for p in _as_list(prompts)):
+            raise RequestError("the model folder has no tokenizer: pass token ids", "prompt")
+        batch = [
+            self.tokenizer.encode(p) if isinstance(p, str) and self.tokenizer else list(p)
+            for p in _as_list(prompts)
+        ]
+        texts = [p if isinstance(p, str) else None for p in _as_list(prompts)]
+        params = _per_prompt(sampling_params, len(batch))
+        return self._run(texts, batch, params, use_tqdm)  # type: ignore[arg-type]
+
+    def chat(
+        self,
+        messages: list[dict[str, Any]] | list[list[dict[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+        chat_template: str | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several (lists of {"role", "content"})."""
+        if self.tokenizer is None:
+            raise RequestError("the model folder has no tokenizer: use generate with token ids")
+        many = messages if messages and isinstance(messages[0], list) else [messages]
+        batch = [
+            self.tokenizer.apply_chat_template(
+                m,  # type: ignore[arg-type]
+                add_generation_prompt=add_generation_prompt,
+                chat_template=chat_template,
+            )
+            for m in many
+        ]
+        params = _per_prompt(sampling_params, len(batch))
+        return self._run([None] * len(batch), batch, params, use_tqdm)
+
+    def shutdown(self) -> None:
+        """Stop worker processes; the object can't be used afterwards."""
+        self.core.shutdown()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.shutdown()
+
+    def _run(
+        self,
+        texts: list[str | None],
+        prompts: list[list[int]],
+        params: list[SamplingParams],
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        for ids, p in zip(prompts, params, strict=True):
+            self._verify(ids, p)
+        detokenizer = DetokenizerManager(self.tokenizer) if self.tokenizer else None
+        outputs: dict[int, RequestOutput] = {}
+        order: list[int] = []
+        for text, ids, p in zip(texts, prompts, params, strict=True):
+            rid = self._next_rid
+            self._next_rid += 1
+            if p.seed is None:
+                p = msgspec.structs.replace(p, seed=self._rng.getrandbits(63))
+            outputs[rid] = RequestOutput(text, ids, CompletionOutput())
+            order.append(rid)
+            if detokenizer is not None:
+                detokenizer.add(rid, p, ids, return_token_ids=True)
+            self.core.add(
+                AddRequest(rid=rid, input_ids=np.asarray(ids, np.int32), params=p)
+            )
+        bar = tqdm(
+            total=len(order), disable=not use_tqdm, unit="req", file=sys.stderr, dynamic_ncols=True
+        )
+        open_rids = set(order)
+        try:
+            with bar:
+                while open_rids:
+                    for _, out in self.core.step():
+                        for rid in self._absorb(out, detokenizer, outputs):
+                            open_rids.discard(rid)
+                            bar.update(1)
+        finally:
+            # Interrupted: leave nothing running behind.
+            for rid in open_rids:
+                self.core.abort(AbortRequest(rid=rid))
+            while self.core.scheduler.num_in_flight:
+                self.core.process_one()
+            self.core.scheduler.take_outputs()
+        return [outputs[rid] for rid in order]
+
+    def _verify(self, ids: list[int], params: SamplingParams) -> None:
+        params.verify(self.vocab_size)
+        if not ids:
+            raise RequestError("the prompt is empty", "prompt")
+        if len(ids) >= self.max_model_len:
+            raise RequestError(
+                f"the prompt has {len(ids)} tokens; with at least one token of output it must "
+                f"stay below the context length of {self.max_model_len}",
+                "prompt",
+            )
+        if min(ids) < 0 or max(ids) >= self.vocab_size:
+            raise RequestError(
+                f"the prompt holds a token id outside the vocabulary (0 to {self.vocab_size - 1})",
+                "prompt",
+            )
+
+    def _absorb(
+        self,
+        out: StepOutputs,
+        detokenizer: DetokenizerManager | None,
+        outputs: dict[int, RequestOutput],
+    ) -> list[int]:
+        """Put a step's tokens into `outputs`; rids that ended."""
+        if detokenizer is None:
+            return _absorb_ids(out, outputs)
+        deltas, stopped = detokenizer.process(out)
+        for rid in stopped:
+            self.core.abort(AbortRequest(rid=rid, reason="stop"))
+        ended = []
+        for delta in deltas:
+            _apply(delta, outputs[delta.rid])
+            if delta.finish_reason is not None:
+                ended.append(delta.rid)
+        return ended
+
+
+def _make_executor(worker: WorkerConfig) -> Executor:
+    if worker.tp_size * worker.pp_size == 1:
+        return InProcessExecutor(worker)
+    from engine.multiprocess import MultiprocessExecutor
+
+    return MultiprocessExecutor(worker)
+
+
+def _load_tokenizer(path: Any) -> Tokenizer | None:
+    """None if the folder has no tokenizer at all: token ids in and out then."""
+    names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+    return Tokenizer.from_pretrained(path) if any((path / n).exists() for n in names) else None
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _per_prompt(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    if params is None:
+        return [SamplingParams()] * count
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise RequestError(f"{len(params)} sampling_params for {count} prompts")
+    return list(params)
+
+
+def _apply(delta: TextDelta, output: RequestOutput) -> None:
+    completion = output.output
+    completion.text += delta.text
+    completion.token_ids.extend(delta.token_ids)
+    completion.logprobs.extend(delta.logprobs or ())
+    if delta.prompt_logprobs is not None:
+        output.prompt_logprobs = delta.prompt_logprobs
+    if delta.finish_reason is None:
+        return
+    if delta.finish_reason == "error":
+        raise RequestError(delta.error, delta.error_param, status=delta.error_status or 500)
+    completion.finish_reason = delta.finish_reason
+    completion.stop_reason = delta.stop_reason
+    output.num_cached_tokens = delta.num_cached
+
+
+def _absorb_ids(out: StepOutputs, outputs: dict[int, RequestOutput]) -> list[int]:
+    for rid, token in zip(out.rids.tolist(), out.token_ids.tolist(), strict=True):
+        outputs[rid].output.token_ids.append(token)
+    for end in out.finished:
+        if end.reason == "error":
+            raise RequestError(end.message, end.param, status=end.status or 500)
+        outputs[end.rid].output.finish_reason = end.reason
+        outputs[end.rid].output.stop_reason = end.matched_token
+        outputs[end.rid].num_cached_tokens = end.num_cached
+    return [end.rid for end in out.finished]

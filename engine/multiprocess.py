@@ -1,0 +1,82 @@
+"""Workers of one engine as plain processes: `engine.LLM` with tp_size or pp_size above 1.
+
+The same worker loop and messages as under Ray, without Ray.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+from multiprocessing.process import BaseProcess
+
+from torch.distributed import TCPStore
+
+from engine.errors import EngineDeadError
+from engine.executor import MessageExecutor, collect_ready
+from engine.transport import Inbox
+from engine.worker.worker_config import WorkerConfig
+from engine.worker.worker_loop import run_worker
+
+STOP_TIMEOUT_S = 10.0
+
+
+class MultiprocessExecutor(MessageExecutor):
+    """Starts one process per rank on this machine and waits until all are ready."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        world_size = config.tp_size * config.pp_size
+        # Holding the store here avoids the race of finding a free port first.
+        self._store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        init_method = f"tcp://127.0.0.1:{self._store.port}"
+        results = Inbox()
+        context = mp.get_context("spawn")
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        self._processes: list[BaseProcess] = []
+        for rank in range(world_size):
+            process = context.Process(
+                target=_worker_main,
+                args=(config, rank, init_method, results.address, world_size),
+                name=f"manta-worker-{rank}",
+                daemon=True,
+            )
+            process.start()
+            self._processes.append(process)
+        try:
+            addresses = collect_ready(results, world_size, self._dead)
+        except EngineDeadError:
+            self._stop()
+            raise
+        super().__init__(results, addresses, self._dead)
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self._stop()
+        self.results.close()
+
+    def _dead(self) -> str:
+        for rank, process in enumerate(self._processes):
+            if not process.is_alive():
+                return f"worker {rank} exited with code {process.exitcode}"
+        return ""
+
+    def _stop(self) -> None:
+        for process in self._processes:
+            process.join(STOP_TIMEOUT_S)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def _worker_main(
+    config: WorkerConfig, rank: int, init_method: str, results: str, world_size: int
+) -> None:
+    # torch's env-free tcp:// rendezvous would start a second store on rank 0.
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    if config.device == "cuda":
+        os.environ["CUDA_VISIBLE_DEVICES"] = _visible_device(rank)
+    run_worker(config, rank, init_method, results, "127.0.0.1")
+
+
+def _visible_device(rank: int) -> str:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",")[rank] if visible else str(rank)

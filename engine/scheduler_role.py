@@ -1,0 +1,151 @@
+"""`SchedulerRole`: an `EngineCore` as a server of messages.
+
+    clients and replicas  --AddRequest, AbortRequest, ClientGone-->  here
+    here  --ModelWorkerBatch-->  workers  --GenerationBatchResult-->  here
+    here  --StepOutputs, one per step-->  each client (tokenizer)
+    here  --RequestsDone-->  each owner (engine replica)
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+from engine.engine_core import EngineCore
+from engine.errors import EngineDeadError
+from engine.executor import MessageExecutor, collect_ready
+from engine.messages import (
+    AbortRequest,
+    AddRequest,
+    ClientGone,
+    RequestsDone,
+    Shutdown,
+    StepOutputs,
+)
+from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.scheduler_config import SchedulerConfig
+from engine.scheduler.stats import SchedulerStats
+from engine.transport import Inbox, Outbox
+
+logger = logging.getLogger(__name__)
+
+IDLE_POLL_MS = 1000
+WAITING_POLL_MS = 50
+"""While requests wait, timeouts must be noticed soon."""
+
+
+class SchedulerRole:
+    """Owns the sockets and the loop of one engine; never touches Ray."""
+
+    def __init__(self, config: SchedulerConfig, host: str, world_size: int) -> None:
+        self.scheduler = Scheduler(config)
+        self.world_size = world_size
+        self.inbox = Inbox(host)
+        self.results = Inbox(host)
+        self.last_turn = time.monotonic()
+        self.stats = SchedulerStats()
+        """Snapshot for other threads, renewed every turn of the loop at most once per 0.1 s."""
+        self._stats_due = 0.0
+        self._outboxes: dict[str, Outbox] = {}
+        self._owners: dict[tuple[str, int], str] = {}
+        self._stopping = False
+
+    def run(self, dead: Callable[[], str], on_ready: Callable[[], None]) -> None:
+        """Wait for the workers, then serve until `Shutdown`. `dead` names a lost worker, or "".
+
+        Raises `EngineDeadError` when a worker is lost: the engine has to be restarted whole.
+        """
+        workers = collect_ready(self.results, self.world_size, dead)
+        core = EngineCore(self.scheduler, MessageExecutor(self.results, workers, dead))
+        poller = zmq.Poller()
+        poller.register(self.inbox.socket, zmq.POLLIN)
+        poller.register(self.results.socket, zmq.POLLIN)
+        on_ready()
+        try:
+            while not self._stopping:
+                self._turn(core, poller)
+        finally:
+            core.shutdown()
+            for outbox in self._outboxes.values():
+                outbox.close()
+            self.inbox.close()
+            self.results.close()
+
+    def _turn(self, core: EngineCore, poller: zmq.Poller) -> None:
+        """Receive, schedule and launch, process; sleep only if nothing can be done."""
+        self.last_turn = time.monotonic()
+        self._receive(core)
+        core.launch_ready()
+        self._deliver(core)
+        if self.last_turn >= self._stats_due:
+            self._stats_due = self.last_turn + 0.1
+            self.stats = SchedulerStats(**_as_dict(core.scheduler.snapshot_stats()))
+        if core.scheduler.num_in_flight:
+            ready = dict(poller.poll(IDLE_POLL_MS))
+            if self.results.socket in ready and core.process_one(0.0):
+                self._deliver(core)
+            elif not ready:
+                core.process_one(0.0)  # nothing for a second: notices a dead worker
+        else:
+            core.scheduler.on_idle()
+            poller.poll(WAITING_POLL_MS if core.scheduler.waiting_queue else IDLE_POLL_MS)
+
+    def _receive(self, core: EngineCore) -> None:
+        while (message := self.inbox.recv(0.0)) is not None:
+            match message:
+                case AddRequest():
+                    if message.owner:
+                        self._owners[(message.client, message.rid)] = message.owner
+                    core.add(message)
+                case AbortRequest():
+                    core.abort(message)
+                    self._done([(message.client, message.rid)])
+                case ClientGone():
+                    self._drop_client(message.client)
+                case Shutdown():
+                    self._stopping = True
+                case _:
+                    raise TypeError(f"a scheduler can't take a {type(message).__name__}")
+
+    def _deliver(self, core: EngineCore) -> None:
+        for client, out in core.scheduler.take_outputs():
+            if out.started:
+                out.scheduler = self.inbox.address
+            if not self._send(client, out):
+                self._drop_client(client)
+            if out.finished:
+                self._done([(client, end.rid) for end in out.finished])
+
+    def _done(self, ended: list[tuple[str, int]]) -> None:
+        by_owner: dict[str, list[tuple[str, int]]] = {}
+        for key in ended:
+            owner = self._owners.pop(key, None)
+            if owner is not None:
+                by_owner.setdefault(owner, []).append(key)
+        for owner, keys in by_owner.items():
+            self._send(owner, RequestsDone(keys))
+
+    def _drop_client(self, client: str) -> None:
+        logger.warning("client %s is gone; aborting its requests", client.partition("#")[0])
+        self.scheduler.abort_client(client)
+        self._done([key for key in self._owners if key[0] == client])
+
+    def _send(self, address: str, message: StepOutputs | RequestsDone) -> bool:
+        outbox = self._outboxes.get(address)
+        if outbox is None:
+            outbox = self._outboxes[address] = Outbox(address)
+        try:
+            outbox.send(message)
+        except EngineDeadError:
+            del self._outboxes[address]
+            outbox.close()
+            return False
+        return True
+
+
+def _as_dict(stats: SchedulerStats) -> dict[str, Any]:
+    return {name: getattr(stats, name) for name in stats.__struct_fields__}

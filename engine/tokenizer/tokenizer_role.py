@@ -1,0 +1,144 @@
+"""`TokenizerRole`: the tokenizer as a server of messages, for one ingress.
+
+    ingress    --EncodeRequest, ChatRequest, Register, Unregister-->  here  --replies, TextOutputs
+    scheduler  --StepOutputs, one per step-->                         here
+    here       --AbortRequest (a stop string matched)-->              scheduler
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from engine.errors import EngineDeadError, MantaError, RequestError
+from engine.messages import AbortRequest, Shutdown, StepOutputs
+from engine.tokenizer import tokenizer_messages as tm
+from engine.tokenizer.detokenizer_manager import DetokenizerManager, TextDelta
+from engine.tokenizer.tokenizer import Tokenizer
+from engine.transport import Inbox, Outbox
+
+logger = logging.getLogger(__name__)
+
+
+class TokenizerRole:
+    """Encodes, detokenizes and finds stop strings; never touches Ray."""
+
+    def __init__(self, model_path: str, host: str) -> None:
+        self.tokenizer = Tokenizer.from_pretrained(model_path)
+        self.manager = DetokenizerManager(self.tokenizer)
+        self.inbox = Inbox(host)
+        self._outboxes: dict[str, Outbox] = {}
+        self._ingress: dict[int, str] = {}
+        """rid -> address of the ingress that reads it."""
+        self._scheduler: dict[int, str] = {}
+        """rid -> scheduler that runs it, once it started."""
+
+    @property
+    def address(self) -> str:
+        """Where to send messages; also the `client` of the requests detokenized here."""
+        return self.inbox.address
+
+    def run(self) -> None:
+        """Serve until `Shutdown` comes."""
+        while True:
+            message = self.inbox.recv(None)
+            if isinstance(message, Shutdown):
+                break
+            self.handle(message)
+        for outbox in self._outboxes.values():
+            outbox.close()
+        self.inbox.close()
+
+    def handle(self, message: Any) -> None:
+        """Answer one message. A bad request is answered with its error."""
+        match message:
+            case StepOutputs():
+                self._on_step(message)
+            case tm.Register():
+                self._register(message)
+            case tm.Unregister():
+                self.manager.abort(message.rid)
+                self._forget(message.rid)
+            case tm.EncodeRequest():
+                self._encode(message)
+            case tm.ChatRequest():
+                self._chat(message)
+            case tm.DecodeRequest():
+                self._decode(message)
+            case _:
+                raise TypeError(f"a tokenizer can't take a {type(message).__name__}")
+
+    def _register(self, m: tm.Register) -> None:
+        self.manager.add(
+            m.rid, m.params, m.prompt_ids, m.output_ids, return_token_ids=m.return_token_ids
+        )
+        self._ingress[m.rid] = m.reply_to
+        self._send(m.reply_to, tm.Registered(m.call))
+
+    def _encode(self, m: tm.EncodeRequest) -> None:
+        try:
+            ids = self.tokenizer.encode_batch(m.texts, m.add_special_tokens)
+            reply = tm.EncodeReply(m.call, ids)
+        except MantaError as error:
+            reply = _failed(m.call, error)
+        self._send(m.reply_to, reply)
+
+    def _chat(self, m: tm.ChatRequest) -> None:
+        try:
+            ids = self.tokenizer.apply_chat_template(
+                m.messages,
+                add_generation_prompt=m.add_generation_prompt,
+                continue_final_message=m.continue_final_message,
+                chat_template=m.chat_template,
+                tools=m.tools,
+                template_kwargs=m.template_kwargs,
+            )
+            reply = tm.EncodeReply(m.call, [ids])
+        except MantaError as error:
+            reply = _failed(m.call, error)
+        self._send(m.reply_to, reply)
+
+    def _decode(self, m: tm.DecodeRequest) -> None:
+        text = self.tokenizer.decode(m.token_ids, skip_special_tokens=False)
+        self._send(m.reply_to, tm.DecodeReply(m.call, text))
+
+    def _on_step(self, out: StepOutputs) -> None:
+        if out.scheduler:
+            for rid, _ in out.started:
+                self._scheduler[rid] = out.scheduler
+        deltas, stopped = self.manager.process(out)
+        for rid in stopped:
+            scheduler = self._scheduler.get(rid)
+            if scheduler is not None:
+                self._send(
+                    scheduler, AbortRequest(rid=rid, client=self.address, reason="stop")
+                )
+        by_ingress: dict[str, list[TextDelta]] = {}
+        for delta in deltas:
+            ingress = self._ingress.get(delta.rid)
+            if ingress is not None:
+                by_ingress.setdefault(ingress, []).append(delta)
+            if delta.finish_reason is not None:
+                self._forget(delta.rid)
+        for ingress, some in by_ingress.items():
+            self._send(ingress, tm.TextOutputs(some))
+
+    def _forget(self, rid: int) -> None:
+        self._ingress.pop(rid, None)
+        self._scheduler.pop(rid, None)
+
+    def _send(self, address: str, message: Any) -> None:
+        outbox = self._outboxes.get(address)
+        if outbox is None:
+            outbox = self._outboxes[address] = Outbox(address)
+        try:
+            outbox.send(message)
+        except EngineDeadError:
+            logger.warning("a peer stopped reading; closing its connection")
+            del self._outboxes[address]
+            outbox.close()
+
+
+def _failed(call: int, error: MantaError) -> tm.EncodeReply:
+    param = error.param if isinstance(error, RequestError) else None
+    return tm.EncodeReply(call, [], str(error), param)

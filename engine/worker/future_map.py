@@ -1,0 +1,34 @@
+"""`FutureMap`: the last sampled token of every request, kept on the device.
+
+Indexed by slot (SGLang's current form; the seeds' negative placeholders in a ring buffer are
+superseded): a step scatters what it samples, the next one gathers its inputs. Steps run in order
+on one stream, so a decode row always finds the token of the step before.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.worker.forward_batch import ForwardBatch
+
+_UNSET = -1
+
+
+class FutureMap:
+    """Tokens int64 [max_slots]; slot 0 is padding."""
+
+    def __init__(self, max_slots: int, device: torch.device) -> None:
+        self.tokens = torch.full((max_slots,), _UNSET, dtype=torch.int64, device=device)
+
+    def resolve(self, batch: ForwardBatch) -> None:
+        """Replace the -1 placeholders among `batch`'s decode inputs, in place, on the device."""
+        inputs = batch.input_ids[batch.num_extend_tokens :]
+        if len(inputs) == 0:
+            return
+        known = self.tokens.index_select(0, batch.req_pool_indices[batch.num_extend :])
+        inputs.copy_(torch.where(inputs < 0, known, inputs))
+
+    def store(self, slots: Tensor, tokens: Tensor) -> None:
+        """Remember `tokens` int64 [S] as the last ones of `slots` int64 [S]."""
+        self.tokens.index_copy_(0, slots, tokens)

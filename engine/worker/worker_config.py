@@ -1,0 +1,109 @@
+"""What a worker needs of the configuration, with every `auto` decided."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.config import ResolvedConfig, available_cores
+from engine.errors import ConfigError
+from engine.model_config import ModelConfig
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """The same for all ranks of an engine. Sizes in tokens, requests and threads."""
+
+    model: ModelConfig
+    dtype: str
+    device: str
+    page_size: int
+    num_kv_tokens: int
+    max_running_requests: int
+    max_model_len: int
+    attention_backend: str
+    sampling_backend: str
+    load_format: str
+    seed: int
+    tp_size: int
+    pp_size: int
+    cpu_threads: int
+
+    @property
+    def comm_backend(self) -> str:
+        """torch.distributed's backend for this device."""
+        return "nccl" if self.device == "cuda" else "gloo"
+
+
+def make_worker_config(config: ResolvedConfig, *, share: int = 1) -> WorkerConfig:
+    """Decide every `auto` on this machine.
+
+    `share`: engines on this machine that split its cores and memory. Raises `ConfigError` when
+    the device isn't there or the KV cache can't hold one request.
+    """
+    engine = config.engine
+    device = engine.device if engine.device != "auto" else detect_device()
+    if device == "cuda" and detect_device() != "cuda":
+        raise ConfigError("device is 'cuda' but torch sees no GPU; set device: cpu or auto.")
+    dtype = engine.dtype if engine.dtype != "auto" else _auto_dtype(config.model, device)
+    threads = engine.cpu_threads
+    if threads is None:
+        threads = max(1, available_cores() // (engine.world_size * share))
+    num_kv_tokens = engine.max_total_tokens
+    if num_kv_tokens is None:
+        # torch is imported here: config checks elsewhere must not pay for it.
+        from engine.worker.memory import profile_max_tokens
+
+        num_kv_tokens = profile_max_tokens(
+            config.model,
+            dtype,
+            device,
+            tp_size=engine.tp_size,
+            pp_size=engine.pp_size,
+            fraction=engine.memory_fraction,
+            max_model_len=config.max_model_len,
+            max_running_requests=engine.max_running_requests,
+            share=share,
+        )
+    return WorkerConfig(
+        model=config.model,
+        dtype=dtype,
+        device=device,
+        page_size=engine.page_size,
+        num_kv_tokens=num_kv_tokens // engine.page_size * engine.page_size,
+        max_running_requests=engine.max_running_requests,
+        max_model_len=config.max_model_len,
+        attention_backend="torch"
+        if engine.attention_backend == "auto"
+        else engine.attention_backend,
+        sampling_backend="torch" if engine.sampling_backend == "auto" else engine.sampling_backend,
+        load_format=engine.load_format,
+        seed=engine.seed,
+        tp_size=engine.tp_size,
+        pp_size=engine.pp_size,
+        cpu_threads=threads,
+    )
+
+
+def detect_device() -> str:
+    """ "cuda" if torch sees a GPU, else "cpu"."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _auto_dtype(model: ModelConfig, device: str) -> str:
+    if device == "cuda":
+        return "bfloat16" if model.dtype == "float32" else model.dtype
+    return model.dtype if model.dtype == "bfloat16" and _cpu_has_bfloat16() else "float32"
+
+
+def _cpu_has_bfloat16() -> bool:
+    """Without AVX512-BF16 or AMX, bfloat16 matrix products run 2-5x slower than float32."""
+    import torch
+
+    flags = (
+        torch.backends.cpu.get_cpu_capability(),
+        getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)(),
+        getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)(),
+    )
+    return bool(flags[1] or flags[2])

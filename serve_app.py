@@ -1,0 +1,58 @@
+"""The Serve application: `serve run configs/llama.yaml` imports `build_app` from here."""
+
+# No `from __future__ import annotations`: Ray Serve inspects the builder's annotations.
+from typing import Any
+
+from ray import serve
+from ray.serve import Application
+
+from deploy.api import ApiSettings
+from deploy.config import AppConfig
+from deploy.engine_replica import EngineReplica
+from deploy.ingress import build_ingress
+
+
+def build_app(args: dict[str, Any]) -> Application:
+    """Ingress and engine replicas from the `args` of a config file (docs/configuration.md).
+
+    Raises `ConfigError` with what to change when they can't be served.
+    """
+    config = AppConfig.from_args(args)
+    server, engine = config.server, config.engine
+    use_gpu = engine.device == "cuda"
+    engines = serve.deployment(
+        EngineReplica,
+        name="engine",
+        max_ongoing_requests=server.max_ongoing_requests,
+        ray_actor_options={"num_cpus": config.cpu_per_actor},
+        placement_group_bundles=config.placement_bundles(use_gpu=use_gpu),
+        placement_group_strategy="PACK",
+        health_check_period_s=1.0,
+        health_check_timeout_s=30.0,
+        graceful_shutdown_timeout_s=server.drain_timeout_s,
+        graceful_shutdown_wait_loop_s=0.5,
+        **config.replica_scaling(),
+    ).bind(engine.model_dump(), config.max_replicas, server.log_level)
+    settings = ApiSettings(
+        stall_timeout_s=server.stream_stall_timeout_s,
+        allow_request_chat_templates=server.allow_request_chat_templates,
+    )
+    ingress = serve.deployment(
+        build_ingress(settings),
+        name="ingress",
+        num_replicas=server.ingress_replicas,
+        max_ongoing_requests=100_000,
+        ray_actor_options={"num_cpus": config.cpu_per_actor},
+        health_check_period_s=1.0,
+        health_check_timeout_s=30.0,
+        graceful_shutdown_timeout_s=server.drain_timeout_s,
+        graceful_shutdown_wait_loop_s=0.5,
+    )
+    return ingress.bind(
+        engines,
+        str(config.resolved.model.path),
+        config.model_name,
+        config.resolved.max_model_len,
+        config.resolved.model.vocab_size,
+        server.log_level,
+    )
