@@ -1,0 +1,145 @@
+"""Chat templates: Jinja programs that come with a model and turn messages into a prompt."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.runtime
+import jinja2.utils
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+# transformers' marker: it finds the end of the final message in the rendered chat.
+_CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+
+
+class ChatTemplate:
+    """One compiled template, with the environment and the rules of transformers.
+
+    The sandbox keeps a template from reaching the interpreter; it doesn't bound its time or
+    memory, so only take templates from people you would take a model from.
+    Raises `jinja2.TemplateSyntaxError` if `source` isn't a template.
+    """
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_GenerationTag, jinja2.ext.loopcontrols],
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        environment.globals["dict"] = _TemplateDict()
+        environment.globals["namespace"] = _TemplateNamespace
+        self._template = environment.from_string(source)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        variables: Mapping[str, Any],
+    ) -> str:
+        """Text of the chat. Keys with the value None are dropped from the messages.
+
+        `continue_final_message` cuts the text after the last message's content, so that the model
+        goes on with it. Raises whatever the template raises, and `ValueError` if the last message
+        can't be continued.
+        """
+        chat = [{k: v for k, v in message.items() if v is not None} for message in messages]
+        if continue_final_message:
+            if not isinstance(chat[-1].get("content"), str):
+                raise ValueError("the final message has no content to continue")
+            chat[-1]["content"] += _CONTINUE_TAG
+        text = self._template.render(
+            messages=chat,
+            tools=tools,
+            documents=None,
+            add_generation_prompt=add_generation_prompt,
+            **variables,
+        )
+        return _cut_at_tag(text) if continue_final_message else text
+
+
+def _cut_at_tag(text: str) -> str:
+    """`text` up to the marker; a template that trims contents trims the continued one too."""
+    at = text.rfind(_CONTINUE_TAG.strip())
+    if at < 0:
+        raise ValueError("the chat template drops the final message, so it can't be continued")
+    head = text[:at]
+    return head if text.startswith(_CONTINUE_TAG, at) else head.rstrip()
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}` marks assistant text for training; serving renders what is inside."""
+
+    tags = {"generation"}  # noqa: RUF012  (how Jinja declares it)
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _TemplateDict:
+    """`dict` without the class behind it."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+
+class _TemplateNamespace(jinja2.utils.Namespace):
+    """`namespace` whose attributes can't begin with an underscore (Python's internals)."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        # The first of `args` is self, so that a template may call namespace(self=...).
+        self, rest = args[0], args[1:]
+        attributes = dict(*rest, **kwargs)
+        for name in attributes:
+            _refuse_underscore(name)
+        jinja2.utils.Namespace.__init__(self, attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _refuse_underscore(name)
+        super().__setitem__(name, value)
+
+
+def _refuse_underscore(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(
+            f"chat templates can't store the underscore-prefixed attribute {name!r}"
+        )
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes HTML characters, which models never saw in training.
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)

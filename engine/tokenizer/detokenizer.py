@@ -1,0 +1,171 @@
+"""Incremental detokenization: the text that each new token adds to one request."""
+
+from __future__ import annotations
+
+import codecs
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from itertools import islice
+
+from engine.tokenizer.tokenizer import Tokenizer
+
+MAX_HELD_TOKENS = 8
+"""Tokens that `WindowDetokenizer` holds back at most; a character has up to 4 byte tokens."""
+
+_MAX_CONTEXT_SEARCH = 64
+
+
+class IncrementalDetokenizer(ABC):
+    """Text of one request's output tokens, as they come.
+
+    Never returns a part of a character; what a character still lacks is held back until the next
+    tokens bring it, or show that the bytes are invalid. All the returned texts together are
+    `Tokenizer.decode` of all the tokens (with the one exception that `WindowDetokenizer` names).
+    """
+
+    __slots__ = ()
+
+    @staticmethod
+    def create(
+        tokenizer: Tokenizer, skip_special_tokens: bool = True, prompt_ids: Sequence[int] = ()
+    ) -> IncrementalDetokenizer:
+        """The fastest detokenizer that is right for this tokenizer.
+
+        The text goes on from `prompt_ids`: decoders that drop the first space of a text keep it
+        behind a prompt.
+        """
+        if tokenizer.is_byte_level:
+            return ByteLevelDetokenizer(tokenizer, skip_special_tokens)
+        return WindowDetokenizer(tokenizer, skip_special_tokens, prompt_ids)
+
+    @abstractmethod
+    def add(self, token_id: int) -> str:
+        """Take one token, return the text that is now complete (maybe none)."""
+
+    @abstractmethod
+    def flush(self) -> str:
+        """The text still held back, incomplete bytes as U+FFFD, when no more tokens will come."""
+
+
+class ByteLevelDetokenizer(IncrementalDetokenizer):
+    """For byte-level BPE, where text is the UTF-8 decoding of the tokens' bytes in a row.
+
+    Tokens that are whole characters are a dictionary lookup; others go through Python's
+    incremental UTF-8 decoder, which replaces invalid bytes like Rust's (one U+FFFD for each
+    maximal part of a character, Unicode 15 §3.9) and holds back at most 3 bytes.
+    """
+
+    __slots__ = ("_decoder", "_partial", "_skip", "_texts", "_tokenizer")
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._texts = tokenizer.whole_texts[skip_special_tokens]
+        self._decoder: codecs.IncrementalDecoder | None = None
+        self._partial = False
+
+    def add(self, token_id: int) -> str:
+        if not self._partial:
+            text = self._texts.get(token_id)
+            if text is not None:
+                return text
+        if self._skip and token_id in self._tokenizer.special_ids:
+            data = b""
+        else:
+            data = self._tokenizer.token_bytes(token_id)
+        if not self._partial:
+            try:
+                text = data.decode()
+            except UnicodeDecodeError:
+                pass
+            else:
+                self._texts[token_id] = text
+                return text
+        if self._decoder is None:
+            self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        text = self._decoder.decode(data)
+        self._partial = bool(self._decoder.getstate()[0])
+        return text
+
+    def flush(self) -> str:
+        if not self._partial or self._decoder is None:
+            return ""
+        self._partial = False
+        return self._decoder.decode(b"", final=True)
+
+
+class WindowDetokenizer(IncrementalDetokenizer):
+    """For any decoder: decodes a window of the last tokens, and sends what it has grown by.
+
+    The prefix_offset/read_offset algorithm of text-generation-inference (`decode_token`), also
+    vLLM's `detokenize_incrementally`. The window begins with the tokens of the last text sent, so
+    that the decoder treats the new ones as the middle of a text.
+
+    Text that ends in U+FFFD or in a byte token (`<0x..>`) is held back: SentencePiece decoders
+    replace every byte of a run of byte tokens as soon as one byte of the run is invalid. The
+    exception: a run longer than `MAX_HELD_TOKENS` that turns invalid later, where the characters
+    sent before stay.
+    """
+
+    __slots__ = ("_prefix", "_read", "_skip", "_tokenizer", "_window")
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        skip_special_tokens: bool = True,
+        prompt_ids: Sequence[int] = (),
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._window: list[int] = []
+        self._read = 0
+        """How many of `_window` have been sent; their text is `_prefix`."""
+        self._prefix = ""
+        for token_id in map(int, islice(reversed(prompt_ids), _MAX_CONTEXT_SEARCH)):
+            # One token is enough to stand for "in the middle of a text". A byte token would make
+            # one run with the output's.
+            is_visible = tokenizer.is_visible(token_id, skip_special_tokens)
+            if is_visible and token_id not in tokenizer.byte_ids:
+                self._start_window([token_id])
+                break
+
+    def add(self, token_id: int) -> str:
+        if not self._tokenizer.is_visible(token_id, self._skip):
+            return ""
+        self._window.append(token_id)
+        if len(self._window) - self._read >= MAX_HELD_TOKENS:
+            return self._send(self._count_whole())
+        if token_id in self._tokenizer.byte_ids:
+            return ""
+        text = self._tokenizer.decode(self._window, self._skip)
+        if text.endswith("\ufffd") or len(text) <= len(self._prefix):
+            return ""
+        return self._send(len(self._window), text)
+
+    def flush(self) -> str:
+        return self._send(len(self._window))
+
+    def _count_whole(self) -> int:
+        """Tokens of the window before a character that isn't complete, all if there is none."""
+        for count in range(len(self._window), len(self._window) - 4, -1):
+            if not self._tokenizer.decode(self._window[:count], self._skip).endswith("\ufffd"):
+                return count
+        return len(self._window)
+
+    def _send(self, count: int, text: str | None = None) -> str:
+        """Send the window's first `count` tokens, whose text is `text` if the caller has it."""
+        if text is None:
+            text = self._tokenizer.decode(self._window[:count], self._skip)
+        new, rest = text[len(self._prefix) :], self._window[count:]
+        if new:
+            self._start_window(self._window[self._read : count])
+        else:
+            # Nothing came of these tokens: the ones before them stay the context.
+            del self._window[self._read :]
+        self._window += rest
+        return new
+
+    def _start_window(self, window: list[int]) -> None:
+        self._window = window
+        self._read = len(window)
+        self._prefix = self._tokenizer.decode(window, self._skip)

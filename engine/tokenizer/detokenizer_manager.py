@@ -1,0 +1,278 @@
+"""Turns the scheduler's token ids into text deltas, for all the requests of a client."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from engine.messages import FinishedReq, StepOutputs, TokenLogprobs
+from engine.sampling_params import SamplingParams
+from engine.tokenizer.detokenizer import IncrementalDetokenizer
+from engine.tokenizer.stop import StopChecker
+from engine.tokenizer.tokenizer import Tokenizer
+
+TopLogprob = tuple[str, int, float, list[int]]
+"""Token, id, log-probability, bytes."""
+
+
+class LogprobEntry(msgspec.Struct, array_like=True):
+    """Log-probability of one token, with the likeliest alternatives, best first.
+
+    `bytes` is the token's share of the text in UTF-8 (maybe a part of a character; `token` then
+    has U+FFFD). `text_offset`: characters of output (or of prompt) before the token.
+    """
+
+    token: str
+    token_id: int
+    logprob: float
+    bytes: list[int]
+    top: list[TopLogprob]
+    text_offset: int
+
+
+class TextDelta(msgspec.Struct, array_like=True, gc=False):
+    """What is new of one request since its last delta; the last one has a `finish_reason`.
+
+    `finish_reason`: "stop", "length", "abort" or "error". `stop_reason`: the stop string or the
+    token id that ended it (None for a text that ran out otherwise). `num_output` counts all
+    output tokens so far, resumed ones included. `error*` are set for errors.
+    """
+
+    rid: int
+    text: str
+    token_ids: list[int]
+    num_output: int
+    finish_reason: str | None
+    stop_reason: str | int | None
+    num_prompt: int
+    num_cached: int
+    logprobs: list[LogprobEntry] | None = None
+    prompt_logprobs: list[LogprobEntry | None] | None = None
+    error: str = ""
+    error_status: int = 0
+    error_param: str | None = None
+
+
+@dataclass(slots=True)
+class _Request:
+    """One request; `token_ids` and the logprobs wait for its next delta."""
+
+    rid: int
+    detokenizer: IncrementalDetokenizer
+    checker: StopChecker | None
+    min_tokens: int
+    include_stop: bool
+    skip_special_tokens: bool
+    send_every_token: bool
+    num_prompt: int
+    prompt_ids: Sequence[int] | None
+    """Kept only until the prompt's logprobs have come."""
+    num_cached: int = 0
+    num_output: int = 0
+    text_len: int = 0
+    """Characters detokenized so far, held back or not."""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[LogprobEntry] | None = None
+    prompt_logprobs: list[LogprobEntry | None] | None = None
+
+    def add_token(self, token_id: int) -> str:
+        """Count one token, return the text that may go out."""
+        self.num_output += 1
+        return self._check(self.detokenizer.add(token_id))
+
+    def add_last(self) -> str:
+        """The text held back, when no more tokens come."""
+        text = self._check(self.detokenizer.flush())
+        if self.checker is not None and self.checker.matched is None:
+            text += self.checker.flush()
+        return text
+
+    def _check(self, text: str) -> str:
+        self.text_len += len(text)
+        if self.checker is None or not text:
+            return text
+        # As in vLLM: stop strings that end within the first min_tokens tokens don't count.
+        if self.num_output <= self.min_tokens:
+            return self.checker.pass_over(text)
+        return self.checker.feed(text)
+
+
+class DetokenizerManager:
+    """Holds the text state of every running request of one client.
+
+    A request leaves when it finishes, when its stop string is found, or by `abort`; what the
+    scheduler still sends of it then is ignored.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._requests: dict[int, _Request] = {}
+        # Text and bytes of the tokens that logprobs named so far; entries share the lists.
+        self._pieces: dict[int, tuple[str, list[int]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def add(
+        self,
+        rid: int,
+        params: SamplingParams,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int] = (),
+        *,
+        return_token_ids: bool = False,
+    ) -> None:
+        """Begin a request.
+
+        `output_ids` were emitted elsewhere (resume): the state is as if they had been processed,
+        and their text isn't sent again; text that was held back then still is. With
+        `return_token_ids` each token makes a delta even if it brings no text yet.
+        Raises `ValueError` if `output_ids` hold a stop string: that request had finished.
+        """
+        request = _Request(
+            rid=rid,
+            detokenizer=IncrementalDetokenizer.create(
+                self._tokenizer, params.skip_special_tokens, prompt_ids
+            ),
+            checker=StopChecker(params.stop, params.include_stop_str_in_output)
+            if params.stop
+            else None,
+            min_tokens=params.min_tokens,
+            include_stop=params.include_stop_str_in_output,
+            skip_special_tokens=params.skip_special_tokens,
+            send_every_token=return_token_ids,
+            num_prompt=len(prompt_ids),
+            prompt_ids=prompt_ids if params.prompt_logprobs is not None else None,
+        )
+        for token_id in output_ids:
+            request.add_token(token_id)
+        if request.checker is not None and request.checker.matched is not None:
+            raise ValueError(f"request {rid} was resumed behind its stop string")
+        self._requests[rid] = request
+
+    def abort(self, rid: int) -> None:
+        """Forget a request (no delta is made). Nothing happens if it is unknown."""
+        self._requests.pop(rid, None)
+
+    def process(self, out: StepOutputs) -> tuple[list[TextDelta], list[int]]:
+        """Deltas of one step, and the rids that a stop string ended here.
+
+        The caller tells the scheduler of the latter (`AbortRequest`, reason "stop"). A request
+        whose step brought no text that may go out has no delta; its token ids and logprobs come
+        with the next one.
+        """
+        deltas: list[TextDelta] = []
+        stopped: list[int] = []
+        requests = self._requests
+        ends = {end.rid: end for end in out.finished}
+        for rid, num_cached in out.started:
+            if (request := requests.get(rid)) is not None:
+                request.num_cached = num_cached
+                if out.prompt_logprobs and request.prompt_ids is not None:
+                    self._add_prompt_logprobs(request, out.prompt_logprobs.get(rid))
+        logprobs = out.logprobs or {}
+        rids: list[int] = out.rids.tolist()
+        token_ids: list[int] = out.token_ids.tolist()
+        for index, (rid, token_id) in enumerate(zip(rids, token_ids, strict=True)):
+            request = requests.get(rid)
+            if request is None:
+                continue
+            if index in logprobs:
+                self._add_logprobs(request, token_id, logprobs[index])
+            request.token_ids.append(token_id)
+            end = ends.pop(rid, None)
+            if end is not None:
+                deltas.append(self._finish(request, end, token_id))
+                continue
+            text = request.add_token(token_id)
+            checker = request.checker
+            if checker is not None and checker.matched is not None:
+                deltas.append(self._end(request, text, "stop", checker.matched))
+                stopped.append(rid)
+            elif text or request.send_every_token:
+                deltas.append(_take(request, text))
+        for end in ends.values():
+            if (request := requests.get(end.rid)) is not None:
+                deltas.append(self._finish(request, end, None))
+        return deltas, stopped
+
+    def _finish(self, request: _Request, end: FinishedReq, token_id: int | None) -> TextDelta:
+        """The last delta of a request that the scheduler ended, at `token_id` if one came."""
+        text = ""
+        if token_id is not None:
+            if end.matched_token is None or request.include_stop:
+                text = request.add_token(token_id)
+            else:
+                # The token that stopped it is output, but not text.
+                request.num_output += 1
+        text += request.add_last()
+        request.num_cached = max(request.num_cached, end.num_cached)
+        if request.checker is not None and request.checker.matched is not None:
+            return self._end(request, text, "stop", request.checker.matched)
+        delta = self._end(request, text, end.reason, end.matched_token)
+        delta.error, delta.error_status, delta.error_param = end.message, end.status, end.param
+        return delta
+
+    def _end(
+        self, request: _Request, text: str, reason: str, stop_reason: str | int | None
+    ) -> TextDelta:
+        del self._requests[request.rid]
+        delta = _take(request, text)
+        delta.finish_reason, delta.stop_reason = reason, stop_reason
+        return delta
+
+    def _add_logprobs(self, request: _Request, token_id: int, logprobs: TokenLogprobs) -> None:
+        if request.logprobs is None:
+            request.logprobs = []
+        request.logprobs.append(self._entry(token_id, logprobs, request.text_len))
+
+    def _add_prompt_logprobs(
+        self, request: _Request, logprobs: Sequence[TokenLogprobs | None] | None
+    ) -> None:
+        if logprobs is None or request.prompt_ids is None:
+            return
+        detokenizer = IncrementalDetokenizer.create(self._tokenizer, request.skip_special_tokens)
+        offset = 0
+        request.prompt_logprobs = []
+        for token_id, item in zip(request.prompt_ids, logprobs, strict=True):
+            entry = None if item is None else self._entry(int(token_id), item, offset)
+            request.prompt_logprobs.append(entry)
+            offset += len(detokenizer.add(int(token_id)))
+        request.prompt_ids = None
+
+    def _entry(self, token_id: int, logprobs: TokenLogprobs, offset: int) -> LogprobEntry:
+        text, data = self._piece(token_id)
+        top: list[TopLogprob] = []
+        for other, logprob in zip(logprobs.top_ids, logprobs.top_logprobs, strict=True):
+            other_text, other_data = self._piece(other)
+            top.append((other_text, other, logprob, other_data))
+        return LogprobEntry(text, token_id, logprobs.logprob, data, top, offset)
+
+    def _piece(self, token_id: int) -> tuple[str, list[int]]:
+        piece = self._pieces.get(token_id)
+        if piece is None:
+            tokenizer = self._tokenizer
+            piece = tokenizer.token_text(token_id), list(tokenizer.token_bytes(token_id))
+            self._pieces[token_id] = piece
+        return piece
+
+
+def _take(request: _Request, text: str) -> TextDelta:
+    """A delta with `text` and all that has gathered since the last one."""
+    delta = TextDelta(
+        request.rid,
+        text,
+        request.token_ids,
+        request.num_output,
+        None,
+        None,
+        request.num_prompt,
+        request.num_cached,
+        request.logprobs,
+        request.prompt_logprobs,
+    )
+    request.token_ids = []
+    request.logprobs = request.prompt_logprobs = None
+    return delta

@@ -1,0 +1,280 @@
+"""Tokenizer of one model: text to token ids and back, and the bytes behind each id.
+
+Reads `tokenizer.json` with the `tokenizers` package. transformers would give the same ids, but
+importing it takes 5 to 9 s and brings torch along; it is only the way in for other formats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import tokenizers
+
+from engine.errors import ConfigError, RequestError
+from engine.tokenizer.chat_template import ChatTemplate
+from engine.tokenizer.loading import TokenizerFiles, load_tokenizer_files
+
+_TEXT_PARTS = ("text", "input_text", "output_text")
+_MAX_COMPILED_TEMPLATES = 16
+
+
+class Tokenizer:
+    """Token ids and text of one model, equal to what transformers' AutoTokenizer gives.
+
+    `vocab_size` counts added tokens too; the model's own may be larger (padded). Ids that the
+    tokenizer doesn't know decode to nothing.
+    """
+
+    def __init__(self, files: TokenizerFiles) -> None:
+        backend = files.backend
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self._special_tokens = files.special_tokens
+        self._templates = files.chat_templates
+        self._compile = lru_cache(maxsize=_MAX_COMPILED_TEMPLATES)(ChatTemplate)
+        self._decoder = backend.decoder
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        self.bos_token_id = self._special_id("bos_token")
+        self.eos_token_id = self._special_id("eos_token")
+        self.special_ids: frozenset[int] = frozenset(
+            id for id, token in backend.get_added_tokens_decoder().items() if token.special
+        )
+        self.is_byte_level = isinstance(self._decoder, tokenizers.decoders.ByteLevel)
+        """Whether text is the UTF-8 decoding of the tokens' bytes, one after the other."""
+        self.byte_ids: frozenset[int] = frozenset(_byte_token_ids(backend))
+        """SentencePiece's `<0x..>` tokens, of which several make one character."""
+        # Filled on first use: id -> bytes, and by skip_special_tokens: id -> text, for the ids
+        # whose bytes are whole characters.
+        self._bytes: dict[int, bytes] = {}
+        self.whole_texts: tuple[dict[int, str], dict[int, str]] = ({}, {})
+        for template in self._templates.values():
+            try:
+                self._compile(template)
+            except jinja2.TemplateSyntaxError as error:
+                raise ConfigError(
+                    f"the model's chat template doesn't compile (line {error.lineno}: {error}). "
+                    "Correct chat_template.jinja or tokenizer_config.json in the model folder."
+                ) from error
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path) -> Tokenizer:
+        """Load the tokenizer of a model folder. Raises `ConfigError` if there is none."""
+        return cls(load_tokenizer_files(Path(path)))
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Ids of `text`. Special tokens written in the text are parsed as such.
+
+        Raises `RequestError` if the text isn't valid Unicode (a lone surrogate).
+        """
+        return self.encode_batch([text], add_special_tokens)[0]
+
+    def encode_batch(
+        self, texts: Sequence[str], add_special_tokens: bool = True
+    ) -> list[list[int]]:
+        """Ids of each text; several threads of `tokenizers` share the texts."""
+        try:
+            # "fast" leaves out the character offsets, which nobody reads here.
+            encodings = self._backend.encode_batch_fast(
+                list(texts), add_special_tokens=add_special_tokens
+            )
+        except TypeError as error:
+            if not any(_has_surrogate(text) for text in texts):
+                raise
+            raise RequestError(
+                "the text isn't valid Unicode: it holds half of a surrogate pair"
+            ) from error
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """Text of `ids`; invalid UTF-8 becomes U+FFFD."""
+        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token adds to the text, in UTF-8, possibly a part of a character.
+
+        Special tokens give their name, unknown ids nothing.
+        """
+        data = self._bytes.get(token_id)
+        if data is None:
+            data = self._bytes[token_id] = self._find_bytes(token_id)
+        return data
+
+    def token_text(self, token_id: int) -> str:
+        """As `token_bytes`, decoded; U+FFFD stands for a part of a character."""
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+    def is_visible(self, token_id: int, skip_special_tokens: bool) -> bool:
+        """Whether `decode` hands the token to the decoder at all."""
+        if skip_special_tokens and token_id in self.special_ids:
+            return False
+        return self._backend.id_to_token(token_id) is not None
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._templates)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Prompt text of a chat. Text parts of a message's content are joined by newlines.
+
+        `chat_template` is the name of one of the model's templates or a template (see
+        `ChatTemplate` on whom to trust with that). `template_kwargs` are extra variables.
+        Raises `RequestError` with the template's words if it refuses the messages.
+        """
+        if not messages:
+            raise RequestError("messages must hold at least one message", "messages")
+        if continue_final_message and add_generation_prompt:
+            raise RequestError(
+                "continue_final_message and add_generation_prompt exclude each other: "
+                "set add_generation_prompt to false",
+                "continue_final_message",
+            )
+        template = self._choose_template(chat_template, tools)
+        variables = {**self._special_tokens, **(template_kwargs or {})}
+        for name in ("messages", "tools", "documents", "add_generation_prompt"):
+            if name in variables:
+                raise RequestError(
+                    f"'{name}' can't be set as an argument of the chat template",
+                    "chat_template_kwargs",
+                )
+        chat = [_normalize(message) for message in messages]
+        try:
+            return template.render(
+                chat,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                variables=variables,
+            )
+        except Exception as error:  # the template is a program that runs on the user's input
+            raise RequestError(
+                f"the chat template refuses the messages: {error}", "messages"
+            ) from error
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Prompt ids of a chat; see `render_chat`. The template writes the bos token itself."""
+        text = self.render_chat(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template=chat_template,
+            tools=tools,
+            template_kwargs=template_kwargs,
+        )
+        try:
+            return self.encode(text, add_special_tokens=False)
+        except RequestError as error:
+            raise RequestError(error.message, "messages") from error
+
+    def _choose_template(
+        self, chat_template: str | None, tools: Sequence[Mapping[str, Any]] | None
+    ) -> ChatTemplate:
+        if chat_template is None:
+            name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
+            if name not in self._templates:
+                raise RequestError(
+                    f"the model has several chat templates and no default: set chat_template to "
+                    f"one of {', '.join(sorted(self._templates))}"
+                    if self._templates
+                    else "the model has no chat template: use /v1/completions, or configure a "
+                    "chat template",
+                    "messages",
+                )
+            return self._compile(self._templates[name])
+        try:
+            return self._compile(self._templates.get(chat_template, chat_template))
+        except jinja2.TemplateSyntaxError as error:
+            raise RequestError(
+                f"chat_template doesn't compile (line {error.lineno}): {error}", "chat_template"
+            ) from error
+
+    def _special_id(self, name: str) -> int | None:
+        token = self._special_tokens.get(name)
+        return None if token is None else self._backend.token_to_id(token)
+
+    def _find_bytes(self, token_id: int) -> bytes:
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self.is_byte_level:
+            return _byte_level_bytes(token)
+        if token_id in self.byte_ids:
+            return bytes.fromhex(token[3:5])
+        if self._decoder is None:
+            return token.encode()
+        # Behind another token, so that a decoder which strips the first space leaves this one.
+        text: str = self._decoder.decode(["a", token])
+        return text[1:].encode()
+
+
+def _normalize(message: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise RequestError("each message must be an object with a role and content", "messages")
+    content = message.get("content")
+    if not isinstance(content, list):
+        return dict(message)
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind not in _TEXT_PARTS or not isinstance(part.get("text"), str):
+            raise RequestError(
+                f"content part of type '{kind}': the model takes text only, as "
+                '{"type": "text", "text": "..."}',
+                "messages",
+            )
+        texts.append(part["text"])
+    return {**message, "content": "\n".join(texts)}
+
+
+def _has_surrogate(text: str) -> bool:
+    return isinstance(text, str) and any("\ud800" <= char <= "\udfff" for char in text)
+
+
+def _byte_token_ids(backend: tokenizers.Tokenizer) -> Iterable[int]:
+    if "ByteFallback" not in repr(backend.decoder):
+        return
+    for value in range(256):
+        token_id = backend.token_to_id(f"<0x{value:02X}>")
+        if token_id is not None:
+            yield token_id
+
+
+def _byte_level_alphabet() -> Mapping[str, int]:
+    """GPT-2's mapping: printable bytes stand for themselves, the others for U+0100 and up."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    alphabet = {chr(byte): byte for byte in printable}
+    return alphabet | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_LEVEL_ALPHABET = _byte_level_alphabet()
+
+
+def _byte_level_bytes(token: str) -> bytes:
+    try:
+        return bytes([_BYTE_LEVEL_ALPHABET[char] for char in token])
+    except KeyError:
+        # An added token with other characters; the decoder takes it literally, so do we.
+        return token.encode()
