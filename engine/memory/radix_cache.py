@@ -239,6 +239,10 @@ class RadixCache:
         if self._events is not None:
             self._events.cleared()
 
+    def num_nodes(self) -> int:
+        """Nodes in the tree; walks it."""
+        return sum(1 for _ in self._nodes())
+
     def all_indices(self) -> NDArray[np.int32]:
         """Every slot the tree owns, int32 [total_size], in no order."""
         return np.concatenate([self._no_indices, *(node.indices for node in self._nodes())])
@@ -336,14 +340,16 @@ class RadixCache:
         return common // self.page_size * self._page_bytes
 
     def _split(self, node: TreeNode, at: int) -> TreeNode:
-        """Put a new node with the first ``at`` bytes of node above it, and return that."""
+        """Put a new node with the first ``at`` bytes of node above it, and return that.
+
+        The caller is using the new node, and sets its last_access.
+        """
         parent = node.parent
         assert parent is not None
         tokens = at // TOKEN_BYTES
         # Copies: a slice of an array would keep the whole of it alive.
         head = self._new_node(parent, node.key[:at], node.indices[:tokens].copy(), node.namespace)
         head.lock_ref = node.lock_ref
-        head.last_access = node.last_access
         head.created = node.created
         head.hits = node.hits
         head.priority = node.priority
