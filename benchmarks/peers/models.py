@@ -1,0 +1,109 @@
+"""Models for comparisons: a Llama of 88 M parameters with random weights, built once.
+
+Speed does not depend on what a model says, so random weights do; a fixed seed makes them the same
+on every machine. They are stored as bfloat16, so a server that runs them in float32 and one that
+runs them in bfloat16 hold the same numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+SEED = 0
+WEIGHT_STD = 0.06
+VOCAB_SIZE = 8192
+CORPUS_BYTES = 8 << 20
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>\n{{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+
+
+def llama_88m(folder: Path) -> Path:
+    """Build the 88.1 M-parameter Llama (h768, 12 layers, 12/4 heads, vocabulary 8192) in `folder`.
+
+    Returns `folder` at once when the model is there already. Takes about a minute on two cores.
+    """
+    if (folder / "config.json").exists():
+        return folder
+    import torch  # only here: building is rare, and importing these takes seconds
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=768,
+        intermediate_size=2048,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        max_position_embeddings=4096,
+        initializer_range=WEIGHT_STD,
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=None,
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=_train_tokenizer(), bos_token="<|bos|>", eos_token="<|eos|>"
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    torch.manual_seed(SEED)
+    model = LlamaForCausalLM(config).bfloat16()
+
+    building = folder.with_name(folder.name + ".building")
+    shutil.rmtree(building, ignore_errors=True)
+    model.save_pretrained(building)
+    tokenizer.save_pretrained(building)
+    building.rename(folder)
+    return folder
+
+
+def fingerprint(folder: Path) -> str:
+    """First 16 hex digits of the SHA-256 over the model's weights and configuration."""
+    digest = hashlib.sha256()
+    for path in sorted([*folder.glob("*.safetensors"), folder / "config.json"]):
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()[:16]
+
+
+def stdlib_text() -> Iterator[str]:
+    """Source files of the running Python's standard library, in the order of their paths."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    for path in sorted(root.rglob("*.py")):
+        if "site-packages" not in path.parts:
+            yield path.read_text(encoding="utf-8", errors="replace")
+
+
+def _train_tokenizer() -> Tokenizer:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=["<|bos|>", "<|eos|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_first_bytes(CORPUS_BYTES), trainer)
+    return tokenizer
+
+
+def _first_bytes(limit: int) -> Iterator[str]:
+    taken = 0
+    for text in stdlib_text():
+        if taken >= limit:
+            return
+        taken += len(text)
+        yield text

@@ -1,0 +1,188 @@
+"""Servers under test: started in a process group of their own, waited for, and stopped again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from benchmarks.common import REPO_ROOT
+
+POLL_S = 0.2
+PROBE_TIMEOUT_S = 5.0
+LOG_TAIL_LINES = 40
+
+
+class ServerError(RuntimeError):
+    """A server did not get ready; the message ends with the tail of its log."""
+
+
+class ManagedServer:
+    """A command that serves HTTP on 127.0.0.1:`port` for as long as the `with` block lasts.
+
+    Entering waits until `GET ready_path` answers 200. Leaving sends SIGINT to the process, as
+    Ctrl-C would, and after `stop_timeout_s` SIGKILL to its whole group. What it prints goes to
+    a temporary file, shown when it fails.
+
+    Raises:
+        ServerError: the command ended, or was not ready within `timeout_s` seconds.
+    """
+
+    def __init__(
+        self,
+        cmd: Sequence[str],
+        env: Mapping[str, str] | None,
+        port: int,
+        ready_path: str = "/health",
+        timeout_s: float = 120.0,
+        stop_timeout_s: float = 30.0,
+    ) -> None:
+        self.cmd = list(cmd)
+        self.base_url = f"http://127.0.0.1:{port}"
+        self.ready_s = 0.0
+        """Seconds from start to the first 200, set on entering."""
+        self.killed = False
+        """Whether SIGKILL was needed, or members of the group outlived the process."""
+        self._env = None if env is None else dict(env)
+        self._ready_url = self.base_url + ready_path
+        self._timeout_s = timeout_s
+        self._stop_timeout_s = stop_timeout_s
+
+    def __enter__(self) -> ManagedServer:
+        self._log = tempfile.NamedTemporaryFile(prefix="server-", suffix=".log")
+        started = time.monotonic()
+        self._process = subprocess.Popen(
+            self.cmd,
+            cwd=REPO_ROOT,
+            env=self._env,
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            self._wait_ready(started + self._timeout_s)
+        except BaseException:
+            self.stop()
+            raise
+        self.ready_s = time.monotonic() - started
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the command, which is also its process group."""
+        return self._process.pid
+
+    def stop(self) -> None:
+        """Stop the process and whatever is left of its group. Does nothing the second time."""
+        if self._log.closed:
+            return
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+        deadline = time.monotonic() + self._stop_timeout_s
+        while time.monotonic() < deadline and self._alive():
+            time.sleep(POLL_S)
+        if self._alive():
+            self.killed = True
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.wait()
+        self._log.close()
+
+    def log_tail(self, lines: int = LOG_TAIL_LINES) -> str:
+        """The last lines that the server printed, while it runs."""
+        with Path(self._log.name).open(encoding="utf-8", errors="replace") as file:
+            return "".join(deque(file, maxlen=lines))
+
+    def cpu_seconds(self) -> float:
+        """CPU time of the server and all its descendants alive now, user and system, in seconds.
+
+        Linux only: 0.0 elsewhere. Time of children that have ended counts once they are reaped.
+        """
+        parents: dict[int, int] = {}
+        used: dict[int, int] = {}
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                fields = stat.read_text().rpartition(")")[2].split()
+            except (FileNotFoundError, ProcessLookupError):  # it ended while we looked
+                continue
+            pid = int(stat.parent.name)
+            parents[pid] = int(fields[1])
+            used[pid] = sum(int(field) for field in fields[11:15])
+        family = {self.pid}
+        grown = True
+        while grown:
+            children = {pid for pid, parent in parents.items() if parent in family}
+            grown = not children <= family
+            family |= children
+        ticks = sum(used.get(pid, 0) for pid in family)
+        return ticks / os.sysconf("SC_CLK_TCK")
+
+    def _alive(self) -> bool:
+        """Whether the process or any member of its group still exists."""
+        self._process.poll()
+        try:
+            os.killpg(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        return True
+
+    def _wait_ready(self, deadline: float) -> None:
+        while time.monotonic() < deadline:
+            status = self._process.poll()
+            if status is not None:
+                raise self._failure(f"ended with status {status} before it was ready")
+            if self._is_ready():
+                return
+            time.sleep(POLL_S)
+        raise self._failure(f"was not ready after {self._timeout_s:g} s")
+
+    def _is_ready(self) -> bool:
+        try:
+            with urllib.request.urlopen(self._ready_url, timeout=PROBE_TIMEOUT_S) as reply:
+                return bool(reply.status == 200)
+        except (urllib.error.URLError, OSError):  # not listening yet, or not healthy yet
+            return False
+
+    def _failure(self, what: str) -> ServerError:
+        return ServerError(f"`{' '.join(self.cmd)}` {what}; its log ends:\n{self.log_tail()}")
+
+
+def free_port() -> int:
+    """A TCP port on 127.0.0.1 that nothing listens on right now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def manta_server(
+    overrides: Mapping[str, object] | None = None,
+    config: str = "configs/llama.yaml",
+    timeout_s: float = 180.0,
+) -> ManagedServer:
+    """This project's own server with `config` and `--set key=value` overrides of it.
+
+    It listens on the port that the environment variable MANTA_PORT names, else on a free one.
+    """
+    port = int(os.environ.get("MANTA_PORT") or free_port())
+    command = [sys.executable, "-m", "deploy.launch", config, "--port", str(port)]
+    for key, value in (overrides or {}).items():
+        command += ["--set", f"{key}={value}"]
+    return ManagedServer(command, None, port, timeout_s=timeout_s)

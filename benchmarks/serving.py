@@ -1,0 +1,327 @@
+"""Load generator for any OpenAI endpoint: latencies and throughput of streamed requests.
+
+    python benchmarks/serving.py                # starts Manta itself, concurrency 1 and 32
+    python benchmarks/serving.py --base-url http://127.0.0.1:8000 --request-rate 4
+
+Prompts are random token ids by default, so no tokenizer is needed and no prefix cache helps.
+Tokens are counted by the server's usage. One process; see benchmarks/README.md for the figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import aiohttp
+
+from benchmarks.arguments import key_value, natural, positive, positives
+from benchmarks.client import analyse, list_models
+from benchmarks.common import environment, finish, print_table
+from benchmarks.load import Prompt, Workload, arrival_offsets, make_prompts, run_requests
+from benchmarks.report import RunReport, medians, print_reports, summarise
+from benchmarks.servers import ManagedServer, ServerError, manta_server
+
+ENDPOINTS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+WARMUP_SEED = 500_000
+
+
+@dataclass(frozen=True)
+class Target:
+    """The endpoint under test and how it is asked."""
+
+    base_url: str
+    model: str
+    endpoint: str = "completions"
+    temperature: float = 0.0
+    ignore_eos: bool = True
+    return_token_ids: bool = False
+    timeout_s: float = 600.0
+
+    def body(self, prompt: Prompt, output_len: int) -> dict[str, object]:
+        """A streaming request for `output_len` tokens; extensions are sent only where in use."""
+        body: dict[str, object] = {
+            "model": self.model,
+            "max_tokens": output_len,
+            "temperature": self.temperature,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if self.endpoint == "chat":
+            body["messages"] = [{"role": "user", "content": prompt}]
+        else:
+            body["prompt"] = prompt
+        if self.ignore_eos:
+            body["ignore_eos"] = True
+        if self.return_token_ids:
+            body["return_token_ids"] = True
+        return body
+
+
+def measure(
+    target: Target,
+    load: Workload,
+    *,
+    seed: int,
+    warmup: int,
+    label: str,
+    server: ManagedServer | None = None,
+) -> RunReport:
+    """Run `load` once against `target`, after `warmup` requests of the same kind.
+
+    Args:
+        seed: of prompts and arrivals; warm-up prompts come from another.
+        server: the server under test, where this process started it, to read its CPU time.
+
+    A failed warm-up request counts as a failure of the run.
+    """
+    return asyncio.run(_measure(target, load, seed, warmup, label, server))
+
+
+async def _measure(
+    target: Target,
+    load: Workload,
+    seed: int,
+    warmup: int,
+    label: str,
+    server: ManagedServer | None,
+) -> RunReport:
+    url = target.base_url + ENDPOINTS[target.endpoint]
+    expected_tokens = load.output_len if target.ignore_eos else None
+    bodies = [target.body(prompt, load.output_len) for prompt in make_prompts(load, seed)]
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0),
+        timeout=aiohttp.ClientTimeout(total=target.timeout_s),
+        headers=_headers(),
+    ) as session:
+        prompts = make_prompts(replace(load, num_prompts=warmup), seed + WARMUP_SEED)
+        warmup_records = await run_requests(
+            session,
+            url,
+            [target.body(prompt, load.output_len) for prompt in prompts],
+            [0.0] * warmup,
+            load.concurrency,
+        )
+
+        load_1min = os.getloadavg()[0]
+        client_cpu = time.process_time()
+        server_cpu = server.cpu_seconds() if server else None
+        offsets = arrival_offsets(load, seed)
+        records = await run_requests(session, url, bodies, offsets, load.concurrency)
+        client_cpu = time.process_time() - client_cpu
+        if server and server_cpu is not None:
+            server_cpu = server.cpu_seconds() - server_cpu
+    report = summarise(
+        [analyse(record, expected_tokens) for record in records],
+        [analyse(record, expected_tokens).error for record in warmup_records],
+        label=label,
+        concurrency=load.concurrency,
+        request_rate=None if load.request_rate == float("inf") else load.request_rate,
+        duration_s=max(r.ended for r in records) - min(r.sent for r in records),
+        client_cpu_s=client_cpu,
+        load_1min=load_1min,
+    )
+    report.server_cpu_s = server_cpu
+    return report
+
+
+def main() -> int:
+    args = parse_arguments(sys.argv[1:])
+    try:
+        figures, ok = run(args)
+    except (ServerError, aiohttp.ClientError) as error:
+        print(error, file=sys.stderr)
+        figures, ok = {"benchmark": "serving", "error": str(error)}, False
+    if args.save:
+        saved = {**figures, "environment": environment(), "ok": ok}
+        Path(args.save).write_text(json.dumps(saved, indent=1) + "\n")
+    finish(figures, ok)
+    return 0 if ok else 1
+
+
+def run(args: argparse.Namespace) -> tuple[dict[str, object], bool]:
+    """Run and print everything; return the figures and whether no request failed.
+
+    Raises:
+        ServerError: Manta could not be started.
+        aiohttp.ClientError: the endpoint does not answer.
+    """
+    server = None if args.base_url else manta_server(dict(args.set))
+    with server or nullcontext():
+        base_url = server.base_url if server else args.base_url.rstrip("/")
+        target = Target(
+            base_url=base_url,
+            model=args.model or asyncio.run(list_models(base_url, _headers()))[0],
+            endpoint=args.endpoint,
+            temperature=args.temperature,
+            ignore_eos=args.ignore_eos,
+            return_token_ids=args.return_token_ids,
+            timeout_s=args.timeout,
+        )
+        reports = run_all(args, target, server)
+    print_reports(reports)
+    groups: dict[str, list[RunReport]] = {}
+    for report in reports:
+        groups.setdefault(f"concurrency {report.concurrency or 'unlimited'}", []).append(report)
+    if args.repeat > 1:
+        print()
+        print_medians(groups)
+    figures: dict[str, object] = {
+        "benchmark": "serving",
+        "label": args.label,
+        "model": target.model,
+        "endpoint": target.endpoint,
+        "workload": {
+            key: value
+            for key, value in vars(workload(args, None)).items()
+            if key not in ("concurrency", "request_rate")
+        },
+        "runs": [report.figures() for report in reports],
+        "medians": {name: medians(group) for name, group in groups.items()},
+    }
+    return figures, all(report.failed == 0 for report in reports)
+
+
+def run_all(
+    args: argparse.Namespace, target: Target, server: ManagedServer | None
+) -> list[RunReport]:
+    """Every repeat of every concurrency, repeats outermost; no two runs share a prompt."""
+    reports = []
+    for repeat in range(args.repeat):
+        for index, concurrency in enumerate(args.concurrency):
+            load = f"c{concurrency}" if concurrency else f"{args.request_rate:g}/s"
+            name = f"{args.label} {load}"
+            label = name if args.repeat == 1 else f"{name} #{repeat + 1}"
+            print(f"running {label} ...", file=sys.stderr, flush=True)
+            report = measure(
+                target,
+                workload(args, concurrency),
+                seed=args.seed * 1_000_000 + repeat * 1_000 + index,
+                warmup=args.warmup,
+                label=label,
+                server=server,
+            )
+            reports.append(report)
+    return reports
+
+
+def print_medians(groups: dict[str, list[RunReport]]) -> None:
+    """Print the medians over repeats, one row for each group."""
+    rows = {name: medians(group) for name, group in groups.items()}
+    columns = ["output_tok_s", "ttft_ms_mean", "ttft_ms_p99", "tpot_ms_mean", "itl_ms_p99"]
+    print_table(
+        ["median of repeats", *columns],
+        [[name, *(row.get(column) for column in columns)] for name, row in rows.items()],
+    )
+
+
+def workload(args: argparse.Namespace, concurrency: int | None) -> Workload:
+    """The workload that the arguments describe."""
+    return Workload(
+        num_prompts=args.num_prompts,
+        input_len=args.input_len,
+        output_len=args.output_len,
+        dataset=args.dataset,
+        prefix_len=args.prefix_len,
+        num_prefixes=args.num_prefixes,
+        min_token_id=args.min_token_id,
+        vocab_size=args.vocab_size,
+        request_rate=args.request_rate,
+        burstiness=args.burstiness,
+        concurrency=concurrency,
+    )
+
+
+def parse_arguments(argv: list[str]) -> argparse.Namespace:
+    """Parse and check the command line; a wrong combination ends the program with a sentence."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--base-url", help="endpoint such as http://127.0.0.1:8000; default: start Manta")
+    add(
+        "--set",
+        action="append",
+        default=[],
+        type=key_value,
+        metavar="KEY=VALUE",
+        help="override of configs/llama.yaml when Manta is started here (repeatable)",
+    )
+    add("--endpoint", choices=sorted(ENDPOINTS), default="completions")
+    add("--model", help="default: the first of /v1/models")
+    add("--num-prompts", type=positive, default=64)
+    add("--input-len", type=positive, default=256, help="tokens of a prompt after its prefix")
+    add("--output-len", type=positive, default=64)
+    add("--prefix-len", type=natural, default=0, help="tokens shared by prompts, put before them")
+    add("--num-prefixes", type=positive, default=1, help="number of different shared prefixes")
+    add(
+        "--dataset",
+        choices=("random", "stdlib-text"),
+        help="random token ids (default), or source text of about the same length (default for "
+        "chat, which takes no token ids)",
+    )
+    add("--min-token-id", type=natural, default=16, help="lowest id of random prompts")
+    add("--vocab-size", type=positive, default=2048, help="random prompts use ids below this")
+    add(
+        "--concurrency",
+        type=positives,
+        help="requests in flight at most; a list such as 1,32 makes one run of each (default: "
+        "1,32, or no limit with --request-rate)",
+    )
+    add("--request-rate", type=float, default=float("inf"), help="requests offered per second")
+    add(
+        "--burstiness",
+        type=float,
+        default=1.0,
+        help="shape of the arrivals' gamma distribution: 1 Poisson, < 1 bursts, > 1 steadier",
+    )
+    add(
+        "--ignore-eos",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="ask for exactly --output-len tokens, and count a request with fewer as failed",
+    )
+    add(
+        "--return-token-ids",
+        action="store_true",
+        help="ask for token ids in chunks (Manta, vLLM): first tokens that are no text yet count",
+    )
+    add("--temperature", type=float, default=0.0)
+    add("--seed", type=int, default=0)
+    add("--warmup", type=natural, default=8, help="requests before each run that do not count")
+    add("--repeat", type=positive, default=1)
+    add("--timeout", type=float, default=600.0, help="seconds for one request")
+    add("--label", default="serving", help="name of the runs in tables and JSON")
+    add("--save", metavar="FILE", help="write all figures to this JSON file")
+    args = parser.parse_args(argv)
+    if args.dataset is None:
+        args.dataset = "stdlib-text" if args.endpoint == "chat" else "random"
+    if args.endpoint == "chat" and args.dataset == "random":
+        parser.error("--dataset random sends token ids, which chat does not take: use stdlib-text")
+    if args.min_token_id >= args.vocab_size:
+        parser.error(f"--min-token-id must be below --vocab-size ({args.vocab_size})")
+    if args.request_rate <= 0 or args.burstiness <= 0:
+        parser.error("--request-rate and --burstiness must be greater than 0")
+    if args.base_url and args.set:
+        parser.error("--set configures a server started here, so it cannot go with --base-url")
+    if args.concurrency is None:
+        args.concurrency = [1, 32] if args.request_rate == float("inf") else [None]
+    return args
+
+
+def _headers() -> dict[str, str]:
+    """Authorization from OPENAI_API_KEY where it is set."""
+    key = os.environ.get("OPENAI_API_KEY")
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
