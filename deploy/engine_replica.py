@@ -10,6 +10,7 @@ import logging
 from typing import Any
 
 import ray
+from ray import serve
 from ray.util import get_current_placement_group
 
 from deploy.async_inbox import AsyncInbox
@@ -71,11 +72,12 @@ class EngineReplica:
         finally:
             self._open.pop(key, None)
 
-    async def stats(self) -> dict[str, float]:
-        """Latest scheduler statistics, with the loop's age in seconds."""
+    async def stats(self) -> dict[str, Any]:
+        """Latest scheduler statistics, with the replica's name and the loop's age in seconds."""
         await self.start()
         age, stats = await self._group.ping()
-        return {"loop_age_s": age, **_numbers(stats)}
+        name = serve.get_replica_context().replica_id.unique_id
+        return {"replica": name, "loop_age_s": age, **_numbers(stats)}
 
     async def describe(self) -> dict[str, Any]:
         """What the workers settled on: dtype, device, threads, KV tokens."""

@@ -180,17 +180,24 @@ class ServeEngineClient(EngineClient):
         if self._tokenizer_death:
             return EngineHealth(False, self._tokenizer_death)
         try:
-            detail = await asyncio.wait_for(_await(self._engines.stats.remote()), HEALTH_TIMEOUT_S)
+            replies = await self._ask_engines()
             missing = await asyncio.to_thread(_replicas_not_running)
         except Exception as error:  # whatever failed, the answer is "not healthy", and why
             return EngineHealth(False, f"{type(error).__name__}: {str(error)[:300]}")
-        if missing:
-            return EngineHealth(False, missing)
-        return EngineHealth(True, "", {"engine": detail})
+        lost = [str(r).strip().splitlines()[-1] for r in replies if isinstance(r, Exception)]
+        if lost or missing or not replies:
+            return EngineHealth(False, "; ".join([*lost, missing]) or "no engine replica")
+        return EngineHealth(True, "", {str(r["replica"]): r for r in replies})
 
     async def stats(self) -> list[dict[str, float]]:
-        reply = await asyncio.wait_for(_await(self._engines.stats.remote()), HEALTH_TIMEOUT_S)
-        return [reply]
+        return [r for r in await self._ask_engines() if not isinstance(r, Exception)]
+
+    async def _ask_engines(self) -> list[Any]:
+        """Statistics of every engine replica; the exception instead where one fails."""
+        answers: list[Any] = await self._engines.broadcast("stats").results_async(
+            timeout_s=HEALTH_TIMEOUT_S, return_exceptions=True
+        )
+        return answers
 
     def check(self) -> None:
         """Raises `EngineDeadError` if the tokenizer is lost."""

@@ -106,7 +106,7 @@ class TpModelWorker:
         index = torch.from_numpy(rows.astype(np.int64)).to(self.runner.device)
         slots = forward.req_pool_indices.index_select(0, index)
         seq_lens = forward.seq_lens.index_select(0, index).to(torch.int64)
-        sampled = self.sampler(output.logits, slots, slots_cpu, seq_lens)
+        sampled = self.sampler(output.logits.contiguous(), slots, slots_cpu, seq_lens)
         self.future_map.store(slots, sampled.next_token_ids)
         return PendingResult(batch.step, sampled, prompt, started)
 

@@ -1,0 +1,42 @@
+# `make serve` and `make test` set up what they need in .venv and reuse it afterwards.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+CONFIG ?= configs/llama.yaml
+STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
+
+.PHONY: serve test test-fast test-matrix lint bench install clean
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+serve: install
+	$(BIN)/python -m deploy.launch $(CONFIG)
+
+# Pure scheduler, cache, sampler, protocol: under a minute.
+test-fast: install
+	$(BIN)/python -m pytest tests/unit -q
+
+# Everything, real processes included.
+test: install
+	$(BIN)/python -m pytest tests -q
+
+# The full token-exact product (architectures x tp x pp x page x chunk x cache x retraction).
+test-matrix: install
+	$(BIN)/python -m pytest tests/integration/test_token_exact.py -q --full-matrix
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy engine
+
+bench: install
+	$(BIN)/python benchmarks/radix.py
+	$(BIN)/python benchmarks/serving.py
+
+clean:
+	rm -rf $(VENV) build *.egg-info

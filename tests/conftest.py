@@ -1,0 +1,25 @@
+"""Options and fixtures of the whole suite."""
+
+from __future__ import annotations
+
+import os
+
+# Read by libgomp when torch loads; spinning threads starve the other processes of a test.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--full-matrix",
+        action="store_true",
+        help="token-exact tests: the full product instead of the covering subset",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    import torch
+
+    torch.set_num_threads(1)

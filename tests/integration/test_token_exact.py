@@ -1,0 +1,211 @@
+"""Greedy float32 output equals transformers' token by token, however it is scheduled.
+
+Dimensions: model x tp x pp x page size (workers) x chunked prefill x prefix cache x forced
+retraction x overlap (scheduler). `make test` runs a covering subset, `make test-matrix` all of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import transformers
+
+from engine.sampling_params import SamplingParams
+from tests.integration.engines import (
+    Engine,
+    engine_for,
+    greedy_reference,
+    load_reference,
+    reference_logprobs,
+)
+from tests.models import make_model
+
+CARRIED = Path(__file__).resolve().parents[2] / "models" / "manta-small"
+ARCHITECTURES = {
+    "llama": ("LlamaForCausalLM", {}),
+    "llama3-tied": ("LlamaForCausalLM", {"tie_word_embeddings": True, "llama3_rope": True}),
+    "mistral": ("MistralForCausalLM", {"sliding_window": 24}),
+    "qwen2": ("Qwen2ForCausalLM", {}),
+    "qwen3": ("Qwen3ForCausalLM", {"head_dim": 16}),
+}
+MODELS = ["carried", *ARCHITECTURES]
+MAX_NEW = 20
+LOGPROB_TOLERANCE = 1e-4
+
+# (model, tp, pp, page) of the subset: every model in one process with both page sizes, every
+# parallel layout with the carried model, and layouts spread over the architectures.
+SUBSET = {(m, 1, 1, p) for m in MODELS for p in (1, 16)} | {
+    ("carried", 2, 1, 16),
+    ("carried", 1, 2, 1),
+    ("carried", 2, 2, 16),
+    ("qwen2", 2, 1, 1),
+    ("qwen3", 2, 2, 16),
+    ("mistral", 1, 2, 16),
+}
+LAYOUTS = list(itertools.product(MODELS, (1, 2), (1, 2), (1, 16)))
+
+
+class Case:
+    """A model with its oracle, prompts and expected outputs."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.reference = load_reference(path)
+        vocab = self.reference.config.vocab_size
+        rng = random.Random(7)
+        shared = [rng.randrange(3, vocab) for _ in range(48)]
+        self.prompts = [
+            [rng.randrange(3, vocab)],
+            [rng.randrange(3, vocab) for _ in range(17)],
+            shared + [rng.randrange(3, vocab) for _ in range(9)],
+            shared + [rng.randrange(3, vocab) for _ in range(40)],
+            shared[:33],
+            [rng.randrange(3, vocab) for _ in range(70)],
+        ]
+        self.warm = [shared]
+        self.expected = greedy_reference(self.reference, self.prompts, MAX_NEW)
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Case]]:
+    transformers.utils.logging.set_verbosity_error()
+    made: dict[str, Case] = {}
+
+    class Lazy(dict[str, Case]):
+        def __missing__(self, name: str) -> Case:
+            if name == "carried":
+                path = CARRIED
+            else:
+                arch, overrides = ARCHITECTURES[name]
+                path = make_model(
+                    tmp_path_factory.mktemp(name),
+                    arch,
+                    num_hidden_layers=4,
+                    **_overrides(overrides),
+                )
+            made[name] = self[name] = Case(path)
+            return made[name]
+
+    yield Lazy()
+
+
+def _overrides(overrides: dict[str, Any]) -> dict[str, Any]:
+    from tests.models import LLAMA3_ROPE
+
+    values = dict(overrides)
+    if values.pop("llama3_rope", False):
+        values["rope_parameters"] = LLAMA3_ROPE
+    return values
+
+
+def test_oracle_is_sensitive(cases: dict[str, Case]) -> None:
+    """The expected outputs differ between prompts and within one: equality means something."""
+    for name in MODELS[1:]:
+        expected = cases[name].expected
+        assert len({tuple(e) for e in expected}) == len(expected), name
+        assert sum(len(set(e)) > 3 for e in expected) >= 4, (name, expected)
+
+
+@pytest.mark.parametrize(("model", "tp", "pp", "page"), LAYOUTS)
+def test_greedy_equals_transformers(
+    request: pytest.FixtureRequest,
+    cases: dict[str, Case],
+    model: str,
+    tp: int,
+    pp: int,
+    page: int,
+) -> None:
+    if not request.config.getoption("--full-matrix") and (model, tp, pp, page) not in SUBSET:
+        pytest.skip("not in the covering subset (make test-matrix runs it)")
+    case = cases[model]
+    params = SamplingParams(max_tokens=MAX_NEW, temperature=0, ignore_eos=True)
+    with engine_for(case.path, tp_size=tp, pp_size=pp, page_size=page) as engine:
+        for chunk, cache, retract, overlap in itertools.product(
+            (-1, 32), (False, True), (0, 4), (False, True)
+        ):
+            if overlap and pp > 1:
+                continue  # pipelines overlap by micro-batches: same code path
+            variant = f"chunk={chunk} cache={cache} retract={retract} overlap={overlap}"
+            out = engine.run(
+                case.prompts,
+                params,
+                warm=case.warm if cache else (),
+                retract_every=retract,
+                chunked_prefill_size=chunk,
+                enable_prefix_cache=cache,
+                enable_overlap=overlap,
+                enable_mixed_chunk=chunk > 0,
+            )
+            assert out == case.expected, variant
+            hits = sum(engine.cached.get(i, 0) for i in range(len(case.prompts)))
+            assert (hits >= 2 * 32) == cache, (variant, engine.cached)
+        _check_logprobs(case, engine)
+
+
+def _check_logprobs(case: Case, engine: Engine) -> None:
+    """Of output and prompt, in chunks and with cache hits behind it, against log_softmax."""
+    params = SamplingParams(
+        max_tokens=6, temperature=0, ignore_eos=True, logprobs=3, prompt_logprobs=2
+    )
+    for chunk in (-1, 32):
+        out = engine.run(case.prompts, params, warm=case.warm, chunked_prefill_size=chunk)
+        for i, prompt in enumerate(case.prompts):
+            want = reference_logprobs(case.reference, prompt + out[i])
+            for k, got in enumerate(engine.logprobs[i]):
+                row = want[len(prompt) - 1 + k]
+                assert abs(got.logprob - row[out[i][k]]) < LOGPROB_TOLERANCE
+                assert np.allclose(got.top_logprobs, np.sort(row)[::-1][:3], atol=LOGPROB_TOLERANCE)
+            prompt_rows = engine.prompt_logprobs[i]
+            assert len(prompt_rows) == len(prompt)
+            assert prompt_rows[0] is None
+            for k in range(1, len(prompt)):
+                entry = prompt_rows[k]
+                assert entry is not None
+                assert abs(entry.logprob - want[k - 1][prompt[k]]) < LOGPROB_TOLERANCE
+                assert len(entry.top_ids) == 2
+
+
+SAMPLED = [
+    SamplingParams(max_tokens=MAX_NEW, temperature=0.9, seed=11, ignore_eos=True),
+    SamplingParams(max_tokens=MAX_NEW, temperature=1.2, top_k=20, seed=-5, ignore_eos=True),
+    SamplingParams(max_tokens=MAX_NEW, temperature=0.8, top_p=0.9, seed=2**62, ignore_eos=True),
+    SamplingParams(
+        max_tokens=MAX_NEW,
+        temperature=1.0,
+        min_p=0.02,
+        seed=3,
+        presence_penalty=0.5,
+        frequency_penalty=0.3,
+        repetition_penalty=1.1,
+        ignore_eos=True,
+    ),
+]
+
+
+@pytest.mark.parametrize("model", ["carried", "qwen3"])
+def test_sampled_is_the_same_anywhere(cases: dict[str, Case], model: str) -> None:
+    """Alone, in a batch of 32, with other page sizes and tp, chunked, and after retractions."""
+    case = cases[model]
+    prompts = case.prompts[2:6]
+    with engine_for(case.path, page_size=16) as engine:
+        alone = [
+            engine.run([p], [s])[0] for p, s in zip(prompts, SAMPLED, strict=True)
+        ]
+        assert len({tuple(a) for a in alone}) == 4
+        filler = [case.prompts[i % 6][: 5 + i] or [5] for i in range(28)]
+        others = [
+            SamplingParams(max_tokens=5 + i, temperature=1, seed=i, ignore_eos=True)
+            for i in range(28)
+        ]
+        crowd = engine.run(filler + prompts, others + SAMPLED)[28:]
+        assert crowd == alone
+        retracted = engine.run(prompts, SAMPLED, retract_every=3, chunked_prefill_size=32)
+        assert retracted == alone
+    with engine_for(case.path, page_size=1, tp_size=2) as engine:
+        assert engine.run(prompts, SAMPLED, enable_overlap=False) == alone
