@@ -252,7 +252,7 @@ def main() -> None:
     headers = ["workload", "page_size", *(field.name for field in fields(Figures))]
     print()
     print_table(headers, [list(row.values()) for row in rows])
-    print("\nFor comparison, measured elsewhere on another machine (not by this run):")
+    print("\nPublished, from another machine and with a mock allocator (not measured by this run):")
     print_table(["tree", "workload", "page_size", "us_per_request", "evict_mtok_per_s"], PUBLISHED)
     print()
     result: dict[str, object] = {"benchmark": "radix", "rows": rows}
