@@ -146,11 +146,18 @@ class WindowDetokenizer(IncrementalDetokenizer):
         return self._send(len(self._window))
 
     def _count_whole(self) -> int:
-        """Tokens of the window before a character that isn't complete, all if there is none."""
-        for count in range(len(self._window), len(self._window) - 4, -1):
-            if not self._tokenizer.decode(self._window[:count], self._skip).endswith("\ufffd"):
-                return count
-        return len(self._window)
+        """Tokens of the window before a character whose bytes are still coming."""
+        tokenizer, end = self._tokenizer, len(self._window)
+        start = end
+        while start > self._read and self._window[start - 1] in tokenizer.byte_ids:
+            start -= 1
+        try:
+            b"".join(map(tokenizer.token_bytes, self._window[start:])).decode()
+        except UnicodeDecodeError as error:
+            # Otherwise invalid, which more bytes won't mend.
+            if error.reason == "unexpected end of data":
+                return start + error.start
+        return end
 
     def _send(self, count: int, text: str | None = None) -> str:
         """Send the window's first `count` tokens, whose text is `text` if the caller has it."""
