@@ -194,9 +194,7 @@ def test_sampled_is_the_same_anywhere(cases: dict[str, Case], model: str) -> Non
     case = cases[model]
     prompts = case.prompts[2:6]
     with engine_for(case.path, page_size=16) as engine:
-        alone = [
-            engine.run([p], [s])[0] for p, s in zip(prompts, SAMPLED, strict=True)
-        ]
+        alone = [engine.run([p], [s])[0] for p, s in zip(prompts, SAMPLED, strict=True)]
         assert len({tuple(a) for a in alone}) == 4
         filler = [case.prompts[i % 6][: 5 + i] or [5] for i in range(28)]
         others = [

@@ -1,0 +1,102 @@
+"""A running Manta for tests, and small HTTP helpers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import httpx
+
+from benchmarks.servers import ManagedServer, free_port
+
+START_TIMEOUT_S = 180.0
+
+
+@contextmanager
+def manta(config: str = "configs/llama.yaml", **overrides: Any) -> Iterator[ManagedServer]:
+    """`deploy.launch` on a free port with keys of the config overridden."""
+    port = free_port()
+    cmd = [sys.executable, "-m", "deploy.launch", config, "--port", str(port)]
+    for key, value in overrides.items():
+        cmd += ["--set", f"{key}={json.dumps(value)}"]
+    with ManagedServer(cmd, None, port, timeout_s=START_TIMEOUT_S, stop_timeout_s=60.0) as server:
+        yield server
+
+
+@dataclass
+class Streamed:
+    """What one streaming completion gave."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str | None = None
+    error: dict[str, Any] | None = None
+    done: bool = False
+    usage: dict[str, Any] | None = None
+    status: int = 0
+
+
+async def stream(
+    session: aiohttp.ClientSession, url: str, body: dict[str, Any], cut_after: int | None = None
+) -> Streamed:
+    """POST /v1/completions with stream=true; `cut_after` n chunks the connection is dropped."""
+    got = Streamed()
+    payload = {"stream": True, "return_token_ids": True, **body}
+    async with session.post(f"{url}/v1/completions", json=payload) as reply:
+        got.status = reply.status
+        if reply.status != 200:
+            got.error = (await reply.json())["error"]
+            return got
+        seen = 0
+        async for event in _events(reply):
+            if event == "[DONE]":
+                got.done = True
+                break
+            chunk = json.loads(event)
+            if "error" in chunk:
+                got.error = chunk["error"]
+                break
+            got.usage = chunk.get("usage") or got.usage
+            for choice in chunk["choices"]:
+                got.text += choice["text"]
+                got.token_ids += choice.get("token_ids") or []
+                got.finish_reason = choice["finish_reason"] or got.finish_reason
+            seen += 1
+            if cut_after is not None and seen >= cut_after:
+                reply.close()
+                break
+    return got
+
+
+async def _events(reply: aiohttp.ClientResponse) -> AsyncIterator[str]:
+    async for raw in reply.content:
+        line = raw.decode().strip()
+        if line.startswith("data: "):
+            yield line[6:]
+
+
+async def streams(
+    url: str, bodies: list[dict[str, Any]], cut_after: int | None = None
+) -> list[Streamed]:
+    """All bodies at once, a connection each."""
+    connector = aiohttp.TCPConnector(limit=0)
+    timeout = aiohttp.ClientTimeout(total=280)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+        return list(
+            await asyncio.gather(*(stream(session, url, body, cut_after) for body in bodies))
+        )
+
+
+def metric(url: str, name: str) -> float:
+    """Sum of a metric's samples."""
+    text = httpx.get(f"{url}/metrics", timeout=30).text
+    values = re.findall(rf"^{name}(?:\{{[^}}]*\}})? (\S+)$", text, re.MULTILINE)
+    assert values, f"{name} is not among the metrics:\n{text}"
+    return sum(float(v) for v in values)

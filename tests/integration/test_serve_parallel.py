@@ -1,0 +1,96 @@
+"""TP x PP under Ray: same tokens, supervision, clean start and stop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import aiohttp
+import httpx
+
+from deploy.launch import MARK
+from engine import LLM, SamplingParams
+from tests.integration.http_server import manta, stream
+
+PROMPTS = [[random.Random(i).randrange(6, 4096) for _ in range(20 + i)] for i in range(6)]
+OUTPUT = 24
+
+
+def processes_of(root: int) -> dict[int, str]:
+    """pid -> command of every process that carries the launch mark of `root`'s children."""
+    marks: dict[bytes, dict[int, str]] = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            environ = entry.joinpath("environ").read_bytes().split(b"\0")
+            command = entry.joinpath("cmdline").read_bytes().replace(b"\0", b" ").decode()
+            parent = int(entry.joinpath("stat").read_text().rpartition(")")[2].split()[1])
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+        for item in environ:
+            if item.startswith(MARK.encode()):
+                marks.setdefault(item, {})[int(entry.name)] = command
+                if parent == root:
+                    marks.setdefault(b"root", {})[0] = item.decode()
+    mark = marks.get(b"root", {}).get(0, "")
+    return marks.get(mark.encode(), {})
+
+
+def test_tp2_pp2_serves_the_same_tokens_and_restarts_as_a_unit() -> None:
+    with LLM(dtype="float32", max_total_tokens=4096, cpu_threads=1) as llm:
+        params = SamplingParams(max_tokens=OUTPUT, temperature=0, ignore_eos=True)
+        expected = [r.output.token_ids for r in llm.generate(PROMPTS, params, use_tqdm=False)]
+    shm_before = set(os.listdir("/dev/shm"))
+    with manta("configs/llama-tp2-pp2.yaml", dtype="float32", max_total_tokens=4096) as server:
+        url = server.base_url
+        body = dict(prompt=PROMPTS, max_tokens=OUTPUT, temperature=0, ignore_eos=True)
+        reply = httpx.post(
+            f"{url}/v1/completions", json={**body, "return_token_ids": True}, timeout=120
+        ).json()
+        assert [c["token_ids"] for c in reply["choices"]] == expected
+
+        family = processes_of(server.pid)
+        workers = [p for p, c in family.items() if "WorkerActor" in c]
+        assert len(workers) == 4, family
+        asyncio.run(_kill_mid_stream(url, workers[2]))
+        _wait_health(url, 200, 90)
+        again = httpx.post(
+            f"{url}/v1/completions", json={**body, "return_token_ids": True}, timeout=120
+        ).json()
+        assert [c["token_ids"] for c in again["choices"]] == expected
+        family = processes_of(server.pid)
+        assert len([p for p, c in family.items() if "WorkerActor" in c]) == 4, family
+    assert not server.killed, "the server had to be killed to stop"
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in family), "processes left behind"
+    leftover = set(os.listdir("/dev/shm")) - shm_before
+    assert not leftover, f"shared memory left behind: {leftover}"
+
+
+async def _kill_mid_stream(url: str, pid: int) -> None:
+    """kill -9 a worker under a stream: the stream ends with an error event, never silently."""
+    async with aiohttp.ClientSession() as session:
+        task = asyncio.ensure_future(
+            stream(session, url, dict(prompt="def ", max_tokens=3000, ignore_eos=True))
+        )
+        await asyncio.sleep(1.0)
+        os.kill(pid, signal.SIGKILL)
+        got = await asyncio.wait_for(task, 60)
+    assert got.error is not None, got
+    assert not got.done, "no [DONE] after an error"
+
+
+def _wait_health(url: str, status: int, limit_s: float) -> None:
+    deadline = time.monotonic() + limit_s
+    last = None
+    while time.monotonic() < deadline:
+        try:
+            last = httpx.get(f"{url}/health", timeout=10).status_code
+        except httpx.HTTPError:
+            last = None
+        if last == status:
+            return
+        time.sleep(0.5)
+    raise AssertionError(f"/health stayed {last}")
