@@ -148,9 +148,7 @@ class LLM:
             order.append(rid)
             if detokenizer is not None:
                 detokenizer.add(rid, p, ids, return_token_ids=True)
-            self.core.add(
-                AddRequest(rid=rid, input_ids=np.asarray(ids, np.int32), params=p)
-            )
+            self.core.add(AddRequest(rid=rid, input_ids=np.asarray(ids, np.int32), params=p))
         bar = tqdm(
             total=len(order), disable=not use_tqdm, unit="req", file=sys.stderr, dynamic_ncols=True
         )

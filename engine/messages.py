@@ -197,7 +197,6 @@ class RequestsDone(msgspec.Struct, array_like=True):
     """(client, rid)"""
 
 
-
 class Shutdown(msgspec.Struct):
     """Ask a role to finish what it holds and leave its loop."""
 
@@ -268,9 +267,7 @@ def decode(frames: Sequence[bytes | memoryview], kind: type[T]) -> T:
             return np.frombuffer(frames[index], dtype).reshape(shape)
         raise msgspec.ValidationError(f"unknown extension {code}")
 
-    return msgspec.msgpack.decode(
-        frames[0], type=kind, ext_hook=ext_hook, dec_hook=_keep_array
-    )
+    return msgspec.msgpack.decode(frames[0], type=kind, ext_hook=ext_hook, dec_hook=_keep_array)
 
 
 def _keep_array(kind: type, value: Any) -> Any:

@@ -1,9 +1,9 @@
 """`SchedulerRole`: an `EngineCore` as a server of messages.
 
-    clients and replicas  --AddRequest, AbortRequest, ClientGone-->  here
-    here  --ModelWorkerBatch-->  workers  --GenerationBatchResult-->  here
-    here  --StepOutputs, one per step-->  each client (tokenizer)
-    here  --RequestsDone-->  each owner (engine replica)
+clients and replicas  --AddRequest, AbortRequest, ClientGone-->  here
+here  --ModelWorkerBatch-->  workers  --GenerationBatchResult-->  here
+here  --StepOutputs, one per step-->  each client (tokenizer)
+here  --RequestsDone-->  each owner (engine replica)
 """
 
 from __future__ import annotations

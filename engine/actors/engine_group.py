@@ -63,9 +63,7 @@ class EngineGroup:
         ).remote()
         for rank in range(self.config.world_size):
             self._workers.append(self._start_worker(rank))
-        self.worker_config, init_method = await self._workers[0].prepare.remote(
-            config, self.share
-        )
+        self.worker_config, init_method = await self._workers[0].prepare.remote(config, self.share)
         self.scheduler_address, results = await self._scheduler.prepare.remote(
             config, self.worker_config.num_kv_tokens
         )
@@ -130,9 +128,7 @@ class EngineGroup:
             num_gpus=gpus,
             scheduling_strategy=self._bundle(1 + rank),
             # Read by libgomp when the process starts: spinning threads would starve the rest.
-            runtime_env={
-                "env_vars": {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": threads}
-            },
+            runtime_env={"env_vars": {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": threads}},
         ).remote(rank)
         return actor
 

@@ -1,8 +1,8 @@
 """`TokenizerRole`: the tokenizer as a server of messages, for one ingress.
 
-    ingress    --EncodeRequest, ChatRequest, Register, Unregister-->  here  --replies, TextOutputs
-    scheduler  --StepOutputs, one per step-->                         here
-    here       --AbortRequest (a stop string matched)-->              scheduler
+ingress    --EncodeRequest, ChatRequest, Register, Unregister-->  here  --replies, TextOutputs
+scheduler  --StepOutputs, one per step-->                         here
+here       --AbortRequest (a stop string matched)-->              scheduler
 """
 
 from __future__ import annotations
@@ -110,9 +110,7 @@ class TokenizerRole:
         for rid in stopped:
             scheduler = self._scheduler.get(rid)
             if scheduler is not None:
-                self._send(
-                    scheduler, AbortRequest(rid=rid, client=self.address, reason="stop")
-                )
+                self._send(scheduler, AbortRequest(rid=rid, client=self.address, reason="stop"))
         by_ingress: dict[str, list[TextDelta]] = {}
         for delta in deltas:
             ingress = self._ingress.get(delta.rid)

@@ -35,9 +35,7 @@ def run_worker(
         results.close()
 
 
-def _run(
-    config: WorkerConfig, rank: int, init_method: str, inbox: Inbox, results: Outbox
-) -> None:
+def _run(config: WorkerConfig, rank: int, init_method: str, inbox: Inbox, results: Outbox) -> None:
     # torch comes in here, so that a parent can import this module cheaply.
     from engine.distributed import init_parallel
     from engine.worker.tp_worker import TpModelWorker

@@ -107,7 +107,10 @@ class Harness:
     def step(self) -> bool:
         """One turn of the loop: launch what may be launched, then process the oldest result."""
         while self.launch():
-            if self.scheduler.num_in_flight >= self.config.lookahead * self.config.num_micro_batches:
+            if (
+                self.scheduler.num_in_flight
+                >= self.config.lookahead * self.config.num_micro_batches
+            ):
                 break
         if self.worker.pending:
             self.process()
