@@ -53,9 +53,7 @@ def make_model(
                 parameter.copy_(1.0 + 0.2 * noise)
             elif name.endswith("bias"):
                 parameter.copy_(0.3 * noise)
-            elif "embed_tokens" in name:
-                parameter.copy_(0.5 * noise)
-            elif "lm_head" in name:
+            elif "embed_tokens" in name or "lm_head" in name:
                 parameter.copy_(0.5 * noise)
             else:
                 parameter.copy_(noise * (2.0 / parameter.shape[1] ** 0.5))

@@ -58,8 +58,12 @@ class _Bucket:
 class _Layout:
     """Where a group's tokens go in layers of one window: the same for all those layers."""
 
-    columns: Tensor
-    """int64 [n]: column of this step's token."""
+    key_cells: Tensor
+    """int64 [n * Hkv * D]: cells of a bucket's flat keys where this step's token goes."""
+    value_rows: Tensor
+    """int64 [n * Hkv]: the same for its values, counted in rows of D."""
+    scores: Tensor
+    """float32 [n * Hkv, G, width]: scratch, so that layers don't allocate it anew."""
     width: int
     """Columns in use by the longest sequence."""
     mask: Tensor | None
@@ -75,8 +79,6 @@ class _Group:
     bucket: _Bucket
     rows: Tensor | None
     """int64 [n]: decode row of each place; None if place i is row i and there are no others."""
-    places: Tensor
-    """arange(n)"""
     layouts: dict[int | None, _Layout]
 
 
@@ -139,7 +141,7 @@ class DecodeWorkspace:
     def attend(
         self, group: _Group, layer_id: int, window: int | None, q: Tensor, k: Tensor, v: Tensor
     ) -> Tensor:
-        """Append this step's k, v [n, Hkv, D] and attend with scaled q [n, Hkv, G, D].
+        """Append this step's contiguous k, v [n, Hkv, D] and attend with scaled q [n, Hkv, G, D].
 
         Rows in place order; float32. Returns [n, Hkv * G * D].
         """
@@ -147,18 +149,21 @@ class DecodeWorkspace:
         keys, values = group.bucket.keys[layer_id], group.bucket.values[layer_id]
         for place, slots in layout.fills:
             self._fill(keys[place], values[place], layer_id, slots)
-        keys[group.places, :, :, layout.columns] = k
-        values[group.places, :, layout.columns] = v
         n, heads, group_size, dim = q.shape
         width, capacity = layout.width, keys.shape[-1]
         batched = n * heads
-        scores = torch.bmm(
-            q.view(batched, group_size, dim), keys.view(-1, dim, capacity)[:batched, :, :width]
+        keys.view(-1).put_(layout.key_cells, k)
+        values.view(-1, dim).index_copy_(0, layout.value_rows, v.view(batched, dim))
+        scores = layout.scores
+        torch.bmm(
+            q.view(batched, group_size, dim),
+            keys.view(-1, dim, capacity)[:batched, :, :width],
+            out=scores,
         )
         if layout.mask is not None:
             scores.view(n, heads, group_size, width).add_(layout.mask)
-        weights = torch.softmax(scores, dim=-1)
-        out = torch.bmm(weights, values.view(-1, capacity, dim)[:batched, :width])
+        torch.softmax(scores, dim=-1, out=scores)
+        out = torch.bmm(scores, values.view(-1, capacity, dim)[:batched, :width])
         return out.view(n, heads * group_size * dim)
 
     def _place(
@@ -191,15 +196,21 @@ class DecodeWorkspace:
         return _Group(
             bucket=bucket,
             rows=None if identity else torch.from_numpy(order),
-            places=torch.arange(n),
             layouts={
-                window: self._layout(window, ordered_lens, new_places, rows[order])
+                window: self._layout(
+                    _columns(bucket.capacity, window), window, ordered_lens, new_places, rows[order]
+                )
                 for window in self.windows
             },
         )
 
     def _layout(
-        self, window: int | None, seq_lens: Int64Array, new_places: list[int], rows: Int64Array
+        self,
+        capacity: int,
+        window: int | None,
+        seq_lens: Int64Array,
+        new_places: list[int],
+        rows: Int64Array,
     ) -> _Layout:
         columns = seq_lens - 1
         counts = seq_lens
@@ -215,7 +226,21 @@ class DecodeWorkspace:
             (place, self._slots(int(rows[place]), int(seq_lens[place]), window))
             for place in new_places
         ]
-        return _Layout(torch.from_numpy(columns), width, mask, fills)
+        heads, dim = self.inputs.num_kv_heads, self.inputs.head_dim
+        n = len(rows)
+        head_rows = np.arange(n * heads).reshape(n, heads)
+        value_rows = head_rows * capacity + columns[:, None]
+        key_cells = (head_rows[..., None] * dim + np.arange(dim)) * capacity + columns[
+            :, None, None
+        ]
+        return _Layout(
+            key_cells=torch.from_numpy(key_cells.reshape(-1)),
+            value_rows=torch.from_numpy(value_rows.reshape(-1)),
+            scores=torch.empty(n * heads, self.inputs.num_heads // heads, width),
+            width=width,
+            mask=mask,
+            fills=fills,
+        )
 
     def _slots(self, row: int, seq_len: int, window: int | None) -> Tensor:
         slots = self.inputs.req_to_token[row, :seq_len]

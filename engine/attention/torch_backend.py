@@ -134,7 +134,7 @@ class TorchAttentionBackend(AttentionBackend):
         out = torch.empty(0)
         if self.workspace is not None and plan.groups:
             scaled = grouped.float().mul(layer.scale)
-            wide_k, wide_v = k.float(), v.float()
+            wide_k, wide_v = k.float().contiguous(), v.float().contiguous()
             for part in plan.groups:
                 if part.rows is None:
                     return self.workspace.attend(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from engine.models.weights import WeightSource
@@ -12,6 +13,7 @@ class RMSNorm:
     """x / rms(x) * weight, over the last dimension; computed in float32 as transformers does."""
 
     weight: Tensor
+    _eps: Tensor
 
     def __init__(self, size: int, eps: float) -> None:
         self.size = size
@@ -19,12 +21,16 @@ class RMSNorm:
 
     def load(self, source: WeightSource, name: str) -> None:
         self.weight = source.get(name, (self.size,))
+        self._eps = torch.tensor(self.eps, device=source.device)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., size] -> [..., size]"""
-        wide = x.float()
-        variance = wide.square().mean(-1, keepdim=True)
-        return (wide * variance.add_(self.eps).rsqrt_()).to(x.dtype) * self.weight
+        if x.is_cuda:
+            return F.rms_norm(x, (self.size,), self.weight, self.eps)
+        # Half the operators of mean(x * x), and on CPU half the time.
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        scale = torch.addcmul(self._eps, norm, norm, value=1.0 / self.size).rsqrt_()
+        return (x * scale).to(x.dtype).mul_(self.weight)
 
     def add_and_norm(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """(norm(x + residual), x + residual); without a residual (norm(x), x)."""

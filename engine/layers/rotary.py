@@ -43,8 +43,7 @@ class RotaryEmbedding:
 
 def rotate(x: Tensor, tables: RopeTables) -> Tensor:
     """[T, heads, head_dim] -> the same, rotated; a new contiguous tensor."""
-    half = x.shape[-1] // 2
-    swapped = torch.cat((x[..., half:], x[..., :half]), dim=-1)
+    swapped = torch.roll(x, x.shape[-1] // 2, -1)
     return torch.addcmul(swapped.mul_(tables.sin), x, tables.cos)
 
 

@@ -16,7 +16,6 @@ from engine.errors import ConfigError
 from engine.layers.linear import local_kv_heads, shard
 from engine.messages import ModelWorkerBatch
 from engine.model_config import ModelConfig
-from engine.models.llama import stage_layers
 from engine.models.loader import load_model, resolve_dtype
 from engine.worker.forward_batch import ForwardBatch
 from engine.worker.kv_pool import MHATokenToKVPool
@@ -111,8 +110,9 @@ class ModelRunner:
         Batches must be prepared in the order in which the scheduler made them. -1 entries of the
         result's `input_ids` are the caller's to resolve before `forward`.
         """
-        self._update_req_to_token(batch)
-        return ForwardBatch.from_worker_batch(batch, self.device)
+        prepared = ForwardBatch.from_worker_batch(batch, self.device)
+        self._update_req_to_token(batch, prepared)
+        return prepared
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> ForwardOutput | None:
@@ -146,35 +146,18 @@ class ModelRunner:
         start, end = batch.token_starts_cpu[row : row + 2].tolist()
         return self.model.compute_logits(output.hidden[start:end])
 
-    def _update_req_to_token(self, batch: ModelWorkerBatch) -> None:
-        rows = batch.req_pool_indices.astype(np.int64)
-        query_lens = np.ones(len(rows), dtype=np.int64)
-        query_lens[: batch.num_extend] = batch.extend_lens
-        first = batch.seq_lens - query_lens
-        index = self._flat_index(rows, first, query_lens)
-        locs = batch.out_cache_loc
+    def _update_req_to_token(self, batch: ModelWorkerBatch, prepared: ForwardBatch) -> None:
+        width = self.req_to_token.shape[1]
+        table = self.req_to_token.view(-1)
         if len(batch.prefix_rows):
-            prefix_lens = batch.prefix_lens.astype(np.int64)
-            prefix_rows = batch.prefix_rows.astype(np.int64)
-            before = self._flat_index(prefix_rows, np.zeros_like(prefix_lens), prefix_lens)
-            index = np.concatenate((before, index))
-            locs = np.concatenate((batch.prefix_locs, locs))
-        self.req_to_token.view(-1).index_copy_(
-            0,
-            torch.from_numpy(index).to(self.device, non_blocking=True),
-            torch.from_numpy(locs.astype(np.int32)).to(self.device, non_blocking=True),
-        )
-
-    def _flat_index(self, rows: np.ndarray, first: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """Indices into the flat table of positions [first, first + count) of each row."""
-        starts = np.cumsum(counts) - counts
-        base = rows * self.req_to_token.shape[1] + first - starts
-        index: np.ndarray = np.arange(counts.sum(), dtype=np.int64) + np.repeat(base, counts)
-        return index
-
-
-def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype, tp_size: int, pp_size: int) -> int:
-    """KV cache bytes per token on the worker that holds most of it."""
-    layers = max(len(stage) for stage in stage_layers(config.num_layers, pp_size))
-    heads = local_kv_heads(config.num_kv_heads, tp_size)
-    return MHATokenToKVPool.bytes_per_token(layers, heads, config.head_dim, dtype)
+            lens = batch.prefix_lens.astype(np.int64)
+            starts = np.cumsum(lens) - lens
+            base = np.repeat(prepared.prefix_rows_cpu * width - starts, lens)
+            index = torch.from_numpy(base + np.arange(len(base))).to(self.device)
+            locs = torch.from_numpy(batch.prefix_locs.astype(np.int32)).to(self.device)
+            table.index_copy_(0, index, locs)
+        rows = prepared.req_pool_indices
+        if prepared.num_extend:
+            counts = torch.from_numpy(np.diff(prepared.token_starts_cpu)).to(self.device)
+            rows = rows.repeat_interleave(counts, output_size=prepared.num_tokens)
+        table.index_copy_(0, rows * width + prepared.positions, prepared.out_cache_loc.int())

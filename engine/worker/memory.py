@@ -1,0 +1,86 @@
+"""How many tokens the KV cache can hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from engine.errors import ConfigError
+from engine.layers.linear import local_kv_heads
+from engine.model_config import ModelConfig
+from engine.models.llama import stage_layers
+from engine.models.loader import resolve_dtype
+from engine.worker.kv_pool import MHATokenToKVPool
+
+# Bytes of KV cache that one CPU worker takes unless `max_total_tokens` says otherwise: the host's
+# memory is shared with everything else on it.
+CPU_MAX_BYTES = 4 << 30
+
+
+def profile_max_tokens(
+    config: ModelConfig,
+    dtype: str,
+    device: str,
+    tp_size: int,
+    pp_size: int,
+    fraction: float,
+) -> int:
+    """Tokens that fit on the worker that needs most bytes per token.
+
+    CUDA: `fraction` of the device's memory that is free now; call it once the weights are loaded.
+    CPU: `fraction` of the available memory over the host's `tp_size * pp_size` workers, at most
+    `CPU_MAX_BYTES` each, half of it for the contiguous copies that decoding on CPU keeps (see
+    `DecodeWorkspace`). Raises `ConfigError` if not even one token fits.
+    """
+    per_token = kv_bytes_per_token(config, resolve_dtype(dtype, config), tp_size, pp_size)
+    if torch.device(device).type == "cuda":
+        free, _ = torch.cuda.mem_get_info(torch.device(device))
+        budget = int(free * fraction)
+    else:
+        share = int(available_host_bytes() * fraction) // (tp_size * pp_size)
+        budget = min(share, CPU_MAX_BYTES)
+        per_token += kv_bytes_per_token(config, "float32", tp_size, pp_size)
+    tokens = budget // per_token
+    if tokens < 1:
+        raise ConfigError(
+            f"no room for a KV cache: {budget} bytes are free on {device} and one token takes "
+            f"{per_token}. Free memory, raise tp_size or pp_size, or use a smaller model."
+        )
+    return tokens
+
+
+def kv_bytes_per_token(
+    config: ModelConfig, dtype: torch.dtype | str, tp_size: int, pp_size: int
+) -> int:
+    """KV cache bytes per token on the worker that holds most of it."""
+    if isinstance(dtype, str):
+        dtype = resolve_dtype(dtype, config)
+    layers = max(len(stage) for stage in stage_layers(config.num_layers, pp_size))
+    heads = local_kv_heads(config.num_kv_heads, tp_size)
+    return MHATokenToKVPool.bytes_per_token(layers, heads, config.head_dim, dtype)
+
+
+def available_host_bytes() -> int:
+    """Memory that can be taken without swapping, within the container's limit if it has one."""
+    available = _meminfo("MemAvailable")
+    limit = _number(Path("/sys/fs/cgroup/memory.max"))
+    used = _number(Path("/sys/fs/cgroup/memory.current"))
+    if limit is not None and used is not None:
+        available = min(available, max(0, limit - used))
+    return available
+
+
+def _meminfo(key: str) -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/meminfo has no {key}")
+
+
+def _number(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:  # no cgroup v2 here
+        return None
+    return int(text) if text.isdigit() else None
