@@ -1,0 +1,134 @@
+"""From logits to tokens: the last stage of a step."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.messages import TokenLogprobs
+from engine.sampling.logprobs import LogprobTensors, compute_logprobs, prompt_logprobs
+from engine.sampling.plan import SamplingPlan
+from engine.sampling.registry import create_sampling_backend
+from engine.sampling.state import SamplingState
+from engine.sampling.token_order import TokenOrder
+
+
+class HostTokens(NamedTuple):
+    """`SampledTokens` on the host."""
+
+    next_token_ids: np.ndarray
+    """int32 [S]"""
+    nan_rows: np.ndarray
+    """bool [S]"""
+    logprobs: list[TokenLogprobs | None] | None
+    """[S] if any row asked for log-probabilities."""
+
+
+class SampledTokens(NamedTuple):
+    """What a step sampled, still on the device."""
+
+    next_token_ids: Tensor
+    """int64 [S], always within the vocabulary."""
+    nan_rows: Tensor
+    """bool [S]: the logits held NaN or +inf or allowed no token, so the row's token means
+    nothing and its request has to end with an error."""
+    logprobs: LogprobTensors | None
+    logprob_rows: np.ndarray | None
+    """int64: the rows that `logprobs` belongs to."""
+
+    def to_host(self) -> HostTokens:
+        """Copy to the host and build messages. Waits for the device."""
+        logprobs: list[TokenLogprobs | None] | None = None
+        if self.logprobs is not None and self.logprob_rows is not None:
+            logprobs = [None] * len(self.next_token_ids)
+            for row, value in zip(self.logprob_rows.tolist(), self.logprobs.to_host(), strict=True):
+                logprobs[row] = value
+        return HostTokens(
+            self.next_token_ids.to("cpu", torch.int32).numpy(),
+            self.nan_rows.cpu().numpy(),
+            logprobs,
+        )
+
+
+class Sampler:
+    """Applies the slots' sampling parameters to a step's logits.
+
+    Order (vLLM's): log-probabilities of the raw distribution, allowed tokens, logit bias,
+    min_tokens, repetition, presence and frequency penalty, then the backend: temperature, min_p,
+    top_k, top_p, draw. Nothing here waits for the device.
+    """
+
+    def __init__(self, state: SamplingState, sampling_backend: str = "torch") -> None:
+        """Raises `ConfigError` for an unknown `sampling_backend`."""
+        self.state = state
+        self._backend = create_sampling_backend(sampling_backend, state)
+        self._order = TokenOrder(state.vocab_size, state.device)
+
+    @torch.inference_mode()
+    def __call__(
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        slots_cpu: np.ndarray,
+        seq_lens: Tensor,
+        mask: Tensor | None = None,
+    ) -> SampledTokens:
+        """Sample one token per row and count it for the penalties.
+
+        `logits` contiguous float32 [S, vocab], overwritten; `slots` int64 [S] on the device and
+        the same on the host; `seq_lens` int64 [S]: tokens in the KV cache, which is the position
+        of the new token; `mask` bool [S, vocab]: allowed tokens.
+        """
+        plan = self.state.plan(slots_cpu)
+        raw = None if plan.logprobs is None else plan.logprobs.rows.take(logits)
+        if raw is logits:
+            raw = logits.clone()
+        self._adjust(logits, plan, slots, seq_lens, mask)
+        drawn = self._backend.sample(logits, plan, slots, seq_lens)
+        if plan.penalties is not None:
+            self.state.penalty_pool.add_tokens(plan.penalties, drawn.token_ids)
+        # Not finite: x - x is NaN for infinities too. A third of isfinite's cost.
+        nan_rows = (drawn.row_max - drawn.row_max).isnan()
+        if plan.logprobs is None or raw is None:
+            return SampledTokens(drawn.token_ids, nan_rows, None, None)
+        logprobs = compute_logprobs(
+            raw,
+            plan.logprobs.rows.take(drawn.token_ids),
+            plan.logprobs.num_top.tolist(),
+            self._order,
+        )
+        return SampledTokens(drawn.token_ids, nan_rows, logprobs, plan.logprobs.batch_rows)
+
+    @torch.inference_mode()
+    def prompt_logprobs(
+        self, logits: Tensor, next_token_ids: Tensor, num_top: int
+    ) -> LogprobTensors:
+        """Log-probabilities of `next_token_ids` int64 [n] after n prompt positions.
+
+        `logits` float32 [n, vocab] isn't changed.
+        """
+        return prompt_logprobs(logits, next_token_ids, num_top, self._order)
+
+    def _adjust(
+        self,
+        logits: Tensor,
+        plan: SamplingPlan,
+        slots: Tensor,
+        seq_lens: Tensor,
+        mask: Tensor | None,
+    ) -> None:
+        if mask is not None:
+            logits.masked_fill_(mask.logical_not(), -torch.inf)
+        flat = logits.view(-1)
+        if plan.bias is not None:
+            flat.scatter_add_(0, plan.bias.index, plan.bias.values)
+        if plan.banned is not None:
+            too_short = seq_lens < self.state.min_lens(slots)
+            ban = torch.where(too_short, -torch.inf, 0.0).to(logits.dtype)
+            flat.scatter_add_(0, plan.banned.index, ban.index_select(0, plan.banned.rows))
+        if plan.penalties is not None:
+            factors = self.state.penalty_factors(slots)
+            self.state.penalty_pool.apply(logits, plan.penalties, factors)
