@@ -13,13 +13,16 @@ import urllib.error
 import urllib.request
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
 from benchmarks.common import REPO_ROOT
 
 POLL_S = 0.2
 PROBE_TIMEOUT_S = 5.0
+LEFTOVER_GRACE_S = 2.0
 LOG_TAIL_LINES = 40
 
 
@@ -31,8 +34,8 @@ class ManagedServer:
     """A command that serves HTTP on 127.0.0.1:`port` for as long as the `with` block lasts.
 
     Entering waits until `GET ready_path` answers 200. Leaving sends SIGINT to the process, as
-    Ctrl-C would, and after `stop_timeout_s` SIGKILL to its whole group. What it prints goes to
-    a temporary file, shown when it fails.
+    Ctrl-C would, and after `stop_timeout_s` SIGKILL to its group and its other descendants.
+    What it prints goes to a temporary file, shown when it fails.
 
     Raises:
         ServerError: the command ended, or was not ready within `timeout_s` seconds.
@@ -45,14 +48,14 @@ class ManagedServer:
         port: int,
         ready_path: str = "/health",
         timeout_s: float = 120.0,
-        stop_timeout_s: float = 30.0,
+        stop_timeout_s: float = 60.0,
     ) -> None:
         self.cmd = list(cmd)
         self.base_url = f"http://127.0.0.1:{port}"
         self.ready_s = 0.0
         """Seconds from start to the first 200, set on entering."""
         self.killed = False
-        """Whether SIGKILL was needed, or members of the group outlived the process."""
+        """Whether SIGKILL was needed, for the process or for some that outlived it."""
         self._env = None if env is None else dict(env)
         self._ready_url = self.base_url + ready_path
         self._timeout_s = timeout_s
@@ -92,17 +95,26 @@ class ManagedServer:
         return self._process.pid
 
     def stop(self) -> None:
-        """Stop the process and whatever is left of its group. Does nothing the second time."""
+        """Stop the process and all that it started. Does nothing the second time."""
         if self._log.closed:
             return
+        family = _family(self.pid)
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGINT)
         deadline = time.monotonic() + self._stop_timeout_s
-        while time.monotonic() < deadline and self._alive():
+        while self._process.poll() is None and time.monotonic() < deadline:
             time.sleep(POLL_S)
-        if self._alive():
+        if self._process.poll() is None:
+            family |= _family(self.pid)
+        else:
+            deadline = time.monotonic() + LEFTOVER_GRACE_S
+            while self._leftovers(family) and time.monotonic() < deadline:
+                time.sleep(POLL_S)
+        for pid in self._leftovers(family):
             self.killed = True
-            os.killpg(self.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._process.kill()  # where there is no /proc
         self._process.wait()
         self._log.close()
 
@@ -116,33 +128,17 @@ class ManagedServer:
 
         Linux only: 0.0 elsewhere. Time of children that have ended counts once they are reaped.
         """
-        parents: dict[int, int] = {}
-        used: dict[int, int] = {}
-        for stat in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                fields = stat.read_text().rpartition(")")[2].split()
-            except (FileNotFoundError, ProcessLookupError):  # it ended while we looked
-                continue
-            pid = int(stat.parent.name)
-            parents[pid] = int(fields[1])
-            used[pid] = sum(int(field) for field in fields[11:15])
-        family = {self.pid}
-        grown = True
-        while grown:
-            children = {pid for pid, parent in parents.items() if parent in family}
-            grown = not children <= family
-            family |= children
-        ticks = sum(used.get(pid, 0) for pid in family)
+        ticks = sum(process.cpu_ticks for process in _family(self.pid).values())
         return ticks / os.sysconf("SC_CLK_TCK")
 
-    def _alive(self) -> bool:
-        """Whether the process or any member of its group still exists."""
-        self._process.poll()
-        try:
-            os.killpg(self.pid, 0)
-        except ProcessLookupError:
-            return False
-        return True
+    def _leftovers(self, family: dict[int, _Process]) -> list[int]:
+        """Members of `family` or of the process group that still run."""
+        return [
+            pid
+            for pid, process in _processes().items()
+            if process.group == self.pid
+            or (pid in family and process.started == family[pid].started)
+        ]
 
     def _wait_ready(self, deadline: float) -> None:
         while time.monotonic() < deadline:
@@ -163,6 +159,11 @@ class ManagedServer:
 
     def _failure(self, what: str) -> ServerError:
         return ServerError(f"`{' '.join(self.cmd)}` {what}; its log ends:\n{self.log_tail()}")
+
+
+def exit_on_sigterm() -> None:
+    """Turn SIGTERM into SystemExit, so that `with` blocks still stop their servers."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 def free_port() -> int:
@@ -186,3 +187,39 @@ def manta_server(
     for key, value in (overrides or {}).items():
         command += ["--set", f"{key}={value}"]
     return ManagedServer(command, None, port, timeout_s=timeout_s)
+
+
+class _Process(NamedTuple):
+    """A running process as Linux tells of it; `started` makes a reused id recognisable."""
+
+    parent: int
+    group: int
+    cpu_ticks: int
+    started: int
+
+
+def _processes() -> dict[int, _Process]:
+    """All processes that still run, by id; empty where there is no /proc."""
+    processes = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, *fields = stat.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):  # it ended while we looked
+            continue
+        if state not in "ZX":
+            values = [int(field) for field in fields[:19]]
+            processes[int(stat.parent.name)] = _Process(
+                parent=values[0], group=values[1], cpu_ticks=sum(values[10:14]), started=values[18]
+            )
+    return processes
+
+
+def _family(pid: int) -> dict[int, _Process]:
+    """Process `pid` and all its descendants."""
+    processes = _processes()
+    family = {pid} & processes.keys()
+    while True:
+        children = {p for p, process in processes.items() if process.parent in family}
+        if children <= family:
+            return {member: processes[member] for member in family}
+        family |= children

@@ -28,7 +28,7 @@ from benchmarks.client import analyse, list_models
 from benchmarks.common import environment, finish, print_table
 from benchmarks.load import Prompt, Workload, arrival_offsets, make_prompts, run_requests
 from benchmarks.report import RunReport, medians, print_reports, summarise
-from benchmarks.servers import ManagedServer, ServerError, manta_server
+from benchmarks.servers import ManagedServer, ServerError, exit_on_sigterm, manta_server
 
 ENDPOINTS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 WARMUP_SEED = 500_000
@@ -135,6 +135,7 @@ async def _measure(
 
 def main() -> int:
     args = parse_arguments(sys.argv[1:])
+    exit_on_sigterm()
     try:
         figures, ok = run(args)
     except (ServerError, aiohttp.ClientError) as error:

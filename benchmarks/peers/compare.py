@@ -27,7 +27,7 @@ from benchmarks.common import REPO_ROOT, environment, finish, print_table
 from benchmarks.load import Workload
 from benchmarks.peers import models, vllm_cpu
 from benchmarks.report import RunReport, medians, print_reports
-from benchmarks.servers import ManagedServer, ServerError, free_port, manta_server
+from benchmarks.servers import ManagedServer, ServerError, exit_on_sigterm, free_port, manta_server
 from benchmarks.serving import Target, measure
 
 PEERS = REPO_ROOT / ".peers"
@@ -38,7 +38,7 @@ MAX_RUNNING = 64
 KV_GIB = 2
 MAX_TOTAL_TOKENS = 65_536
 WARMUP_REQUESTS = 8
-START_TIMEOUT_S = 600.0  # vLLM's first start of a model compiles it for minutes
+START_TIMEOUT_S = 900.0  # vLLM's first start of a model compiles it for minutes
 
 SAME = (
     "model files, dtype, cores, number of compute threads, prompts, greedy sampling, exact output "
@@ -83,6 +83,7 @@ Results = dict[Cell, list[RunReport]]
 
 def main() -> int:
     args = parse_arguments(sys.argv[1:])
+    exit_on_sigterm()
     os.sched_setaffinity(0, args.cores)  # the servers started from here inherit it
     figures: dict[str, object] = {
         "benchmark": "peers",

@@ -436,8 +436,8 @@ if mode == "fails":
     sys.exit(3)
 if mode == "stubborn":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-if mode == "orphan":
-    child = subprocess.Popen(["sleep", "60"])
+if mode in ("orphan", "detached"):
+    subprocess.Popen(["sleep", "60"], start_new_session=mode == "detached")
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200 if self.path == "/health" and mode != "sick" else 503)
@@ -456,12 +456,19 @@ def managed(mode: str, timeout_s: float = 20.0) -> ManagedServer:
     return ManagedServer(command, dict(os.environ), port, timeout_s=timeout_s, stop_timeout_s=1.0)
 
 
-def group_is_gone(server: ManagedServer) -> bool:
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended, or does within 10 s of having been killed."""
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         try:
-            os.killpg(server.pid, 0)
-        except ProcessLookupError:
+            stat = Path(f"/proc/{pid}/stat").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        if stat.rpartition(")")[2].split()[0] == "Z":
             return True
         time.sleep(0.02)
     return False
@@ -472,14 +479,15 @@ def test_a_server_is_waited_for_and_interrupted() -> None:
         assert server.ready_s > 0
         assert "mode good" in server.log_tail()
         assert server.cpu_seconds() > 0
-    assert not server.killed and group_is_gone(server)
+    assert not server.killed and gone(server.pid)
 
 
-@pytest.mark.parametrize("mode", ["stubborn", "orphan"])
+@pytest.mark.parametrize("mode", ["stubborn", "orphan", "detached"])
 def test_what_outlives_the_interrupt_is_killed(mode: str) -> None:
     with managed(mode) as server:
-        pass
-    assert server.killed and group_is_gone(server)
+        pids = [server.pid, *children_of(server.pid)]
+    assert server.killed and all(gone(pid) for pid in pids)
+    assert len(pids) == (1 if mode == "stubborn" else 2)
 
 
 @pytest.mark.parametrize(("mode", "message"), [("fails", "status 3"), ("sick", "not ready")])
@@ -487,7 +495,7 @@ def test_a_server_that_does_not_get_ready_shows_its_log(mode: str, message: str)
     server = managed(mode, timeout_s=20.0 if mode == "fails" else 1.0)
     with pytest.raises(ServerError, match=f"(?s){message}.*mode {mode}"), server:
         pass
-    assert group_is_gone(server)
+    assert gone(server.pid)
 
 
 # --- the peer's requirements ----------------------------------------------------------------------
