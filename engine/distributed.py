@@ -101,10 +101,12 @@ def init_parallel(
     tp_size: int,
     pp_size: int,
     timeout_s: float,
+    store: dist.Store | None = None,
 ) -> ParallelState:
     """Join the engine's process group; blocks until all `tp_size * pp_size` ranks have.
 
-    `backend` is "gloo" (CPU) or "nccl" (CUDA), `init_method` e.g. "tcp://host:port".
+    `backend` is "gloo" (CPU) or "nccl" (CUDA), `init_method` e.g. "tcp://host:port" (rank 0 opens
+    the port), or "" with a `store` that somebody else holds.
     Raises `torch.distributed.DistError` if the others don't come within `timeout_s` seconds.
     """
     world_size = tp_size * pp_size
@@ -115,7 +117,12 @@ def init_parallel(
         return ParallelState.single()
     timeout = timedelta(seconds=timeout_s)
     dist.init_process_group(
-        backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout
+        backend,
+        init_method=init_method or None,
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
     )
     tp_group: dist.ProcessGroup | None = None
     # new_group is collective: every rank makes every stage's group, in the same order.

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 _SMALL: dict[str, Any] = {
     "hidden_size": 32,
@@ -41,6 +40,8 @@ def make_model(
     `overrides` are config.json keys. The weights are large enough that greedy choices have
     margins far above float32 noise and depend on the whole context.
     """
+    import transformers  # slow to import, and processes that only load models don't need it
+
     config_class = getattr(transformers, arch.removesuffix("ForCausalLM") + "Config")
     config = config_class(**{**_SMALL, **overrides})
     config.dtype = "float32"
