@@ -24,10 +24,10 @@ class MultiprocessExecutor(MessageExecutor):
     """Starts one process per rank on this machine and waits until all are ready."""
 
     def __init__(self, config: WorkerConfig) -> None:
-        world_size = config.tp_size * config.pp_size
+        world_size = config.world_size
         # Holding the store here avoids the race of finding a free port first.
         self._store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-        init_method = f"tcp://127.0.0.1:{self._store.port}"
+        store = ("127.0.0.1", self._store.port)
         results = Inbox()
         context = mp.get_context("spawn")
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -35,7 +35,7 @@ class MultiprocessExecutor(MessageExecutor):
         for rank in range(world_size):
             process = context.Process(
                 target=_worker_main,
-                args=(config, rank, init_method, results.address, world_size),
+                args=(config, rank, store, results.address),
                 name=f"manta-worker-{rank}",
                 daemon=True,
             )
@@ -67,14 +67,10 @@ class MultiprocessExecutor(MessageExecutor):
                 process.join()
 
 
-def _worker_main(
-    config: WorkerConfig, rank: int, init_method: str, results: str, world_size: int
-) -> None:
-    # torch's env-free tcp:// rendezvous would start a second store on rank 0.
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+def _worker_main(config: WorkerConfig, rank: int, store: tuple[str, int], results: str) -> None:
     if config.device == "cuda":
         os.environ["CUDA_VISIBLE_DEVICES"] = _visible_device(rank)
-    run_worker(config, rank, init_method, results, "127.0.0.1")
+    run_worker(config, rank, store, results, "127.0.0.1")
 
 
 def _visible_device(rank: int) -> str:

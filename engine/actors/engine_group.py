@@ -63,12 +63,12 @@ class EngineGroup:
         ).remote()
         for rank in range(self.config.world_size):
             self._workers.append(self._start_worker(rank))
-        self.worker_config, init_method = await self._workers[0].prepare.remote(config, self.share)
+        self.worker_config, store = await self._workers[0].prepare.remote(config, self.share)
         self.scheduler_address, results = await self._scheduler.prepare.remote(
             config, self.worker_config.num_kv_tokens
         )
         for rank, worker in enumerate(self._workers):
-            ref = worker.run.remote(self.worker_config, init_method, results)
+            ref = worker.run.remote(self.worker_config, store, results)
             self._runs[ref] = f"worker {rank}"
         self._runs[self._scheduler.run.remote()] = "scheduler"
         self._watcher = asyncio.get_running_loop().create_task(self._watch())

@@ -19,22 +19,22 @@ class WorkerActor:
         self.rank = rank
         self._store: Any = None
 
-    def prepare(self, config: dict[str, Any], share: int) -> tuple[WorkerConfig, str]:
+    def prepare(self, config: dict[str, Any], share: int) -> tuple[WorkerConfig, tuple[str, int]]:
         """On rank 0: decide every `auto` here, where the device is, and open the group's store.
 
-        Returns the config for all ranks and torch.distributed's init method.
+        Returns the config for all ranks, and host and port of the store.
         """
         worker = make_worker_config(EngineConfig(**config).resolve(), share=share)
-        if worker.tp_size * worker.pp_size == 1:
-            return worker, ""
+        host = ray.util.get_node_ip_address()
+        if worker.world_size == 1:
+            return worker, (host, 0)
         from torch.distributed import TCPStore
 
-        host = ray.util.get_node_ip_address()
         # Holding the store avoids the race of finding a free port first.
         self._store = TCPStore(host, 0, None, True, wait_for_workers=False)
-        return worker, f"tcp://{host}:{self._store.port}"
+        return worker, (host, self._store.port)
 
-    def run(self, config: WorkerConfig, init_method: str, results_address: str) -> None:
+    def run(self, config: WorkerConfig, store: tuple[str, int], results_address: str) -> None:
         """The worker's life; returns after `Shutdown`."""
         host = ray.util.get_node_ip_address()
-        run_worker(config, self.rank, init_method, results_address, host)
+        run_worker(config, self.rank, store, results_address, host)

@@ -17,6 +17,8 @@ from engine.worker.kv_pool import MHATokenToKVPool
 # memory is shared with everything else on it.
 CPU_MAX_BYTES = 4 << 30
 
+CUDA_HEADROOM_BYTES = 1 << 30
+
 
 def profile_max_tokens(
     config: ModelConfig,
@@ -28,7 +30,8 @@ def profile_max_tokens(
 ) -> int:
     """Tokens that fit on the worker that needs most bytes per token.
 
-    CUDA: `fraction` of the device's memory that is free now; call it once the weights are loaded.
+    CUDA: `fraction` of the device's memory that is free now, less the weights that are still to be
+    loaded and `CUDA_HEADROOM_BYTES` for activations.
     CPU: `fraction` of the available memory over the host's `tp_size * pp_size` workers, at most
     `CPU_MAX_BYTES` each, half of it for the contiguous copies that decoding on CPU keeps (see
     `DecodeWorkspace`). Raises `ConfigError` if not even one token fits.
@@ -36,7 +39,8 @@ def profile_max_tokens(
     per_token = kv_bytes_per_token(config, resolve_dtype(dtype, config), tp_size, pp_size)
     if torch.device(device).type == "cuda":
         free, _ = torch.cuda.mem_get_info(torch.device(device))
-        budget = int(free * fraction)
+        budget = int(free * fraction) - CUDA_HEADROOM_BYTES
+        budget -= weight_bytes(config, resolve_dtype(dtype, config)) // (tp_size * pp_size)
     else:
         share = int(available_host_bytes() * fraction) // (tp_size * pp_size)
         budget = min(share, CPU_MAX_BYTES)
@@ -48,6 +52,15 @@ def profile_max_tokens(
             f"{per_token}. Free memory, raise tp_size or pp_size, or use a smaller model."
         )
     return tokens
+
+
+def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes of the whole model's matrices (norms and biases don't matter here)."""
+    qkv = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    attention = config.hidden_size * (qkv + config.num_heads * config.head_dim)
+    layer = attention + 3 * config.hidden_size * config.intermediate_size
+    embeddings = (1 if config.tie_word_embeddings else 2) * config.vocab_size * config.hidden_size
+    return (config.num_layers * layer + embeddings) * dtype.itemsize
 
 
 def kv_bytes_per_token(

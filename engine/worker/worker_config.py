@@ -29,6 +29,11 @@ class WorkerConfig:
     cpu_threads: int
 
     @property
+    def world_size(self) -> int:
+        """Ranks of the engine."""
+        return self.tp_size * self.pp_size
+
+    @property
     def comm_backend(self) -> str:
         """torch.distributed's backend for this device."""
         return "nccl" if self.device == "cuda" else "gloo"
@@ -53,17 +58,16 @@ def make_worker_config(config: ResolvedConfig, *, share: int = 1) -> WorkerConfi
         # torch is imported here: config checks elsewhere must not pay for it.
         from engine.worker.memory import profile_max_tokens
 
-        num_kv_tokens = profile_max_tokens(
+        room = profile_max_tokens(
             config.model,
             dtype,
             device,
-            tp_size=engine.tp_size,
-            pp_size=engine.pp_size,
-            fraction=engine.memory_fraction,
-            max_model_len=config.max_model_len,
-            max_running_requests=engine.max_running_requests,
-            share=share,
+            engine.tp_size,
+            engine.pp_size,
+            engine.memory_fraction / (share if device == "cpu" else 1),
         )
+        # More than every request at full length can never be used.
+        num_kv_tokens = min(room, engine.max_running_requests * config.max_model_len)
     return WorkerConfig(
         model=config.model,
         dtype=dtype,

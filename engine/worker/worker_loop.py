@@ -19,30 +19,40 @@ INIT_TIMEOUT_S = 300.0
 
 
 def run_worker(
-    config: WorkerConfig, rank: int, init_method: str, results_address: str, host: str
+    config: WorkerConfig, rank: int, store: tuple[str, int], results_address: str, host: str
 ) -> None:
     """Body of worker `rank` until it is told to shut down.
 
-    `init_method` is torch.distributed's (tcp://host:port of the engine's store); results and
-    failures go to `results_address`. Raises whatever made the worker fail, after reporting it.
+    `store`: host and port of the engine's TCPStore; results and failures go to
+    `results_address`. Raises whatever made the worker fail, after reporting it.
     """
     inbox = Inbox(host)
     results = Outbox(results_address)
     try:
-        _run(config, rank, init_method, inbox, results)
+        _run(config, rank, store, inbox, results)
     finally:
         inbox.close()
         results.close()
 
 
-def _run(config: WorkerConfig, rank: int, init_method: str, inbox: Inbox, results: Outbox) -> None:
+def _run(
+    config: WorkerConfig, rank: int, store: tuple[str, int], inbox: Inbox, results: Outbox
+) -> None:
     # torch comes in here, so that a parent can import this module cheaply.
+    from torch.distributed import TCPStore
+
     from engine.distributed import init_parallel
     from engine.worker.tp_worker import TpModelWorker
 
     try:
         parallel = init_parallel(
-            config.comm_backend, init_method, rank, config.tp_size, config.pp_size, INIT_TIMEOUT_S
+            config.comm_backend,
+            "",
+            rank,
+            config.tp_size,
+            config.pp_size,
+            INIT_TIMEOUT_S,
+            TCPStore(*store, is_master=False) if config.world_size > 1 else None,
         )
         worker = TpModelWorker(config, parallel)
     except Exception as error:

@@ -12,7 +12,7 @@ from pathlib import Path
 import aiohttp
 import httpx
 
-from deploy.launch import MARK
+from deploy.launch import MARK, marked_processes
 from engine import LLM, SamplingParams
 from tests.integration.http_server import manta, stream
 
@@ -20,23 +20,26 @@ PROMPTS = [[random.Random(i).randrange(6, 4096) for _ in range(20 + i)] for i in
 OUTPUT = 24
 
 
-def processes_of(root: int) -> dict[int, str]:
-    """pid -> command of every process that carries the launch mark of `root`'s children."""
-    marks: dict[bytes, dict[int, str]] = {}
+def launch_mark(launcher: int) -> str:
+    """The mark that `deploy.launch` gave to all processes of this launch."""
     for entry in Path("/proc").glob("[0-9]*"):
         try:
-            environ = entry.joinpath("environ").read_bytes().split(b"\0")
-            command = entry.joinpath("cmdline").read_bytes().replace(b"\0", b" ").decode()
             parent = int(entry.joinpath("stat").read_text().rpartition(")")[2].split()[1])
+            environ = (
+                entry.joinpath("environ").read_bytes().split(b"\0") if parent == launcher else []
+            )
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue
         for item in environ:
-            if item.startswith(MARK.encode()):
-                marks.setdefault(item, {})[int(entry.name)] = command
-                if parent == root:
-                    marks.setdefault(b"root", {})[0] = item.decode()
-    mark = marks.get(b"root", {}).get(0, "")
-    return marks.get(mark.encode(), {})
+            if item.startswith(f"{MARK}=".encode()):
+                return item.decode().partition("=")[2]
+    raise AssertionError("the launcher has no marked child")
+
+
+def worker_pids(mark: str) -> list[int]:
+    """Live WorkerActor processes of a launch."""
+    names = {p: Path(f"/proc/{p}/cmdline").read_bytes() for p in marked_processes(mark)}
+    return [pid for pid, name in names.items() if b"WorkerActor" in name]
 
 
 def test_tp2_pp2_serves_the_same_tokens_and_restarts_as_a_unit() -> None:
@@ -50,21 +53,21 @@ def test_tp2_pp2_serves_the_same_tokens_and_restarts_as_a_unit() -> None:
         reply = httpx.post(
             f"{url}/v1/completions", json={**body, "return_token_ids": True}, timeout=120
         ).json()
+        assert "choices" in reply, reply
         assert [c["token_ids"] for c in reply["choices"]] == expected
 
-        family = processes_of(server.pid)
-        workers = [p for p, c in family.items() if "WorkerActor" in c]
-        assert len(workers) == 4, family
+        mark = launch_mark(server.pid)
+        workers = worker_pids(mark)
+        assert len(workers) == 4
         asyncio.run(_kill_mid_stream(url, workers[2]))
         _wait_health(url, 200, 90)
         again = httpx.post(
             f"{url}/v1/completions", json={**body, "return_token_ids": True}, timeout=120
         ).json()
         assert [c["token_ids"] for c in again["choices"]] == expected
-        family = processes_of(server.pid)
-        assert len([p for p, c in family.items() if "WorkerActor" in c]) == 4, family
+        assert len(worker_pids(mark)) == 4
     assert not server.killed, "the server had to be killed to stop"
-    assert not any(os.path.exists(f"/proc/{pid}") for pid in family), "processes left behind"
+    assert marked_processes(mark) == [], "processes left behind"
     leftover = set(os.listdir("/dev/shm")) - shm_before
     assert not leftover, f"shared memory left behind: {leftover}"
 
