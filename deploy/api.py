@@ -1,0 +1,185 @@
+"""The HTTP application: routes, and errors in OpenAI's shape for whatever goes wrong."""
+
+# No `from __future__ import annotations`: FastAPI reads the annotations of the handlers.
+import re
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from deploy.engine_client import EngineClient, ModelInfo
+from deploy.metrics import ServerMetrics
+from deploy.openai.chat import ChatEndpoint
+from deploy.openai.completions import CompletionEndpoint
+from deploy.openai.endpoint import Endpoint
+from deploy.openai.errors import ErrorReply, error_reply, reply_to
+from deploy.openai.limits import check_model
+from deploy.openai.protocol import ChatCompletionRequest, CompletionRequest
+from deploy.openai.response import GenerationResponse
+from deploy.openai.sse import encode_json
+from engine import __version__
+from engine.errors import EngineDeadError, RequestError
+
+_REQUEST_ID = re.compile(r"[!-~]{1,128}")
+
+
+@dataclass(frozen=True)
+class ApiSettings:
+    """Limits and choices of the HTTP layer."""
+
+    max_body_bytes: int = 32 * 2**20
+    stall_timeout_s: float = 120.0
+    """A stream that its client doesn't read for so long is aborted."""
+    allow_request_chat_templates: bool = False
+    """Take `chat_template` from requests. Templates are programs: a loop in one stalls the
+    tokenizer for everybody, so only for clients you trust."""
+    add_request_id_header: bool = True
+    """Answer with `X-Request-Id`. False behind Ray Serve's Python proxy, which adds its own."""
+
+
+def build_api(
+    client_provider: Callable[[], EngineClient], settings: ApiSettings | None = None
+) -> FastAPI:
+    """The application, which asks `client_provider` at each request: it can be built before there
+    is a client. Ray Serve can ship it (`serve.ingress(build_api(...))`); each process then has
+    metrics of its own.
+    """
+    settings = settings or ApiSettings()
+    metrics = ServerMetrics()
+    app = FastAPI(title="Manta", version=__version__)
+    app.add_middleware(RequestIdMiddleware, add_header=settings.add_request_id_header)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(RequestError, _on_error)
+    app.add_exception_handler(EngineDeadError, _on_error)
+    app.add_exception_handler(Exception, _on_error)
+
+    def generate(endpoint: Endpoint, request: Request) -> Response:
+        return GenerationResponse(
+            endpoint,
+            client_provider,
+            metrics,
+            request.state.request_id,
+            settings.max_body_bytes,
+            settings.stall_timeout_s,
+        )
+
+    completion = CompletionEndpoint()
+    chat = ChatEndpoint(settings.allow_request_chat_templates)
+
+    @app.post("/v1/completions", openapi_extra=_body_schema(CompletionRequest))
+    async def create_completion(request: Request) -> Response:
+        return generate(completion, request)
+
+    @app.post("/v1/chat/completions", openapi_extra=_body_schema(ChatCompletionRequest))
+    async def create_chat_completion(request: Request) -> Response:
+        return generate(chat, request)
+
+    @app.get("/v1/models")
+    async def list_models() -> Response:
+        model = _describe_model(client_provider().model_info)
+        return _json({"object": "list", "data": [model]})
+
+    @app.get("/v1/models/{model:path}")
+    async def retrieve_model(model: str) -> Response:
+        info = client_provider().model_info
+        check_model(model or "(none)", info)
+        return _json(_describe_model(info))
+
+    @app.get("/health")
+    async def health() -> Response:
+        try:
+            client = client_provider()
+        except Exception as exception:  # not started, or lost: both mean "not healthy"
+            return _json({"status": "unavailable", "detail": type(exception).__name__}, 503)
+        state = await client.health()
+        if state.ok:
+            return _json({"status": "ok"})
+        return _json({"status": "unavailable", "detail": state.detail}, 503)
+
+    @app.get("/metrics")
+    async def scrape() -> Response:
+        text = await metrics.render(client_provider)
+        return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
+
+    @app.get("/version")
+    async def version() -> Response:
+        return _json({"version": __version__})
+
+    return app
+
+
+class RequestIdMiddleware:
+    """Gives every request an id: the client's `X-Request-Id`, or a new one."""
+
+    def __init__(self, app: ASGIApp, add_header: bool) -> None:
+        self._app = app
+        self._add_header = add_header
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = next((v for k, v in scope["headers"] if k == b"x-request-id"), b"")
+        request_id = given.decode("latin-1")
+        if not _REQUEST_ID.fullmatch(request_id):
+            request_id = uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+        if not self._add_header:
+            await self._app(scope, receive, send)
+            return
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                header = (b"x-request-id", request_id.encode())
+                message = {**message, "headers": [*message["headers"], header]}
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+def _describe_model(info: ModelInfo) -> dict[str, Any]:
+    return {
+        "id": info.name,
+        "object": "model",
+        "created": info.created,
+        "owned_by": "manta",
+        "root": info.name,
+        "parent": None,
+        "max_model_len": info.max_model_len,
+    }
+
+
+def _body_schema(kind: type[CompletionRequest] | type[ChatCompletionRequest]) -> dict[str, Any]:
+    """For /docs: the handlers read bodies themselves, so FastAPI doesn't know them."""
+    schema = kind.model_json_schema()
+    return {"requestBody": {"content": {"application/json": {"schema": schema}}}}
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(encode_json(value), status, media_type="application/json")
+
+
+def _error(reply: ErrorReply, headers: dict[str, str] | None = None) -> Response:
+    return Response(
+        reply.body, reply.status, reply.headers | (headers or {}), media_type="application/json"
+    )
+
+
+async def _on_error(request: Request, exception: Exception) -> Response:
+    return _error(reply_to(exception, request.state.request_id))
+
+
+async def _on_http_exception(request: Request, exception: Exception) -> Response:
+    assert isinstance(exception, HTTPException)
+    path = f"{request.method} {request.url.path[:200]}"
+    message = {
+        404: f"Invalid URL ({path}).",
+        405: f"Method not allowed ({path}).",
+    }.get(exception.status_code, exception.detail)
+    headers = dict(exception.headers or {})
+    return _error(error_reply(exception.status_code, message), headers)

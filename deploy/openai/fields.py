@@ -1,0 +1,196 @@
+"""What the two generating endpoints have in common: sampling fields and how they are checked."""
+
+# No `from __future__ import annotations`: pydantic reads the annotations of these classes.
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from engine.sampling_params import SamplingParams
+
+MAX_N = 128
+_MAX_INT = 2**31 - 1
+
+
+def refusal(message: str, field: str = "", code: str = "") -> PydanticCustomError:
+    """Error of a validator; `field` if it is one below the place where the validator stands."""
+    context = {"message": message, "field": field, "code": code}
+    return PydanticCustomError("refused", "{message}", context)
+
+
+class Strict(BaseModel):
+    """A JSON object whose types are taken literally: no number from a string, no int from true.
+
+    null means "not given", as OpenAI's clients send it. Other names than the declared are
+    refused. Names in `unsupported` are fields of OpenAI's or vLLM's API that Manta doesn't have:
+    they pass only with a value that switches them off, else they are refused by name.
+    """
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, protected_namespaces=())
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        given = {}
+        for name, value in data.items():
+            if value is None:
+                continue
+            if name not in cls.unsupported:
+                given[name] = value
+            elif not any(
+                type(value) is type(off) and value == off for off in cls.unsupported[name]
+            ):
+                value_too = " with this value" if cls.unsupported[name] else ""
+                raise refusal(
+                    f"{name} is not supported yet{value_too}.", name, "unsupported_parameter"
+                )
+        return given
+
+
+class StreamOptions(Strict):
+    """`include_usage`: a last chunk with the usage; `continuous_usage_stats`: in every chunk."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool = False
+    """Padding against traffic analysis, a choice of OpenAI's servers; accepted, never added."""
+
+
+def _check_stop(value: Any) -> list[str]:
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise refusal("stop must be a string or a list of strings.")
+    return texts
+
+
+def _check_logit_bias(value: Any) -> dict[int, float]:
+    if not isinstance(value, dict):
+        raise refusal("logit_bias must map token ids to numbers.")
+    bias = {}
+    for key, number in value.items():
+        if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 10:
+            token = int(key)
+        elif type(key) is int:
+            token = key
+        else:
+            raise refusal("logit_bias has a key that is not a token id.")
+        if type(number) not in (int, float) or not abs(number) <= 100:
+            raise refusal(f"logit_bias of token {token} must be a number from -100 to 100.")
+        bias[token] = float(number)
+    return bias
+
+
+Stop = Annotated[
+    list[str],
+    PlainValidator(_check_stop),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
+]
+LogitBias = Annotated[
+    dict[int, float],
+    PlainValidator(_check_logit_bias),
+    WithJsonSchema({"type": "object", "additionalProperties": {"type": "number"}}),
+]
+
+UNSUPPORTED = {
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "spaces_between_special_tokens": (True,),
+    "truncate_prompt_tokens": (),
+    "truncation_side": (),
+    "allowed_token_ids": (),
+    "logprob_token_ids": (),
+    "bad_words": ([],),
+    "return_tokens_as_token_ids": (False,),
+    "kv_transfer_params": (),
+    "vllm_xargs": (),
+    "repetition_detection": (),
+    "stream_interval": (1,),
+    "prompt_cache_options": (),
+}
+
+
+class GenerationRequest(Strict):
+    """Fields of both endpoints. Ranges of sampling fields: `SamplingParams.verify`."""
+
+    model: str = ""
+    """The only served model may be left out."""
+    n: int = Field(1, ge=1, le=MAX_N)
+    max_tokens: int | None = Field(None, ge=0, le=_MAX_INT)
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: Stop = Field(default_factory=list)
+    stop_token_ids: list[int] = Field(default_factory=list)
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: LogitBias | None = None
+    prompt_logprobs: int | None = None
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    priority: int = Field(0, ge=-_MAX_INT, le=_MAX_INT)
+    cache_salt: str = Field("", max_length=1024)
+    return_token_ids: bool = False
+    request_id: str = Field("", max_length=128, pattern=r"^[!-~]*$")
+
+    # Accepted: they label, store or speed up a request and don't change what is generated.
+    user: str = ""
+    metadata: dict[str, Any] = Field(default_factory=dict)
+    store: bool = False
+    service_tier: str = ""
+    safety_identifier: str = ""
+    prompt_cache_key: str = ""
+    prompt_cache_retention: str = ""
+    session_id: str = ""
+
+    @model_validator(mode="after")
+    def _check_stream(self) -> "GenerationRequest":
+        if not self.stream and "stream_options" in self.model_fields_set:
+            raise refusal("stream_options is only allowed with stream: true.", "stream_options")
+        if self.stream and self.prompt_logprobs is not None:
+            raise refusal("prompt_logprobs is only allowed without streaming.", "prompt_logprobs")
+        return self
+
+    def sampling_params(
+        self, max_tokens: int, seed: int, logprobs: int | None, prompt_logprobs: int | None
+    ) -> SamplingParams:
+        """Parameters of one sequence."""
+        return SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=self.min_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            seed=seed,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=self.logit_bias,
+            stop=self.stop,
+            stop_token_ids=self.stop_token_ids,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            ignore_eos=self.ignore_eos,
+            skip_special_tokens=self.skip_special_tokens,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )

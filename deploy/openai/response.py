@@ -1,0 +1,188 @@
+"""The ASGI response of a generating request, which ends with its client.
+
+Works on uvicorn, which reports a disconnect through `receive`, and on Ray Serve, which cancels
+the request's task; either way every engine stream is closed before the response returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from deploy.engine_client import EngineClient
+from deploy.metrics import RequestTracker, ServerMetrics
+from deploy.openai.endpoint import Endpoint
+from deploy.openai.errors import ErrorReply, reply_to
+from engine.errors import RequestError
+
+logger = logging.getLogger(__name__)
+
+CLIENT_GONE = 499
+"""Status in metrics of requests whose client left (nginx's number; nobody receives it)."""
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The request body. Raises `RequestError` (413) beyond `limit` bytes, `ClientDisconnect`."""
+    too_large = RequestError(
+        f"The request body is larger than {limit} bytes.", status=413, code="request_too_large"
+    )
+    length = request.headers.get("content-length", "")
+    if length.isdigit() and int(length) > limit:
+        raise too_large
+    chunks, size = [], 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > limit:
+            raise too_large
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+class GenerationResponse(Response):
+    """Reads the body, runs the endpoint and sends the reply or the stream.
+
+    A stream that the client doesn't read for `stall_timeout_s` is given up.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        client_provider: Callable[[], EngineClient],
+        metrics: ServerMetrics,
+        request_id: str,
+        max_body_bytes: int,
+        stall_timeout_s: float,
+    ) -> None:
+        super().__init__()
+        self._endpoint = endpoint
+        self._client_provider = client_provider
+        self._metrics = metrics
+        self._request_id = request_id
+        self._max_body_bytes = max_body_bytes
+        self._stall_timeout_s = stall_timeout_s
+        self._sending_since: float | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        status = CLIENT_GONE
+        tracker = self._metrics.track(self._endpoint.name)
+        try:
+            try:
+                body = await read_body(Request(scope, receive), self._max_body_bytes)
+            except RequestError as exception:
+                status = await _send_error(send, reply_to(exception, self._request_id))
+            else:
+                status = await self._run(body, tracker, receive, send)
+        except (ClientDisconnect, OSError):
+            pass  # nobody is left to tell; counted as CLIENT_GONE
+        finally:
+            tracker.end(status)
+
+    async def _run(self, body: bytes, tracker: RequestTracker, receive: Receive, send: Send) -> int:
+        """Serve until done, or until the client is gone or stalls. Returns the final status."""
+        work = asyncio.create_task(self._serve(body, tracker, send))
+        gone = asyncio.create_task(_wait_for_disconnect(receive))
+        watch = asyncio.create_task(self._watch_stall())
+        tasks = (work, gone, watch)
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                return work.result()
+            return CLIENT_GONE
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _serve(self, body: bytes, tracker: RequestTracker, send: Send) -> int:
+        try:
+            client = self._client_provider()
+            generation = await self._endpoint.prepare(client, body, self._request_id, tracker)
+            if not generation.stream:
+                reply = await generation.result()
+        except Exception as exception:
+            return await _send_error(send, reply_to(exception, self._request_id))
+        if not generation.stream:
+            await _send_json(send, 200, reply, {})
+            return 200
+        async with aclosing(generation.events()) as events:
+            return await self._send_stream(send, events)
+
+    async def _send_stream(self, send: Send, events: AsyncGenerator[bytes, None]) -> int:
+        """Send events as they come. An error before the first is answered with its status."""
+        try:
+            event = await anext(events)
+        except Exception as exception:
+            return await _send_error(send, reply_to(exception, self._request_id))
+        headers = {
+            "content-type": "text/event-stream; charset=utf-8",
+            "cache-control": "no-cache",
+            "x-accel-buffering": "no",  # nginx would gather chunks
+        }
+        await send({"type": "http.response.start", "status": 200, "headers": _raw(headers)})
+        status = 200
+        while True:
+            await self._send_part(send, event)
+            try:
+                event = await anext(events)
+            except StopAsyncIteration:
+                break
+            except Exception as exception:
+                error = reply_to(exception, self._request_id)
+                status = error.status
+                await self._send_part(send, error.event)
+                break
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        return status
+
+    async def _send_part(self, send: Send, data: bytes) -> None:
+        self._sending_since = asyncio.get_running_loop().time()
+        await send({"type": "http.response.body", "body": data, "more_body": True})
+        self._sending_since = None
+
+    async def _watch_stall(self) -> None:
+        """Return when one `send` has waited too long for the client to read."""
+        now = asyncio.get_running_loop().time
+        while True:
+            since = self._sending_since
+            left = self._stall_timeout_s - (now() - since if since is not None else 0.0)
+            if left <= 0:
+                return
+            await asyncio.sleep(left)
+
+
+async def _send_error(send: Send, error: ErrorReply) -> int:
+    await _send_json(send, error.status, error.body, error.headers)
+    return error.status
+
+
+async def _send_json(send: Send, status: int, body: bytes, headers: dict[str, str]) -> None:
+    headers = {
+        "content-type": "application/json",
+        "content-length": str(len(body)),
+        **headers,
+    }
+    await send({"type": "http.response.start", "status": status, "headers": _raw(headers)})
+    await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def _raw(headers: dict[str, str]) -> list[tuple[bytes, bytes]]:
+    return Headers(headers).raw
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
+    try:
+        while True:
+            message: Any = await receive()
+            if message["type"] == "http.disconnect":
+                return
+    except Exception as exception:
+        # Serve's way to say it: `receive` fails with TaskCancelledError when the client has left.
+        logger.debug("client lost: %s", type(exception).__name__)

@@ -1,0 +1,97 @@
+"""Server-sent events of a stream, with everything that doesn't change encoded once."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+
+DONE = b"data: [DONE]\n\n"
+
+# Clients that split text at Unicode's line ends (httpx's iter_lines) must not see them raw.
+_LINE_ENDS = re.compile(b"\xe2\x80[\xa8\xa9]|\xc2\x85")
+_ESCAPES = {
+    b"\xe2\x80\xa8": b"\\u2028",
+    b"\xe2\x80\xa9": b"\\u2029",
+    b"\xc2\x85": b"\\u0085",
+}
+
+_encode = msgspec.json.Encoder().encode
+
+
+def encode_json(value: Any) -> bytes:
+    """JSON in one line, whatever the reader takes for a line end."""
+    data = _encode(value)
+    if data.isascii():
+        return data
+    return _LINE_ENDS.sub(lambda match: _ESCAPES[match[0]], data)
+
+
+class ChunkEncoder:
+    """Encodes the chunks of one stream; `payload` is "text" or "delta", the field that differs."""
+
+    def __init__(
+        self,
+        request_id: str,
+        object_name: str,
+        created: int,
+        model: str,
+        payload: str,
+        n: int,
+        with_usage: bool,
+    ) -> None:
+        head = {"id": request_id, "object": object_name, "created": created, "model": model}
+        self._head = b"data: " + encode_json(head)[:-1]
+        self._payload = payload.encode()
+        self._choices = [
+            self._head + b',"choices":[{"index":%d,"%s":' % (index, self._payload)
+            for index in range(n)
+        ]
+        # With include_usage every chunk has the field, as OpenAI does.
+        self._no_usage = b',"usage":null' if with_usage else b""
+        self._tail = (
+            b',"logprobs":null,"finish_reason":null,"stop_reason":null}]'
+            + self._no_usage
+            + b"}\n\n"
+        )
+
+    def chunk(self, index: int, payload: bytes) -> bytes:
+        """The chunk of most tokens: nothing but text."""
+        return self._choices[index] + payload + self._tail
+
+    def full_chunk(
+        self,
+        index: int,
+        payload: bytes,
+        *,
+        logprobs: dict[str, Any] | None,
+        finish_reason: str | None,
+        stop_reason: str | int | None,
+        token_ids: list[int] | None = None,
+        choice_extra: dict[str, Any] | None = None,
+        chunk_extra: dict[str, Any] | None = None,
+        usage: dict[str, Any] | None = None,
+    ) -> bytes:
+        """A chunk with anything else. The extras are further fields of the choice or chunk."""
+        choice: dict[str, Any] = {
+            "logprobs": logprobs,
+            "finish_reason": finish_reason,
+            "stop_reason": stop_reason,
+        }
+        if token_ids is not None:
+            choice["token_ids"] = token_ids
+        choice |= choice_extra or {}
+        parts = [self._choices[index], payload, b",", encode_json(choice)[1:], b"]"]
+        if chunk_extra:
+            parts += [b",", encode_json(chunk_extra)[1:-1]]
+        if usage is None:
+            parts.append(self._no_usage)
+        else:
+            parts += [b',"usage":', encode_json(usage)]
+        parts.append(b"}\n\n")
+        return b"".join(parts)
+
+    def usage_chunk(self, usage: dict[str, Any]) -> bytes:
+        """The last chunk with `include_usage`: no choices."""
+        return self._head + b',"choices":[],"usage":' + encode_json(usage) + b"}\n\n"
