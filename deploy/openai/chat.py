@@ -82,6 +82,7 @@ class ChatEndpoint(Endpoint):
                     params=params,
                     priority=request.priority,
                     cache_salt=request.cache_salt,
+                    return_token_ids=request.return_token_ids,
                 )
             )
         plan = Plan(request_id, int(time.time()), info.name, request.n, sequences)

@@ -63,6 +63,7 @@ class CompletionEndpoint(Endpoint):
                         params=params,
                         priority=request.priority,
                         cache_salt=request.cache_salt,
+                        return_token_ids=request.return_token_ids,
                     )
                 )
         if len(sequences) > 1:

@@ -109,6 +109,7 @@ def test_n_and_prompts_are_numbered_and_seeded() -> None:
         "prompt_tokens_details": {"cached_tokens": 6},
     }
     assert len({request.request_id for request in client.started}) == 4
+    assert all(request.return_token_ids for request in client.started)
 
 
 def test_sequences_without_a_seed_get_different_ones() -> None:
