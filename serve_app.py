@@ -3,6 +3,7 @@
 # No `from __future__ import annotations`: Ray Serve inspects the builder's annotations.
 from typing import Any
 
+import ray
 from ray import serve
 from ray.serve import Application
 
@@ -18,7 +19,8 @@ def build_app(args: dict[str, Any]) -> Application:
     Raises `ConfigError` with what to change when they can't be served.
     """
     config = AppConfig.from_args(args)
-    server, engine = config.server, config.engine
+    server = config.server
+    engine = config.engine.model_copy(update={"device": _device(config)})
     use_gpu = engine.device == "cuda"
     engines = serve.deployment(
         EngineReplica,
@@ -36,6 +38,7 @@ def build_app(args: dict[str, Any]) -> Application:
     settings = ApiSettings(
         stall_timeout_s=server.stream_stall_timeout_s,
         allow_request_chat_templates=server.allow_request_chat_templates,
+        add_request_id_header=False,  # Serve's proxy adds it
     )
     ingress = serve.deployment(
         build_ingress(settings),
@@ -56,3 +59,11 @@ def build_app(args: dict[str, Any]) -> Application:
         config.resolved.model.vocab_size,
         server.log_level,
     )
+
+
+def _device(config: AppConfig) -> str:
+    """Decide `device: auto` by what the cluster has: its GPUs must hold one whole engine."""
+    if config.engine.device != "auto":
+        return config.engine.device
+    gpus = ray.cluster_resources().get("GPU", 0) if ray.is_initialized() else 0
+    return "cuda" if gpus >= config.engine.world_size else "cpu"

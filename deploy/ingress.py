@@ -8,6 +8,7 @@ from ray import serve
 
 from deploy.api import ApiSettings, build_api
 from deploy.serve_client import ServeEngineClient
+from engine.errors import EngineDeadError
 
 
 class _Holder:
@@ -19,7 +20,7 @@ class _Holder:
 def current_client() -> ServeEngineClient:
     """The client of this replica."""
     if _Holder.client is None:
-        raise RuntimeError("the ingress replica hasn't started")
+        raise EngineDeadError("the server is still starting")
     return _Holder.client
 
 

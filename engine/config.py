@@ -47,7 +47,7 @@ class EngineConfig(BaseModel):
     memory_fraction: float = Field(0.85, gt=0.0, le=1.0)
     """Share of free device memory for weights and KV cache (CUDA)."""
     max_running_requests: int = Field(256, ge=1, le=8192)
-    max_queued_requests: int = Field(2048, ge=0)
+    max_queued_requests: int = Field(2048, ge=1)
     """Waiting requests beyond which new ones are refused with 429."""
     chunked_prefill_size: int = Field(512, ge=-1)
     """Prompt tokens per step; -1 or 0 switches chunking off."""

@@ -13,12 +13,14 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store
 
 from engine.errors import ConfigError
 
-# Sends of hidden states that may be under way. Above any number of micro-batches in flight, so
-# that a stage never waits for the next one's compute; the bound keeps memory finite.
-MAX_PENDING_SENDS = 64
+# Hidden states that may be on their way to the next stage. At least the number of micro-batches
+# in flight, or a stage would wait for the next one's compute; each holds memory, because gloo
+# reports a send as completed only to a caller that waits for it.
+MAX_PENDING_SENDS = 16
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ def init_parallel(
     tp_size: int,
     pp_size: int,
     timeout_s: float,
-    store: dist.Store | None = None,
+    store: Store | None = None,
 ) -> ParallelState:
     """Join the engine's process group; blocks until all `tp_size * pp_size` ranks have.
 

@@ -1,6 +1,6 @@
 """`Scheduler`: decides every batch, owns all KV bookkeeping, does no I/O.
 
-The loop around it (engine/loop.py) is receive -> `add`/`abort`, `next_batch` -> send,
+The loop around it (engine/engine_core.py) is receive -> `add`/`abort`, `next_batch` -> send,
 result -> `process_result`, `take_outputs` -> send. Time is handed in.
 
 One loop serves all modes: a micro-batch may have `lookahead` steps in flight (normal 1,
@@ -35,6 +35,7 @@ from engine.scheduler.req import Req, ReqStatus
 from engine.scheduler.schedule_policy import make_policy
 from engine.scheduler.scheduler_config import SchedulerConfig
 from engine.scheduler.stats import SchedulerStats
+from engine.scheduler.victims import ends_in_flight, preemption_victims, retraction_victim
 
 logger = logging.getLogger(__name__)
 
@@ -441,9 +442,9 @@ class Scheduler:
             need = self.kv.decode_need(mb.running.seq_lens + 1)
             if need <= self.kv.room:
                 return True
-            if self._leaving or self._ends_in_flight():
+            if self._leaving or ends_in_flight(self.micro_batches):
                 return False
-            victim = self._retraction_victim(mb)
+            victim = retraction_victim(mb, self.micro_batches, self.chunked_req)
             if victim is None:
                 if self.num_in_flight:
                     return False
@@ -455,30 +456,6 @@ class Scheduler:
             self.stats.retractions_total += 1
             if len(mb.running) == 0:
                 return False
-
-    def _ends_in_flight(self) -> bool:
-        """Whether a step in flight carries the last token that some request may have."""
-        for mb in self.micro_batches:
-            running = {id(r) for r in mb.running.reqs}
-            for step in mb.in_flight:
-                for req in step.sampled:
-                    if id(req) not in running and not req.finished:
-                        return True
-        return False
-
-    def _retraction_victim(self, mb: MicroBatch) -> Req | None:
-        """Least progress lost: fewest outputs, then longest input; never the last one."""
-        others = [r for m in self.micro_batches if m is not mb for r in m.running.reqs]
-        own = list(mb.running.reqs)
-        candidates = own if len(own) > 1 else others
-        if self.chunked_req is not None and not candidates:
-            candidates = [self.chunked_req]
-        if not candidates:
-            return None
-        return max(
-            candidates,
-            key=lambda r: (r.priority, -len(r.output_ids), r.prompt_len, r.arrival, r.rid),
-        )
 
     def _retract(self, req: Req) -> None:
         """Send a running request back to the queue; its tokens so far are kept."""
@@ -497,22 +474,12 @@ class Scheduler:
         """
         if not self.config.enable_priority_preemption or self._leaving:
             return False
-        victims = sorted(
-            (r for m in self.micro_batches for r in m.running.reqs if r.priority > req.priority),
-            key=lambda r: (r.priority, r.arrival, r.rid),
-            reverse=True,
-        )
         for mb in self.micro_batches:
             mb.running.sync_lens()
         missing = self.kv.round_up(len(req.fill_ids) - req.cached_len + 1) - self.kv.room
         need_row = self.kv.rows.available_size() == 0
-        chosen: list[Req] = []
-        for victim in victims:
-            if missing <= 0 and (chosen or not need_row):
-                break
-            chosen.append(victim)
-            missing -= self.kv.held(victim)
-        if missing > 0 or not chosen:
+        chosen = preemption_victims(req, self.micro_batches, self.kv.held, missing, need_row)
+        if not chosen:
             return False
         for victim in chosen:
             self._retract(victim)

@@ -1,0 +1,67 @@
+"""Who gives way when KV room runs out: pure choices, carried out by the scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from engine.scheduler.micro_batch import MicroBatch
+from engine.scheduler.req import Req
+
+
+def ends_in_flight(micro_batches: Sequence[MicroBatch]) -> bool:
+    """Whether a step in flight carries the last token that some request may have.
+
+    Its room comes free with the result: skipping a decode step is cheaper than retracting.
+    """
+    for mb in micro_batches:
+        running = {id(r) for r in mb.running.reqs}
+        for step in mb.in_flight:
+            if any(id(r) not in running and not r.finished for r in step.sampled):
+                return True
+    return False
+
+
+def retraction_victim(
+    mb: MicroBatch, micro_batches: Sequence[MicroBatch], chunked: Req | None
+) -> Req | None:
+    """Whom to send back to the queue, or None if only one request is left.
+
+    Least important first, then least progress lost: fewest outputs, longest input (SGLang).
+    `mb`'s own rows are preferred: they are the ones that need room now.
+    """
+    own = mb.running.reqs
+    others = [r for m in micro_batches if m is not mb for r in m.running.reqs]
+    candidates = list(own) if len(own) > 1 else others
+    if not candidates and chunked is not None:
+        candidates = [chunked]
+    return max(
+        candidates,
+        key=lambda r: (r.priority, -len(r.output_ids), r.prompt_len, r.arrival, r.rid),
+        default=None,
+    )
+
+
+def preemption_victims(
+    req: Req,
+    micro_batches: Sequence[MicroBatch],
+    held: Callable[[Req], int],
+    missing: int,
+    need_row: bool,
+) -> list[Req]:
+    """Running requests less important than `req` whose retraction makes it fit; [] if none do.
+
+    Least important and latest first. `missing` tokens must come free, and a row if `need_row`;
+    `held` gives the tokens that a request owns.
+    """
+    victims = sorted(
+        (r for m in micro_batches for r in m.running.reqs if r.priority > req.priority),
+        key=lambda r: (r.priority, r.arrival, r.rid),
+        reverse=True,
+    )
+    chosen: list[Req] = []
+    for victim in victims:
+        if missing <= 0 and (chosen or not need_row):
+            break
+        chosen.append(victim)
+        missing -= held(victim)
+    return chosen if missing <= 0 else []
