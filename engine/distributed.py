@@ -96,6 +96,12 @@ class ParallelState:
             dist.destroy_process_group()
 
 
+def open_store(host: str, port: int, *, master: bool) -> dist.TCPStore:  # type: ignore[name-defined]
+    """The key-value store that ranks meet at; the `master` listens (port 0: any free one) and
+    must be kept alive."""
+    return dist.TCPStore(host, port, None, master, wait_for_workers=False)  # type: ignore[attr-defined]
+
+
 def init_parallel(
     backend: str,
     init_method: str,

@@ -62,7 +62,7 @@ def drive(driver: StepDriver, greedy: torch.Tensor | None) -> list[torch.Tensor]
 
 SPLITS = {"tp2": (2, 1), "pp2": (1, 2), "tp2-pp2": (2, 2), "tp4": (4, 1)}
 # Scenes of ranks 0 and 1 run beside those of ranks 2 and 3.
-SENDS = 20
+SENDS = 16
 # Far above the test's own time limit: nothing here may end because of it.
 TIMEOUT_S = 600.0
 
