@@ -9,13 +9,13 @@ import asyncio
 import logging
 from typing import Any
 
-import ray
 from ray import serve
 from ray.util import get_current_placement_group
 
 from deploy.async_inbox import AsyncInbox
 from engine import messages
 from engine.actors.engine_group import EngineGroup
+from engine.actors.ray_types import node_ip
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError
 from engine.messages import AbortRequest, AddRequest, RequestsDone
@@ -45,7 +45,7 @@ class EngineReplica:
 
     async def _start(self) -> None:
         await self._group.start()
-        self._inbox = AsyncInbox(ray.util.get_node_ip_address(), self._on_message)
+        self._inbox = AsyncInbox(node_ip(), self._on_message)
         self._scheduler = Outbox(self._group.scheduler_address)
         asyncio.get_running_loop().create_task(self._fail_open_when_dead())
 

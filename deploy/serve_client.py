@@ -20,7 +20,8 @@ from ray import serve
 from deploy.async_inbox import AsyncInbox
 from deploy.engine_client import EngineClient, EngineHealth, GenerateRequest, ModelInfo
 from engine import messages
-from engine.actors.tokenizer_actor import TokenizerActor
+from engine.actors.ray_types import node_ip
+from engine.actors.tokenizer_actor import RemoteTokenizerActor
 from engine.errors import EngineDeadError, RequestError
 from engine.messages import AddRequest
 from engine.tokenizer import tokenizer_messages as tm
@@ -50,9 +51,9 @@ class ServeEngineClient(EngineClient):
 
     async def start(self, vocab_size: int) -> None:
         """Start the tokenizer and wait until it answers. `vocab_size` is the model's."""
-        self._actor = TokenizerActor.remote(self._model_path)  # type: ignore[attr-defined]
+        self._actor = RemoteTokenizerActor.remote(self._model_path)
         self._client_address, _ = await self._actor.describe.remote()
-        self._inbox = AsyncInbox(ray.util.get_node_ip_address(), self._on_message)
+        self._inbox = AsyncInbox(node_ip(), self._on_message)
         self._tokenizer = Outbox(self._client_address)
         self._watcher = asyncio.get_running_loop().create_task(
             self._watch(self._actor.run.remote())

@@ -226,7 +226,7 @@ def encode(message: Any) -> list[bytes | memoryview]:
             array = np.ascontiguousarray(value)
             if array.nbytes <= INLINE_BYTES:
                 return msgspec.msgpack.Ext(_EXT_ARRAY, _describe(array) + array.tobytes())
-            frames.append(memoryview(array).cast("B"))
+            frames.append(array.data.cast("B"))
             return msgspec.msgpack.Ext(
                 _EXT_ARRAY_FRAME, (len(frames) - 1).to_bytes(2, "little") + _describe(array)
             )

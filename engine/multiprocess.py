@@ -9,8 +9,7 @@ import multiprocessing as mp
 import os
 from multiprocessing.process import BaseProcess
 
-from torch.distributed import TCPStore
-
+from engine.distributed import open_store
 from engine.errors import EngineDeadError
 from engine.executor import MessageExecutor, collect_ready
 from engine.transport import Inbox
@@ -26,7 +25,7 @@ class MultiprocessExecutor(MessageExecutor):
     def __init__(self, config: WorkerConfig) -> None:
         world_size = config.world_size
         # Holding the store here avoids the race of finding a free port first.
-        self._store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        self._store = open_store("127.0.0.1", 0, master=True)
         store = ("127.0.0.1", self._store.port)
         results = Inbox()
         context = mp.get_context("spawn")

@@ -11,8 +11,8 @@ from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from engine.actors.scheduler_actor import SchedulerActor
-from engine.actors.worker_actor import WorkerActor
+from engine.actors.scheduler_actor import RemoteSchedulerActor
+from engine.actors.worker_actor import RemoteWorkerActor
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError
 from engine.messages import Shutdown
@@ -58,9 +58,7 @@ class EngineGroup:
     async def start(self) -> None:
         """Create, load, connect. Raises `EngineDeadError` saying which actor failed and why."""
         config = self.config.model_dump()
-        self._scheduler = SchedulerActor.options(  # type: ignore[attr-defined]
-            scheduling_strategy=self._bundle(0)
-        ).remote()
+        self._scheduler = RemoteSchedulerActor.options(scheduling_strategy=self._bundle(0)).remote()
         for rank in range(self.config.world_size):
             self._workers.append(self._start_worker(rank))
         self.worker_config, store = await self._workers[0].prepare.remote(config, self.share)
@@ -124,7 +122,7 @@ class EngineGroup:
     def _start_worker(self, rank: int) -> ActorHandle[Any]:
         gpus = 1 if self.config.device == "cuda" else 0
         threads = str(self.config.cpu_threads or 1)
-        actor: ActorHandle[Any] = WorkerActor.options(  # type: ignore[attr-defined]
+        actor: ActorHandle[Any] = RemoteWorkerActor.options(
             num_gpus=gpus,
             scheduling_strategy=self._bundle(1 + rank),
             # Read by libgomp when the process starts: spinning threads would starve the rest.

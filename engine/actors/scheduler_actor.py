@@ -9,13 +9,13 @@ from typing import Any
 
 import ray
 
+from engine.actors.ray_types import actor_class, node_ip
 from engine.config import EngineConfig
 from engine.scheduler.scheduler_config import SchedulerConfig
 from engine.scheduler.stats import SchedulerStats
 from engine.scheduler_role import SchedulerRole
 
 
-@ray.remote(num_cpus=0, max_restarts=0, concurrency_groups={"loop": 1, "control": 2})
 class SchedulerActor:
     """`run` occupies one thread for the engine's life; the others answer control calls."""
 
@@ -28,7 +28,7 @@ class SchedulerActor:
         """Build the scheduler; addresses of its request inbox and its result inbox."""
         engine = EngineConfig(**config)
         scheduler = SchedulerConfig.from_config(engine.resolve(), num_kv_tokens)
-        self._role = SchedulerRole(scheduler, ray.util.get_node_ip_address(), engine.world_size)
+        self._role = SchedulerRole(scheduler, node_ip(), engine.world_size)
         return self._role.inbox.address, self._role.results.address
 
     @ray.method(concurrency_group="loop")
@@ -55,3 +55,6 @@ class SchedulerActor:
         if self._role is None:
             raise RuntimeError("prepare comes first")
         return self._role
+
+
+RemoteSchedulerActor = actor_class(SchedulerActor, concurrency_groups={"loop": 1, "control": 2})

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import ray
 
+from engine.actors.ray_types import actor_class, node_ip
 from engine.tokenizer.tokenizer_role import TokenizerRole
 
 
-@ray.remote(num_cpus=0, max_restarts=0, concurrency_groups={"loop": 1, "control": 1})
 class TokenizerActor:
     """`run` occupies one thread for the actor's life."""
 
     def __init__(self, model_path: str) -> None:
-        self._role = TokenizerRole(model_path, ray.util.get_node_ip_address())
+        self._role = TokenizerRole(model_path, node_ip())
 
     @ray.method(concurrency_group="control")
     def describe(self) -> tuple[str, int]:
@@ -23,3 +23,6 @@ class TokenizerActor:
     def run(self) -> None:
         """Serve messages; returns after `Shutdown`."""
         self._role.run()
+
+
+RemoteTokenizerActor = actor_class(TokenizerActor, concurrency_groups={"loop": 1, "control": 1})

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import ray
-
+from engine.actors.ray_types import actor_class, node_ip
 from engine.config import EngineConfig
 from engine.worker.worker_config import WorkerConfig, make_worker_config
 from engine.worker.worker_loop import run_worker
 
 
-@ray.remote(num_cpus=0, max_restarts=0)
 class WorkerActor:
     """Loads its shard and runs steps until its engine ends; never restarted alone."""
 
@@ -25,16 +23,19 @@ class WorkerActor:
         Returns the config for all ranks, and host and port of the store.
         """
         worker = make_worker_config(EngineConfig(**config).resolve(), share=share)
-        host = ray.util.get_node_ip_address()
+        host = node_ip()
         if worker.world_size == 1:
             return worker, (host, 0)
-        from torch.distributed import TCPStore
+        from engine.distributed import open_store
 
         # Holding the store avoids the race of finding a free port first.
-        self._store = TCPStore(host, 0, None, True, wait_for_workers=False)
+        self._store = open_store(host, 0, master=True)
         return worker, (host, self._store.port)
 
     def run(self, config: WorkerConfig, store: tuple[str, int], results_address: str) -> None:
         """The worker's life; returns after `Shutdown`."""
-        host = ray.util.get_node_ip_address()
+        host = node_ip()
         run_worker(config, self.rank, store, results_address, host)
+
+
+RemoteWorkerActor = actor_class(WorkerActor)

@@ -39,9 +39,7 @@ def _run(
     config: WorkerConfig, rank: int, store: tuple[str, int], inbox: Inbox, results: Outbox
 ) -> None:
     # torch comes in here, so that a parent can import this module cheaply.
-    from torch.distributed import TCPStore
-
-    from engine.distributed import init_parallel
+    from engine.distributed import init_parallel, open_store
     from engine.worker.tp_worker import TpModelWorker
 
     try:
@@ -52,7 +50,7 @@ def _run(
             config.tp_size,
             config.pp_size,
             INIT_TIMEOUT_S,
-            TCPStore(*store, is_master=False) if config.world_size > 1 else None,
+            open_store(*store, master=False) if config.world_size > 1 else None,
         )
         worker = TpModelWorker(config, parallel)
     except Exception as error:
