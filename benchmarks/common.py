@@ -72,6 +72,13 @@ def finish(figures: dict[str, object], ok: bool) -> None:
     sys.stdout.flush()
 
 
+def save_result(path: Path, figures: dict[str, object], ok: bool) -> None:
+    """Write a run's figures with the environment to a JSON file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    saved = {**figures, "environment": environment(), "ok": bool(ok)}
+    path.write_text(json.dumps(saved, indent=1, default=_plain) + "\n")
+
+
 def percentiles(values: Iterable[float], qs: Sequence[float] = (50, 90, 99)) -> dict[str, float]:
     """``{"mean", "p50", "p90", "p99"}`` (or the given qs) of values, in the values' unit.
 

@@ -1,0 +1,116 @@
+"""Messages survive the wire; strangers and garbage don't get in."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine import messages
+from engine.errors import EngineDeadError
+from engine.messages import AddRequest, ForwardMode, ModelWorkerBatch, SlotParams, StepOutputs
+from engine.sampling_params import SamplingParams
+from engine.transport import Inbox, Outbox
+
+ints = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=3000).map(
+    lambda v: np.asarray(v, np.int32)
+)
+
+
+def wire(frames: list[bytes | memoryview]) -> list[bytes]:
+    return [bytes(f) for f in frames]
+
+
+@given(ids=ints, out=st.none() | ints, seed=st.none() | st.integers(-(2**63), 2**63 - 1))
+def test_add_request_round_trip(ids: np.ndarray, out: np.ndarray | None, seed: int | None) -> None:
+    sent = AddRequest(
+        rid=2**40,
+        input_ids=ids,
+        output_ids=out,
+        params=SamplingParams(seed=seed, logit_bias={3: -1.5}, stop=["é\n"]),
+    )
+    for frames in (wire(messages.encode(sent)), [messages.encode_inline(sent)]):
+        got = messages.decode(frames, AddRequest)
+        assert np.array_equal(got.input_ids, ids) and got.input_ids.dtype == np.int32
+        assert (got.output_ids is None) == (out is None)
+        assert got.params == sent.params
+
+
+@given(rows=st.integers(0, 2000))
+def test_batch_round_trip(rows: int) -> None:
+    a = np.arange(rows, dtype=np.int32)
+    empty = np.zeros(0, np.int32)
+    slots = [SlotParams(1, 2, [3], SamplingParams(top_k=5), a)]
+    sent = ModelWorkerBatch(
+        7, 1, ForwardMode.DECODE, 0, a, a + 1, empty, a - 1, a, empty, empty, empty, a, slots
+    )
+    got = messages.decode(wire(messages.encode(sent)), ModelWorkerBatch)
+    for name in ("req_pool_indices", "seq_lens", "input_ids", "out_cache_loc", "sample_rows"):
+        assert np.array_equal(getattr(got, name), getattr(sent, name)), name
+    assert np.array_equal(got.new_slots[0].token_ids, a)
+
+
+def test_large_arrays_are_frames_of_their_own() -> None:
+    big = np.arange(messages.INLINE_BYTES, dtype=np.int32)
+    frames = messages.encode(AddRequest(rid=1, input_ids=big, params=SamplingParams()))
+    assert len(frames) == 2 and len(frames[0]) < 200
+
+
+def test_decode_refuses_what_is_not_the_message() -> None:
+    good = wire(messages.encode(StepOutputs(1, np.zeros(2, np.int64), np.zeros(2), [], [])))
+    with pytest.raises(msgspec.MsgspecError):
+        messages.decode(good, AddRequest)
+    with pytest.raises(msgspec.MsgspecError):
+        messages.decode([b"\xc1"], StepOutputs)
+
+
+def test_inbox_takes_only_messages_with_its_secret() -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    inbox = Inbox(context=context)
+    friend = Outbox(inbox.address, context)
+    endpoint = inbox.address.partition("#")[0]
+    stranger = Outbox(f"{endpoint}#{'00' * 16}", context)
+    raw = context.socket(zmq.PUSH)
+    raw.connect(endpoint)
+    stranger.send(messages.Shutdown())
+    raw.send(b"hello")
+    raw.send_multipart([b"x" * 17, b"y"])
+    friend.send(messages.ClientGone("c"))
+    got = inbox.recv(5.0)
+    assert got == messages.ClientGone("c")
+    assert inbox.recv(0.3) is None
+    assert inbox.refused == 3
+    raw.close(0)
+    friend.close()
+    stranger.close()
+    inbox.close()
+    context.term()
+
+
+def test_messages_of_one_sender_keep_their_order() -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    inbox = Inbox(context=context)
+    outbox = Outbox(inbox.address, context)
+    for i in range(500):
+        outbox.send(messages.AbortRequest(rid=i))
+    assert [inbox.recv(5.0).rid for _ in range(500)] == list(range(500))  # type: ignore[union-attr]
+    outbox.close()
+    inbox.close()
+    context.term()
+
+
+def test_a_receiver_that_never_reads_counts_as_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.transport.SEND_LIMIT", 10)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    inbox = Inbox(context=context)
+    gone = inbox.address
+    inbox.close()
+    outbox = Outbox(gone, context)
+    with pytest.raises(EngineDeadError):
+        for i in range(100):
+            outbox.send(messages.AbortRequest(rid=i))
+    outbox.socket.close(0)
+    context.term()
