@@ -18,6 +18,7 @@ import ray
 from ray import serve
 
 from deploy.async_inbox import AsyncInbox
+from deploy.delta_stream import DeltaStream
 from deploy.engine_client import EngineClient, EngineHealth, GenerateRequest, ModelInfo
 from engine import messages
 from engine.actors.ray_types import node_ip
@@ -46,7 +47,8 @@ class ServeEngineClient(EngineClient):
         self._info: ModelInfo | None = None
         self._rids = itertools.count(1)
         self._calls: dict[int, asyncio.Future[Any]] = {}
-        self._streams: dict[int, asyncio.Queue[TextDelta]] = {}
+        self._streams: dict[int, DeltaStream] = {}
+        self._open_calls: set[asyncio.Task[None]] = set()
         self._tokenizer_death = ""
 
     async def start(self, vocab_size: int) -> None:
@@ -111,9 +113,9 @@ class ServeEngineClient(EngineClient):
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TextDelta]:
         rid = next(self._rids)
-        queue: asyncio.Queue[TextDelta] = asyncio.Queue()
-        self._streams[rid] = queue
-        engine: asyncio.Task[None] | None = None
+        stream = self._streams[rid] = DeltaStream()
+        call: asyncio.Task[None] | None = None
+        ended = False
         try:
             await self._ask(
                 rid,
@@ -127,53 +129,62 @@ class ServeEngineClient(EngineClient):
                     return_token_ids=request.return_token_ids,
                 ),
             )
-            add = AddRequest(
-                rid=rid,
-                client=self._client_address,
-                request_id=request.request_id,
-                input_ids=np.asarray(request.prompt_ids, np.int32),
-                params=request.params,
-                priority=request.priority,
-                cache_salt=request.cache_salt,
-                timeout_s=request.timeout_s,
-            )
-            # The Serve call crosses Ray as one byte string.
-            response = self._engines.generate.remote(messages.encode_inline(add))
-            engine = asyncio.ensure_future(_await(response))
-            async for delta in self._read(queue, engine):
-                yield delta
-        finally:
-            del self._streams[rid]
-            self._tokenizer.send(tm.Unregister(rid))
-            if engine is not None and not engine.done():
-                response.cancel()
-                engine.cancel()
-
-    async def _read(
-        self, queue: asyncio.Queue[TextDelta], engine: asyncio.Task[None]
-    ) -> AsyncIterator[TextDelta]:
-        """Deltas until the last; notices an engine that died or lost the request."""
-        wakeup = asyncio.ensure_future(queue.get())
-        try:
-            while True:
-                timeout = END_TIMEOUT_S if engine.done() else None
-                waits: set[asyncio.Future[Any]] = {wakeup} if engine.done() else {wakeup, engine}
-                await asyncio.wait(waits, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-                if not wakeup.done():
-                    _raise_if_lost(engine, timed_out=timeout is not None)
-                    continue
-                delta = wakeup.result()
+            call = self._start_call(rid, request, stream)
+            while not ended:
+                delta = await stream.get()
+                ended = delta.finish_reason is not None
                 if delta.finish_reason == "error":
                     raise RequestError(
                         delta.error, delta.error_param, status=delta.error_status or 500
                     )
-                if delta.finish_reason is None:
-                    wakeup = asyncio.ensure_future(queue.get())
                 yield delta
-                if delta.finish_reason is not None:
-                    return
         finally:
-            wakeup.cancel()
+            del self._streams[rid]
+            if not ended:
+                # The reader left or the engine is lost: cancelling the call aborts the request.
+                self._tokenizer.send(tm.Unregister(rid))
+                if call is not None:
+                    call.cancel()
+
+    def _start_call(
+        self, rid: int, request: GenerateRequest, stream: DeltaStream
+    ) -> asyncio.Task[None]:
+        """Open the request's unary call to an engine replica; its failure fails `stream`."""
+        add = AddRequest(
+            rid=rid,
+            client=self._client_address,
+            request_id=request.request_id,
+            input_ids=np.asarray(request.prompt_ids, np.int32),
+            params=request.params,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            timeout_s=request.timeout_s,
+        )
+
+        async def run() -> None:
+            # The call crosses Ray as one byte string.
+            response = self._engines.generate.remote(messages.encode_inline(add))
+            try:
+                await response
+            except asyncio.CancelledError:
+                response.cancel()
+                raise
+
+        def on_end(task: asyncio.Task[None]) -> None:
+            self._open_calls.discard(task)
+            if task.cancelled():
+                return
+            error = task.exception()
+            if error is not None:
+                stream.fail(EngineDeadError(f"the engine was lost: {type(error).__name__}"))
+                return
+            lost = EngineDeadError("the engine ended the request but its last tokens never came")
+            asyncio.get_running_loop().call_later(END_TIMEOUT_S, stream.fail, lost)
+
+        task = asyncio.ensure_future(run())
+        self._open_calls.add(task)
+        task.add_done_callback(on_end)
+        return task
 
     async def health(self) -> EngineHealth:
         if self._info is None:
@@ -218,9 +229,9 @@ class ServeEngineClient(EngineClient):
     def _on_message(self, message: Any) -> None:
         if isinstance(message, tm.TextOutputs):
             for delta in message.deltas:
-                queue = self._streams.get(delta.rid)
-                if queue is not None:
-                    queue.put_nowait(delta)
+                stream = self._streams.get(delta.rid)
+                if stream is not None:
+                    stream.push(delta)
         elif isinstance(message, tm.EncodeReply | tm.DecodeReply | tm.Registered):
             future = self._calls.get(message.call)
             if future is not None and not future.done():
@@ -240,17 +251,8 @@ class ServeEngineClient(EngineClient):
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(EngineDeadError(reason))
-        lost = TextDelta(0, "", [], 0, "error", None, 0, 0, error=reason, error_status=503)
-        for queue in self._streams.values():
-            queue.put_nowait(lost)
-
-
-def _raise_if_lost(engine: asyncio.Task[None], *, timed_out: bool) -> None:
-    error = engine.exception() if engine.done() and not engine.cancelled() else None
-    if error is not None:
-        raise EngineDeadError(f"the engine was lost: {type(error).__name__}") from error
-    if timed_out:
-        raise EngineDeadError("the engine ended the request but its last tokens never came")
+        for stream in self._streams.values():
+            stream.fail(EngineDeadError(reason))
 
 
 def _replicas_not_running() -> str:
@@ -268,7 +270,3 @@ def _ids(reply: tm.EncodeReply) -> list[list[int]]:
     if reply.error:
         raise RequestError(reply.error, reply.param)
     return reply.ids
-
-
-async def _await(response: Any) -> Any:
-    return await response
