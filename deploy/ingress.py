@@ -52,7 +52,7 @@ def build_ingress(settings: ApiSettings) -> Any:
                 self._started = True
             self._client.check()
 
-        def __del__(self) -> None:
+        async def __del__(self) -> None:
             if self._started:
                 self._client.stop()
 

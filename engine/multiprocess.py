@@ -11,7 +11,7 @@ from multiprocessing.process import BaseProcess
 
 from engine.distributed import open_store
 from engine.errors import EngineDeadError
-from engine.executor import MessageExecutor, collect_ready
+from engine.message_executor import MessageExecutor, collect_ready
 from engine.transport import Inbox
 from engine.worker.worker_config import WorkerConfig
 from engine.worker.worker_loop import run_worker

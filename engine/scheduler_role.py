@@ -17,7 +17,7 @@ import zmq
 
 from engine.engine_core import EngineCore
 from engine.errors import EngineDeadError
-from engine.executor import MessageExecutor, collect_ready
+from engine.message_executor import MessageExecutor, collect_ready
 from engine.messages import (
     AbortRequest,
     AddRequest,
