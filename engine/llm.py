@@ -19,6 +19,7 @@ from engine.executor import Executor
 from engine.in_process import InProcessExecutor
 from engine.messages import AbortRequest, AddRequest, StepOutputs
 from engine.sampling_params import SamplingParams
+from engine.scheduler.admission import verify_prompt
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.scheduler_config import SchedulerConfig
 from engine.tokenizer.detokenizer_manager import DetokenizerManager, LogprobEntry, TextDelta
@@ -135,7 +136,9 @@ class LLM:
         use_tqdm: bool,
     ) -> list[RequestOutput]:
         for ids, p in zip(prompts, params, strict=True):
-            self._verify(ids, p)
+            p.verify(self.vocab_size)
+            # int64: an id beyond 32 bits must be refused, not wrapped around.
+            verify_prompt(np.asarray(ids, np.int64), self.max_model_len, self.vocab_size)
         detokenizer = DetokenizerManager(self.tokenizer) if self.tokenizer else None
         outputs: dict[int, RequestOutput] = {}
         order: list[int] = []
@@ -168,22 +171,6 @@ class LLM:
                 self.core.process_one()
             self.core.scheduler.take_outputs()
         return [outputs[rid] for rid in order]
-
-    def _verify(self, ids: list[int], params: SamplingParams) -> None:
-        params.verify(self.vocab_size)
-        if not ids:
-            raise RequestError("the prompt is empty", "prompt")
-        if len(ids) >= self.max_model_len:
-            raise RequestError(
-                f"the prompt has {len(ids)} tokens; with at least one token of output it must "
-                f"stay below the context length of {self.max_model_len}",
-                "prompt",
-            )
-        if min(ids) < 0 or max(ids) >= self.vocab_size:
-            raise RequestError(
-                f"the prompt holds a token id outside the vocabulary (0 to {self.vocab_size - 1})",
-                "prompt",
-            )
 
     def _absorb(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from engine.errors import RequestError
-from engine.messages import AddRequest, FinishedReq
+from engine.messages import AddRequest, FinishedReq, IntArray
 from engine.scheduler.req import Req
 from engine.scheduler.scheduler_config import SchedulerConfig
 
@@ -59,22 +59,26 @@ def make_req(
     )
 
 
-def _verify(request: AddRequest, config: SchedulerConfig, num_waiting: int) -> None:
-    ids = request.input_ids
+def verify_prompt(ids: IntArray, max_model_len: int, vocab_size: int) -> None:
+    """Raise `RequestError` if a prompt [n] is empty, too long, or not of this vocabulary."""
     if len(ids) == 0:
         raise RequestError("the prompt is empty", "prompt")
-    if len(ids) >= config.max_model_len:
+    if len(ids) >= max_model_len:
         raise RequestError(
             f"the prompt has {len(ids)} tokens; with at least one token of output it must stay "
-            f"below the context length of {config.max_model_len}",
+            f"below the context length of {max_model_len}",
             "prompt",
             code="context_length_exceeded",
         )
-    if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size:
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
         raise RequestError(
-            f"the prompt holds a token id outside the vocabulary (0 to {config.vocab_size - 1})",
+            f"the prompt holds a token id outside the vocabulary (0 to {vocab_size - 1})",
             "prompt",
         )
+
+
+def _verify(request: AddRequest, config: SchedulerConfig, num_waiting: int) -> None:
+    verify_prompt(request.input_ids, config.max_model_len, config.vocab_size)
     request.params.verify(config.vocab_size)
     if request.params.seed is None and request.params.temperature > 0:
         raise RequestError("a sampled request needs a seed (the ingress draws one)", "seed")

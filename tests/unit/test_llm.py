@@ -1,0 +1,116 @@
+"""engine.LLM with the carried model: inputs, outputs, errors, interruption."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engine import LLM, SamplingParams
+from engine.errors import ConfigError, RequestError
+
+MODEL = str(Path(__file__).resolve().parents[2] / "models" / "manta-small")
+GREEDY = SamplingParams(max_tokens=12, temperature=0)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(MODEL, max_total_tokens=2048, cpu_threads=1) as made:
+        yield made
+
+
+def test_text_and_ids_give_the_same(llm: LLM) -> None:
+    assert llm.tokenizer is not None
+    (text,) = llm.generate("def ", GREEDY, use_tqdm=False)
+    (ids,) = llm.generate(llm.tokenizer.encode("def "), GREEDY, use_tqdm=False)
+    assert text.output.token_ids == ids.output.token_ids
+    assert text.output.text == llm.tokenizer.decode(text.output.token_ids)
+    assert text.output.finish_reason in ("length", "stop")
+
+
+def test_order_and_params_per_prompt(llm: LLM) -> None:
+    params = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in (3, 9, 1)]
+    outs = llm.generate(["a", "b", "c"], params, use_tqdm=False)
+    assert [o.prompt for o in outs] == ["a", "b", "c"]
+    assert [len(o.output.token_ids) for o in outs] == [3, 9, 1]
+
+
+def test_repeated_prompt_hits_the_cache(llm: LLM) -> None:
+    prompt = [7 + i % 500 for i in range(100)]
+    llm.generate(prompt, GREEDY, use_tqdm=False)
+    (again,) = llm.generate(prompt, GREEDY, use_tqdm=False)
+    assert again.num_cached_tokens == 96
+
+
+def test_unseeded_sampling_varies_and_seeded_repeats(llm: LLM) -> None:
+    free = SamplingParams(max_tokens=16, temperature=1.5, ignore_eos=True)
+    fixed = SamplingParams(max_tokens=16, temperature=1.5, ignore_eos=True, seed=1)
+    outs = llm.generate(["x"] * 4, free, use_tqdm=False)
+    assert len({tuple(o.output.token_ids) for o in outs}) > 1
+    outs = llm.generate(["x"] * 4, fixed, use_tqdm=False)
+    assert len({tuple(o.output.token_ids) for o in outs}) == 1
+
+
+def test_stop_string(llm: LLM) -> None:
+    (plain,) = llm.generate("def ", SamplingParams(max_tokens=40, temperature=0), use_tqdm=False)
+    stop = plain.output.text[10:13]
+    params = SamplingParams(max_tokens=40, temperature=0, stop=[stop])
+    (out,) = llm.generate("def ", params, use_tqdm=False)
+    assert out.output.finish_reason == "stop"
+    assert out.output.stop_reason == stop
+    assert out.output.text == plain.output.text[: plain.output.text.index(stop)]
+
+
+def test_chat(llm: LLM) -> None:
+    (out,) = llm.chat([{"role": "user", "content": "What is a list?"}], GREEDY, use_tqdm=False)
+    assert out.output.token_ids
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "param"),
+    [
+        ([], GREEDY, "prompt"),
+        ([4096], GREEDY, "prompt"),
+        ([2**40], GREEDY, "prompt"),
+        ([-1], GREEDY, "prompt"),
+        ([5] * 5000, GREEDY, "prompt"),
+        ("x", SamplingParams(temperature=float("inf")), "temperature"),
+        ("x", SamplingParams(min_tokens=5, max_tokens=2), "min_tokens"),
+    ],
+)
+def test_bad_input_is_refused_by_name(
+    llm: LLM, prompt: str | list[int], params: SamplingParams, param: str
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        llm.generate([prompt], params, use_tqdm=False)
+    assert caught.value.param == param
+    assert llm.core.scheduler.is_idle
+    assert llm.generate("x", GREEDY, use_tqdm=False)[0].output.token_ids
+
+
+def test_interrupted_run_leaves_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, count = llm.core.step, 0
+
+    def interrupted() -> object:
+        nonlocal count
+        count += 1
+        if count == 4:
+            raise KeyboardInterrupt
+        return step()
+
+    monkeypatch.setattr(llm.core, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["a", "b"], SamplingParams(max_tokens=50, temperature=0), use_tqdm=False)
+    monkeypatch.undo()
+    assert llm.core.scheduler.is_idle
+    assert llm.core.scheduler.check_invariants() is None
+
+
+def test_config_errors_come_before_the_weights() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'page_size'"):
+        LLM(MODEL, page_sise=1)
+    with pytest.raises(ConfigError, match="does not exist"):
+        LLM("models/none")
+    with pytest.raises(ConfigError, match="can't hold one request"):
+        LLM(MODEL, max_total_tokens=64, max_model_len=128)
