@@ -6,9 +6,8 @@ import random
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 from tqdm import tqdm
 
@@ -33,6 +32,7 @@ Prompt = str | Sequence[int]
 class CompletionOutput:
     """One finished sequence. `token_ids` include the eos or stop token that ended it."""
 
+    index: int = 0
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
@@ -42,13 +42,23 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """A prompt and what was generated for it. `num_cached_tokens` came from the prefix cache."""
+    """A prompt and the `n` sequences generated for it.
+
+    `num_cached_tokens` of the prompt came from the prefix cache (for the first sequence).
+    """
 
     prompt: str | None
     prompt_token_ids: list[int]
-    output: CompletionOutput
+    outputs: list[CompletionOutput]
     num_cached_tokens: int = 0
     prompt_logprobs: list[LogprobEntry | None] | None = None
+
+
+class _Running(NamedTuple):
+    """A sequence under way, and the result that it belongs to."""
+
+    result: RequestOutput
+    sequence: CompletionOutput
 
 
 class LLM:
@@ -140,27 +150,34 @@ class LLM:
             # int64: an id beyond 32 bits must be refused, not wrapped around.
             verify_prompt(np.asarray(ids, np.int64), self.max_model_len, self.vocab_size)
         detokenizer = DetokenizerManager(self.tokenizer) if self.tokenizer else None
-        outputs: dict[int, RequestOutput] = {}
-        order: list[int] = []
+        results: list[RequestOutput] = []
+        running: dict[int, _Running] = {}
         for text, ids, p in zip(texts, prompts, params, strict=True):
-            rid = self._next_rid
-            self._next_rid += 1
-            if p.seed is None:
-                p = msgspec.structs.replace(p, seed=self._rng.getrandbits(63))
-            outputs[rid] = RequestOutput(text, ids, CompletionOutput())
-            order.append(rid)
-            if detokenizer is not None:
-                detokenizer.add(rid, p, ids, return_token_ids=True)
-            self.core.add(AddRequest(rid=rid, input_ids=np.asarray(ids, np.int32), params=p))
+            result = RequestOutput(text, ids, [CompletionOutput(i) for i in range(p.n)])
+            results.append(result)
+            for sequence, copy in zip(
+                result.outputs, p.copies(lambda: self._rng.getrandbits(63)), strict=True
+            ):
+                rid = self._next_rid
+                self._next_rid += 1
+                running[rid] = _Running(result, sequence)
+                if detokenizer is not None:
+                    detokenizer.add(rid, copy, ids, return_token_ids=True)
+                array = np.asarray(ids, np.int32)
+                self.core.add(AddRequest(rid=rid, input_ids=array, params=copy))
         bar = tqdm(
-            total=len(order), disable=not use_tqdm, unit="req", file=sys.stderr, dynamic_ncols=True
+            total=len(running),
+            disable=not use_tqdm,
+            unit="seq",
+            file=sys.stderr,
+            dynamic_ncols=True,
         )
-        open_rids = set(order)
+        open_rids = set(running)
         try:
             with bar:
                 while open_rids:
                     for _, out in self.core.step():
-                        for rid in self._absorb(out, detokenizer, outputs):
+                        for rid in self._absorb(out, detokenizer, running):
                             open_rids.discard(rid)
                             bar.update(1)
         finally:
@@ -170,23 +187,23 @@ class LLM:
             while self.core.scheduler.num_in_flight:
                 self.core.process_one()
             self.core.scheduler.take_outputs()
-        return [outputs[rid] for rid in order]
+        return results
 
     def _absorb(
         self,
         out: StepOutputs,
         detokenizer: DetokenizerManager | None,
-        outputs: dict[int, RequestOutput],
+        running: dict[int, _Running],
     ) -> list[int]:
-        """Put a step's tokens into `outputs`; rids that ended."""
+        """Put a step's tokens where they belong; rids that ended."""
         if detokenizer is None:
-            return _absorb_ids(out, outputs)
+            return _absorb_ids(out, running)
         deltas, stopped = detokenizer.process(out)
         for rid in stopped:
             self.core.abort(AbortRequest(rid=rid, reason="stop"))
         ended = []
         for delta in deltas:
-            _apply(delta, outputs[delta.rid])
+            _apply(delta, running[delta.rid])
             if delta.finish_reason is not None:
                 ended.append(delta.rid)
         return ended
@@ -224,29 +241,32 @@ def _per_prompt(
     return list(params)
 
 
-def _apply(delta: TextDelta, output: RequestOutput) -> None:
-    completion = output.output
-    completion.text += delta.text
-    completion.token_ids.extend(delta.token_ids)
-    completion.logprobs.extend(delta.logprobs or ())
+def _apply(delta: TextDelta, running: _Running) -> None:
+    sequence = running.sequence
+    sequence.text += delta.text
+    sequence.token_ids.extend(delta.token_ids)
+    sequence.logprobs.extend(delta.logprobs or ())
     if delta.prompt_logprobs is not None:
-        output.prompt_logprobs = delta.prompt_logprobs
+        running.result.prompt_logprobs = delta.prompt_logprobs
     if delta.finish_reason is None:
         return
     if delta.finish_reason == "error":
         raise RequestError(delta.error, delta.error_param, status=delta.error_status or 500)
-    completion.finish_reason = delta.finish_reason
-    completion.stop_reason = delta.stop_reason
-    output.num_cached_tokens = delta.num_cached
+    _end(running, delta.finish_reason, delta.stop_reason, delta.num_cached)
 
 
-def _absorb_ids(out: StepOutputs, outputs: dict[int, RequestOutput]) -> list[int]:
+def _absorb_ids(out: StepOutputs, running: dict[int, _Running]) -> list[int]:
     for rid, token in zip(out.rids.tolist(), out.token_ids.tolist(), strict=True):
-        outputs[rid].output.token_ids.append(token)
+        running[rid].sequence.token_ids.append(token)
     for end in out.finished:
         if end.reason == "error":
             raise RequestError(end.message, end.param, status=end.status or 500)
-        outputs[end.rid].output.finish_reason = end.reason
-        outputs[end.rid].output.stop_reason = end.matched_token
-        outputs[end.rid].num_cached_tokens = end.num_cached
+        _end(running[end.rid], end.reason, end.matched_token, end.num_cached)
     return [end.rid for end in out.finished]
+
+
+def _end(running: _Running, reason: str, stop_reason: str | int | None, num_cached: int) -> None:
+    running.sequence.finish_reason = reason
+    running.sequence.stop_reason = stop_reason
+    if running.sequence.index == 0:
+        running.result.num_cached_tokens = num_cached

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import msgspec
 
 from engine.errors import RequestError
 
 MAX_LOGPROBS = 20
+MAX_N = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
 
@@ -16,6 +18,8 @@ MAX_STOP_LENGTH = 1024
 class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     """How to choose the next tokens of one request.
 
+    `n` sequences per prompt: copy i samples with `seed` + i. The engine runs single sequences;
+    `engine.LLM` and the ingress make the copies.
     Units: `max_tokens`/`min_tokens` in output tokens. `max_tokens=None` means up to the context
     limit. `top_k` <= 0 and `top_p`=1, `min_p`=0 switch the filter off. `temperature`=0 is greedy.
     `seed` keys the noise (engine/sampling): equal seed and position give equal noise anywhere.
@@ -24,6 +28,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     distribution, before penalties, bias, temperature and filters.
     """
 
+    n: int = 1
     max_tokens: int | None = None
     min_tokens: int = 0
     temperature: float = 1.0
@@ -43,6 +48,15 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
 
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            self.stop = [self.stop]
+
+    def copies(self, fallback_seed: Callable[[], int]) -> list[SamplingParams]:
+        """The `n` single-sequence parameters; seeds are drawn where none is given."""
+        seeds = copy_seeds(self.seed, self.n, fallback_seed)
+        return [msgspec.structs.replace(self, n=1, seed=seed) for seed in seeds]
+
     @property
     def has_penalties(self) -> bool:
         """Whether the sampler must know which tokens came before."""
@@ -60,6 +74,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
         _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _check_number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_open=True)
+        _check_int("n", self.n, 1, MAX_N)
         _check_int("top_k", self.top_k, -1, 2**31 - 1)
         if self.max_tokens is not None:
             _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
@@ -87,6 +102,13 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
         for token, bias in (self.logit_bias or {}).items():
             _check_token("logit_bias", token, vocab_size)
             _check_number("logit_bias", bias, -100.0, 100.0)
+
+
+def copy_seeds(seed: int | None, n: int, draw: Callable[[], int]) -> list[int]:
+    """Seeds of `n` copies of a request: counted up from `seed`, wrapping at 64 bits, else drawn."""
+    if seed is None:
+        return [draw() for _ in range(n)]
+    return [(seed + copy + 2**63) % 2**64 - 2**63 for copy in range(n)]
 
 
 def _check_number(

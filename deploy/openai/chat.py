@@ -15,7 +15,7 @@ from deploy.openai.limits import (
     check_model,
     check_text_length,
     check_token_ids,
-    copy_seeds,
+    request_seeds,
     resolve_max_tokens,
 )
 from deploy.openai.logprobs import chat_logprobs, prompt_logprobs
@@ -50,7 +50,7 @@ class ChatEndpoint(Endpoint):
         add_generation_prompt = request.add_generation_prompt
         if add_generation_prompt is None:
             add_generation_prompt = not request.continue_final_message
-        seeds = copy_seeds(request.seed, request.n)
+        seeds = request_seeds(request.seed, request.n)
         prompt_ids = await client.render_chat(
             messages,
             add_generation_prompt=add_generation_prompt,

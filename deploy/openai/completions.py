@@ -15,7 +15,7 @@ from deploy.openai.limits import (
     check_model,
     check_text_length,
     check_token_ids,
-    copy_seeds,
+    request_seeds,
     resolve_max_tokens,
 )
 from deploy.openai.logprobs import completion_logprobs, echoed_logprobs, prompt_logprobs
@@ -37,7 +37,7 @@ class CompletionEndpoint(Endpoint):
         request = parse_request(body, CompletionRequest)
         info = client.model_info
         check_model(request.model, info)
-        seeds = copy_seeds(request.seed, request.n)
+        seeds = request_seeds(request.seed, request.n)
         prompts = await _encode(client, request, info)
         request_id = f"cmpl-{request.request_id or request_id}"
         # A sequence always makes a token; one that nobody asked for is dropped again.
@@ -51,7 +51,7 @@ class CompletionEndpoint(Endpoint):
                 len(prompt_ids), asked, COMPLETION_MAX_TOKENS, info, _FIELDS
             )
             if request.seed is None and sequences:
-                seeds = copy_seeds(None, request.n)
+                seeds = request_seeds(None, request.n)
             for seed in seeds:
                 params = request.sampling_params(max_tokens, seed, request.logprobs, prompt_top)
                 if not sequences or params.max_tokens != sequences[-1].params.max_tokens:

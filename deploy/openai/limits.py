@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from deploy.engine_client import ModelInfo
 from engine.errors import RequestError
+from engine.sampling_params import copy_seeds
 
 MAX_TOKEN_CHARS = 256
 """No vocabulary known has longer tokens (Llama 3 and GPT-4 reach 128 spaces)."""
@@ -86,13 +87,11 @@ def resolve_max_tokens(
     return asked
 
 
-def copy_seeds(seed: int | None, n: int) -> list[int]:
-    """Seeds of `n` copies: counted up from `seed` (wrapping at 64 bits), else random.
+def request_seeds(seed: int | None, n: int) -> list[int]:
+    """Seeds of `n` copies: counted up from `seed`, else random.
 
     Every sequence gets one here, so that it can be resumed elsewhere with the same noise.
     """
-    if seed is None:
-        return [secrets.randbits(63) for _ in range(n)]
-    if not -(2**63) <= seed < 2**63:
+    if seed is not None and not -(2**63) <= seed < 2**63:
         raise RequestError("seed must be a 64-bit integer", "seed")
-    return [(seed + copy + 2**63) % 2**64 - 2**63 for copy in range(n)]
+    return copy_seeds(seed, n, lambda: secrets.randbits(63))

@@ -45,7 +45,7 @@ def worker_pids(mark: str) -> list[int]:
 def test_tp2_pp2_serves_the_same_tokens_and_restarts_as_a_unit() -> None:
     with LLM(dtype="float32", max_total_tokens=4096, cpu_threads=1) as llm:
         params = SamplingParams(max_tokens=OUTPUT, temperature=0, ignore_eos=True)
-        expected = [r.output.token_ids for r in llm.generate(PROMPTS, params, use_tqdm=False)]
+        expected = [r.outputs[0].token_ids for r in llm.generate(PROMPTS, params, use_tqdm=False)]
     shm_before = set(os.listdir("/dev/shm"))
     with manta("configs/llama-tp2-pp2.yaml", dtype="float32", max_total_tokens=4096) as server:
         url = server.base_url

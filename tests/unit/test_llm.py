@@ -24,16 +24,16 @@ def test_text_and_ids_give_the_same(llm: LLM) -> None:
     assert llm.tokenizer is not None
     (text,) = llm.generate("def ", GREEDY, use_tqdm=False)
     (ids,) = llm.generate(llm.tokenizer.encode("def "), GREEDY, use_tqdm=False)
-    assert text.output.token_ids == ids.output.token_ids
-    assert text.output.text == llm.tokenizer.decode(text.output.token_ids)
-    assert text.output.finish_reason in ("length", "stop")
+    assert text.outputs[0].token_ids == ids.outputs[0].token_ids
+    assert text.outputs[0].text == llm.tokenizer.decode(text.outputs[0].token_ids)
+    assert text.outputs[0].finish_reason in ("length", "stop")
 
 
 def test_order_and_params_per_prompt(llm: LLM) -> None:
     params = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in (3, 9, 1)]
     outs = llm.generate(["a", "b", "c"], params, use_tqdm=False)
     assert [o.prompt for o in outs] == ["a", "b", "c"]
-    assert [len(o.output.token_ids) for o in outs] == [3, 9, 1]
+    assert [len(o.outputs[0].token_ids) for o in outs] == [3, 9, 1]
 
 
 def test_repeated_prompt_hits_the_cache(llm: LLM) -> None:
@@ -47,24 +47,38 @@ def test_unseeded_sampling_varies_and_seeded_repeats(llm: LLM) -> None:
     free = SamplingParams(max_tokens=16, temperature=1.5, ignore_eos=True)
     fixed = SamplingParams(max_tokens=16, temperature=1.5, ignore_eos=True, seed=1)
     outs = llm.generate(["x"] * 4, free, use_tqdm=False)
-    assert len({tuple(o.output.token_ids) for o in outs}) > 1
+    assert len({tuple(o.outputs[0].token_ids) for o in outs}) > 1
     outs = llm.generate(["x"] * 4, fixed, use_tqdm=False)
-    assert len({tuple(o.output.token_ids) for o in outs}) == 1
+    assert len({tuple(o.outputs[0].token_ids) for o in outs}) == 1
 
 
 def test_stop_string(llm: LLM) -> None:
     (plain,) = llm.generate("def ", SamplingParams(max_tokens=40, temperature=0), use_tqdm=False)
-    stop = plain.output.text[10:13]
+    stop = plain.outputs[0].text[10:13]
     params = SamplingParams(max_tokens=40, temperature=0, stop=[stop])
     (out,) = llm.generate("def ", params, use_tqdm=False)
-    assert out.output.finish_reason == "stop"
-    assert out.output.stop_reason == stop
-    assert out.output.text == plain.output.text[: plain.output.text.index(stop)]
+    assert out.outputs[0].finish_reason == "stop"
+    assert out.outputs[0].stop_reason == stop
+    assert out.outputs[0].text == plain.outputs[0].text[: plain.outputs[0].text.index(stop)]
+
+
+def test_n_sequences(llm: LLM) -> None:
+    params = SamplingParams(n=3, max_tokens=8, temperature=1.0, seed=2**63 - 2, ignore_eos=True)
+    (many,) = llm.generate("x", params, use_tqdm=False)
+    assert [o.index for o in many.outputs] == [0, 1, 2]
+    assert len({tuple(o.token_ids) for o in many.outputs}) == 3
+    second = SamplingParams(max_tokens=8, temperature=1.0, seed=2**63 - 1, ignore_eos=True)
+    (alone,) = llm.generate("x", second, use_tqdm=False)
+    assert alone.outputs[0].token_ids == many.outputs[1].token_ids
+
+
+def test_stop_may_be_one_string() -> None:
+    assert SamplingParams(stop="ab").stop == ["ab"]  # type: ignore[arg-type]
 
 
 def test_chat(llm: LLM) -> None:
     (out,) = llm.chat([{"role": "user", "content": "What is a list?"}], GREEDY, use_tqdm=False)
-    assert out.output.token_ids
+    assert out.outputs[0].token_ids
 
 
 @pytest.mark.parametrize(
@@ -86,7 +100,7 @@ def test_bad_input_is_refused_by_name(
         llm.generate([prompt], params, use_tqdm=False)
     assert caught.value.param == param
     assert llm.core.scheduler.is_idle
-    assert llm.generate("x", GREEDY, use_tqdm=False)[0].output.token_ids
+    assert llm.generate("x", GREEDY, use_tqdm=False)[0].outputs[0].token_ids
 
 
 def test_interrupted_run_leaves_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,6 +130,7 @@ def test_logit_bias_takes_string_keys_and_sampling_params_get_every_field() -> N
     params.verify(50)
     got = {name: getattr(params, name) for name in params.__struct_fields__}
     assert got == {
+        "n": 1,
         "max_tokens": 9,
         "min_tokens": 2,
         "temperature": 0.5,
