@@ -12,7 +12,7 @@ import pytest
 
 from deploy.engine_client import ModelInfo
 from deploy.openai.body import parse_request
-from deploy.openai.limits import Fields, check_token_ids, copy_seeds, resolve_max_tokens
+from deploy.openai.limits import Fields, check_token_ids, request_seeds, resolve_max_tokens
 from deploy.openai.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from deploy.openai.merge import merge
 from deploy.openai.protocol import ChatCompletionRequest, CompletionRequest
@@ -233,13 +233,13 @@ def test_token_ids_at_the_edges() -> None:
 
 
 def test_seeds_count_up_wrap_and_differ() -> None:
-    assert copy_seeds(7, 3) == [7, 8, 9]
-    assert copy_seeds(2**63 - 1, 2) == [2**63 - 1, -(2**63)]
-    seeds = copy_seeds(None, 100)
+    assert request_seeds(7, 3) == [7, 8, 9]
+    assert request_seeds(2**63 - 1, 2) == [2**63 - 1, -(2**63)]
+    seeds = request_seeds(None, 100)
     assert len(set(seeds)) == 100
     assert all(0 <= seed < 2**63 for seed in seeds)
     with pytest.raises(RequestError):
-        copy_seeds(2**63, 1)
+        request_seeds(2**63, 1)
 
 
 ENTRIES = [
