@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import sys
@@ -195,8 +196,10 @@ def measure_server(
             server=server,
         )
         print(
-            f"  c{concurrency}: {report.output_tok_s:.0f} tok/s, load {report.load_1min:.1f} "
-            f"before, {report.failed} failed",
+            f"  c{concurrency}: {report.output_tok_s:.0f} tok/s, mean TTFT "
+            f"{report.ttft_ms.get('mean', math.nan):.0f} ms, TPOT "
+            f"{report.tpot_ms.get('mean', math.nan):.1f} ms, {report.failed} failed, "
+            f"load {report.load_1min:.1f} before",
             file=sys.stderr,
             flush=True,
         )
