@@ -19,15 +19,13 @@ piece. Best of 5 runs per column, as in the published tables.
 ok: the hit rate of each workload is within 0.01 of the design (0.908 and 0.846, page size 1),
 the tree passes check_integrity when full, and eviction leaves every token free.
 
-    python benchmarks/radix.py [--save]
+    python benchmarks/radix.py [--save [FILE]]
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -39,7 +37,7 @@ from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.common import REPO_ROOT, environment, finish, print_table
+from benchmarks.common import REPO_ROOT, finish, print_table, save_result
 from engine.memory import RadixCache, TokenToKVPoolAllocator
 
 Tokens = NDArray[np.int32]
@@ -229,7 +227,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument(
-        "--save", action="store_true", help="write benchmarks/results/radix-<date>.json"
+        "--save",
+        nargs="?",
+        type=Path,
+        const=REPO_ROOT / "benchmarks" / "results" / "radix.json",
+        metavar="FILE",
+        help="write figures and environment (default benchmarks/results/radix.json)",
     )
     save = parser.parse_args().save
 
@@ -257,11 +260,7 @@ def main() -> None:
     print()
     result: dict[str, object] = {"benchmark": "radix", "rows": rows}
     if save:
-        path = REPO_ROOT / "benchmarks" / "results" / f"radix-{datetime.date.today()}.json"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(
-            json.dumps({**result, "environment": environment(), "ok": ok}, indent=2) + "\n"
-        )
+        save_result(save, result, ok)
     finish(result, ok)
 
 

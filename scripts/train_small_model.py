@@ -261,7 +261,7 @@ def learning_rate_factor(step: int, steps: int) -> float:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train models/manta-small from the stdlib.")
-    parser.add_argument("--steps", type=int, default=2400, help="optimizer steps in all")
+    parser.add_argument("--steps", type=int, default=1200, help="optimizer steps in all")
     parser.add_argument("--batch-tokens", type=int, default=4096, help="tokens per step")
     parser.add_argument("--threads", type=int, default=2, help="worker threads")
     parser.add_argument("--seed", type=int, default=20, help="seed of weights and data order")

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import aiohttp
@@ -36,10 +37,10 @@ def launch_mark(launcher: int) -> str:
     raise AssertionError("the launcher has no marked child")
 
 
-def worker_pids(mark: str) -> list[int]:
-    """Live WorkerActor processes of a launch."""
+def actor_pids(mark: str, actor: str) -> list[int]:
+    """Live processes of one kind of actor of a launch."""
     names = {p: Path(f"/proc/{p}/cmdline").read_bytes() for p in marked_processes(mark)}
-    return [pid for pid, name in names.items() if b"WorkerActor" in name]
+    return [pid for pid, name in names.items() if actor.encode() in name]
 
 
 def test_tp2_pp2_serves_the_same_tokens_and_restarts_as_a_unit() -> None:
@@ -57,15 +58,17 @@ def test_tp2_pp2_serves_the_same_tokens_and_restarts_as_a_unit() -> None:
         assert [c["token_ids"] for c in reply["choices"]] == expected
 
         mark = launch_mark(server.pid)
-        workers = worker_pids(mark)
-        assert len(workers) == 4
-        asyncio.run(_kill_mid_stream(url, workers[2]))
-        _wait_health(url, 200, 90)
+        for actor, count in (("WorkerActor", 4), ("SchedulerActor", 1), ("TokenizerActor", 1)):
+            pids = actor_pids(mark, actor)
+            assert len(pids) == count, actor
+            asyncio.run(_kill_mid_stream(url, pids[-1]))
+            _wait_health(url, lambda status: status != 200, 5)
+            _wait_health(url, lambda status: status == 200, 90)
         again = httpx.post(
             f"{url}/v1/completions", json={**body, "return_token_ids": True}, timeout=120
         ).json()
         assert [c["token_ids"] for c in again["choices"]] == expected
-        assert len(worker_pids(mark)) == 4
+        assert len(actor_pids(mark, "WorkerActor")) == 4
     assert not server.killed, "the server had to be killed to stop"
     assert marked_processes(mark) == [], "processes left behind"
     leftover = set(os.listdir("/dev/shm")) - shm_before
@@ -73,7 +76,7 @@ def test_tp2_pp2_serves_the_same_tokens_and_restarts_as_a_unit() -> None:
 
 
 async def _kill_mid_stream(url: str, pid: int) -> None:
-    """kill -9 a worker under a stream: the stream ends with an error event, never silently."""
+    """kill -9 a role under a stream: the stream ends with an error event, never silently."""
     async with aiohttp.ClientSession() as session:
         task = asyncio.ensure_future(
             stream(session, url, dict(prompt="def ", max_tokens=3000, ignore_eos=True))
@@ -85,15 +88,15 @@ async def _kill_mid_stream(url: str, pid: int) -> None:
     assert not got.done, "no [DONE] after an error"
 
 
-def _wait_health(url: str, status: int, limit_s: float) -> None:
+def _wait_health(url: str, wanted: Callable[[int | None], bool], limit_s: float) -> None:
+    """Poll /health until its status (None: no answer) is `wanted`."""
     deadline = time.monotonic() + limit_s
-    last = None
-    while time.monotonic() < deadline:
+    while True:
         try:
-            last = httpx.get(f"{url}/health", timeout=10).status_code
+            status: int | None = httpx.get(f"{url}/health", timeout=10).status_code
         except httpx.HTTPError:
-            last = None
-        if last == status:
+            status = None
+        if wanted(status):
             return
-        time.sleep(0.5)
-    raise AssertionError(f"/health stayed {last}")
+        assert time.monotonic() < deadline, f"/health stayed {status}"
+        time.sleep(0.2)
