@@ -48,7 +48,7 @@ class SchedulerRole:
         self.results = Inbox(host)
         self.last_turn = time.monotonic()
         self.stats = SchedulerStats()
-        """Snapshot for other threads, renewed every turn of the loop at most once per 0.1 s."""
+        """Snapshot for other threads, at most 0.1 s old, and exact when idle."""
         self._stats_due = 0.0
         self._outboxes: dict[str, Outbox] = {}
         self._owners: dict[tuple[str, int], str] = {}
@@ -81,7 +81,7 @@ class SchedulerRole:
         self._receive(core)
         core.launch_ready()
         self._deliver(core)
-        if self.last_turn >= self._stats_due:
+        if self.last_turn >= self._stats_due or core.scheduler.num_in_flight == 0:
             self._stats_due = self.last_turn + 0.1
             self.stats = SchedulerStats(**_as_dict(core.scheduler.snapshot_stats()))
         if core.scheduler.num_in_flight:
