@@ -262,7 +262,9 @@ def learning_rate_factor(step: int, steps: int) -> float:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train models/manta-small from the stdlib.")
     parser.add_argument("--steps", type=int, default=1200, help="optimizer steps in all")
-    parser.add_argument("--batch-tokens", type=int, default=4096, help="tokens per step")
+    parser.add_argument(
+        "--batch-tokens", type=int, default=4096, help="tokens per step, a multiple of 2048"
+    )
     parser.add_argument("--threads", type=int, default=2, help="worker threads")
     parser.add_argument("--seed", type=int, default=20, help="seed of weights and data order")
     parser.add_argument("--out", type=Path, default=Path("models/manta-small"))
@@ -270,7 +272,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--checkpoint-steps", type=int, default=100)
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
     parser.add_argument("--export-only", action="store_true", help="write --out and stop")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.batch_tokens <= 0 or args.batch_tokens % 2048:
+        parser.error(f"--batch-tokens must be a positive multiple of 2048, not {args.batch_tokens}")
+    return args
 
 
 def prepare_data(work_dir: Path, seed: int, min_tokens: int, reuse: bool) -> TrainingData:
