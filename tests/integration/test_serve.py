@@ -16,7 +16,7 @@ from benchmarks.servers import ManagedServer
 from tests.integration.http_server import manta, metric, stream, streams
 
 KV_TOKENS = 4096
-PROMPT, OUTPUT = 160, 48  # 208 tokens with pages: room for about 20 at once
+PROMPT, OUTPUT = 184, 24  # 208 tokens with pages: room for about 20 at once
 VOCAB = 4096
 
 
