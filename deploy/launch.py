@@ -113,6 +113,8 @@ def _serve(config: str) -> int:
     env = {**os.environ, MARK: mark}
     # Read by libgomp at process start: threads that spin while waiting starve the other roles.
     env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Ray runs actors at niceness 15: whatever else the machine does would come first.
+    env.setdefault("RAY_worker_niceness", "0")
     env.setdefault("RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S", "1")
     root = Path(__file__).resolve().parent.parent
     child = subprocess.Popen(

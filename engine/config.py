@@ -38,7 +38,7 @@ class EngineConfig(BaseModel):
     tp_size: int = Field(1, ge=1)
     pp_size: int = Field(1, ge=1)
     cpu_threads: int | None = Field(None, ge=1)
-    """Compute threads of each worker on CPU; None: cores / workers on the node."""
+    """Compute threads of each worker on CPU; None: cores / workers, but 1 for tiny models."""
     max_model_len: int | None = Field(None, ge=2)
     """Longest prompt + output; None: the model's own limit."""
     page_size: int = Field(16, ge=1, le=256)
