@@ -84,8 +84,6 @@ class ModelWorkerBatch(msgspec.Struct, array_like=True):
     extend_next_ids: np.ndarray | None = None
     """int32 [num_extend]: the prompt token after each chunk (-1: none), if a row wants prompt
     log-probabilities."""
-    wait_mask: bool = False
-    """Sampling of this step waits for a vocabulary mask message (grammars)."""
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):
@@ -117,7 +115,6 @@ class GenerationBatchResult(msgspec.Struct, array_like=True):
     """By index into the sampled rows: why that request can't go on (NaN logits)."""
     error: str | None = None
     """Set if the step failed: the engine can't go on."""
-    forward_ms: float = 0.0
 
 
 class AddRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -222,15 +219,13 @@ def encode(message: Any) -> list[bytes | memoryview]:
     frames: list[bytes | memoryview] = [b""]
 
     def hook(value: Any) -> Any:
-        if isinstance(value, np.ndarray):
-            array = np.ascontiguousarray(value)
-            if array.nbytes <= INLINE_BYTES:
-                return msgspec.msgpack.Ext(_EXT_ARRAY, _describe(array) + array.tobytes())
-            frames.append(array.data.cast("B"))
-            return msgspec.msgpack.Ext(
-                _EXT_ARRAY_FRAME, (len(frames) - 1).to_bytes(2, "little") + _describe(array)
-            )
-        raise TypeError(f"can't encode {type(value).__name__} in a message")
+        if not isinstance(value, np.ndarray) or value.nbytes <= INLINE_BYTES:
+            return _inline(value)
+        array = np.ascontiguousarray(value)
+        frames.append(array.data.cast("B"))
+        return msgspec.msgpack.Ext(
+            _EXT_ARRAY_FRAME, (len(frames) - 1).to_bytes(2, "little") + _describe(array)
+        )
 
     frames[0] = msgspec.msgpack.encode(message, enc_hook=hook)
     return frames
@@ -241,14 +236,14 @@ def encode_inline(message: Any) -> bytes:
 
     For carriers that take a single value (a Ray call).
     """
+    return msgspec.msgpack.encode(message, enc_hook=_inline)
 
-    def hook(value: Any) -> Any:
-        if isinstance(value, np.ndarray):
-            array = np.ascontiguousarray(value)
-            return msgspec.msgpack.Ext(_EXT_ARRAY, _describe(array) + array.tobytes())
+
+def _inline(value: Any) -> msgspec.msgpack.Ext:
+    if not isinstance(value, np.ndarray):
         raise TypeError(f"can't encode {type(value).__name__} in a message")
-
-    return msgspec.msgpack.encode(message, enc_hook=hook)
+    array = np.ascontiguousarray(value)
+    return msgspec.msgpack.Ext(_EXT_ARRAY, _describe(array) + array.tobytes())
 
 
 def decode(frames: Sequence[bytes | memoryview], kind: type[T]) -> T:

@@ -86,9 +86,7 @@ def build_batch(
     )
     for req in fresh:
         req.installed = True
-    launched = LaunchedStep(
-        step, micro_batch, all_reqs, sampled, rids, clients, num_prompt_tokens=sum(lens)
-    )
+    launched = LaunchedStep(step, micro_batch, all_reqs, sampled, rids, clients)
     return batch, launched, last_locs
 
 

@@ -24,7 +24,6 @@ class LaunchedStep:
     rids: Int64Array
     clients: IntArray
     """Of the sampled rows."""
-    num_prompt_tokens: int = 0
 
 
 @dataclass(slots=True)

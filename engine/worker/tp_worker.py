@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,7 +25,6 @@ class PendingResult:
     sampled: SampledTokens
     prompt_logprobs: list[tuple[int, int, LogprobTensors]]
     """(extend row, first position, log-probabilities) of chunks whose request asked."""
-    started: float
 
     def collect(self) -> GenerationBatchResult:
         """Copy to the host. Blocks until the device is done with the step."""
@@ -45,7 +43,6 @@ class PendingResult:
             logprobs=host.logprobs,
             prompt_logprobs=prompt or None,
             row_errors=errors,
-            forward_ms=(time.perf_counter() - self.started) * 1e3,
         )
 
 
@@ -82,7 +79,6 @@ class TpModelWorker:
 
     def forward_batch_generation(self, batch: ModelWorkerBatch) -> PendingResult | None:
         """Run one step. None on stages other than the last."""
-        started = time.perf_counter()
         for item in batch.new_slots:
             if item.params.prompt_logprobs is None:
                 self._prompt_logprobs.pop(item.slot, None)
@@ -108,7 +104,7 @@ class TpModelWorker:
         seq_lens = forward.seq_lens.index_select(0, index).to(torch.int64)
         sampled = self.sampler(output.logits.contiguous(), slots, slots_cpu, seq_lens)
         self.future_map.store(slots, sampled.next_token_ids)
-        return PendingResult(batch.step, sampled, prompt, started)
+        return PendingResult(batch.step, sampled, prompt)
 
     def _prompt(
         self, batch: ModelWorkerBatch, forward: ForwardBatch, output: ForwardOutput

@@ -120,9 +120,7 @@ def _cpu_has_bfloat16() -> bool:
     """Without AVX512-BF16 or AMX, bfloat16 matrix products run 2-5x slower than float32."""
     import torch
 
-    flags = (
-        torch.backends.cpu.get_cpu_capability(),
-        getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)(),
-        getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)(),
+    return any(
+        getattr(torch.cpu, name, bool)()
+        for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     )
-    return bool(flags[1] or flags[2])
