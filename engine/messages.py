@@ -84,6 +84,22 @@ class ModelWorkerBatch(msgspec.Struct, array_like=True):
     extend_next_ids: np.ndarray | None = None
     """int32 [num_extend]: the prompt token after each chunk (-1: none), if a row wants prompt
     log-probabilities."""
+    delayed_sample: bool = False
+    """A sampled row is constrained: launch the forward, sample when the step's `SampleMasks`
+    comes."""
+
+
+class SampleMasks(msgspec.Struct, array_like=True):
+    """Tokens that the constrained rows of a step may sample; what completes a delayed sample.
+
+    Sent once the tokens before them are known. K rows; rows not named may sample anything.
+    """
+
+    step: int
+    rows: np.ndarray
+    """int32 [K]: indices into the step's S sampled rows."""
+    masks: np.ndarray
+    """uint32 [K, ceil(vocab / 32)]: bit t % 32 of word t // 32 is set if token t is allowed."""
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):

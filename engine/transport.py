@@ -27,6 +27,7 @@ _KINDS: tuple[type[Any], ...] = (
     messages.AddRequest,
     messages.AbortRequest,
     messages.ModelWorkerBatch,
+    messages.SampleMasks,
     messages.GenerationBatchResult,
     messages.StepOutputs,
     messages.Shutdown,
