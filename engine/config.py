@@ -18,6 +18,29 @@ from engine.model_config import ModelConfig
 M = TypeVar("M", bound=BaseModel)
 
 
+class SimulatedDevice(BaseModel):
+    """What a step costs on each stage of `device: simulated`:
+    `step_ms + token_us * tokens + context_ns * tokens of context read`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    step_ms: float = Field(10.0, ge=0.0)
+    token_us: float = Field(0.0, ge=0.0)
+    """Per input token of the step (prompt chunks and decode rows)."""
+    context_ns: float = Field(0.0, ge=0.0)
+    """Per token in the KV cache of the step's rows."""
+    transfer_ms: float = Field(0.0, ge=0.0)
+    """From one pipeline stage to the next."""
+
+    def seconds(self, num_tokens: int, num_context: int) -> float:
+        """Length of a step with `num_tokens` inputs whose rows hold `num_context` tokens."""
+        return (
+            self.step_ms / 1e3
+            + self.token_us / 1e6 * num_tokens
+            + (self.context_ns / 1e9 * num_context)
+        )
+
+
 class EngineConfig(BaseModel):
     """One engine: a model, its parallel layout, its KV cache and its scheduler.
 
@@ -30,7 +53,10 @@ class EngineConfig(BaseModel):
     """Model folder, or a hub id that is in the local Hugging Face cache."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """auto: the checkpoint's, but float32 on a CPU without bfloat16 instructions."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda", "simulated"] = "auto"
+    """simulated: a device that takes a set time and computes nothing (benchmarks)."""
+    simulated: SimulatedDevice = Field(default_factory=SimulatedDevice)
+    """Step times of `device: simulated`."""
     load_format: Literal["auto", "dummy"] = "auto"
     """dummy: random weights (benchmarks)."""
     seed: int = 0
@@ -127,6 +153,8 @@ class EngineConfig(BaseModel):
                 f"hold a prompt of max_model_len ({max_len}); raise it, lower max_model_len, or "
                 "set chunked_prefill_size."
             )
+        if self.simulated != SimulatedDevice() and self.device != "simulated":
+            raise ConfigError("simulated needs device: simulated; set it or leave simulated out.")
         micro = self.pp_max_micro_batch_size
         if micro is not None and self.pp_size == 1:
             raise ConfigError("pp_max_micro_batch_size needs pp_size > 1; leave it out.")

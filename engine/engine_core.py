@@ -1,7 +1,8 @@
 """`EngineCore`: the one loop around a `Scheduler` and an `Executor`.
 
     receive -> add/abort        (by whoever owns the core)
-    launch_ready                compose and send every step that may be in flight
+    launch_ready                compose and send every step that may be in flight, and the masks
+                                of delayed samples
     process_one                 wait for the oldest result, commit it
     take_outputs                per client, to be sent on
 
@@ -14,8 +15,9 @@ import time
 from collections.abc import Callable
 
 from engine.executor import Executor
-from engine.messages import AbortRequest, AddRequest, StepOutputs
+from engine.messages import AbortRequest, AddRequest, ModelWorkerBatch, StepOutputs
 from engine.scheduler.scheduler import Scheduler
+from engine.trace import StepSpan, TraceRing
 
 
 class EngineCore:
@@ -26,10 +28,13 @@ class EngineCore:
         scheduler: Scheduler,
         executor: Executor,
         clock: Callable[[], float] = time.monotonic,
+        trace: TraceRing[StepSpan] | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.clock = clock
+        self.trace: TraceRing[StepSpan] = trace if trace is not None else TraceRing()
+        self._sent: dict[int, tuple[ModelWorkerBatch, float, float]] = {}
 
     def add(self, request: AddRequest) -> None:
         """Queue a request; a refusal comes out as an output."""
@@ -42,10 +47,16 @@ class EngineCore:
     def launch_ready(self) -> int:
         """Send every step that may be launched now; how many."""
         count = 0
-        while (batch := self.scheduler.next_batch(self.clock())) is not None:
+        while True:
+            started = self.clock()
+            batch = self.scheduler.next_batch(started)
+            if batch is None:
+                return count
             self.executor.launch(batch)
+            self._sent[batch.step] = (batch, started, self.clock())
+            if batch.delayed_sample:
+                self._send_masks()
             count += 1
-        return count
 
     def process_one(self, timeout_s: float | None = None) -> bool:
         """Commit the oldest result; False if none is due or it isn't there in time."""
@@ -54,7 +65,10 @@ class EngineCore:
         result = self.executor.wait(timeout_s)
         if result is None:
             return False
+        received = self.clock()
         self.scheduler.process_result(result)
+        self._send_masks()
+        self._record(result.step, received)
         return True
 
     def step(self) -> list[tuple[str, StepOutputs]]:
@@ -63,6 +77,26 @@ class EngineCore:
         if not self.process_one():
             self.scheduler.on_idle()
         return self.scheduler.take_outputs()
+
+    def _send_masks(self) -> None:
+        for masks in self.scheduler.take_masks():
+            self.executor.sample(masks)
+
+    def _record(self, step: int, received: float) -> None:
+        batch, started, sent = self._sent.pop(step)
+        self.trace.add(
+            StepSpan(
+                step,
+                batch.micro_batch,
+                batch.forward_mode.name.lower(),
+                len(batch.req_pool_indices),
+                len(batch.input_ids),
+                started,
+                sent,
+                received,
+                self.clock(),
+            )
+        )
 
     def shutdown(self) -> None:
         """Stop the workers."""

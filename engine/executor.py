@@ -1,14 +1,14 @@
 """`Executor`: how a scheduler's steps reach workers.
 
 In the same process (`engine.in_process`) or by message (`engine.message_executor`). Every executor
-runs steps in the order launched and gives results in that order.
+runs steps in the order launched and gives the results of a micro-batch in that order.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from engine.messages import GenerationBatchResult, ModelWorkerBatch
+from engine.messages import GenerationBatchResult, ModelWorkerBatch, SampleMasks
 
 
 class Executor(ABC):
@@ -17,6 +17,10 @@ class Executor(ABC):
     @abstractmethod
     def launch(self, batch: ModelWorkerBatch) -> None:
         """Start a step. Doesn't wait for earlier ones. Raises `EngineDeadError`."""
+
+    @abstractmethod
+    def sample(self, masks: SampleMasks) -> None:
+        """Complete a step whose sampling waits for its masks. Raises `EngineDeadError`."""
 
     @abstractmethod
     def wait(self, timeout_s: float | None) -> GenerationBatchResult | None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
-
 from engine.distributed import ParallelState
 from engine.executor import Executor
-from engine.messages import GenerationBatchResult, ModelWorkerBatch
-from engine.worker.tp_worker import PendingResult, TpModelWorker
+from engine.messages import GenerationBatchResult, ModelWorkerBatch, SampleMasks
+from engine.trace import StageSpan, TraceRing
+from engine.worker.factory import make_worker
+from engine.worker.step_queue import StepQueue
 from engine.worker.worker_config import WorkerConfig
 
 
@@ -15,16 +15,18 @@ class InProcessExecutor(Executor):
     """One worker in this process (tp_size = pp_size = 1)."""
 
     def __init__(self, config: WorkerConfig) -> None:
-        self.worker = TpModelWorker(config, ParallelState.single())
-        self._pending: deque[PendingResult] = deque()
+        self.trace: TraceRing[StageSpan] = TraceRing()
+        self.worker = make_worker(config, ParallelState.single(), self.trace)
+        self._steps = StepQueue(self.worker)
 
     def launch(self, batch: ModelWorkerBatch) -> None:
-        pending = self.worker.forward_batch_generation(batch)
-        assert pending is not None, "one stage is the last stage"
-        self._pending.append(pending)
+        self._steps.launch(batch)
+
+    def sample(self, masks: SampleMasks) -> None:
+        self._steps.apply(masks)
 
     def wait(self, timeout_s: float | None) -> GenerationBatchResult | None:
-        return self._pending.popleft().collect() if self._pending else None
+        return self._steps.take_oldest()
 
     def shutdown(self) -> None:
-        self._pending.clear()
+        self._steps = StepQueue(self.worker)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from engine import messages
 from engine.errors import EngineDeadError
 from engine.executor import Executor
-from engine.messages import GenerationBatchResult, ModelWorkerBatch, WorkerReady
+from engine.messages import GenerationBatchResult, ModelWorkerBatch, SampleMasks, WorkerReady
 from engine.transport import Inbox, Outbox
 
 READY_TIMEOUT_S = 600.0
@@ -23,9 +23,10 @@ class MessageExecutor(Executor):
         self._alive = alive
 
     def launch(self, batch: ModelWorkerBatch) -> None:
-        frames = messages.encode(batch)
-        for outbox in self.outboxes:
-            outbox.send_frames(ModelWorkerBatch, frames)
+        self._send(batch)
+
+    def sample(self, masks: SampleMasks) -> None:
+        self._send(masks)
 
     def wait(self, timeout_s: float | None) -> GenerationBatchResult | None:
         waited = 0.0
@@ -42,6 +43,11 @@ class MessageExecutor(Executor):
             waited += slice_s
             if timeout_s is not None and waited >= timeout_s:
                 return None
+
+    def _send(self, message: ModelWorkerBatch | SampleMasks) -> None:
+        frames = messages.encode(message)
+        for outbox in self.outboxes:
+            outbox.send_frames(type(message), frames)
 
     def shutdown(self) -> None:
         for outbox in self.outboxes:

@@ -131,6 +131,8 @@ class GenerationBatchResult(msgspec.Struct, array_like=True):
     """By index into the sampled rows: why that request can't go on (NaN logits)."""
     error: str | None = None
     """Set if the step failed: the engine can't go on."""
+    device_s: float | None = None
+    """Seconds that the last stage was busy with the step."""
 
 
 class AddRequest(msgspec.Struct, kw_only=True, omit_defaults=True):

@@ -48,6 +48,8 @@ class ForwardBatch:
     prompt_logits_rows: list[int] = field(default_factory=list)
     """Extend rows (indices < num_extend) whose chunk's logits will be asked for; set before the
     forward."""
+    started_at: float = 0.0
+    """Monotonic seconds: when the stage had its inputs and began to compute."""
 
     @property
     def num_tokens(self) -> int:

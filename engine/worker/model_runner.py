@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -126,6 +127,7 @@ class ModelRunner:
             received = self.parallel.recv_hidden(
                 batch.num_tokens, self.model_config.hidden_size, self.dtype, self.device
             )
+        batch.started_at = time.monotonic()
         self.attention.init_forward(batch)
         hidden = self.model.forward(batch, self.attention, received)
         if not self.parallel.is_last_stage:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.config import ResolvedConfig, available_cores
+from engine.config import ResolvedConfig, SimulatedDevice, available_cores
 from engine.errors import ConfigError
 from engine.model_config import ModelConfig
 
@@ -30,6 +30,7 @@ class WorkerConfig:
     tp_size: int
     pp_size: int
     cpu_threads: int
+    simulated: SimulatedDevice
 
     @property
     def world_size(self) -> int:
@@ -57,7 +58,10 @@ def make_worker_config(config: ResolvedConfig, *, share: int = 1) -> WorkerConfi
     if threads is None:
         threads = _auto_threads(config.model, engine.world_size * share)
     num_kv_tokens = engine.max_total_tokens
-    if num_kv_tokens is None:
+    most = engine.max_running_requests * config.max_model_len
+    if num_kv_tokens is None and device == "simulated":
+        num_kv_tokens = most
+    elif num_kv_tokens is None:
         # torch is imported here: config checks elsewhere must not pay for it.
         from engine.worker.memory import profile_max_tokens
 
@@ -70,7 +74,7 @@ def make_worker_config(config: ResolvedConfig, *, share: int = 1) -> WorkerConfi
             engine.memory_fraction / (share if device == "cpu" else 1),
         )
         # More than every request at full length can never be used.
-        num_kv_tokens = min(room, engine.max_running_requests * config.max_model_len)
+        num_kv_tokens = min(room, most)
     return WorkerConfig(
         model=config.model,
         dtype=dtype,
@@ -88,6 +92,7 @@ def make_worker_config(config: ResolvedConfig, *, share: int = 1) -> WorkerConfi
         tp_size=engine.tp_size,
         pp_size=engine.pp_size,
         cpu_threads=threads,
+        simulated=engine.simulated,
     )
 
 

@@ -4,14 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 import traceback
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from engine.errors import EngineDeadError
-from engine.messages import GenerationBatchResult, ModelWorkerBatch, Shutdown, WorkerReady
+from engine.messages import (
+    GenerationBatchResult,
+    ModelWorkerBatch,
+    SampleMasks,
+    Shutdown,
+    WorkerReady,
+)
+from engine.trace import StageSpan, TraceRing
 from engine.transport import Inbox, Outbox
+from engine.worker.base import ModelWorker
+from engine.worker.step_queue import StepQueue
 from engine.worker.worker_config import WorkerConfig
+
+if TYPE_CHECKING:
+    from engine.distributed import ParallelState
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +33,12 @@ INIT_TIMEOUT_S = 300.0
 
 
 def run_worker(
-    config: WorkerConfig, rank: int, store: tuple[str, int], results_address: str, host: str
+    config: WorkerConfig,
+    rank: int,
+    store: tuple[str, int],
+    results_address: str,
+    host: str,
+    trace: TraceRing[StageSpan] | None = None,
 ) -> None:
     """Body of worker `rank` until it is told to shut down.
 
@@ -29,18 +48,28 @@ def run_worker(
     inbox = Inbox(host)
     results = Outbox(results_address)
     try:
-        _run(config, rank, store, inbox, results)
+        parallel, worker = _start(config, rank, store, inbox, results, trace or TraceRing())
+        steps = StepQueue(worker)
+        speaks = parallel.is_last_stage and parallel.tp_rank == 0
+        while _turn(steps, inbox, results if speaks else None, rank, results):
+            pass
+        parallel.destroy()
     finally:
         inbox.close()
         results.close()
 
 
-def _run(
-    config: WorkerConfig, rank: int, store: tuple[str, int], inbox: Inbox, results: Outbox
-) -> None:
+def _start(
+    config: WorkerConfig,
+    rank: int,
+    store: tuple[str, int],
+    inbox: Inbox,
+    results: Outbox,
+    trace: TraceRing[StageSpan],
+) -> tuple[ParallelState, ModelWorker]:
     # torch comes in here, so that a parent can import this module cheaply.
     from engine.distributed import init_parallel, open_store
-    from engine.worker.tp_worker import TpModelWorker
+    from engine.worker.factory import make_worker
 
     try:
         parallel = init_parallel(
@@ -52,35 +81,56 @@ def _run(
             INIT_TIMEOUT_S,
             open_store(*store, master=False) if config.world_size > 1 else None,
         )
-        worker = TpModelWorker(config, parallel)
+        worker = make_worker(config, parallel, trace)
     except Exception as error:
         results.send(WorkerReady(rank, inbox.address, f"{type(error).__name__}: {error}"))
         raise
     results.send(WorkerReady(rank, inbox.address))
-    speaks = parallel.is_last_stage and parallel.tp_rank == 0
-    while True:
-        message = inbox.recv(None)
-        if isinstance(message, Shutdown):
-            break
-        if not isinstance(message, ModelWorkerBatch):
-            raise TypeError(f"a worker can't take a {type(message).__name__}")
-        try:
-            pending = worker.forward_batch_generation(message)
-            if pending is not None and speaks:
-                results.send(pending.collect())
-        except Exception as error:
-            logger.error("step %d failed on worker %d:\n%s", message.step, rank, _trace())
-            with contextlib.suppress(EngineDeadError):  # the failure itself is raised below
-                results.send(
-                    GenerationBatchResult(
-                        step=message.step,
-                        next_token_ids=np.zeros(0, np.int32),
-                        error=f"worker {rank}: {type(error).__name__}: {error}",
-                    )
+    return parallel, worker
+
+
+def _turn(steps: StepQueue, inbox: Inbox, out: Outbox | None, rank: int, failures: Outbox) -> bool:
+    """Send what is done, then take one message; False after `Shutdown`."""
+    message: Any = None
+    step = 0
+    try:
+        for result in steps.take_ready():
+            step = result.step
+            if out is not None:
+                out.send(result)
+        message = _receive(inbox, steps.seconds_left())
+        match message:
+            case None:
+                pass
+            case ModelWorkerBatch():
+                step = message.step
+                steps.launch(message)
+            case SampleMasks():
+                step = message.step
+                steps.apply(message)
+            case Shutdown():
+                return False
+            case _:
+                raise TypeError(f"a worker can't take a {type(message).__name__}")
+    except Exception as error:
+        logger.error("step %d failed on worker %d:\n%s", step, rank, traceback.format_exc())
+        with contextlib.suppress(EngineDeadError):  # the failure itself is raised below
+            failures.send(
+                GenerationBatchResult(
+                    step=step,
+                    next_token_ids=np.zeros(0, np.int32),
+                    error=f"worker {rank}: {type(error).__name__}: {error}",
                 )
-            raise
-    parallel.destroy()
+            )
+        raise
+    return True
 
 
-def _trace() -> str:
-    return traceback.format_exc()
+def _receive(inbox: Inbox, seconds: float | None) -> Any | None:
+    """The next message, or None after `seconds`; polling knows whole milliseconds only."""
+    if seconds is None or seconds >= 1e-3:
+        return inbox.recv(seconds)
+    message = inbox.recv(0.0)
+    if message is None and seconds > 0.0:
+        time.sleep(seconds)
+    return message

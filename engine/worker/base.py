@@ -1,0 +1,42 @@
+"""Interface between a step queue and what runs its steps: a model shard or a simulated device."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from engine.messages import GenerationBatchResult, ModelWorkerBatch, SampleMasks
+
+
+class PendingResult(ABC):
+    """A step whose work is launched on the device."""
+
+    @abstractmethod
+    def seconds_left(self) -> float:
+        """Until it is worth asking again; 0.0 once `collect` won't block."""
+
+    @abstractmethod
+    def collect(self) -> GenerationBatchResult:
+        """Copy to the host. Blocks until the device is done with the step."""
+
+
+@dataclass
+class LaunchedForward(ABC):
+    """The last stage's forward of a step, launched and not yet sampled."""
+
+    batch: ModelWorkerBatch
+
+    @abstractmethod
+    def sample(self, masks: SampleMasks | None) -> PendingResult:
+        """Launch the sampling. `masks` for a delayed sample, else None."""
+
+
+class ModelWorker(ABC):
+    """One rank. Steps must be launched in the order in which the scheduler made them."""
+
+    @abstractmethod
+    def forward(self, batch: ModelWorkerBatch) -> LaunchedForward | None:
+        """Launch the forward of one step; None on stages other than the last.
+
+        A decode row whose input is -1 takes the token that its slot sampled last.
+        """

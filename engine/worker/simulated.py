@@ -1,0 +1,128 @@
+"""`SimulatedWorker`: a stage that takes a set time and computes nothing.
+
+For measuring the scheduler, the messages and the actors at the speed of a GPU without one
+(`device: simulated`). The device is a timeline, as a CUDA stream is: a step starts when its
+message is here, the device has done the steps before it and the previous stage has handed over;
+launching never blocks. The hand-over between stages is a real message of the pipeline's process
+group, sent at launch and holding the time at which the hidden states will be there, because NCCL's
+transfers are ordered by the device, not by the CPU.
+
+Tokens are a hash of the token before and its position: the same in any batch, on any replica and
+after any interruption, like a model's greedy tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine.distributed import ParallelState
+from engine.messages import GenerationBatchResult, IntArray, ModelWorkerBatch, SampleMasks
+from engine.trace import StageSpan, TraceRing
+from engine.worker.base import LaunchedForward, ModelWorker, PendingResult
+from engine.worker.worker_config import WorkerConfig
+
+
+@dataclass
+class SimulatedResult(PendingResult):
+    """A step that the timeline ends at `ready_at`, monotonic seconds."""
+
+    step: int
+    tokens: IntArray
+    ready_at: float
+    device_s: float
+
+    def seconds_left(self) -> float:
+        return max(0.0, self.ready_at - time.monotonic())
+
+    def collect(self) -> GenerationBatchResult:
+        time.sleep(self.seconds_left())
+        return GenerationBatchResult(self.step, self.tokens, device_s=self.device_s)
+
+
+@dataclass
+class SimulatedForward(LaunchedForward):
+    """A step on the timeline."""
+
+    worker: SimulatedWorker
+    last_ids: IntArray
+    """int32 [S]: the token before each sampled one."""
+    ready_at: float
+    device_s: float
+
+    def sample(self, masks: SampleMasks | None) -> PendingResult:
+        tokens = self.worker.next_tokens(self, masks)
+        # A delayed sample starts when its masks are here.
+        ready_at = self.ready_at if masks is None else max(self.ready_at, time.monotonic())
+        return SimulatedResult(self.batch.step, tokens, ready_at, self.device_s)
+
+
+class SimulatedWorker(ModelWorker):
+    """One stage of the simulated pipeline; tensor parallel ranks each keep the same timeline."""
+
+    def __init__(
+        self, config: WorkerConfig, parallel: ParallelState, trace: TraceRing[StageSpan]
+    ) -> None:
+        self.device = config.simulated
+        self.parallel = parallel
+        self._trace = trace
+        self._free_at = 0.0
+        self._last = np.full(config.max_running_requests + 1, -1, np.int32)
+        """The token that each slot sampled last (what `FutureMap` is on a real device)."""
+        ids = np.arange(config.model.vocab_size, dtype=np.int32)
+        self._ordinary = ids[~np.isin(ids, config.model.eos_token_ids)]
+
+    def forward(self, batch: ModelWorkerBatch) -> LaunchedForward | None:
+        arrived = time.monotonic()
+        if not self.parallel.is_first_stage:
+            arrived = max(arrived, self._receive())
+        cost = self.device.seconds(len(batch.input_ids), int(batch.seq_lens.sum()))
+        start = max(arrived, self._free_at)
+        self._free_at = start + cost
+        self._trace.add(StageSpan(batch.step, batch.micro_batch, start, self._free_at))
+        if not self.parallel.is_last_stage:
+            self._hand_over(self._free_at + self.device.transfer_ms / 1e3)
+            return None
+        ends = np.cumsum(np.append(batch.extend_lens, np.ones(_num_decode(batch), np.int64))) - 1
+        rows = batch.sample_rows
+        last_ids = batch.input_ids[ends[rows]]
+        known = self._last[batch.req_pool_indices[rows]]
+        last_ids = np.where(last_ids < 0, known, last_ids)
+        return SimulatedForward(batch, self, last_ids, self._free_at, cost)
+
+    def next_tokens(self, forward: SimulatedForward, masks: SampleMasks | None) -> IntArray:
+        """int32 [S]; remembered for the next step's inputs."""
+        batch = forward.batch
+        slots = batch.req_pool_indices[batch.sample_rows]
+        positions = batch.seq_lens[batch.sample_rows].astype(np.uint64)
+        mixed = hash_tokens(forward.last_ids, positions)
+        tokens = self._ordinary[mixed % np.uint64(len(self._ordinary))]
+        if masks is not None:
+            bits = np.unpackbits(masks.masks.view(np.uint8), axis=1, bitorder="little")
+            for row, allowed in zip(masks.rows.tolist(), bits, strict=True):
+                ids = np.flatnonzero(allowed)
+                tokens[row] = ids[int(mixed[row]) % len(ids)]
+        self._last[slots] = tokens
+        return tokens
+
+    def _receive(self) -> float:
+        tensor = self.parallel.recv_hidden(1, 1, torch.float64, torch.device("cpu"))
+        return float(tensor.item())
+
+    def _hand_over(self, ready_at: float) -> None:
+        self.parallel.send_hidden(torch.tensor([[ready_at]], dtype=torch.float64))
+
+
+def hash_tokens(tokens: IntArray, positions: np.ndarray) -> np.ndarray:
+    """uint64 [N] from tokens [N] and positions uint64 [N] (SplitMix64's finaliser)."""
+    x = tokens.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + positions
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _num_decode(batch: ModelWorkerBatch) -> int:
+    return len(batch.req_pool_indices) - batch.num_extend
