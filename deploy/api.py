@@ -5,9 +5,10 @@ import re
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -24,6 +25,7 @@ from deploy.openai.response import GenerationResponse
 from deploy.openai.sse import encode_json
 from engine import __version__
 from engine.errors import EngineDeadError, RequestError
+from engine.trace import CAPACITY
 
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
@@ -54,6 +56,7 @@ def build_api(
     app = FastAPI(title="Manta", version=__version__)
     app.add_middleware(RequestIdMiddleware, add_header=settings.add_request_id_header)
     app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(RequestValidationError, _on_bad_query)
     app.add_exception_handler(RequestError, _on_error)
     app.add_exception_handler(EngineDeadError, _on_error)
     app.add_exception_handler(Exception, _on_error)
@@ -105,6 +108,10 @@ def build_api(
     async def scrape() -> Response:
         text = await metrics.render(client_provider)
         return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
+
+    @app.get("/debug/trace")
+    async def trace(last: Annotated[int, Query(ge=1, le=CAPACITY)] = 2000) -> Response:
+        return _json(await client_provider().trace(last))
 
     @app.get("/version")
     async def version() -> Response:
@@ -172,6 +179,13 @@ def _error(reply: ErrorReply, headers: dict[str, str] | None = None) -> Response
 
 async def _on_error(request: Request, exception: Exception) -> Response:
     return _error(reply_to(exception, request.state.request_id))
+
+
+async def _on_bad_query(request: Request, exception: Exception) -> Response:
+    assert isinstance(exception, RequestValidationError)
+    first = exception.errors()[0]
+    field = str(first["loc"][-1])
+    return _error(error_reply(400, f"{field}: {first['msg']}", field))
 
 
 async def _on_http_exception(request: Request, exception: Exception) -> Response:

@@ -93,3 +93,7 @@ class EngineClient(ABC):
     @abstractmethod
     async def stats(self) -> list[dict[str, float]]:
         """Latest scheduler statistics of each engine replica (see engine.scheduler.stats)."""
+
+    @abstractmethod
+    async def trace(self, last: int) -> dict[str, Any]:
+        """Chrome trace of the last steps of each engine replica (see engine.trace)."""

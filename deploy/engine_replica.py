@@ -20,6 +20,7 @@ from engine.config import EngineConfig
 from engine.errors import EngineDeadError
 from engine.messages import AbortRequest, AddRequest, RequestsDone
 from engine.scheduler.stats import SchedulerStats
+from engine.trace import RoleTrace
 from engine.transport import Outbox
 
 logger = logging.getLogger(__name__)
@@ -78,6 +79,12 @@ class EngineReplica:
         age, stats = await self._group.ping()
         name = serve.get_replica_context().replica_id.unique_id
         return {"replica": name, "loop_age_s": age, **_numbers(stats)}
+
+    async def trace(self, last: int) -> tuple[str, list[RoleTrace]]:
+        """The replica's name, and what its roles did in their last steps."""
+        await self.start()
+        name = serve.get_replica_context().replica_id.unique_id
+        return name, await self._group.trace(last)
 
     async def describe(self) -> dict[str, Any]:
         """What the workers settled on: dtype, device, threads, KV tokens."""

@@ -27,6 +27,7 @@ from engine.errors import EngineDeadError, RequestError
 from engine.messages import AddRequest
 from engine.tokenizer import tokenizer_messages as tm
 from engine.tokenizer.detokenizer_manager import TextDelta
+from engine.trace import chrome_trace
 from engine.transport import Outbox
 
 logger = logging.getLogger(__name__)
@@ -192,7 +193,7 @@ class ServeEngineClient(EngineClient):
         if self._tokenizer_death:
             return EngineHealth(False, self._tokenizer_death)
         try:
-            replies = await self._ask_engines()
+            replies = await self._ask_engines("stats")
             missing = await asyncio.to_thread(_replicas_not_running)
         except Exception as error:  # whatever failed, the answer is "not healthy", and why
             return EngineHealth(False, f"{type(error).__name__}: {str(error)[:300]}")
@@ -202,11 +203,15 @@ class ServeEngineClient(EngineClient):
         return EngineHealth(True, "", {str(r["replica"]): r for r in replies})
 
     async def stats(self) -> list[dict[str, float]]:
-        return [r for r in await self._ask_engines() if not isinstance(r, Exception)]
+        return [r for r in await self._ask_engines("stats") if not isinstance(r, Exception)]
 
-    async def _ask_engines(self) -> list[Any]:
-        """Statistics of every engine replica; the exception instead where one fails."""
-        answers: list[Any] = await self._engines.broadcast("stats").results_async(
+    async def trace(self, last: int) -> dict[str, Any]:
+        answers = await self._ask_engines("trace", last)
+        return chrome_trace(dict(a for a in answers if not isinstance(a, Exception)))
+
+    async def _ask_engines(self, method: str, *args: Any) -> list[Any]:
+        """Answers of every engine replica; the exception instead where one fails."""
+        answers: list[Any] = await self._engines.broadcast(method, *args).results_async(
             timeout_s=HEALTH_TIMEOUT_S, return_exceptions=True
         )
         return answers

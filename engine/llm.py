@@ -23,6 +23,7 @@ from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.scheduler_config import SchedulerConfig
 from engine.tokenizer.detokenizer_manager import DetokenizerManager, LogprobEntry, TextDelta
 from engine.tokenizer.tokenizer import Tokenizer
+from engine.trace import chrome_trace, scheduler_trace, stage_trace
 from engine.worker.worker_config import WorkerConfig, make_worker_config
 
 Prompt = str | Sequence[int]
@@ -127,6 +128,16 @@ class LLM:
         ]
         params = _per_prompt(sampling_params, len(batch))
         return self._run([None] * len(batch), batch, params, use_tqdm)
+
+    def trace(self) -> dict[str, Any]:
+        """Chrome trace (for json.dump; Perfetto opens it) of the last steps.
+
+        Stages are in it if they run in this process (tp_size = pp_size = 1).
+        """
+        roles = [scheduler_trace(self.core.trace)]
+        if isinstance(self.core.executor, InProcessExecutor):
+            roles.append(stage_trace(0, 0, self.core.executor.trace))
+        return chrome_trace({"engine": roles})
 
     def shutdown(self) -> None:
         """Stop worker processes; the object can't be used afterwards."""

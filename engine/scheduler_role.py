@@ -29,6 +29,7 @@ from engine.messages import (
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.scheduler_config import SchedulerConfig
 from engine.scheduler.stats import SchedulerStats
+from engine.trace import StepSpan, TraceRing
 from engine.transport import Inbox, Outbox
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ class SchedulerRole:
         self.inbox = Inbox(host)
         self.results = Inbox(host)
         self.last_turn = time.monotonic()
+        self.trace: TraceRing[StepSpan] = TraceRing()
         self.stats = SchedulerStats()
         """Snapshot for other threads, at most 0.1 s old, and exact when idle."""
         self._stats_due = 0.0
@@ -60,7 +62,8 @@ class SchedulerRole:
         Raises `EngineDeadError` when a worker is lost: the engine has to be restarted whole.
         """
         workers = collect_ready(self.results, self.world_size, dead)
-        core = EngineCore(self.scheduler, MessageExecutor(self.results, workers, dead))
+        executor = MessageExecutor(self.results, workers, dead)
+        core = EngineCore(self.scheduler, executor, trace=self.trace)
         poller = zmq.Poller()
         poller.register(self.inbox.socket, zmq.POLLIN)
         poller.register(self.results.socket, zmq.POLLIN)

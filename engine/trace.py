@@ -53,9 +53,10 @@ class TraceRing(Generic[S]):
         """Append a span; the oldest falls out of a full ring."""
         self._spans.append(span)
 
-    def snapshot(self) -> list[S]:
-        """All spans, oldest first."""
-        return list(self._spans.copy())  # copying a deque holds the GIL: no torn view
+    def snapshot(self, last: int | None = None) -> list[S]:
+        """The `last` spans (None: all), oldest first."""
+        spans = list(self._spans.copy())  # copying a deque holds the GIL: no torn view
+        return spans if last is None else spans[max(0, len(spans) - last) :]
 
 
 class RoleTrace(NamedTuple):
@@ -69,18 +70,20 @@ class RoleTrace(NamedTuple):
     stages: list[StageSpan]
 
 
-def role_trace(
-    role: str,
-    steps: TraceRing[StepSpan] | None = None,
-    stages: TraceRing[StageSpan] | None = None,
+def scheduler_trace(ring: TraceRing[StepSpan], last: int | None = None) -> RoleTrace:
+    """The `last` steps of this process's scheduler."""
+    return RoleTrace("scheduler", _wall_offset(), ring.snapshot(last), [])
+
+
+def stage_trace(
+    pp_rank: int, tp_rank: int, ring: TraceRing[StageSpan], last: int | None = None
 ) -> RoleTrace:
-    """Snapshot of this process's rings."""
-    return RoleTrace(
-        role,
-        time.time() - time.monotonic(),
-        steps.snapshot() if steps is not None else [],
-        stages.snapshot() if stages is not None else [],
-    )
+    """The `last` steps of this process's worker."""
+    return RoleTrace(f"stage {pp_rank}.{tp_rank}", _wall_offset(), [], ring.snapshot(last))
+
+
+def _wall_offset() -> float:
+    return time.time() - time.monotonic()
 
 
 def chrome_trace(engines: dict[str, list[RoleTrace]]) -> dict[str, Any]:

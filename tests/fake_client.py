@@ -10,6 +10,7 @@ from typing import Any
 from deploy.engine_client import EngineClient, EngineHealth, GenerateRequest, ModelInfo
 from engine.errors import RequestError
 from engine.tokenizer.detokenizer_manager import LogprobEntry, TextDelta
+from engine.trace import StepSpan, TraceRing, chrome_trace, scheduler_trace
 
 BOS, EOS = 256, 257
 SPECIAL = {BOS: "<s>", EOS: "</s>"}
@@ -171,6 +172,13 @@ class FakeEngineClient(EngineClient):
 
     async def health(self) -> EngineHealth:
         return EngineHealth(self.is_healthy, "" if self.is_healthy else "a worker died")
+
+    async def trace(self, last: int) -> dict[str, Any]:
+        steps: TraceRing[StepSpan] = TraceRing()
+        for i in range(10):
+            at = i / 100
+            steps.add(StepSpan(i, 0, "decode", 3, 3, at, at + 0.001, at + 0.009, at + 0.0091))
+        return chrome_trace({"fake": [scheduler_trace(steps, last)]})
 
     async def stats(self) -> list[dict[str, float]]:
         await asyncio.sleep(self.stats_delay_s)

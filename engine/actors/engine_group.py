@@ -17,6 +17,7 @@ from engine.config import EngineConfig
 from engine.errors import EngineDeadError
 from engine.messages import Shutdown
 from engine.scheduler.stats import SchedulerStats
+from engine.trace import RoleTrace
 from engine.transport import Outbox
 from engine.worker.worker_config import WorkerConfig
 
@@ -92,6 +93,15 @@ class EngineGroup:
             ) from error
         idle, stats = reply
         return float(idle), stats
+
+    async def trace(self, last: int) -> list[RoleTrace]:
+        """What the scheduler and every worker did in their last steps."""
+        if self._death or self._scheduler is None:
+            raise EngineDeadError(self._death or "the engine hasn't started")
+        tp_size = self.config.tp_size
+        refs = [self._scheduler.trace.remote(last)]
+        refs += [worker.trace.remote(tp_size, last) for worker in self._workers]
+        return list(await asyncio.gather(*(_await(ref) for ref in refs)))
 
     async def stop(self) -> None:
         """Ask all actors to end, then kill what is left."""

@@ -14,6 +14,7 @@ from engine.config import EngineConfig
 from engine.scheduler.scheduler_config import SchedulerConfig
 from engine.scheduler.stats import SchedulerStats
 from engine.scheduler_role import SchedulerRole
+from engine.trace import RoleTrace, scheduler_trace
 
 
 class SchedulerActor:
@@ -50,6 +51,11 @@ class SchedulerActor:
         """(seconds since the loop last turned, latest statistics)."""
         role = self._get_role()
         return time.monotonic() - role.last_turn, role.stats
+
+    @ray.method(concurrency_group="control")
+    def trace(self, last: int) -> RoleTrace:
+        """What the loop did with the last steps."""
+        return scheduler_trace(self._get_role().trace, last)
 
     def _get_role(self) -> SchedulerRole:
         if self._role is None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import ray
+
 from engine.actors.ray_types import actor_class, node_ip
 from engine.config import EngineConfig
+from engine.trace import RoleTrace, StageSpan, TraceRing, stage_trace
 from engine.worker.worker_config import WorkerConfig, make_worker_config
 from engine.worker.worker_loop import run_worker
 
@@ -16,7 +19,9 @@ class WorkerActor:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self._store: Any = None
+        self._trace: TraceRing[StageSpan] = TraceRing()
 
+    @ray.method(concurrency_group="control")
     def prepare(self, config: dict[str, Any], share: int) -> tuple[WorkerConfig, tuple[str, int]]:
         """On rank 0: decide every `auto` here, where the device is, and open the group's store.
 
@@ -32,10 +37,17 @@ class WorkerActor:
         self._store = open_store(host, 0, master=True)
         return worker, (host, self._store.port)
 
+    @ray.method(concurrency_group="loop")
     def run(self, config: WorkerConfig, store: tuple[str, int], results_address: str) -> None:
         """The worker's life; returns after `Shutdown`."""
         host = node_ip()
-        run_worker(config, self.rank, store, results_address, host)
+        run_worker(config, self.rank, store, results_address, host, self._trace)
+
+    @ray.method(concurrency_group="control")
+    def trace(self, tp_size: int, last: int) -> RoleTrace:
+        """What this rank did in its last steps."""
+        pp_rank, tp_rank = divmod(self.rank, tp_size)
+        return stage_trace(pp_rank, tp_rank, self._trace, last)
 
 
-RemoteWorkerActor = actor_class(WorkerActor)
+RemoteWorkerActor = actor_class(WorkerActor, concurrency_groups={"loop": 1, "control": 1})

@@ -22,6 +22,7 @@ from engine.messages import (
     FinishedReq,
     GenerationBatchResult,
     ModelWorkerBatch,
+    SampleMasks,
     StepOutputs,
 )
 from engine.scheduler.admission import make_req
@@ -155,6 +156,10 @@ class Scheduler:
     def take_outputs(self) -> list[tuple[str, StepOutputs]]:
         """(client, message) pairs since the last call."""
         return self.outputs.take(self._step)
+
+    def take_masks(self) -> list[SampleMasks]:
+        """Masks of delayed steps that can be sampled now, to be sent after the steps."""
+        return []
 
     def flush_cache(self) -> bool:
         """Forget all cached prefixes; only when idle, else False."""
