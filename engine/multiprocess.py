@@ -5,8 +5,11 @@ The same worker loop and messages as under Ray, without Ray.
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing as mp
 import os
+import signal
+import sys
 from multiprocessing.process import BaseProcess
 
 from engine.distributed import open_store
@@ -17,6 +20,7 @@ from engine.worker.worker_config import WorkerConfig
 from engine.worker.worker_loop import run_worker
 
 STOP_TIMEOUT_S = 10.0
+_PR_SET_PDEATHSIG = 1
 
 
 class MultiprocessExecutor(MessageExecutor):
@@ -67,9 +71,16 @@ class MultiprocessExecutor(MessageExecutor):
 
 
 def _worker_main(config: WorkerConfig, rank: int, store: tuple[str, int], results: str) -> None:
+    _die_with_parent()
     if config.device == "cuda":
         os.environ["CUDA_VISIBLE_DEVICES"] = _visible_device(rank)
     run_worker(config, rank, store, results, "127.0.0.1")
+
+
+def _die_with_parent() -> None:
+    """A parent that is killed can't stop its workers: the kernel does (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _visible_device(rank: int) -> str:

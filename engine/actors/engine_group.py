@@ -94,6 +94,12 @@ class EngineGroup:
         idle, stats = reply
         return float(idle), stats
 
+    async def scheduler_pid(self) -> int:
+        """Process id of the scheduler, for measurements on its node."""
+        if self._scheduler is None:
+            raise EngineDeadError("the engine hasn't started")
+        return int(await _await(self._scheduler.pid.remote()))
+
     async def trace(self, last: int) -> list[RoleTrace]:
         """What the scheduler and every worker did in their last steps."""
         if self._death or self._scheduler is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import time
 from typing import Any
@@ -51,6 +52,11 @@ class SchedulerActor:
         """(seconds since the loop last turned, latest statistics)."""
         role = self._get_role()
         return time.monotonic() - role.last_turn, role.stats
+
+    @ray.method(concurrency_group="control")
+    def pid(self) -> int:
+        """This actor's process id."""
+        return os.getpid()
 
     @ray.method(concurrency_group="control")
     def trace(self, last: int) -> RoleTrace:
