@@ -15,7 +15,7 @@ from engine.config import EngineConfig
 from engine.engine_core import EngineCore
 from engine.executor import Executor
 from engine.in_process import InProcessExecutor
-from engine.messages import AddRequest, TokenLogprobs
+from engine.messages import AbortRequest, AddRequest, TokenLogprobs
 from engine.sampling_params import SamplingParams
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.scheduler_config import SchedulerConfig
@@ -45,10 +45,13 @@ class Engine:
         *,
         retract_every: int = 0,
         warm: Sequence[Sequence[int]] = (),
+        stop_after: dict[int, int] | None = None,
         **scheduler: Any,
     ) -> list[list[int]]:
         """Output ids of each prompt. `warm` prompts run first, to fill the prefix cache;
-        `retract_every` n: at every nth step a running request is sent back to the queue."""
+        `retract_every` n: at every nth step a running request is sent back to the queue;
+        `stop_after`: by prompt, the number of tokens after which its client ends it, as a stop
+        string would."""
         engine = self.config.model_copy(update=scheduler)
         config = SchedulerConfig.from_config(engine.resolve(), KV_TOKENS)
         sched = Scheduler(config)
@@ -56,20 +59,26 @@ class Engine:
         core = EngineCore(sched, self.executor)
         for i, ids in enumerate(warm):
             core.add(_request(-1 - i, ids, SamplingParams(max_tokens=1, temperature=0)))
-        self._drain(core, {}, 0)
+        self._drain(core, {}, 0, {})
         out: dict[int, list[int]] = {i: [] for i in range(len(prompts))}
         self.cached, self.logprobs, self.prompt_logprobs = {}, {}, {}
+        self.retractions = 0
         for i, ids in enumerate(prompts):
             p = params if isinstance(params, SamplingParams) else params[i]
             core.add(_request(i, ids, p))
-        self._drain(core, out, retract_every)
+        self._drain(core, out, retract_every, stop_after or {})
         leak = sched.check_invariants()
         assert leak is None, leak
         assert sched.is_idle
-        self.retractions = sched.stats.retractions_total
         return [out[i] for i in range(len(prompts))]
 
-    def _drain(self, core: EngineCore, out: dict[int, list[int]], retract_every: int) -> None:
+    def _drain(
+        self,
+        core: EngineCore,
+        out: dict[int, list[int]],
+        retract_every: int,
+        stop_after: dict[int, int],
+    ) -> None:
         step = 0
         while not core.scheduler.is_idle:
             step += 1
@@ -80,6 +89,8 @@ class Engine:
                 ):
                     if rid >= 0:
                         out[rid].append(token)
+                        if len(out[rid]) == stop_after.get(rid):
+                            core.abort(AbortRequest(rid=rid, reason="stop"))
                         if message.logprobs and i in message.logprobs:
                             self.logprobs.setdefault(rid, []).append(message.logprobs[i])
                 self.cached.update(message.started)
@@ -88,6 +99,7 @@ class Engine:
                 running = [r for m in core.scheduler.micro_batches for r in m.running.reqs]
                 if running:
                     core.scheduler._retract(running[step % len(running)])
+                    self.retractions += 1
 
 
 @contextmanager

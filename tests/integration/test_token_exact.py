@@ -47,6 +47,7 @@ SUBSET = {(m, 1, 1, p) for m in MODELS for p in (1, 16)} | {
     ("qwen2", 2, 1, 1),
     ("qwen3", 2, 2, 16),
     ("mistral", 1, 2, 16),
+    ("qwen2", 1, 4, 16),
 }
 # (chunk, cache, retract, overlap): with worker processes, where a run costs seconds, rows in which
 # every pair of values meets; in one process, and in the full matrix, all 16.
@@ -57,7 +58,10 @@ PAIRWISE = {
     (32, True, 0, True),
     (32, True, 4, False),
 }
-LAYOUTS = list(itertools.product(MODELS, (1, 2), (1, 2), (1, 16)))
+LAYOUTS = [
+    *itertools.product(MODELS, (1, 2), (1, 2), (1, 16)),
+    *((model, 1, 4, 16) for model in MODELS),
+]
 
 
 class Case:
@@ -156,6 +160,33 @@ def test_greedy_equals_transformers(
             hits = sum(engine.cached.get(i, 0) for i in range(len(case.prompts)))
             assert (hits >= 2 * 32) == cache, (variant, engine.cached)
         _check_logprobs(case, engine)
+
+
+@pytest.mark.parametrize(("pp", "depth"), [(1, 0), (2, 0), (2, 2), (4, 1)])
+def test_storm_on_real_workers(cases: dict[str, Case], pp: int, depth: int) -> None:
+    """Many requests, half of them stopped by their clients, retractions all the time, steps in
+    flight: what is left is untouched, what was stopped is a prefix."""
+    case = cases["llama"]
+    rng = random.Random(pp)
+    count = 20
+    order = [rng.randrange(len(case.prompts)) for _ in range(count)]
+    prompts = [case.prompts[i] for i in order]
+    params = SamplingParams(max_tokens=MAX_NEW, temperature=0, ignore_eos=True)
+    with engine_for(case.path, pp_size=pp, pp_async_depth=depth, page_size=4) as engine:
+        for chunk, retract_every in ((32, 3), (-1, 5)):
+            stop_after = {i: rng.randrange(1, MAX_NEW) for i in range(0, count, 2)}
+            out = engine.run(
+                prompts,
+                params,
+                retract_every=retract_every,
+                stop_after=stop_after,
+                chunked_prefill_size=chunk,
+                enable_mixed_chunk=chunk > 0,
+            )
+            assert engine.retractions > 3
+            for i, tokens in enumerate(out):
+                expected = case.expected[order[i]]
+                assert tokens == expected[: stop_after.get(i, MAX_NEW)], (i, chunk)
 
 
 def _check_logprobs(case: Case, engine: Engine) -> None:
