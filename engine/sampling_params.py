@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from engine.constraints import ConstraintSpec, verify_constraint
 from engine.errors import RequestError
 
 MAX_LOGPROBS = 20
@@ -26,6 +27,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     `logprobs`/`prompt_logprobs`: number of alternatives to report beside the token's own
     log-probability (0 = only its own, None = none). Log-probabilities are of the model's raw
     distribution, before penalties, bias, temperature and filters.
+    `constraint`: what the output may be (engine/constraints). `min_tokens` above what it allows
+    ends the request with an error.
     """
 
     n: int = 1
@@ -47,6 +50,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     skip_special_tokens: bool = True
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    constraint: ConstraintSpec | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -102,6 +106,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
         for token, bias in (self.logit_bias or {}).items():
             _check_token("logit_bias", token, vocab_size)
             _check_number("logit_bias", bias, -100.0, 100.0)
+        if self.constraint is not None:
+            verify_constraint(self.constraint, vocab_size)
 
 
 def copy_seeds(seed: int | None, n: int, draw: Callable[[], int]) -> list[int]:

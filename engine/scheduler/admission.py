@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
+from engine.constraints import Constraint, create_constraint
 from engine.errors import RequestError
 from engine.messages import AddRequest, FinishedReq, IntArray
+from engine.sampling_params import SamplingParams
 from engine.scheduler.req import Req
 from engine.scheduler.scheduler_config import SchedulerConfig
 
@@ -21,6 +25,7 @@ def make_req(
     resumed = request.output_ids if request.output_ids is not None else np.zeros(0, np.int32)
     try:
         _verify(request, config, num_waiting)
+        constraint = _make_constraint(request.params, config, resumed.tolist())
     except RequestError as error:
         return FinishedReq(
             request.rid,
@@ -35,6 +40,8 @@ def make_req(
     params = request.params
     limit = config.max_model_len - prompt_len
     max_new = limit if params.max_tokens is None else min(params.max_tokens, limit)
+    if constraint is not None and constraint.is_terminated:
+        return FinishedReq(request.rid, "stop", prompt_len, len(resumed), 0)
     if len(resumed) >= max_new:
         return FinishedReq(request.rid, "length", prompt_len, len(resumed), 0)
     stop_ids = frozenset(params.stop_token_ids) | (
@@ -55,6 +62,7 @@ def make_req(
         arrival=now,
         deadline=None if timeout is None else now + timeout,
         queue_deadline=None if config.queue_timeout_s is None else now + config.queue_timeout_s,
+        constraint=constraint,
         output_ids=resumed.tolist(),
     )
 
@@ -75,6 +83,19 @@ def verify_prompt(ids: IntArray, max_model_len: int, vocab_size: int) -> None:
             f"the prompt holds a token id outside the vocabulary (0 to {vocab_size - 1})",
             "prompt",
         )
+
+
+def _make_constraint(
+    params: SamplingParams, config: SchedulerConfig, resumed: Sequence[int]
+) -> Constraint | None:
+    """The request's constraint after the `resumed` output. Raises `RequestError`."""
+    if params.constraint is None:
+        return None
+    eos = () if params.ignore_eos else config.eos_token_ids
+    constraint = create_constraint(params.constraint, config.vocab_size, eos)
+    if not all(constraint.accept(token) for token in resumed):
+        raise RequestError("the resumed output doesn't follow the constraint", "constraint")
+    return constraint
 
 
 def _verify(request: AddRequest, config: SchedulerConfig, num_waiting: int) -> None:

@@ -127,6 +127,8 @@ def _slot_params(req: Req) -> SlotParams:
     params = req.params
     if params.prompt_logprobs is not None and not req.wants_prompt_logprobs:
         params = msgspec.structs.replace(params, prompt_logprobs=None)
+    if params.constraint is not None:
+        params = msgspec.structs.replace(params, constraint=None)  # workers only need masks
     return SlotParams(
         slot=req.req_pool_idx,
         prompt_len=req.prompt_len,

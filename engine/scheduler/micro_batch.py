@@ -5,10 +5,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from engine.messages import Int64Array, IntArray
 from engine.scheduler.req import Req
 from engine.scheduler.running_batch import RunningBatch
+
+
+class ConstrainedRow(NamedTuple):
+    """A sampled row whose request has a `Constraint`."""
+
+    row: int
+    """Index into the step's sampled rows."""
+    req: Req
+    num_output: int
+    """Output tokens before the one that it samples."""
 
 
 @dataclass(slots=True)
@@ -24,6 +35,8 @@ class LaunchedStep:
     rids: Int64Array
     clients: IntArray
     """Of the sampled rows."""
+    constrained: Sequence[ConstrainedRow] = ()
+    """Sampled rows that need a mask; the step's sampling is delayed if there are any."""
 
 
 @dataclass(slots=True)

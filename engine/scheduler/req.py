@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from engine.constraints import Constraint
 from engine.messages import IntArray, TokenLogprobs
 from engine.sampling_params import SamplingParams
 
@@ -53,6 +54,8 @@ class Req:
     arrival: float = 0.0
     deadline: float | None = None
     queue_deadline: float | None = None
+    constraint: Constraint | None = None
+    """Its state always equals `output_ids`: what is in flight isn't known to it."""
 
     output_ids: list[int] = field(default_factory=list)
     status: ReqStatus = ReqStatus.WAITING

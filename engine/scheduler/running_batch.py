@@ -33,6 +33,8 @@ class RunningBatch:
         self.rids: Int64Array = np.zeros(0, np.int64)
         self.clients: IntArray = _NONE
         """int32 [B]: `Req.client_no`."""
+        self.num_constrained = 0
+        """Rows whose request has a `Constraint`."""
 
     def __len__(self) -> int:
         return len(self.reqs)
@@ -56,6 +58,7 @@ class RunningBatch:
         self.remaining = np.concatenate([self.remaining, left])
         self.rids = np.concatenate([self.rids, np.fromiter((r.rid for r in new), np.int64, n)])
         self.clients = np.concatenate([self.clients, _ints((r.client_no for r in new), n)])
+        self.num_constrained += sum(r.constraint is not None for r in new)
 
     def advance(self, locs: IntArray) -> None:
         """One more token of every row is launched, at slots `locs` [B].
@@ -83,6 +86,8 @@ class RunningBatch:
     def _keep(self, mask: np.ndarray[Any, np.dtype[np.bool_]]) -> None:
         for i in np.flatnonzero(~mask).tolist():
             self.reqs[i].kv_len = int(self.seq_lens[i])
+            if self.reqs[i].constraint is not None:
+                self.num_constrained -= 1
         kept = np.flatnonzero(mask)
         self.reqs = [self.reqs[i] for i in kept.tolist()]
         self.rows = self.rows[kept]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from engine.messages import (
 )
 from engine.scheduler.admission import make_req
 from engine.scheduler.batch_builder import build_batch
+from engine.scheduler.delayed_sample import DelayedSamples
 from engine.scheduler.kv_manager import KVManager
 from engine.scheduler.micro_batch import LaunchedStep, MicroBatch
 from engine.scheduler.new_token_ratio import NewTokenRatio
@@ -62,6 +63,7 @@ class Scheduler:
         self.policy = make_policy(config.schedule_policy)
         self.ratio = NewTokenRatio(config.schedule_conservativeness)
         self.outputs = OutputCollector()
+        self.delayed = DelayedSamples(config.vocab_size)
         self.stats = SchedulerStats(kv_total_tokens=self.kv.total_size)
         self.micro_batches = [MicroBatch(i) for i in range(config.num_micro_batches)]
         self.reqs: dict[tuple[str, int], Req] = {}
@@ -158,8 +160,11 @@ class Scheduler:
         return self.outputs.take(self._step)
 
     def take_masks(self) -> list[SampleMasks]:
-        """Masks of delayed steps that can be sampled now, to be sent after the steps."""
-        return []
+        """Masks of delayed steps that can be sampled now, to be sent after the steps.
+
+        Call after `next_batch` and after `process_result`.
+        """
+        return self.delayed.take()
 
     def flush_cache(self) -> bool:
         """Forget all cached prefixes; only when idle, else False."""
@@ -299,6 +304,10 @@ class Scheduler:
             decode,
             send_tokens=self.config.pp_size > 1,
         )
+        if (decode is not None and decode.num_constrained) or any(
+            a.req.constraint is not None for a in additions
+        ):
+            self.delayed.launch(batch, launched)
         if decode is not None:
             decode.advance(batch.out_cache_loc[len(batch.out_cache_loc) - len(decode) :])
         for req, _, _ in additions:
@@ -314,14 +323,18 @@ class Scheduler:
         ended: list[Req] = []
         dropped: list[int] = []
         finished = ReqStatus.FINISHED
+        errors: Mapping[int, str] | None = result.row_errors
+        terminated: Collection[int] = ()
+        if step.constrained:
+            errors, terminated = self.delayed.accept(step, result)
         for i, (req, token) in enumerate(zip(step.sampled, tokens.tolist(), strict=True)):
             if req.status is finished:
                 dropped.append(i)
                 continue
-            if result.row_errors is not None and i in result.row_errors:
+            if errors is not None and i in errors:
                 dropped.append(i)
                 ended.append(req)
-                self._end(req, "error", message=result.row_errors[i], status=500)
+                self._end(req, "error", message=errors[i], status=500)
                 continue
             output = req.output_ids
             output.append(token)
@@ -337,7 +350,12 @@ class Scheduler:
                 self._end(req, "stop", matched_token=token)
             elif len(output) >= req.max_new_tokens:
                 ended.append(req)
-                self._end(req, "length")
+                self._end(req, "stop" if i in terminated else "length")
+        for i in terminated:
+            req = step.sampled[i]
+            if not req.finished:
+                ended.append(req)
+                self._end(req, "stop")
         self.stats.generation_tokens_total += len(tokens) - len(dropped)
         rids, clients = step.rids, step.clients
         if dropped:

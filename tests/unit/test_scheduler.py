@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engine.constraints import ConstraintSpec
 from engine.messages import AbortRequest, AddRequest, FinishedReq
 from engine.sampling_params import SamplingParams
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.scheduler_config import SchedulerConfig
-from tests.fake_worker import FakeWorker, reference
+from tests.fake_worker import FakeWorker, allowed_tokens, reference
 
 VOCAB = 50
 
@@ -45,6 +46,8 @@ class Harness:
         self.finished: dict[tuple[str, int], FinishedReq] = {}
         self.cached: dict[tuple[str, int], int] = {}
         self.expected: dict[tuple[str, int], list[int]] = {}
+        self.reasons: dict[tuple[str, int], str] = {}
+        """Finish reason of a request that nobody disturbs."""
         self.aborted: set[tuple[str, int]] = set()
 
     def add(
@@ -58,19 +61,34 @@ class Harness:
         priority: int = 0,
         salt: str = "",
         resume: int = 0,
+        choices: list[list[int]] | None = None,
+        ignore_eos: bool = False,
         **params: Any,
     ) -> None:
+        """Queue a request; `choices` constrain it."""
         limit = min(max_tokens, self.config.max_model_len - len(prompt))
-        out = reference(prompt, limit, VOCAB, frozenset(stop or ()))
+        eos = () if ignore_eos else self.config.eos_token_ids
+        stop_ids = frozenset(stop or ()) | frozenset(eos)
+        out = reference(prompt, limit, VOCAB, stop_ids, choices, eos)
         resume = min(resume, len(out) - 1)
         self.expected[(client, rid)] = out[resume:]
+        whole = choices is not None and not allowed_tokens(out, choices, eos)
+        stopped = out[-1] in stop_ids or whole
+        self.reasons[(client, rid)] = "stop" if stopped else "length"
         self.scheduler.add(
             AddRequest(
                 rid=rid,
                 client=client,
                 input_ids=np.asarray(prompt, np.int32),
                 params=SamplingParams(
-                    max_tokens=max_tokens, stop_token_ids=stop or [], seed=0, **params
+                    max_tokens=max_tokens,
+                    stop_token_ids=stop or [],
+                    ignore_eos=ignore_eos,
+                    seed=0,
+                    constraint=None
+                    if choices is None
+                    else ConstraintSpec("token_choice", {"choices": choices}),
+                    **params,
                 ),
                 priority=priority,
                 cache_salt=salt,
@@ -84,11 +102,21 @@ class Harness:
         batch = self.scheduler.next_batch(self.now)
         if batch is not None:
             self.worker.launch(batch)
+            in_flight = (s for m in self.scheduler.micro_batches for s in m.in_flight)
+            step = next(s for s in in_flight if s.step == batch.step)
+            constrained = any(r.constraint is not None for r in step.sampled)
+            assert batch.delayed_sample == constrained
+        self.send_masks()
         return batch is not None
 
     def process(self) -> None:
         self.scheduler.process_result(self.worker.run())
+        self.send_masks()
         self.collect()
+
+    def send_masks(self) -> None:
+        for masks in self.scheduler.take_masks():
+            self.worker.sample(masks)
 
     def collect(self) -> None:
         for client, out in self.scheduler.take_outputs():
@@ -130,17 +158,25 @@ class Harness:
     def check(self) -> None:
         leak = self.scheduler.check_invariants()
         assert leak is None, leak
+        for m in self.scheduler.micro_batches:
+            count = sum(r.constraint is not None for r in m.running.reqs)
+            assert m.running.num_constrained == count
 
     def check_done(self) -> None:
         assert self.scheduler.is_idle
         self.check()
         self.scheduler.kv.tree.check_integrity()
         assert self.scheduler.kv.tree.protected_size == 0
+        assert not self.worker.masks and not self.scheduler.take_masks()
         for key, out in self.expected.items():
             if key in self.aborted:
                 assert out[: len(self.tokens[key])] == self.tokens[key]
-            elif self.finished[key].reason != "error":
+                continue
+            end = self.finished[key]
+            assert end.status != 500, end.message
+            if end.reason != "error":
                 assert self.tokens[key] == out, key
+                assert end.reason == self.reasons[key], key
 
 
 MODES = [
@@ -159,6 +195,15 @@ def mode(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 def prompt(rng: random.Random, n: int) -> list[int]:
     return [rng.randrange(VOCAB) for _ in range(n)]
+
+
+def random_choices(rng: random.Random) -> list[list[int]]:
+    """Choices over few tokens, so that they share prefixes; perhaps one begins another."""
+    lens = [rng.randrange(1, 16) for _ in range(rng.randrange(1, 6))]
+    choices = [[rng.randrange(20, 23) for _ in range(n)] for n in lens]
+    if rng.random() < 0.5:
+        choices.append(choices[0][: rng.randrange(1, len(choices[0]) + 1)])
+    return choices
 
 
 def test_single_request(mode: dict[str, Any]) -> None:
@@ -290,6 +335,7 @@ def test_context_limit_cuts_output(mode: dict[str, Any]) -> None:
         ([1], {"top_p": 0.0}, "top_p"),
         ([1], {"stop_token_ids": [VOCAB]}, "stop_token_ids"),
         ([1], {"seed": None}, "seed"),
+        ([1], {"constraint": ConstraintSpec("token_choice", {"choices": []})}, "constraint"),
     ],
 )
 def test_bad_requests_are_refused_by_name(
@@ -404,6 +450,7 @@ def test_random_storm(mode: dict[str, Any], page_size: int, policy: str, seed: i
         schedule_conservativeness=rng.choice([0.01, 0.3, 1.0]),
         enable_prefix_cache=rng.random() < 0.8,
         eviction_policy=rng.choice(["lru", "lfu", "fifo", "priority"]),
+        eos_token_ids=rng.choice([(), (7,), (7, 49)]),
     )
     stems = [prompt(rng, 50) for _ in range(3)]
     next_rid = 0
@@ -414,7 +461,7 @@ def test_random_storm(mode: dict[str, Any], page_size: int, policy: str, seed: i
             stem = rng.choice(stems)[: rng.randrange(1, 50)]
             ids = stem + prompt(rng, rng.randrange(0, 20))
             client = rng.choice(["a", "b"])
-            stop = [rng.randrange(VOCAB)] if rng.random() < 0.5 else None
+            stop = [rng.choice([rng.randrange(VOCAB), 21])] if rng.random() < 0.5 else None
             h.add(
                 next_rid,
                 ids,
@@ -424,6 +471,8 @@ def test_random_storm(mode: dict[str, Any], page_size: int, policy: str, seed: i
                 priority=rng.randrange(3),
                 salt=rng.choice(["", "", "x"]),
                 resume=rng.randrange(5) if rng.random() < 0.2 else 0,
+                choices=random_choices(rng) if rng.random() < 0.4 else None,
+                ignore_eos=rng.random() < 0.3,
             )
             live.append((client, next_rid))
             next_rid += 1

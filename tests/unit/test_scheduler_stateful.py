@@ -11,6 +11,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from engine.messages import AbortRequest
 from tests.unit.test_scheduler import MODES, VOCAB, Harness
 
+CHOICES = [
+    None,
+    None,
+    [[20]],
+    [[20, 21, 22, 20, 21, 22, 20, 21], [20, 21, 22, 21], [20, 21], [22] * 12],
+]
 STEMS = [[(7 * i + k * k) % VOCAB for k in range(50)] for i in range(3)]
 
 
@@ -26,6 +32,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         cache=st.booleans(),
         kv=st.sampled_from([96, 128, 320]),
         careful=st.sampled_from([0.01, 1.0]),
+        eos=st.sampled_from([(), (7,)]),
     )
     def start(
         self,
@@ -37,6 +44,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         cache: bool,
         kv: int,
         careful: float,
+        eos: tuple[int, ...],
     ) -> None:
         self.h = Harness(
             **mode,
@@ -49,6 +57,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             enable_mixed_chunk=mixed,
             enable_prefix_cache=cache,
             schedule_conservativeness=careful,
+            eos_token_ids=eos,
         )
         self.next_rid = 0
 
@@ -62,6 +71,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority=st.integers(0, 2),
         resume=st.sampled_from([0, 0, 1, 5]),
         client=st.sampled_from(["a", "b"]),
+        choices=st.sampled_from(CHOICES),
     )
     def add(
         self,
@@ -73,6 +83,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority: int,
         resume: int,
         client: str,
+        choices: list[list[int]] | None,
     ) -> None:
         prompt = stem[:shared] + [(self.next_rid + 3 * k) % VOCAB for k in range(tail)]
         self.h.add(
@@ -80,6 +91,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             prompt,
             max_tokens,
             client=client,
+            choices=choices,
             stop=None if stop is None else [stop],
             priority=priority,
             resume=resume,

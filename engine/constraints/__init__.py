@@ -1,0 +1,17 @@
+"""Constrained decoding: what a request may output, token by token."""
+
+from __future__ import annotations
+
+from engine.constraints.base import Constraint, MaskArray, allow_tokens, mask_words
+from engine.constraints.registry import create_constraint, verify_constraint
+from engine.constraints.spec import ConstraintSpec
+
+__all__ = [
+    "Constraint",
+    "ConstraintSpec",
+    "MaskArray",
+    "allow_tokens",
+    "create_constraint",
+    "mask_words",
+    "verify_constraint",
+]

@@ -1,0 +1,18 @@
+"""`ConstraintSpec`: a constraint as it travels in messages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class ConstraintSpec(msgspec.Struct):
+    """Which constraint, and its particulars as plain data.
+
+    `kind` is a key of `engine.constraints.registry.CONSTRAINTS`; each kind says in its class what
+    `payload` holds.
+    """
+
+    kind: str
+    payload: dict[str, Any]
