@@ -32,6 +32,7 @@ class SimulatedResult(PendingResult):
 
     step: int
     tokens: IntArray
+    errors: dict[int, str]
     ready_at: float
     device_s: float
 
@@ -40,7 +41,9 @@ class SimulatedResult(PendingResult):
 
     def collect(self) -> GenerationBatchResult:
         time.sleep(self.seconds_left())
-        return GenerationBatchResult(self.step, self.tokens, device_s=self.device_s)
+        return GenerationBatchResult(
+            self.step, self.tokens, row_errors=self.errors or None, device_s=self.device_s
+        )
 
 
 @dataclass
@@ -54,10 +57,10 @@ class SimulatedForward(LaunchedForward):
     device_s: float
 
     def sample(self, masks: SampleMasks | None) -> PendingResult:
-        tokens = self.worker.next_tokens(self, masks)
+        tokens, errors = self.worker.next_tokens(self, masks)
         # A delayed sample starts when its masks are here.
         ready_at = self.ready_at if masks is None else max(self.ready_at, time.monotonic())
-        return SimulatedResult(self.batch.step, tokens, ready_at, self.device_s)
+        return SimulatedResult(self.batch.step, tokens, errors, ready_at, self.device_s)
 
 
 class SimulatedWorker(ModelWorker):
@@ -93,20 +96,26 @@ class SimulatedWorker(ModelWorker):
         last_ids = np.where(last_ids < 0, known, last_ids)
         return SimulatedForward(batch, self, last_ids, self._free_at, cost)
 
-    def next_tokens(self, forward: SimulatedForward, masks: SampleMasks | None) -> IntArray:
-        """int32 [S]; remembered for the next step's inputs."""
+    def next_tokens(
+        self, forward: SimulatedForward, masks: SampleMasks | None
+    ) -> tuple[IntArray, dict[int, str]]:
+        """Tokens int32 [S], remembered for the next step's inputs; errors by sampled row."""
         batch = forward.batch
         slots = batch.req_pool_indices[batch.sample_rows]
         positions = batch.seq_lens[batch.sample_rows].astype(np.uint64)
         mixed = hash_tokens(forward.last_ids, positions)
         tokens = self._ordinary[mixed % np.uint64(len(self._ordinary))]
+        errors: dict[int, str] = {}
         if masks is not None:
             bits = np.unpackbits(masks.masks.view(np.uint8), axis=1, bitorder="little")
             for row, allowed in zip(masks.rows.tolist(), bits, strict=True):
                 ids = np.flatnonzero(allowed)
-                tokens[row] = ids[int(mixed[row]) % len(ids)]
+                if len(ids) == 0:
+                    errors[row] = "no token is allowed for this request"
+                else:
+                    tokens[row] = ids[int(mixed[row]) % len(ids)]
         self._last[slots] = tokens
-        return tokens
+        return tokens, errors
 
     def _receive(self) -> float:
         tensor = self.parallel.recv_hidden(1, 1, torch.float64, torch.device("cpu"))
@@ -121,7 +130,8 @@ def hash_tokens(tokens: IntArray, positions: np.ndarray) -> np.ndarray:
     x = tokens.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + positions
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    mixed: np.ndarray = x ^ (x >> np.uint64(31))
+    return mixed
 
 
 def _num_decode(batch: ModelWorkerBatch) -> int:

@@ -32,7 +32,7 @@ class TpPendingResult(PendingResult):
     prompt_logprobs: list[tuple[int, int, LogprobTensors]]
     """(extend row, first position, log-probabilities) of chunks whose request asked."""
     device_s: float
-    done: torch.cuda.Event | None
+    done: torch.Event | None
     """Recorded behind the step's last kernel; None on CPU, where kernels run as they are called."""
 
     def seconds_left(self) -> float:
@@ -142,12 +142,12 @@ class TpModelWorker(ModelWorker):
         logits = launched.output.logits.contiguous()
         mask = None
         if masks is not None and len(masks.rows):
-            mask = allowed_tokens(masks, *logits.shape, device)
+            mask = allowed_tokens(masks, logits.shape[0], logits.shape[1], device)
         sampled = self.sampler(logits, slots, slots_cpu, seq_lens, mask)
         self.future_map.store(slots, sampled.next_token_ids)
-        done: torch.cuda.Event | None = None
+        done: torch.Event | None = None
         if device.type == "cuda":
-            done = torch.cuda.Event()
+            done = torch.Event(device)
             done.record()
         device_s = self._record(batch, forward)
         return TpPendingResult(batch.step, sampled, launched.prompt_logprobs, device_s, done)

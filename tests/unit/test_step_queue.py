@@ -229,7 +229,11 @@ def test_simulated_worker_honours_masks() -> None:
     queue.launch(decode(1, [1, 2], delayed=True))
     queue.apply(SampleMasks(1, np.asarray([1], np.int32), masks))
     result = queue.take_oldest()
-    assert result is not None and result.next_token_ids[1] == 39
+    assert result is not None and result.next_token_ids[1] == 39 and result.row_errors is None
+    queue.launch(decode(2, [1, 2], delayed=True))
+    queue.apply(SampleMasks(2, np.asarray([0], np.int32), np.zeros_like(masks)))
+    result = queue.take_oldest()
+    assert result is not None and list(result.row_errors or {}) == [0]
 
 
 def worker_vocab() -> int:
