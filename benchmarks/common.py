@@ -16,6 +16,8 @@ from pathlib import Path
 import numpy as np
 
 REPO_ROOT = Path(__file__).resolve().parents[1]
+PEERS = REPO_ROOT / ".peers"
+"""Environments and models of other engines; git ignores it."""
 PACKAGES = ("numpy", "torch", "ray", "transformers", "msgspec", "pyzmq", "xxhash")
 
 
