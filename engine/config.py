@@ -17,6 +17,9 @@ from engine.model_config import ModelConfig
 
 M = TypeVar("M", bound=BaseModel)
 
+MAX_MICRO_BATCHES = 16
+"""At most what a stage may have on its way to the next one (`MAX_PENDING_SENDS`)."""
+
 
 class SimulatedDevice(BaseModel):
     """What a step costs on each stage of `device: simulated`:
@@ -24,12 +27,12 @@ class SimulatedDevice(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    step_ms: float = Field(10.0, ge=0.0)
-    token_us: float = Field(0.0, ge=0.0)
+    step_ms: float = Field(default=10.0, ge=0.0)
+    token_us: float = Field(default=0.0, ge=0.0)
     """Per input token of the step (prompt chunks and decode rows)."""
-    context_ns: float = Field(0.0, ge=0.0)
+    context_ns: float = Field(default=0.0, ge=0.0)
     """Per token in the KV cache of the step's rows."""
-    transfer_ms: float = Field(0.0, ge=0.0)
+    transfer_ms: float = Field(default=0.0, ge=0.0)
     """From one pipeline stage to the next."""
 
     def seconds(self, num_tokens: int, num_context: int) -> float:
@@ -68,7 +71,7 @@ class EngineConfig(BaseModel):
     max_model_len: int | None = Field(None, ge=2)
     """Longest prompt + output; None: the model's own limit."""
     page_size: int = Field(16, ge=1, le=256)
-    max_total_tokens: int | None = Field(None, ge=2)
+    max_total_tokens: int | None = Field(None, ge=2, le=2**30)
     """KV cache size; None: from memory."""
     memory_fraction: float = Field(0.85, gt=0.0, le=1.0)
     """Share of free device memory for weights and KV cache (CUDA)."""
@@ -79,6 +82,8 @@ class EngineConfig(BaseModel):
     """Prompt tokens per step; -1 or 0 switches chunking off."""
     max_prefill_tokens: int = Field(16384, ge=1)
     """Prompt tokens per step when chunking is off."""
+    enable_dynamic_chunking: bool = False
+    """Shorter chunks behind longer prefixes, so that all take equally long."""
     enable_mixed_chunk: bool = True
     """Decode rows ride in prefill steps."""
     schedule_policy: Literal["lpm", "fcfs", "priority"] = "lpm"
@@ -87,7 +92,8 @@ class EngineConfig(BaseModel):
     enable_priority_preemption: bool = False
     """With schedule_policy priority: a waiting request may push out running ones below it."""
     enable_overlap: bool = True
-    """Compose and send step t+1 while step t runs."""
+    """Compose and send step t+1 while step t runs. With pp_size > 1: run several micro-batches, so
+    that all stages work at once. False: one step at a time."""
     enable_prefix_cache: bool = True
     eviction_policy: Literal["lru", "lfu", "fifo", "priority"] = "lru"
     attention_backend: Literal["auto", "torch"] = "auto"
@@ -109,7 +115,9 @@ class EngineConfig(BaseModel):
     @property
     def num_micro_batches(self) -> int:
         """Micro-batches that the scheduler cycles through (design: one loop for all modes)."""
-        return 1 if self.pp_size == 1 else self.pp_size + self.pp_async_depth
+        if self.pp_size == 1 or not self.enable_overlap:
+            return 1
+        return self.pp_size + self.pp_async_depth
 
     @property
     def lookahead(self) -> int:
@@ -147,6 +155,11 @@ class EngineConfig(BaseModel):
                 f"chunked_prefill_size ({chunk}) is smaller than page_size ({self.page_size}): "
                 "a chunk must hold at least one page. Raise it, or set -1 to switch chunking off."
             )
+        if self.enable_dynamic_chunking and chunk < 2 * self.page_size:
+            raise ConfigError(
+                f"enable_dynamic_chunking needs chunks that can shrink: set chunked_prefill_size "
+                f"({chunk}) to at least two pages ({2 * self.page_size}), or switch it off."
+            )
         if chunk <= 0 and self.max_prefill_tokens < max_len and self.max_model_len is not None:
             raise ConfigError(
                 f"without chunked prefill, max_prefill_tokens ({self.max_prefill_tokens}) must "
@@ -158,8 +171,16 @@ class EngineConfig(BaseModel):
         micro = self.pp_max_micro_batch_size
         if micro is not None and self.pp_size == 1:
             raise ConfigError("pp_max_micro_batch_size needs pp_size > 1; leave it out.")
+        if self.pp_async_depth and not self.enable_overlap:
+            raise ConfigError("pp_async_depth needs enable_overlap: true; set it to 0.")
         if self.pp_async_depth and self.pp_size == 1:
             raise ConfigError("pp_async_depth needs pp_size > 1; set it to 0.")
+        if self.num_micro_batches > MAX_MICRO_BATCHES:
+            raise ConfigError(
+                f"pp_size + pp_async_depth ({self.num_micro_batches}) is above the "
+                f"{MAX_MICRO_BATCHES} micro-batches that stages can hand on without waiting for "
+                "each other; lower one of them."
+            )
         if self.max_running_requests < self.num_micro_batches:
             raise ConfigError(
                 f"max_running_requests ({self.max_running_requests}) must be at least the number "

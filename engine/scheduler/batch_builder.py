@@ -86,7 +86,16 @@ def build_batch(
     )
     for req in fresh:
         req.installed = True
-    launched = LaunchedStep(step, micro_batch, all_reqs, sampled, rids, clients)
+    launched = LaunchedStep(
+        step,
+        micro_batch,
+        all_reqs,
+        sampled,
+        rids,
+        clients,
+        num_landed=len(sampled_idx),
+        chunk=(lens[0], reqs[0].kv_len - lens[0]) if len(all_reqs) == 1 else None,
+    )
     return batch, launched, last_locs
 
 

@@ -35,6 +35,10 @@ class LaunchedStep:
     rids: Int64Array
     clients: IntArray
     """Of the sampled rows."""
+    num_landed: int = 0
+    """The first so many of `sampled` are requests whose prompt this step completes."""
+    chunk: tuple[int, int] | None = None
+    """(tokens, prefix length) of the only row, if it is a prompt chunk."""
     constrained: Sequence[ConstrainedRow] = ()
     """Sampled rows that need a mask; the step's sampling is delayed if there are any."""
 

@@ -4,6 +4,9 @@ Budgets, in tokens (SGLang's PrefillAdder):
   rem_total   KV room minus what running requests are expected to still need
   rem_now     KV room for what this step itself allocates
   rem_chunk   prompt tokens that the step may compute (chunked_prefill_size or max_prefill_tokens)
+
+With a `ChunkSizer`, rem_chunk counts tokens without a prefix, and a token behind a long prefix
+takes as much of it as it takes longer.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from collections.abc import Iterable
 from enum import Enum
 from typing import NamedTuple
 
+from engine.scheduler.chunk_sizer import ChunkSizer
 from engine.scheduler.kv_manager import KVManager
 from engine.scheduler.new_token_ratio import NewTokenRatio
 from engine.scheduler.req import Req
@@ -53,10 +57,12 @@ class PrefillAdder:
         max_prefill_tokens: int,
         num_decode: int,
         decode_need: int,
+        sizer: ChunkSizer | None = None,
     ) -> None:
         """`num_decode` rows ride along (mixed) and allocate `decode_need` tokens before."""
         self.kv = kv
         self.ratio = ratio
+        self.sizer = sizer
         self.chunking = chunk_size is not None
         budget = (chunk_size if chunk_size is not None else max_prefill_tokens) - num_decode
         self.rem_chunk = max(budget, kv.page_size)
@@ -69,7 +75,7 @@ class PrefillAdder:
     def add_chunked(self, req: Req) -> AddResult:
         """Continue a request whose prompt is partly launched."""
         left = len(req.fill_ids) - req.kv_len
-        num = min(left, self.rem_chunk)
+        num = min(left, self._allowed(req.kv_len))
         if num < left:
             num = self._page_floor(req, num)
         if num <= 0:
@@ -99,8 +105,9 @@ class PrefillAdder:
             self.kv.tree.dec_lock_ref(req.last_node)
             return AddResult.NO_TOKEN
         num = extend
-        if extend > self.rem_chunk and (self.chunking or self.additions):
-            num = self._page_floor_at(req.cached_len, self.rem_chunk) if self.chunking else 0
+        allowed = self._allowed(req.cached_len)
+        if extend > allowed and (self.chunking or self.additions):
+            num = self._page_floor_at(req.cached_len, allowed) if self.chunking else 0
             if num <= 0:
                 self.kv.tree.dec_lock_ref(req.last_node)
                 return AddResult.OTHER
@@ -116,8 +123,23 @@ class PrefillAdder:
         pages = self._pages(req.kv_len, req.kv_len + num)
         self.rem_now -= pages
         self.rem_total -= pages
-        self.rem_chunk -= num
+        self.rem_chunk -= self._cost(req.kv_len, num)
         self.additions.append(Addition(req, num, last))
+
+    def _allowed(self, prefix_len: int) -> int:
+        """Tokens behind `prefix_len` that the rest of the step has time for.
+
+        The first row always gets a page: decode rows must not starve prompts.
+        """
+        allowed = self.rem_chunk
+        if self.sizer is not None:
+            allowed = allowed * self.sizer.size_behind(prefix_len) // self.sizer.base_size
+        return allowed if self.additions else max(allowed, self.kv.page_size)
+
+    def _cost(self, prefix_len: int, num: int) -> int:
+        if self.sizer is None:
+            return num
+        return -(-num * self.sizer.base_size // self.sizer.size_behind(prefix_len))
 
     def _pages(self, start: int, end: int) -> int:
         return self.kv.round_up(end) - self.kv.round_up(start)

@@ -78,6 +78,22 @@ class RunningBatch:
         if not keep.all():
             self._keep(keep)
 
+    def move(self, reqs: Sequence[Req], target: RunningBatch) -> None:
+        """Hand requests over to another micro-batch; none of them may be in a step in flight."""
+        moving = {id(r) for r in reqs}
+        mask = np.fromiter((id(r) in moving for r in self.reqs), np.bool_, len(self.reqs))
+        at = np.flatnonzero(mask)
+        moved = [self.reqs[i] for i in at.tolist()]
+        target.reqs = target.reqs + moved
+        target.rows = np.concatenate([target.rows, self.rows[at]])
+        target.seq_lens = np.concatenate([target.seq_lens, self.seq_lens[at]])
+        target.last_locs = np.concatenate([target.last_locs, self.last_locs[at]])
+        target.remaining = np.concatenate([target.remaining, self.remaining[at]])
+        target.rids = np.concatenate([target.rids, self.rids[at]])
+        target.clients = np.concatenate([target.clients, self.clients[at]])
+        target.num_constrained += sum(r.constraint is not None for r in moved)
+        self._keep(~mask)
+
     def sync_lens(self) -> None:
         """Write the launched lengths back to the requests."""
         for req, length in zip(self.reqs, self.seq_lens.tolist(), strict=True):

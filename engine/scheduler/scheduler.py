@@ -26,7 +26,9 @@ from engine.messages import (
     StepOutputs,
 )
 from engine.scheduler.admission import make_req
+from engine.scheduler.balance import fair_share, rebalance
 from engine.scheduler.batch_builder import build_batch
+from engine.scheduler.chunk_sizer import ChunkSizer
 from engine.scheduler.delayed_sample import DelayedSamples
 from engine.scheduler.kv_manager import KVManager
 from engine.scheduler.micro_batch import LaunchedStep, MicroBatch
@@ -62,6 +64,9 @@ class Scheduler:
         )
         self.policy = make_policy(config.schedule_policy)
         self.ratio = NewTokenRatio(config.schedule_conservativeness)
+        self.sizer: ChunkSizer | None = None
+        if config.enable_dynamic_chunking and config.chunked_prefill_size is not None:
+            self.sizer = ChunkSizer(config.chunked_prefill_size, config.page_size)
         self.outputs = OutputCollector()
         self.delayed = DelayedSamples(config.vocab_size)
         self.stats = SchedulerStats(kv_total_tokens=self.kv.total_size)
@@ -129,14 +134,20 @@ class Scheduler:
             self._next_expire = now + EXPIRE_INTERVAL_S
             self._expire(now)
         count = len(self.micro_batches)
-        for offset in range(count):
-            mb = self.micro_batches[(self._next_micro_batch + offset) % count]
-            if len(mb.in_flight) >= self.config.lookahead:
-                continue
-            batch = self._compose(mb)
-            if batch is not None:
-                self._next_micro_batch = (mb.index + 1) % count
-                return batch
+        retry = True
+        while retry:
+            sent_back = self.stats.preemptions_total + self.stats.retractions_total
+            for offset in range(count):
+                mb = self.micro_batches[(self._next_micro_batch + offset) % count]
+                if len(mb.in_flight) >= self.config.lookahead:
+                    continue
+                batch = self._compose(mb)
+                if batch is not None:
+                    self._next_micro_batch = (mb.index + 1) % count
+                    return batch
+            # With nothing in flight no result would bring the room that was just made to use.
+            made_room = self.stats.preemptions_total + self.stats.retractions_total > sent_back
+            retry = made_room and self.num_in_flight == 0
         return None
 
     def process_result(self, result: GenerationBatchResult) -> None:
@@ -151,9 +162,13 @@ class Scheduler:
             if entry.start == 0:
                 collected.append(None)  # nothing comes before the first token
             collected.extend(entry.logprobs)
+        if self.sizer is not None and step.chunk is not None and result.device_s is not None:
+            self.sizer.observe(*step.chunk, result.device_s)
         self._commit(mb, step, result)
         if self._leaving:
             self._settle_leaving()
+        if len(self.micro_batches) > 1:
+            rebalance(self.micro_batches, mb, step, self.config.max_micro_batch_size)
 
     def take_outputs(self) -> list[tuple[str, StepOutputs]]:
         """(client, message) pairs since the last call."""
@@ -229,6 +244,7 @@ class Scheduler:
             max_prefill_tokens=self.config.max_prefill_tokens,
             num_decode=num_decode,
             decode_need=decode_need,
+            sizer=self.sizer,
         )
         if self.chunked_req is not None:
             added = adder.add_chunked(self.chunked_req)
@@ -242,8 +258,7 @@ class Scheduler:
         return adder.additions
 
     def _add_waiting(self, mb: MicroBatch, adder: PrefillAdder) -> None:
-        slots = min(self.kv.rows.available_size(), self._micro_batch_limit() - len(mb.running))
-        slots -= sum(1 for a in adder.additions if a.last)
+        slots = self._open_slots(len(mb.running) + sum(a.last for a in adder.additions))
         if slots <= 0 and not self.config.enable_priority_preemption:
             return
         matched = self.policy.sort(self.waiting_queue, self.kv.match)
@@ -280,12 +295,17 @@ class Scheduler:
         if req.num_cached is None:
             req.num_cached = min(req.cached_len, req.prompt_len)
 
-    def _micro_batch_limit(self) -> int:
-        """Rows that a micro-batch may hold: balanced, so that stages stay evenly busy."""
-        count = len(self.micro_batches)
-        if count == 1:
-            return self.config.max_running_requests
-        return min(self.config.max_micro_batch_size, -(-len(self.reqs) // count))
+    def _open_slots(self, num_held: int) -> int:
+        """Requests that a step may admit whose micro-batch has `num_held`.
+
+        A burst is spread over the micro-batches, so that all stages get work at once. One request
+        may always come: it needn't wait for an emptier micro-batch, `rebalance` moves it there.
+        """
+        rows = self.kv.rows.available_size()
+        if len(self.micro_batches) == 1:
+            return rows
+        share = fair_share(len(self.reqs), self.micro_batches)
+        return min(rows, self.config.max_micro_batch_size - num_held, max(share - num_held, 1))
 
     def _nothing_runs(self) -> bool:
         return self.num_in_flight == 0 and all(len(m.running) == 0 for m in self.micro_batches)

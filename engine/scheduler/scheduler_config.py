@@ -21,6 +21,7 @@ class SchedulerConfig:
     max_queued_requests: int = 2048
     chunked_prefill_size: int | None = 512
     max_prefill_tokens: int = 16384
+    enable_dynamic_chunking: bool = False
     enable_mixed_chunk: bool = True
     schedule_policy: str = "lpm"
     schedule_conservativeness: float = 1.0
@@ -47,16 +48,22 @@ class SchedulerConfig:
         """Of a resolved engine config and the KV size that the workers settled on."""
         engine: EngineConfig = config.engine
         chunk = engine.chunked_prefill_size
+        count = engine.num_micro_batches
+        running = engine.max_running_requests
+        per_micro_batch = engine.pp_max_micro_batch_size or -(-running // count)
         return cls(
             num_kv_tokens=num_kv_tokens,
             max_model_len=config.max_model_len,
             vocab_size=config.model.vocab_size,
             eos_token_ids=config.model.eos_token_ids,
             page_size=engine.page_size,
-            max_running_requests=engine.max_running_requests,
+            # No more rows than micro-batches have room for: with all of them full, a free row
+            # would tell priority preemption that nobody has to go.
+            max_running_requests=min(running, count * per_micro_batch),
             max_queued_requests=engine.max_queued_requests,
             chunked_prefill_size=chunk if chunk > 0 else None,
             max_prefill_tokens=engine.max_prefill_tokens,
+            enable_dynamic_chunking=engine.enable_dynamic_chunking,
             enable_mixed_chunk=engine.enable_mixed_chunk,
             schedule_policy=engine.schedule_policy,
             schedule_conservativeness=engine.schedule_conservativeness,
@@ -64,9 +71,8 @@ class SchedulerConfig:
             enable_prefix_cache=engine.enable_prefix_cache,
             eviction_policy=engine.eviction_policy,
             lookahead=engine.lookahead,
-            num_micro_batches=engine.num_micro_batches,
-            max_micro_batch_size=engine.pp_max_micro_batch_size
-            or -(-engine.max_running_requests // engine.num_micro_batches),
+            num_micro_batches=count,
+            max_micro_batch_size=per_micro_batch,
             pp_size=engine.pp_size,
             queue_timeout_s=engine.queue_timeout_s,
             request_timeout_s=engine.request_timeout_s,

@@ -58,7 +58,9 @@ def make_worker_config(config: ResolvedConfig, *, share: int = 1) -> WorkerConfi
     if threads is None:
         threads = _auto_threads(config.model, engine.world_size * share)
     num_kv_tokens = engine.max_total_tokens
-    most = engine.max_running_requests * config.max_model_len
+    # Every request at full length, in whole pages: more can never be used.
+    pages = -(-config.max_model_len // engine.page_size)
+    most = engine.max_running_requests * pages * engine.page_size
     if num_kv_tokens is None and device == "simulated":
         num_kv_tokens = most
     elif num_kv_tokens is None:
@@ -73,7 +75,6 @@ def make_worker_config(config: ResolvedConfig, *, share: int = 1) -> WorkerConfi
             engine.pp_size,
             engine.memory_fraction / (share if device == "cpu" else 1),
         )
-        # More than every request at full length can never be used.
         num_kv_tokens = min(room, most)
     return WorkerConfig(
         model=config.model,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,11 @@ import yaml
 
 from deploy.config import AppConfig, AutoscalingOptions, ServerOptions
 from deploy.launch import load, main
-from engine.config import EngineConfig, load_config
+from engine.config import MAX_MICRO_BATCHES, EngineConfig, load_config
+from engine.distributed import MAX_PENDING_SENDS
 from engine.errors import ConfigError
+from engine.scheduler.scheduler_config import SchedulerConfig
+from engine.worker.worker_config import make_worker_config
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -31,10 +35,28 @@ ROOT = Path(__file__).resolve().parents[2]
         ({"max_total_tokens": 16}, ["max_total_tokens (16)"]),
         ({"max_total_tokens": 512, "max_model_len": 1024}, ["max_total_tokens (512)", "1024"]),
         ({"pp_async_depth": 1}, ["pp_async_depth", "pp_size > 1"]),
+        (
+            {"pp_size": 2, "pp_async_depth": 1, "enable_overlap": False},
+            ["pp_async_depth", "enable_overlap: true"],
+        ),
+        ({"simulated": {"step_ms": 5}}, ["device: simulated"]),
         ({"pp_max_micro_batch_size": 4}, ["pp_max_micro_batch_size", "pp_size > 1"]),
         (
             {"pp_size": 2, "pp_async_depth": 2, "max_running_requests": 3},
             ["max_running_requests (3)", "micro-batches (4"],
+        ),
+        (
+            {"enable_dynamic_chunking": True, "chunked_prefill_size": -1},
+            ["enable_dynamic_chunking", "chunked_prefill_size (-1)", "two pages (32)"],
+        ),
+        (
+            {"enable_dynamic_chunking": True, "chunked_prefill_size": 31},
+            ["enable_dynamic_chunking", "chunked_prefill_size (31)", "switch it off"],
+        ),
+        ({"max_total_tokens": 2**31}, ["max_total_tokens", "1073741824"]),
+        (
+            {"chunked_prefill_size": -1, "max_prefill_tokens": 99, "max_model_len": 100},
+            ["max_prefill_tokens (99)", "max_model_len (100)", "set chunked_prefill_size"],
         ),
         ({"enable_priority_preemption": True}, ["schedule_policy: priority"]),
         ({"schedule_policy": "sjf"}, ["schedule_policy", "lpm"]),
@@ -51,6 +73,51 @@ def test_refusals_say_what_to_do(args: dict[str, Any], words: list[str]) -> None
         AppConfig.from_args(args)
     for word in words:
         assert word in str(caught.value), str(caught.value)
+
+
+def deep_model(folder: Path, num_layers: int) -> str:
+    """The small model's configuration with more layers."""
+    config = json.loads((ROOT / "models" / "manta-small" / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": num_layers}))
+    return str(folder)
+
+
+def test_more_micro_batches_than_stages_can_hand_on_are_refused(tmp_path: Path) -> None:
+    model = deep_model(tmp_path, 32)
+    most = EngineConfig(model=model, pp_size=8, pp_async_depth=8).resolve()
+    assert most.engine.num_micro_batches == MAX_MICRO_BATCHES <= MAX_PENDING_SENDS
+    with pytest.raises(ConfigError, match=r"pp_size \+ pp_async_depth \(17\).*lower one of them"):
+        EngineConfig(model=model, pp_size=16, pp_async_depth=1).resolve()
+
+
+def test_running_requests_are_limited_by_the_micro_batches(tmp_path: Path) -> None:
+    resolved = EngineConfig(
+        model=deep_model(tmp_path, 4),
+        pp_size=2,
+        pp_async_depth=1,
+        pp_max_micro_batch_size=4,
+        max_running_requests=100,
+    ).resolve()
+    config = SchedulerConfig.from_config(resolved, 65536)
+    assert (config.max_running_requests, config.max_micro_batch_size) == (12, 4)
+
+
+@pytest.mark.parametrize(("page_size", "longest"), [(16, 100), (256, 100), (1, 100)])
+def test_the_default_kv_cache_holds_a_request_of_any_page_size(
+    page_size: int, longest: int
+) -> None:
+    resolved = EngineConfig(
+        device="cpu", page_size=page_size, max_model_len=longest, max_running_requests=1
+    ).resolve()
+    num_kv_tokens = make_worker_config(resolved).num_kv_tokens
+    assert num_kv_tokens == -(-longest // page_size) * page_size
+    assert SchedulerConfig.from_config(resolved, num_kv_tokens).max_model_len == longest
+
+
+def test_a_kv_cache_below_one_request_is_refused() -> None:
+    resolved = EngineConfig(max_model_len=100).resolve()
+    with pytest.raises(ConfigError, match="raise max_total_tokens or lower max_model_len"):
+        SchedulerConfig.from_config(resolved, 96)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.name)

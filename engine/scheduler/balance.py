@@ -1,0 +1,68 @@
+"""Keeping a pipeline's micro-batches equally full.
+
+The fullest micro-batch sets the pace: its steps pass the stages one after another, and the others
+wait for it (vLLM #41682: all requests in the first micro-batch, and pipelining gives nothing).
+
+A request joins the micro-batch whose step computes the end of its prompt, so prompts never wait for
+"their" micro-batch. That alone would be lopsided: prompts of four chunks with four micro-batches
+all end in the same one. Hence a request may move to another micro-batch when its step is back, at
+the price of waiting for the other one's turn once: at most as long as the others take for a step
+each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.scheduler.micro_batch import LaunchedStep, MicroBatch
+from engine.scheduler.req import Req, ReqStatus
+
+LOPSIDED = 2
+"""Decoding requests are moved if theirs has so many more, and half more, than its share."""
+
+
+def fair_share(num_reqs: int, micro_batches: Sequence[MicroBatch]) -> int:
+    """Requests that each micro-batch should have at most."""
+    return -(-num_reqs // len(micro_batches))
+
+
+def rebalance(
+    micro_batches: Sequence[MicroBatch], mb: MicroBatch, step: LaunchedStep, limit: int
+) -> None:
+    """Move requests of `step`, just committed, from `mb` to emptier micro-batches.
+
+    Requests that have just started always move if that helps; those that decode only from a
+    micro-batch that is lopsided or above its `limit`, or to one that would stay idle.
+    """
+    counts = [len(m.running) for m in micro_batches]
+    if counts[mb.index] - min(counts) < 2 or mb.in_flight:
+        return
+    share = fair_share(sum(counts), micro_batches)
+    surplus = counts[mb.index] - share
+    idle = any(not m.in_flight and len(m.running) == 0 for m in micro_batches)
+    movable = _still_running(step.sampled[: step.num_landed])
+    if idle or surplus >= max(LOPSIDED, share // 2) or counts[mb.index] > limit:
+        # Those that started last have waited least.
+        decoding = _still_running(step.sampled[step.num_landed :])
+        movable += decoding[::-1][: max(surplus - len(movable), 0)]
+    moves: dict[int, list[Req]] = {}
+    for req in movable:
+        target = _emptiest(counts, mb.index)
+        if counts[mb.index] - counts[target] < 2:
+            break
+        moves.setdefault(target, []).append(req)
+        counts[target] += 1
+        counts[mb.index] -= 1
+    for target, reqs in moves.items():
+        mb.running.move(reqs, micro_batches[target].running)
+
+
+def _emptiest(counts: Sequence[int], current: int) -> int:
+    """The micro-batch with fewest requests; of several, the one whose turn comes first."""
+    size = len(counts)
+    turns = [(current + offset) % size for offset in range(1, size)]
+    return min(turns, key=lambda index: counts[index])
+
+
+def _still_running(reqs: Sequence[Req]) -> list[Req]:
+    return [r for r in reqs if r.status is ReqStatus.RUNNING]
