@@ -208,6 +208,25 @@ def test_slow_reader_holds_nobody_up(url: str) -> None:
 
 
 def test_metrics_and_version(url: str) -> None:
+    httpx.post(f"{url}/v1/completions", json=dict(prompt="def ", max_tokens=2), timeout=60)
     assert metric(url, "manta_requests_total") > 0
     assert metric(url, "manta_engine_kv_total_tokens") == KV_TOKENS
     assert httpx.get(f"{url}/version", timeout=30).json()["version"]
+
+
+def test_trace_follows_steps_through_scheduler_and_worker(url: str) -> None:
+    httpx.post(f"{url}/v1/completions", json=dict(prompt="def ", max_tokens=8), timeout=60)
+    events = httpx.get(f"{url}/debug/trace?last=5", timeout=30).json()["traceEvents"]
+    tracks = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    spans: dict[str, dict[int, dict[str, float]]] = {}
+    for e in events:
+        if e["ph"] == "X":
+            track = tracks[e["pid"], e["tid"]]
+            spans.setdefault(f"{track}: {e['name'].split()[0]}", {})[e["args"]["step"]] = e
+    schedule, process = spans["scheduler: schedule"], spans["scheduler: process"]
+    stage = spans["stage 0, tensor rank 0: step"]
+    assert len(schedule) == 5
+    for step in schedule.keys() & stage.keys():
+        # One machine, one clock: scheduled, run, processed.
+        assert schedule[step]["ts"] <= stage[step]["ts"] + 1e3
+        assert stage[step]["ts"] + stage[step]["dur"] <= process[step]["ts"] + 1e3

@@ -319,6 +319,15 @@ def test_health() -> None:
     assert (reply.status_code, reply.json()["detail"]) == (503, "a worker died")
 
 
+def test_trace() -> None:
+    client = FakeEngineClient()
+    events = call(client, "GET", "/debug/trace?last=3").json()["traceEvents"]
+    assert {e["args"]["step"] for e in events if e["ph"] == "X"} == {7, 8, 9}
+    for bad in ("0", "9000", "x"):
+        reply = call(client, "GET", f"/debug/trace?last={bad}")
+        assert reply.status_code == 400 and reply.json()["error"]["param"] == "last"
+
+
 def test_request_id_is_taken_over() -> None:
     client = FakeEngineClient()
     body = {"prompt": "x", "max_tokens": 1}
