@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import msgspec
@@ -242,7 +243,8 @@ def encode(message: Any) -> list[bytes | memoryview]:
         array = np.ascontiguousarray(value)
         frames.append(array.data.cast("B"))
         return msgspec.msgpack.Ext(
-            _EXT_ARRAY_FRAME, (len(frames) - 1).to_bytes(2, "little") + _describe(array)
+            _EXT_ARRAY_FRAME,
+            (len(frames) - 1).to_bytes(2, "little") + _header(array.dtype.char, array.shape),
         )
 
     frames[0] = msgspec.msgpack.encode(message, enc_hook=hook)
@@ -260,8 +262,8 @@ def encode_inline(message: Any) -> bytes:
 def _inline(value: Any) -> msgspec.msgpack.Ext:
     if not isinstance(value, np.ndarray):
         raise TypeError(f"can't encode {type(value).__name__} in a message")
-    array = np.ascontiguousarray(value)
-    return msgspec.msgpack.Ext(_EXT_ARRAY, _describe(array) + array.tobytes())
+    # tobytes gives C order whatever the layout.
+    return msgspec.msgpack.Ext(_EXT_ARRAY, _header(value.dtype.char, value.shape) + value.tobytes())
 
 
 def decode(frames: Sequence[bytes | memoryview], kind: type[T]) -> T:
@@ -289,9 +291,10 @@ def _keep_array(kind: type, value: Any) -> Any:
     raise msgspec.ValidationError(f"expected {kind.__name__}, got {type(value).__name__}")
 
 
-def _describe(array: np.ndarray) -> bytes:
-    head = bytes([ord(array.dtype.char), array.ndim])
-    return head + b"".join(n.to_bytes(4, "little") for n in array.shape)
+@lru_cache(maxsize=4096)
+def _header(char: str, shape: tuple[int, ...]) -> bytes:
+    head = bytes([ord(char), len(shape)])
+    return head + b"".join(n.to_bytes(4, "little") for n in shape)
 
 
 def _parse(data: memoryview) -> tuple[np.dtype[Any], tuple[int, ...], memoryview]:

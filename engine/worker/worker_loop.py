@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import time
 import traceback
@@ -49,6 +50,9 @@ def run_worker(
     results = Outbox(results_address)
     try:
         parallel, worker = _start(config, rank, store, inbox, results, trace or TraceRing())
+        # torch leaves a heap whose collection would stop the device for tens of milliseconds.
+        gc.collect()
+        gc.freeze()
         steps = StepQueue(worker)
         speaks = parallel.is_last_stage and parallel.tp_rank == 0
         while _turn(steps, inbox, results if speaks else None, rank, results):

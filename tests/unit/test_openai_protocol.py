@@ -131,6 +131,7 @@ def test_logit_bias_takes_string_keys_and_sampling_params_get_every_field() -> N
     got = {name: getattr(params, name) for name in params.__struct_fields__}
     assert got == {
         "n": 1,
+        "constraint": None,
         "max_tokens": 9,
         "min_tokens": 2,
         "temperature": 0.5,
