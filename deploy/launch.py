@@ -1,8 +1,8 @@
 """`python -m deploy.launch configs/llama.yaml`: check the config, then `serve run` it.
 
 What plain `serve run` lacks: a config error ends the start with one sentence (Serve retries,
-then answers 404 for ever), a failed deployment ends the process, and whatever way it ends, no
-process stays behind.
+then answers 404 for ever), a failed deployment ends the process, whatever way it ends, no
+process stays behind, and HAProxy is in front (`deploy.haproxy`).
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ import tempfile
 import threading
 import time
 import uuid
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from deploy import haproxy
 from engine.errors import ConfigError
 
 MARK = "MANTA_LAUNCH_ID"
@@ -46,13 +48,27 @@ def main(argv: list[str] | None = None) -> int:
     options = _parse(argv)
     try:
         config = load(Path(options.config), options.set, options.host, options.port)
+        http = config["http_options"]
+        binary = haproxy.binary() if options.haproxy else None
+        if binary is not None:
+            haproxy.check_host(http.setdefault("host", haproxy.LOOPBACK[0]))
     except ConfigError as error:
         print(f"error: {options.config}: {error}", file=sys.stderr)
         return 2
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml", prefix="manta-") as file:
+    with ExitStack() as stack:
+        # Set for both: the switch decides, whatever the environment says.
+        env = {haproxy.SWITCH: "0"}
+        if binary is not None:
+            folder = stack.enter_context(haproxy.folder())
+            env = haproxy.environment(binary, Path(folder), http)
+        elif options.haproxy:
+            print("there is no HAProxy for this platform: using Serve's own proxy", file=sys.stderr)
+        file = stack.enter_context(
+            tempfile.NamedTemporaryFile("w", suffix=".yaml", prefix="manta-")
+        )
         yaml.safe_dump(config, file)
         file.flush()
-        return _serve(file.name)
+        return _serve(file.name, env)
 
 
 def load(
@@ -105,12 +121,22 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         metavar="KEY=VALUE",
         help="overrides a key of the application's args; may be repeated",
     )
+    parser.add_argument(
+        "--haproxy",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="HAProxy in front instead of Serve's Python proxy (default where Ray brings it)",
+    )
     return parser.parse_args(argv)
 
 
-def _serve(config: str) -> int:
+def _serve(config: str, settings: dict[str, str]) -> int:
+    """Run `serve run config` with `settings` in its environment until it ends or is told to.
+
+    What the environment has already wins, but for HAProxy's switch.
+    """
     mark = uuid.uuid4().hex
-    env = {**os.environ, MARK: mark}
+    env = {**settings, **os.environ, haproxy.SWITCH: settings[haproxy.SWITCH], MARK: mark}
     # Read by libgomp at process start: threads that spin while waiting starve the other roles.
     env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # Ray runs actors at niceness 15: whatever else the machine does would come first.

@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import sys
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,10 +21,13 @@ START_TIMEOUT_S = 180.0
 
 
 @contextmanager
-def manta(config: str = "configs/llama.yaml", **overrides: Any) -> Iterator[ManagedServer]:
+def manta(
+    config: str = "configs/llama.yaml", *, haproxy: bool = True, **overrides: Any
+) -> Iterator[ManagedServer]:
     """`deploy.launch` on a free port with keys of the config overridden."""
     port = free_port()
     cmd = [sys.executable, "-m", "deploy.launch", config, "--port", str(port)]
+    cmd += [] if haproxy else ["--no-haproxy"]
     for key, value in overrides.items():
         cmd += ["--set", f"{key}={json.dumps(value)}"]
     with ManagedServer(cmd, None, port, timeout_s=START_TIMEOUT_S, stop_timeout_s=60.0) as server:
@@ -41,13 +45,16 @@ class Streamed:
     done: bool = False
     usage: dict[str, Any] | None = None
     status: int = 0
+    started: float = 0.0
+    times: list[float] = field(default_factory=list)
+    """When it was sent and when its chunks came, by the monotonic clock."""
 
 
 async def stream(
     session: aiohttp.ClientSession, url: str, body: dict[str, Any], cut_after: int | None = None
 ) -> Streamed:
     """POST /v1/completions with stream=true; `cut_after` n chunks the connection is dropped."""
-    got = Streamed()
+    got = Streamed(started=time.monotonic())
     payload = {"stream": True, "return_token_ids": True, **body}
     async with session.post(f"{url}/v1/completions", json=payload) as reply:
         got.status = reply.status
@@ -59,6 +66,7 @@ async def stream(
             if event == "[DONE]":
                 got.done = True
                 break
+            got.times.append(time.monotonic())
             chunk = json.loads(event)
             if "error" in chunk:
                 got.error = chunk["error"]
