@@ -35,3 +35,7 @@ class RequestError(MantaError):
 
 class EngineDeadError(MantaError):
     """A role of the engine (scheduler, worker) died; requests on it can't go on."""
+
+
+class EngineDrainingError(MantaError):
+    """The engine gives a request back unharmed: it is being stopped, or nobody read its output."""

@@ -233,6 +233,34 @@ class ClientGone(msgspec.Struct):
     client: str
 
 
+class RequestTaken(msgspec.Struct, array_like=True):
+    """An engine replica tells an ingress that it handed a request to its scheduler."""
+
+    rid: int
+    replica: str
+    """Address of the replica's inbox."""
+
+
+class Ping(msgspec.Struct, array_like=True):
+    """An ingress asks an engine replica whether it lives, and says that it lives itself."""
+
+    reply_to: str
+
+
+class Pong(msgspec.Struct, array_like=True):
+    """Answer to `Ping`: who the replica is, and how to end it should it hang."""
+
+    replica: str
+    """Address of its inbox."""
+    actor: str
+    """Name of its actor."""
+    namespace: str
+    node_id: str
+    pid: int
+    started: int
+    """When the process started, in the kernel's clock ticks; 0 if unknown."""
+
+
 def encode(message: Any) -> list[bytes | memoryview]:
     """Frames of `message`: the MessagePack header, then its large arrays."""
     frames: list[bytes | memoryview] = [b""]

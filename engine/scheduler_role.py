@@ -136,6 +136,9 @@ class SchedulerRole:
         logger.warning("client %s is gone; aborting its requests", client.partition("#")[0])
         self.scheduler.abort_client(client)
         self._done([key for key in self._owners if key[0] == client])
+        outbox = self._outboxes.pop(client, None)
+        if outbox is not None:
+            outbox.close()
 
     def _send(self, address: str, message: StepOutputs | RequestsDone) -> bool:
         outbox = self._outboxes.get(address)

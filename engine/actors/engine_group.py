@@ -11,6 +11,8 @@ from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from engine.actors.actor_process import ActorProcess
+from engine.actors.role_watch import RoleWatch
 from engine.actors.scheduler_actor import RemoteSchedulerActor
 from engine.actors.worker_actor import RemoteWorkerActor
 from engine.config import EngineConfig
@@ -32,14 +34,22 @@ class EngineGroup:
     """SchedulerActor and WorkerActor[pp][tp] of one engine, in one placement group.
 
     Bundle 0 holds the owner and the scheduler, bundle 1 + rank each worker. Actors are children
-    of the owner's process: they die with it. If one of them dies the group is dead; it is never
-    repaired, its owner restarts it whole.
+    of the owner's process: they die with it. If one of them dies or hangs the group is dead; it is
+    never repaired, its owner restarts it whole.
     """
 
-    def __init__(self, config: EngineConfig, placement_group: PlacementGroup | None, share: int):
-        """`share`: engines that split this machine's cores and memory."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        placement_group: PlacementGroup | None,
+        share: int,
+        hang_timeout_s: float = 10.0,
+    ):
+        """`share`: engines that split this machine's cores and memory. An actor that doesn't
+        answer for `hang_timeout_s` counts as dead."""
         self.config = config
         self.share = share
+        self.hang_timeout_s = hang_timeout_s
         self.scheduler_address = ""
         self.worker_config: WorkerConfig | None = None
         self._pg = placement_group
@@ -47,7 +57,10 @@ class EngineGroup:
         self._workers: list[ActorHandle[Any]] = []
         self._runs: dict[Any, str] = {}
         """Reference of each actor's `run` -> its name: resolves only when the actor ends."""
+        self._processes: dict[str, ActorProcess] = {}
+        self._role_watch: RoleWatch | None = None
         self._watcher: asyncio.Task[None] | None = None
+        self._hang_watcher: asyncio.Task[None] | None = None
         self._death = ""
         self.dead = asyncio.Event()
 
@@ -55,6 +68,13 @@ class EngineGroup:
     def death(self) -> str:
         """What was lost, or "" while everything lives."""
         return self._death
+
+    @property
+    def unwell(self) -> str:
+        """What is wrong now, in words; "" if every actor lives and answers."""
+        if self._death or self._role_watch is None:
+            return self._death or "the engine hasn't started"
+        return self._role_watch.unwell
 
     async def start(self) -> None:
         """Create, load, connect. Raises `EngineDeadError` saying which actor failed and why."""
@@ -80,6 +100,10 @@ class EngineGroup:
             raise EngineDeadError(f"the engine can't start: {self._death}")
         if not ready.result():
             raise EngineDeadError(f"the engine isn't ready after {START_TIMEOUT_S:.0f} s")
+        for name, actor in self._actors().items():
+            self._processes[name] = await actor.process.remote()
+        self._role_watch = RoleWatch(self._actors(), self.hang_timeout_s)
+        self._hang_watcher = asyncio.get_running_loop().create_task(self._watch_hangs())
 
     async def ping(self) -> tuple[float, SchedulerStats]:
         """(seconds since the scheduler's loop turned, statistics). Raises `EngineDeadError`."""
@@ -111,8 +135,7 @@ class EngineGroup:
 
     async def stop(self) -> None:
         """Ask all actors to end, then kill what is left."""
-        if self._watcher is not None:
-            self._watcher.cancel()
+        self._stop_watching()
         if self.scheduler_address and not self._death:
             outbox = Outbox(self.scheduler_address)
             outbox.send(Shutdown())
@@ -122,18 +145,48 @@ class EngineGroup:
                     [asyncio.ensure_future(_ended(ref)) for ref in self._runs],
                     timeout=STOP_TIMEOUT_S,
                 )
-        for actor in [*self._workers, self._scheduler]:
-            if actor is not None:
+        for actor in self._actors().values():
+            ray.kill(actor)
+
+    def kill(self) -> None:
+        """End all actors at once, those that hang too."""
+        self._stop_watching()
+        for name, actor in self._actors().items():
+            process = self._processes.get(name)
+            if process is None:
                 ray.kill(actor)
+            else:
+                process.kill(actor)
+
+    def _actors(self) -> dict[str, ActorHandle[Any]]:
+        """By name, those that were started."""
+        actors = {f"worker {rank}": worker for rank, worker in enumerate(self._workers)}
+        if self._scheduler is not None:
+            actors["scheduler"] = self._scheduler
+        return actors
+
+    def _stop_watching(self) -> None:
+        for watcher in (self._watcher, self._hang_watcher):
+            if watcher is not None:
+                watcher.cancel()
+
+    async def _watch_hangs(self) -> None:
+        """Note the first actor that hangs: it counts as dead."""
+        assert self._role_watch is not None
+        self._on_death(await self._role_watch.run())
 
     async def _watch(self) -> None:
         """Note the first actor that ends: without it the engine can't go on."""
         waits = {asyncio.ensure_future(_ended(ref)): name for ref, name in self._runs.items()}
         done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         first = next(iter(done))
-        self._death = f"{waits[first]} ended: {first.result() or 'it was told to stop'}"
-        logger.error("engine lost: %s", self._death)
-        self.dead.set()
+        self._on_death(f"{waits[first]} ended: {first.result() or 'it was told to stop'}")
+
+    def _on_death(self, reason: str) -> None:
+        if not self._death:
+            self._death = reason
+            logger.error("engine lost: %s", reason)
+            self.dead.set()
 
     def _start_worker(self, rank: int) -> ActorHandle[Any]:
         gpus = 1 if self.config.device == "cuda" else 0

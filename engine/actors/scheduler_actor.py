@@ -10,11 +10,12 @@ from typing import Any
 
 import ray
 
+from engine.actors.actor_process import ActorProcess
 from engine.actors.ray_types import actor_class, node_ip
 from engine.config import EngineConfig
 from engine.scheduler.scheduler_config import SchedulerConfig
 from engine.scheduler.stats import SchedulerStats
-from engine.scheduler_role import SchedulerRole
+from engine.scheduler_role import IDLE_POLL_MS, SchedulerRole
 from engine.trace import RoleTrace, scheduler_trace
 
 
@@ -52,6 +53,16 @@ class SchedulerActor:
         """(seconds since the loop last turned, latest statistics)."""
         role = self._get_role()
         return time.monotonic() - role.last_turn, role.stats
+
+    @ray.method(concurrency_group="control")
+    def pulse(self) -> float:
+        """Seconds that the loop stands still: its longest rest is not counted."""
+        return max(0.0, time.monotonic() - self._get_role().last_turn - IDLE_POLL_MS / 1000)
+
+    @ray.method(concurrency_group="control")
+    def process(self) -> ActorProcess:
+        """Where this actor runs."""
+        return ActorProcess.of_this_actor()
 
     @ray.method(concurrency_group="control")
     def pid(self) -> int:

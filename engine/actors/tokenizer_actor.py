@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ray
 
+from engine.actors.actor_process import ActorProcess
 from engine.actors.ray_types import actor_class, node_ip
 from engine.tokenizer.tokenizer_role import TokenizerRole
 
@@ -15,9 +16,14 @@ class TokenizerActor:
         self._role = TokenizerRole(model_path, node_ip())
 
     @ray.method(concurrency_group="control")
-    def describe(self) -> tuple[str, int]:
-        """(address of the inbox, vocabulary size in tokens)."""
-        return self._role.address, self._role.tokenizer.vocab_size
+    def describe(self) -> tuple[str, ActorProcess]:
+        """(address of the inbox, where this actor runs)."""
+        return self._role.address, ActorProcess.of_this_actor()
+
+    @ray.method(concurrency_group="control")
+    def pulse(self) -> float:
+        """0.0: a long text takes long, so only a process that doesn't answer at all hangs."""
+        return 0.0
 
     @ray.method(concurrency_group="loop")
     def run(self) -> None:

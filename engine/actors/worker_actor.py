@@ -6,6 +6,7 @@ from typing import Any
 
 import ray
 
+from engine.actors.actor_process import ActorProcess
 from engine.actors.ray_types import actor_class, node_ip
 from engine.config import EngineConfig
 from engine.trace import RoleTrace, StageSpan, TraceRing, stage_trace
@@ -42,6 +43,16 @@ class WorkerActor:
         """The worker's life; returns after `Shutdown`."""
         host = node_ip()
         run_worker(config, self.rank, store, results_address, host, self._trace)
+
+    @ray.method(concurrency_group="control")
+    def pulse(self) -> float:
+        """0.0: a step may take long, so only a process that doesn't answer at all hangs."""
+        return 0.0
+
+    @ray.method(concurrency_group="control")
+    def process(self) -> ActorProcess:
+        """Where this actor runs."""
+        return ActorProcess.of_this_actor()
 
     @ray.method(concurrency_group="control")
     def trace(self, tp_size: int, last: int) -> RoleTrace:

@@ -70,9 +70,10 @@ class Register(msgspec.Struct, array_like=True):
 
 
 class Registered(msgspec.Struct, array_like=True):
-    """The tokenizer knows the request."""
+    """The tokenizer knows the request, or why it can't (`error` not empty)."""
 
     call: int
+    error: str = ""
 
 
 class Unregister(msgspec.Struct, array_like=True):

@@ -8,6 +8,7 @@ here       --AbortRequest (a stop string matched)-->              scheduler
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from typing import Any
 
 from engine.errors import EngineDeadError, MantaError, RequestError
@@ -32,6 +33,8 @@ class TokenizerRole:
         """rid -> address of the ingress that reads it."""
         self._scheduler: dict[int, str] = {}
         """rid -> scheduler that runs it, once it started."""
+        self._running: Counter[str] = Counter()
+        """Requests by scheduler."""
 
     @property
     def address(self) -> str:
@@ -69,9 +72,13 @@ class TokenizerRole:
                 raise TypeError(f"a tokenizer can't take a {type(message).__name__}")
 
     def _register(self, m: tm.Register) -> None:
-        self.manager.add(
-            m.rid, m.params, m.prompt_ids, m.output_ids, return_token_ids=m.return_token_ids
-        )
+        try:
+            self.manager.add(
+                m.rid, m.params, m.prompt_ids, m.output_ids, return_token_ids=m.return_token_ids
+            )
+        except ValueError as error:
+            self._send(m.reply_to, tm.Registered(m.call, str(error)))
+            return
         self._ingress[m.rid] = m.reply_to
         self._send(m.reply_to, tm.Registered(m.call))
 
@@ -105,7 +112,9 @@ class TokenizerRole:
     def _on_step(self, out: StepOutputs) -> None:
         if out.scheduler:
             for rid, _ in out.started:
-                self._scheduler[rid] = out.scheduler
+                if rid in self._ingress:
+                    self._scheduler[rid] = out.scheduler
+                    self._running[out.scheduler] += 1
         deltas, stopped = self.manager.process(out)
         for rid in stopped:
             scheduler = self._scheduler.get(rid)
@@ -123,7 +132,13 @@ class TokenizerRole:
 
     def _forget(self, rid: int) -> None:
         self._ingress.pop(rid, None)
-        self._scheduler.pop(rid, None)
+        scheduler = self._scheduler.pop(rid, None)
+        if scheduler is not None:
+            self._running[scheduler] -= 1
+            if not self._running[scheduler]:
+                # It may be gone for good: a connection would try to reach it for ever.
+                del self._running[scheduler]
+                self._close(scheduler)
 
     def _send(self, address: str, message: Any) -> None:
         outbox = self._outboxes.get(address)
@@ -133,7 +148,11 @@ class TokenizerRole:
             outbox.send(message)
         except EngineDeadError:
             logger.warning("a peer stopped reading; closing its connection")
-            del self._outboxes[address]
+            self._close(address)
+
+    def _close(self, address: str) -> None:
+        outbox = self._outboxes.pop(address, None)
+        if outbox is not None:
             outbox.close()
 
 
