@@ -9,8 +9,10 @@ from ray.serve import Application
 
 from deploy.api import ApiSettings
 from deploy.config import AppConfig
+from deploy.drain_watch import HANDOVER_S, HEALTH_PERIOD_S
 from deploy.engine_replica import EngineReplica
 from deploy.ingress import build_ingress
+from deploy.resume import ResumeLimits
 
 
 def build_app(args: dict[str, Any]) -> Application:
@@ -29,12 +31,18 @@ def build_app(args: dict[str, Any]) -> Application:
         ray_actor_options={"num_cpus": config.cpu_per_actor},
         placement_group_bundles=config.placement_bundles(use_gpu=use_gpu),
         placement_group_strategy="PACK",
-        health_check_period_s=1.0,
-        health_check_timeout_s=30.0,
-        graceful_shutdown_timeout_s=server.drain_timeout_s,
+        health_check_period_s=HEALTH_PERIOD_S,
+        health_check_timeout_s=server.hang_timeout_s,
+        graceful_shutdown_timeout_s=server.drain_timeout_s + HANDOVER_S,
         graceful_shutdown_wait_loop_s=0.5,
         **config.replica_scaling(),
-    ).bind(engine.model_dump(), config.max_replicas, server.log_level)
+    ).bind(
+        engine.model_dump(),
+        config.max_replicas,
+        server.log_level,
+        server.hang_timeout_s,
+        server.drain_timeout_s,
+    )
     settings = ApiSettings(
         stall_timeout_s=server.stream_stall_timeout_s,
         allow_request_chat_templates=server.allow_request_chat_templates,
@@ -46,9 +54,9 @@ def build_app(args: dict[str, Any]) -> Application:
         num_replicas=server.ingress_replicas,
         max_ongoing_requests=100_000,
         ray_actor_options={"num_cpus": config.cpu_per_actor},
-        health_check_period_s=1.0,
-        health_check_timeout_s=30.0,
-        graceful_shutdown_timeout_s=server.drain_timeout_s,
+        health_check_period_s=HEALTH_PERIOD_S,
+        health_check_timeout_s=server.hang_timeout_s,
+        graceful_shutdown_timeout_s=server.drain_timeout_s + HANDOVER_S,
         graceful_shutdown_wait_loop_s=0.5,
     )
     return ingress.bind(
@@ -58,6 +66,9 @@ def build_app(args: dict[str, Any]) -> Application:
         config.resolved.max_model_len,
         config.resolved.model.vocab_size,
         server.log_level,
+        ResumeLimits(server.resume_wait_s, server.max_resumes),
+        server.hang_timeout_s,
+        server.drain_timeout_s,
     )
 
 

@@ -43,8 +43,15 @@ class ServerOptions(BaseModel):
     """A stream that its client doesn't read for so long is aborted."""
     allow_request_chat_templates: bool = False
     """Take `chat_template` from requests; only for trusted clients."""
+    resume_wait_s: float = Field(60.0, ge=0)
+    """A request waits so long for an engine that takes it, at first or after a loss."""
+    max_resumes: int = Field(16, ge=0)
+    """A request is resumed at most so often."""
+    hang_timeout_s: float = Field(10.0, ge=2)
+    """A process that doesn't answer for so long counts as dead and is killed."""
     drain_timeout_s: float = Field(30.0, ge=0)
-    """At shutdown, running requests get this long to end."""
+    """When a replica is stopped, its running requests get this long to end; then another replica
+    goes on with them."""
     log_level: str = Field("INFO", pattern="^(DEBUG|INFO|WARNING|ERROR)$")
 
 

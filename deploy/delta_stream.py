@@ -4,21 +4,34 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Iterable
 
 from engine.tokenizer.detokenizer_manager import TextDelta
 
+MAX_WAITING = 256
+"""Deltas that wait for a slow reader before they are made one."""
+
 
 class DeltaStream:
-    """A queue for one reader in the same loop; costs no task and no lock per delta."""
+    """A queue for one reader in the same loop; costs no task and no lock per delta.
+
+    A reader that doesn't keep up gets several deltas as one, so a stream's memory is bounded by
+    its output.
+    """
 
     def __init__(self) -> None:
         self._deltas: deque[TextDelta] = deque()
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
 
+    def __len__(self) -> int:
+        return len(self._deltas)
+
     def push(self, delta: TextDelta) -> None:
         """Add a delta and wake the reader."""
         self._deltas.append(delta)
+        if len(self._deltas) >= MAX_WAITING:
+            self._deltas = deque([join(self._deltas)])
         self._wake()
 
     def fail(self, error: Exception) -> None:
@@ -42,3 +55,23 @@ class DeltaStream:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+def join(deltas: Iterable[TextDelta]) -> TextDelta:
+    """Successive deltas of one request as one; they are used up."""
+    first, *others = deltas
+    texts = [first.text]
+    for delta in others:
+        texts.append(delta.text)
+        first.token_ids += delta.token_ids
+        if delta.logprobs is not None:
+            if first.logprobs is None:
+                first.logprobs = []
+            first.logprobs += delta.logprobs
+        if delta.finish_reason is not None:
+            first.finish_reason, first.stop_reason = delta.finish_reason, delta.stop_reason
+            first.error, first.error_status = delta.error, delta.error_status
+            first.error_param = delta.error_param
+        first.num_output, first.num_cached = delta.num_output, delta.num_cached
+    first.text = "".join(texts)
+    return first

@@ -7,8 +7,8 @@ the tokenizer actor and the engine replicas, tests implement it in process.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from engine.sampling_params import SamplingParams
@@ -46,7 +46,6 @@ class EngineHealth:
 
     ok: bool
     detail: str = ""
-    replicas: dict[str, Any] = field(default_factory=dict)
 
 
 class EngineClient(ABC):
@@ -56,6 +55,11 @@ class EngineClient(ABC):
     @abstractmethod
     def model_info(self) -> ModelInfo:
         """Static facts about the model; valid once the client has started."""
+
+    @property
+    def resumes(self) -> Mapping[str, int]:
+        """How often sequences were resumed, by what had been lost."""
+        return {}
 
     @abstractmethod
     async def encode(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
@@ -82,8 +86,8 @@ class EngineClient(ABC):
     def generate(self, request: GenerateRequest) -> AsyncIterator[TextDelta]:
         """Deltas until one has a `finish_reason`.
 
-        Raises `RequestError` if the engine refuses or fails the request, `EngineDeadError` if the
-        engine is lost. Closing the iterator early aborts the request.
+        Raises `RequestError` if the engine refuses or fails the request, `EngineDeadError` if
+        there is none. Closing the iterator early aborts the request.
         """
 
     @abstractmethod

@@ -7,36 +7,70 @@ draining and autoscaling see it; tokens never pass through here.
 # No `from __future__ import annotations`: Ray Serve inspects the annotations.
 import asyncio
 import logging
+import os
+import time
 from typing import Any
 
+import ray
 from ray import serve
 from ray.util import get_current_placement_group
 
 from deploy.async_inbox import AsyncInbox
+from deploy.drain_watch import DrainWatch
+from deploy.ingress_links import IngressLinks
+from deploy.open_calls import OpenCalls
 from engine import messages
+from engine.actors.actor_process import ActorProcess
 from engine.actors.engine_group import EngineGroup
 from engine.actors.ray_types import node_ip
 from engine.config import EngineConfig
-from engine.errors import EngineDeadError
-from engine.messages import AbortRequest, AddRequest, RequestsDone
+from engine.errors import EngineDeadError, EngineDrainingError
+from engine.messages import (
+    AbortRequest,
+    AddRequest,
+    ClientGone,
+    Ping,
+    Pong,
+    RequestsDone,
+    RequestTaken,
+)
 from engine.scheduler.stats import SchedulerStats
 from engine.trace import RoleTrace
 from engine.transport import Outbox
 
 logger = logging.getLogger(__name__)
 
+INGRESS_LOOK_S = 0.4
+EXIT_DELAY_S = 0.5
+"""Time for the failures of open calls to leave before the process ends."""
+
 
 class EngineReplica:
     """Starts the engine, forwards requests to its scheduler, tells when they end."""
 
-    def __init__(self, engine: dict[str, Any], share: int, log_level: str) -> None:
+    def __init__(
+        self,
+        engine: dict[str, Any],
+        share: int,
+        log_level: str,
+        hang_timeout_s: float,
+        drain_timeout_s: float,
+    ) -> None:
         logging.getLogger("engine").setLevel(log_level)
+        logging.getLogger("deploy").setLevel(log_level)
         self._config = EngineConfig(**engine)
-        self._group = EngineGroup(self._config, get_current_placement_group(), share)
-        self._open: dict[tuple[str, int], asyncio.Future[None]] = {}
+        self._hang_timeout_s = hang_timeout_s
+        self._drain_timeout_s = drain_timeout_s
+        placement = get_current_placement_group()
+        self._group = EngineGroup(self._config, placement, share, hang_timeout_s)
+        self._open = OpenCalls()
+        self._ingresses = IngressLinks()
+        self._drain = DrainWatch()
+        self._is_leaving = False
         self._inbox: AsyncInbox | None = None
         self._scheduler: Outbox | None = None
         self._starting: asyncio.Task[None] | None = None
+        self._watchers: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Bring the engine up; concurrent callers wait for the same start."""
@@ -48,43 +82,59 @@ class EngineReplica:
         await self._group.start()
         self._inbox = AsyncInbox(node_ip(), self._on_message)
         self._scheduler = Outbox(self._group.scheduler_address)
-        asyncio.get_running_loop().create_task(self._fail_open_when_dead())
+        self._pong = _introduction(self._inbox.address)
+        loop = asyncio.get_running_loop()
+        for watch in (self._end_when_dead(), self._drop_dead_ingresses(), self._hand_over()):
+            self._watchers.append(loop.create_task(watch))
 
-    async def generate(self, request: bytes) -> None:
+    async def generate(self, request: bytes, ingress: str) -> None:
         """Hand a request (an encoded `AddRequest`) to the scheduler; returns when it ended.
 
-        Its tokens go straight to `AddRequest.client`. Cancelling the call aborts the request.
-        Raises `EngineDeadError` when the engine is lost meanwhile.
+        Its tokens go straight to `AddRequest.client`; `ingress` is told by message that it was
+        taken, and may abort it by message. Cancelling the call aborts it too. Raises
+        `EngineDeadError` when the engine is lost meanwhile, `EngineDrainingError` when the
+        request can't be finished here.
         """
         await self.start()
+        if self._is_leaving:
+            raise EngineDrainingError("the engine is being stopped")
         if self._group.death or self._scheduler is None or self._inbox is None:
             raise EngineDeadError(f"the engine is down: {self._group.death}")
         message = messages.decode([request], AddRequest)
         message.owner = self._inbox.address
-        key = (message.client, message.rid)
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._open[key] = done
+        self._ingresses.heard(ingress, time.monotonic())
+        done = self._open.open(message.client, message.rid, ingress)
         try:
             self._scheduler.send(message)
+            self._ingresses.send(ingress, RequestTaken(message.rid, self._inbox.address))
             await done
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, EngineDrainingError):
             self._scheduler.send(AbortRequest(rid=message.rid, client=message.client))
             raise
         finally:
-            self._open.pop(key, None)
+            self._open.close(message.client, message.rid)
+
+    async def introduce(self, ingress: str) -> None:
+        """Tell an ingress by message who this replica is, so that it can watch it."""
+        await self.start()
+        self._ingresses.heard(ingress, time.monotonic())
+        self._ingresses.send(ingress, self._pong)
+
+    async def health(self) -> tuple[str, str]:
+        """The replica's name, and what is wrong with its engine now ("" if nothing is)."""
+        await self.start()
+        return _replica_name(), self._group.unwell
 
     async def stats(self) -> dict[str, Any]:
         """Latest scheduler statistics, with the replica's name and the loop's age in seconds."""
         await self.start()
         age, stats = await self._group.ping()
-        name = serve.get_replica_context().replica_id.unique_id
-        return {"replica": name, "loop_age_s": age, **_numbers(stats)}
+        return {"replica": _replica_name(), "loop_age_s": age, **_numbers(stats)}
 
     async def trace(self, last: int) -> tuple[str, list[RoleTrace]]:
         """The replica's name, and what its roles did in their last steps."""
         await self.start()
-        name = serve.get_replica_context().replica_id.unique_id
-        return name, await self._group.trace(last)
+        return _replica_name(), await self._group.trace(last)
 
     async def describe(self) -> dict[str, Any]:
         """What the workers settled on: dtype, device, threads, KV tokens."""
@@ -100,31 +150,72 @@ class EngineReplica:
         }
 
     async def check_health(self) -> None:
-        """Called by Serve; also what makes a replica wait for its engine before it is ready."""
+        """Called by Serve; also what makes a replica wait for its engine before it is ready.
+
+        A role that doesn't answer fails nothing here before the group counts as dead: until then
+        it may come back, and Serve would replace the replica.
+        """
+        self._drain.asked()
         await self.start()
         if self._group.death:
             raise EngineDeadError(self._group.death)
-        await self._group.ping()
 
     async def __del__(self) -> None:
+        for watcher in self._watchers:
+            watcher.cancel()
         await self._group.stop()
+        self._ingresses.close()
         if self._inbox is not None:
             self._inbox.close()
         if self._scheduler is not None:
             self._scheduler.close()
 
     def _on_message(self, message: Any) -> None:
-        if isinstance(message, RequestsDone):
-            for key in message.rids:
-                done = self._open.get(key)
-                if done is not None and not done.done():
-                    done.set_result(None)
+        match message:
+            case RequestsDone():
+                self._open.end(message.rids)
+            case Ping():
+                self._ingresses.heard(message.reply_to, time.monotonic())
+                self._ingresses.send(message.reply_to, self._pong)
+            case AbortRequest() | ClientGone():
+                # From an ingress. The scheduler answers with `RequestsDone`.
+                assert self._scheduler is not None
+                self._scheduler.send(message)
 
-    async def _fail_open_when_dead(self) -> None:
+    async def _end_when_dead(self) -> None:
+        """Once the group is lost: fail what is open, kill what is left, and end this process, so
+        that Serve replaces it at once instead of after three failed health checks."""
         await self._group.dead.wait()
-        for done in self._open.values():
-            if not done.done():
-                done.set_exception(EngineDeadError(f"the engine was lost: {self._group.death}"))
+        self._open.fail(EngineDeadError(f"the engine was lost: {self._group.death}"))
+        self._group.kill()
+        await asyncio.sleep(EXIT_DELAY_S)
+        logging.shutdown()
+        os._exit(1)
+
+    async def _drop_dead_ingresses(self) -> None:
+        """The requests of an ingress that is gone must not run on."""
+        while True:
+            await asyncio.sleep(INGRESS_LOOK_S)
+            for ingress in self._ingresses.drop_silent(time.monotonic(), self._hang_timeout_s):
+                logger.warning("an ingress is gone; its requests are dropped")
+                self._open.fail(EngineDrainingError("the ingress was silent"), ingress)
+
+    async def _hand_over(self) -> None:
+        """Being stopped: what hasn't ended in time is given back, to be resumed elsewhere."""
+        await self._drain.wait(self._drain_timeout_s)
+        self._is_leaving = True
+        logger.warning("draining took too long; giving %d requests back", len(self._open))
+        self._open.fail(EngineDrainingError("the engine is being stopped"))
+
+
+def _introduction(inbox: str) -> Pong:
+    context = ray.get_runtime_context()
+    process = ActorProcess.of_this_actor()
+    return Pong(inbox, str(context.get_actor_name()), str(context.namespace), *process)
+
+
+def _replica_name() -> str:
+    return serve.get_replica_context().replica_id.unique_id
 
 
 def _numbers(stats: SchedulerStats) -> dict[str, float]:

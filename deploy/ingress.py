@@ -7,6 +7,7 @@ from typing import Any
 from ray import serve
 
 from deploy.api import ApiSettings, build_api
+from deploy.resume import ResumeLimits
 from deploy.serve_client import ServeEngineClient
 from engine.errors import EngineDeadError
 
@@ -37,10 +38,15 @@ def build_ingress(settings: ApiSettings) -> Any:
             max_model_len: int,
             vocab_size: int,
             log_level: str,
+            limits: ResumeLimits,
+            hang_timeout_s: float,
+            drain_timeout_s: float,
         ) -> None:
             logging.getLogger("deploy").setLevel(log_level)
             self._vocab_size = vocab_size
-            self._client = ServeEngineClient(engines, model_path, name, max_model_len)
+            self._client = ServeEngineClient(
+                engines, model_path, name, max_model_len, limits, hang_timeout_s, drain_timeout_s
+            )
             self._started = False
 
         async def check_health(self) -> None:

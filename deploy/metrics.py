@@ -8,6 +8,7 @@ import re
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import (
@@ -19,6 +20,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from deploy.engine_client import EngineClient
+from engine.errors import EngineDeadError
 from engine.tokenizer.detokenizer_manager import TextDelta
 
 logger = logging.getLogger(__name__)
@@ -106,6 +108,23 @@ class EngineStats(Collector):
         yield from families.values()
 
 
+class Resumes(Collector):
+    """The client's own count of resumed sequences, as of the scrape under way."""
+
+    def __init__(self) -> None:
+        self.by_cause: Mapping[str, int] = {}
+
+    def collect(self) -> Iterable[Metric]:
+        family = CounterMetricFamily(
+            "manta_requests_resumed",
+            "Times that a sequence went on elsewhere, by what it had lost.",
+            labels=["cause"],
+        )
+        for cause, count in self.by_cause.items():
+            family.add_metric([cause], count)
+        yield family
+
+
 class ServerMetrics:
     """All metrics of a process, in a registry of their own. Use from one event loop."""
 
@@ -155,6 +174,8 @@ class ServerMetrics:
             self.registry.register(histogram)
         self.engine_stats = EngineStats()
         self.registry.register(self.engine_stats)
+        self.resumes = Resumes()
+        self.registry.register(self.resumes)
 
     def track(self, endpoint: str) -> RequestTracker:
         """Begin to measure a request."""
@@ -163,6 +184,8 @@ class ServerMetrics:
     async def render(self, client_provider: Callable[[], EngineClient]) -> bytes:
         """The text of a scrape."""
         await self.engine_stats.fetch(client_provider)
+        with suppress(EngineDeadError):  # no client yet: nothing was resumed
+            self.resumes.by_cause = dict(client_provider().resumes)
         return generate_latest(self.registry)
 
 

@@ -1,0 +1,230 @@
+"""`Attempt`: one try to run a sequence, on one tokenizer and one engine replica."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import itertools
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Protocol
+
+import grpc
+from ray.exceptions import RayError, RayTaskError
+from ray.serve.exceptions import RayServeException
+
+from deploy.delta_stream import DeltaStream
+from deploy.resume import AttemptLostError, Loss, Progress
+from deploy.tokenizer_link import TokenizerLostError
+from engine import messages
+from engine.errors import EngineDeadError, EngineDrainingError, RequestError
+from engine.messages import AbortRequest
+from engine.tokenizer import tokenizer_messages as tm
+from engine.tokenizer.detokenizer_manager import TextDelta
+
+logger = logging.getLogger(__name__)
+
+END_TIMEOUT_S = 10.0
+"""After the engine said a request ended, its last text must arrive within this."""
+
+
+class Tokenizer(Protocol):
+    """What an attempt needs of `TokenizerLink`."""
+
+    @property
+    def address(self) -> str: ...
+
+    async def ask_once(self, make: Callable[[int], Any], wait_s: float) -> Any: ...
+
+    def send(self, message: Any) -> None: ...
+
+
+class Attempts:
+    """The open attempts of one ingress: messages find theirs by its request id.
+
+    `call_engine` opens the unary Serve call of an encoded `AddRequest`; cancelling the awaitable
+    cancels the call. `abort` tells the replica with that address to abort, and whether it could.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        call_engine: Callable[[bytes], Awaitable[None]],
+        abort: Callable[[str, AbortRequest], bool],
+        reply_to: str,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.call_engine = call_engine
+        self.abort = abort
+        self.reply_to = reply_to
+        self._rids = itertools.count(1)
+        self._open: dict[int, Attempt] = {}
+        self._calls: set[asyncio.Future[None]] = set()
+        """Calls outlive their attempts: they return when the scheduler has let go."""
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    async def generate(self, progress: Progress) -> AsyncIterator[TextDelta]:
+        """Deltas of one sequence until its end, over as many attempts as it needs.
+
+        Raises `RequestError` if an engine refuses or fails it or if it can't go on,
+        `EngineDeadError` if no engine takes it. Closing the iterator early aborts the request.
+        """
+        while True:
+            attempt = self._begin(progress)
+            try:
+                await attempt.start()
+                ended = False
+                while not ended:
+                    delta = await attempt.stream.get()
+                    ended = delta.finish_reason is not None
+                    if ended:
+                        attempt.end()
+                    progress.take(delta)
+                    yield delta
+                return
+            except AttemptLostError as error:
+                request, at = progress.request.request_id, len(progress.output_ids)
+                logger.warning("request %s at token %d: %s", request, at, error)
+                pause_s = progress.lost(error)
+            finally:
+                attempt.close()
+            await asyncio.sleep(pause_s)
+
+    def _begin(self, progress: Progress) -> Attempt:
+        attempt = Attempt(next(self._rids), progress, self)
+        self._open[attempt.rid] = attempt
+        return attempt
+
+    def close(self, attempt: Attempt) -> None:
+        """Forget an attempt."""
+        self._open.pop(attempt.rid, None)
+
+    def deliver(self, deltas: list[TextDelta]) -> None:
+        """Text came; that of attempts already closed is dropped."""
+        attempts = self._open
+        for delta in deltas:
+            attempt = attempts.get(delta.rid)
+            if attempt is not None:
+                attempt.stream.push(delta)
+
+    def taken(self, rid: int, replica: str) -> None:
+        """A replica has handed the request to its scheduler."""
+        attempt = self._open.get(rid)
+        if attempt is not None:
+            attempt.replica = replica
+
+    def fail_all(self, error: Exception) -> None:
+        """Nothing more comes of any attempt that is open now."""
+        for attempt in self._open.values():
+            attempt.stream.fail(copy.copy(error))  # a raised exception gathers tracebacks
+
+    def hold(self, call: asyncio.Future[None]) -> None:
+        """Keep a call until it returns."""
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+
+
+class Attempt:
+    """Registered with the tokenizer under a request id of its own, with one open call."""
+
+    def __init__(self, rid: int, progress: Progress, attempts: Attempts) -> None:
+        self.rid = rid
+        self.stream = DeltaStream()
+        """Its text; fails with `AttemptLostError`."""
+        self.replica = ""
+        """Inbox of the engine replica that took the request; "" until one has."""
+        self._progress = progress
+        self._attempts = attempts
+        self._client = ""
+        self._call: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_over = False
+
+    async def start(self) -> None:
+        """Register and open the call.
+
+        Raises `AttemptLostError`, `EngineDeadError` if there is no tokenizer, `RequestError`.
+        """
+        progress, attempts = self._progress, self._attempts
+        request = progress.request
+        loop = asyncio.get_running_loop()
+
+        def register(call: int) -> tm.Register:
+            return tm.Register(
+                call,
+                attempts.reply_to,
+                self.rid,
+                progress.params,
+                request.prompt_ids,
+                progress.output_ids,
+                return_token_ids=request.return_token_ids,
+            )
+
+        try:
+            registered = await attempts.tokenizer.ask_once(register, progress.wait_left_s)
+        except TokenizerLostError as error:
+            raise AttemptLostError(Loss.TOKENIZER, "it was lost") from error
+        if registered.error:
+            raise RequestError(registered.error, status=500)
+        self._client = attempts.tokenizer.address
+        if not self._client:
+            raise AttemptLostError(Loss.TOKENIZER, "it was lost")
+        add = progress.add_request(self.rid, self._client)
+        # The call crosses Ray as one byte string.
+        self._call = asyncio.ensure_future(attempts.call_engine(messages.encode_inline(add)))
+        attempts.hold(self._call)
+        self._call.add_done_callback(self._on_call_end)
+        self._timer = loop.call_later(progress.wait_left_s, self._check_taken)
+
+    def end(self) -> None:
+        """The last delta has come: there is nothing to abort."""
+        self._is_over = True
+
+    def close(self) -> None:
+        """Let go of everything; the request is aborted if it hasn't ended."""
+        attempts = self._attempts
+        attempts.close(self)
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._is_over:
+            return
+        self._is_over = True
+        attempts.tokenizer.send(tm.Unregister(self.rid))
+        if self._call is None or self._call.done():
+            return
+        abort = AbortRequest(rid=self.rid, client=self._client)
+        # A message costs a hundredth of cancelling a call, which returns once it is obeyed.
+        if not self.replica or not attempts.abort(self.replica, abort):
+            self._call.cancel()
+
+    def _check_taken(self) -> None:
+        if not self.replica:
+            self.stream.fail(AttemptLostError(Loss.NOT_TAKEN, "no engine took the request"))
+
+    def _on_call_end(self, call: asyncio.Future[None]) -> None:
+        # Cancelled without being asked to: the replica's side of the call was.
+        error = asyncio.CancelledError() if call.cancelled() else call.exception()
+        if self._is_over:
+            return
+        if error is not None:
+            self.stream.fail(self._loss_of(error))
+            return
+        lost = AttemptLostError(Loss.ENGINE, "the call ended, but the last tokens never came")
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(END_TIMEOUT_S, self.stream.fail, lost)
+
+    def _loss_of(self, error: BaseException) -> Exception:
+        """What the end of the call by `error` means: mostly that its engine is lost."""
+        name = type(error).__name__
+        if isinstance(error, EngineDrainingError):
+            return AttemptLostError(Loss.DRAIN, str(error))
+        lost = isinstance(error, EngineDeadError | asyncio.CancelledError | grpc.RpcError) or (
+            isinstance(error, RayError | RayServeException) and not isinstance(error, RayTaskError)
+        )
+        if not lost:
+            assert isinstance(error, Exception)
+            return error
+        # An engine that never took the request can't have been lost for its sake.
+        return AttemptLostError(Loss.ENGINE if self.replica else Loss.NOT_TAKEN, name)

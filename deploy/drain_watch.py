@@ -1,0 +1,64 @@
+"""`DrainWatch`: how a replica learns that Serve is stopping it.
+
+Serve doesn't tell its replicas: it stops sending requests, waits until the open ones have ended
+and kills the process when that takes too long. But it also stops asking for the replica's health,
+which costs nothing to notice, and then the controller says for certain.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+from ray import serve
+from ray.serve.context import _get_global_client
+
+logger = logging.getLogger(__name__)
+
+HEALTH_PERIOD_S = 1.0
+"""How often Serve is told to ask for a replica's health."""
+SILENCE_S = 3.0
+"""After so long without being asked, find out why."""
+HANDOVER_S = 8.0
+"""Time that a replica has beyond `drain_timeout_s` to notice, and to give its requests back."""
+
+
+class DrainWatch:
+    """Of one replica; use from one loop. Call `asked` at each health check."""
+
+    def __init__(self) -> None:
+        self._asked = time.monotonic()
+
+    def asked(self) -> None:
+        """Serve asked for this replica's health, so it isn't stopping it."""
+        self._asked = time.monotonic()
+
+    async def wait(self, drain_timeout_s: float) -> None:
+        """Return once Serve has been stopping this replica for `drain_timeout_s` (or a few
+        seconds, if that is longer)."""
+        while not await self._is_stopping():
+            await asyncio.sleep(HEALTH_PERIOD_S)
+        await asyncio.sleep(self._asked + drain_timeout_s - time.monotonic())
+
+    async def _is_stopping(self) -> bool:
+        if time.monotonic() - self._asked < SILENCE_S:
+            return False
+        try:
+            return await asyncio.to_thread(_listed_as_stopping)
+        except Exception as error:  # whatever ails the controller, it is no reason to stop
+            logger.warning("can't ask Serve for this replica's state: %s", type(error).__name__)
+            return False
+
+
+def _listed_as_stopping() -> bool:
+    """Whether the controller lists this replica as being stopped."""
+    context = serve.get_replica_context()
+    client: Any = _get_global_client()
+    apps = client.get_serve_details()["applications"]
+    deployment = apps.get(context.app_name, {}).get("deployments", {}).get(context.deployment)
+    if deployment is None:
+        return True
+    states = {r["replica_id"]: r["state"] for r in deployment["replicas"]}
+    return bool(states.get(context.replica_id.unique_id, "STOPPING") == "STOPPING")

@@ -1,0 +1,147 @@
+"""`EngineWatch`: the engine replicas as one ingress knows them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+
+from engine.actors.actor_process import ActorProcess
+from engine.errors import EngineDeadError
+from engine.messages import AbortRequest, ClientGone, Ping, Pong
+from engine.pulse import Pulse
+from engine.transport import Outbox
+
+logger = logging.getLogger(__name__)
+
+PING_PERIOD_S = 0.4
+INTRODUCE_PERIOD_S = 5.0
+"""How often Serve's present replicas are asked to make themselves known."""
+CONFIRM_S = 1.0
+
+
+@dataclass
+class _Replica:
+    outbox: Outbox
+    pulse: Pulse
+    pong: Pong | None = None
+    suspected: bool = False
+
+
+class EngineWatch:
+    """Pings replicas, which also tells them that this ingress lives, and ends those that hang.
+
+    Replicas make themselves known when they take a request, and when asked through Serve. By
+    themselves Serve's health checks need three timeouts to see that a replica hangs, and then
+    give it the time to drain.
+    """
+
+    def __init__(self, engines: Any, address: str, hang_timeout_s: float) -> None:
+        """`engines`: Serve's handle; `address`: this ingress's inbox."""
+        self._engines = engines
+        self._address = address
+        self._hang_timeout_s = hang_timeout_s
+        self._replicas: dict[str, _Replica] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self) -> None:
+        """Begin to watch."""
+        for watch in (self._ping_all(), self._ask_for_introductions()):
+            self._spawn(watch)
+
+    def close(self) -> None:
+        """Stop watching."""
+        for task in self._tasks:
+            task.cancel()
+        for replica in self._replicas.values():
+            replica.outbox.close()
+        self._replicas.clear()
+
+    def heard(self, address: str, pong: Pong | None = None) -> None:
+        """The replica with this inbox lives."""
+        replica = self._replicas.get(address)
+        if replica is None:
+            replica = _Replica(Outbox(address), Pulse(time.monotonic()))
+            self._replicas[address] = replica
+            self._send(replica, Ping(self._address))
+        replica.pulse.beat()
+        if pong is not None:
+            replica.pong = pong
+
+    def abort(self, address: str, request: AbortRequest) -> bool:
+        """Abort a request that the replica took; False if the replica is not known any more."""
+        replica = self._replicas.get(address)
+        return replica is not None and self._send(replica, request)
+
+    def client_gone(self, client: str) -> None:
+        """Tell all replicas that nobody reads this client's tokens any more."""
+        for replica in self._replicas.values():
+            self._send(replica, ClientGone(client))
+
+    def _send(self, replica: _Replica, message: Any) -> bool:
+        try:
+            replica.outbox.send(message)
+        except EngineDeadError:
+            return False  # 10,000 unread messages: its silence will be noticed
+        return True
+
+    async def _ping_all(self) -> None:
+        while True:
+            await asyncio.sleep(PING_PERIOD_S)
+            now = time.monotonic()
+            for address, replica in self._replicas.items():
+                self._send(replica, Ping(self._address))
+                silent_s = replica.pulse.tick(now)
+                if silent_s >= self._hang_timeout_s and not replica.suspected:
+                    replica.suspected = True
+                    self._spawn(self._judge(address, replica))
+
+    async def _judge(self, address: str, replica: _Replica) -> None:
+        """A replica is silent: end it if it hangs, and forget it unless it lives after all."""
+        if replica.pong is not None and await _answers_ray(replica.pong):
+            logger.warning("replica %s answers Ray, but not by message", replica.pong.actor)
+            replica.pulse.beat()
+        if replica.pulse.silent_s >= self._hang_timeout_s:
+            replica.outbox.close()
+            del self._replicas[address]
+        replica.suspected = False
+
+    async def _ask_for_introductions(self) -> None:
+        while True:
+            try:
+                asked = self._engines.broadcast("introduce", self._address)
+                await asked.results_async(timeout_s=INTRODUCE_PERIOD_S, return_exceptions=True)
+            except (RayServeException, RayError, TimeoutError) as error:
+                # No replica, or one that doesn't answer: those that live have.
+                logger.debug("not all replicas introduced themselves: %s", type(error).__name__)
+            await asyncio.sleep(INTRODUCE_PERIOD_S)
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+async def _answers_ray(pong: Pong) -> bool:
+    """Whether the replica's actor lives and answers a call; it is killed if it only lives."""
+    try:
+        actor = await asyncio.to_thread(ray.get_actor, pong.actor, pong.namespace)
+    except ValueError:
+        return False
+    try:
+        await asyncio.wait_for(
+            asyncio.wrap_future(actor.__ray_ready__.remote().future()), CONFIRM_S
+        )
+    except TimeoutError:
+        logger.error("replica %s hangs; killing it", pong.actor)
+        await asyncio.to_thread(ActorProcess(pong.node_id, pong.pid, pong.started).kill, actor)
+        return False
+    except RayError:
+        return False
+    return True

@@ -1,0 +1,35 @@
+"""`replicas_lost`: what Serve's controller says about this application's replicas."""
+
+from __future__ import annotations
+
+from ray import serve
+from ray.serve.schema import DeploymentStatusOverview
+
+_BROKEN = ("UNHEALTHY", "DEPLOY_FAILED")
+_SCALING = ("UPSCALING", "DOWNSCALING")
+_COMING = ("STARTING", "UPDATING", "RECOVERING")
+
+
+def replicas_lost(num_engines: int) -> str:
+    """Which replicas are lost, in words; "" if none is. Blocks for a call to the controller.
+
+    `num_engines` are known to live. Replicas that come or go because their number changes are no
+    loss.
+    """
+    app = serve.get_replica_context().app_name
+    deployments = serve.status().applications[app].deployments
+    lost = [f"{name}: {why}" for name, d in deployments.items() if (why := _lost(d))]
+    running = deployments["engine"].replica_states.get("RUNNING", 0)
+    if running > num_engines:
+        lost.append(f"{running - num_engines} of {running} engine replicas are gone")
+    return "; ".join(lost)
+
+
+def _lost(deployment: DeploymentStatusOverview) -> str:
+    status = deployment.status.value
+    states = {str(state): n for state, n in deployment.replica_states.items() if n}
+    if status in _BROKEN or (
+        status not in _SCALING and any(states.get(state) for state in _COMING)
+    ):
+        return f"{status}, replicas {states}"
+    return ""

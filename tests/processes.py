@@ -1,0 +1,65 @@
+"""Processes of a running launch, found by the mark that all of them inherit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from deploy.launch import MARK, marked_processes
+
+
+def launch_mark(launcher: int) -> str:
+    """The mark that `deploy.launch` gave to all processes of this launch."""
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int(entry.joinpath("stat").read_text().rpartition(")")[2].split()[1])
+            environ = (
+                entry.joinpath("environ").read_bytes().split(b"\0") if parent == launcher else []
+            )
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+        for item in environ:
+            if item.startswith(f"{MARK}=".encode()):
+                return item.decode().partition("=")[2]
+    raise AssertionError("the launcher has no marked child")
+
+
+def actor_pids(mark: str, actor: str) -> list[int]:
+    """Live processes of one kind of actor of a launch."""
+    names = {pid: _command(pid) for pid in marked_processes(mark)}
+    return [pid for pid, name in names.items() if actor in name]
+
+
+def command_option(mark: str, program: str, option: str) -> str:
+    """Value of `--option=value` in the command line of a launch's `program`."""
+    for pid in marked_processes(mark):
+        name, *arguments = _command(pid).split("\0")
+        if name.endswith(program):
+            for argument in arguments:
+                if argument.startswith(f"--{option}="):
+                    return argument.partition("=")[2]
+    raise AssertionError(f"no {program} with --{option}")
+
+
+def socket_count(pid: int) -> int:
+    """Sockets that a process holds open."""
+    count = 0
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            count += str(link.readlink()).startswith("socket:")
+        except FileNotFoundError:
+            continue
+    return count
+
+
+def resident_mib(pid: int) -> float:
+    """Memory of a process, in MiB."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    line = next(line for line in status.splitlines() if line.startswith("VmRSS:"))
+    return int(line.split()[1]) / 1024
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
