@@ -17,6 +17,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="token-exact tests: the full product instead of the covering subset",
     )
+    parser.addoption(
+        "--full-chaos",
+        action="store_true",
+        help="chaos tests: every role killed and stopped in three rounds, instead of a short form",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--full-chaos"):
+        skip = pytest.mark.skip(reason="part of `make chaos`")
+        for item in items:
+            if "full_chaos" in item.keywords:
+                item.add_marker(skip)
 
 
 def pytest_configure(config: pytest.Config) -> None:
