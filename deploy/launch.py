@@ -142,6 +142,8 @@ def _serve(config: str, settings: dict[str, str]) -> int:
     # Ray runs actors at niceness 15: whatever else the machine does would come first.
     env.setdefault("RAY_worker_niceness", "0")
     env.setdefault("RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S", "1")
+    # Serve's 5 s are too few on a busy machine, and a proxy that misses them ends the start.
+    env.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "30")
     root = Path(__file__).resolve().parent.parent
     child = subprocess.Popen(
         [sys.executable, "-m", "ray.serve.scripts", "run", "--app-dir", str(root), config],

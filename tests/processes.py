@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 from deploy.launch import MARK, marked_processes
 
@@ -29,15 +30,24 @@ def actor_pids(mark: str, actor: str) -> list[int]:
     return [pid for pid, name in names.items() if actor in name]
 
 
-def command_option(mark: str, program: str, option: str) -> str:
-    """Value of `--option=value` in the command line of a launch's `program`."""
+class Program(NamedTuple):
+    """Command line options (`--name=value`) and environment of a process."""
+
+    options: dict[str, str]
+    environment: dict[str, str]
+
+
+def find_program(mark: str, name: str) -> Program:
+    """The process of a launch that runs the program `name`."""
     for pid in marked_processes(mark):
-        name, *arguments = _command(pid).split("\0")
-        if name.endswith(program):
-            for argument in arguments:
-                if argument.startswith(f"--{option}="):
-                    return argument.partition("=")[2]
-    raise AssertionError(f"no {program} with --{option}")
+        program, *arguments = _command(pid).split("\0")
+        if program.endswith(name):
+            environ = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
+            return Program(
+                dict(a[2:].split("=", 1) for a in arguments if a.startswith("--") and "=" in a),
+                dict(entry.split("=", 1) for entry in environ.split("\0") if "=" in entry),
+            )
+    raise AssertionError(f"no {name}")
 
 
 def socket_count(pid: int) -> int:

@@ -18,7 +18,7 @@ import yaml
 
 from benchmarks.servers import ManagedServer
 from deploy.launch import load, marked_processes
-from tests.processes import actor_pids, command_option, launch_mark
+from tests.processes import actor_pids, find_program, launch_mark
 
 ROLES = {
     "worker": "WorkerActor",
@@ -35,7 +35,7 @@ import sys, yaml, ray
 from ray.serve.context import _get_global_client
 from ray.serve.schema import ServeDeploySchema
 ray.init(address=sys.argv[1], namespace="serve", log_to_driver=False)
-config = ServeDeploySchema.parse_obj(yaml.safe_load(sys.stdin))
+config = ServeDeploySchema.model_validate(yaml.safe_load(sys.stdin))
 _get_global_client().deploy_apps(config)
 """
 
@@ -125,12 +125,14 @@ class Cluster:
         config["applications"][0]["deployments"] = [
             {"name": "engine", "num_replicas": self.num_replicas}
         ]
-        gcs = command_option(self.mark, "raylet", "gcs-address")
+        raylet = find_program(self.mark, "raylet")
+        auth = {k: v for k, v in raylet.environment.items() if k.startswith("RAY_AUTH")}
         subprocess.run(
-            [sys.executable, "-c", _DEPLOY, gcs],
+            [sys.executable, "-c", _DEPLOY, raylet.options["gcs-address"]],
             input=yaml.safe_dump(config),
             text=True,
             cwd=ROOT,
+            env={**os.environ, **auth},
             check=True,
             timeout=60,
         )

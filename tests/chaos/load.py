@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import statistics
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,3 +104,13 @@ class Load:
                 if before <= since + 0.5 and since < after <= until and after - since > 0.5:
                     waits.append(after - since)
         return sorted(waits, reverse=True)
+
+    def median_gap_s(self, since: float) -> float:
+        """Median time between chunks of finished streams that came after `since`."""
+        gaps = [
+            after - before
+            for got in self.finished
+            for before, after in itertools.pairwise(got.times)
+            if before >= since
+        ]
+        return statistics.median(gaps)

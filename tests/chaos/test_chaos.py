@@ -10,18 +10,23 @@ import asyncio
 import itertools
 import os
 import random
+import re
+import signal
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import aiohttp
+import httpx
 import pytest
 
 from deploy.launch import marked_processes
 from tests.chaos.cluster import ROLES, Cluster, Struck
 from tests.chaos.load import Load, make_cases
-from tests.integration.http_server import manta, metric
-from tests.processes import actor_pids, socket_count
+from tests.integration.http_server import manta, metric, streams
+from tests.processes import actor_pids, resident_mib, socket_count
 
 CONFIGS = {1: "configs/llama.yaml", 2: "configs/llama-dp2.yaml"}
 OUTPUT = 160
@@ -44,9 +49,11 @@ def cluster(num_replicas: int, **args: Any) -> Iterator[Cluster]:
     assert set(os.listdir("/dev/shm")) <= shared, "shared memory left behind"
 
 
-async def under_load(running: Cluster, num_streams: int, work: Any) -> Load:
-    """Do `work` (a function of the load) while streams run; none of them may notice."""
-    cases = await asyncio.to_thread(make_cases, running.url, num_streams, OUTPUT)
+async def under_load(
+    running: Cluster, num_streams: int, work: Callable[[Load], Any], output: int = OUTPUT
+) -> Load:
+    """Do `work` while streams of `output` tokens run; none of them may notice."""
+    cases = await asyncio.to_thread(make_cases, running.url, num_streams, output)
     load = Load(running.url, cases, num_streams)
     streaming = asyncio.create_task(load.run())
     try:
@@ -98,7 +105,7 @@ async def strikes(
             f"{blow.how:>6} {blow.role:>10} {ill:>12} {blow.strong_s:9.1f} s"
             f" {len(stalls):>15} {longest}"
         )
-    print("resumed:", metric_by_label(running.url, "manta_requests_resumed_total"))
+    print("resumed:", dict(resumed(running.url)))
     print("sockets of the ingress:", sockets, {pid: socket_count(pid) for pid in sockets})
 
 
@@ -107,11 +114,11 @@ def survivors(running: Cluster) -> list[int]:
     return actor_pids(running.mark, "ServeReplica:llm:ingress")
 
 
-def metric_by_label(url: str, name: str) -> str:
-    import httpx
-
-    lines = httpx.get(f"{url}/metrics", timeout=30).text.splitlines()
-    return ", ".join(line.partition("{")[2] for line in lines if line.startswith(name + "{"))
+def resumed(url: str) -> Counter[str]:
+    """How often sequences were resumed, by cause."""
+    text = httpx.get(f"{url}/metrics", timeout=30).text
+    found = re.findall(r'^manta_requests_resumed_total{cause="(\w+)"} (\S+)$', text, re.MULTILINE)
+    return Counter({cause: int(float(count)) for cause, count in found})
 
 
 ALL = [(role, how) for how in ("kill", "hang") for role in ROLES]
@@ -142,17 +149,123 @@ def test_one_replica() -> None:
 
 
 @pytest.mark.full_chaos
-@pytest.mark.timeout(900)
-def test_scaling_and_rolling_update() -> None:
+@pytest.mark.timeout(600)
+def test_scaling_hands_streams_over() -> None:
+    """2 -> 1 -> 2 replicas; most streams are longer than the time to drain."""
+
     async def work(load: Load) -> None:
         for num_replicas in (1, 2):
             await asyncio.to_thread(running.deploy, num_replicas)
             await asyncio.sleep(3.0)
             await running.wait_complete(PATIENT_S)
+
+    with cluster(2, drain_timeout_s=1) as running:
+        load = asyncio.run(under_load(running, 32, work, output=400))
+        print(f"\nscaling: {len(load.finished)} streams")
+        assert resumed(running.url)["drain"] > 0
+
+
+@pytest.mark.full_chaos
+@pytest.mark.timeout(600)
+def test_rolling_update() -> None:
+    """A new version of everything, the ingress included, whose streams end while it drains."""
+
+    async def work(load: Load) -> None:
         await asyncio.to_thread(running.deploy, max_running_requests=64)
         await asyncio.sleep(3.0)
         await running.wait_complete(180)
 
     with cluster(2) as running:
         load = asyncio.run(under_load(running, 32, work))
-        print(f"\n{len(load.finished)} streams over scaling and update")
+        print(f"\nrolling update: {len(load.finished)} streams")
+
+
+@pytest.mark.full_chaos
+@pytest.mark.timeout(600)
+def test_500_clients_cut_mid_stream() -> None:
+    rng = random.Random(5)
+    bodies = [
+        dict(prompt=[rng.randrange(6, 4096) for _ in range(8)], max_tokens=3000, ignore_eos=True)
+        for _ in range(500)
+    ]
+    with cluster(1, max_running_requests=512, max_total_tokens=65536) as running:
+        last = asyncio.run(cut_mid_stream(running.url, bodies))
+        await_idle(running.url, 2.0)
+        print(f"\n500 clients cut: idle and free {time.monotonic() - last:.2f} s after the last")
+
+
+async def cut_mid_stream(url: str, bodies: list[dict[str, Any]]) -> float:
+    """Stream all bodies until each has had a chunk, then cut every connection; when that was."""
+    began = asyncio.Semaphore(0)
+    cut = asyncio.Event()
+
+    async def client(session: aiohttp.ClientSession, body: dict[str, Any]) -> None:
+        payload = {**body, "stream": True}
+        async with session.post(f"{url}/v1/completions", json=payload) as reply:
+            assert reply.status == 200
+            await reply.content.readany()
+            began.release()
+            while not cut.is_set():
+                await reply.content.readany()
+            reply.close()
+
+    timeout = aiohttp.ClientTimeout(total=None)
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0), timeout=timeout
+    ) as session:
+        clients = [asyncio.ensure_future(client(session, body)) for body in bodies]
+        for _ in bodies:
+            await began.acquire()
+        cut.set()
+        await asyncio.gather(*clients)
+    return time.monotonic()
+
+
+@pytest.mark.full_chaos
+@pytest.mark.timeout(600)
+def test_client_that_stops_reading_for_60_s() -> None:
+    """It costs what its output costs, and nobody else's streams slow down."""
+
+    async def work(load: Load) -> None:
+        pids = survivors(running)
+        await asyncio.sleep(20.0)
+        alone = load.median_gap_s(time.monotonic() - 15.0)
+        before = sum(map(resident_mib, pids))
+        body = dict(prompt="x", max_tokens=3500, ignore_eos=True, stream=True, logprobs=5)
+        timeout = aiohttp.ClientTimeout(total=None)
+        async with (
+            aiohttp.ClientSession(timeout=timeout, read_bufsize=1024) as session,
+            session.post(f"{running.url}/v1/completions", json=body) as slow,
+        ):
+            assert slow.status == 200
+            since = time.monotonic()
+            await asyncio.sleep(60.0)
+            beside = load.median_gap_s(since)
+            grown = sum(map(resident_mib, pids)) - before
+        print(f"\nslow client: ingress {grown:+.1f} MiB of {before:.0f}; median gap of the other")
+        print(f"streams {alone * 1e3:.1f} ms before, {beside * 1e3:.1f} ms beside it")
+        assert grown < 64
+        assert beside < 2 * alone
+
+    with cluster(1) as running:
+        asyncio.run(under_load(running, 8, work))
+
+
+@pytest.mark.full_chaos
+@pytest.mark.timeout(600)
+def test_requests_of_a_lost_ingress_end() -> None:
+    """Its clients are cut off, so nobody reads what the engine would go on to generate."""
+
+    async def work() -> None:
+        body = dict(prompt="x", max_tokens=3500, ignore_eos=True)
+        reading = asyncio.ensure_future(streams(running.url, [body] * 8))
+        await asyncio.sleep(3.0)
+        assert metric(running.url, "manta_engine_num_running") == 8
+        os.kill(survivors(running)[0], signal.SIGKILL)
+        await asyncio.wait([reading])
+        assert reading.exception() is not None or any(not got.done for got in reading.result())
+        await running.wait_complete(PATIENT_S)
+
+    with cluster(1, hang_timeout_s=4) as running:
+        asyncio.run(work())
+        await_idle(running.url, 5.0)
