@@ -1,0 +1,1 @@
+"""A fleet of replicas in simulated time."""

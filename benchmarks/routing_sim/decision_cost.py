@@ -1,0 +1,126 @@
+"""What a decision of the prefix-aware policy costs the router's event loop."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from benchmarks.routing_sim.simulator import SimClock
+from deploy.routing import RouteRequest, RoutingPolicy, make_policy
+from engine.memory import BlockRemoved, BlockStored, hash_pages
+
+PAGE_SIZE = 16
+NUM_PAGES = 128
+PROMPTS = 32
+CALLS = 192
+ROUNDS = 7
+SCENARIOS = ("unknown", "3 hold all", "all hold all", "all but 24", "ragged")
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionCost:
+    """CPU microseconds of one thread; the best of several rounds of calls.
+
+    Fields:
+        choose: one choice for a prompt of 128 pages whose hashes are there.
+        book: on_dispatched, on_first_token and on_finished of it, i.e. its own pages in and out.
+        update_page: one page of a cache event, stored and removed, half of both.
+    """
+
+    num_replicas: int
+    scenario: str
+    choose: float
+    book: float
+    update_page: float
+
+
+def measure_decision(num_replicas: int, scenario: str) -> DecisionCost:
+    rng = random.Random(num_replicas)
+    policy = make_policy("prefix_aware", SimClock())
+    for number in range(num_replicas):
+        policy.add_replica(str(number))
+    requests = [_request(rng, f"prompt {number}") for number in range(PROMPTS)]
+    for request in requests:
+        _spread(policy, request, scenario, rng)
+    for number in range(8 * num_replicas):
+        short = RouteRequest(f"load {number}", np.zeros(rng.randint(1, 4000), np.int32), 16, [])
+        policy.on_dispatched(short, str(rng.randrange(num_replicas)))
+        if rng.random() < 0.7:
+            policy.on_first_token(short.request_id)
+    order = [requests[i % PROMPTS] for i in range(CALLS)]
+
+    def choose_all() -> None:
+        for request in order:
+            policy.choose(request)
+
+    def book_all() -> None:
+        for request in order:
+            policy.on_dispatched(request, "0")
+            policy.on_first_token(request.request_id)
+            policy.on_finished(request.request_id)
+
+    fresh = [rng.getrandbits(64) for _ in range(NUM_PAGES)]
+
+    def update_all() -> None:
+        stored, removed = BlockStored(next_seq(), fresh, 0, ""), BlockRemoved(next_seq(), fresh)
+        policy.index.apply("1", 1, [stored, removed])
+
+    seq = [policy.index.seq_of("1")]
+
+    def next_seq() -> int:
+        seq[0] += 1
+        return seq[0]
+
+    return DecisionCost(
+        num_replicas,
+        scenario,
+        choose=_best_us(choose_all) / CALLS,
+        book=_best_us(book_all) / CALLS,
+        update_page=_best_us(update_all) / (2 * NUM_PAGES),
+    )
+
+
+def hashing_us() -> float:
+    """The page hashes of a prompt of 2,048 tokens, for comparison: needed once a request."""
+    tokens = np.arange(PAGE_SIZE * NUM_PAGES, dtype=np.int32)
+    return _best_us(lambda: [hash_pages(tokens, PAGE_SIZE).tolist() for _ in range(20)]) / 20
+
+
+def _request(rng: random.Random, name: str) -> RouteRequest:
+    tokens = np.zeros(PAGE_SIZE * NUM_PAGES + 1, np.int32)
+    return RouteRequest(name, tokens, PAGE_SIZE, [rng.getrandbits(64) for _ in range(NUM_PAGES)])
+
+
+def _spread(
+    policy: RoutingPolicy, request: RouteRequest, scenario: str, rng: random.Random
+) -> None:
+    """Let replicas hold the prompt as the scenario says."""
+    names = policy.slots.names
+    depths = dict.fromkeys(names, NUM_PAGES)
+    match scenario:
+        case "unknown":
+            depths = {}
+        case "3 hold all":
+            depths = dict.fromkeys(rng.sample(names, 3), NUM_PAGES)
+        case "all but 24":
+            for name in rng.sample(names, min(24, len(names) - 1)):
+                del depths[name]
+        case "ragged":
+            depths = {name: rng.randint(1, NUM_PAGES) for name in names}
+    for name, depth in depths.items():
+        seq = policy.index.seq_of(name) + 1
+        policy.index.apply(name, 1, [BlockStored(seq, request.page_hashes[:depth], 0, "")])
+
+
+def _best_us(work: Callable[[], object]) -> float:
+    """CPU microseconds of this thread for one call of work."""
+    best = float("inf")
+    for _ in range(ROUNDS):
+        start = time.thread_time_ns()
+        work()
+        best = min(best, (time.thread_time_ns() - start) / 1e3)
+    return best

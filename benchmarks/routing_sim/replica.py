@@ -1,0 +1,162 @@
+"""One replica: the engine's prefix cache under a fluid model of its device."""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.routing_sim.trace import PAGE_SIZE, Tokens, TraceRequest
+from engine.memory import KVEvent, RadixCache, TokenToKVPoolAllocator, TreeNode
+
+PREFILL_TOKENS_PER_MS = 40.0
+CHUNK_TOKENS = 2048
+STEP_MS = 8.0
+STEP_MS_PER_DECODE = 0.02
+MAX_DECODES = 1024
+
+
+class _NoSlots(TokenToKVPoolAllocator):
+    """The pool of a tree whose slots don't matter: it gets all of them back, and loses them.
+
+    Finding and freeing real slots would be a third of the simulation's time.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(PAGE_SIZE, PAGE_SIZE)
+
+    def free(self, slots: NDArray[np.integer]) -> None:
+        del slots
+
+
+class CacheModel:
+    """The engine's RadixCache, kept to a size, fed with whole requests.
+
+    Simplification: what running requests hold isn't charged to it, as if their KV lay
+    elsewhere.
+    """
+
+    def __init__(self, cache_tokens: int, *, enable_events: bool = False) -> None:
+        self.cache_tokens = cache_tokens
+        self.tree = RadixCache(_NoSlots(), PAGE_SIZE, enable_events=enable_events)
+        self._slots = np.zeros(0, dtype=np.int32)
+
+    def match(self, prompt: Tokens) -> tuple[int, TreeNode]:
+        """Cached tokens of a prompt, of which the engine always computes the last, and the node."""
+        found = self.tree.match_prefix(prompt[:-1])
+        return len(found.indices), found.last_node
+
+    def insert(self, tokens: Tokens) -> None:
+        """Add what is missing of tokens, then evict down to the size."""
+        if len(self._slots) < len(tokens):
+            self._slots = np.zeros(2 * len(tokens), dtype=np.int32)
+        self.tree.insert(tokens, self._slots)
+        over = self.tree.total_size - self.cache_tokens
+        if over > 0:
+            self.tree.evict(over)
+
+
+@dataclass(slots=True)
+class RunRecord:
+    """What became of a request. Times are seconds; replica is where it ran.
+
+    prompt: its tokens, empty from the first token on.
+    """
+
+    request: TraceRequest
+    replica: int
+    prompt: Tokens = field(repr=False)
+    started: float = -1.0
+    first_token: float = -1.0
+    finished: float = -1.0
+    cached_tokens: int = 0
+
+    @property
+    def uncached_tokens(self) -> int:
+        return self.request.num_prompt - self.cached_tokens
+
+
+class Replica:
+    """First come, first served chunked prefill; decodes share steps. Driven by the simulator.
+
+    u uncached tokens take u * (1/40 + (8 + 0.02 R) / 2048) ms with R decodes running: chunks
+    of 2,048 tokens at 40 tokens/ms, each with a step's overhead. A decode step takes
+    8 + 0.02 R ms, and 51.2 ms more while there's prefill. (The figures are of the order of
+    an 8B model on one H100.) Cached tokens are looked up when a prefill starts; the prompt
+    enters the cache when it ends, prompt and output when the request does.
+    """
+
+    def __init__(self, number: int, cache_tokens: int, *, enable_events: bool) -> None:
+        self.number = number
+        self.cache = CacheModel(cache_tokens, enable_events=enable_events)
+        self.queue: deque[RunRecord] = deque()
+        self.prefilling: RunRecord | None = None
+        self.busy_s: list[tuple[float, float]] = []
+        self.version = 0
+        self._node: TreeNode | None = None
+        # Decodes by the step at which they end; steps are counted from the replica's start.
+        self._decodes: list[tuple[float, int, RunRecord]] = []
+        self._steps = 0.0
+        self._at = 0.0
+
+    def try_prefill(self, now: float) -> float | None:
+        """Start the next prefill if there's one to start; its end in seconds."""
+        if self.prefilling or not self.queue or len(self._decodes) >= MAX_DECODES:
+            return None
+        self._advance(now)
+        record = self.queue.popleft()
+        record.started = now
+        record.cached_tokens, self._node = self.cache.match(record.prompt)
+        self.cache.tree.inc_lock_ref(self._node)
+        self.prefilling = record
+        overhead = STEP_MS + STEP_MS_PER_DECODE * len(self._decodes)
+        per_token = 1 / PREFILL_TOKENS_PER_MS + overhead / CHUNK_TOKENS
+        end = now + record.uncached_tokens * per_token / 1e3
+        self.busy_s.append((now, end))
+        return end
+
+    def end_prefill(self, now: float) -> RunRecord:
+        """The prompt is in the cache, the first token is out; decoding starts."""
+        record = self.prefilling
+        assert record is not None and self._node is not None
+        self._advance(now)
+        self.prefilling = None
+        record.first_token = now
+        self.cache.insert(record.prompt)
+        record.prompt = record.prompt[:0].copy()
+        self.cache.tree.dec_lock_ref(self._node)
+        steps = len(record.request.output) - 1
+        heapq.heappush(self._decodes, (self._steps + steps, record.request.number, record))
+        return record
+
+    def end_decodes(self, now: float) -> list[RunRecord]:
+        """Requests whose last token is out."""
+        self._advance(now)
+        ended = []
+        # The clock's rounding must not leave a decode a millionth of a step short.
+        while self._decodes and self._decodes[0][0] <= self._steps + 1e-6:
+            record = heapq.heappop(self._decodes)[2]
+            record.finished = now
+            self.cache.insert(record.request.whole())
+            ended.append(record)
+        return ended
+
+    def next_end(self, now: float) -> float | None:
+        """When the next decode ends if nothing changes until then, in seconds."""
+        if not self._decodes:
+            return None
+        return now + max(self._decodes[0][0] - self._steps, 0.0) * self._step_ms() / 1e3
+
+    def drain_events(self) -> list[KVEvent]:
+        return self.cache.tree.drain_events()
+
+    def _advance(self, now: float) -> None:
+        self._steps += (now - self._at) * 1e3 / self._step_ms()
+        self._at = now
+
+    def _step_ms(self) -> float:
+        chunk = CHUNK_TOKENS / PREFILL_TOKENS_PER_MS if self.prefilling else 0.0
+        return STEP_MS + STEP_MS_PER_DECODE * len(self._decodes) + chunk

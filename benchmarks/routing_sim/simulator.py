@@ -1,0 +1,166 @@
+"""Requests through routers to replicas, in simulated time."""
+
+from __future__ import annotations
+
+import enum
+import heapq
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from benchmarks.routing_sim.replica import Replica, RunRecord
+from benchmarks.routing_sim.trace import PAGE_SIZE, Trace, TraceRequest
+from deploy.routing import ApplyResult, RouteRequest, RoutingPolicy
+from deploy.routing.registry import ROUTING_POLICIES, make_policy
+from engine.memory import KVEvent
+
+NOTICE_S = 0.005
+
+
+class SimClock:
+    """The time that policies read."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """A fleet and its routers.
+
+    Fields:
+        policy: a word of ROUTING_POLICIES.
+        num_replicas, cache_tokens: the fleet.
+        num_routers: ingress replicas, each with a policy of its own that knows only what it
+            sent itself; requests come to them at random. Cache events reach all.
+        event_delay_s: age of cache events when a router gets them.
+        seed: of the policies and of the spread over routers.
+    """
+
+    policy: str
+    num_replicas: int
+    cache_tokens: int
+    num_routers: int = 1
+    event_delay_s: float = 0.05
+    seed: int = 0
+
+
+class _Kind(enum.IntEnum):
+    """Events in the order in which those of one instant happen."""
+
+    CACHE_EVENTS = 0
+    FIRST_TOKEN_NOTICE = 1
+    FINISH_NOTICE = 2
+    PREFILL_END = 3
+    DECODE_END = 4
+    ARRIVAL = 5
+
+
+class Simulator:
+    """Runs a trace to its last request."""
+
+    def __init__(self, scenario: Scenario, trace: Trace) -> None:
+        self.scenario = scenario
+        self.trace = trace
+        self.clock = SimClock()
+        events = ROUTING_POLICIES[scenario.policy].uses_index
+        self.replicas = [
+            Replica(number, scenario.cache_tokens, enable_events=events)
+            for number in range(scenario.num_replicas)
+        ]
+        self.policies = [self._policy(number) for number in range(scenario.num_routers)]
+        self.records: list[RunRecord] = []
+        self._router_of: dict[int, RoutingPolicy] = {}
+        self._random = random.Random(scenario.seed)
+        self._heap: list[tuple[float, int, int, object]] = []
+        self._count = 0
+
+    def run(self) -> list[RunRecord]:
+        """Every request of the trace, in the order of arrival."""
+        for request in self.trace.requests:
+            self._push(request.arrival, _Kind.ARRIVAL, request)
+        while self._heap:
+            now, kind, _, what = heapq.heappop(self._heap)
+            self.clock.now = now
+            self._handle(kind, what)
+        return self.records
+
+    def _handle(self, kind: int, what: object) -> None:
+        match kind, what:
+            case _Kind.ARRIVAL, TraceRequest():
+                self._arrive(what)
+            case _Kind.PREFILL_END, Replica():
+                record = what.end_prefill(self.clock.now)
+                self._notify(_Kind.FIRST_TOKEN_NOTICE, record)
+                if len(record.request.output) == 1:
+                    self._end_decodes(what)
+                self._go_on(what)
+            case _Kind.DECODE_END, (Replica() as replica, version):
+                if version == replica.version:
+                    self._end_decodes(replica)
+                    self._go_on(replica)
+            case _Kind.FIRST_TOKEN_NOTICE, RunRecord():
+                self._router_of[what.request.number].on_first_token(str(what.request.number))
+            case _Kind.FINISH_NOTICE, RunRecord():
+                router = self._router_of.pop(what.request.number)
+                router.on_finished(str(what.request.number))
+            case _Kind.CACHE_EVENTS, (str() as name, events):
+                for policy in self.policies:
+                    if policy.uses_index:
+                        result = policy.index.apply(name, 1, events)
+                        if result is not ApplyResult.APPLIED:
+                            raise RuntimeError(f"events of {name}: {result}")
+            case _:
+                raise AssertionError(f"no such event: {kind}")
+
+    def _arrive(self, request: TraceRequest) -> None:
+        policy = self.policies[0]
+        if len(self.policies) > 1:
+            policy = self._random.choice(self.policies)
+        prompt = request.prompt()
+        hashes = request.page_hashes()
+        route = RouteRequest(str(request.number), prompt, PAGE_SIZE, hashes)
+        name = policy.choose(route)
+        policy.on_dispatched(route, name)
+        self._router_of[request.number] = policy
+        replica = self.replicas[int(name)]
+        record = RunRecord(request, replica.number, prompt)
+        self.records.append(record)
+        replica.queue.append(record)
+        self._go_on(replica)
+
+    def _go_on(self, replica: Replica) -> None:
+        """After any change of a replica: next prefill, next end of a decode, its cache events."""
+        now = self.clock.now
+        end = replica.try_prefill(now)
+        if end is not None:
+            self._push(end, _Kind.PREFILL_END, replica)
+        replica.version += 1
+        next_end = replica.next_end(now)
+        if next_end is not None:
+            self._push(next_end, _Kind.DECODE_END, (replica, replica.version))
+        events: Sequence[KVEvent] = replica.drain_events()
+        if events:
+            delivery = (str(replica.number), events)
+            self._push(now + self.scenario.event_delay_s, _Kind.CACHE_EVENTS, delivery)
+
+    def _end_decodes(self, replica: Replica) -> None:
+        for record in replica.end_decodes(self.clock.now):
+            self._notify(_Kind.FINISH_NOTICE, record)
+
+    def _notify(self, kind: _Kind, record: RunRecord) -> None:
+        self._push(self.clock.now + NOTICE_S, kind, record)
+
+    def _push(self, at: float, kind: _Kind, what: object) -> None:
+        self._count += 1
+        heapq.heappush(self._heap, (at, kind, self._count, what))
+
+    def _policy(self, number: int) -> RoutingPolicy:
+        scenario = self.scenario
+        policy = make_policy(scenario.policy, self.clock, seed=1000 * scenario.seed + number)
+        for replica in self.replicas:
+            policy.add_replica(str(replica.number))
+        return policy

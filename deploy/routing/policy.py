@@ -1,0 +1,115 @@
+"""The decision where a request runs."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection
+from typing import ClassVar, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deploy.routing.load_book import LoadBook
+from deploy.routing.prefix_index import PrefixIndex
+from deploy.routing.replica_slots import ReplicaSlots
+from deploy.routing.route_request import RouteRequest
+
+Clock: TypeAlias = Callable[[], float]
+"""Seconds that only go forward."""
+
+
+class NoReplicaError(LookupError):
+    """No replica is left to choose from."""
+
+
+class RoutingPolicy(ABC):
+    """Chooses a replica for each request, and is told what becomes of it.
+
+    Pure: no I/O, no thread, no clock but the one it's given, so that the Serve router and the
+    simulator run the same object. The caller tells it of replicas (add_replica,
+    remove_replica), of their cache events (``index.apply``, where uses_index is set) and of
+    every request, in this order: choose, on_dispatched in the same turn of the event loop (what
+    isn't booked, the next choice doesn't see), on_first_token, on_finished. A request that is
+    resubmitted comes again under the same id and counts from then on where it goes now.
+
+    Args:
+        slots: empty; the index's.
+        index: empty.
+        clock: see Clock.
+        seed: for policies that draw lots.
+    """
+
+    uses_index: ClassVar[bool] = False
+
+    def __init__(self, slots: ReplicaSlots, index: PrefixIndex, clock: Clock, seed: int = 0):
+        self.slots = slots
+        self.index = index
+        self.loads = LoadBook(clock)
+        self.clock = clock
+        self.seed = seed
+
+    @abstractmethod
+    def choose(self, request: RouteRequest, exclude: Collection[str] = ()) -> str:
+        """The replica for this request; books nothing.
+
+        Args:
+            request: what to place.
+            exclude: replicas that mustn't get it (they refused it, or failed with it).
+
+        Raises:
+            NoReplicaError: there's no replica, or all are excluded.
+        """
+
+    def add_replica(self, replica: str) -> None:
+        """A replica has appeared, its cache empty as far as is known."""
+        if replica not in self.slots:
+            self.loads.add(self.slots.add(replica))
+            self.index.add(replica)
+
+    def remove_replica(self, replica: str) -> None:
+        """A replica has gone; notices about its requests are ignored from now on."""
+        if replica in self.slots:
+            self.index.forget(replica)
+            self.loads.remove(self.slots.remove(replica))
+
+    def on_dispatched(self, request: RouteRequest, replica: str) -> None:
+        """The request goes to this replica, be it the chosen one or not.
+
+        Raises:
+            KeyError: the replica is unknown.
+        """
+        slot = self.slots.slot(replica)
+        uncached = request.num_tokens
+        if self.uses_index:
+            matched = self.index.matched_pages(replica, request.page_hashes)
+            uncached -= min(matched, request.reusable_pages) * request.page_size
+            self.index.book(request.request_id, replica, request.page_hashes, self.clock())
+        self.loads.dispatched(request.request_id, slot, uncached)
+
+    def on_first_token(self, request_id: str) -> None:
+        """The request's prefill is done. Unknown requests are ignored."""
+        self.loads.first_token(request_id)
+        if self.uses_index:
+            self.index.settle(request_id, self.clock())
+
+    def on_finished(self, request_id: str) -> None:
+        """The request has left its replica: done, cancelled or lost. Unknown ones are ignored."""
+        self.loads.finished(request_id)
+        if self.uses_index:
+            self.index.cancel(request_id)
+
+    def _open_to(self, load: NDArray[np.float64], exclude: Collection[str]) -> NDArray[np.float64]:
+        """load [capacity] with inf for excluded replicas.
+
+        Raises:
+            NoReplicaError: nothing finite is left.
+        """
+        if exclude:
+            load = load.copy()
+            for replica in exclude:
+                slot = self.slots.get(replica)
+                if slot is not None:
+                    load[slot] = np.inf
+        if not len(load) or load.item(load.argmin()) == np.inf:
+            raise NoReplicaError("no replica is left to choose from")
+        return load
