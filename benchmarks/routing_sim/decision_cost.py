@@ -17,7 +17,7 @@ PAGE_SIZE = 16
 NUM_PAGES = 128
 PROMPTS = 32
 CALLS = 192
-ROUNDS = 7
+ROUNDS = 20
 SCENARIOS = ("unknown", "3 hold all", "all hold all", "all but 24", "ragged")
 
 
@@ -26,21 +26,24 @@ class DecisionCost:
     """CPU microseconds of one thread; the best of several rounds of calls.
 
     Fields:
+        sample_every: of the index, see PrefixIndex. Its default max_pages leads to 4 where 1,024
+            replicas hold 200,000 tokens each.
         choose: one choice for a prompt of 128 pages whose hashes are there.
         book: on_dispatched, on_first_token and on_finished of it, i.e. its own pages in and out.
         update_page: one page of a cache event, stored and removed, half of both.
     """
 
     num_replicas: int
+    sample_every: int
     scenario: str
     choose: float
     book: float
     update_page: float
 
 
-def measure_decision(num_replicas: int, scenario: str) -> DecisionCost:
+def measure_decision(num_replicas: int, sample_every: int, scenario: str) -> DecisionCost:
     rng = random.Random(num_replicas)
-    policy = make_policy("prefix_aware", SimClock())
+    policy = make_policy("prefix_aware", SimClock(), sample_every=sample_every)
     for number in range(num_replicas):
         policy.add_replica(str(number))
     requests = [_request(rng, f"prompt {number}") for number in range(PROMPTS)]
@@ -77,6 +80,7 @@ def measure_decision(num_replicas: int, scenario: str) -> DecisionCost:
 
     return DecisionCost(
         num_replicas,
+        sample_every,
         scenario,
         choose=_best_us(choose_all) / CALLS,
         book=_best_us(book_all) / CALLS,

@@ -40,7 +40,7 @@ class Figures:
 def summarize(records: Sequence[RunRecord], replicas: Sequence[Replica], trace: Trace) -> Figures:
     counted = [record for record in records if record.request.counted]
     ttft = np.array([r.first_token - r.request.arrival for r in counted]) * 1e3
-    queued = _queued_tokens(records, len(replicas), trace)
+    queued = queued_tokens(records, len(replicas), trace)
     done = sum(trace.start <= record.finished < trace.end for record in records)
     busy = sum(
         max(0.0, min(end, trace.end) - max(begin, trace.start))
@@ -57,6 +57,27 @@ def summarize(records: Sequence[RunRecord], replicas: Sequence[Replica], trace: 
         busy=busy / (len(replicas) * (trace.end - trace.start)),
         done_ratio=done / len(counted),
     )
+
+
+def queued_tokens(records: Sequence[RunRecord], num_replicas: int, trace: Trace) -> np.ndarray:
+    """Uncached prompt tokens not computed yet, [num_replicas, grid points in the window]."""
+    points = int((trace.end - trace.start) / GRID_S)
+    times = trace.start + GRID_S * np.arange(points)
+    change = np.zeros((num_replicas, points + 1))
+    progress = np.zeros((num_replicas, points))
+    for record in records:
+        tokens = record.uncached_tokens
+        arrival, started, ended = (
+            int(np.searchsorted(times, at))
+            for at in (record.request.arrival, record.started, record.first_token)
+        )
+        change[record.replica, arrival] += tokens
+        change[record.replica, ended] -= tokens
+        if started < ended:
+            elapsed = times[started:ended] - record.started
+            done = tokens * elapsed / (record.first_token - record.started)
+            progress[record.replica, started:ended] += done
+    return change.cumsum(axis=1)[:, :points] - progress
 
 
 def pooled_hit_rate(trace: Trace, cache_tokens: int) -> float:
@@ -84,24 +105,3 @@ def pooled_hit_rate(trace: Trace, cache_tokens: int) -> float:
 def _hit_rate(records: Sequence[RunRecord]) -> float:
     prompt = sum(record.request.num_prompt for record in records)
     return sum(record.cached_tokens for record in records) / prompt
-
-
-def _queued_tokens(records: Sequence[RunRecord], num_replicas: int, trace: Trace) -> np.ndarray:
-    """Uncached prompt tokens not computed yet, [num_replicas, grid points in the window]."""
-    points = int((trace.end - trace.start) / GRID_S)
-    times = trace.start + GRID_S * np.arange(points)
-    change = np.zeros((num_replicas, points + 1))
-    progress = np.zeros((num_replicas, points))
-    for record in records:
-        tokens = record.uncached_tokens
-        arrival, started, ended = (
-            int(np.searchsorted(times, at))
-            for at in (record.request.arrival, record.started, record.first_token)
-        )
-        change[record.replica, arrival] += tokens
-        change[record.replica, ended] -= tokens
-        if started < ended:
-            elapsed = times[started:ended] - record.started
-            done = tokens * elapsed / (record.first_token - record.started)
-            progress[record.replica, started:ended] += done
-    return change.cumsum(axis=1)[:, :points] - progress

@@ -37,6 +37,8 @@ class Scenario:
         num_routers: ingress replicas, each with a policy of its own that knows only what it
             sent itself; requests come to them at random. Cache events reach all.
         event_delay_s: age of cache events when a router gets them.
+        report_delay_s: 0, a router books what it sends at once. Above, it doesn't, and hears of
+            it from the replica so much later, as of everything that follows.
         seed: of the policies and of the spread over routers.
     """
 
@@ -45,6 +47,7 @@ class Scenario:
     cache_tokens: int
     num_routers: int = 1
     event_delay_s: float = 0.05
+    report_delay_s: float = 0.0
     seed: int = 0
 
 
@@ -52,11 +55,12 @@ class _Kind(enum.IntEnum):
     """Events in the order in which those of one instant happen."""
 
     CACHE_EVENTS = 0
-    FIRST_TOKEN_NOTICE = 1
-    FINISH_NOTICE = 2
-    PREFILL_END = 3
-    DECODE_END = 4
-    ARRIVAL = 5
+    DISPATCH_REPORT = 1
+    FIRST_TOKEN_NOTICE = 2
+    FINISH_NOTICE = 3
+    PREFILL_END = 4
+    DECODE_END = 5
+    ARRIVAL = 6
 
 
 class Simulator:
@@ -102,6 +106,8 @@ class Simulator:
                 if version == replica.version:
                     self._end_decodes(replica)
                     self._go_on(replica)
+            case _Kind.DISPATCH_REPORT, (RouteRequest() as route, str() as name):
+                self._router_of[int(route.request_id)].on_dispatched(route, name)
             case _Kind.FIRST_TOKEN_NOTICE, RunRecord():
                 self._router_of[what.request.number].on_first_token(str(what.request.number))
             case _Kind.FINISH_NOTICE, RunRecord():
@@ -124,8 +130,12 @@ class Simulator:
         hashes = request.page_hashes()
         route = RouteRequest(str(request.number), prompt, PAGE_SIZE, hashes)
         name = policy.choose(route)
-        policy.on_dispatched(route, name)
         self._router_of[request.number] = policy
+        delay = self.scenario.report_delay_s
+        if delay > 0:
+            self._push(self.clock.now + delay, _Kind.DISPATCH_REPORT, (route, name))
+        else:
+            policy.on_dispatched(route, name)
         replica = self.replicas[int(name)]
         record = RunRecord(request, replica.number, prompt)
         self.records.append(record)
@@ -152,7 +162,7 @@ class Simulator:
             self._notify(_Kind.FINISH_NOTICE, record)
 
     def _notify(self, kind: _Kind, record: RunRecord) -> None:
-        self._push(self.clock.now + NOTICE_S, kind, record)
+        self._push(self.clock.now + NOTICE_S + self.scenario.report_delay_s, kind, record)
 
     def _push(self, at: float, kind: _Kind, what: object) -> None:
         self._count += 1

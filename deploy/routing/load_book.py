@@ -119,11 +119,10 @@ class LoadBook:
         Ties matter: always taking the lowest slot sends a quiet fleet's requests to one replica.
         """
         slot = int(load.argmin())
-        tied = (load == load.item(slot)).nonzero()[0]
+        tied: list[int] = (load == load.item(slot)).nonzero()[0].tolist()
         if len(tied) > 1:
-            queued = self.queued[tied]
-            tied = tied[queued == queued.min()]
-            slot = int(tied[self.last_used[tied].argmin()])
+            queued, last_used = self.queued, self.last_used
+            slot = min(tied, key=lambda at: (queued.item(at), last_used.item(at)))
         return slot
 
     def _leave_line(self, request_id: str, slot: int, *, prefilled: bool) -> None:

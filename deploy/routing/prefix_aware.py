@@ -14,9 +14,9 @@ from deploy.routing.prefix_index import PrefixIndex
 from deploy.routing.replica_slots import ReplicaSlots
 from deploy.routing.route_request import RouteRequest
 
-_FEW = 24
+_FEW = 40
 """Replicas up to which a loop over bits is faster than numpy."""
-_CHUNK = 8
+_CHUNK = 4
 """Levels of a match that are looked at together, at most 255."""
 
 
@@ -84,6 +84,11 @@ class PrefixAwarePolicy(RoutingPolicy):
             if masks[0] >> idlest & 1:
                 best = idlest
                 break
+            if masks[-1].bit_count() > _FEW:
+                # Few are both idle enough to win and deep enough to be here.
+                idle = np.packbits(load < best_score - costs[0], bitorder="little")
+                idle_mask = int.from_bytes(idle.tobytes(), "little")
+                masks = [mask & idle_mask for mask in masks]
             if masks[-1].bit_count() <= _FEW:
                 slot, score = self._cheapest_of_few(masks, costs, load)
             else:

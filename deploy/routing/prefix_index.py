@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import enum
+from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate, repeat, takewhile
-from operator import and_
+from itertools import accumulate, repeat
+from operator import and_, not_
 from typing import NamedTuple, TypeAlias
 
 from deploy.routing.replica_slots import ReplicaSlots
@@ -238,10 +239,14 @@ class PrefixIndex:
         no level.
         """
         pages, ends = self._sampled(page_hashes)
-        sets = map(self._masks.get, pages, repeat(0))
-        # Nested: each set is contained in the one before, and none is empty.
-        nested = list(takewhile(bool, accumulate(sets, and_)))
+        known = self._masks.get
+        if not pages or not known(pages[0]):
+            return
+        # Nested: each set is contained in the one before; from some page on they're empty.
+        nested = list(accumulate(map(known, pages, repeat(0)), and_))
         last = len(nested) - 1
+        if not nested[last]:
+            last = bisect_left(nested, True, key=not_) - 1
         while last >= 0:
             mask = nested[last]
             yield ends[last], mask
