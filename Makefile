@@ -15,7 +15,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 serve: install
-	$(BIN)/python -m deploy.launch $(CONFIG)
+	$(BIN)/python -m deploy.launch $(CONFIG) $(ARGS)
 
 # Pure scheduler, cache, sampler, protocol: under a minute.
 test-fast: install

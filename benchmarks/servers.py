@@ -51,6 +51,7 @@ class ManagedServer:
         stop_timeout_s: float = 60.0,
     ) -> None:
         self.cmd = list(cmd)
+        self.port = port
         self.base_url = f"http://127.0.0.1:{port}"
         self.ready_s = 0.0
         """Seconds from start to the first 200, set on entering."""
@@ -177,6 +178,7 @@ def manta_server(
     overrides: Mapping[str, object] | None = None,
     config: str = "configs/llama.yaml",
     timeout_s: float = 180.0,
+    haproxy: bool = True,
 ) -> ManagedServer:
     """This project's own server with `config` and `--set key=value` overrides of it.
 
@@ -186,6 +188,8 @@ def manta_server(
     command = [sys.executable, "-m", "deploy.launch", config, "--port", str(port)]
     for key, value in (overrides or {}).items():
         command += ["--set", f"{key}={value}"]
+    if not haproxy:
+        command.append("--no-haproxy")
     return ManagedServer(command, None, port, timeout_s=timeout_s)
 
 

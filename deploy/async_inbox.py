@@ -10,6 +10,9 @@ import zmq
 
 from engine.transport import Inbox
 
+MAX_AT_ONCE = 32
+"""Messages taken before others in the loop get a turn."""
+
 
 class AsyncInbox:
     """Calls `on_message` in the running loop for every message that arrives."""
@@ -34,8 +37,11 @@ class AsyncInbox:
         self._inbox.close()
 
     def _drain(self) -> None:
-        while not self._inbox.socket.closed:
+        for _ in range(MAX_AT_ONCE):
+            if self._inbox.socket.closed:
+                return
             message = self._inbox.recv(0.0)
             if message is None:
                 return
             self._on_message(message)
+        self._loop.call_soon(self._drain)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import copy
 import itertools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, Protocol
 
 import grpc
@@ -42,14 +43,14 @@ class Tokenizer(Protocol):
 class Attempts:
     """The open attempts of one ingress: messages find theirs by its request id.
 
-    `call_engine` opens the unary Serve call of an encoded `AddRequest`; cancelling the awaitable
-    cancels the call. `abort` tells the replica with that address to abort, and whether it could.
+    `call_engine` opens the unary Serve call of an encoded `AddRequest`; cancelling it cancels the
+    call. `abort` tells the replica with that address to abort, and whether it could.
     """
 
     def __init__(
         self,
         tokenizer: Tokenizer,
-        call_engine: Callable[[bytes], Awaitable[None]],
+        call_engine: Callable[[bytes], Coroutine[Any, Any, None]],
         abort: Callable[[str, AbortRequest], bool],
         reply_to: str,
     ) -> None:
@@ -65,8 +66,9 @@ class Attempts:
     def __len__(self) -> int:
         return len(self._open)
 
-    async def generate(self, progress: Progress) -> AsyncIterator[TextDelta]:
-        """Deltas of one sequence until its end, over as many attempts as it needs.
+    async def generate(self, progress: Progress) -> AsyncIterator[list[TextDelta]]:
+        """Deltas of one sequence until its end, over as many attempts as it needs; always all
+        that are here.
 
         Raises `RequestError` if an engine refuses or fails it or if it can't go on,
         `EngineDeadError` if no engine takes it. Closing the iterator early aborts the request.
@@ -77,12 +79,20 @@ class Attempts:
                 await attempt.start()
                 ended = False
                 while not ended:
-                    delta = await attempt.stream.get()
-                    ended = delta.finish_reason is not None
+                    deltas = [await attempt.stream.get()]
+                    while len(attempt.stream):
+                        deltas.append(await attempt.stream.get())
+                    ended = deltas[-1].finish_reason is not None
                     if ended:
                         attempt.end()
-                    progress.take(delta)
-                    yield delta
+                    for count, delta in enumerate(deltas):
+                        try:
+                            progress.take(delta)
+                        except (AttemptLostError, RequestError):
+                            if count:  # what came before it is the reader's
+                                yield deltas[:count]
+                            raise
+                    yield deltas
                 return
             except AttemptLostError as error:
                 request, at = progress.request.request_id, len(progress.output_ids)
@@ -114,6 +124,8 @@ class Attempts:
         attempt = self._open.get(rid)
         if attempt is not None:
             attempt.replica = replica
+        else:  # cancelling its call came too late; if it has ended, this means nothing
+            self.abort(replica, AbortRequest(rid=rid, client=self.tokenizer.address))
 
     def fail_all(self, error: Exception) -> None:
         """Nothing more comes of any attempt that is open now."""
@@ -172,8 +184,11 @@ class Attempt:
         if not self._client:
             raise AttemptLostError(Loss.TOKENIZER, "it was lost")
         add = progress.add_request(self.rid, self._client)
-        # The call crosses Ray as one byte string.
-        self._call = asyncio.ensure_future(attempts.call_engine(messages.encode_inline(add)))
+        # The call crosses Ray as one byte string. In the HTTP request's context Serve would take
+        # it for that request's child and cancel it when the client leaves, before we know.
+        self._call = loop.create_task(
+            attempts.call_engine(messages.encode_inline(add)), context=contextvars.Context()
+        )
         attempts.hold(self._call)
         self._call.add_done_callback(self._on_call_end)
         self._timer = loop.call_later(progress.wait_left_s, self._check_taken)
@@ -192,10 +207,11 @@ class Attempt:
             return
         self._is_over = True
         attempts.tokenizer.send(tm.Unregister(self.rid))
-        if self._call is None or self._call.done():
+        if self._call is None:
             return
         abort = AbortRequest(rid=self.rid, client=self._client)
-        # A message costs a hundredth of cancelling a call, which returns once it is obeyed.
+        # A message costs a hundredth of cancelling a call, which returns once it is obeyed. It's
+        # sent even if the call is over: one that was cancelled may have left the request behind.
         if not self.replica or not attempts.abort(self.replica, abort):
             self._call.cancel()
 

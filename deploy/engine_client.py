@@ -83,8 +83,9 @@ class EngineClient(ABC):
         """Token ids of a conversation. Raises `RequestError` when the template refuses it."""
 
     @abstractmethod
-    def generate(self, request: GenerateRequest) -> AsyncIterator[TextDelta]:
-        """Deltas until one has a `finish_reason`.
+    def generate(self, request: GenerateRequest) -> AsyncIterator[list[TextDelta]]:
+        """Deltas until one has a `finish_reason`: each time all that are here, at least one, so
+        that a path which is behind catches up.
 
         Raises `RequestError` if the engine refuses or fails the request, `EngineDeadError` if
         there is none. Closing the iterator early aborts the request.

@@ -84,7 +84,9 @@ def environment(binary: str, folder: Path, http_options: dict[str, Any]) -> dict
     """Environment variables for `serve run`; also writes the wrapper that they name to `folder`.
 
     No stream is cut by a reload of HAProxy's configuration (a replica came or went) as long as
-    it is younger than `request_timeout_s`.
+    it is younger than `request_timeout_s`. Replicas run our code in the loop that serves HTTP:
+    from a thread of its own every chunk would cross to that loop by a wake-up, which took 84 us
+    of the ingress' CPU per token instead of 47 (48 streams, 20 ms steps).
     """
     timeout_s = int(http_options.get("request_timeout_s") or LONG_TIMEOUT_S)
     metrics, stats, fallback_http, fallback_grpc = _free_ports(4)
@@ -106,6 +108,7 @@ def environment(binary: str, folder: Path, http_options: dict[str, Any]) -> dict
         "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(fallback_grpc),
         "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(first_port),
         "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(first_port + REPLICA_PORTS.step - 1),
+        "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(timeout_s),
         "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": str(timeout_s),
         "RAY_SERVE_HAPROXY_MAXCONN": str(_max_connections()),

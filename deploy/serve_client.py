@@ -132,7 +132,7 @@ class ServeEngineClient(EngineClient):
         )
         return _ids(reply)[0]
 
-    def generate(self, request: GenerateRequest) -> AsyncIterator[TextDelta]:
+    def generate(self, request: GenerateRequest) -> AsyncIterator[list[TextDelta]]:
         return self._attempts.generate(Progress(request, self._limits, self._resumes))
 
     async def _call_engine(self, request: bytes) -> None:

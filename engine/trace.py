@@ -91,7 +91,8 @@ def chrome_trace(engines: dict[str, list[RoleTrace]]) -> dict[str, Any]:
 
     Per engine one process, with a track for the scheduler's work, one for each micro-batch (from
     sent to received: where the step was), and one for each stage. Flow arrows follow a step from
-    the scheduler through the stages and back. Times are microseconds since the first event.
+    the scheduler through the stages and back. Times are microseconds since the first event, which
+    was at the wall-clock time `otherData.first_event_us`.
     """
     events: list[dict[str, Any]] = []
     for pid, (name, roles) in enumerate(sorted(engines.items()), start=1):
@@ -106,7 +107,11 @@ def chrome_trace(engines: dict[str, list[RoleTrace]]) -> dict[str, Any]:
     for event in events:
         if "ts" in event:
             event["ts"] = round(event["ts"] - start, 3)
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {"first_event_us": start},
+    }
 
 
 _SCHEDULER_TRACK = 1

@@ -99,7 +99,7 @@ class FakeEngineClient(EngineClient):
             raise RequestError("the template wants a user's message last", "messages")
         return list("".join(f"[{m['role']}]{m['content']}" for m in messages).encode())
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[TextDelta]:
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[list[TextDelta]]:
         params = request.params
         assert params.seed is not None and params.max_tokens is not None
         self.started.append(request)
@@ -116,7 +116,7 @@ class FakeEngineClient(EngineClient):
                     done = True
                     if not self.error_delta:
                         raise self.error_at[1]
-                    yield self._delta(request, i, "", [], "error", error=str(self.error_at[1]))
+                    yield [self._delta(request, i, "", [], "error", error=str(self.error_at[1]))]
                     return
                 held_ids.append(token)
                 if params.logprobs is not None:
@@ -138,7 +138,7 @@ class FakeEngineClient(EngineClient):
                     delta.prompt_logprobs = self._prompt_entries(request)
                 held, held_ids, held_entries = "", [], []
                 done = delta.finish_reason is not None
-                yield delta
+                yield [delta]
                 if done:
                     return
         finally:

@@ -63,8 +63,9 @@ class Generation(ABC):
 
     async def result(self) -> bytes:
         """Body of the reply in one piece. Raises what `EngineClient.generate` raises."""
-        async with aclosing(self._deltas()) as batches:
+        async with aclosing(self._batches()) as batches:
             async for batch in batches:
+                self._note(batch)
                 for index, delta in batch:
                     output = self._outputs[index]
                     output.texts.append(delta.text)
@@ -73,6 +74,7 @@ class Generation(ABC):
                         output.logprobs += delta.logprobs
                     if delta.prompt_logprobs is not None:
                         output.prompt_logprobs = delta.prompt_logprobs
+        self._check_ended()
         plan = self._plan
         body = {
             "id": plan.request_id,
@@ -99,41 +101,47 @@ class Generation(ABC):
             options.include_usage,
         )
         opening = self._opening(encoder)
-        async with aclosing(self._deltas()) as batches:
+        async with aclosing(self._batches()) as batches:
             async for batch in batches:
+                self._note(batch)
                 chunks = b"".join([self._chunk(encoder, index, delta) for index, delta in batch])
                 if chunks:
                     yield opening + chunks
                     opening = b""
+        self._check_ended()
         if options.include_usage:
             yield encoder.usage_chunk(self._usage()) + DONE
         else:
             yield DONE
 
-    async def _deltas(self) -> AsyncGenerator[list[tuple[int, TextDelta]], None]:
-        """Batches of deltas by choice, with errors raised and progress noted."""
-        streams = [self._client.generate(sequence) for sequence in self._plan.sequences]
+    def _batches(self) -> AsyncGenerator[list[tuple[int, TextDelta]], None]:
+        """Deltas by choice, of all sequences; each batch must go through `_note`."""
+        return merge([self._client.generate(sequence) for sequence in self._plan.sequences])
+
+    def _note(self, batch: list[tuple[int, TextDelta]]) -> None:
+        """Note the progress that a batch tells of. Raises `RequestError` if one tells of an
+        error."""
         outputs, track = self._outputs, self._tracker.delta
-        async with aclosing(merge(streams)) as batches:
-            async for batch in batches:
-                for index, delta in batch:
-                    output = outputs[index]
-                    if self._drop_output:
-                        _drop_output(delta)
-                    track(index, delta)
-                    output.num_output = delta.num_output
-                    if delta.finish_reason is not None:
-                        if delta.finish_reason == "error" or delta.error:
-                            raise RequestError(
-                                delta.error or "The engine failed the request.",
-                                delta.error_param,
-                                status=delta.error_status or 500,
-                            )
-                        output.num_cached = delta.num_cached
-                        output.finish_reason = delta.finish_reason
-                        output.stop_reason = delta.stop_reason
-                yield batch
-        if any(output.finish_reason is None for output in outputs):
+        for index, delta in batch:
+            output = outputs[index]
+            if self._drop_output:
+                _drop_output(delta)
+            track(index, delta)
+            output.num_output = delta.num_output
+            if delta.finish_reason is not None:
+                if delta.finish_reason == "error" or delta.error:
+                    raise RequestError(
+                        delta.error or "The engine failed the request.",
+                        delta.error_param,
+                        status=delta.error_status or 500,
+                    )
+                output.num_cached = delta.num_cached
+                output.finish_reason = delta.finish_reason
+                output.stop_reason = delta.stop_reason
+
+    def _check_ended(self) -> None:
+        """Raise `RequestError` if a sequence has no end."""
+        if any(output.finish_reason is None for output in self._outputs):
             raise RequestError("The engine ended a sequence early.", status=500)
 
     def _usage(self) -> dict[str, Any]:

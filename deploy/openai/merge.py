@@ -9,16 +9,19 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-async def merge(streams: Sequence[AsyncIterator[T]]) -> AsyncGenerator[list[tuple[int, T]], None]:
+async def merge(
+    streams: Sequence[AsyncIterator[list[T]]],
+) -> AsyncGenerator[list[tuple[int, T]], None]:
     """Items of all streams with their stream's number, in batches of what is there already.
 
-    Ends when all streams have; the first error of one ends all. However it ends, every stream is
-    closed before control returns, so use it within `contextlib.aclosing`.
+    A stream gives lists of items. Ends when all streams have; the first error of one ends all.
+    However it ends, every stream is closed before control returns, so use it within
+    `contextlib.aclosing`.
     """
     if len(streams) == 1:  # no task between the engine and the client
         try:
-            async for item in streams[0]:
-                yield [(0, item)]
+            async for items in streams[0]:
+                yield [(0, item) for item in items]
         finally:
             await _close(streams[0])
         return
@@ -27,10 +30,10 @@ async def merge(streams: Sequence[AsyncIterator[T]]) -> AsyncGenerator[list[tupl
     ended: list[asyncio.Task[None]] = []
     wake = asyncio.Event()
 
-    async def pump(index: int, stream: AsyncIterator[T]) -> None:
+    async def pump(index: int, stream: AsyncIterator[list[T]]) -> None:
         try:
-            async for item in stream:
-                ready.append((index, item))
+            async for items in stream:
+                ready.extend((index, item) for item in items)
                 wake.set()
         finally:
             await _close(stream)

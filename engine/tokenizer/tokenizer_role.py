@@ -7,6 +7,7 @@ here       --AbortRequest (a stop string matched)-->              scheduler
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections import Counter
 from typing import Any
@@ -43,6 +44,9 @@ class TokenizerRole:
 
     def run(self) -> None:
         """Serve until `Shutdown` comes."""
+        # A vocabulary is a large heap, whose collection would hold all streams up.
+        gc.collect()
+        gc.freeze()
         while True:
             message = self.inbox.recv(None)
             if isinstance(message, Shutdown):

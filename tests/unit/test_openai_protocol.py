@@ -317,12 +317,16 @@ class Counted:
     def __init__(self) -> None:
         self.open = 0
 
-    async def stream(self, items: int, fail: bool = False) -> AsyncIterator[int]:
+    async def stream(self, items: int, fail: bool = False) -> AsyncIterator[list[int]]:
+        """`items` numbers, in lists of different lengths."""
         self.open += 1
         try:
-            for item in range(items):
+            at = 0
+            while at < items:
                 await asyncio.sleep(0)
-                yield item
+                some = list(range(at, min(items, at + 1 + at % 3)))
+                at += len(some)
+                yield some
             if fail:
                 raise ValueError("broken")
         finally:

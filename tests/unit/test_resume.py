@@ -30,8 +30,8 @@ from engine.tokenizer import tokenizer_messages as tm
 from tests.tiny_tokenizers import write_byte_level
 
 TEXT = (
-    "The quick 你好，世界 fox stops naïve 👩‍👩‍👧 dog. def encode(text)\n    return [ord(c) for c in "
-    "text] ### User: 100 € déjà vu; café 👍🏽 jumps over stopping STOP </answer> the lazy dog"
+    "The quick 你好，世界 fox stops naïve 👩‍👩‍👧 dog. def encode(text)\n    return [ord(c) for c "
+    "in text] ### User: 100 € déjà vu; café 👍🏽 jumps over stopping STOP </answer> the lazy dog"
 )
 PROMPT = [0, 5, 6, 7]
 DEAD = EngineDeadError("the engine was lost: worker 0 ended")
@@ -68,6 +68,8 @@ class World:
     cancelled: list[int] = field(default_factory=list)
     resumes: Counter[str] = field(default_factory=Counter)
     knows_replicas: bool = True
+    steps_at_once: int = 1
+    """Steps whose text is here before the reader looks."""
     generation: int = 0
 
     def __post_init__(self) -> None:
@@ -140,7 +142,8 @@ class World:
                     self.lose_tokenizer()
                 elif not swallow:
                     raise trouble.error
-            await asyncio.sleep(0)
+            if position % self.steps_at_once == 0:
+                await asyncio.sleep(0)
             end = None
             if position + 1 == limit:
                 end = FinishedReq(add.rid, "length", len(PROMPT), limit, 3)
@@ -187,8 +190,8 @@ class World:
         progress = Progress(request, self.limits, self.resumes)
         deltas = []
         async with aclosing(self.attempts.generate(progress)) as stream:
-            async for delta in stream:
-                deltas.append(delta)
+            async for some in stream:
+                deltas += some
         assert len(self.attempts) == 0
         return deltas
 
@@ -257,9 +260,10 @@ def test_a_loss_at_any_token_changes_nothing(
     name=st.sampled_from(sorted(PARAMS)),
     seed=st.integers(0, 2**20),
     return_token_ids=st.booleans(),
+    steps_at_once=st.sampled_from([1, 2, 5]),
 )
 def test_many_losses_change_nothing(
-    tokenizer: Tokenizer, name: str, seed: int, return_token_ids: bool
+    tokenizer: Tokenizer, name: str, seed: int, return_token_ids: bool, steps_at_once: int
 ) -> None:
     rng = random.Random(seed)
     troubles = []
@@ -268,7 +272,7 @@ def test_many_losses_change_nothing(
         # At least 3 tokens between losses: some bring no text and are not known to the reader.
         troubles.append(Trouble(rng.randrange(5, 9), error, swallow=rng.random() < 0.2))
     expected = read(World(tokenizer), PARAMS[name], return_token_ids=return_token_ids)
-    world = World(tokenizer, troubles)
+    world = World(tokenizer, troubles, steps_at_once=steps_at_once)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("deploy.attempt.END_TIMEOUT_S", 0.01)
         assert read(world, PARAMS[name], return_token_ids=return_token_ids) == expected
@@ -285,8 +289,9 @@ def test_resumed_request_is_a_new_one_with_its_output(tokenizer: Tokenizer) -> N
     assert (second.priority, second.cache_salt, second.params.seed) == (3, "s", 9)
     # The prompt's log-probabilities came with the first token and aren't computed again.
     assert second.params.prompt_logprobs is None and len(result.prompt_logprobs) == 1
-    # The old registration is gone, and the call that failed needs no abort.
-    assert (world.unregistered, world.aborted, world.cancelled) == ([first.rid], [], [])
+    # The old registration is gone; the replica is told too, in case that only the call was lost.
+    rid = first.rid
+    assert (world.unregistered, world.aborted, world.cancelled) == ([rid], [rid], [])
 
 
 def test_tokenizer_loss_aborts_what_the_engine_still_runs(tokenizer: Tokenizer) -> None:
@@ -401,6 +406,59 @@ def test_reader_that_leaves_aborts(tokenizer: Tokenizer) -> None:
     asyncio.run(run(world))
     assert world.aborted == world.unregistered == [world.calls[0].rid]
     assert len(world.attempts) == 0 and len(world.manager) == 0
+
+
+def test_reader_that_leaves_aborts_even_if_the_call_is_gone(tokenizer: Tokenizer) -> None:
+    """Serve may have cancelled the call, and the replica not have heard of it."""
+
+    async def run(leave: Callable[[World], bool]) -> World:
+        world = World(tokenizer)
+        request = GenerateRequest("r", PROMPT, SamplingParams(temperature=0))
+        progress = Progress(request, world.limits, world.resumes)
+
+        async def follow() -> None:
+            async with aclosing(world.attempts.generate(progress)) as stream:
+                async for _ in stream:
+                    pass
+
+        reader = asyncio.ensure_future(follow())
+        while not leave(world):
+            await asyncio.sleep(0)
+        (call,) = world.attempts._calls
+        call.cancel()
+        reader.cancel()
+        await asyncio.wait([reader, call])
+        return world
+
+    def is_taken(world: World) -> bool:
+        return any(attempt.replica for attempt in world.attempts._open.values())
+
+    world = asyncio.run(run(is_taken))
+    assert world.aborted == [world.calls[0].rid]
+    # Here the replica's word comes after the reader has left.
+    world = asyncio.run(run(lambda world: bool(world.calls)))
+    assert world.aborted == []
+    world.attempts.taken(world.calls[0].rid, "replica")
+    assert world.aborted == [world.calls[0].rid]
+
+
+def test_reader_that_is_behind_gets_all_that_waits_at_once(tokenizer: Tokenizer) -> None:
+    async def run(world: World) -> list[list[TextDelta]]:
+        request = GenerateRequest("r", PROMPT, SamplingParams(temperature=0))
+        progress = Progress(request, world.limits, world.resumes)
+        batches = []
+        async with aclosing(world.attempts.generate(progress)) as stream:
+            async for deltas in stream:
+                batches.append(deltas)
+                for _ in range(5):  # the engine goes on meanwhile
+                    await asyncio.sleep(0)
+        return batches
+
+    world = World(tokenizer)
+    batches = asyncio.run(run(world))
+    assert max(map(len, batches)) > 1
+    text = "".join(delta.text for deltas in batches for delta in deltas)
+    assert text == TEXT and batches[-1][-1].finish_reason == "length"
 
 
 def test_tokenizer_lost_while_registering(tokenizer: Tokenizer) -> None:
