@@ -3,7 +3,7 @@
 Replicas have the engine's own RadixCache, kept to a size, under a fluid model of their device;
 routers are the very objects that Ray Serve's routers run, fed late cache events.
 
-    python benchmarks/routing.py                      # twenty minutes of one core
+    python benchmarks/routing.py                      # half an hour of one core
     python benchmarks/routing.py --quick              # a few seconds: does it run?
     python benchmarks/routing.py --sizes 8 --workloads tenants,chat
     python benchmarks/routing.py --calibrate          # the rates in routing_sim/loads.py anew
