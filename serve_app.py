@@ -6,13 +6,18 @@ from typing import Any
 import ray
 from ray import serve
 from ray.serve import Application
+from ray.serve.config import RequestRouterConfig
 
 from deploy.api import ApiSettings
 from deploy.config import AppConfig
 from deploy.drain_watch import HANDOVER_S, HEALTH_PERIOD_S
 from deploy.engine_replica import EngineReplica
 from deploy.ingress import build_ingress
+from deploy.request_router import ChosenReplicaRouter
 from deploy.resume import ResumeLimits
+from deploy.serve_client import RoutingOptions
+
+_ROUTER = RequestRouterConfig(request_router_class=ChosenReplicaRouter)
 
 
 def build_app(args: dict[str, Any]) -> Application:
@@ -22,7 +27,12 @@ def build_app(args: dict[str, Any]) -> Application:
     """
     config = AppConfig.from_args(args)
     server = config.server
-    engine = config.engine.model_copy(update={"device": _device(config)})
+    engine = config.engine.model_copy(
+        update={
+            "device": _device(config),
+            "enable_kv_events": config.engine.enable_kv_events or bool(config.routing_policy),
+        }
+    )
     use_gpu = engine.device == "cuda"
     engines = serve.deployment(
         EngineReplica,
@@ -35,6 +45,7 @@ def build_app(args: dict[str, Any]) -> Application:
         health_check_timeout_s=server.hang_timeout_s,
         graceful_shutdown_timeout_s=server.drain_timeout_s + HANDOVER_S,
         graceful_shutdown_wait_loop_s=0.5,
+        **({"request_router_config": _ROUTER} if config.routing_policy else {}),
         **config.replica_scaling(),
     ).bind(
         engine.model_dump(),
@@ -69,6 +80,7 @@ def build_app(args: dict[str, Any]) -> Application:
         ResumeLimits(server.resume_wait_s, server.max_resumes),
         server.hang_timeout_s,
         server.drain_timeout_s,
+        RoutingOptions(config.routing_policy, engine.page_size),
     )
 
 

@@ -11,10 +11,12 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, Protocol
 
 import grpc
+import numpy as np
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 
 from deploy.delta_stream import DeltaStream
+from deploy.replica_router import ReplicaRouter, input_of
 from deploy.resume import AttemptLostError, Loss, Progress
 from deploy.tokenizer_link import TokenizerLostError
 from engine import messages
@@ -43,21 +45,24 @@ class Tokenizer(Protocol):
 class Attempts:
     """The open attempts of one ingress: messages find theirs by its request id.
 
-    `call_engine` opens the unary Serve call of an encoded `AddRequest`; cancelling it cancels the
-    call. `abort` tells the replica with that address to abort, and whether it could.
+    `call_engine` opens the unary Serve call of an encoded `AddRequest` to the replica whose actor
+    is named ("": whichever Serve takes); cancelling it cancels the call. `abort` tells the replica
+    with that address to abort, and whether it could.
     """
 
     def __init__(
         self,
         tokenizer: Tokenizer,
-        call_engine: Callable[[bytes], Coroutine[Any, Any, None]],
+        call_engine: Callable[[bytes, str], Coroutine[Any, Any, None]],
         abort: Callable[[str, AbortRequest], bool],
         reply_to: str,
+        router: ReplicaRouter | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.call_engine = call_engine
         self.abort = abort
         self.reply_to = reply_to
+        self.router = router
         self._rids = itertools.count(1)
         self._open: dict[int, Attempt] = {}
         self._calls: set[asyncio.Future[None]] = set()
@@ -117,13 +122,15 @@ class Attempts:
         for delta in deltas:
             attempt = attempts.get(delta.rid)
             if attempt is not None:
-                attempt.stream.push(delta)
+                attempt.take(delta)
 
     def taken(self, rid: int, replica: str) -> None:
         """A replica has handed the request to its scheduler."""
         attempt = self._open.get(rid)
         if attempt is not None:
             attempt.replica = replica
+            if self.router is not None:
+                self.router.taken(rid, replica)
         else:  # cancelling its call came too late; if it has ended, this means nothing
             self.abort(replica, AbortRequest(rid=rid, client=self.tokenizer.address))
 
@@ -153,6 +160,8 @@ class Attempt:
         self._call: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._is_over = False
+        self._has_text = False
+        self._is_lost = False
 
     async def start(self) -> None:
         """Register and open the call.
@@ -184,14 +193,28 @@ class Attempt:
         if not self._client:
             raise AttemptLostError(Loss.TOKENIZER, "it was lost")
         add = progress.add_request(self.rid, self._client)
+        actor = ""
+        if attempts.router is not None:
+            actor, hashes = attempts.router.route(
+                self.rid, input_of(add.input_ids, add.output_ids), add.cache_salt
+            )
+            add.page_hashes = np.array(hashes, np.uint64)
         # The call crosses Ray as one byte string. In the HTTP request's context Serve would take
         # it for that request's child and cancel it when the client leaves, before we know.
         self._call = loop.create_task(
-            attempts.call_engine(messages.encode_inline(add)), context=contextvars.Context()
+            attempts.call_engine(messages.encode_inline(add), actor), context=contextvars.Context()
         )
         attempts.hold(self._call)
         self._call.add_done_callback(self._on_call_end)
         self._timer = loop.call_later(progress.wait_left_s, self._check_taken)
+
+    def take(self, delta: TextDelta) -> None:
+        """Its text came."""
+        if not self._has_text:
+            self._has_text = True
+            if self._attempts.router is not None:
+                self._attempts.router.first_token(self.rid)
+        self.stream.push(delta)
 
     def end(self) -> None:
         """The last delta has come: there is nothing to abort."""
@@ -201,6 +224,8 @@ class Attempt:
         """Let go of everything; the request is aborted if it hasn't ended."""
         attempts = self._attempts
         attempts.close(self)
+        if attempts.router is not None:
+            attempts.router.finished(self.rid, lost=self._is_lost)
         if self._timer is not None:
             self._timer.cancel()
         if self._is_over:
@@ -235,6 +260,7 @@ class Attempt:
         """What the end of the call by `error` means: mostly that its engine is lost."""
         name = type(error).__name__
         if isinstance(error, EngineDrainingError):
+            self._is_lost = True
             return AttemptLostError(Loss.DRAIN, str(error))
         lost = isinstance(error, EngineDeadError | asyncio.CancelledError | grpc.RpcError) or (
             isinstance(error, RayError | RayServeException) and not isinstance(error, RayTaskError)
@@ -242,5 +268,6 @@ class Attempt:
         if not lost:
             assert isinstance(error, Exception)
             return error
+        self._is_lost = True
         # An engine that never took the request can't have been lost for its sake.
         return AttemptLostError(Loss.ENGINE if self.replica else Loss.NOT_TAKEN, name)

@@ -1,10 +1,11 @@
 """The application's configuration: `args` of a Serve config file in `configs/`."""
 
 # No `from __future__ import annotations`: pydantic reads the annotations.
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from deploy.routing import ROUTING_POLICIES
 from engine.config import EngineConfig, ResolvedConfig, load_config
 from engine.errors import ConfigError
 
@@ -36,6 +37,8 @@ class ServerOptions(BaseModel):
     """Engines (data parallel)."""
     autoscaling: AutoscalingOptions | None = None
     """Instead of num_replicas."""
+    routing_policy: Literal["serve", *ROUTING_POLICIES] = "prefix_aware"  # type: ignore[valid-type]
+    """Which engine replica gets a request; serve: by Ray Serve's own router."""
     ingress_replicas: int = Field(1, ge=1, le=64)
     max_ongoing_requests: int = Field(4096, ge=1)
     """Requests that one engine replica may hold, running and queued."""
@@ -92,6 +95,12 @@ class AppConfig:
         """Engines that may exist at once."""
         scaling = self.server.autoscaling
         return self.server.num_replicas if scaling is None else scaling.max_replicas
+
+    @property
+    def routing_policy(self) -> str:
+        """How the ingress chooses replicas; "" if it is Serve's choice, or there is only one."""
+        policy = self.server.routing_policy
+        return "" if policy == "serve" or self.max_replicas == 1 else policy
 
     def replica_scaling(self) -> dict[str, Any]:
         """Serve's options for the number of engine replicas."""

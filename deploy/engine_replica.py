@@ -33,6 +33,8 @@ from engine.messages import (
     Pong,
     RequestsDone,
     RequestTaken,
+    SubscribeKVEvents,
+    UnsubscribeKVEvents,
 )
 from engine.scheduler.stats import SchedulerStats
 from engine.trace import RoleTrace
@@ -87,8 +89,10 @@ class EngineReplica:
         for watch in (self._end_when_dead(), self._drop_dead_ingresses(), self._hand_over()):
             self._watchers.append(loop.create_task(watch))
 
-    async def generate(self, request: bytes, ingress: str) -> None:
+    async def generate(self, request: bytes, ingress: str, actor: str = "") -> None:
         """Hand a request (an encoded `AddRequest`) to the scheduler; returns when it ended.
+
+        `actor` is the choice that `ChosenReplicaRouter` obeys on the way here.
 
         Its tokens go straight to `AddRequest.client`; `ingress` is told by message that it was
         taken, and may abort it by message. Cancelling the call aborts it too. Raises
@@ -179,8 +183,15 @@ class EngineReplica:
                 self._ingresses.send(message.reply_to, self._pong)
             case AbortRequest() | ClientGone():
                 # From an ingress. The scheduler answers with `RequestsDone`.
-                assert self._scheduler is not None
-                self._scheduler.send(message)
+                self._tell_scheduler(message)
+            case SubscribeKVEvents():
+                assert self._inbox is not None
+                message.replica = self._inbox.address
+                self._tell_scheduler(message)
+
+    def _tell_scheduler(self, message: Any) -> None:
+        assert self._scheduler is not None
+        self._scheduler.send(message)
 
     async def _end_when_dead(self) -> None:
         """Once the group is lost: fail what is open, kill what is left, and end this process, so
@@ -199,6 +210,7 @@ class EngineReplica:
             for ingress in self._ingresses.drop_silent(time.monotonic(), self._hang_timeout_s):
                 logger.warning("an ingress is gone; its requests are dropped")
                 self._open.fail(EngineDrainingError("the ingress was silent"), ingress)
+                self._tell_scheduler(UnsubscribeKVEvents(ingress))
 
     async def _hand_over(self) -> None:
         """Being stopped: what hasn't ended in time is given back, to be resumed elsewhere."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +22,14 @@ from engine.transport import Outbox
 logger = logging.getLogger(__name__)
 
 PING_PERIOD_S = 0.4
-INTRODUCE_PERIOD_S = 5.0
-"""How often Serve's present replicas are asked to make themselves known."""
+INTRODUCE_TIMEOUT_S = 5.0
+INTRODUCE_PERIOD_S = 1.0
+INTRODUCE_PER_REPLICA_S = 0.1
+"""Serve's present replicas are asked to make themselves known after so many seconds, and so many
+more for each known one: the calls cost the same for few and many."""
 CONFIRM_S = 1.0
+QUIET_S = 1.2
+"""A replica that was silent for so long gets no new requests if there are others."""
 
 
 @dataclass
@@ -42,8 +48,20 @@ class EngineWatch:
     give it the time to drain.
     """
 
-    def __init__(self, engines: Any, address: str, hang_timeout_s: float) -> None:
-        """`engines`: Serve's handle; `address`: this ingress's inbox."""
+    def __init__(
+        self,
+        engines: Any,
+        address: str,
+        hang_timeout_s: float,
+        on_pong: Callable[[Pong], None] = lambda pong: None,
+        on_forgotten: Callable[[str], None] = lambda replica: None,
+    ) -> None:
+        """`engines`: Serve's handle; `address`: this ingress's inbox. The callbacks tell of
+        replicas that live, and of those that don't any more (by their inboxes' addresses)."""
+        self.quiet: set[str] = set()
+        """Replicas that are silent, if only for a moment."""
+        self._on_pong = on_pong
+        self._on_forgotten = on_forgotten
         self._engines = engines
         self._address = address
         self._hang_timeout_s = hang_timeout_s
@@ -71,13 +89,19 @@ class EngineWatch:
             self._replicas[address] = replica
             self._send(replica, Ping(self._address))
         replica.pulse.beat()
+        self.quiet.discard(address)
         if pong is not None:
             replica.pong = pong
+            self._on_pong(pong)
+
+    def send(self, address: str, message: Any) -> bool:
+        """Send to a replica; False if it is not known any more."""
+        replica = self._replicas.get(address)
+        return replica is not None and self._send(replica, message)
 
     def abort(self, address: str, request: AbortRequest) -> bool:
         """Abort a request that the replica took; False if the replica is not known any more."""
-        replica = self._replicas.get(address)
-        return replica is not None and self._send(replica, request)
+        return self.send(address, request)
 
     def client_gone(self, client: str) -> None:
         """Tell all replicas that nobody reads this client's tokens any more."""
@@ -98,6 +122,8 @@ class EngineWatch:
             for address, replica in self._replicas.items():
                 self._send(replica, Ping(self._address))
                 silent_s = replica.pulse.tick(now)
+                if silent_s >= QUIET_S:
+                    self.quiet.add(address)
                 if silent_s >= self._hang_timeout_s and not replica.suspected:
                     replica.suspected = True
                     self._spawn(self._judge(address, replica))
@@ -110,17 +136,20 @@ class EngineWatch:
         if replica.pulse.silent_s >= self._hang_timeout_s:
             replica.outbox.close()
             del self._replicas[address]
+            self.quiet.discard(address)
+            self._on_forgotten(address)
         replica.suspected = False
 
     async def _ask_for_introductions(self) -> None:
         while True:
             try:
                 asked = self._engines.broadcast("introduce", self._address)
-                await asked.results_async(timeout_s=INTRODUCE_PERIOD_S, return_exceptions=True)
+                await asked.results_async(timeout_s=INTRODUCE_TIMEOUT_S, return_exceptions=True)
             except (RayServeException, RayError, TimeoutError) as error:
                 # No replica, or one that doesn't answer: those that live have.
                 logger.debug("not all replicas introduced themselves: %s", type(error).__name__)
-            await asyncio.sleep(INTRODUCE_PERIOD_S)
+            known = len(self._replicas)
+            await asyncio.sleep(INTRODUCE_PERIOD_S + known * INTRODUCE_PER_REPLICA_S)
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -8,7 +8,7 @@ from ray import serve
 
 from deploy.api import ApiSettings, build_api
 from deploy.resume import ResumeLimits
-from deploy.serve_client import ServeEngineClient
+from deploy.serve_client import RoutingOptions, ServeEngineClient
 from engine.errors import EngineDeadError
 
 
@@ -41,11 +41,19 @@ def build_ingress(settings: ApiSettings) -> Any:
             limits: ResumeLimits,
             hang_timeout_s: float,
             drain_timeout_s: float,
+            routing: RoutingOptions,
         ) -> None:
             logging.getLogger("deploy").setLevel(log_level)
             self._vocab_size = vocab_size
             self._client = ServeEngineClient(
-                engines, model_path, name, max_model_len, limits, hang_timeout_s, drain_timeout_s
+                engines,
+                model_path,
+                name,
+                max_model_len,
+                limits,
+                hang_timeout_s,
+                drain_timeout_s,
+                routing,
             )
             self._started = False
 

@@ -11,6 +11,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from deploy.async_inbox import AsyncInbox
@@ -18,12 +19,14 @@ from deploy.attempt import Attempts
 from deploy.drain_watch import DrainWatch
 from deploy.engine_client import EngineClient, EngineHealth, GenerateRequest, ModelInfo
 from deploy.engine_watch import EngineWatch
+from deploy.replica_router import ReplicaRouter
 from deploy.replica_states import replicas_lost
 from deploy.resume import AttemptLostError, Loss, Progress, ResumeLimits
+from deploy.routing import make_policy
 from deploy.tokenizer_link import TokenizerLink
 from engine.actors.ray_types import node_ip
 from engine.errors import EngineDeadError, RequestError
-from engine.messages import Pong, RequestTaken
+from engine.messages import KVEvents, KVSnapshot, Pong, RequestTaken
 from engine.tokenizer import tokenizer_messages as tm
 from engine.tokenizer.detokenizer_manager import TextDelta
 from engine.trace import chrome_trace
@@ -33,6 +36,19 @@ logger = logging.getLogger(__name__)
 ANSWER_TIMEOUT_S = 5.0
 HEALTH_TIMEOUT_S = 1.2
 """A replica that doesn't say in this time that it is well is not."""
+
+
+HASHES_EVERY_TOKENS = 16
+"""The index of cached pages keeps about one hash for so many tokens, however small pages are."""
+
+
+@dataclass(frozen=True)
+class RoutingOptions:
+    """`policy`: how replicas are chosen, a word of `ROUTING_POLICIES`; "" leaves it to Serve.
+    `page_size`: tokens a page."""
+
+    policy: str
+    page_size: int
 
 
 class ServeEngineClient(EngineClient):
@@ -47,6 +63,7 @@ class ServeEngineClient(EngineClient):
         limits: ResumeLimits,
         hang_timeout_s: float,
         drain_timeout_s: float,
+        routing: RoutingOptions,
     ) -> None:
         self._engines = engines
         self._name = name
@@ -54,6 +71,8 @@ class ServeEngineClient(EngineClient):
         self._limits = limits
         self._hang_timeout_s = hang_timeout_s
         self._drain_timeout_s = drain_timeout_s
+        self._routing = routing
+        self._router: ReplicaRouter | None = None
         self._tokenizer = TokenizerLink(model_path, hang_timeout_s, self._on_tokenizer_lost)
         self._info: ModelInfo | None = None
         self._drain = DrainWatch()
@@ -63,11 +82,22 @@ class ServeEngineClient(EngineClient):
         """Start the tokenizer and wait until it answers. `vocab_size` is the model's."""
         await self._tokenizer.start()
         self._inbox = AsyncInbox(node_ip(), self._on_message)
-        self._watch = EngineWatch(self._engines, self._inbox.address, self._hang_timeout_s)
-        self._watch.start()
-        self._attempts = Attempts(
-            self._tokenizer, self._call_engine, self._watch.abort, self._inbox.address
+        self._watch = EngineWatch(
+            self._engines,
+            self._inbox.address,
+            self._hang_timeout_s,
+            self._on_pong,
+            self._on_replica_forgotten,
         )
+        self._router = self._make_router()
+        self._attempts = Attempts(
+            self._tokenizer,
+            self._call_engine,
+            self._watch.abort,
+            self._inbox.address,
+            self._router,
+        )
+        self._watch.start()
         self._leaving = asyncio.get_running_loop().create_task(self._end_streams_in_time())
         self._info = ModelInfo(self._name, self._max_model_len, vocab_size, int(time.time()))
 
@@ -135,9 +165,26 @@ class ServeEngineClient(EngineClient):
     def generate(self, request: GenerateRequest) -> AsyncIterator[list[TextDelta]]:
         return self._attempts.generate(Progress(request, self._limits, self._resumes))
 
-    async def _call_engine(self, request: bytes) -> None:
+    def _make_router(self) -> ReplicaRouter | None:
+        routing = self._routing
+        if not routing.policy:
+            return None
+        policy = make_policy(
+            routing.policy,
+            time.monotonic,
+            sample_every=max(1, HASHES_EVERY_TOKENS // routing.page_size),
+        )
+        return ReplicaRouter(
+            policy,
+            routing.page_size,
+            self._inbox.address,
+            self._watch.send,
+            lambda: self._watch.quiet,
+        )
+
+    async def _call_engine(self, request: bytes, actor: str) -> None:
         """The call that stays open for as long as an engine works on the request."""
-        response = self._engines.generate.remote(request, self._inbox.address)
+        response = self._engines.generate.remote(request, self._inbox.address, actor)
         try:
             await response
         except asyncio.CancelledError:
@@ -188,8 +235,20 @@ class ServeEngineClient(EngineClient):
                 self._attempts.taken(message.rid, message.replica)
             case Pong():
                 self._watch.heard(message.replica, message)
+            case KVEvents() if self._router is not None:
+                self._router.take_events(message)
+            case KVSnapshot() if self._router is not None:
+                self._router.take_snapshot(message)
             case tm.EncodeReply() | tm.DecodeReply() | tm.Registered():
                 self._tokenizer.answer(message.call, message)
+
+    def _on_pong(self, pong: Pong) -> None:
+        if self._router is not None:
+            self._router.appeared(pong)
+
+    def _on_replica_forgotten(self, replica: str) -> None:
+        if self._router is not None:
+            self._router.vanished(replica)
 
     def _on_tokenizer_lost(self, client: str) -> None:
         self._watch.client_gone(client)

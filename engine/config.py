@@ -96,6 +96,9 @@ class EngineConfig(BaseModel):
     that all stages work at once. False: one step at a time."""
     enable_prefix_cache: bool = True
     eviction_policy: Literal["lru", "lfu", "fifo", "priority"] = "lru"
+    enable_kv_events: bool = False
+    """Tell subscribers what enters and leaves the prefix cache; the application switches it on
+    where replicas are chosen by what they hold."""
     attention_backend: Literal["auto", "torch"] = "auto"
     sampling_backend: Literal["auto", "torch"] = "auto"
     pp_async_depth: int = Field(0, ge=0, le=8)

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
+from engine.memory.kv_events import KVEvent
 from engine.sampling_params import SamplingParams
 
 T = TypeVar("T")
@@ -155,6 +156,9 @@ class AddRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     priority: int = 0
     cache_salt: str = ""
     timeout_s: float | None = None
+    page_hashes: np.ndarray | None = None
+    """uint64 [at most pages of input and output]: `engine.memory.hash_pages` of the first whole
+    pages, by a router that needed them; reused when the pages enter the prefix cache."""
 
 
 class AbortRequest(msgspec.Struct, kw_only=True):
@@ -259,6 +263,47 @@ class Pong(msgspec.Struct, array_like=True):
     pid: int
     started: int
     """When the process started, in the kernel's clock ticks; 0 if unknown."""
+
+
+class SubscribeKVEvents(msgspec.Struct, array_like=True):
+    """Whoever routes requests wants to know what the prefix cache holds, now and from now on.
+
+    Answered by a `KVSnapshot`, also when it is repeated (a gap in the numbers).
+    """
+
+    reply_to: str
+    replica: str = ""
+    """Address of the engine replica's inbox, which fills it in: the name used in what follows."""
+
+
+class UnsubscribeKVEvents(msgspec.Struct, array_like=True):
+    """The subscriber is gone."""
+
+    reply_to: str
+
+
+class KVSnapshot(msgspec.Struct, array_like=True):
+    """All pages in the prefix cache after event `seq`."""
+
+    replica: str
+    epoch: int
+    """Of a scheduler that starts again: larger."""
+    seq: int
+    page_hashes: np.ndarray
+    """uint64 [P]."""
+
+
+class KVEvents(msgspec.Struct, array_like=True):
+    """What has changed in the prefix cache: numbered events, without gaps within an epoch.
+
+    Without events, it says that there were none.
+    """
+
+    replica: str
+    epoch: int
+    seq: int
+    """Of the last event so far."""
+    events: list[KVEvent]
 
 
 def encode(message: Any) -> list[bytes | memoryview]:

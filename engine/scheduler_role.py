@@ -4,6 +4,7 @@ clients and replicas  --AddRequest, AbortRequest, ClientGone-->  here
 here  --ModelWorkerBatch-->  workers  --GenerationBatchResult-->  here
 here  --StepOutputs, one per step-->  each client (tokenizer)
 here  --RequestsDone-->  each owner (engine replica)
+replicas  --SubscribeKVEvents-->  here  --KVSnapshot, KVEvents-->  each subscriber (ingress)
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import zmq
 
 from engine.engine_core import EngineCore
 from engine.errors import EngineDeadError
+from engine.kv_publisher import KVPublisher
 from engine.message_executor import MessageExecutor, collect_ready
 from engine.messages import (
     AbortRequest,
@@ -24,7 +26,8 @@ from engine.messages import (
     ClientGone,
     RequestsDone,
     Shutdown,
-    StepOutputs,
+    SubscribeKVEvents,
+    UnsubscribeKVEvents,
 )
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.scheduler_config import SchedulerConfig
@@ -52,6 +55,7 @@ class SchedulerRole:
         self.stats = SchedulerStats()
         """Snapshot for other threads, at most 0.1 s old, and exact when idle."""
         self._stats_due = 0.0
+        self._publisher = KVPublisher(self.scheduler.kv.tree, self._send)
         self._outboxes: dict[str, Outbox] = {}
         self._owners: dict[tuple[str, int], str] = {}
         self._stopping = False
@@ -87,6 +91,7 @@ class SchedulerRole:
         if self.last_turn >= self._stats_due or core.scheduler.num_in_flight == 0:
             self._stats_due = self.last_turn + 0.1
             self.stats = SchedulerStats(**_as_dict(core.scheduler.snapshot_stats()))
+        self._publisher.publish(self.last_turn, is_idle=not core.scheduler.num_in_flight)
         if core.scheduler.num_in_flight:
             ready = dict(poller.poll(IDLE_POLL_MS))
             if self.results.socket in ready and core.process_one(0.0):
@@ -109,6 +114,10 @@ class SchedulerRole:
                     self._done([(message.client, message.rid)])
                 case ClientGone():
                     self._drop_client(message.client)
+                case SubscribeKVEvents():
+                    self._publisher.subscribe(message)
+                case UnsubscribeKVEvents():
+                    self._publisher.unsubscribe(message.reply_to)
                 case Shutdown():
                     self._stopping = True
                 case _:
@@ -140,7 +149,7 @@ class SchedulerRole:
         if outbox is not None:
             outbox.close()
 
-    def _send(self, address: str, message: StepOutputs | RequestsDone) -> bool:
+    def _send(self, address: str, message: Any) -> bool:
         outbox = self._outboxes.get(address)
         if outbox is None:
             outbox = self._outboxes[address] = Outbox(address)

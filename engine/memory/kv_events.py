@@ -59,6 +59,11 @@ class KVEventLog:
     def cleared(self) -> None:
         self._pending.append(AllCleared(self._next()))
 
+    @property
+    def has_pending(self) -> bool:
+        """Whether there is anything to drain."""
+        return bool(self._pending)
+
     def drain(self) -> list[KVEvent]:
         """The pending events in order; they're forgotten here."""
         events = list(self._pending)

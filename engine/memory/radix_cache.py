@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -117,6 +117,7 @@ class RadixCache:
         indices: NDArray[np.int32],
         namespace: str = "",
         priority: int = 0,
+        page_hashes: Sequence[int] = (),
     ) -> InsertResult:
         """Give the whole pages of a request to the tree.
 
@@ -131,6 +132,8 @@ class RadixCache:
             indices: int32, the tokens' slots; at least aligned many.
             namespace: where to store.
             priority: for the policy "priority"; the highest of a node's requests counts.
+            page_hashes: of the first pages, if somebody has computed them already (see
+                hash_pages); the others are computed when events need them.
         """
         if self.disable:
             return InsertResult(0, self.root)
@@ -155,7 +158,8 @@ class RadixCache:
         prefix_len = matched // TOKEN_BYTES
         if matched < len(data):
             owned = np.array(indices[prefix_len:aligned], dtype=np.int32)
-            last = self._add_leaf(last, data[matched:], owned, priority)
+            known = page_hashes[prefix_len // self.page_size : aligned // self.page_size]
+            last = self._add_leaf(last, data[matched:], owned, priority, known)
         return InsertResult(prefix_len, last)
 
     def inc_lock_ref(self, node: TreeNode) -> None:
@@ -246,6 +250,16 @@ class RadixCache:
     def all_indices(self) -> NDArray[np.int32]:
         """Every slot the tree owns, int32 [total_size], in no order."""
         return np.concatenate([self._no_indices, *(node.indices for node in self._nodes())])
+
+    @property
+    def has_events(self) -> bool:
+        """Whether the cache was built with events."""
+        return self._events is not None
+
+    @property
+    def has_pending_events(self) -> bool:
+        """Whether `drain_events` would return any."""
+        return self._events is not None and self._events.has_pending
 
     def drain_events(self) -> list[KVEvent]:
         """Events since the last call, in order; none when events are off."""
@@ -364,7 +378,12 @@ class RadixCache:
         return head
 
     def _add_leaf(
-        self, parent: TreeNode, key: bytes, indices: NDArray[np.int32], priority: int
+        self,
+        parent: TreeNode,
+        key: bytes,
+        indices: NDArray[np.int32],
+        priority: int,
+        known_hashes: Sequence[int],
     ) -> TreeNode:
         leaf = self._new_node(parent, key, indices, parent.namespace)
         leaf.last_access = leaf.created = self._clock
@@ -373,7 +392,10 @@ class RadixCache:
         parent.children[key[: self._page_bytes]] = leaf
         self._evictable_size += len(indices)
         if self._events is not None:
-            leaf.hashes = chain_hashes(key, self.page_size, parent.hashes[-1])
+            hashes = list(known_hashes)
+            rest = key[len(hashes) * self._page_bytes :]
+            before = hashes[-1] if hashes else parent.hashes[-1]
+            leaf.hashes = hashes + chain_hashes(rest, self.page_size, before)
             self._events.stored(list(leaf.hashes), parent.hashes[-1], leaf.namespace)
         self._queue.push(leaf)
         return leaf

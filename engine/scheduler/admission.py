@@ -59,6 +59,7 @@ def make_req(
         stop_ids=stop_ids,
         priority=request.priority,
         namespace=request.cache_salt,
+        page_hashes=[] if request.page_hashes is None else request.page_hashes.tolist(),
         arrival=now,
         deadline=None if timeout is None else now + timeout,
         queue_deadline=None if config.queue_timeout_s is None else now + config.queue_timeout_s,

@@ -124,7 +124,9 @@ class KVManager:
         if len(self.tree.match_prefix(tokens, req.namespace).indices) > req.cached_len:
             return
         slots = self.rows.req_to_token[req.req_pool_idx, :whole]
-        node = self.tree.insert(tokens, slots, req.namespace, -req.priority).last_node
+        node = self.tree.insert(
+            tokens, slots, req.namespace, -req.priority, req.page_hashes
+        ).last_node
         self.tree.inc_lock_ref(node)
         self.tree.dec_lock_ref(req.last_node)
         req.last_node = node
@@ -144,7 +146,7 @@ class KVManager:
             known = min(req.kv_len, len(tokens)) // self.page_size * self.page_size
             if known > req.cached_len:
                 done = self.tree.insert(
-                    tokens[:known], row[:known], req.namespace, -req.priority
+                    tokens[:known], row[:known], req.namespace, -req.priority, req.page_hashes
                 ).prefix_len
                 if done > req.cached_len:
                     self.allocator.free(row[req.cached_len : done].copy())

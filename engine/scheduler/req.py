@@ -51,6 +51,8 @@ class Req:
     owner: str = ""
     priority: int = 0
     namespace: str = ""
+    page_hashes: list[int] = field(default_factory=list)
+    """Of the first whole pages of prompt and output, as far as the router computed them."""
     arrival: float = 0.0
     deadline: float | None = None
     queue_deadline: float | None = None

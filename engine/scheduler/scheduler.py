@@ -51,7 +51,7 @@ FULL_RETRY_STEPS = 16
 class Scheduler:
     """Continuous batching over a paged KV cache with a radix prefix tree."""
 
-    def __init__(self, config: SchedulerConfig, *, enable_events: bool = False) -> None:
+    def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self.kv = KVManager(
             config.num_kv_tokens,
@@ -60,7 +60,7 @@ class Scheduler:
             config.max_model_len,
             enable_prefix_cache=config.enable_prefix_cache,
             eviction_policy=config.eviction_policy,
-            enable_events=enable_events,
+            enable_events=config.enable_kv_events,
         )
         self.policy = make_policy(config.schedule_policy)
         self.ratio = NewTokenRatio(config.schedule_conservativeness)

@@ -28,6 +28,7 @@ class SchedulerConfig:
     enable_priority_preemption: bool = False
     enable_prefix_cache: bool = True
     eviction_policy: str = "lru"
+    enable_kv_events: bool = False
     lookahead: int = 1
     num_micro_batches: int = 1
     max_micro_batch_size: int = 256
@@ -70,6 +71,7 @@ class SchedulerConfig:
             enable_priority_preemption=engine.enable_priority_preemption,
             enable_prefix_cache=engine.enable_prefix_cache,
             eviction_policy=engine.eviction_policy,
+            enable_kv_events=engine.enable_kv_events,
             lookahead=engine.lookahead,
             num_micro_batches=count,
             max_micro_batch_size=per_micro_batch,

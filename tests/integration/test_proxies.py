@@ -1,4 +1,5 @@
-"""The HTTP surface behind each of Serve's proxies: HAProxy, the Python proxy, plain `serve run`."""
+"""The HTTP surface behind each of Serve's proxies: HAProxy, as the launcher starts it, and the
+Python proxy of plain `serve run`."""
 
 from __future__ import annotations
 
@@ -50,11 +51,7 @@ def plain_serve_run() -> Iterator[ManagedServer]:
             yield server
 
 
-PROXIES = {
-    "haproxy": lambda: manta(**SETTINGS),
-    "python proxy": lambda: manta(haproxy=False, **SETTINGS),
-    "serve run": plain_serve_run,
-}
+PROXIES = {"haproxy": lambda: manta(**SETTINGS), "serve run": plain_serve_run}
 
 
 @pytest.fixture(scope="module", params=PROXIES)

@@ -28,7 +28,7 @@ from engine.memory import (
     hash_pages,
 )
 from engine.memory.kv_events import KVEventLog
-from engine.memory.page_hash import root_hash
+from engine.memory.page_hash import chain_hashes, root_hash
 
 PAGE_SIZES = [1, 4, 16]
 NAMESPACES = ["", "salt"]
@@ -713,3 +713,19 @@ def test_check_integrity_names_the_damage(
     damage(tree, leaf)
     with pytest.raises(KVPoolError, match=message):
         tree.cache.check_integrity()
+
+
+def test_page_hashes_that_are_known_are_not_computed_again() -> None:
+    allocator = TokenToKVPoolAllocator(64, 4)
+    cache = RadixCache(allocator, 4, enable_events=True)
+    tokens = np.arange(16, dtype=np.int32)
+    slots = allocator.alloc_extend([0], [16], [-1])
+    assert slots is not None
+    cache.insert(tokens[:4], slots[:4], page_hashes=[11])
+    cache.insert(tokens, slots, page_hashes=[11, 22, 33])
+    first, second = cache.drain_events()
+    assert isinstance(first, BlockStored) and isinstance(second, BlockStored)
+    assert first.block_hashes == [11]
+    # What isn't known continues the chain.
+    assert second.block_hashes == [22, 33, *chain_hashes(tokens[12:].tobytes(), 4, 33)]
+    assert second.parent_hash == 11

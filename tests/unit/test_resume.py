@@ -110,7 +110,7 @@ class World:
             self.aborted.append(request.rid)
         return self.knows_replicas
 
-    async def call(self, encoded: bytes) -> None:
+    async def call(self, encoded: bytes, actor: str) -> None:
         add = messages.decode([encoded], AddRequest)
         trouble = self.troubles[len(self.calls)] if len(self.calls) < len(self.troubles) else None
         self.calls.append(add)

@@ -31,10 +31,11 @@ class Harness:
             max_running_requests=8,
             chunked_prefill_size=16,
             max_prefill_tokens=64,
+            enable_kv_events=True,
         )
         values.update(overrides)
         self.config = SchedulerConfig(**values)
-        self.scheduler = Scheduler(self.config, enable_events=True)
+        self.scheduler = Scheduler(self.config)
         self.worker = FakeWorker(
             self.config.num_kv_tokens + self.config.page_size,
             self.config.max_running_requests,
