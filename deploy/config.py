@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from deploy.autoscaling import EngineLoadPolicy
 from deploy.routing import ROUTING_POLICIES
 from engine.config import EngineConfig, ResolvedConfig, load_config
 from engine.errors import ConfigError
@@ -15,13 +16,15 @@ _CPU_PER_ACTOR = 0.02
 
 
 class AutoscalingOptions(BaseModel):
-    """Replicas between `min_replicas` and `max_replicas`, by open requests per replica."""
+    """Replicas between `min_replicas` and `max_replicas`, by requests, KV use and queue."""
 
     model_config = ConfigDict(extra="forbid")
 
     min_replicas: int = Field(1, ge=1)
     max_replicas: int = Field(2, ge=1)
     target_ongoing_requests: float = Field(32.0, gt=0)
+    target_kv_use: float = Field(0.8, gt=0, le=1)
+    target_queued_tokens: float = Field(8192.0, gt=0)
     upscale_delay_s: float = Field(10.0, ge=0)
     downscale_delay_s: float = Field(300.0, ge=0)
 
@@ -81,7 +84,7 @@ class AppConfig:
                 f"autoscaling.max_replicas ({scaling.max_replicas}) is below min_replicas "
                 f"({scaling.min_replicas}); raise it."
             )
-        if scaling is not None and "num_replicas" in args:
+        if scaling is not None and server.num_replicas != 1:
             raise ConfigError("set either num_replicas or autoscaling, not both.")
         return cls(server, engine, engine.resolve())
 
@@ -107,7 +110,13 @@ class AppConfig:
         scaling = self.server.autoscaling
         if scaling is None:
             return {"num_replicas": self.server.num_replicas}
-        return {"autoscaling_config": scaling.model_dump()}
+        options = scaling.model_dump()
+        targets = {key: options[key] for key in options if key.startswith("target_")}
+        for key in targets:
+            if key != "target_ongoing_requests":  # Serve's own key; it warns if it is missing
+                del options[key]
+        policy = {"policy_function": EngineLoadPolicy, "policy_kwargs": targets}
+        return {"autoscaling_config": {**options, "policy": policy}}
 
     def placement_bundles(self, *, use_gpu: bool) -> list[dict[str, float]]:
         """Bundle 0: replica and scheduler; then one per worker, rank order."""

@@ -16,6 +16,7 @@ from ray import serve
 from ray.util import get_current_placement_group
 
 from deploy.async_inbox import AsyncInbox
+from deploy.autoscaling import autoscaling_stats
 from deploy.drain_watch import DrainWatch
 from deploy.ingress_links import IngressLinks
 from deploy.open_calls import OpenCalls
@@ -134,6 +135,11 @@ class EngineReplica:
         await self.start()
         age, stats = await self._group.ping()
         return {"replica": _replica_name(), "loop_age_s": age, **_numbers(stats)}
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Called by Serve, which hands the figures to `EngineLoadPolicy`."""
+        await self.start()
+        return autoscaling_stats((await self._group.ping())[1])
 
     async def trace(self, last: int) -> tuple[str, list[RoleTrace]]:
         """The replica's name, and what its roles did in their last steps."""

@@ -167,6 +167,30 @@ def test_scaling_hands_streams_over() -> None:
 
 @pytest.mark.full_chaos
 @pytest.mark.timeout(600)
+def test_autoscaling_follows_the_queue() -> None:
+    """1 -> 2 replicas while prompts wait, and back when none do; no request fails."""
+    autoscaling = dict(
+        min_replicas=1,
+        max_replicas=2,
+        target_ongoing_requests=1000,
+        target_queued_tokens=16,
+        upscale_delay_s=1,
+        downscale_delay_s=5,
+    )
+
+    async def work(load: Load) -> None:
+        running.num_replicas = 2
+        await running.wait_complete(PATIENT_S)
+
+    with cluster(1, autoscaling=autoscaling, max_running_requests=2) as running:
+        load = asyncio.run(under_load(running, 12, work))
+        running.num_replicas = 1
+        asyncio.run(running.wait_complete(PATIENT_S))
+        print(f"\nautoscaling: {len(load.finished)} streams")
+
+
+@pytest.mark.full_chaos
+@pytest.mark.timeout(600)
 def test_rolling_update() -> None:
     """A new version of everything, the ingress included, whose streams end while it drains."""
 
