@@ -31,7 +31,7 @@ test-matrix: install
 
 # Every role killed and stopped under load, scaling, updates, cut clients: some 20 minutes.
 chaos: install
-	$(BIN)/python -m pytest tests/chaos -q -s --full-chaos
+	$(BIN)/python -m pytest tests/chaos tests/integration/test_proxies.py -m full_chaos -q -s --full-chaos
 
 lint: install
 	$(BIN)/ruff check .

@@ -34,6 +34,8 @@ SMOOTHING = 0.5
 OUTLIER_MADS = 5.0
 """Residuals above so many median absolute deviations are left out (a busy host, a page fault)."""
 MAX_TRIMS = 3
+SHORTEST_S, LONGEST_S = 1e-6, 3600.0
+"""No step takes less or more: other times are a clock's fault, and would overflow in the fit."""
 
 FloatMatrix = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -76,7 +78,7 @@ class ChunkSizer:
 
     def observe(self, num_tokens: int, prefix_len: int, seconds: float) -> None:
         """A step that held one chunk of `num_tokens` behind `prefix_len` took `seconds`."""
-        if num_tokens < 1 or not (math.isfinite(seconds) and seconds > 0.0):
+        if num_tokens < 1 or not SHORTEST_S <= seconds <= LONGEST_S:
             return
         self._observed += 1
         if self._observed <= WARM_UP:

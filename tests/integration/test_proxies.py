@@ -185,6 +185,7 @@ def test_health_and_metrics(url: str) -> None:
 # --- HAProxy alone
 
 
+@pytest.mark.full_chaos
 def test_two_haproxy_servers_side_by_side_and_clean_stops() -> None:
     shm_before = set(os.listdir("/dev/shm"))
     with manta(**SETTINGS) as one, manta(ingress_replicas=2, **SETTINGS) as two:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -70,7 +71,7 @@ def test_noise_and_late_steps_hardly_matter(coefficients: tuple[float, float, fl
 def test_the_base_size_until_there_is_enough_to_go_by() -> None:
     sizer = ChunkSizer(512, 16)
     for i in range(WARM_UP):
-        sizer.observe(512, 512 * i, 1e6)
+        sizer.observe(512, 512 * i, 1e3)
     for i in range(MIN_POINTS - 1):
         sizer.observe(512, 512 * i, cost(1e-7, 1e-6, 0.0, 512 * i, 512))
     assert sizer.size_behind(4096) == 512
@@ -115,6 +116,15 @@ def test_a_changed_device_is_followed_gradually() -> None:
 def test_sizes_that_cannot_work_are_refused() -> None:
     with pytest.raises(ValueError, match="base_size"):
         ChunkSizer(15, 16)
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, 5e-324, 1e-7, 4e3, 1e308, math.inf, math.nan])
+def test_times_that_no_step_takes_are_left_out(seconds: float) -> None:
+    sizer = calibrated((1e-7, 1e-6, 0.0), 512, 16)
+    fit = sizer.fit
+    for i in range(32):
+        sizer.observe(512, 512 * i, seconds)
+    assert sizer.fit == fit
 
 
 @given(
