@@ -7,6 +7,7 @@ import ray
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
+from ray.serve.schema import LoggingConfig
 
 from deploy.api import ApiSettings
 from deploy.config import AppConfig
@@ -45,6 +46,8 @@ def build_app(args: dict[str, Any]) -> Application:
         health_check_timeout_s=server.hang_timeout_s,
         graceful_shutdown_timeout_s=server.drain_timeout_s + HANDOVER_S,
         graceful_shutdown_wait_loop_s=0.5,
+        # Its calls are our own, some of them every second; requests are in the ingress' log.
+        logging_config=LoggingConfig(enable_access_log=False),
         **({"request_router_config": _ROUTER} if config.routing_policy else {}),
         **config.replica_scaling(),
     ).bind(

@@ -154,7 +154,7 @@ def _serve(config: str, settings: dict[str, str]) -> int:
         text=True,
         # Its own session: a Ctrl-C reaches only the launcher, which passes it on once.
         start_new_session=True,
-        preexec_fn=_die_with_parent,
+        preexec_fn=_prepare_child,
     )
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -236,8 +236,10 @@ def marked_processes(mark: str) -> list[int]:
     return found
 
 
-def _die_with_parent() -> None:
-    """If the launcher itself is killed, `serve run` gets the Ctrl-C instead (Linux)."""
+def _prepare_child() -> None:
+    """Let `serve run` hear Ctrl-C, also where the launcher was started with it ignored (as shells
+    start what runs in their background), and get it if the launcher itself is killed (Linux)."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT)
 

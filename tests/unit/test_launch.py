@@ -1,0 +1,24 @@
+"""The launcher and its child."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+_IN_BACKGROUND = """
+import signal, subprocess, sys
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+from deploy.launch import _prepare_child
+child = "import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+for prepare in (None, _prepare_child):
+    command = [sys.executable, "-c", child]
+    print(subprocess.run(command, preexec_fn=prepare, capture_output=True, text=True).stdout.strip())
+"""
+
+
+def test_serve_run_hears_ctrl_c_where_the_launcher_runs_in_the_background() -> None:
+    """Shells start background commands with SIGINT ignored, which children inherit."""
+    ran = subprocess.run(
+        [sys.executable, "-c", _IN_BACKGROUND], capture_output=True, text=True, check=True
+    )
+    assert ran.stdout.split() == ["False", "True"]
