@@ -18,6 +18,7 @@ from deploy.routing import (
 from deploy.routing.consistent_hash import LOAD_BOUND
 from deploy.routing.load_book import LoadBook
 from deploy.routing.prefix_aware import PrefixAwarePolicy, PrefixAwareWeights
+from deploy.routing.waiting_prefixes import STEP_TOKENS, WaitingPrefixes
 from engine.memory import BlockStored
 
 PAGE = 16
@@ -207,6 +208,8 @@ def test_power_of_two_never_takes_the_fullest() -> None:
 def test_pages_of_a_request_on_its_way_count_at_once() -> None:
     policy = policy_of("prefix_aware", "abcd")
     first = send(policy, request(0, (1, 3200), (2, 40)))
+    for number, other in enumerate(sorted({*"abcd"} - {first}), 5):
+        policy.on_dispatched(request(number, (number, 1000)), other)
     second = request(1, (1, 3200), (3, 40))
     assert send(policy, second) == first
     slot = policy.slots.slot(first)
@@ -215,7 +218,7 @@ def test_pages_of_a_request_on_its_way_count_at_once() -> None:
     policy.on_finished("0")
     assert policy.index.matched_pages(first, second.page_hashes) == len(second.page_hashes)
     policy.on_finished("1")
-    assert policy.index.num_pages == 0
+    assert policy.index.pages_of(first) == set()
 
 
 def test_booked_pages_wait_for_their_events_only_so_long() -> None:
@@ -248,6 +251,7 @@ fleets = st.fixed_dictionaries(
         "levels": st.sampled_from([1, 3, 60]),
         "per_replica": st.sampled_from([0.2, 1.0, 3.0]),
         "tokens": st.sampled_from([1, 60, 900]),
+        "sharing": st.sampled_from([0.0, 0.3, 1.0]),
         "excluded": st.integers(0, 5),
         "waited": st.floats(0.0, 3.0),
     }
@@ -257,7 +261,7 @@ fleets = st.fixed_dictionaries(
 @given(fleets)
 @settings(deadline=None, max_examples=300)
 def test_prefix_aware_finds_the_least_score_of_all(fleet: dict[str, float]) -> None:
-    """Against every replica in turn; few and many holders, deep and ragged matches."""
+    """Against every replica in turn; few and many holders, deep and ragged matches, hot ones."""
     rng = np.random.default_rng(int(fleet["seed"]))
     clock = Clock()
     names = [str(number) for number in range(int(fleet["replicas"]))]
@@ -271,13 +275,19 @@ def test_prefix_aware_finds_the_least_score_of_all(fleet: dict[str, float]) -> N
         depth = int(rng.choice(depths))
         if depth and rng.random() < fleet["held"]:
             policy.index.apply(name, 1, [BlockStored(1, what.page_hashes[:depth], 0, "")])
+    waiting: dict[int, int] = {}
     for number in range(int(fleet["per_replica"] * len(names))):
         clock.now += rng.exponential(0.01)
-        zeros = np.zeros(int(rng.integers(1, fleet["tokens"] + 1)), np.int32)
-        other = RouteRequest(str(number), zeros, PAGE, [])
+        shares = rng.random() < fleet["sharing"]
+        shared = int(rng.integers(len(what.page_hashes) + 1)) if shares else 0
+        zeros = np.zeros(PAGE * shared + int(rng.integers(1, fleet["tokens"] + 1)), np.int32)
+        other = RouteRequest(str(number), zeros, PAGE, what.page_hashes[:shared])
         policy.on_dispatched(other, str(rng.choice(names)))
+        waiting[number] = shared
         if rng.random() < 0.5:
-            policy.on_first_token(str(rng.integers(number + 1)))
+            done = int(rng.integers(number + 1))
+            policy.on_first_token(str(done))
+            waiting.pop(done, None)
     clock.now += fleet["waited"]
     excluded = rng.permutation(names)[: min(int(fleet["excluded"]), len(names) - 1)].tolist()
 
@@ -286,12 +296,17 @@ def test_prefix_aware_finds_the_least_score_of_all(fleet: dict[str, float]) -> N
     weight = min(
         weights.uncached_max, weights.uncached + float(queued.min()) / weights.backlog_tokens
     )
+    pages = what.page_hashes[: what.reusable_pages]
+    depths = {name: policy.index.matched_pages(name, pages) for name in names}
+    known = max(depths.values())
+    if counted := known * PAGE // STEP_TOKENS * STEP_TOKENS // PAGE:
+        sharers = sum(shared >= counted for shared in waiting.values())
+        weight /= 1 + sharers / list(depths.values()).count(known)
     scores = {}
     for name in set(names) - set(excluded):
         slot = policy.slots.slot(name)
-        matched = policy.index.matched_pages(name, what.page_hashes[: what.reusable_pages])
         scores[name] = (
-            weight * (what.num_tokens - matched * PAGE)
+            weight * (known - depths[name]) * PAGE
             + queued[slot]
             + weights.inflight_tokens * policy.loads.inflight[slot]
         )
@@ -309,6 +324,69 @@ def test_the_idlest_replica_wins_with_a_shallower_match() -> None:
         policy.on_dispatched(RouteRequest(str(number), np.zeros(1000, np.int32), PAGE, []), name)
     assert policy.choose(what) == "e"
     assert policy.choose(what, "e") == "a"
+
+
+def test_the_price_of_a_copy_is_shared_by_those_who_wait_for_it() -> None:
+    """5 wait at a for 2,500 tokens; a copy of 3,200 is worth it if they are of the same prompt."""
+    for shared, copies, expected in ((False, 1, "a"), (True, 1, "b"), (True, 5, "a")):
+        policy = policy_of("prefix_aware", "abcdef")
+        what = request(0, (1, 3200), (2, 40))
+        for name in "acdef"[:copies]:
+            policy.index.apply(name, 1, [BlockStored(1, what.page_hashes[:200], 0, "")])
+        for number, name in enumerate("cdef", 20):
+            policy.on_dispatched(request(number, (number, 6000)), name)
+        for number in range(3, 8):
+            parts = [(1, 3200)] if shared else []
+            policy.on_dispatched(request(number, *parts, (number, 500)), "a")
+        assert policy.loads.queued[0] == 2500
+        assert policy.choose(what) == expected
+        # They have their first tokens: nobody waits, and no queue makes a copy worth while.
+        for number in range(3, 8):
+            policy.on_first_token(str(number))
+        assert policy.choose(what) == "a"
+
+
+waiting_steps = st.lists(
+    st.tuples(
+        st.sampled_from(["add", "add", "remove", "forget"]),
+        st.integers(0, 5),
+        st.sampled_from("ab"),
+        st.integers(0, 3),
+        st.sampled_from([0, 255, 256, 500, 520]),
+    ),
+    max_size=30,
+)
+
+
+@given(waiting_steps, st.sampled_from([1, 16, 512]))
+@relaxed
+def test_waiting_prefixes_equal_a_recount(
+    steps: list[tuple[str, int, str, int, int]], page_size: int
+) -> None:
+    """Prompts of 700 tokens that begin with so many of a first one."""
+    first = np.arange(700, dtype=np.int32)
+    probe = RouteRequest.from_tokens("probe", first, page_size)
+    counts = WaitingPrefixes()
+    waiting: dict[str, tuple[str, int]] = {}
+    for what, number, replica, tail, shared in steps:
+        key = str(number)
+        match what:
+            case "add":
+                tokens = np.concatenate([first[:shared], np.full(700 - shared, -1 - tail)])
+                counts.add(RouteRequest.from_tokens(key, tokens, page_size), replica)
+                waiting[key] = (replica, shared)
+            case "remove":
+                counts.remove(key)
+                waiting.pop(key, None)
+            case "forget":
+                counts.forget(replica)
+                waiting = {key: at for key, at in waiting.items() if at[0] != replica}
+        assert len(counts) == len(waiting)
+        for pages in range(len(probe.page_hashes) + 1):
+            tokens_counted = pages * page_size // max(STEP_TOKENS, page_size)
+            tokens_counted *= max(STEP_TOKENS, page_size)
+            expected = sum(shared >= tokens_counted for _, shared in waiting.values())
+            assert counts.count(probe, pages) == (expected if tokens_counted else 0)
 
 
 def test_the_weights_are_those_that_were_measured() -> None:
