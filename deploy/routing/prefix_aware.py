@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deploy.routing.policy import Clock, RoutingPolicy
 from deploy.routing.prefix_index import PrefixIndex
-from deploy.routing.prefix_match import PrefixMatch
 from deploy.routing.replica_slots import ReplicaSlots
 from deploy.routing.route_request import RouteRequest
 from deploy.routing.waiting_prefixes import WaitingPrefixes
+
+_FEW = 40
+"""Replicas up to which a loop over bits is faster than numpy."""
+_CHUNK = 4
+"""Levels of a match that are looked at together, at most 255."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +54,8 @@ class PrefixAwarePolicy(RoutingPolicy):
 
     Ties go to the shorter queue, then to the replica used longest ago. The result is the argmin
     over all replicas, found without looking at each: only those that hold a part of the prompt
-    can beat the one with the least load, and only as long as their load alone is no higher than
-    the best score. (Measured with the simulator, benchmarks/routing.py.)
+    can beat the one with the least load, deepest match first, until no shallower match can be
+    cheaper. (Measured with the simulator, benchmarks/routing.py.)
     """
 
     uses_index = True
@@ -71,11 +76,37 @@ class PrefixAwarePolicy(RoutingPolicy):
         loads = self.loads
         queued = loads.remaining()
         load = self._open_to(queued + self.weights.inflight_tokens * loads.inflight, exclude)
-        best = loads.least(load)
-        match = self.index.match(request.page_hashes[: request.reusable_pages])
-        if match.holders and not match.holders[-1] >> best & 1:
-            weight = self._weight(queued.item(queued.argmin())) / self._sharers(request, match)
-            best = self._cheapest(match, load, weight * request.page_size, best)
+        best = idlest = loads.least(load)
+        levels = self.index.match(request.page_hashes[: request.reusable_pages])
+        chunk = list(islice(levels, _CHUNK))
+        if not chunk or chunk[0][1] >> idlest & 1:
+            return self.slots.name(idlest)
+        depth, holders = chunk[0]
+        weight = self._weight(queued.item(queued.argmin())) / self._sharers(request, depth, holders)
+        page_cost = weight * request.page_size
+        floor = load.item(idlest)
+        best_score = floor + page_cost * depth
+        while chunk:
+            costs = [page_cost * (depth - n) for n, _ in chunk]
+            # Deepest first: nothing in this chunk or behind it is cheaper than this.
+            if floor + costs[0] >= best_score:
+                break
+            masks = [mask for _, mask in chunk]
+            if masks[0] >> idlest & 1:
+                best = idlest
+                break
+            if masks[-1].bit_count() > _FEW:
+                # Few are both idle enough to win and deep enough to be here.
+                idle = np.packbits(load < best_score - costs[0], bitorder="little")
+                idle_mask = int.from_bytes(idle.tobytes(), "little")
+                masks = [mask & idle_mask for mask in masks]
+            if masks[-1].bit_count() <= _FEW:
+                slot, score = self._cheapest_of_few(masks, costs, load)
+            else:
+                slot, score = self._cheapest_of_many(masks, costs, load)
+            if score < best_score:
+                best, best_score = slot, score
+            chunk = list(islice(levels, _CHUNK))
         return self.slots.name(best)
 
     def on_dispatched(self, request: RouteRequest, replica: str) -> None:
@@ -98,37 +129,41 @@ class PrefixAwarePolicy(RoutingPolicy):
         weights = self.weights
         return min(weights.uncached_max, weights.uncached + backlog / weights.backlog_tokens)
 
-    def _sharers(self, request: RouteRequest, match: PrefixMatch) -> float:
-        """Requests that one more copy of the prompt's known part would be made for."""
-        waiting = self.waiting.count(request, match.num_pages)
-        return 1 + waiting / match.holders[-1].bit_count()
+    def _sharers(self, request: RouteRequest, depth: int, holders: int) -> float:
+        """Requests that one more copy of the prompt's known part (depth pages) would serve."""
+        return 1 + self.waiting.count(request, depth) / holders.bit_count()
 
-    def _cheapest(
-        self, match: PrefixMatch, load: NDArray[np.float64], page_cost: float, idlest: int
-    ) -> int:
-        """Slot of the replica with the least score, the less loaded ones first."""
+    def _cheapest_of_few(
+        self, masks: list[int], costs: list[float], load: NDArray[np.float64]
+    ) -> tuple[int, float]:
+        """Slot and score of the replica with the least cost + load; masks are nested."""
         last_used = self.loads.last_used
-        most = match.num_pages
-        best = idlest
-        best_score = load.item(best) + page_cost * (most - match.pages_of(best))
-        for slot in _slots_below(best_score, load, match.holders[0]):
-            alone = load.item(slot)
-            if alone > best_score:
-                break
-            # One page less than what can win, as the division rounds.
-            at_least = most - 1 - (best_score - alone) / page_cost
-            score = alone + page_cost * (most - match.pages_of(slot, at_least))
-            if score < best_score or (
-                score == best_score and last_used.item(slot) < last_used.item(best)
-            ):
-                best, best_score = slot, score
-        return best
+        best, best_score = -1, np.inf
+        seen = 0
+        for mask, cost in zip(masks, costs, strict=True):
+            fresh = mask ^ seen
+            seen = mask
+            while fresh:
+                low = fresh & -fresh
+                fresh ^= low
+                slot = low.bit_length() - 1
+                score = cost + load.item(slot)
+                if score < best_score or (
+                    score == best_score and last_used[slot] < last_used[best]
+                ):
+                    best, best_score = slot, score
+        return best, best_score
 
-
-def _slots_below(limit: float, load: NDArray[np.float64], replicas: int) -> list[int]:
-    """Those of some replicas (bits by slot) whose load is no higher, the least loaded first."""
-    packed = replicas.to_bytes(-(-len(load) // 8), "little")
-    among = np.unpackbits(np.frombuffer(packed, np.uint8), count=len(load), bitorder="little")
-    slots = (among & (load <= limit)).nonzero()[0]
-    ordered: list[int] = slots[load[slots].argsort(kind="stable")].tolist()
-    return ordered
+    def _cheapest_of_many(
+        self, masks: list[int], costs: list[float], load: NDArray[np.float64]
+    ) -> tuple[int, float]:
+        """The same, with all replicas at once."""
+        width = -(-len(load) // 8)
+        packed = b"".join([mask.to_bytes(width, "little") for mask in masks])
+        rows = np.frombuffer(packed, np.uint8).reshape(len(masks), width)
+        bits = np.unpackbits(rows, axis=1, count=len(load), bitorder="little")
+        # In how many sets each replica is: as they're nested, that tells the deepest.
+        count = np.add.reduce(bits, axis=0, dtype=np.uint8)
+        score = np.array([np.inf, *reversed(costs)])[count] + load
+        slot = self.loads.least(score)
+        return slot, score.item(slot)

@@ -15,7 +15,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from deploy.routing.prefix_index import ApplyResult, PrefixIndex
+from deploy.routing.prefix_index import ApplyResult, MatchLevel, PrefixIndex
 from deploy.routing.replica_slots import ReplicaSlots
 from engine.memory import (
     AllCleared,
@@ -51,16 +51,21 @@ def make_index(*names: str, **limits: float) -> PrefixIndex:
     return index
 
 
-def brute_depths(holds: dict[str, set[int]], prompt: list[int], sample: int) -> dict[str, int]:
-    """match(), one replica at a time: pages by replica."""
+def brute_levels(
+    slots: ReplicaSlots, holds: dict[str, set[int]], prompt: list[int], sample: int
+) -> list[MatchLevel]:
+    """match(), one replica at a time."""
     kept = [(i + 1, page) for i, page in enumerate(prompt) if page % sample == 0]
-    depths = dict.fromkeys(holds, 0)
+    depths: dict[str, int] = {}
     for name, pages in holds.items():
         for depth, page in kept:
             if page not in pages:
                 break
             depths[name] = depth
-    return depths
+    return [
+        (depth, sum(1 << slots.slot(n) for n, d in depths.items() if d >= depth))
+        for depth in sorted(set(depths.values()), reverse=True)
+    ]
 
 
 class Model:
@@ -336,19 +341,12 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(prompt=st.lists(PAGES, max_size=10))
     def match(self, prompt: list[int]) -> None:
         holds = self.holds()
-        depths = brute_depths(holds, prompt, self.sample)
-        match = self.index.match(prompt)
-        assert match.num_pages == max(depths.values(), default=0)
-        for name, depth in depths.items():
-            slot = self.slots.slot(name)
-            assert match.pages_of(slot) == self.index.matched_pages(name, prompt) == depth
-            for least in (depth - 1, depth - 0.5, depth):
-                assert match.pages_of(slot, least) == depth
-            assert match.pages_of(slot, depth + 0.5) == 0
-        for pages, holders in zip(match.ends, match.holders, strict=False):
-            assert holders == sum(
-                1 << self.slots.slot(name) for name, depth in depths.items() if depth >= pages
-            )
+        levels = list(self.index.match(prompt))
+        assert levels == brute_levels(self.slots, holds, prompt, self.sample)
+        for name in self.models:
+            bit = 1 << self.slots.slot(name)
+            depth = max((pages for pages, mask in levels if mask & bit), default=0)
+            assert self.index.matched_pages(name, prompt) == depth
 
 
 @pytest.mark.parametrize("sample_every", [1, 2])
@@ -412,8 +410,7 @@ def test_a_slot_given_on_carries_nothing_over() -> None:
     assert slots.remove("a") == 0
     assert slots.add("c") == 0
     index.add("c")
-    match = index.match([10, 11, 12])
-    assert (match.num_pages, match.holders) == (2, [0b10, 0b10])
+    assert list(index.match([10, 11, 12])) == [(2, 0b10)]
     # The request that was booked for a ends now, and mustn't touch c's account of the page.
     index.book("y", "c", [12], 0.0)
     index.cancel("x")
