@@ -41,8 +41,9 @@ COPY configs configs
 COPY models models
 RUN python -m compileall -q engine deploy serve_app.py
 
-# HAProxy in place of Serve's Python proxy; the other two as deploy/launch.py sets them.
+# HAProxy in place of Serve's Python proxy; the others as deploy/launch.py sets them.
 ENV RAY_SERVE_ENABLE_HA_PROXY=1 \
+    RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD=0 \
     OMP_WAIT_POLICY=PASSIVE \
     RAY_worker_niceness=0
 

@@ -448,11 +448,14 @@ def test_every_pod_has_the_images_environment(path: str) -> None:
     """Serve reads these at import in the controller, the proxies and the replicas alike."""
     doc = manifest(path)
     image = _docker_env()
-    names = ("RAY_SERVE_ENABLE_HA_PROXY", "OMP_WAIT_POLICY", "RAY_worker_niceness")
+    in_loop = "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD"
+    names = ("RAY_SERVE_ENABLE_HA_PROXY", "OMP_WAIT_POLICY", "RAY_worker_niceness", in_loop)
     wanted = {name: image[name] for name in names}
     assert wanted["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
     launcher = (ROOT / "deploy/launch.py").read_text()
-    for name in names[1:]:
+    assert wanted[in_loop] == "0"
+    assert f'"{in_loop}": "0"' in (ROOT / "deploy/haproxy.py").read_text()
+    for name in names[1:3]:
         assert f'env.setdefault("{name}", "{wanted[name]}")' in launcher
     for _, _, container in groups(doc):
         values = env(container)
