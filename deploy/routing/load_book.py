@@ -119,10 +119,11 @@ class LoadBook:
         Ties matter: always taking the lowest slot sends a quiet fleet's requests to one replica.
         """
         slot = int(load.argmin())
-        tied: list[int] = (load == load.item(slot)).nonzero()[0].tolist()
+        tied = (load == load.item(slot)).nonzero()[0]
         if len(tied) > 1:
-            queued, last_used = self.queued, self.last_used
-            slot = min(tied, key=lambda at: (queued.item(at), last_used.item(at)))
+            queued = self.queued[tied]
+            tied = tied[queued == queued.min()]
+            slot = int(tied[self.last_used[tied].argmin()])
         return slot
 
     def _leave_line(self, request_id: str, slot: int, *, prefilled: bool) -> None:

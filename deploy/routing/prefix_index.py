@@ -254,8 +254,12 @@ class PrefixIndex:
                 return
             last -= 1
             if nested[last] == mask:
-                # The level begins further left: bisect for the last set that is larger.
-                low = 0
+                # The level begins further left: gallop, then bisect for the last larger set.
+                step = 1
+                while step < last and nested[last - step] == mask:
+                    last -= step
+                    step += step
+                low = max(last - step, 0)
                 while low < last:
                     middle = (low + last) // 2
                     if nested[middle] == mask:
