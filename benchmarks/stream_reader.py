@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import cast
 
 CHUNK_MARK = b'"index":0,"text":'
 """In every chunk of `/v1/completions` with one choice, and nowhere else."""
@@ -57,8 +58,7 @@ class Connection(asyncio.Protocol):
         self._before = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)
         self._send()
 
     def data_received(self, data: bytes) -> None:

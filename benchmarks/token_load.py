@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import uvloop
 
 from benchmarks.servers import ManagedServer
 from benchmarks.stream_reader import Connection, Stream, completion_body, connect
@@ -63,7 +64,7 @@ def saturate(
 
     Only finished streams, of the whole run, tell `tokens_per_chunk`.
     """
-    return asyncio.run(_saturate(server, port, streams, output_len, warm_s, window_s))
+    return uvloop.run(_saturate(server, port, streams, output_len, warm_s, window_s))
 
 
 async def _saturate(
@@ -117,7 +118,7 @@ def pace(
 
     Raises `StreamError` if one fails.
     """
-    return asyncio.run(_pace(port, streams, output_len, stagger_s, more))
+    return uvloop.run(_pace(port, streams, output_len, stagger_s, more))
 
 
 async def _pace(

@@ -32,7 +32,7 @@ from benchmarks.common import PEERS, REPO_ROOT, finish, print_table, save_result
 from benchmarks.peers.models import llama_88m
 from benchmarks.servers import ManagedServer, exit_on_sigterm, free_port, manta_server
 from benchmarks.stream_reader import Stream
-from benchmarks.token_load import Delays, Throughput, delays, pace, saturate
+from benchmarks.token_load import Delays, Spread, Throughput, delays, pace, saturate
 from deploy import haproxy
 
 RESULT = REPO_ROOT / "benchmarks" / "results" / "token-path.json"
@@ -63,7 +63,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=2, help="of the saturated comparison")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="of the saturated and the paced comparison"
+    )
     parser.add_argument("--parts", default=",".join(parts), help="comma-separated")
     parser.add_argument("--save", type=Path, nargs="?", const=RESULT, metavar="FILE")
     args = parser.parse_args()
@@ -134,12 +136,14 @@ def saturated(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
 
 
 def paced(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
-    """Delays with HAProxy, an engine that isn't pressed."""
-    results = {}
-    for who in ("manta", "ray"):
-        print(f"paced: {who} ...", file=sys.stderr, flush=True)
-        with serve(who, "fastest", PACED_STEP_MS) as server:
-            results[who] = measure_delays(who, server)
+    """Delays with HAProxy, an engine that isn't pressed; both ways in turn, medians of rounds."""
+    rounds: dict[str, list[Delays]] = {"manta": [], "ray": []}
+    for number in range(args.rounds):
+        for who in rounds:
+            print(f"paced, round {number + 1}: {who} ...", file=sys.stderr, flush=True)
+            with serve(who, "fastest", PACED_STEP_MS) as server:
+                rounds[who].append(measure_delays(who, server))
+    results = {who: median_delays(found) for who, found in rounds.items()}
     rows: list[list[object]] = []
     for who, found in results.items():
         for what in ("added", "client_gap", "engine_gap"):
@@ -157,10 +161,22 @@ def paced(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
             "added_ms": found.added._asdict(),
             "client_gap_ms": found.client_gap._asdict(),
             "engine_gap_ms": found.engine_gap._asdict(),
+            "added_ms_of_rounds": [delays.added._asdict() for delays in rounds[who]],
         }
         for who, found in results.items()
     }
     return {"streams": PACED_STREAMS, "step_ms": PACED_STEP_MS, **figures}, ok
+
+
+def median_delays(rounds: list[Delays]) -> Delays:
+    """Medians over rounds of each percentile."""
+
+    def median(what: str) -> Spread:
+        spreads = [getattr(delays, what) for delays in rounds]
+        return Spread(*(statistics.median(values) for values in zip(*spreads, strict=True)))
+
+    tokens = sum(delays.tokens for delays in rounds)
+    return Delays(tokens, median("added"), median("client_gap"), median("engine_gap"))
 
 
 def measure_delays(who: str, server: ManagedServer) -> Delays:

@@ -84,9 +84,7 @@ class Attempts:
                 await attempt.start()
                 ended = False
                 while not ended:
-                    deltas = [await attempt.stream.get()]
-                    while len(attempt.stream):
-                        deltas.append(await attempt.stream.get())
+                    deltas = await attempt.stream.get()
                     ended = deltas[-1].finish_reason is not None
                     if ended:
                         attempt.end()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Iterable
 
 from engine.tokenizer.detokenizer_manager import TextDelta
@@ -20,7 +19,7 @@ class DeltaStream:
     """
 
     def __init__(self) -> None:
-        self._deltas: deque[TextDelta] = deque()
+        self._deltas: list[TextDelta] = []
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
 
@@ -31,7 +30,7 @@ class DeltaStream:
         """Add a delta and wake the reader."""
         self._deltas.append(delta)
         if len(self._deltas) >= MAX_WAITING:
-            self._deltas = deque([join(self._deltas)])
+            self._deltas = [join(self._deltas)]
         self._wake()
 
     def fail(self, error: Exception) -> None:
@@ -40,8 +39,9 @@ class DeltaStream:
             self._error = error
         self._wake()
 
-    async def get(self) -> TextDelta:
-        """The next delta. Raises what `fail` was given once there is none left."""
+    async def get(self) -> list[TextDelta]:
+        """All deltas that are here, at least one. Raises what `fail` was given once there are
+        none left."""
         while not self._deltas:
             if self._error is not None:
                 raise self._error
@@ -50,7 +50,8 @@ class DeltaStream:
                 await self._waiter
             finally:
                 self._waiter = None
-        return self._deltas.popleft()
+        deltas, self._deltas = self._deltas, []
+        return deltas
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

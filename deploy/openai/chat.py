@@ -146,8 +146,8 @@ class ChatGeneration(Generation):
         data = b""
         if delta.text or logprobs or token_ids:
             payload = b'{"content":%s}' % encode_json(delta.text)
-            if not logprobs and token_ids is None and usage is None:
-                data = encoder.chunk(index, payload)
+            if not logprobs and usage is None:
+                data = encoder.chunk(index, payload, token_ids)
             else:
                 data = encoder.full_chunk(
                     index,

@@ -157,10 +157,11 @@ class CompletionGeneration(Generation):
         self._opened.add(index)
         usage = self._chunk_usage(index, delta)
         payload = encode_json(text)
-        if finish_reason is None and request.logprobs is None and token_ids is None and not usage:
-            return encoder.chunk(index, payload)
+        gives_prompt = request.return_token_ids and opens
+        if finish_reason is None and request.logprobs is None and not (usage or gives_prompt):
+            return encoder.chunk(index, payload, token_ids)
         extra: dict[str, Any] = {}
-        if request.return_token_ids and opens:
+        if gives_prompt:
             extra["prompt_token_ids"] = self._plan.sequences[index].prompt_ids
         return encoder.full_chunk(
             index,

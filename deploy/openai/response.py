@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
@@ -143,16 +144,16 @@ class GenerationResponse(Response):
         return status
 
     async def _send_part(self, send: Send, data: bytes) -> None:
-        self._sending_since = asyncio.get_running_loop().time()
+        self._sending_since = time.monotonic()
         await send({"type": "http.response.body", "body": data, "more_body": True})
         self._sending_since = None
 
     async def _watch_stall(self) -> None:
         """Return when one `send` has waited too long for the client to read."""
-        now = asyncio.get_running_loop().time
         while True:
             since = self._sending_since
-            left = self._stall_timeout_s - (now() - since if since is not None else 0.0)
+            waited = time.monotonic() - since if since is not None else 0.0
+            left = self._stall_timeout_s - waited
             if left <= 0:
                 return
             await asyncio.sleep(left)

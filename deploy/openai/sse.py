@@ -50,15 +50,16 @@ class ChunkEncoder:
         ]
         # With include_usage every chunk has the field, as OpenAI does.
         self._no_usage = b',"usage":null' if with_usage else b""
-        self._tail = (
-            b',"logprobs":null,"finish_reason":null,"stop_reason":null}]'
-            + self._no_usage
-            + b"}\n\n"
-        )
+        self._nulls = b',"logprobs":null,"finish_reason":null,"stop_reason":null'
+        self._end = b"}]" + self._no_usage + b"}\n\n"
+        self._tail = self._nulls + self._end
 
-    def chunk(self, index: int, payload: bytes) -> bytes:
-        """The chunk of most tokens: nothing but text."""
-        return self._choices[index] + payload + self._tail
+    def chunk(self, index: int, payload: bytes, token_ids: list[int] | None = None) -> bytes:
+        """The chunk of most tokens: nothing but text, and its tokens if they were asked for."""
+        if token_ids is None:
+            return self._choices[index] + payload + self._tail
+        ids = b',"token_ids":' + _encode(token_ids)
+        return self._choices[index] + payload + self._nulls + ids + self._end
 
     def full_chunk(
         self,

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 INIT_TIMEOUT_S = 300.0
+SPIN_S = 200e-6
+"""A sleeping thread wakes up late by about so much; the last bit before a result is polled."""
 
 
 def run_worker(
@@ -131,10 +133,10 @@ def _turn(steps: StepQueue, inbox: Inbox, out: Outbox | None, rank: int, failure
 
 
 def _receive(inbox: Inbox, seconds: float | None) -> Any | None:
-    """The next message, or None after `seconds`; polling knows whole milliseconds only."""
+    """The next message, or None: after `seconds` at the latest, or at once when they are few."""
     if seconds is None or seconds >= 1e-3:
-        return inbox.recv(seconds)
+        return inbox.recv(seconds)  # polling knows whole milliseconds only
     message = inbox.recv(0.0)
-    if message is None and seconds > 0.0:
-        time.sleep(seconds)
+    if message is None and seconds > SPIN_S:
+        time.sleep(seconds - SPIN_S)
     return message
