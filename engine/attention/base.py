@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
@@ -40,9 +41,28 @@ class AttentionInputs:
 class AttentionBackend(ABC):
     """Causal attention of a step's tokens over their requests' cached and new tokens."""
 
+    supports_graphs: ClassVar[bool] = False
+    """Whether `init_graphs` and `plan_graph` work."""
+
     @abstractmethod
     def init_forward(self, batch: ForwardBatch) -> None:
         """Prepare what all layers share. Once per step, after `req_to_token` is up to date."""
+
+    def init_graphs(self, batch_sizes: Sequence[int]) -> None:
+        """Allocate what captured decodes of these sizes will read, once, before any capture.
+
+        Raises `NotImplementedError` unless `supports_graphs`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} can't be captured in CUDA graphs")
+
+    def plan_graph(self, batch: ForwardBatch) -> None:
+        """As `init_forward`, for a captured decode; before its capture and before every replay.
+
+        `batch` has decode rows only and one of the sizes of `init_graphs`; its tensors are the
+        graph's own. Writes only to memory that graphs of this size read, and never waits for the
+        device. `forward` belongs to this plan until the next plan is made.
+        """
+        raise NotImplementedError(f"{type(self).__name__} can't be captured in CUDA graphs")
 
     @abstractmethod
     def forward(
