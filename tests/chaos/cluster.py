@@ -134,7 +134,7 @@ class Cluster:
             cwd=ROOT,
             env={**os.environ, **auth},
             check=True,
-            timeout=60,
+            timeout=180,
         )
 
     async def _until(
