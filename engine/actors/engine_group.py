@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 5.0
 PING_TIMEOUT_S = 5.0
+MAX_REASON = 2000
+"""Characters of an actor's error that are told."""
 
 
 class EngineGroup:
@@ -52,6 +54,8 @@ class EngineGroup:
         self.hang_timeout_s = hang_timeout_s
         self.scheduler_address = ""
         self.worker_config: WorkerConfig | None = None
+        self.num_kv_tokens = 0
+        """Size of the KV cache, known once the engine has started."""
         self._pg = placement_group
         self._scheduler: ActorHandle[Any] | None = None
         self._workers: list[ActorHandle[Any]] = []
@@ -98,8 +102,10 @@ class EngineGroup:
         if self._death:
             ready.cancel()
             raise EngineDeadError(f"the engine can't start: {self._death}")
-        if not ready.result():
+        num_kv_tokens = ready.result()
+        if num_kv_tokens is None:
             raise EngineDeadError(f"the engine isn't ready after {START_TIMEOUT_S:.0f} s")
+        self.num_kv_tokens = num_kv_tokens
         for name, actor in self._actors().items():
             self._processes[name] = await actor.process.remote()
         self._role_watch = RoleWatch(self._actors(), self.hang_timeout_s)
@@ -216,5 +222,6 @@ async def _ended(ref: Any) -> str:
     except asyncio.CancelledError:
         raise
     except Exception as error:  # every death of an actor arrives here, whatever its kind
-        return f"{type(error).__name__}: {str(error).strip().splitlines()[-1][:500]}"
+        # The last line of Ray's text is the actor's own error; advice on memory needs its length.
+        return f"{type(error).__name__}: {str(error).strip().splitlines()[-1][:MAX_REASON]}"
     return ""

@@ -65,6 +65,12 @@ def run_worker(
         results.close()
 
 
+def log_as_worker(rank: int) -> None:
+    """For a worker's own process: warnings to stderr, and what rank 0 tells of the start."""
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("engine").setLevel(logging.INFO if rank == 0 else logging.WARNING)
+
+
 def _start(
     config: WorkerConfig,
     rank: int,
@@ -78,6 +84,11 @@ def _start(
     from engine.worker.factory import make_worker
 
     try:
+        if config.device == "cuda":
+            import torch
+
+            # Whoever started this process made one GPU visible to it.
+            torch.cuda.set_device(0)
         parallel = init_parallel(
             config.comm_backend,
             "",
@@ -89,9 +100,10 @@ def _start(
         )
         worker = make_worker(config, parallel, trace)
     except Exception as error:
-        results.send(WorkerReady(rank, inbox.address, f"{type(error).__name__}: {error}"))
+        reason = f"{type(error).__name__}: {error}"
+        results.send(WorkerReady(rank, inbox.address, error=reason))
         raise
-    results.send(WorkerReady(rank, inbox.address))
+    results.send(WorkerReady(rank, inbox.address, worker.num_kv_tokens))
     return parallel, worker
 
 
