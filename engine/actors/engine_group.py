@@ -12,11 +12,13 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from engine.actors.actor_process import ActorProcess
+from engine.actors.cluster_gpus import gpu_shortage, node_gpus
+from engine.actors.rank_order import bundle_order
 from engine.actors.role_watch import RoleWatch
 from engine.actors.scheduler_actor import RemoteSchedulerActor
 from engine.actors.worker_actor import RemoteWorkerActor
 from engine.config import EngineConfig
-from engine.errors import EngineDeadError
+from engine.errors import ConfigError, EngineDeadError
 from engine.messages import Shutdown
 from engine.scheduler.stats import SchedulerStats
 from engine.trace import RoleTrace
@@ -35,9 +37,9 @@ MAX_REASON = 2000
 class EngineGroup:
     """SchedulerActor and WorkerActor[pp][tp] of one engine, in one placement group.
 
-    Bundle 0 holds the owner and the scheduler, bundle 1 + rank each worker. Actors are children
-    of the owner's process: they die with it. If one of them dies or hangs the group is dead; it is
-    never repaired, its owner restarts it whole.
+    Bundle 0 holds the owner and the scheduler, each other one a worker (`rank_order` says which).
+    Actors are children of the owner's process: they die with it. If one of them dies or hangs the
+    group is dead; it is never repaired, its owner restarts it whole.
     """
 
     def __init__(
@@ -83,9 +85,10 @@ class EngineGroup:
     async def start(self) -> None:
         """Create, load, connect. Raises `EngineDeadError` saying which actor failed and why."""
         config = self.config.model_dump()
+        bundles = self._worker_bundles()
         self._scheduler = RemoteSchedulerActor.options(scheduling_strategy=self._bundle(0)).remote()
-        for rank in range(self.config.world_size):
-            self._workers.append(self._start_worker(rank))
+        for rank, bundle in enumerate(bundles):
+            self._workers.append(self._start_worker(rank, bundle))
         self.worker_config, store = await self._workers[0].prepare.remote(config, self.share)
         self.scheduler_address, results = await self._scheduler.prepare.remote(
             config, self.worker_config.num_kv_tokens
@@ -194,12 +197,24 @@ class EngineGroup:
             logger.error("engine lost: %s", reason)
             self.dead.set()
 
-    def _start_worker(self, rank: int) -> ActorHandle[Any]:
+    def _worker_bundles(self) -> list[int]:
+        """Bundle of each rank. Raises `ConfigError` where Ray would wait for GPUs for ever."""
+        config = self.config
+        if self._pg is not None:
+            return bundle_order(self._pg, config.world_size, config.tp_size)
+        if config.device == "cuda":
+            shortage = gpu_shortage(config.tp_size, config.pp_size, node_gpus())
+            if shortage:
+                raise ConfigError(f"{shortage}.")
+        return list(range(1, 1 + config.world_size))
+
+    def _start_worker(self, rank: int, bundle: int) -> ActorHandle[Any]:
+        # A worker on CUDA owns a GPU; `auto` was decided by whoever made the placement group.
         gpus = 1 if self.config.device == "cuda" else 0
         threads = str(self.config.cpu_threads or 1)
         actor: ActorHandle[Any] = RemoteWorkerActor.options(
             num_gpus=gpus,
-            scheduling_strategy=self._bundle(1 + rank),
+            scheduling_strategy=self._bundle(bundle),
             # Read by libgomp when the process starts: spinning threads would starve the rest.
             runtime_env={"env_vars": {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": threads}},
         ).remote(rank)
