@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 GIB = 1 << 30
 
-GRAPH_RESERVE_BYTES = 1 * GIB
-"""Kept free for the CUDA graphs that are captured after the KV cache is allocated."""
+GRAPH_RESERVE_BYTES = 2 * GIB
+"""Kept free for the CUDA graphs, which are captured after the KV cache is allocated."""
 
 HEADROOM_BYTES = 1 * GIB
 """Kept free for what the profile doesn't see: fragmentation, the growth of the penalties' pool,

@@ -38,8 +38,9 @@ def largest_steps(config: WorkerConfig) -> list[ModelWorkerBatch]:
 def _extend_step(
     step: int, lens: Sequence[int], prefixes: Sequence[int], params: SamplingParams
 ) -> ModelWorkerBatch:
-    """Row i, in slot i, extends `prefixes[i]` tokens of context by `lens[i]`."""
+    """Row i, in slot i + 1, extends `prefixes[i]` tokens of context by `lens[i]`."""
     rows = np.arange(len(lens), dtype=np.int32)
+    slots = rows + 1  # slot 0 is padding
     extend_lens = np.asarray(lens, np.int32)
     seq_lens = extend_lens + np.asarray(prefixes, np.int32)
     total = int(extend_lens.sum())
@@ -48,7 +49,7 @@ def _extend_step(
         micro_batch=0,
         forward_mode=ForwardMode.EXTEND,
         num_extend=len(lens),
-        req_pool_indices=rows,
+        req_pool_indices=slots,
         seq_lens=seq_lens,
         extend_lens=extend_lens,
         input_ids=np.zeros(total, np.int32),
@@ -58,7 +59,7 @@ def _extend_step(
         prefix_locs=np.zeros(0, np.int32),
         sample_rows=rows,
         new_slots=[
-            SlotParams(slot, int(seq_len), [], params) for slot, seq_len in enumerate(seq_lens)
+            SlotParams(slot, int(seq_len), [], params) for slot, seq_len in enumerate(seq_lens, 1)
         ],
     )
 
