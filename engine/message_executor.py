@@ -11,7 +11,7 @@ from engine.executor import Executor
 from engine.messages import GenerationBatchResult, ModelWorkerBatch, SampleMasks, WorkerReady
 from engine.transport import Inbox, Outbox
 
-READY_TIMEOUT_S = 600.0
+READY_TIMEOUT_S = 1800.0
 
 
 class ReadyWorkers(NamedTuple):

@@ -27,7 +27,8 @@ from engine.worker.worker_config import WorkerConfig
 
 logger = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 600.0
+START_TIMEOUT_S = 1800.0
+"""Large checkpoints come from slow disks."""
 STOP_TIMEOUT_S = 5.0
 PING_TIMEOUT_S = 5.0
 MAX_REASON = 2000

@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-INIT_TIMEOUT_S = 300.0
+INIT_TIMEOUT_S = 1800.0
+"""Also for every later call: a rank may load its weights for so much longer than another. A dead
+one is noticed by who started the ranks, not by this."""
 SPIN_S = 200e-6
 """A sleeping thread wakes up late by about so much; the last bit before a result is polled."""
 
