@@ -69,7 +69,7 @@ def test_stated_size_beyond_the_memory_is_refused() -> None:
 def test_running_out_of_memory_is_advice() -> None:
     memory = CudaMemory(torch.device("cuda", 0))
     hog = torch.empty(memory.free() - (256 << 20), dtype=torch.uint8, device="cuda")
-    with pytest.raises(ConfigError, match="Change one of|has room for"):
+    with pytest.raises(ConfigError, match=r"Change one of|has room for"):
         start(make_config(max_running_requests=512))
     del hog
 
