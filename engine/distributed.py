@@ -200,7 +200,7 @@ def init_parallel(
         world,
         recv_group,
         send_group,
-        torch.cuda.Stream() if pp_rank > 0 else None,
+        torch.cuda.Stream() if pp_rank > 0 else None,  # type: ignore[no-untyped-call]
     )
 
 

@@ -117,9 +117,9 @@ def _details(config: dict[str, Any]) -> list[str]:
     for key in ("format", "fmt", "activation_scheme", "bnb_4bit_quant_type"):
         if isinstance(config.get(key), str):
             details.append(config[key])
-    for key, bits in (("load_in_4bit", 4), ("load_in_8bit", 8)):
+    for key, name in (("load_in_4bit", "4 bits"), ("load_in_8bit", "8 bits")):
         if config.get(key):
-            details.append(f"{bits} bits")
+            details.append(name)
     bits = config.get("bits", config.get("w_bit"))
     if isinstance(bits, int):
         details.append(f"{bits} bits")

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import ray
+from engine.actors.ray_types import live_nodes
 
 
 def node_gpus() -> list[int]:
     """GPUs of each live node that has any, the most first; taken ones included."""
-    nodes = [node for node in ray.nodes() if node["Alive"]]
-    counts = [int(node["Resources"].get("GPU", 0)) for node in nodes]
+    counts = [int(node["Resources"].get("GPU", 0)) for node in live_nodes()]
     return sorted((count for count in counts if count), reverse=True)
 
 

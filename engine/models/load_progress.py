@@ -6,6 +6,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 from tqdm import tqdm
 
@@ -21,7 +22,7 @@ class LoadProgress:
         self._clock = clock
         self._started = self._last_line = clock()
         self._is_terminal = sys.stderr.isatty()
-        self._bar: tqdm[None] | None = None
+        self._bar: tqdm[Any] | None = None
 
     def __call__(self, done: int, total: int) -> None:
         if self._is_terminal:
@@ -34,10 +35,11 @@ class LoadProgress:
             logger.info("loading weights: %d of %d layers", done, total)
 
     def _draw(self, done: int, total: int) -> None:
-        if self._bar is None:
-            self._bar = tqdm(
+        bar = self._bar
+        if bar is None:
+            bar = self._bar = tqdm(
                 total=total, desc="loading weights", unit="layer", file=sys.stderr, leave=False
             )
-        self._bar.update(done - self._bar.n)
+        bar.update(done - bar.n)
         if done == total:
-            self._bar.close()
+            bar.close()
