@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from abc import ABC, abstractmethod
 from typing import NamedTuple
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 _PROCESS = re.compile(r"process\s+(\d+) uses\s+([\d.]+) MB")
 
@@ -89,7 +92,12 @@ class CudaMemory(DeviceMemory):
         torch.cuda.empty_cache()
 
     def other_processes(self) -> list[DeviceProcess]:
-        return parse_processes(torch.cuda.list_gpu_processes(self.device), os.getpid())
+        try:
+            text = torch.cuda.list_gpu_processes(self.device)
+        except Exception as error:  # NVML's errors share no base; without it there is less advice
+            logger.debug("the driver doesn't tell who uses the GPU: %s", error)
+            return []
+        return parse_processes(text, os.getpid())
 
 
 def parse_processes(text: str, own_pid: int) -> list[DeviceProcess]:

@@ -148,6 +148,8 @@ class TpModelWorker(ModelWorker):
         tokens = agree_on_kv_tokens(profile, config, self.parallel, runner.device)
         with out_of_memory_advice(ALLOCATE, config, meter.memory):
             runner.resize_kv_cache(tokens)
+        # Waits until it is zeroed, whatever stream the first step runs on.
+        meter.memory.release()
 
     def forward(self, batch: ModelWorkerBatch) -> LaunchedForward | None:
         for item in batch.new_slots:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import serve_app
 from deploy.gpu_wait import patience, wait_for_gpus
 from deploy.launch import MARK
 from engine.actors.cluster_gpus import gpu_shortage, placement_strategy
@@ -113,3 +114,30 @@ def test_a_cluster_of_its_own_is_not_waited_for(monkeypatch: pytest.MonkeyPatch)
     assert patience(30.0) == 30.0 and patience(None) is None
     monkeypatch.setenv(MARK, "x")
     assert patience(30.0) == 0.0 and patience(None) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("nodes", "strategy", "asked"), [([8, 8], "STRICT_PACK", {}), ([2, 2], "PACK", {"pp_size": 2})]
+)
+def test_application_asks_ray_for_a_gpu_each(
+    nodes: list[int], strategy: str, asked: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve_app.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(serve_app, "node_gpus", lambda: nodes)
+    for device in ("cuda", "auto"):
+        app = serve_app.build_app({"device": device, "tp_size": 2, **asked})
+        engines = app._bound_deployment.init_args[0]._bound_deployment
+        config = engines._replica_config
+        workers = 2 * asked.get("pp_size", 1)
+        assert config.placement_group_strategy == strategy
+        assert config.placement_group_bundles[1:] == [{"GPU": 1.0, "CPU": 1.0}] * workers
+        assert engines.init_args[0]["device"] == "cuda"
+
+
+def test_application_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve_app.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(serve_app, "node_gpus", lambda: [1])
+    app = serve_app.build_app({"device": "auto", "tp_size": 2})
+    assert app._bound_deployment.init_args[0]._bound_deployment.init_args[0]["device"] == "cpu"
+    with pytest.raises(ConfigError, match="needs 2 GPUs"):
+        serve_app.build_app({"device": "cuda", "tp_size": 2, "gpu_wait_s": 0})

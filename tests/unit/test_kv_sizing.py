@@ -20,7 +20,7 @@ from engine.messages import ModelWorkerBatch
 from engine.sampling_params import MAX_LOGPROBS
 from engine.scheduler.scheduler_config import SchedulerConfig
 from engine.worker import tp_worker, worker_config
-from engine.worker.device_memory import DeviceProcess, parse_processes
+from engine.worker.device_memory import CudaMemory, DeviceProcess, parse_processes
 from engine.worker.kv_sizing import MemoryMeter, agree_on_kv_tokens, check_weights_fit
 from engine.worker.memory import stage_weight_bytes
 from engine.worker.memory_profile import GRAPH_RESERVE_BYTES, HEADROOM_BYTES, MemoryProfile
@@ -81,6 +81,41 @@ def test_others_on_the_device_count_once_they_reach_into_the_share() -> None:
     assert few.kv_bytes == PROFILE_80.kv_bytes
     assert many.kv_bytes == PROFILE_80.kv_bytes - 22 * GIB
     assert dataclasses.replace(PROFILE_80, elsewhere=79 * GIB).kv_tokens == 0
+
+
+def test_cuda_memory_asks_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which of torch's functions, with which part of their answers."""
+    device = torch.device("cuda", 0)
+    asked: list[str] = []
+    for name, answer in {
+        "mem_get_info": (30, 80),
+        "memory_allocated": 20,
+        "memory_reserved": 25,
+        "max_memory_allocated": 24,
+        "reset_peak_memory_stats": None,
+        "synchronize": None,
+    }.items():
+
+        def call(of: torch.device, name: str = name, answer: Any = answer) -> Any:
+            assert of == device
+            asked.append(name)
+            return answer
+
+        monkeypatch.setattr(torch.cuda, name, call)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: asked.append("empty_cache"))
+    memory = CudaMemory(device)
+    assert (memory.total(), memory.free(), memory.elsewhere()) == (80, 30, 25)
+    assert (memory.allocated(), memory.reserved(), memory.peak()) == (20, 25, 24)
+    asked.clear()
+    memory.reset_peak()
+    memory.release()
+    assert asked == ["reset_peak_memory_stats", "synchronize", "empty_cache"]
+
+    def broken(device: torch.device) -> str:
+        raise TypeError("unsupported operand: the driver tells no sizes here")
+
+    monkeypatch.setattr(torch.cuda, "list_gpu_processes", broken)
+    assert memory.other_processes() == []
 
 
 # The steps
