@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 CONFIG ?= configs/llama.yaml
 STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 
-.PHONY: serve test test-fast test-matrix chaos lint bench install clean
+.PHONY: serve test test-fast test-matrix test-gpu chaos lint bench install clean
 
 install: $(STAMP)
 
@@ -28,6 +28,10 @@ test: install
 # The full token-exact product (architectures x tp x pp x page x chunk x cache x retraction).
 test-matrix: install
 	$(BIN)/python -m pytest tests/integration/test_token_exact.py -q --full-matrix
+
+# What only a GPU can show; everything is skipped without one.
+test-gpu: install
+	$(BIN)/python -m pytest tests/gpu -q -rs
 
 # Every role killed and stopped under load, scaling, updates, cut clients: some 20 minutes.
 chaos: install

@@ -13,10 +13,12 @@ from deploy.api import ApiSettings
 from deploy.config import AppConfig
 from deploy.drain_watch import HANDOVER_S, HEALTH_PERIOD_S
 from deploy.engine_replica import EngineReplica
+from deploy.gpu_wait import patience, wait_for_gpus
 from deploy.ingress import build_ingress
 from deploy.request_router import ChosenReplicaRouter
 from deploy.resume import ResumeLimits
 from deploy.serve_client import RoutingOptions
+from engine.actors.cluster_gpus import node_gpus, placement_strategy
 
 _ROUTER = RequestRouterConfig(request_router_class=ChosenReplicaRouter)
 
@@ -35,13 +37,17 @@ def build_app(args: dict[str, Any]) -> Application:
         }
     )
     use_gpu = engine.device == "cuda"
+    strategy = "PACK"
+    if use_gpu and ray.is_initialized():
+        nodes = wait_for_gpus(engine, patience(server.gpu_wait_s), node_gpus)
+        strategy = placement_strategy(engine.tp_size, engine.pp_size, nodes)
     engines = serve.deployment(
         EngineReplica,
         name="engine",
         max_ongoing_requests=server.max_ongoing_requests,
         ray_actor_options={"num_cpus": config.cpu_per_actor},
         placement_group_bundles=config.placement_bundles(use_gpu=use_gpu),
-        placement_group_strategy="PACK",
+        placement_group_strategy=strategy,
         health_check_period_s=HEALTH_PERIOD_S,
         health_check_timeout_s=server.hang_timeout_s,
         graceful_shutdown_timeout_s=server.drain_timeout_s + HANDOVER_S,
@@ -91,5 +97,5 @@ def _device(config: AppConfig) -> str:
     """Decide `device: auto` by what the cluster has: its GPUs must hold one whole engine."""
     if config.engine.device != "auto":
         return config.engine.device
-    gpus = ray.cluster_resources().get("GPU", 0) if ray.is_initialized() else 0
+    gpus = sum(node_gpus()) if ray.is_initialized() else 0
     return "cuda" if gpus >= config.engine.world_size else "cpu"

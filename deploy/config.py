@@ -58,6 +58,9 @@ class ServerOptions(BaseModel):
     drain_timeout_s: float = Field(30.0, ge=0)
     """When a replica is stopped, its running requests get this long to end; then another replica
     goes on with them."""
+    gpu_wait_s: float | None = Field(600.0, ge=0)
+    """A cluster without the GPUs of one engine gets so long to grow, then the deployment fails;
+    None: Ray places the engine when it can. The launcher's own cluster can't grow: no wait."""
     log_level: str = Field("INFO", pattern="^(DEBUG|INFO|WARNING|ERROR)$")
 
 

@@ -155,7 +155,7 @@ class EngineReplica:
             "device": config.device,
             "dtype": config.dtype,
             "cpu_threads": config.cpu_threads,
-            "num_kv_tokens": config.num_kv_tokens,
+            "num_kv_tokens": self._group.num_kv_tokens,
             "max_model_len": config.max_model_len,
         }
 

@@ -74,7 +74,8 @@ class EngineConfig(BaseModel):
     max_total_tokens: int | None = Field(None, ge=2, le=2**30)
     """KV cache size; None: from memory."""
     memory_fraction: float = Field(0.85, gt=0.0, le=1.0)
-    """Share of free device memory for weights and KV cache (CUDA)."""
+    """CUDA: share of the device's memory that the engine may take. CPU: of the free memory, for the
+    KV cache."""
     max_running_requests: int = Field(256, ge=1, le=8192)
     max_queued_requests: int = Field(2048, ge=1)
     """Waiting requests beyond which new ones are refused with 429."""

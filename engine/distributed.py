@@ -1,7 +1,11 @@
 """Process groups of one engine: tensor parallel collectives, pipeline hand-over of hidden states.
 
-Ranks are ordered pipeline-major: `rank = pp_rank * tp_size + tp_rank`. Any failure of a peer
-(closed connection, timeout) raises `RuntimeError` from the collective that met it.
+Ranks are ordered pipeline-major: `rank = pp_rank * tp_size + tp_rank`.
+
+gloo (CPU): the calls block until the data is there; a lost peer (closed connection, timeout) raises
+`RuntimeError` from the call that met it. NCCL (CUDA): the calls only order streams, the host never
+waits; the kernels of a lost peer's partners wait until the group's timeout, so whoever supervises
+the ranks has to end them all. Nothing here needs a barrier.
 """
 
 from __future__ import annotations
@@ -33,6 +37,12 @@ class ParallelState:
     pp_size: int
     tp_group: dist.ProcessGroup | None = None
     world_group: dist.ProcessGroup | None = None
+    recv_group: dist.ProcessGroup | None = None
+    """With the previous stage."""
+    send_group: dist.ProcessGroup | None = None
+    """With the next stage."""
+    recv_stream: torch.cuda.Stream | None = None
+    """CUDA: where hidden states arrive."""
     _sends: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque, repr=False)
 
     @classmethod
@@ -58,6 +68,14 @@ class ParallelState:
             dist.all_reduce(tensor, group=self.tp_group)
         return tensor
 
+    def min_over_ranks(self, value: int, device: torch.device) -> int:
+        """The smallest `value` of all the engine's ranks. Blocks; for the start only."""
+        if self.tp_size * self.pp_size == 1:
+            return value
+        tensor = torch.tensor([value], dtype=torch.int64, device=device)
+        dist.all_reduce(tensor, dist.ReduceOp.MIN, group=self.world_group)
+        return int(tensor.item())
+
     def all_gather_last_dim(self, tensor: Tensor) -> Tensor:
         """[N, d] on each tensor parallel rank -> [N, tp_size * d] on all, in rank order."""
         if self.tp_size == 1:
@@ -69,9 +87,12 @@ class ParallelState:
         return parts.reshape(rows, self.tp_size * width)
 
     def send_hidden(self, hidden: Tensor) -> None:
-        """Start sending [T, hidden] to the next stage; returns before it has received it."""
+        """Start sending [T, hidden] to the next stage; returns before it has received it.
+
+        NCCL sends once the current stream has computed it.
+        """
         hidden = hidden.contiguous()
-        work = dist.isend(hidden, self.rank + self.tp_size, group=self.world_group)
+        work = dist.isend(hidden, self.rank + self.tp_size, group=self.send_group)
         if work is None:
             raise RuntimeError("this process is not part of the pipeline's process group")
         # The tensor must live until the transfer is done.
@@ -84,9 +105,27 @@ class ParallelState:
     def recv_hidden(
         self, num_tokens: int, hidden_size: int, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """Receive [num_tokens, hidden_size] from the previous stage; blocks until it is there."""
-        hidden = torch.empty((num_tokens, hidden_size), dtype=dtype, device=device)
-        dist.recv(hidden, self.rank - self.tp_size, group=self.world_group)
+        """Receive [num_tokens, hidden_size] from the previous stage.
+
+        gloo blocks until it is there; NCCL makes the current stream wait for it. It then arrives
+        on a stream of its own: on the current one the transfer would wait for this stage's earlier
+        steps, and with it the previous stage, which sends.
+        """
+        shape, source = (num_tokens, hidden_size), self.rank - self.tp_size
+        if self.recv_stream is None:
+            hidden = torch.empty(shape, dtype=dtype, device=device)
+            dist.recv(hidden, source, group=self.recv_group)
+            return hidden
+        with torch.cuda.stream(self.recv_stream):
+            hidden = torch.empty(shape, dtype=dtype, device=device)
+            work = dist.irecv(hidden, source, group=self.recv_group)
+            if work is None:
+                raise RuntimeError("this process is not part of the pipeline's process group")
+            work.wait()
+        current = torch.cuda.current_stream(device)
+        current.wait_stream(self.recv_stream)
+        # Its memory belongs to the other stream, which must not reuse it before this one is done.
+        hidden.record_stream(current)
         return hidden
 
     def destroy(self) -> None:
@@ -113,8 +152,9 @@ def init_parallel(
 ) -> ParallelState:
     """Join the engine's process group; blocks until all `tp_size * pp_size` ranks have.
 
-    `backend` is "gloo" (CPU) or "nccl" (CUDA), `init_method` e.g. "tcp://host:port" (rank 0 opens
-    the port), or "" with a `store` that somebody else holds.
+    `backend` is "gloo" (CPU) or "nccl" (on this process's current CUDA device), `init_method` e.g.
+    "tcp://host:port" (rank 0 opens the port), or "" with a `store` that somebody else holds.
+    `timeout_s` also bounds every later call.
     Raises `torch.distributed.DistError` if the others don't come within `timeout_s` seconds.
     """
     world_size = tp_size * pp_size
@@ -124,6 +164,7 @@ def init_parallel(
     if world_size == 1:
         return ParallelState.single()
     timeout = timedelta(seconds=timeout_s)
+    is_nccl = backend == "nccl"
     dist.init_process_group(
         backend,
         init_method=init_method or None,
@@ -131,12 +172,46 @@ def init_parallel(
         rank=rank,
         world_size=world_size,
         timeout=timeout,
+        # Connects now rather than in the first step, and lets the groups below share resources.
+        device_id=torch.device("cuda", torch.cuda.current_device()) if is_nccl else None,
     )
-    tp_group: dist.ProcessGroup | None = None
-    # new_group is collective: every rank makes every stage's group, in the same order.
-    for stage in range(pp_size if tp_size > 1 else 0):
-        members = list(range(stage * tp_size, (stage + 1) * tp_size))
-        group = dist.new_group(members, timeout=timeout)
+    world = dist.group.WORLD
+    stages = [list(range(s * tp_size, (s + 1) * tp_size)) for s in range(pp_size)]
+    tp_group = _group_of(rank, stages, timeout) if tp_size > 1 and pp_size > 1 else world
+    if not is_nccl or pp_size == 1:
+        return ParallelState(
+            tp_rank, tp_size, pp_rank, pp_size, tp_group, world, recv_group=world, send_group=world
+        )
+    # A group for each boundary between stages: NCCL runs all transfers of a group one after the
+    # other, and a stage's sends must not hold up what it receives.
+    recv_group = send_group = world
+    for stage in range(pp_size - 1):
+        group = _group_of(rank, [stages[stage] + stages[stage + 1]], timeout)
         if stage == pp_rank:
-            tp_group = group
-    return ParallelState(tp_rank, tp_size, pp_rank, pp_size, tp_group, dist.group.WORLD)
+            send_group = group
+        elif stage + 1 == pp_rank:
+            recv_group = group
+    return ParallelState(
+        tp_rank,
+        tp_size,
+        pp_rank,
+        pp_size,
+        tp_group,
+        world,
+        recv_group,
+        send_group,
+        torch.cuda.Stream() if pp_rank > 0 else None,  # type: ignore[no-untyped-call]
+    )
+
+
+def _group_of(rank: int, members: list[list[int]], timeout: timedelta) -> dist.ProcessGroup | None:
+    """The one of several new groups that `rank` belongs to.
+
+    Collective: every rank of the world makes every group, in the same order.
+    """
+    mine: dist.ProcessGroup | None = None
+    for ranks in members:
+        group = dist.new_group(ranks, timeout=timeout)
+        if rank in ranks:
+            mine = group
+    return mine

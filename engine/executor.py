@@ -14,6 +14,9 @@ from engine.messages import GenerationBatchResult, ModelWorkerBatch, SampleMasks
 class Executor(ABC):
     """Runs steps on all workers of one engine."""
 
+    num_kv_tokens: int
+    """Size of the KV cache that the workers settled on."""
+
     @abstractmethod
     def launch(self, batch: ModelWorkerBatch) -> None:
         """Start a step. Doesn't wait for earlier ones. Raises `EngineDeadError`."""

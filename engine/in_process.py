@@ -17,6 +17,7 @@ class InProcessExecutor(Executor):
     def __init__(self, config: WorkerConfig) -> None:
         self.trace: TraceRing[StageSpan] = TraceRing()
         self.worker = make_worker(config, ParallelState.single(), self.trace)
+        self.num_kv_tokens = self.worker.num_kv_tokens
         self._steps = StepQueue(self.worker)
 
     def launch(self, batch: ModelWorkerBatch) -> None:

@@ -74,12 +74,15 @@ class LLM:
         self.config = load_config(EngineConfig, {"model": model, **config})
         resolved = self.config.resolve()
         worker = make_worker_config(resolved)
-        # Raises on impossible sizes, before any weight is read.
-        scheduler_config = SchedulerConfig.from_config(resolved, worker.num_kv_tokens)
+        if worker.num_kv_tokens is not None:
+            # Raises on impossible sizes, before any weight is read.
+            SchedulerConfig.from_config(resolved, worker.num_kv_tokens)
         self.tokenizer = _load_tokenizer(resolved.model.path)
         self.vocab_size = resolved.model.vocab_size
         self.max_model_len = resolved.max_model_len
-        self.core = EngineCore(Scheduler(scheduler_config), _make_executor(worker))
+        executor = _make_executor(worker)
+        scheduler = Scheduler(SchedulerConfig.from_config(resolved, executor.num_kv_tokens))
+        self.core = EngineCore(scheduler, executor)
         self._rng = random.Random()
         self._next_rid = 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from engine import messages
 from engine.errors import EngineDeadError
@@ -10,16 +11,26 @@ from engine.executor import Executor
 from engine.messages import GenerationBatchResult, ModelWorkerBatch, SampleMasks, WorkerReady
 from engine.transport import Inbox, Outbox
 
-READY_TIMEOUT_S = 600.0
+READY_TIMEOUT_S = 1800.0
+
+
+class ReadyWorkers(NamedTuple):
+    """What all ranks told when they were ready."""
+
+    addresses: list[str]
+    """Of their inboxes, in rank order."""
+    num_kv_tokens: int
+    """KV cache that every rank has room for."""
 
 
 class MessageExecutor(Executor):
     """Workers behind sockets: plans are encoded once and sent to each."""
 
-    def __init__(self, results: Inbox, workers: list[str], alive: Callable[[], str]) -> None:
-        """`workers`: inbox addresses in rank order. `alive` says who died, or ""."""
+    def __init__(self, results: Inbox, workers: ReadyWorkers, alive: Callable[[], str]) -> None:
+        """`alive` says who died, or ""."""
         self.results = results
-        self.outboxes = [Outbox(address) for address in workers]
+        self.num_kv_tokens = workers.num_kv_tokens
+        self.outboxes = [Outbox(address) for address in workers.addresses]
         self._alive = alive
 
     def launch(self, batch: ModelWorkerBatch) -> None:
@@ -55,16 +66,16 @@ class MessageExecutor(Executor):
             outbox.close()
 
 
-def collect_ready(results: Inbox, world_size: int, dead: Callable[[], str]) -> list[str]:
-    """Inbox addresses of all ranks, in rank order. Raises `EngineDeadError` if one fails."""
-    addresses: dict[int, str] = {}
+def collect_ready(results: Inbox, world_size: int, dead: Callable[[], str]) -> ReadyWorkers:
+    """Wait until all ranks are ready. Raises `EngineDeadError` if one fails."""
+    ready: dict[int, WorkerReady] = {}
     waited = 0.0
-    while len(addresses) < world_size:
+    while len(ready) < world_size:
         message = results.recv(0.5)
         if isinstance(message, WorkerReady):
             if message.error:
                 raise EngineDeadError(f"worker {message.rank} can't start: {message.error}")
-            addresses[message.rank] = message.address
+            ready[message.rank] = message
             continue
         waited += 0.5
         lost = dead()
@@ -72,4 +83,5 @@ def collect_ready(results: Inbox, world_size: int, dead: Callable[[], str]) -> l
             raise EngineDeadError(f"while starting: {lost}")
         if waited > READY_TIMEOUT_S:
             raise EngineDeadError(f"workers not ready after {READY_TIMEOUT_S:.0f} s")
-    return [addresses[rank] for rank in range(world_size)]
+    addresses = [ready[rank].address for rank in range(world_size)]
+    return ReadyWorkers(addresses, min(message.num_kv_tokens for message in ready.values()))

@@ -227,6 +227,8 @@ class WorkerReady(msgspec.Struct):
     rank: int
     address: str
     """Of the inbox that it takes steps from."""
+    num_kv_tokens: int = 0
+    """Size of its KV cache, the same on every rank."""
     error: str = ""
     """Why it can't, if it can't."""
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError
+from engine.quantization import refuse_quantized
 
 SUPPORTED_ARCHITECTURES = (
     "LlamaForCausalLM",
@@ -84,12 +85,10 @@ class ModelConfig:
                 f"architecture {architecture} of {folder} is not supported; "
                 f"supported are {', '.join(SUPPORTED_ARCHITECTURES)}."
             )
-        if config.get("quantization_config"):
-            method = config["quantization_config"].get("quant_method", "unknown")
-            raise ConfigError(
-                f"{folder} holds weights quantized with '{method}', which Manta can't read yet; "
-                "use the float16 or bfloat16 checkpoint."
-            )
+        modelopt = "hf_quant_config.json"
+        refuse_quantized(
+            folder, config, _read_json(folder, modelopt) if (folder / modelopt).exists() else None
+        )
         generation: dict[str, Any] = {}
         if (folder / "generation_config.json").exists():
             generation = _read_json(folder, "generation_config.json")

@@ -19,7 +19,7 @@ import zmq
 from engine.engine_core import EngineCore
 from engine.errors import EngineDeadError
 from engine.kv_publisher import KVPublisher
-from engine.message_executor import MessageExecutor, collect_ready
+from engine.message_executor import MessageExecutor, ReadyWorkers
 from engine.messages import (
     AbortRequest,
     AddRequest,
@@ -43,13 +43,16 @@ WAITING_POLL_MS = 50
 
 
 class SchedulerRole:
-    """Owns the sockets and the loop of one engine; never touches Ray."""
+    """The loop of one engine whose workers are ready; never touches Ray."""
 
-    def __init__(self, config: SchedulerConfig, host: str, world_size: int) -> None:
+    def __init__(
+        self, config: SchedulerConfig, inbox: Inbox, workers: ReadyWorkers, results: Inbox
+    ) -> None:
+        """Takes requests from `inbox` and steps' results from `results`; closes both at the end."""
         self.scheduler = Scheduler(config)
-        self.world_size = world_size
-        self.inbox = Inbox(host)
-        self.results = Inbox(host)
+        self.inbox = inbox
+        self.results = results
+        self._workers = workers
         self.last_turn = time.monotonic()
         self.trace: TraceRing[StepSpan] = TraceRing()
         self.stats = SchedulerStats()
@@ -60,18 +63,16 @@ class SchedulerRole:
         self._owners: dict[tuple[str, int], str] = {}
         self._stopping = False
 
-    def run(self, dead: Callable[[], str], on_ready: Callable[[], None]) -> None:
-        """Wait for the workers, then serve until `Shutdown`. `dead` names a lost worker, or "".
+    def run(self, dead: Callable[[], str]) -> None:
+        """Serve until `Shutdown`. `dead` names a lost worker, or "".
 
         Raises `EngineDeadError` when a worker is lost: the engine has to be restarted whole.
         """
-        workers = collect_ready(self.results, self.world_size, dead)
-        executor = MessageExecutor(self.results, workers, dead)
+        executor = MessageExecutor(self.results, self._workers, dead)
         core = EngineCore(self.scheduler, executor, trace=self.trace)
         poller = zmq.Poller()
         poller.register(self.inbox.socket, zmq.POLLIN)
         poller.register(self.results.socket, zmq.POLLIN)
-        on_ready()
         try:
             while not self._stopping:
                 self._turn(core, poller)

@@ -12,11 +12,13 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from engine.actors.actor_process import ActorProcess
+from engine.actors.cluster_gpus import gpu_shortage, node_gpus
+from engine.actors.rank_order import bundle_order
 from engine.actors.role_watch import RoleWatch
 from engine.actors.scheduler_actor import RemoteSchedulerActor
 from engine.actors.worker_actor import RemoteWorkerActor
 from engine.config import EngineConfig
-from engine.errors import EngineDeadError
+from engine.errors import ConfigError, EngineDeadError
 from engine.messages import Shutdown
 from engine.scheduler.stats import SchedulerStats
 from engine.trace import RoleTrace
@@ -25,17 +27,20 @@ from engine.worker.worker_config import WorkerConfig
 
 logger = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 600.0
+START_TIMEOUT_S = 1800.0
+"""Large checkpoints come from slow disks."""
 STOP_TIMEOUT_S = 5.0
 PING_TIMEOUT_S = 5.0
+MAX_REASON = 2000
+"""Characters of an actor's error that are told."""
 
 
 class EngineGroup:
     """SchedulerActor and WorkerActor[pp][tp] of one engine, in one placement group.
 
-    Bundle 0 holds the owner and the scheduler, bundle 1 + rank each worker. Actors are children
-    of the owner's process: they die with it. If one of them dies or hangs the group is dead; it is
-    never repaired, its owner restarts it whole.
+    Bundle 0 holds the owner and the scheduler, each other one a worker (`rank_order` says which).
+    Actors are children of the owner's process: they die with it. If one of them dies or hangs the
+    group is dead; it is never repaired, its owner restarts it whole.
     """
 
     def __init__(
@@ -52,6 +57,8 @@ class EngineGroup:
         self.hang_timeout_s = hang_timeout_s
         self.scheduler_address = ""
         self.worker_config: WorkerConfig | None = None
+        self.num_kv_tokens = 0
+        """Size of the KV cache, known once the engine has started."""
         self._pg = placement_group
         self._scheduler: ActorHandle[Any] | None = None
         self._workers: list[ActorHandle[Any]] = []
@@ -79,9 +86,10 @@ class EngineGroup:
     async def start(self) -> None:
         """Create, load, connect. Raises `EngineDeadError` saying which actor failed and why."""
         config = self.config.model_dump()
+        bundles = self._worker_bundles()
         self._scheduler = RemoteSchedulerActor.options(scheduling_strategy=self._bundle(0)).remote()
-        for rank in range(self.config.world_size):
-            self._workers.append(self._start_worker(rank))
+        for rank, bundle in enumerate(bundles):
+            self._workers.append(self._start_worker(rank, bundle))
         self.worker_config, store = await self._workers[0].prepare.remote(config, self.share)
         self.scheduler_address, results = await self._scheduler.prepare.remote(
             config, self.worker_config.num_kv_tokens
@@ -98,8 +106,10 @@ class EngineGroup:
         if self._death:
             ready.cancel()
             raise EngineDeadError(f"the engine can't start: {self._death}")
-        if not ready.result():
+        num_kv_tokens = ready.result()
+        if num_kv_tokens is None:
             raise EngineDeadError(f"the engine isn't ready after {START_TIMEOUT_S:.0f} s")
+        self.num_kv_tokens = num_kv_tokens
         for name, actor in self._actors().items():
             self._processes[name] = await actor.process.remote()
         self._role_watch = RoleWatch(self._actors(), self.hang_timeout_s)
@@ -188,12 +198,24 @@ class EngineGroup:
             logger.error("engine lost: %s", reason)
             self.dead.set()
 
-    def _start_worker(self, rank: int) -> ActorHandle[Any]:
+    def _worker_bundles(self) -> list[int]:
+        """Bundle of each rank. Raises `ConfigError` where Ray would wait for GPUs for ever."""
+        config = self.config
+        if self._pg is not None:
+            return bundle_order(self._pg, config.world_size, config.tp_size)
+        if config.device == "cuda":
+            shortage = gpu_shortage(config.tp_size, config.pp_size, node_gpus())
+            if shortage:
+                raise ConfigError(f"{shortage}.")
+        return list(range(1, 1 + config.world_size))
+
+    def _start_worker(self, rank: int, bundle: int) -> ActorHandle[Any]:
+        # A worker on CUDA owns a GPU; `auto` was decided by whoever made the placement group.
         gpus = 1 if self.config.device == "cuda" else 0
         threads = str(self.config.cpu_threads or 1)
         actor: ActorHandle[Any] = RemoteWorkerActor.options(
             num_gpus=gpus,
-            scheduling_strategy=self._bundle(1 + rank),
+            scheduling_strategy=self._bundle(bundle),
             # Read by libgomp when the process starts: spinning threads would starve the rest.
             runtime_env={"env_vars": {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": threads}},
         ).remote(rank)
@@ -216,5 +238,6 @@ async def _ended(ref: Any) -> str:
     except asyncio.CancelledError:
         raise
     except Exception as error:  # every death of an actor arrives here, whatever its kind
-        return f"{type(error).__name__}: {str(error).strip().splitlines()[-1][:500]}"
+        # The last line of Ray's text is the actor's own error; advice on memory needs its length.
+        return f"{type(error).__name__}: {str(error).strip().splitlines()[-1][:MAX_REASON]}"
     return ""

@@ -18,3 +18,9 @@ def node_ip() -> str:
     """Address of this node that the engine's other actors can reach."""
     address: Any = ray.util.get_node_ip_address  # type: ignore[attr-defined, unused-ignore]
     return str(address())
+
+
+def live_nodes() -> list[dict[str, Any]]:
+    """Ray's account of the cluster's nodes that are up."""
+    nodes: Any = ray.nodes
+    return [node for node in nodes() if node["Alive"]]

@@ -12,41 +12,59 @@ import ray
 
 from engine.actors.actor_process import ActorProcess
 from engine.actors.ray_types import actor_class, node_ip
-from engine.config import EngineConfig
+from engine.config import EngineConfig, ResolvedConfig
+from engine.message_executor import collect_ready
 from engine.scheduler.scheduler_config import SchedulerConfig
 from engine.scheduler.stats import SchedulerStats
 from engine.scheduler_role import IDLE_POLL_MS, SchedulerRole
 from engine.trace import RoleTrace, scheduler_trace
+from engine.transport import Inbox
 
 
 class SchedulerActor:
     """`run` occupies one thread for the engine's life; the others answer control calls."""
 
     def __init__(self) -> None:
+        self._config: ResolvedConfig | None = None
+        self._inbox: Inbox | None = None
+        self._results: Inbox | None = None
         self._role: SchedulerRole | None = None
         self._ready = threading.Event()
 
     @ray.method(concurrency_group="control")
-    def prepare(self, config: dict[str, Any], num_kv_tokens: int) -> tuple[str, str]:
-        """Build the scheduler; addresses of its request inbox and its result inbox."""
-        engine = EngineConfig(**config)
-        scheduler = SchedulerConfig.from_config(engine.resolve(), num_kv_tokens)
-        self._role = SchedulerRole(scheduler, node_ip(), engine.world_size)
-        return self._role.inbox.address, self._role.results.address
+    def prepare(self, config: dict[str, Any], num_kv_tokens: int | None) -> tuple[str, str]:
+        """Open the sockets; addresses of the request inbox and the result inbox.
+
+        Raises `ConfigError` on impossible sizes, before any weight is read, if `num_kv_tokens` is
+        known already.
+        """
+        self._config = EngineConfig(**config).resolve()
+        if num_kv_tokens is not None:
+            SchedulerConfig.from_config(self._config, num_kv_tokens)
+        self._inbox, self._results = Inbox(node_ip()), Inbox(node_ip())
+        return self._inbox.address, self._results.address
 
     @ray.method(concurrency_group="loop")
     def run(self) -> None:
-        """The loop; returns after `Shutdown`, raises when a worker is lost."""
-        role = self._get_role()
+        """Wait for the workers, then the loop; returns after `Shutdown`, raises when a worker is
+        lost or can't start."""
+        if self._config is None or self._inbox is None or self._results is None:
+            raise RuntimeError("prepare comes first")
+        workers = collect_ready(self._results, self._config.engine.world_size, _nobody)
+        config = SchedulerConfig.from_config(self._config, workers.num_kv_tokens)
+        self._role = SchedulerRole(config, self._inbox, workers, self._results)
         # Everything alive now lives as long as the process: keep it out of collections.
         gc.collect()
         gc.freeze()
-        role.run(dead=lambda: "", on_ready=self._ready.set)
+        self._ready.set()
+        self._role.run(_nobody)
 
     @ray.method(concurrency_group="control")
-    def wait_ready(self, timeout_s: float) -> bool:
-        """Whether all workers are ready, within `timeout_s`."""
-        return self._ready.wait(timeout_s)
+    def wait_ready(self, timeout_s: float) -> int | None:
+        """Tokens of KV cache once all workers are ready; None if they aren't within `timeout_s`."""
+        if not self._ready.wait(timeout_s):
+            return None
+        return self._get_role().scheduler.config.num_kv_tokens
 
     @ray.method(concurrency_group="control")
     def ping(self) -> tuple[float, SchedulerStats]:
@@ -76,8 +94,13 @@ class SchedulerActor:
 
     def _get_role(self) -> SchedulerRole:
         if self._role is None:
-            raise RuntimeError("prepare comes first")
+            raise RuntimeError("the workers aren't ready")
         return self._role
+
+
+def _nobody() -> str:
+    """Who of the workers is lost: their owner learns that first, from Ray."""
+    return ""
 
 
 RemoteSchedulerActor = actor_class(SchedulerActor, concurrency_groups={"loop": 1, "control": 2})

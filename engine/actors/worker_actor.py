@@ -11,7 +11,7 @@ from engine.actors.ray_types import actor_class, node_ip
 from engine.config import EngineConfig
 from engine.trace import RoleTrace, StageSpan, TraceRing, stage_trace
 from engine.worker.worker_config import WorkerConfig, make_worker_config
-from engine.worker.worker_loop import run_worker
+from engine.worker.worker_loop import log_as_worker, run_worker
 
 
 class WorkerActor:
@@ -24,7 +24,8 @@ class WorkerActor:
 
     @ray.method(concurrency_group="control")
     def prepare(self, config: dict[str, Any], share: int) -> tuple[WorkerConfig, tuple[str, int]]:
-        """On rank 0: decide every `auto` here, where the device is, and open the group's store.
+        """On rank 0: decide every `auto` here, where the device is, and open the group's store
+        on this node.
 
         Returns the config for all ranks, and host and port of the store.
         """
@@ -41,6 +42,7 @@ class WorkerActor:
     @ray.method(concurrency_group="loop")
     def run(self, config: WorkerConfig, store: tuple[str, int], results_address: str) -> None:
         """The worker's life; returns after `Shutdown`."""
+        log_as_worker(self.rank)
         host = node_ip()
         run_worker(config, self.rank, store, results_address, host, self._trace)
 

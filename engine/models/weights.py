@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.errors import ConfigError
+from engine.quantization import refusal, refuse_type, sign_of
 
 INDEX_NAME = "model.safetensors.index.json"
 
@@ -44,7 +45,9 @@ class WeightSource(ABC):
 class SafetensorsSource(WeightSource):
     """The *.safetensors files of a Hugging Face model folder, single or sharded.
 
-    Files are memory-mapped; only the slices asked for are read.
+    Files are memory-mapped; only the slices asked for are read, straight to the device, and
+    converted there: the host never holds a copy of the model. Layers come in the order of the
+    files, so that one shard after the other is read.
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
@@ -63,11 +66,15 @@ class SafetensorsSource(WeightSource):
         count: int | None = None,
     ) -> Tensor:
         if name not in self._file_of:
+            sign = sign_of(name, self._file_of)
+            if sign:
+                raise refusal(f"{self.folder} has quantized weights ({sign}) for '{name}'")
             raise ConfigError(
                 f"the checkpoint in {self.folder} lacks the weight '{name}'; "
                 "is config.json the one that belongs to it?"
             )
         view = self._open(self._file_of[name]).get_slice(name)
+        refuse_type(self.folder, name, view.get_dtype(), self._file_of)
         found = tuple(view.get_shape())
         if found != shape:
             raise ConfigError(
@@ -77,12 +84,7 @@ class SafetensorsSource(WeightSource):
         stop = shape[dim] if count is None else start + count
         index = (slice(None),) * dim + (slice(start, stop),)
         part: Tensor = view[index]
-        if not part.is_floating_point():
-            raise ConfigError(
-                f"the weight '{name}' in {self.folder} has type {part.dtype}; quantized "
-                "checkpoints can't be read, use the float16 or bfloat16 one."
-            )
-        return part.to(device=self.device, dtype=self.dtype).contiguous()
+        return part.to(dtype=self.dtype).contiguous()
 
     def _find(self) -> dict[str, str]:
         index = self.folder / INDEX_NAME
@@ -115,7 +117,9 @@ class SafetensorsSource(WeightSource):
         if name not in self._files:
             try:
                 # Not used as a context manager: the mapping lives as long as this source.
-                self._files[name] = safe_open(str(self.folder / name), framework="pt")
+                self._files[name] = safe_open(
+                    str(self.folder / name), framework="pt", device=str(self.device)
+                )
             except SafetensorError as error:
                 raise ConfigError(f"{self.folder / name} can't be read: {error}") from error
         return self._files[name]

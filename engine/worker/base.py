@@ -34,6 +34,9 @@ class LaunchedForward(ABC):
 class ModelWorker(ABC):
     """One rank. Steps must be launched in the order in which the scheduler made them."""
 
+    num_kv_tokens: int
+    """Size of the KV cache, the same on every rank of the engine."""
+
     @abstractmethod
     def forward(self, batch: ModelWorkerBatch) -> LaunchedForward | None:
         """Launch the forward of one step; None on stages other than the last.

@@ -1,4 +1,7 @@
-"""How many tokens the KV cache can hold."""
+"""How many tokens the KV cache can hold on CPU, and what a model takes, both by calculation.
+
+On CUDA it is measured: `engine.worker.kv_sizing`.
+"""
 
 from __future__ import annotations
 
@@ -6,61 +9,55 @@ from pathlib import Path
 
 import torch
 
+from engine.distributed import ParallelState
 from engine.errors import ConfigError
 from engine.layers.linear import local_kv_heads
 from engine.model_config import ModelConfig
 from engine.models.llama import stage_layers
 from engine.models.loader import resolve_dtype
 from engine.worker.kv_pool import MHATokenToKVPool
+from engine.worker.worker_config import WorkerConfig
 
 # Bytes of KV cache that one CPU worker takes unless `max_total_tokens` says otherwise: the host's
 # memory is shared with everything else on it.
 CPU_MAX_BYTES = 4 << 30
 
-CUDA_HEADROOM_BYTES = 1 << 30
-
 
 def profile_max_tokens(
-    config: ModelConfig,
-    dtype: str,
-    device: str,
-    tp_size: int,
-    pp_size: int,
-    fraction: float,
+    config: ModelConfig, dtype: str, tp_size: int, pp_size: int, fraction: float
 ) -> int:
-    """Tokens that fit on the worker that needs most bytes per token.
+    """Tokens that fit on the CPU worker that needs most bytes per token.
 
-    CUDA: `fraction` of the device's memory that is free now, less the weights that are still to be
-    loaded and `CUDA_HEADROOM_BYTES` for activations.
-    CPU: `fraction` of the available memory over the host's `tp_size * pp_size` workers, at most
+    `fraction` of the available memory over the host's `tp_size * pp_size` workers, at most
     `CPU_MAX_BYTES` each, half of it for the contiguous copies that decoding on CPU keeps (see
     `DecodeWorkspace`). Raises `ConfigError` if not even one token fits.
     """
     per_token = kv_bytes_per_token(config, resolve_dtype(dtype, config), tp_size, pp_size)
-    if torch.device(device).type == "cuda":
-        free, _ = torch.cuda.mem_get_info(torch.device(device))
-        budget = int(free * fraction) - CUDA_HEADROOM_BYTES
-        budget -= weight_bytes(config, resolve_dtype(dtype, config)) // (tp_size * pp_size)
-    else:
-        share = int(available_host_bytes() * fraction) // (tp_size * pp_size)
-        budget = min(share, CPU_MAX_BYTES)
-        per_token += kv_bytes_per_token(config, "float32", tp_size, pp_size)
+    per_token += kv_bytes_per_token(config, "float32", tp_size, pp_size)
+    share = int(available_host_bytes() * fraction) // (tp_size * pp_size)
+    budget = min(share, CPU_MAX_BYTES)
     tokens = budget // per_token
     if tokens < 1:
         raise ConfigError(
-            f"no room for a KV cache: {budget} bytes are free on {device} and one token takes "
+            f"no room for a KV cache: {budget} bytes are free on cpu and one token takes "
             f"{per_token}. Free memory, raise tp_size or pp_size, or use a smaller model."
         )
     return tokens
 
 
-def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes of the whole model's matrices (norms and biases don't matter here)."""
-    qkv = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    attention = config.hidden_size * (qkv + config.num_heads * config.head_dim)
-    layer = attention + 3 * config.hidden_size * config.intermediate_size
-    embeddings = (1 if config.tie_word_embeddings else 2) * config.vocab_size * config.hidden_size
-    return (config.num_layers * layer + embeddings) * dtype.itemsize
+def stage_weight_bytes(config: WorkerConfig, parallel: ParallelState) -> int:
+    """Bytes of one rank's matrices (norms and biases don't matter here)."""
+    model = config.model
+    qkv = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    attention = model.hidden_size * (qkv + model.num_heads * model.head_dim)
+    layer = attention + 3 * model.hidden_size * model.intermediate_size
+    table = model.vocab_size * model.hidden_size
+    tables = int(parallel.is_first_stage) + int(parallel.is_last_stage)
+    if model.tie_word_embeddings:
+        tables = min(tables, 1)
+    layers = len(stage_layers(model.num_layers, parallel.pp_size)[parallel.pp_rank])
+    numel = (layers * layer + tables * table) // parallel.tp_size
+    return numel * resolve_dtype(config.dtype, model).itemsize
 
 
 def kv_bytes_per_token(

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention.base import AttentionInputs
+from engine.attention.base import AttentionBackend, AttentionInputs
 from engine.attention.registry import create_attention_backend
 from engine.distributed import ParallelState
 from engine.errors import ConfigError
@@ -36,7 +36,8 @@ class ForwardOutput(NamedTuple):
 class ModelRunner:
     """The model with its KV cache and attention backend.
 
-    `num_kv_slots` in tokens, without the padding page. `req_to_token`, int32
+    `num_kv_slots` in tokens, without the padding page; `resize_kv_cache` changes it before the
+    first step. `req_to_token`, int32
     [max_running_requests + 1, max_model_len + page_size], mirrors the scheduler's table; the last
     row is for rows that only fill up a batch. Raises `ConfigError` if the model, the split or the
     sizes don't fit.
@@ -57,7 +58,10 @@ class ModelRunner:
         load_format: str = "auto",
         seed: int = 0,
         progress: Callable[[int, int], None] | None = None,
+        on_loaded: Callable[[], None] | None = None,
     ) -> None:
+        """`progress(done, total)` after each layer's weights, `on_loaded()` after all of them,
+        before anything else is allocated."""
         if max_model_len > model_config.max_position_embeddings:
             raise ConfigError(
                 f"max_model_len ({max_model_len}) exceeds the model's max_position_embeddings "
@@ -67,8 +71,10 @@ class ModelRunner:
         self.parallel = parallel
         self.device = torch.device(device)
         self.dtype = resolve_dtype(dtype, model_config)
-        num_heads = shard("num_attention_heads", model_config.num_heads, parallel.tp_size)
-        num_kv_heads = local_kv_heads(model_config.num_kv_heads, parallel.tp_size)
+        self.page_size = page_size
+        self.attention_backend = attention_backend
+        self.num_heads = shard("num_attention_heads", model_config.num_heads, parallel.tp_size)
+        self.num_kv_heads = local_kv_heads(model_config.num_kv_heads, parallel.tp_size)
         self.model = load_model(
             model_config,
             dtype=self.dtype,
@@ -79,29 +85,49 @@ class ModelRunner:
             seed=seed,
             progress=progress,
         )
-        self.kv_pool = MHATokenToKVPool(
-            num_kv_slots,
-            page_size,
-            len(self.model.layers),
-            num_kv_heads,
-            model_config.head_dim,
-            self.dtype,
-            self.device,
-        )
+        if on_loaded is not None:
+            on_loaded()
         self.req_to_token = torch.zeros(
             (max_running_requests + 1, max_model_len + page_size),
             dtype=torch.int32,
             device=self.device,
         )
-        self.attention = create_attention_backend(
-            attention_backend,
+        self.kv_pool = self._make_kv_pool(num_kv_slots)
+        self.attention = self._make_attention()
+
+    def resize_kv_cache(self, num_kv_slots: int) -> None:
+        """Replace the KV cache by an empty one of another size, and the backend that reads it."""
+        # The old ones go before the new ones come: there may be no room for both.
+        del self.attention, self.kv_pool
+        self.kv_pool = self._make_kv_pool(num_kv_slots)
+        self.attention = self._make_attention()
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """What one slot takes on this rank."""
+        return self.kv_pool.num_bytes // (self.kv_pool.num_slots + self.page_size)
+
+    def _make_kv_pool(self, num_slots: int) -> MHATokenToKVPool:
+        return MHATokenToKVPool(
+            num_slots,
+            self.page_size,
+            len(self.model.layers),
+            self.num_kv_heads,
+            self.model_config.head_dim,
+            self.dtype,
+            self.device,
+        )
+
+    def _make_attention(self) -> AttentionBackend:
+        return create_attention_backend(
+            self.attention_backend,
             AttentionInputs(
                 self.kv_pool,
                 self.req_to_token,
                 self.model.attention_layers,
-                num_heads,
-                num_kv_heads,
-                model_config.head_dim,
+                self.num_heads,
+                self.num_kv_heads,
+                self.model_config.head_dim,
             ),
         )
 

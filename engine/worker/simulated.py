@@ -71,6 +71,7 @@ class SimulatedWorker(ModelWorker):
     ) -> None:
         self.device = config.simulated
         self.parallel = parallel
+        self.num_kv_tokens = config.num_kv_tokens or config.max_kv_tokens
         self._trace = trace
         self._free_at = 0.0
         self._last = np.full(config.max_running_requests + 1, -1, np.int32)

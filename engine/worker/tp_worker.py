@@ -11,13 +11,21 @@ from torch import Tensor
 
 from engine.distributed import ParallelState
 from engine.messages import GenerationBatchResult, ModelWorkerBatch, PromptLogprobs, SampleMasks
+from engine.models.load_progress import LoadProgress
 from engine.sampling import SampledTokens, Sampler, SamplingState
 from engine.sampling.logprobs import LogprobTensors
 from engine.trace import StageSpan, TraceRing
 from engine.worker.base import LaunchedForward, ModelWorker, PendingResult
 from engine.worker.forward_batch import ForwardBatch
 from engine.worker.future_map import FutureMap
+from engine.worker.kv_sizing import (
+    MemoryMeter,
+    agree_on_kv_tokens,
+    check_weights_fit,
+)
+from engine.worker.memory import stage_weight_bytes
 from engine.worker.model_runner import ForwardOutput, ModelRunner
+from engine.worker.out_of_memory import ALLOCATE, PROFILE, WEIGHTS, out_of_memory_advice
 from engine.worker.worker_config import WorkerConfig
 
 _DEVICE_POLL_S = 1e-4
@@ -83,31 +91,65 @@ class TpModelWorker(ModelWorker):
         config: WorkerConfig,
         parallel: ParallelState,
         trace: TraceRing[StageSpan] | None = None,
+        meter: MemoryMeter | None = None,
     ) -> None:
-        """Loads its shard. `trace` gets the span of every step on this stage."""
+        """Loads its shard. `trace` gets the span of every step on this stage.
+
+        With a `meter` the KV cache gets what the device has left (or what was stated, if that
+        fits); without one its size must be known. Raises `ConfigError` with advice when the
+        device's memory doesn't do; collective over the engine's ranks.
+        """
+        if meter is None and config.num_kv_tokens is None:
+            raise ValueError("a KV cache of unknown size needs a meter")
         if config.device == "cpu":
             torch.set_num_threads(config.cpu_threads)
         self.parallel = parallel
-        self.runner = ModelRunner(
+        memory = None if meter is None else meter.memory
+        if memory is not None:
+            check_weights_fit(stage_weight_bytes(config, parallel), config, memory)
+        with out_of_memory_advice(WEIGHTS, config, memory):
+            self.runner = self._load(config, meter)
+        self._trace: TraceRing[StageSpan] | None = None
+        self._prompt_logprobs: dict[int, int] = {}
+        """Slot -> alternatives, of slots whose request wants prompt log-probabilities."""
+        with out_of_memory_advice(ALLOCATE, config, memory):
+            slots = config.max_running_requests + 1
+            self.future_map = FutureMap(slots, self.runner.device)
+            state = SamplingState(slots, config.model.vocab_size, self.runner.device)
+            self.sampler = Sampler(state, config.sampling_backend)
+        if meter is not None:
+            self._size_kv_cache(config, meter)
+        self.num_kv_tokens = self.runner.kv_pool.num_slots
+        self._trace = trace
+
+    def _load(self, config: WorkerConfig, meter: MemoryMeter | None) -> ModelRunner:
+        """The model; with a `meter` on a KV cache that is still to be sized."""
+        progress = LoadProgress() if self.parallel.rank == 0 else None
+        return ModelRunner(
             config.model,
             dtype=config.dtype,
             device=config.device,
             page_size=config.page_size,
-            num_kv_slots=config.num_kv_tokens,
+            num_kv_slots=(config.num_kv_tokens or 0) if meter is None else 0,
             max_running_requests=config.max_running_requests,
             max_model_len=config.max_model_len,
             attention_backend=config.attention_backend,
-            parallel=parallel,
+            parallel=self.parallel,
             load_format=config.load_format,
             seed=config.seed,
+            progress=progress,
+            on_loaded=None if meter is None else meter.loaded,
         )
-        slots = config.max_running_requests + 1
-        self.future_map = FutureMap(slots, self.runner.device)
-        state = SamplingState(slots, config.model.vocab_size, self.runner.device)
-        self.sampler = Sampler(state, config.sampling_backend)
-        self._trace = trace
-        self._prompt_logprobs: dict[int, int] = {}
-        """Slot -> alternatives, of slots whose request wants prompt log-probabilities."""
+
+    def _size_kv_cache(self, config: WorkerConfig, meter: MemoryMeter) -> None:
+        runner = self.runner
+        with out_of_memory_advice(PROFILE, config, meter.memory):
+            profile = meter.profile(self, config, runner.kv_bytes_per_token)
+        tokens = agree_on_kv_tokens(profile, config, self.parallel, runner.device)
+        with out_of_memory_advice(ALLOCATE, config, meter.memory):
+            runner.resize_kv_cache(tokens)
+        # Waits until it is zeroed, whatever stream the first step runs on.
+        meter.memory.release()
 
     def forward(self, batch: ModelWorkerBatch) -> LaunchedForward | None:
         for item in batch.new_slots:

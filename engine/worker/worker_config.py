@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.config import ResolvedConfig, SimulatedDevice, available_cores
+from engine.config import EngineConfig, ResolvedConfig, SimulatedDevice, available_cores
 from engine.errors import ConfigError
 from engine.model_config import ModelConfig
 
@@ -20,9 +20,15 @@ class WorkerConfig:
     dtype: str
     device: str
     page_size: int
-    num_kv_tokens: int
+    num_kv_tokens: int | None
+    """Stated, or estimated (CPU); None: measured once the weights are loaded (CUDA)."""
+    max_kv_tokens: int
+    """Every request at full length: more can never be used."""
+    memory_fraction: float
     max_running_requests: int
     max_model_len: int
+    max_step_tokens: int
+    """Of the largest step that the scheduler may send."""
     attention_backend: str
     sampling_backend: str
     load_format: str
@@ -47,7 +53,7 @@ def make_worker_config(config: ResolvedConfig, *, share: int = 1) -> WorkerConfi
     """Decide every `auto` on this machine.
 
     `share`: engines on this machine that split its cores and memory. Raises `ConfigError` when
-    the device isn't there or the KV cache can't hold one request.
+    the device isn't there or a KV cache on CPU has no room.
     """
     engine = config.engine
     device = engine.device if engine.device != "auto" else detect_device()
@@ -63,27 +69,27 @@ def make_worker_config(config: ResolvedConfig, *, share: int = 1) -> WorkerConfi
     most = engine.max_running_requests * pages * engine.page_size
     if num_kv_tokens is None and device == "simulated":
         num_kv_tokens = most
-    elif num_kv_tokens is None:
+    elif num_kv_tokens is None and device == "cpu":
         # torch is imported here: config checks elsewhere must not pay for it.
         from engine.worker.memory import profile_max_tokens
 
         room = profile_max_tokens(
-            config.model,
-            dtype,
-            device,
-            engine.tp_size,
-            engine.pp_size,
-            engine.memory_fraction / (share if device == "cpu" else 1),
+            config.model, dtype, engine.tp_size, engine.pp_size, engine.memory_fraction / share
         )
         num_kv_tokens = min(room, most)
+    if num_kv_tokens is not None:
+        num_kv_tokens = num_kv_tokens // engine.page_size * engine.page_size
     return WorkerConfig(
         model=config.model,
         dtype=dtype,
         device=device,
         page_size=engine.page_size,
-        num_kv_tokens=num_kv_tokens // engine.page_size * engine.page_size,
+        num_kv_tokens=num_kv_tokens,
+        max_kv_tokens=most,
+        memory_fraction=engine.memory_fraction,
         max_running_requests=engine.max_running_requests,
         max_model_len=config.max_model_len,
+        max_step_tokens=max_step_tokens(engine, config.max_model_len),
         attention_backend="torch"
         if engine.attention_backend == "auto"
         else engine.attention_backend,
@@ -95,6 +101,14 @@ def make_worker_config(config: ResolvedConfig, *, share: int = 1) -> WorkerConfi
         cpu_threads=threads,
         simulated=engine.simulated,
     )
+
+
+def max_step_tokens(engine: EngineConfig, max_model_len: int) -> int:
+    """Tokens of the largest step: a full chunk, or beside every request's decode row one page of
+    a prompt; without chunking a long prompt, which goes alone, however long it is."""
+    chunk, rows = engine.chunked_prefill_size, engine.max_running_requests
+    budget = chunk if chunk > 0 else max(engine.max_prefill_tokens, max_model_len + rows)
+    return max(budget, rows + engine.page_size)
 
 
 def detect_device() -> str:

@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-INIT_TIMEOUT_S = 300.0
+INIT_TIMEOUT_S = 1800.0
+"""Also for every later call: a rank may load its weights for so much longer than another. A dead
+one is noticed by who started the ranks, not by this."""
 SPIN_S = 200e-6
 """A sleeping thread wakes up late by about so much; the last bit before a result is polled."""
 
@@ -65,6 +67,12 @@ def run_worker(
         results.close()
 
 
+def log_as_worker(rank: int) -> None:
+    """For a worker's own process: warnings to stderr, and what rank 0 tells of the start."""
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("engine").setLevel(logging.INFO if rank == 0 else logging.WARNING)
+
+
 def _start(
     config: WorkerConfig,
     rank: int,
@@ -78,6 +86,11 @@ def _start(
     from engine.worker.factory import make_worker
 
     try:
+        if config.device == "cuda":
+            import torch
+
+            # Whoever started this process made one GPU visible to it.
+            torch.cuda.set_device(0)
         parallel = init_parallel(
             config.comm_backend,
             "",
@@ -89,9 +102,10 @@ def _start(
         )
         worker = make_worker(config, parallel, trace)
     except Exception as error:
-        results.send(WorkerReady(rank, inbox.address, f"{type(error).__name__}: {error}"))
+        reason = f"{type(error).__name__}: {error}"
+        results.send(WorkerReady(rank, inbox.address, error=reason))
         raise
-    results.send(WorkerReady(rank, inbox.address))
+    results.send(WorkerReady(rank, inbox.address, worker.num_kv_tokens))
     return parallel, worker
 
 

@@ -270,7 +270,7 @@ def test_memory_sizing(folder: Path) -> None:
     # 3 layers, 2 key/value heads of 8, keys and values, 4 bytes
     assert kv_bytes_per_token(config, "float32", 1, 1) == 3 * 2 * 8 * 2 * 4
     assert kv_bytes_per_token(config, "bfloat16", 2, 3) == 1 * 1 * 8 * 2 * 2
-    tokens = profile_max_tokens(config, "float32", "cpu", 1, 1, 0.5)
+    tokens = profile_max_tokens(config, "float32", 1, 1, 0.5)
     assert 0 < tokens * 2 * 384 <= 4 << 30
     with pytest.raises(ConfigError, match="no room for a KV cache"):
-        profile_max_tokens(config, "float32", "cpu", 1, 1, 0.0)
+        profile_max_tokens(config, "float32", 1, 1, 0.0)

@@ -1,0 +1,70 @@
+"""`MemoryProfile`: where a device's memory goes, and what is left for the KV cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GIB = 1 << 30
+
+GRAPH_RESERVE_BYTES = 2 * GIB
+"""Kept free for the CUDA graphs, which are captured after the KV cache is allocated."""
+
+HEADROOM_BYTES = 1 * GIB
+"""Kept free for what the profile doesn't see: fragmentation, the growth of the penalties' pool,
+modules that CUDA loads at their first use."""
+
+
+@dataclass(frozen=True)
+class MemoryProfile:
+    """Bytes on one rank's device, measured with the weights loaded and the largest steps run."""
+
+    total: int
+    fraction: float
+    """Share of `total` that this engine may take (`memory_fraction`)."""
+    elsewhere: int
+    """Held when this rank started: by other processes, by CUDA's context, by NCCL."""
+    weights: int
+    buffers: int
+    """Tensors that live as long as the engine: tables, workspaces, sampling state."""
+    activations: int
+    """Of the largest step, at its peak."""
+    libraries: int
+    """What this process took outside torch since it started."""
+    graphs: int
+    headroom: int
+    bytes_per_token: int
+    """KV cache of one token on this rank."""
+
+    @property
+    def limit(self) -> int:
+        """What this engine may take on the device: its share, or what the others leave."""
+        return min(int(self.total * self.fraction), self.total - self.elsewhere)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Left for the KV cache; negative if the rest doesn't fit."""
+        taken = self.weights + self.buffers + self.activations + self.libraries
+        return self.limit - taken - self.graphs - self.headroom
+
+    @property
+    def kv_tokens(self) -> int:
+        """As many as fit, at least 0."""
+        return max(0, self.kv_bytes) // self.bytes_per_token
+
+    def describe(self, num_kv_tokens: int) -> str:
+        """One line: where the memory goes with a KV cache of so many tokens."""
+        kv = num_kv_tokens * self.bytes_per_token
+        used = self.limit - self.kv_bytes + kv
+        return (
+            f"memory of the device: {gib(self.total)}, of which {gib(self.limit)} may be used "
+            f"(memory_fraction {self.fraction:g}, {gib(self.elsewhere)} held elsewhere): "
+            f"weights {gib(self.weights)}, activations {gib(self.activations)}, "
+            f"buffers {gib(self.buffers + self.libraries)}, CUDA graphs {gib(self.graphs)}, "
+            f"headroom {gib(self.headroom)}, "
+            f"KV cache {gib(kv)} = {num_kv_tokens} tokens, unused {gib(self.limit - used)}"
+        )
+
+
+def gib(num_bytes: int) -> str:
+    """For people."""
+    return f"{num_bytes / GIB:.2f} GiB"
