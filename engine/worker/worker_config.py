@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.config import ResolvedConfig, SimulatedDevice, available_cores
+from engine.config import EngineConfig, ResolvedConfig, SimulatedDevice, available_cores
 from engine.errors import ConfigError
 from engine.model_config import ModelConfig
 
+MAX_GRAPH_ROWS = 256
+"""Larger decode batches keep a GPU busy without graphs."""
 SMALL_MATRIX = 2**20
 """Elements of an MLP matrix below which more than one thread doesn't pay on CPU."""
 
@@ -31,6 +33,8 @@ class WorkerConfig:
     pp_size: int
     cpu_threads: int
     simulated: SimulatedDevice
+    cuda_graph_max_batch_size: int = 0
+    """Largest decode batch that is captured; 0: none is."""
 
     @property
     def world_size(self) -> int:
@@ -94,7 +98,18 @@ def make_worker_config(config: ResolvedConfig, *, share: int = 1) -> WorkerConfi
         pp_size=engine.pp_size,
         cpu_threads=threads,
         simulated=engine.simulated,
+        cuda_graph_max_batch_size=graph_max_batch_size(engine) if device == "cuda" else 0,
     )
+
+
+def graph_max_batch_size(engine: EngineConfig) -> int:
+    """Largest decode batch to capture, 0 for none: never more rows than a micro-batch can have."""
+    if not engine.enable_cuda_graphs:
+        return 0
+    rows = engine.max_running_requests
+    if engine.pp_max_micro_batch_size is not None:
+        rows = min(rows, engine.pp_max_micro_batch_size)
+    return min(rows, engine.cuda_graph_max_batch_size or MAX_GRAPH_ROWS)
 
 
 def detect_device() -> str:
