@@ -120,7 +120,7 @@ class CapturableAttention(TorchAttentionBackend):
             return super().forward(q, k, v, layer, batch)
         self.pool.set_kv(layer.layer_id, batch.out_cache_loc, k, v)
         slots = self.inputs.req_to_token.index_select(0, batch.req_pool_indices)
-        positions = torch.arange(slots.shape[1])
+        positions = torch.arange(slots.shape[1], device=slots.device)
         seen = positions < batch.seq_lens.unsqueeze(1)
         if layer.sliding_window is not None:
             seen = seen & (positions >= batch.seq_lens.unsqueeze(1) - layer.sliding_window)

@@ -479,3 +479,71 @@ def test_padding_rows_are_padding() -> None:
 )
 def test_largest_size_by_config(options: dict[str, int], wanted: int) -> None:
     assert graph_max_batch_size(EngineConfig(**options)) == wanted
+
+
+class Pipe:
+    """A pipeline's stage in this process: hidden states lie in a list until the next stage runs."""
+
+    def __init__(self, pp_rank: int, pp_size: int, on_the_way: list[torch.Tensor]) -> None:
+        self.tp_rank, self.tp_size = 0, 1
+        self.pp_rank, self.pp_size = pp_rank, pp_size
+        self.rank = pp_rank
+        self.is_first_stage = pp_rank == 0
+        self.is_last_stage = pp_rank == pp_size - 1
+        self.on_the_way = on_the_way
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def all_gather_last_dim(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def send_hidden(self, hidden: torch.Tensor) -> None:
+        self.on_the_way.append(hidden)  # not copied: it mustn't change on the way
+
+    def recv_hidden(self, num_tokens: int, *_: object) -> torch.Tensor:
+        hidden = self.on_the_way.pop(0)
+        assert hidden.shape[0] == num_tokens, "padding was sent"
+        return hidden
+
+
+def test_pipeline_stages_capture_too(folder: Path) -> None:
+    """Two micro-batches follow each other through two stages; -1 isn't used in pipelines."""
+    on_the_way: list[torch.Tensor] = []
+    backends = [RecordedGraphs(), RecordedGraphs()]
+    stages = [
+        make_worker(
+            folder,
+            graph_backend=backend,
+            max_batch_size=8,
+            parallel=Pipe(rank, 2, on_the_way),  # type: ignore[arg-type]
+        )
+        for rank, backend in enumerate(backends)
+    ]
+    # Forwards on both stages, sampling on the last: sizes 1, 2, 4, 8.
+    assert [backend.captured for backend in backends] == [4, 12]
+    eager = make_worker(folder)
+    steps = Steps(greedy_or_seeded, seed=7)
+    last: dict[int, int] = {}
+    for target in (3, 5, 5, 6, 6, 6, 4, 4):
+        whole, _ = steps.next(target)
+        decode_rows = slice(whole.num_extend, None)
+        tokens = [last.get(slot, -1) for slot in whole.req_pool_indices.tolist()]
+        starts = int(whole.extend_lens.sum())
+        whole.input_ids[starts:] = np.array(tokens, np.int32)[decode_rows]
+        micro = [whole]
+        if whole.num_extend == 0:
+            half = target // 2
+            micro = [part(whole, range(half), whole.step), part(whole, range(half, target), 10**6)]
+        for batch in micro:
+            assert stages[0].forward(batch) is None
+        for batch in micro:
+            launched = stages[1].forward(batch)
+            wanted = eager.forward(batch)
+            assert launched is not None and wanted is not None
+            ours, theirs = launched.sample(None).collect(), wanted.sample(None).collect()
+            same_results(ours, theirs)
+            slots = batch.req_pool_indices.tolist()
+            last.update(zip(slots, ours.next_token_ids.tolist(), strict=True))
+    assert not on_the_way
+    assert all(backend.replayed >= 8 for backend in backends)
