@@ -10,9 +10,9 @@ import torch
 
 from engine.worker import device_clock
 from engine.worker.device_clock import DeviceClock
-from engine.worker.device_queue import BufferDownload, CpuQueue, StagedQueue
+from engine.worker.device_queue import BufferDownload, CpuQueue
 from engine.worker.staging import ALIGNMENT, Part, ResultBuffers, StagingRing, pack
-from tests.fake_cuda import FakeEvent
+from tests.fake_cuda import FakeCudaQueue, FakeEvent
 
 CPU = torch.device("cpu")
 
@@ -56,15 +56,14 @@ ARRAYS = [
 
 @pytest.mark.parametrize("kind", ["cpu", "staged"])
 def test_uploads_keep_values_types_and_shapes(kind: str) -> None:
-    arrays = ARRAYS if kind == "staged" else [a for a in ARRAYS]
-    queue = CpuQueue() if kind == "cpu" else StagedQueue(CPU, make_buffer, Events())
-    for array, tensor in zip(arrays, queue.upload(arrays), strict=True):
+    queue = CpuQueue() if kind == "cpu" else FakeCudaQueue(CPU)
+    for array, tensor in zip(ARRAYS, queue.upload(ARRAYS), strict=True):
         assert tensor.numpy().dtype == array.dtype
         np.testing.assert_array_equal(tensor.numpy(), array)
 
 
 def test_fill_writes_parts_at_their_places() -> None:
-    for queue in (CpuQueue(), StagedQueue(CPU, make_buffer, Events())):
+    for queue in (CpuQueue(), FakeCudaQueue(CPU)):
         target = torch.zeros(64, dtype=torch.uint8)
         queue.fill([Part(16, np.array([3], np.int64)), Part(40, np.array([5], np.int32))], target)
         assert target[16:24].view(torch.int64).tolist() == [3]
