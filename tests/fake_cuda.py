@@ -195,6 +195,9 @@ class FakeCudaQueue(StagedQueue):
     def stream(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()
 
+    def join(self) -> None:
+        pass
+
     def download(self, tensors: Sequence[Tensor]) -> Download:
         with unset_fake_temporarily():
             buffer = self.results.take(tensors)

@@ -104,6 +104,7 @@ class DecodeGraphs:
         self._graphs: dict[int, _Graph] = {}
         try:
             self._buffers = GraphBuffers(runner, max_batch_size)
+            runner.queue.join()
             with runner.queue.stream():
                 self._capture_all(limits or CaptureLimits())
         except torch.OutOfMemoryError as error:

@@ -82,7 +82,7 @@ class EventTiming(StepTiming):
 
     def end(self) -> None:
         self.ended.record()
-        self.clock.last_end = self.ended
+        self.clock.ended(self)
 
     def is_over(self) -> bool:
         return self.ended.query()
@@ -99,17 +99,24 @@ class DeviceClock:
     def __init__(self, make_event: Callable[[], TimedEvent]) -> None:
         self._make_event = make_event
         self._anchor: _Anchor | None = None
-        self.last_end: TimedEvent | None = None
-        """Of the newest step that was launched completely."""
+        self._newest_end: TimedEvent | None = None
+        self._open = 0
+        """Steps that have begun and whose end isn't launched (delayed samples)."""
 
     def begin(self) -> EventTiming:
         """A timing that starts behind everything launched so far."""
-        idle = self.last_end is None or self.last_end.query()
+        idle = self._open == 0 and (self._newest_end is None or self._newest_end.query())
+        self._open += 1
         started = self._make_event()
         started.record()
         if idle or self._anchor is None:
             self._anchor = _Anchor(started, time.monotonic())
         return EventTiming(self, self._anchor, started, self._make_event())
+
+    def ended(self, timing: EventTiming) -> None:
+        """The end of `timing` has been launched."""
+        self._open -= 1
+        self._newest_end = timing.ended
 
     def seen(self, event: TimedEvent) -> None:
         """`event` has just been found to have come to pass."""

@@ -43,6 +43,10 @@ class DeviceQueue(ABC):
         """Everything launched inside runs in order with everything ever launched inside."""
 
     @abstractmethod
+    def join(self) -> None:
+        """What is launched inside from now on comes after what was launched outside so far."""
+
+    @abstractmethod
     def upload(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
         """Copies of `arrays`, all by one transfer."""
 
@@ -84,6 +88,9 @@ class CpuQueue(DeviceQueue):
 
     def stream(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()
+
+    def join(self) -> None:
+        pass
 
     def upload(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
         """The arrays' own memory."""
@@ -160,14 +167,12 @@ class CudaQueue(StagedQueue):
         self._copied: torch.cuda.Event | None = None
         """End of the newest download."""
         self._clock = DeviceClock(lambda: torch.cuda.Event(enable_timing=True))
-        self._joined = False
 
     def stream(self) -> contextlib.AbstractContextManager[object]:
-        if not self._joined:
-            # Weights and tables were made on the default stream.
-            self._forward.wait_stream(torch.cuda.current_stream(self.device))
-            self._joined = True
         return torch.cuda.stream(self._forward)
+
+    def join(self) -> None:
+        self._forward.wait_stream(torch.cuda.current_stream(self.device))
 
     def download(self, tensors: Sequence[Tensor]) -> Download:
         sources = [tensor.contiguous() for tensor in tensors]

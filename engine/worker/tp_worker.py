@@ -163,6 +163,8 @@ class TpModelWorker(ModelWorker):
         """(step, micro-batch, timing) of steps that the device may not be done with."""
         self._prompt_logprobs: dict[int, int] = {}
         """Slot -> alternatives, of slots whose request wants prompt log-probabilities."""
+        # Weights and tables were made outside of the stream that steps run on.
+        self.queue.join()
 
     def forward(self, batch: ModelWorkerBatch) -> LaunchedForward | None:
         with self.queue.stream():

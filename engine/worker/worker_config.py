@@ -106,9 +106,9 @@ def graph_max_batch_size(engine: EngineConfig) -> int:
     """Largest decode batch to capture, 0 for none: never more rows than a micro-batch can have."""
     if not engine.enable_cuda_graphs:
         return 0
-    rows = engine.max_running_requests
-    if engine.pp_max_micro_batch_size is not None:
-        rows = min(rows, engine.pp_max_micro_batch_size)
+    rows = engine.pp_max_micro_batch_size
+    if rows is None:
+        rows = -(-engine.max_running_requests // engine.num_micro_batches)
     return min(rows, engine.cuda_graph_max_batch_size or MAX_GRAPH_ROWS)
 
 

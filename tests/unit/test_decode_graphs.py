@@ -474,6 +474,7 @@ def test_padding_rows_are_padding() -> None:
         ({"max_running_requests": 1000, "cuda_graph_max_batch_size": 500}, 500),
         ({"max_running_requests": 100, "cuda_graph_max_batch_size": 500}, 100),
         ({"pp_size": 2, "pp_max_micro_batch_size": 12}, 12),
+        ({"pp_size": 3, "max_running_requests": 100}, 34),
         ({"enable_cuda_graphs": False}, 0),
     ],
 )
