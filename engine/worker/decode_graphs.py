@@ -4,12 +4,12 @@ Launching a decode's kernels one by one takes the host longer than the device ta
 graph is one launch. It replays the same kernels on the same memory, so there is one per batch size,
 and a batch is padded to the next size that was captured. Two graphs are chained,
 
-    inputs -> [last tokens, forward, logits] -> logits -> [sampling, last tokens, NaN check] -> tokens
+    inputs -> [take last tokens, forward] -> logits -> [sample, keep last tokens] -> tokens
 
 because what samples differs from step to step: greedy rows only, or rows that also draw from the
 whole vocabulary. Whatever else (top-k, penalties, masks, log-probabilities, ...) is sampled eagerly
 from the same logits. Prefills and mixed steps run eagerly.
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 

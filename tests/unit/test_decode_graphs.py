@@ -21,6 +21,7 @@ from engine.worker.step_queue import StepQueue
 from engine.worker.tp_worker import TpModelWorker
 from engine.worker.worker_config import graph_max_batch_size
 from tests.fake_graphs import CapturableAttention, RecordedGraphs, use_capturable_attention
+from tests.guards import without
 from tests.models import make_model
 from tests.worker_driver import MakeParams, Steps, drain, make_worker, run_step
 
@@ -180,6 +181,19 @@ def test_delayed_samples_keep_their_logits(folder: Path) -> None:
 
 
 def test_a_delayed_sample_survives_another_forward(folder: Path) -> None:
+    check_delayed_sample(folder)
+
+
+@pytest.mark.parametrize("name", ["logits", "forward.sample_slots", "forward.sample_lens"])
+def test_a_delayed_sample_needs_its_copies(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    without(TpModelWorker, "_run_graph", (f"{name} = {name}.clone()", "pass"))(monkeypatch)
+    with pytest.raises(AssertionError):
+        check_delayed_sample(folder)
+
+
+def check_delayed_sample(folder: Path) -> None:
     pair = make_pair(folder)
     steps = Steps(seeded, seed=2)
     queues = StepQueue(pair.graphs), StepQueue(pair.eager)
