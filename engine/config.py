@@ -102,6 +102,10 @@ class EngineConfig(BaseModel):
     where replicas are chosen by what they hold."""
     attention_backend: Literal["auto", "torch"] = "auto"
     sampling_backend: Literal["auto", "torch"] = "auto"
+    enable_cuda_graphs: bool = True
+    """On CUDA: decode steps are captured when the engine starts and launched as a whole."""
+    cuda_graph_max_batch_size: int | None = Field(None, ge=1)
+    """Decode batches above it run eagerly; None: max_running_requests, at most 256."""
     pp_async_depth: int = Field(0, ge=0, le=8)
     """Micro-batches in flight beyond pp_size."""
     pp_max_micro_batch_size: int | None = Field(None, ge=1)

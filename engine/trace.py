@@ -32,10 +32,7 @@ class StepSpan(NamedTuple):
 
 
 class StageSpan(NamedTuple):
-    """A step on one pipeline stage; monotonic seconds of its process.
-
-    On CPU and on a simulated device: while the stage computed. On CUDA: while it launched kernels.
-    """
+    """A step on one pipeline stage, while its device computed; monotonic seconds of its process."""
 
     step: int
     micro_batch: int

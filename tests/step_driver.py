@@ -33,7 +33,7 @@ class StepDriver:
         self.random = random.Random(seed)
         self.free = list(range(1, runner.kv_pool.num_slots // self.page_size + 1))
         self.random.shuffle(self.free)
-        self.rows = list(range(runner.req_to_token.shape[0] - 1))
+        self.rows = list(range(1, runner.req_to_token.shape[0]))
         self.step = 0
 
     def add(self, tokens: list[int]) -> DrivenReq:

@@ -104,5 +104,11 @@ def row_group(chosen: np.ndarray, device: torch.device) -> RowGroup | None:
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """Copy `array` to `device` without waiting for it."""
-    return torch.from_numpy(array).to(device, non_blocking=True)
+    """Copy `array` to `device` without waiting for it.
+
+    For what a step needs now and then; torch keeps the page-locked memory until it was read.
+    """
+    tensor = torch.from_numpy(array)
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)

@@ -53,7 +53,7 @@ class SamplingState:
         self.penalty_pool = PenaltyPool(vocab_size, self.device)
         # Columns: 1/temperature, top_p, min_p, repetition, presence, frequency.
         self._floats = torch.zeros((max_slots, 6), dtype=torch.float32, device=self.device)
-        # Columns: hashed seed, top_k, first position at which min_tokens are reached.
+        # Columns: hashed seed, top_k (1: greedy), first position at which min_tokens are reached.
         self._ints = torch.zeros((max_slots, 3), dtype=torch.int64, device=self.device)
         self._draw = np.zeros(max_slots, dtype=np.int8)
         self._top_k = np.zeros(max_slots, dtype=np.int64)
@@ -75,7 +75,7 @@ class SamplingState:
         if not latest:
             return
         floats = np.array([_float_row(item.params) for item in latest], dtype=np.float32)
-        ints = np.array([_int_row(item) for item in latest], dtype=np.int64)
+        ints = np.array([_int_row(item, self.vocab_size) for item in latest], dtype=np.int64)
         penalised = [item for item in latest if item.params.has_penalties]
         for item in penalised:
             self.penalty_pool.check(item)
@@ -108,6 +108,10 @@ class SamplingState:
     def mixed_seeds(self, slots: Tensor) -> Tensor:
         """int64 [S], the first argument of `HashNoise.row_keys`."""
         return self._ints[:, 0].index_select(0, slots)
+
+    def greedy(self, slots: Tensor) -> Tensor:
+        """bool [S]: whether a row takes the likeliest token (slots that were installed)."""
+        return self._ints[:, 1].index_select(0, slots) == 1
 
     def penalty_factors(self, slots: Tensor) -> Tensor:
         """float32 [S, 3]: repetition, presence, frequency."""
@@ -223,7 +227,7 @@ def _float_row(params: SamplingParams) -> tuple[float, ...]:
     )
 
 
-def _int_row(item: SlotParams) -> tuple[int, ...]:
+def _int_row(item: SlotParams, vocab_size: int) -> tuple[int, ...]:
     params = item.params
     seed = params.seed
     if seed is None:
@@ -231,4 +235,6 @@ def _int_row(item: SlotParams) -> tuple[int, ...]:
             raise ValueError(f"slot {item.slot} samples without a seed")
         seed = 0
     top_k = params.top_k if params.top_k > 0 else 2**31 - 1
+    if _draw_of(params, vocab_size) is Draw.GREEDY:
+        top_k = 1
     return (mix_seed(seed), top_k, item.prompt_len + params.min_tokens)

@@ -9,6 +9,7 @@ from engine.trace import StageSpan, TraceRing
 from engine.worker.base import ModelWorker
 from engine.worker.device_memory import CudaMemory
 from engine.worker.kv_sizing import MemoryMeter
+from engine.worker.memory_profile import GRAPH_RESERVE_BYTES
 from engine.worker.simulated import SimulatedWorker
 from engine.worker.tp_worker import TpModelWorker
 from engine.worker.worker_config import WorkerConfig
@@ -22,5 +23,7 @@ def make_worker(
         return SimulatedWorker(config, parallel, trace)
     meter = None
     if config.device == "cuda":
-        meter = MemoryMeter(CudaMemory(torch.device("cuda", torch.cuda.current_device())))
+        memory = CudaMemory(torch.device("cuda", torch.cuda.current_device()))
+        graph_bytes = GRAPH_RESERVE_BYTES if config.cuda_graph_max_batch_size else 0
+        meter = MemoryMeter(memory, graph_bytes)
     return TpModelWorker(config, parallel, trace, meter)

@@ -2,13 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.messages import ForwardMode, Int64Array, ModelWorkerBatch
+from engine.messages import ForwardMode, Int64Array, IntArray, ModelWorkerBatch
+from engine.sampling.plan import to_device
+from engine.worker.device_clock import StepTiming
+
+
+class StepArrays(NamedTuple):
+    """What the device needs to know of a step, on the host; sizes as in `ForwardBatch`."""
+
+    input_ids: Int64Array
+    positions: Int64Array
+    out_cache_loc: Int64Array
+    req_pool_indices: Int64Array
+    logits_rows: Int64Array
+    sample_slots: Int64Array
+    sample_lens: Int64Array
+    seq_lens: IntArray
+
+    @classmethod
+    def of(cls, batch: ModelWorkerBatch) -> StepArrays:
+        """Of one step."""
+        starts = token_starts(batch)
+        rows = batch.req_pool_indices.astype(np.int64)
+        seq_lens = batch.seq_lens.astype(np.int64)
+        query_lens = np.diff(starts)
+        sampled = batch.sample_rows
+        return cls(
+            input_ids=batch.input_ids.astype(np.int64),
+            positions=np.arange(starts[-1]) + np.repeat(seq_lens - starts[1:], query_lens),
+            out_cache_loc=batch.out_cache_loc.astype(np.int64),
+            req_pool_indices=rows,
+            logits_rows=starts[1:][sampled] - 1,
+            sample_slots=rows[sampled],
+            sample_lens=seq_lens[sampled],
+            seq_lens=batch.seq_lens.astype(np.int32),
+        )
 
 
 @dataclass
@@ -35,6 +71,10 @@ class ForwardBatch:
     """int32 [B]: tokens in the cache once the step is done."""
     logits_rows: Tensor
     """int64 [S]: index into the T tokens of each sampled row's last token."""
+    sample_slots: Tensor
+    """int64 [S]: `req_pool_indices` of the sampled rows."""
+    sample_lens: Tensor
+    """int64 [S]: `seq_lens` of the sampled rows."""
     req_pool_indices_cpu: Int64Array
     seq_lens_cpu: Int64Array
     extend_lens_cpu: Int64Array
@@ -48,8 +88,8 @@ class ForwardBatch:
     prompt_logits_rows: list[int] = field(default_factory=list)
     """Extend rows (indices < num_extend) whose chunk's logits will be asked for; set before the
     forward."""
-    started_at: float = 0.0
-    """Monotonic seconds: when the stage had its inputs and began to compute."""
+    timing: StepTiming | None = None
+    """Begun when the stage has its inputs."""
 
     @property
     def num_tokens(self) -> int:
@@ -60,40 +100,56 @@ class ForwardBatch:
         return len(self.seq_lens_cpu)
 
     @classmethod
-    def from_worker_batch(cls, batch: ModelWorkerBatch, device: torch.device) -> ForwardBatch:
-        """Lay out `batch` for `device`; copies don't wait for the device."""
+    def from_arrays(
+        cls, batch: ModelWorkerBatch, arrays: StepArrays, tensors: Sequence[Tensor]
+    ) -> ForwardBatch:
+        """`tensors`: what became of `arrays` on the device, in their order."""
         num_extend = batch.num_extend
-        rows = batch.req_pool_indices.astype(np.int64)
+        starts = token_starts(batch)
         seq_lens = batch.seq_lens.astype(np.int64)
-        query_lens = np.ones(len(rows), dtype=np.int64)
-        query_lens[:num_extend] = batch.extend_lens
-        starts = np.zeros(len(rows) + 1, dtype=np.int64)
-        np.cumsum(query_lens, out=starts[1:])
-        first = seq_lens - query_lens
-        positions = np.arange(starts[-1]) + np.repeat(first - starts[:-1], query_lens)
+        extend_lens = np.diff(starts[: num_extend + 1])
+        (
+            input_ids,
+            positions,
+            out_cache_loc,
+            req_pool_indices,
+            logits_rows,
+            sample_slots,
+            sample_lens,
+            device_seq_lens,
+        ) = tensors
         return cls(
             step=batch.step,
             micro_batch=batch.micro_batch,
             forward_mode=batch.forward_mode,
             num_extend=num_extend,
             num_extend_tokens=int(starts[num_extend]),
-            input_ids=_to_device(batch.input_ids.astype(np.int64), device),
-            positions=_to_device(positions, device),
-            out_cache_loc=_to_device(batch.out_cache_loc.astype(np.int64), device),
-            req_pool_indices=_to_device(rows, device),
-            seq_lens=_to_device(batch.seq_lens.astype(np.int32), device),
-            logits_rows=_to_device(starts[1:][batch.sample_rows] - 1, device),
-            req_pool_indices_cpu=rows,
+            input_ids=input_ids,
+            positions=positions,
+            out_cache_loc=out_cache_loc,
+            req_pool_indices=req_pool_indices,
+            seq_lens=device_seq_lens,
+            logits_rows=logits_rows,
+            sample_slots=sample_slots,
+            sample_lens=sample_lens,
+            req_pool_indices_cpu=arrays.req_pool_indices,
             seq_lens_cpu=seq_lens,
-            extend_lens_cpu=query_lens[:num_extend],
-            prefix_lens_cpu=first[:num_extend],
+            extend_lens_cpu=extend_lens,
+            prefix_lens_cpu=seq_lens[:num_extend] - extend_lens,
             token_starts_cpu=starts,
             prefix_rows_cpu=batch.prefix_rows.astype(np.int64),
         )
 
+    @classmethod
+    def from_worker_batch(cls, batch: ModelWorkerBatch, device: torch.device) -> ForwardBatch:
+        """Lay out `batch` for `device`, array by array (a worker uses its `DeviceQueue`)."""
+        arrays = StepArrays.of(batch)
+        return cls.from_arrays(batch, arrays, [to_device(array, device) for array in arrays])
 
-def _to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    tensor = torch.from_numpy(array)
-    if device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
+
+def token_starts(batch: ModelWorkerBatch) -> Int64Array:
+    """int64 [B + 1]: where each row's tokens start among the step's."""
+    starts = np.ones(len(batch.req_pool_indices) + 1, dtype=np.int64)
+    starts[0] = 0
+    starts[1 : batch.num_extend + 1] = batch.extend_lens
+    return np.cumsum(starts, out=starts)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -15,10 +14,11 @@ from engine.attention.registry import create_attention_backend
 from engine.distributed import ParallelState
 from engine.errors import ConfigError
 from engine.layers.linear import local_kv_heads, shard
-from engine.messages import ModelWorkerBatch
+from engine.messages import Int64Array, IntArray, ModelWorkerBatch
 from engine.model_config import ModelConfig
 from engine.models.loader import load_model, resolve_dtype
-from engine.worker.forward_batch import ForwardBatch
+from engine.worker.device_queue import make_queue
+from engine.worker.forward_batch import ForwardBatch, StepArrays, token_starts
 from engine.worker.kv_pool import MHATokenToKVPool
 
 
@@ -33,14 +33,22 @@ class ForwardOutput(NamedTuple):
     hidden: Tensor | None
 
 
+class TableUpdate(NamedTuple):
+    """Changes of `req_to_token`, on the host."""
+
+    cells: Int64Array
+    """int64 [N]: cells of the flattened table, each at most once."""
+    locs: IntArray
+    """int32 [N]: the KV slots that they get."""
+
+
 class ModelRunner:
     """The model with its KV cache and attention backend.
 
     `num_kv_slots` in tokens, without the padding page; `resize_kv_cache` changes it before the
-    first step. `req_to_token`, int32
-    [max_running_requests + 1, max_model_len + page_size], mirrors the scheduler's table; the last
-    row is for rows that only fill up a batch. Raises `ConfigError` if the model, the split or the
-    sizes don't fit.
+    first step. `req_to_token`, int32 [max_running_requests + 1, max_model_len + page_size],
+    mirrors the scheduler's table; row 0 is for rows that only fill up a batch. Raises
+    `ConfigError` if the model, the split or the sizes don't fit.
     """
 
     def __init__(
@@ -70,6 +78,7 @@ class ModelRunner:
         self.model_config = model_config
         self.parallel = parallel
         self.device = torch.device(device)
+        self.queue = make_queue(self.device)
         self.dtype = resolve_dtype(dtype, model_config)
         self.page_size = page_size
         self.attention_backend = attention_backend
@@ -137,9 +146,11 @@ class ModelRunner:
         Batches must be prepared in the order in which the scheduler made them. -1 entries of the
         result's `input_ids` are the caller's to resolve before `forward`.
         """
-        prepared = ForwardBatch.from_worker_batch(batch, self.device)
-        self._update_req_to_token(batch, prepared)
-        return prepared
+        arrays = StepArrays.of(batch)
+        update = self.table_update(batch, arrays)
+        *tensors, cells, locs = self.queue.upload([*arrays, *update])
+        self.write_table(cells, locs)
+        return ForwardBatch.from_arrays(batch, arrays, tensors)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> ForwardOutput | None:
@@ -153,7 +164,7 @@ class ModelRunner:
             received = self.parallel.recv_hidden(
                 batch.num_tokens, self.model_config.hidden_size, self.dtype, self.device
             )
-        batch.started_at = time.monotonic()
+        batch.timing = self.queue.begin()
         self.attention.init_forward(batch)
         hidden = self.model.forward(batch, self.attention, received)
         if not self.parallel.is_last_stage:
@@ -174,18 +185,22 @@ class ModelRunner:
         start, end = batch.token_starts_cpu[row : row + 2].tolist()
         return self.model.compute_logits(output.hidden[start:end])
 
-    def _update_req_to_token(self, batch: ModelWorkerBatch, prepared: ForwardBatch) -> None:
+    def table_update(self, batch: ModelWorkerBatch, arrays: StepArrays) -> TableUpdate:
+        """What a step changes in `req_to_token`: its new tokens, and replaced prefixes."""
         width = self.req_to_token.shape[1]
-        table = self.req_to_token.view(-1)
-        if len(batch.prefix_rows):
-            lens = batch.prefix_lens.astype(np.int64)
-            starts = np.cumsum(lens) - lens
-            base = np.repeat(prepared.prefix_rows_cpu * width - starts, lens)
-            index = torch.from_numpy(base + np.arange(len(base))).to(self.device)
-            locs = torch.from_numpy(batch.prefix_locs.astype(np.int32)).to(self.device)
-            table.index_copy_(0, index, locs)
-        rows = prepared.req_pool_indices
-        if prepared.num_extend:
-            counts = torch.from_numpy(np.diff(prepared.token_starts_cpu)).to(self.device)
-            rows = rows.repeat_interleave(counts, output_size=prepared.num_tokens)
-        table.index_copy_(0, rows * width + prepared.positions, prepared.out_cache_loc.int())
+        token_rows = np.repeat(arrays.req_pool_indices, np.diff(token_starts(batch)))
+        cells = token_rows * width + arrays.positions
+        locs = batch.out_cache_loc.astype(np.int32)
+        if len(batch.prefix_rows) == 0:
+            return TableUpdate(cells, locs)
+        lens = batch.prefix_lens.astype(np.int64)
+        starts = np.cumsum(lens) - lens
+        base = np.repeat(batch.prefix_rows.astype(np.int64) * width - starts, lens)
+        prefix = base + np.arange(len(base))
+        return TableUpdate(
+            np.concatenate([prefix, cells]), np.concatenate([batch.prefix_locs, locs])
+        )
+
+    def write_table(self, cells: Tensor, locs: Tensor) -> None:
+        """Carry out a `TableUpdate` that is on the device."""
+        self.req_to_token.view(-1).index_copy_(0, cells, locs)

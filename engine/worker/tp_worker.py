@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-import time
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,10 +17,15 @@ from engine.messages import GenerationBatchResult, ModelWorkerBatch, PromptLogpr
 from engine.models.load_progress import LoadProgress
 from engine.sampling import SampledTokens, Sampler, SamplingState
 from engine.sampling.logprobs import LogprobTensors
+from engine.sampling.plan import to_device
 from engine.trace import StageSpan, TraceRing
 from engine.worker.base import LaunchedForward, ModelWorker, PendingResult
+from engine.worker.decode_graphs import DecodeGraphs
+from engine.worker.device_clock import StepTiming
+from engine.worker.device_queue import Download
 from engine.worker.forward_batch import ForwardBatch
 from engine.worker.future_map import FutureMap
+from engine.worker.graph_backend import CudaGraphBackend, GraphBackend
 from engine.worker.kv_sizing import (
     MemoryMeter,
     agree_on_kv_tokens,
@@ -28,7 +36,19 @@ from engine.worker.model_runner import ForwardOutput, ModelRunner
 from engine.worker.out_of_memory import ALLOCATE, PROFILE, WEIGHTS, out_of_memory_advice
 from engine.worker.worker_config import WorkerConfig
 
+logger = logging.getLogger(__name__)
+
 _DEVICE_POLL_S = 1e-4
+
+
+class PromptLogprobTensors(NamedTuple):
+    """Log-probabilities of a chunk whose request asked for them."""
+
+    row: int
+    """Extend row."""
+    start: int
+    """Position of the first."""
+    logprobs: LogprobTensors
 
 
 @dataclass
@@ -37,33 +57,58 @@ class TpPendingResult(PendingResult):
 
     step: int
     sampled: SampledTokens
-    prompt_logprobs: list[tuple[int, int, LogprobTensors]]
-    """(extend row, first position, log-probabilities) of chunks whose request asked."""
-    device_s: float
-    done: torch.Event | None
-    """Recorded behind the step's last kernel; None on CPU, where kernels run as they are called."""
+    prompt_logprobs: list[PromptLogprobTensors]
+    download: Download
+    """Of `_result_tensors`."""
+    timing: StepTiming
+    note_spans: Callable[[], None]
 
     def seconds_left(self) -> float:
-        return 0.0 if self.done is None or self.done.query() else _DEVICE_POLL_S
+        return 0.0 if self.download.is_done() else _DEVICE_POLL_S
 
     def collect(self) -> GenerationBatchResult:
-        host = self.sampled.to_host()
+        tensors = iter(self.download.wait())
+        host = _on_host(self.sampled, tensors).to_host()
         errors: dict[int, str] | None = None
         if host.nan_rows.any():
             text = "the model produced NaN or no allowed token for this request"
             errors = {int(i): text for i in np.flatnonzero(host.nan_rows)}
         prompt = [
-            PromptLogprobs(row, start, list(tensors.to_host()))
-            for row, start, tensors in self.prompt_logprobs
+            PromptLogprobs(row, start, list(_logprobs_on_host(logprobs, tensors).to_host()))
+            for row, start, logprobs in self.prompt_logprobs
         ]
+        self.download.release()
+        self.note_spans()
+        started_at, ended_at = self.timing.span()
         return GenerationBatchResult(
             step=self.step,
             next_token_ids=host.next_token_ids,
             logprobs=host.logprobs,
             prompt_logprobs=prompt or None,
             row_errors=errors,
-            device_s=self.device_s,
+            device_s=ended_at - started_at,
         )
+
+
+def _result_tensors(sampled: SampledTokens, prompt: list[PromptLogprobTensors]) -> list[Tensor]:
+    tensors = [sampled.next_token_ids, sampled.nan_rows]
+    logprobs = [] if sampled.logprobs is None else [sampled.logprobs]
+    for found in logprobs + [item.logprobs for item in prompt]:
+        tensors += [found.token, found.top_ids, found.top]
+    return tensors
+
+
+def _on_host(sampled: SampledTokens, tensors: Iterator[Tensor]) -> SampledTokens:
+    """The same with the next of `tensors`, which came from `_result_tensors`."""
+    ids, nan_rows = next(tensors), next(tensors)
+    logprobs = sampled.logprobs
+    if logprobs is not None:
+        logprobs = _logprobs_on_host(logprobs, tensors)
+    return SampledTokens(ids, nan_rows, logprobs, sampled.logprob_rows)
+
+
+def _logprobs_on_host(logprobs: LogprobTensors, tensors: Iterator[Tensor]) -> LogprobTensors:
+    return LogprobTensors(next(tensors), next(tensors), next(tensors), logprobs.num_top)
 
 
 @dataclass
@@ -73,7 +118,9 @@ class TpLaunchedForward(LaunchedForward):
     worker: TpModelWorker
     forward: ForwardBatch
     output: ForwardOutput
-    prompt_logprobs: list[tuple[int, int, LogprobTensors]]
+    prompt_logprobs: list[PromptLogprobTensors]
+    graph_size: int | None
+    """Of the captured decode that made the logits."""
 
     def sample(self, masks: SampleMasks | None) -> PendingResult:
         return self.worker.sample(self, masks)
@@ -92,12 +139,14 @@ class TpModelWorker(ModelWorker):
         parallel: ParallelState,
         trace: TraceRing[StageSpan] | None = None,
         meter: MemoryMeter | None = None,
+        graph_backend: GraphBackend | None = None,
     ) -> None:
         """Loads its shard. `trace` gets the span of every step on this stage.
 
         With a `meter` the KV cache gets what the device has left (or what was stated, if that
-        fits); without one its size must be known. Raises `ConfigError` with advice when the
-        device's memory doesn't do; collective over the engine's ranks.
+        fits); without one its size must be known. `graph_backend` captures decodes; None: CUDA
+        graphs, on CUDA. Raises `ConfigError` with advice when the device's memory doesn't do;
+        collective over the engine's ranks.
         """
         if meter is None and config.num_kv_tokens is None:
             raise ValueError("a KV cache of unknown size needs a meter")
@@ -109,7 +158,11 @@ class TpModelWorker(ModelWorker):
             check_weights_fit(stage_weight_bytes(config, parallel), config, memory)
         with out_of_memory_advice(WEIGHTS, config, memory):
             self.runner = self._load(config, meter)
+        self.queue = self.runner.queue
+        self.graphs: DecodeGraphs | None = None
         self._trace: TraceRing[StageSpan] | None = None
+        self._untraced: deque[tuple[int, int, StepTiming]] = deque()
+        """(step, micro-batch, timing) of steps that the device may not be done with."""
         self._prompt_logprobs: dict[int, int] = {}
         """Slot -> alternatives, of slots whose request wants prompt log-probabilities."""
         with out_of_memory_advice(ALLOCATE, config, memory):
@@ -117,9 +170,14 @@ class TpModelWorker(ModelWorker):
             self.future_map = FutureMap(slots, self.runner.device)
             state = SamplingState(slots, config.model.vocab_size, self.runner.device)
             self.sampler = Sampler(state, config.sampling_backend)
+        # Weights and tables were made outside of the stream that steps run on.
+        self.queue.join()
         if meter is not None:
             self._size_kv_cache(config, meter)
+            self.queue.join()
         self.num_kv_tokens = self.runner.kv_pool.num_slots
+        self.graphs = self._capture(config.cuda_graph_max_batch_size, graph_backend)
+        self.queue.join()
         self._trace = trace
 
     def _load(self, config: WorkerConfig, meter: MemoryMeter | None) -> ModelRunner:
@@ -152,62 +210,116 @@ class TpModelWorker(ModelWorker):
         meter.memory.release()
 
     def forward(self, batch: ModelWorkerBatch) -> LaunchedForward | None:
+        with self.queue.stream():
+            return self._forward(batch)
+
+    def sample(self, launched: TpLaunchedForward, masks: SampleMasks | None) -> PendingResult:
+        """Sample a step's tokens and keep them for the next one."""
+        with self.queue.stream():
+            sampled = self._sample(launched, masks)
+            prompt = launched.prompt_logprobs
+            timing = self._end(launched.batch, launched.forward)
+            download = self.queue.download(_result_tensors(sampled, prompt))
+            return TpPendingResult(
+                launched.batch.step, sampled, prompt, download, timing, self._note_spans
+            )
+
+    def _capture(self, max_batch_size: int, backend: GraphBackend | None) -> DecodeGraphs | None:
+        device = self.runner.device
+        if max_batch_size == 0 or (backend is None and device.type != "cuda"):
+            return None
+        if not self.runner.attention.supports_graphs:
+            logger.warning(
+                "%s can't be captured in CUDA graphs: decodes run eagerly, which costs small "
+                "models and batches most of their speed",
+                type(self.runner.attention).__name__,
+            )
+            return None
+        return DecodeGraphs(
+            self.runner,
+            self.sampler.state,
+            self.future_map,
+            backend or CudaGraphBackend(device),
+            max_batch_size,
+        )
+
+    def _forward(self, batch: ModelWorkerBatch) -> LaunchedForward | None:
         for item in batch.new_slots:
             if item.params.prompt_logprobs is None:
                 self._prompt_logprobs.pop(item.slot, None)
             else:
                 self._prompt_logprobs[item.slot] = item.params.prompt_logprobs
-        forward = self.runner.prepare(batch)
-        self.future_map.resolve(forward)
-        if batch.extend_next_ids is not None:
-            forward.prompt_logits_rows = [
-                i
-                for i, slot in enumerate(batch.req_pool_indices[: batch.num_extend].tolist())
-                if slot in self._prompt_logprobs
-            ]
-        output = self.runner.forward(forward)
+        size = None if self.graphs is None else self.graphs.size_for(batch)
+        if self.graphs is not None and size is not None:
+            forward = self.graphs.prepare(batch, size)
+            output = self._run_graph(self.graphs, batch, forward)
+        else:
+            forward = self.runner.prepare(batch)
+            self.future_map.resolve(forward)
+            if batch.extend_next_ids is not None:
+                forward.prompt_logits_rows = [
+                    i
+                    for i, slot in enumerate(batch.req_pool_indices[: batch.num_extend].tolist())
+                    if slot in self._prompt_logprobs
+                ]
+            output = self.runner.forward(forward)
         if output is None:
-            self._record(batch, forward)
+            self._end(batch, forward)
             return None
         self.sampler.state.install(batch.new_slots)
-        return TpLaunchedForward(batch, self, forward, output, self._prompt(batch, forward, output))
+        prompt = self._prompt(batch, forward, output)
+        return TpLaunchedForward(batch, self, forward, output, prompt, size)
 
-    def sample(self, launched: TpLaunchedForward, masks: SampleMasks | None) -> PendingResult:
-        """Sample a step's tokens and keep them for the next one."""
-        batch, forward = launched.batch, launched.forward
-        device = self.runner.device
-        rows = batch.sample_rows
-        slots_cpu = batch.req_pool_indices[rows]
-        index = torch.from_numpy(rows.astype(np.int64)).to(device)
-        slots = forward.req_pool_indices.index_select(0, index)
-        seq_lens = forward.seq_lens.index_select(0, index).to(torch.int64)
-        logits = launched.output.logits.contiguous()
+    def _run_graph(
+        self, graphs: DecodeGraphs, batch: ModelWorkerBatch, forward: ForwardBatch
+    ) -> ForwardOutput | None:
+        logits = graphs.forward(forward, len(batch.req_pool_indices))
+        if logits is None:
+            return None
+        if batch.delayed_sample:
+            # Other steps may run before it is sampled, and a graph's memory is every step's.
+            logits = logits.clone()
+            forward.sample_slots = forward.sample_slots.clone()
+            forward.sample_lens = forward.sample_lens.clone()
+        return ForwardOutput(logits, None)
+
+    def _sample(self, launched: TpLaunchedForward, masks: SampleMasks | None) -> SampledTokens:
+        batch, forward, logits = launched.batch, launched.forward, launched.output.logits
+        num_rows = len(batch.sample_rows)
+        slots_cpu = batch.req_pool_indices[batch.sample_rows]
+        if self.graphs is not None and launched.graph_size is not None and masks is None:
+            variant = self.graphs.variant(self.sampler.state.plan(slots_cpu))
+            if variant is not None:
+                return self.graphs.sample(launched.graph_size, variant, num_rows)
+        slots, seq_lens = forward.sample_slots[:num_rows], forward.sample_lens[:num_rows]
         mask = None
         if masks is not None and len(masks.rows):
-            mask = allowed_tokens(masks, logits.shape[0], logits.shape[1], device)
-        sampled = self.sampler(logits, slots, slots_cpu, seq_lens, mask)
+            mask = allowed_tokens(masks, num_rows, logits.shape[1], self.runner.device)
+        sampled = self.sampler(logits.contiguous(), slots, slots_cpu, seq_lens, mask)
         self.future_map.store(slots, sampled.next_token_ids)
-        done: torch.Event | None = None
-        if device.type == "cuda":
-            done = torch.Event(device)
-            done.record()
-        device_s = self._record(batch, forward)
-        return TpPendingResult(batch.step, sampled, launched.prompt_logprobs, device_s, done)
+        return sampled
 
-    def _record(self, batch: ModelWorkerBatch, forward: ForwardBatch) -> float:
-        """Note the stage's span of a step; its length in seconds.
-
-        On CUDA that is the time of launching it.
-        """
-        end = time.monotonic()
+    def _end(self, batch: ModelWorkerBatch, forward: ForwardBatch) -> StepTiming:
+        """The stage has launched all of a step."""
+        timing = forward.timing
+        if timing is None:
+            raise ValueError(f"step {batch.step} ended before its forward")
+        timing.end()
         if self._trace is not None:
-            self._trace.add(StageSpan(batch.step, batch.micro_batch, forward.started_at, end))
-        return end - forward.started_at
+            self._untraced.append((batch.step, batch.micro_batch, timing))
+            self._note_spans()
+        return timing
+
+    def _note_spans(self) -> None:
+        """Trace the steps that the device is done with."""
+        while self._trace is not None and self._untraced and self._untraced[0][2].is_over():
+            step, micro_batch, timing = self._untraced.popleft()
+            self._trace.add(StageSpan(step, micro_batch, *timing.span()))
 
     def _prompt(
         self, batch: ModelWorkerBatch, forward: ForwardBatch, output: ForwardOutput
-    ) -> list[tuple[int, int, LogprobTensors]]:
-        found: list[tuple[int, int, LogprobTensors]] = []
+    ) -> list[PromptLogprobTensors]:
+        found: list[PromptLogprobTensors] = []
         if batch.extend_next_ids is None:
             return found
         for row in forward.prompt_logits_rows:
@@ -216,7 +328,19 @@ class TpModelWorker(ModelWorker):
             ahead = np.append(batch.input_ids[first + 1 : end], batch.extend_next_ids[row])
             if ahead[-1] < 0:
                 ahead = ahead[:-1]
-            targets = torch.from_numpy(ahead.astype(np.int64)).to(self.runner.device)
+            targets = to_device(ahead.astype(np.int64), self.runner.device)
+            num_top = self._prompt_logprobs[int(batch.req_pool_indices[row])]
+            start = int(forward.prefix_lens_cpu[row])
+            logprobs = self.sampler.prompt_logprobs(logits[: len(targets)], targets, num_top)
+            found.append(PromptLogprobTensors(row, start, logprobs))
+        return found
+        for row in forward.prompt_logits_rows:
+            logits = self.runner.prompt_logits(forward, output, row)
+            first, end = forward.token_starts_cpu[row : row + 2].tolist()
+            ahead = np.append(batch.input_ids[first + 1 : end], batch.extend_next_ids[row])
+            if ahead[-1] < 0:
+                ahead = ahead[:-1]
+            targets = to_device(ahead.astype(np.int64), self.runner.device)
             num_top = self._prompt_logprobs[int(batch.req_pool_indices[row])]
             start = int(forward.prefix_lens_cpu[row])
             found.append(
@@ -231,9 +355,9 @@ class TpModelWorker(ModelWorker):
 
 def allowed_tokens(masks: SampleMasks, num_rows: int, vocab: int, device: torch.device) -> Tensor:
     """bool [num_rows, vocab]: the tokens that each sampled row may take."""
-    words = torch.from_numpy(masks.masks.view(np.int32).copy()).to(device)
+    words = to_device(masks.masks.view(np.int32).copy(), device)
     bits = torch.arange(32, dtype=torch.int32, device=device)
     unpacked = (words[:, :, None] >> bits).bitwise_and_(1).bool().flatten(1)
     allowed = torch.ones((num_rows, vocab), dtype=torch.bool, device=device)
-    rows = torch.from_numpy(masks.rows.astype(np.int64)).to(device)
+    rows = to_device(masks.rows.astype(np.int64), device)
     return allowed.index_copy_(0, rows, unpacked[:, :vocab])

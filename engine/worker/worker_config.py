@@ -8,6 +8,8 @@ from engine.config import EngineConfig, ResolvedConfig, SimulatedDevice, availab
 from engine.errors import ConfigError
 from engine.model_config import ModelConfig
 
+MAX_GRAPH_ROWS = 256
+"""Larger decode batches keep a GPU busy without graphs."""
 SMALL_MATRIX = 2**20
 """Elements of an MLP matrix below which more than one thread doesn't pay on CPU."""
 
@@ -37,6 +39,8 @@ class WorkerConfig:
     pp_size: int
     cpu_threads: int
     simulated: SimulatedDevice
+    cuda_graph_max_batch_size: int = 0
+    """Largest decode batch that is captured; 0: none is."""
 
     @property
     def world_size(self) -> int:
@@ -100,6 +104,7 @@ def make_worker_config(config: ResolvedConfig, *, share: int = 1) -> WorkerConfi
         pp_size=engine.pp_size,
         cpu_threads=threads,
         simulated=engine.simulated,
+        cuda_graph_max_batch_size=graph_max_batch_size(engine) if device == "cuda" else 0,
     )
 
 
@@ -109,6 +114,16 @@ def max_step_tokens(engine: EngineConfig, max_model_len: int) -> int:
     chunk, rows = engine.chunked_prefill_size, engine.max_running_requests
     budget = chunk if chunk > 0 else max(engine.max_prefill_tokens, max_model_len + rows)
     return max(budget, rows + engine.page_size)
+
+
+def graph_max_batch_size(engine: EngineConfig) -> int:
+    """Largest decode batch to capture, 0 for none: never more rows than a micro-batch can have."""
+    if not engine.enable_cuda_graphs:
+        return 0
+    rows = engine.pp_max_micro_batch_size
+    if rows is None:
+        rows = -(-engine.max_running_requests // engine.num_micro_batches)
+    return min(rows, engine.cuda_graph_max_batch_size or MAX_GRAPH_ROWS)
 
 
 def detect_device() -> str:
