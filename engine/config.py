@@ -99,8 +99,10 @@ class EngineConfig(BaseModel):
     enable_kv_events: bool = False
     """Tell subscribers what enters and leaves the prefix cache; the application switches it on
     where replicas are chosen by what they hold."""
-    attention_backend: Literal["auto", "torch"] = "auto"
-    sampling_backend: Literal["auto", "torch"] = "auto"
+    kv_cache_dtype: Literal["auto", "fp8_e4m3"] = "auto"
+    """auto: the model's."""
+    attention_backend: Literal["auto", "torch", "flashinfer", "flashinfer-fa3"] = "auto"
+    sampling_backend: Literal["auto", "torch", "flashinfer"] = "auto"
     pp_async_depth: int = Field(0, ge=0, le=8)
     """Micro-batches in flight beyond pp_size."""
     pp_max_micro_batch_size: int | None = Field(None, ge=1)

@@ -19,7 +19,7 @@ from engine.messages import ModelWorkerBatch
 from engine.model_config import ModelConfig
 from engine.models.loader import load_model, resolve_dtype
 from engine.worker.forward_batch import ForwardBatch
-from engine.worker.kv_pool import MHATokenToKVPool
+from engine.worker.kv_pool import MHATokenToKVPool, resolve_kv_dtype
 
 
 class ForwardOutput(NamedTuple):
@@ -53,6 +53,7 @@ class ModelRunner:
         max_running_requests: int,
         max_model_len: int,
         attention_backend: str,
+        kv_cache_dtype: str = "auto",
         parallel: ParallelState,
         load_format: str = "auto",
         seed: int = 0,
@@ -85,7 +86,7 @@ class ModelRunner:
             len(self.model.layers),
             num_kv_heads,
             model_config.head_dim,
-            self.dtype,
+            resolve_kv_dtype(kv_cache_dtype, self.dtype),
             self.device,
         )
         self.req_to_token = torch.zeros(
@@ -102,6 +103,7 @@ class ModelRunner:
                 num_heads,
                 num_kv_heads,
                 model_config.head_dim,
+                self.dtype,
             ),
         )
 

@@ -23,6 +23,7 @@ class WorkerConfig:
     num_kv_tokens: int
     max_running_requests: int
     max_model_len: int
+    kv_cache_dtype: str
     attention_backend: str
     sampling_backend: str
     load_format: str
@@ -74,6 +75,7 @@ def make_worker_config(config: ResolvedConfig, *, share: int = 1) -> WorkerConfi
             engine.tp_size,
             engine.pp_size,
             engine.memory_fraction / (share if device == "cpu" else 1),
+            engine.kv_cache_dtype,
         )
         num_kv_tokens = min(room, most)
     return WorkerConfig(
@@ -84,10 +86,9 @@ def make_worker_config(config: ResolvedConfig, *, share: int = 1) -> WorkerConfi
         num_kv_tokens=num_kv_tokens // engine.page_size * engine.page_size,
         max_running_requests=engine.max_running_requests,
         max_model_len=config.max_model_len,
-        attention_backend="torch"
-        if engine.attention_backend == "auto"
-        else engine.attention_backend,
-        sampling_backend="torch" if engine.sampling_backend == "auto" else engine.sampling_backend,
+        kv_cache_dtype=engine.kv_cache_dtype,
+        attention_backend=_attention_backend(engine.attention_backend, config.model, dtype, device),
+        sampling_backend=_sampling_backend(engine.sampling_backend, device),
         load_format=engine.load_format,
         seed=engine.seed,
         tp_size=engine.tp_size,
@@ -95,6 +96,36 @@ def make_worker_config(config: ResolvedConfig, *, share: int = 1) -> WorkerConfi
         cpu_threads=threads,
         simulated=engine.simulated,
     )
+
+
+def _attention_backend(name: str, model: ModelConfig, dtype: str, device: str) -> str:
+    if name != "auto":
+        _check_needs_cuda("attention_backend", name, device)
+        return name
+    if device != "cuda":
+        return "torch"
+    from engine.attention.registry import auto_attention_backend
+    from engine.models.loader import resolve_dtype
+
+    return auto_attention_backend(device, resolve_dtype(dtype, model), model.head_dim)
+
+
+def _sampling_backend(name: str, device: str) -> str:
+    if name != "auto":
+        _check_needs_cuda("sampling_backend", name, device)
+        return name
+    if device != "cuda":
+        return "torch"
+    from engine.sampling.registry import auto_sampling_backend
+
+    return auto_sampling_backend(device)
+
+
+def _check_needs_cuda(key: str, name: str, device: str) -> None:
+    if name.startswith("flashinfer") and device != "cuda":
+        raise ConfigError(
+            f"{key} {name} needs a GPU and the device is '{device}'; set {key}: auto or torch."
+        )
 
 
 def detect_device() -> str:
