@@ -3,11 +3,12 @@
     python scripts/build_kernels.py --out build/aot --head-dim 64 128 --dtype bfloat16 float16
     python scripts/build_kernels.py --install build/aot     # into this environment's flashinfer
 
-Needs flashinfer-python, ninja, nvcc (`CUDA_HOME`) and cuRAND's headers, which a bare CUDA toolkit may
-lack: `pip install --no-deps --target DIR nvidia-curand` and `--include DIR/nvidia/cu13/include`.
-What is in `--out` already isn't built again. FlashInfer looks for a module at
-`<flashinfer>/data/aot/<name>/<name>.so` before it compiles, which is the layout written here; with
-FLASHINFER_DISABLE_JIT=1 a missing module is an error instead of a compilation.
+Needs flashinfer-python, ninja, nvcc (`CUDA_HOME`) and the headers of cuRAND and (for `norm`)
+cuBLAS, which a bare CUDA toolkit may lack: `pip install --no-deps --target DIR nvidia-curand
+nvidia-cublas` and `--include DIR/nvidia/cu13/include`. What is in `--out` already isn't built
+again. FlashInfer looks for a module at `<flashinfer>/data/aot/<name>/<name>.so` before it compiles,
+which is the layout written here; with FLASHINFER_DISABLE_JIT=1 a missing module is an error instead
+of a compilation.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Which pages of the KV cache some rows read: compressed rows, as FlashInfer takes them.
 
-Row i reads the pages `indices[indptr[i] : indptr[i + 1]]`, of the last one `last_page_len[i]` slots.
+Row i reads the pages `indices[indptr[i] : indptr[i + 1]]`, and of the last one
+`last_page_len[i]` slots.
 """
 
 from __future__ import annotations

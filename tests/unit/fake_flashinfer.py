@@ -22,8 +22,6 @@ import pytest
 import torch
 from torch import Tensor
 
-# ruff: noqa: ARG002
-
 
 @dataclass
 class Device:
@@ -188,7 +186,14 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
     ) -> None:
         assert not deprecated_positional_args
         self._plan_impl(
-            indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, **kwargs
+            indptr,
+            indices,
+            last_page_len,
+            num_qo_heads,
+            num_kv_heads,
+            head_dim,
+            page_size,
+            **kwargs,
         )
 
     def _plan_impl(
@@ -275,9 +280,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         rows = len(self._paged_kv_last_page_len_buf)
         assert q.shape[0] == rows
         frozen = _at_launch(self)
-        self._device.submit(
-            lambda: _attend(frozen, q, paged_kv_cache, list(range(rows + 1)), out)
-        )
+        self._device.submit(lambda: _attend(frozen, q, paged_kv_cache, list(range(rows + 1)), out))
         return out
 
 

@@ -1,4 +1,4 @@
-"""The FlashInfer attention backend over the fake package, beside the torch backend and the truth."""
+"""The FlashInfer attention backend over the fake package, beside the torch backend."""
 
 from __future__ import annotations
 
@@ -78,9 +78,7 @@ class Pair:
         self.table = torch.zeros(MAX_ROWS + 1, MAX_LEN + page_size, dtype=torch.int32)
         self.inputs = [
             AttentionInputs(
-                MHATokenToKVPool(
-                    NUM_SLOTS, page_size, 3, kv_heads, dim, kv_dtype or dtype, CPU
-                ),
+                MHATokenToKVPool(NUM_SLOTS, page_size, 3, kv_heads, dim, kv_dtype or dtype, CPU),
                 self.table,
                 self.layers,
                 heads,
@@ -103,9 +101,7 @@ class Pair:
 
     def finish(self, sequence: Sequence) -> None:
         self.free_rows.append(sequence.row)
-        self.free_pages.extend(
-            slot // self.page_size for slot in sequence.slots[:: self.page_size]
-        )
+        self.free_pages.extend(slot // self.page_size for slot in sequence.slots[:: self.page_size])
 
     def batch(self, extends: list[tuple[Sequence, int]], decodes: list[Sequence]) -> ForwardBatch:
         rows = [*extends, *((sequence, 1) for sequence in decodes)]
@@ -295,9 +291,7 @@ def test_padding_rows(device: Device) -> None:
     pair.step([(row, 40)], [])
     alone = pair.batch([], [row])
     spare = (MAX_ROWS, 1)
-    padded = _batch(
-        [(row.row, len(row.slots)), spare, spare, spare], [], [row.slots[-1], 0, 0, 0]
-    )
+    padded = _batch([(row.row, len(row.slots)), spare, spare, spare], [], [row.slots[-1], 0, 0, 0])
     q, k, v = pair.qkv(4)
     pair.torch.init_forward(alone)
     pair.flashinfer.plan_graph(padded)
@@ -411,9 +405,7 @@ def test_refusals(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     fa3 = create_attention_backend("flashinfer-fa3", inputs)
     assert isinstance(fa3, FlashInferAttentionBackend)
     with pytest.raises(ConfigError, match="kv_cache_dtype"):
-        create_attention_backend(
-            "flashinfer-fa3", Pair(kv_dtype=torch.float8_e4m3fn).inputs[1]
-        )
+        create_attention_backend("flashinfer-fa3", Pair(kv_dtype=torch.float8_e4m3fn).inputs[1])
     monkeypatch.undo()
     with pytest.raises(ConfigError, match=r"no kernels for dtype torch.float32 with head_dim 8"):
         create_attention_backend("flashinfer", inputs)

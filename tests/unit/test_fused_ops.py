@@ -136,7 +136,9 @@ def test_whole_models_give_the_same_tokens(
     tokens = []
     for runner in (plain, fast):
         driver = StepDriver(runner)
-        reqs = [driver.add([(7 * i + j * j) % 200 for j in range(n)]) for i, n in enumerate((40, 9))]
+        reqs = [
+            driver.add([(7 * i + j * j) % 200 for j in range(n)]) for i, n in enumerate((40, 9))
+        ]
 
         def step(extends: list[tuple[DrivenReq, int]], decodes: list[DrivenReq]) -> None:
             logits, _ = driver.run(extends, decodes)  # noqa: B023
