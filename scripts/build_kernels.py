@@ -23,17 +23,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 
 @dataclass
 class BuiltModule:
-    """One shared library. `cpu_s`: of the compilers; `error`: the end of their output."""
+    """One shared library. `cpu_s`: of all compiler processes; `error`: their first complaint."""
 
     name: str
-    wall_s: float
     cpu_s: float
     size_bytes: int
     error: str | None = None
@@ -50,20 +49,21 @@ def main(argv: list[str] | None = None) -> int:
     built: dict[str, BuiltModule] = {}
     if options.json is not None and options.json.exists():
         for entry in json.loads(options.json.read_text())["modules"]:
-            built[entry["name"]] = BuiltModule(**entry)
+            built[entry["name"]] = BuiltModule(
+                **{field.name: entry[field.name] for field in fields(BuiltModule)}
+            )
     failed = False
     for spec in _specs(options):
         if (out / spec.name / f"{spec.name}.so").exists():
             print(f"{spec.name}: there already")
             continue
+        started = time.monotonic()
         module = _build(spec, out)
         built[module.name] = module
         failed |= module.error is not None
         state = module.error or f"{module.size_bytes / 1e6:.2f} MB"
-        print(
-            f"{module.name}: {module.wall_s:.0f} s, {module.cpu_s:.0f} s of CPU, {state}",
-            flush=True,
-        )
+        wall_s = time.monotonic() - started
+        print(f"{module.name}: {wall_s:.0f} s, {module.cpu_s:.0f} s of CPU, {state}", flush=True)
         if options.json is not None:
             options.json.write_text(_report(options, list(built.values())))
     return int(failed)
@@ -146,7 +146,7 @@ def _specs(options: argparse.Namespace) -> Iterator[Any]:
 
 
 def _build(spec: Any, out: Path) -> BuiltModule:
-    started, cpu_before = time.monotonic(), _children_cpu_s()
+    cpu_before = _children_cpu_s()
     error, size = None, 0
     try:
         spec.build(verbose=False)
@@ -156,10 +156,7 @@ def _build(spec: Any, out: Path) -> BuiltModule:
         size = target.stat().st_size
     except (RuntimeError, subprocess.CalledProcessError) as failure:
         error = _first_error(str(failure))
-    cpu_s = _children_cpu_s() - cpu_before
-    return BuiltModule(
-        spec.name, round(time.monotonic() - started, 1), round(cpu_s, 1), size, error
-    )
+    return BuiltModule(spec.name, round(_children_cpu_s() - cpu_before, 1), size, error)
 
 
 def _children_cpu_s() -> float:

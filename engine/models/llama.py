@@ -178,7 +178,7 @@ class LlamaModel:
             AttentionLayer(local, config.head_dim**-0.5, config.layer_windows[index])
             for local, index in enumerate(self.layer_range)
         )
-        fused = fused_ops(device, dtype)
+        fused = self.fused = fused_ops(device, dtype)
         self.layers = [
             DecoderLayer(config, layer, parallel, fused) for layer in self.attention_layers
         ]
@@ -219,6 +219,8 @@ class LlamaModel:
         """
         if self.embedding is not None:
             hidden = self.embedding(batch.input_ids)
+        elif hidden is not None and self.fused is not None:
+            hidden = hidden.clone()  # the caller's; fused norms add to it in place
         if hidden is None:
             raise ValueError("a later pipeline stage needs the previous stage's hidden states")
         rope = self.rotary.lookup(batch.positions, self.dtype)

@@ -36,12 +36,20 @@ class FlashInferSampling(TorchSampling):
     def _draw(self, kind: Draw, rows: Rows, plan: SamplingPlan) -> Drawn:
         if kind is Draw.FULL:
             return super()._draw(kind, rows, plan)
+        # Working memory is [n, vocab] for top_k too, which plain torch takes in one piece.
+        drawn = [
+            self._draw_filtered(kind, part, plan.uses_min_p)
+            for part in rows.split(self._rows_at_once)
+        ]
+        return drawn[0] if len(drawn) == 1 else Drawn(*map(torch.cat, zip(*drawn, strict=True)))
+
+    def _draw_filtered(self, kind: Draw, rows: Rows, uses_min_p: bool) -> Drawn:
         row_max = rows.logits.amax(1, keepdim=True)
         probs = torch.sub(rows.logits, row_max)
         probs.mul_(rows.params.inverse_temperature).exp_()
         # top_k counts tokens that min_p drops too.
         filtered = self._top_k(probs, rows.params.top_k) if kind is Draw.TOP_K else probs
-        if plan.uses_min_p:
+        if uses_min_p:
             filtered = filtered * (probs >= rows.params.min_p)
         filtered = self._top_p(filtered, rows.params.top_p)
         work = self._scratch.get("noise", (2, *filtered.shape), torch.int32)

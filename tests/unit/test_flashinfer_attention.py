@@ -284,7 +284,7 @@ def test_graphs_keep_their_addresses(device: Device) -> None:
 
 
 def test_padding_rows(device: Device) -> None:
-    """Rows that fill up a graph: the table's last row, one token in the padding page."""
+    """Rows that fill up a graph: a spare row of the table, one token in the padding page."""
     pair = Pair()
     pair.flashinfer.init_graphs([4])
     row = pair.start()

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from engine.errors import ConfigError
 from engine.sampling import SampledTokens, Sampler, SamplingState
 from engine.sampling.registry import auto_sampling_backend
+from engine.sampling.torch_backend import CPU_ELEMENTS
 from engine.sampling_params import SamplingParams
 from tests.unit.fake_flashinfer import install
 from tests.unit.test_sampler import (
@@ -100,6 +101,14 @@ def test_ties_are_broken_by_id() -> None:
         found = set(sample(tied, "flashinfer").next_token_ids.tolist())
         assert found == set(sample(tied, "torch").next_token_ids.tolist())
         assert found <= {100, 200}
+
+
+def test_large_batch_is_worked_in_parts() -> None:
+    """More rows than are taken at once give what each gives alone."""
+    rows = many_rows(24, vocab=CPU_ELEMENTS // 4)
+    batch = sample(rows, "flashinfer").next_token_ids
+    for i, row in enumerate(rows):
+        assert sample([row], "flashinfer").next_token_ids.item() == batch[i].item()
 
 
 def test_row_is_independent_of_batch() -> None:

@@ -101,6 +101,23 @@ def test_only_where_they_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(fused_ops(torch.device("cuda"), torch.bfloat16), FusedOps)
 
 
+def test_a_stage_leaves_its_input_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fused norms add in place, but not to the hidden states that another stage sent."""
+    torch.set_num_threads(1)
+    install(monkeypatch)
+    monkeypatch.setattr(llama, "fused_ops", lambda device, dtype: FusedOps())
+    parallel = ParallelState(0, 1, 1, 2)
+    runner = make_runner(str(make_model(tmp_path, "LlamaForCausalLM")), parallel=parallel)
+    driver = StepDriver(runner)
+    batch = runner.prepare(driver.build([(driver.add([1, 2, 3]), 3)], []))
+    runner.attention.init_forward(batch)
+    hidden = torch.randn(3, runner.model_config.hidden_size)
+    before = hidden.clone()
+    out = runner.model.forward(batch, runner.attention, hidden)
+    assert torch.equal(hidden, before)
+    assert not torch.equal(out, before)
+
+
 MODELS = {
     "LlamaForCausalLM": {"rope_parameters": LLAMA3_ROPE},
     "MistralForCausalLM": {"sliding_window": 20},
