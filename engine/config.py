@@ -100,8 +100,10 @@ class EngineConfig(BaseModel):
     enable_kv_events: bool = False
     """Tell subscribers what enters and leaves the prefix cache; the application switches it on
     where replicas are chosen by what they hold."""
-    attention_backend: Literal["auto", "torch"] = "auto"
-    sampling_backend: Literal["auto", "torch"] = "auto"
+    kv_cache_dtype: Literal["auto", "fp8_e4m3"] = "auto"
+    """auto: the model's."""
+    attention_backend: Literal["auto", "torch", "flashinfer", "flashinfer-fa3"] = "auto"
+    sampling_backend: Literal["auto", "torch", "flashinfer"] = "auto"
     enable_cuda_graphs: bool = True
     """On CUDA: decode steps are captured when the engine starts and launched as a whole."""
     cuda_graph_max_batch_size: int | None = Field(None, ge=1)

@@ -71,6 +71,7 @@ def make_worker(
         max_running_requests=max_running_requests,
         max_model_len=max_model_len,
         max_step_tokens=512,
+        kv_cache_dtype="auto",
         attention_backend=attention_backend,
         sampling_backend="torch",
         load_format=load_format,

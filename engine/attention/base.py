@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ class AttentionInputs:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    query_dtype: torch.dtype | None = None
+    """The model's; None: the pool's."""
 
 
 class AttentionBackend(ABC):

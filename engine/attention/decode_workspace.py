@@ -254,10 +254,10 @@ class DecodeWorkspace:
 
         Masked columns still enter the sums with weight 0, so they must be finite.
         """
-        kv = self.inputs.pool.get(layer_id)
+        kv = self.inputs.pool.gather(layer_id, slots, keys.dtype)
         count = slots.shape[0]
-        keys[..., :count] = kv.k.index_select(0, slots).permute(1, 2, 0)
-        values[:, :count] = kv.v.index_select(0, slots).transpose(0, 1)
+        keys[..., :count] = kv.k.permute(1, 2, 0)
+        values[:, :count] = kv.v.transpose(0, 1)
         keys[..., count:] = 0
         values[:, count:] = 0
 

@@ -85,6 +85,7 @@ class TorchAttentionBackend(AttentionBackend):
         self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, batch: ForwardBatch
     ) -> Tensor:
         self.pool.set_kv(layer.layer_id, batch.out_cache_loc, k, v)
+        k, v = self.pool.as_stored(k), self.pool.as_stored(v)
         num_extend_tokens = batch.num_extend_tokens
         if batch.num_extend == 0:
             return self._decode(q, k, v, layer)
@@ -112,8 +113,7 @@ class TorchAttentionBackend(AttentionBackend):
             if window is None or window >= length:
                 return self._sdpa(q, keys, values, layer.scale, None, causal=length > 1)
         else:
-            kv = self.pool.get(layer.layer_id)
-            keys, values = kv.k.index_select(0, row.slots), kv.v.index_select(0, row.slots)
+            keys, values = self.pool.gather(layer.layer_id, row.slots, q.dtype)
         parts = []
         for first in range(0, length, QUERY_BLOCK):
             last = min(first + QUERY_BLOCK, length)
@@ -153,13 +153,13 @@ class TorchAttentionBackend(AttentionBackend):
                 out.index_copy_(0, part.rows, result.to(q.dtype))
         if not out.numel():
             out = q.new_empty((n, self.inputs.num_heads * dim))
-        kv = self.pool.get(layer.layer_id)
         for row, all_slots in zip(plan.rest, self._plan.rest_slots, strict=True):
             slots = all_slots if window is None else all_slots[-window:]
+            kv = self.pool.gather(layer.layer_id, slots, q.dtype)
             out[row] = F.scaled_dot_product_attention(
                 grouped[row : row + 1],
-                kv.k.index_select(0, slots).transpose(0, 1).unsqueeze(0),
-                kv.v.index_select(0, slots).transpose(0, 1).unsqueeze(0),
+                kv.k.transpose(0, 1).unsqueeze(0),
+                kv.v.transpose(0, 1).unsqueeze(0),
                 scale=layer.scale,
             ).view(-1)
         return out

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.layers.fused_ops import FusedOps
 from engine.models.weights import WeightSource
 
 
@@ -15,16 +16,19 @@ class RMSNorm:
     weight: Tensor
     _eps: Tensor
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, fused: FusedOps | None = None) -> None:
         self.size = size
         self.eps = eps
+        self.fused = fused
 
     def load(self, source: WeightSource, name: str) -> None:
         self.weight = source.get(name, (self.size,))
         self._eps = torch.tensor(self.eps, device=source.device)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[..., size] -> [..., size]"""
+        """[..., size] -> [..., size], a new tensor"""
+        if self.fused is not None:
+            return self.fused.rms_norm(x, self.weight, self.eps)
         if x.is_cuda:
             return F.rms_norm(x, (self.size,), self.weight, self.eps)
         # Half the operators of mean(x * x), and on CPU half the time.
@@ -33,7 +37,13 @@ class RMSNorm:
         return (x * scale).to(x.dtype).mul_(self.weight)
 
     def add_and_norm(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual); without a residual (norm(x), x)."""
+        """(norm(x + residual), x + residual); without a residual (norm(x), x).
+
+        The arguments are the caller's no more: with a residual they may hold the results.
+        """
         if residual is not None:
+            if self.fused is not None:
+                self.fused.add_rms_norm_(x, residual, self.weight, self.eps)
+                return x, residual
             x = torch.add(x, residual)
         return self(x), x

@@ -12,13 +12,14 @@ from engine.distributed import ParallelState
 from engine.errors import ConfigError
 from engine.layers.activation import SiluAndMul
 from engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from engine.layers.fused_ops import FusedOps, fused_ops
 from engine.layers.layernorm import RMSNorm
 from engine.layers.linear import (
     MergedColumnParallelLinear,
     QKVParallelLinear,
     RowParallelLinear,
 )
-from engine.layers.rotary import RopeTables, RotaryEmbedding, rotate
+from engine.layers.rotary import RotaryEmbedding, StepRope
 from engine.model_config import ModelConfig
 from engine.models.weights import WeightSource
 from engine.worker.forward_batch import ForwardBatch
@@ -43,7 +44,13 @@ def stage_layers(num_layers: int, pp_size: int) -> list[range]:
 class Attention:
     """Projections, norms of q and k if the model has them, rotation, and the backend's call."""
 
-    def __init__(self, config: ModelConfig, layer: AttentionLayer, parallel: ParallelState) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: AttentionLayer,
+        parallel: ParallelState,
+        fused: FusedOps | None,
+    ) -> None:
         self.layer = layer
         self.qkv = QKVParallelLinear(
             config.hidden_size,
@@ -67,8 +74,8 @@ class Attention:
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         if config.qk_norm:
-            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, fused)
+            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, fused)
 
     def load(self, source: WeightSource, prefix: str) -> None:
         self.qkv.load(source, (f"{prefix}.q_proj", f"{prefix}.k_proj", f"{prefix}.v_proj"))
@@ -78,24 +85,26 @@ class Attention:
             self.k_norm.load(source, f"{prefix}.k_norm.weight")
 
     def __call__(
-        self, x: Tensor, rope: RopeTables, backend: AttentionBackend, batch: ForwardBatch
+        self, x: Tensor, rope: StepRope, backend: AttentionBackend, batch: ForwardBatch
     ) -> Tensor:
         """[T, hidden] -> [T, hidden]"""
         qkv = self.qkv(x).view(-1, self.num_qkv_heads, self.head_dim)
         v = qkv[:, self.num_qk_heads :]
         if self.q_norm is not None and self.k_norm is not None:
-            q = rotate(self.q_norm(qkv[:, : self.num_heads]), rope)
-            k = rotate(self.k_norm(qkv[:, self.num_heads : self.num_qk_heads]), rope)
+            q = self.q_norm(qkv[:, : self.num_heads])
+            k = self.k_norm(qkv[:, self.num_heads : self.num_qk_heads])
+            q, k = rope.rotate(q, k)
         else:
-            qk = rotate(qkv[:, : self.num_qk_heads], rope)
-            q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
+            q, k = rope.rotate_joint(qkv[:, : self.num_qk_heads], self.num_heads)
         return self.o(backend.forward(q, k, v, self.layer, batch))
 
 
 class MLP:
     """down(silu(gate(x)) * up(x))"""
 
-    def __init__(self, config: ModelConfig, parallel: ParallelState) -> None:
+    def __init__(
+        self, config: ModelConfig, parallel: ParallelState, fused: FusedOps | None
+    ) -> None:
         size = config.intermediate_size
         self.gate_up = MergedColumnParallelLinear(
             "intermediate_size", config.hidden_size, (size, size), config.mlp_bias, parallel
@@ -103,7 +112,7 @@ class MLP:
         self.down = RowParallelLinear(
             "intermediate_size", size, config.hidden_size, config.mlp_bias, parallel
         )
-        self.act = SiluAndMul()
+        self.act = SiluAndMul(fused)
 
     def load(self, source: WeightSource, prefix: str) -> None:
         self.gate_up.load(source, (f"{prefix}.gate_proj", f"{prefix}.up_proj"))
@@ -117,11 +126,17 @@ class MLP:
 class DecoderLayer:
     """Attention and feed-forward, each behind a norm and around a residual."""
 
-    def __init__(self, config: ModelConfig, layer: AttentionLayer, parallel: ParallelState) -> None:
-        self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.attention = Attention(config, layer, parallel)
-        self.post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config, parallel)
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: AttentionLayer,
+        parallel: ParallelState,
+        fused: FusedOps | None,
+    ) -> None:
+        self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, fused)
+        self.attention = Attention(config, layer, parallel, fused)
+        self.post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, fused)
+        self.mlp = MLP(config, parallel, fused)
 
     def load(self, source: WeightSource, prefix: str) -> None:
         self.input_norm.load(source, f"{prefix}.input_layernorm.weight")
@@ -133,7 +148,7 @@ class DecoderLayer:
         self,
         x: Tensor,
         residual: Tensor | None,
-        rope: RopeTables,
+        rope: StepRope,
         backend: AttentionBackend,
         batch: ForwardBatch,
     ) -> tuple[Tensor, Tensor]:
@@ -163,13 +178,16 @@ class LlamaModel:
             AttentionLayer(local, config.head_dim**-0.5, config.layer_windows[index])
             for local, index in enumerate(self.layer_range)
         )
-        self.layers = [DecoderLayer(config, layer, parallel) for layer in self.attention_layers]
-        self.rotary = RotaryEmbedding(config.head_dim, max_positions, config.rope, device)
+        fused = self.fused = fused_ops(device, dtype)
+        self.layers = [
+            DecoderLayer(config, layer, parallel, fused) for layer in self.attention_layers
+        ]
+        self.rotary = RotaryEmbedding(config.head_dim, max_positions, config.rope, device, fused)
         size = (config.vocab_size, config.hidden_size)
         self.embedding = (
             VocabParallelEmbedding(*size, parallel) if parallel.is_first_stage else None
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, fused)
         self.head = ParallelLMHead(*size, parallel) if parallel.is_last_stage else None
 
     def load(
@@ -201,6 +219,8 @@ class LlamaModel:
         """
         if self.embedding is not None:
             hidden = self.embedding(batch.input_ids)
+        elif hidden is not None and self.fused is not None:
+            hidden = hidden.clone()  # the caller's; fused norms add to it in place
         if hidden is None:
             raise ValueError("a later pipeline stage needs the previous stage's hidden states")
         rope = self.rotary.lookup(batch.positions, self.dtype)

@@ -52,7 +52,7 @@ class TorchSampling(SamplingBackend):
         for kind, group in plan.draws.items():
             if kind is Draw.GREEDY:
                 continue
-            rows = _Rows(
+            rows = Rows(
                 group.take(logits),
                 RowParams(*(group.take(values) for values in params)),
                 group.take(keys),
@@ -65,7 +65,7 @@ class TorchSampling(SamplingBackend):
             _put(drawn, group, values)
         return drawn
 
-    def _draw(self, kind: Draw, rows: _Rows, plan: SamplingPlan) -> Drawn:
+    def _draw(self, kind: Draw, rows: Rows, plan: SamplingPlan) -> Drawn:
         row_max = rows.logits.amax(1, keepdim=True)
         if kind is Draw.TOP_K:
             ids = self._draw_ordered(rows, row_max, plan.max_top_k, plan.uses_min_p)
@@ -75,7 +75,7 @@ class TorchSampling(SamplingBackend):
             ids = self._draw_nucleus(rows, row_max, plan.uses_min_p)
         return Drawn(ids, row_max.squeeze(1))
 
-    def _draw_full(self, rows: _Rows, row_max: Tensor, uses_min_p: bool) -> tuple[Tensor, Tensor]:
+    def _draw_full(self, rows: Rows, row_max: Tensor, uses_min_p: bool) -> tuple[Tensor, Tensor]:
         """Tokens [n] drawn from the whole vocabulary, and p / max(p) [n, vocab]."""
         shape = (rows.logits.shape[0], rows.logits.shape[1])
         probs = self._scratch.get("probs", shape, torch.float32)
@@ -89,7 +89,7 @@ class TorchSampling(SamplingBackend):
         torch.div(probs, score, out=score)
         return argmin(score), probs
 
-    def _draw_nucleus(self, rows: _Rows, row_max: Tensor, uses_min_p: bool) -> Tensor:
+    def _draw_nucleus(self, rows: Rows, row_max: Tensor, uses_min_p: bool) -> Tensor:
         """Tokens [n] drawn under top_p without top_k.
 
         The noise's winner among all tokens is also the winner among any set of tokens that holds
@@ -113,7 +113,7 @@ class TorchSampling(SamplingBackend):
             )
         return ids
 
-    def _draw_ordered(self, rows: _Rows, row_max: Tensor, count: int, uses_min_p: bool) -> Tensor:
+    def _draw_ordered(self, rows: Rows, row_max: Tensor, count: int, uses_min_p: bool) -> Tensor:
         """Tokens [n] drawn from the `count` likeliest under top_k, top_p and min_p."""
         ids = self._order.best(rows.logits, row_max, count)
         probs = rows.logits.gather(1, ids).sub_(row_max)
@@ -136,14 +136,14 @@ class TorchSampling(SamplingBackend):
         return ids.gather(1, argmin(score).unsqueeze(1)).squeeze(1)
 
 
-class _Rows(NamedTuple):
+class Rows(NamedTuple):
     """Some rows of the batch: `logits` [n, vocab], noise `keys` [n, 2]."""
 
     logits: Tensor
     params: RowParams
     keys: Tensor
 
-    def split(self, rows_at_once: int) -> list[_Rows]:
+    def split(self, rows_at_once: int) -> list[Rows]:
         """These rows in parts of at most `rows_at_once`."""
         total = self.logits.shape[0]
         if total <= rows_at_once:
@@ -153,13 +153,13 @@ class _Rows(NamedTuple):
             for start in range(0, total, rows_at_once)
         ]
 
-    def select(self, index: Tensor) -> _Rows:
+    def select(self, index: Tensor) -> Rows:
         """The rows with numbers `index` int64."""
         return self._pick(index)
 
-    def _pick(self, which: slice | Tensor) -> _Rows:
+    def _pick(self, which: slice | Tensor) -> Rows:
         params = RowParams(*(values[which] for values in self.params))
-        return _Rows(self.logits[which], params, self.keys[which])
+        return Rows(self.logits[which], params, self.keys[which])
 
 
 def _greedy(logits: Tensor) -> Drawn:

@@ -15,7 +15,7 @@ from engine.layers.linear import local_kv_heads
 from engine.model_config import ModelConfig
 from engine.models.llama import stage_layers
 from engine.models.loader import resolve_dtype
-from engine.worker.kv_pool import MHATokenToKVPool
+from engine.worker.kv_pool import MHATokenToKVPool, resolve_kv_dtype
 from engine.worker.worker_config import WorkerConfig
 
 # Bytes of KV cache that one CPU worker takes unless `max_total_tokens` says otherwise: the host's
@@ -24,7 +24,12 @@ CPU_MAX_BYTES = 4 << 30
 
 
 def profile_max_tokens(
-    config: ModelConfig, dtype: str, tp_size: int, pp_size: int, fraction: float
+    config: ModelConfig,
+    dtype: str,
+    tp_size: int,
+    pp_size: int,
+    fraction: float,
+    kv_cache_dtype: str = "auto",
 ) -> int:
     """Tokens that fit on the CPU worker that needs most bytes per token.
 
@@ -32,7 +37,8 @@ def profile_max_tokens(
     `CPU_MAX_BYTES` each, half of it for the contiguous copies that decoding on CPU keeps (see
     `DecodeWorkspace`). Raises `ConfigError` if not even one token fits.
     """
-    per_token = kv_bytes_per_token(config, resolve_dtype(dtype, config), tp_size, pp_size)
+    kv_dtype = resolve_kv_dtype(kv_cache_dtype, resolve_dtype(dtype, config))
+    per_token = kv_bytes_per_token(config, kv_dtype, tp_size, pp_size)
     per_token += kv_bytes_per_token(config, "float32", tp_size, pp_size)
     share = int(available_host_bytes() * fraction) // (tp_size * pp_size)
     budget = min(share, CPU_MAX_BYTES)

@@ -19,7 +19,7 @@ from engine.model_config import ModelConfig
 from engine.models.loader import load_model, resolve_dtype
 from engine.worker.device_queue import make_queue
 from engine.worker.forward_batch import ForwardBatch, StepArrays, token_starts
-from engine.worker.kv_pool import MHATokenToKVPool
+from engine.worker.kv_pool import MHATokenToKVPool, resolve_kv_dtype
 
 
 class ForwardOutput(NamedTuple):
@@ -62,6 +62,7 @@ class ModelRunner:
         max_running_requests: int,
         max_model_len: int,
         attention_backend: str,
+        kv_cache_dtype: str = "auto",
         parallel: ParallelState,
         load_format: str = "auto",
         seed: int = 0,
@@ -82,6 +83,7 @@ class ModelRunner:
         self.dtype = resolve_dtype(dtype, model_config)
         self.page_size = page_size
         self.attention_backend = attention_backend
+        self.kv_dtype = resolve_kv_dtype(kv_cache_dtype, self.dtype)
         self.num_heads = shard("num_attention_heads", model_config.num_heads, parallel.tp_size)
         self.num_kv_heads = local_kv_heads(model_config.num_kv_heads, parallel.tp_size)
         self.model = load_model(
@@ -123,7 +125,7 @@ class ModelRunner:
             len(self.model.layers),
             self.num_kv_heads,
             self.model_config.head_dim,
-            self.dtype,
+            self.kv_dtype,
             self.device,
         )
 
@@ -137,6 +139,7 @@ class ModelRunner:
                 self.num_heads,
                 self.num_kv_heads,
                 self.model_config.head_dim,
+                self.dtype,
             ),
         )
 

@@ -192,6 +192,7 @@ class TpModelWorker(ModelWorker):
             max_running_requests=config.max_running_requests,
             max_model_len=config.max_model_len,
             attention_backend=config.attention_backend,
+            kv_cache_dtype=config.kv_cache_dtype,
             parallel=self.parallel,
             load_format=config.load_format,
             seed=config.seed,

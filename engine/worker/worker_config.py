@@ -31,6 +31,7 @@ class WorkerConfig:
     max_model_len: int
     max_step_tokens: int
     """Of the largest step that the scheduler may send."""
+    kv_cache_dtype: str
     attention_backend: str
     sampling_backend: str
     load_format: str
@@ -78,7 +79,12 @@ def make_worker_config(config: ResolvedConfig, *, share: int = 1) -> WorkerConfi
         from engine.worker.memory import profile_max_tokens
 
         room = profile_max_tokens(
-            config.model, dtype, engine.tp_size, engine.pp_size, engine.memory_fraction / share
+            config.model,
+            dtype,
+            engine.tp_size,
+            engine.pp_size,
+            engine.memory_fraction / share,
+            engine.kv_cache_dtype,
         )
         num_kv_tokens = min(room, most)
     if num_kv_tokens is not None:
@@ -94,10 +100,9 @@ def make_worker_config(config: ResolvedConfig, *, share: int = 1) -> WorkerConfi
         max_running_requests=engine.max_running_requests,
         max_model_len=config.max_model_len,
         max_step_tokens=max_step_tokens(engine, config.max_model_len),
-        attention_backend="torch"
-        if engine.attention_backend == "auto"
-        else engine.attention_backend,
-        sampling_backend="torch" if engine.sampling_backend == "auto" else engine.sampling_backend,
+        kv_cache_dtype=engine.kv_cache_dtype,
+        attention_backend=_attention_backend(engine.attention_backend, config.model, dtype, device),
+        sampling_backend=_sampling_backend(engine.sampling_backend, device),
         load_format=engine.load_format,
         seed=engine.seed,
         tp_size=engine.tp_size,
@@ -124,6 +129,36 @@ def graph_max_batch_size(engine: EngineConfig) -> int:
     if rows is None:
         rows = -(-engine.max_running_requests // engine.num_micro_batches)
     return min(rows, engine.cuda_graph_max_batch_size or MAX_GRAPH_ROWS)
+
+
+def _attention_backend(name: str, model: ModelConfig, dtype: str, device: str) -> str:
+    if name != "auto":
+        _check_needs_cuda("attention_backend", name, device)
+        return name
+    if device != "cuda":
+        return "torch"
+    from engine.attention.registry import auto_attention_backend
+    from engine.models.loader import resolve_dtype
+
+    return auto_attention_backend(device, resolve_dtype(dtype, model), model.head_dim)
+
+
+def _sampling_backend(name: str, device: str) -> str:
+    if name != "auto":
+        _check_needs_cuda("sampling_backend", name, device)
+        return name
+    if device != "cuda":
+        return "torch"
+    from engine.sampling.registry import auto_sampling_backend
+
+    return auto_sampling_backend(device)
+
+
+def _check_needs_cuda(key: str, name: str, device: str) -> None:
+    if name.startswith("flashinfer") and device != "cuda":
+        raise ConfigError(
+            f"{key} {name} needs a GPU and the device is '{device}'; set {key}: auto or torch."
+        )
 
 
 def detect_device() -> str:

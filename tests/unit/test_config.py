@@ -65,7 +65,8 @@ ROOT = Path(__file__).resolve().parents[2]
         ({"autoscaling": {}, "num_replicas": 2}, ["either num_replicas or autoscaling"]),
         ({"num_replicas": 0}, ["num_replicas"]),
         ({"device": "tpu"}, ["device", "tpu"]),
-        ({"attention_backend": "flashinfer"}, ["attention_backend", "flashinfer"]),
+        ({"attention_backend": "xformers"}, ["attention_backend", "flashinfer"]),
+        ({"kv_cache_dtype": "int4"}, ["kv_cache_dtype", "fp8_e4m3"]),
     ],
 )
 def test_refusals_say_what_to_do(args: dict[str, Any], words: list[str]) -> None:

@@ -1,0 +1,347 @@
+"""Paged attention with FlashInfer's kernels (Ye et al. 2025), for CUDA.
+
+Extend rows go through the prefill wrapper, decode rows through the decode wrapper, a mixed step
+through both. Each is planned once per step for all layers that share a window and a scale, from
+lengths that the host knows, so that planning step t+1 overlaps with computing step t.
+
+Why the wrappers' buffers are replaced: each plan is written to pinned memory and copied to the
+device behind the work that is queued there. A wrapper has one pinned buffer, which the next plan
+would overwrite before the copy (SGLang and mini-sglang wait there); `PlanRing` has several.
+The device's buffers need no such care: writers and readers follow each other on one stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.attention.base import AttentionBackend, AttentionInputs, AttentionLayer
+from engine.attention.page_table import PageTable, page_indices, page_table
+from engine.attention.plan_ring import PlanRing
+from engine.errors import ConfigError
+from engine.flashinfer_loader import (
+    HALF_DTYPES,
+    HEAD_DIMS,
+    check_wrapper,
+    load_flashinfer,
+    supports_attention,
+)
+from engine.messages import Int64Array
+from engine.worker.forward_batch import ForwardBatch
+
+FLOAT_WORKSPACE_BYTES = 128 << 20
+"""Partial results of split sequences; FlashInfer's advice. One for all: calls follow each other."""
+INT_WORKSPACE_BYTES = 8 << 20
+"""Of one plan, on the device and pinned; the size that the wrappers themselves take."""
+STEPS_IN_FLIGHT = 3
+"""Steps whose plans may not have reached the device: two of the overlap and one to spare."""
+TENSOR_CORE_GROUP = 4
+"""From so many query heads per key/value head on, decoding is faster with tensor cores (SGLang)."""
+
+
+class _Variant(NamedTuple):
+    """Layers that share a plan."""
+
+    window: int | None
+    scale: float
+
+    @property
+    def window_left(self) -> int:
+        """Tokens before its own that a query sees; -1: all."""
+        return -1 if self.window is None else self.window - 1
+
+
+@dataclass
+class _GraphBuffers:
+    """What captured decodes of one variant read, at addresses that stay.
+
+    All batch sizes share them: every replay is preceded, on its stream, by its plan.
+    """
+
+    indptr: Tensor
+    """int32 [largest batch + 1]"""
+    last_page_len: Tensor
+    """int32 [largest batch]"""
+    indices: Tensor
+    """int32 [largest batch * pages that a row can read]"""
+    int_workspace: Tensor
+    wrappers: dict[int, Any] = field(default_factory=dict)
+    """By batch size."""
+    planned: set[int] = field(default_factory=set)
+    """Batch sizes that have been planned in full once."""
+
+
+class FlashInferAttentionBackend(AttentionBackend):
+    """Attention over `MHATokenToKVPool` with FlashInfer's paged wrappers.
+
+    The pool is read as [pages, page_size, num_kv_heads, head_dim] (layout NHD). With a float8 pool
+    keys and values are cast when written and scales are 1: checkpoints with own scales are
+    quantized ones, which are refused.
+    """
+
+    supports_graphs = True
+
+    def __init__(self, inputs: AttentionInputs, prefill_backend: str = "fa2") -> None:
+        """`prefill_backend`: "fa2", or "fa3" (Hopper only, not for float8 pools).
+
+        Raises `ConfigError` if FlashInfer is missing or has no kernels for `inputs`.
+        """
+        self.inputs = inputs
+        self.pool = inputs.pool
+        self.device = inputs.req_to_token.device
+        self.query_dtype = inputs.query_dtype or inputs.pool.dtype
+        self._check(prefill_backend)
+        self._flashinfer = load_flashinfer()
+        page_size, heads, dim = self.pool.page_size, inputs.num_kv_heads, inputs.head_dim
+        self._paged_kv = [
+            tuple(kv.view(-1, page_size, heads, dim) for kv in self.pool.get(layer.layer_id))
+            for layer in inputs.layers
+        ]
+        group = inputs.num_heads // heads
+        self._tensor_cores = group >= TENSOR_CORE_GROUP or self.pool.dtype.itemsize == 1
+        self._float_workspace = torch.zeros(
+            FLOAT_WORKSPACE_BYTES, dtype=torch.uint8, device=self.device
+        )
+        self._variants = {
+            layer.layer_id: _Variant(layer.sliding_window, layer.scale) for layer in inputs.layers
+        }
+        distinct = list(dict.fromkeys(self._variants.values()))
+        self._prefill = {variant: self._prefill_wrapper(prefill_backend) for variant in distinct}
+        self._decode = {variant: self._decode_wrapper(None, 0) for variant in distinct}
+        self._ring = PlanRing(2 * len(distinct) * STEPS_IN_FLIGHT, INT_WORKSPACE_BYTES, self.device)
+        self._graphs: dict[_Variant, _GraphBuffers] = {}
+        self._current = self._decode
+        """Decode wrappers that the last plan was made for."""
+
+    def init_forward(self, batch: ForwardBatch) -> None:
+        num_extend = batch.num_extend
+        rows, seq_lens = batch.req_pool_indices_cpu, batch.seq_lens_cpu
+        if num_extend:
+            extend = slice(0, num_extend)
+            query_lens = batch.extend_lens_cpu
+            for window, variants in self._windows():
+                table = self._page_table(rows[extend], query_lens, seq_lens[extend], window)
+                indices = page_indices(table, self.inputs.req_to_token, self.pool.page_size)
+                qo_indptr = self._pinned(batch.token_starts_cpu[: num_extend + 1])
+                for variant in variants:
+                    self._plan_prefill(variant, table, indices, qo_indptr)
+        if num_extend < batch.batch_size:
+            decode = slice(num_extend, None)
+            for window, variants in self._windows():
+                table = self._page_table(rows[decode], None, seq_lens[decode], window)
+                indices = page_indices(table, self.inputs.req_to_token, self.pool.page_size)
+                for variant in variants:
+                    self._plan_decode(self._decode[variant], variant, table, indices)
+        self._current = self._decode
+
+    def init_graphs(self, batch_sizes: Sequence[int]) -> None:
+        largest = max(batch_sizes)
+        width = self.inputs.req_to_token.shape[1]
+        for variant in self._decode:
+            tokens = width if variant.window is None else min(width, variant.window)
+            # A window's tokens may begin within a page.
+            pages = min(-(-tokens // self.pool.page_size) + 1, -(-width // self.pool.page_size))
+            buffers = _GraphBuffers(
+                indptr=self._ints(largest + 1),
+                last_page_len=self._ints(largest),
+                indices=self._ints(largest * pages),
+                int_workspace=torch.empty(
+                    INT_WORKSPACE_BYTES, dtype=torch.uint8, device=self.device
+                ),
+            )
+            for size in sorted(set(batch_sizes)):
+                buffers.wrappers[size] = self._decode_wrapper(buffers, size)
+            self._graphs[variant] = buffers
+
+    def plan_graph(self, batch: ForwardBatch) -> None:
+        size = batch.batch_size
+        if batch.num_extend or any(size not in graph.wrappers for graph in self._graphs.values()):
+            raise ValueError(f"no graph was prepared for {size} decode rows")
+        rows, seq_lens = batch.req_pool_indices_cpu, batch.seq_lens_cpu
+        for window, variants in self._windows():
+            table = self._page_table(rows, None, seq_lens, window)
+            for variant in variants:
+                graph = self._graphs[variant]
+                graph.indptr[: size + 1].copy_(table.indptr, non_blocking=True)
+                graph.last_page_len[:size].copy_(table.last_page_len, non_blocking=True)
+                indices = page_indices(
+                    table, self.inputs.req_to_token, self.pool.page_size, out=graph.indices
+                )
+                if size in graph.planned:
+                    self._replan_graph(graph.wrappers[size], variant, table, indices)
+                else:
+                    self._plan_decode(graph.wrappers[size], variant, table, indices)
+                    graph.planned.add(size)
+        self._current = {v: graph.wrappers[size] for v, graph in self._graphs.items()}
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, batch: ForwardBatch
+    ) -> Tensor:
+        self.pool.set_kv(layer.layer_id, batch.out_cache_loc, k, v)
+        paged_kv = self._paged_kv[layer.layer_id]
+        variant = self._variants[layer.layer_id]
+        split, total = batch.num_extend_tokens, q.shape[0]
+        out = q.new_empty(q.shape)
+        if split:
+            self._prefill[variant].run(q[:split], paged_kv, out=out[:split])
+        if split < total:
+            self._current[variant].run(q[split:], paged_kv, out=out[split:])
+        return out.view(total, -1)
+
+    def _windows(self) -> list[tuple[int | None, list[_Variant]]]:
+        """Variants by window: those of one window read the same pages."""
+        found: dict[int | None, list[_Variant]] = {}
+        for variant in self._decode:
+            found.setdefault(variant.window, []).append(variant)
+        return list(found.items())
+
+    def _page_table(
+        self,
+        rows: Int64Array,
+        query_lens: Int64Array | None,
+        seq_lens: Int64Array,
+        window: int | None,
+    ) -> PageTable:
+        """Pages of rows with `query_lens` new tokens each, None: one."""
+        return page_table(
+            rows,
+            seq_lens * 0 + 1 if query_lens is None else query_lens,
+            seq_lens,
+            window,
+            self.pool.page_size,
+            self.inputs.req_to_token.shape[1],
+            pinned=self.device.type == "cuda",
+        )
+
+    def _plan_prefill(
+        self, variant: _Variant, table: PageTable, indices: Tensor, qo_indptr: Tensor
+    ) -> None:
+        wrapper = self._prefill[variant]
+        with self._ring.take() as pinned:
+            wrapper._pin_memory_int_workspace_buffer = pinned
+            wrapper.plan(
+                qo_indptr,
+                table.indptr,
+                indices,
+                table.last_page_len,
+                self.inputs.num_heads,
+                self.inputs.num_kv_heads,
+                self.inputs.head_dim,
+                self.pool.page_size,
+                causal=True,
+                sm_scale=variant.scale,
+                window_left=variant.window_left,
+                q_data_type=self.query_dtype,
+                kv_data_type=self.pool.dtype,
+                o_data_type=self.query_dtype,
+                non_blocking=True,
+                seq_lens=table.kv_lens,
+            )
+
+    def _plan_decode(
+        self, wrapper: Any, variant: _Variant, table: PageTable, indices: Tensor
+    ) -> None:
+        with self._ring.take() as pinned:
+            wrapper._pin_memory_int_workspace_buffer = pinned
+            wrapper.plan(
+                table.indptr,
+                indices,
+                table.last_page_len,
+                self.inputs.num_heads,
+                self.inputs.num_kv_heads,
+                self.inputs.head_dim,
+                self.pool.page_size,
+                window_left=variant.window_left,
+                q_data_type=self.query_dtype,
+                kv_data_type=self.pool.dtype,
+                o_data_type=self.query_dtype,
+                sm_scale=variant.scale,
+                non_blocking=True,
+                seq_lens=table.kv_lens,
+            )
+
+    def _replan_graph(
+        self, wrapper: Any, variant: _Variant, table: PageTable, indices: Tensor
+    ) -> None:
+        """As `_plan_decode`, after it and without its copies: the buffers are up to date.
+
+        With the host's lengths given it reads nothing from the device. It has no `o_data_type` and
+        no `seq_lens`: the first plan's type stays, lengths follow from the page table.
+        """
+        with self._ring.take() as pinned:
+            wrapper._pin_memory_int_workspace_buffer = pinned
+            self._flashinfer.fast_decode_plan(
+                wrapper,
+                table.indptr,
+                indices,
+                table.last_page_len,
+                self.inputs.num_heads,
+                self.inputs.num_kv_heads,
+                self.inputs.head_dim,
+                self.pool.page_size,
+                window_left=variant.window_left,
+                q_data_type=self.query_dtype,
+                kv_data_type=self.pool.dtype,
+                sm_scale=variant.scale,
+                non_blocking=True,
+                global_override_indptr_cpu=table.indptr,
+            )
+
+    def _prefill_wrapper(self, backend: str) -> Any:
+        wrapper = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+            self._float_workspace, kv_layout="NHD", backend=backend
+        )
+        check_wrapper(wrapper)
+        return wrapper
+
+    def _decode_wrapper(self, buffers: _GraphBuffers | None, size: int) -> Any:
+        """An eager wrapper, or that of captured decodes of `size` rows over `buffers`."""
+        wrapper = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            self._float_workspace,
+            kv_layout="NHD",
+            use_cuda_graph=buffers is not None,
+            use_tensor_cores=self._tensor_cores,
+            paged_kv_indptr_buffer=None if buffers is None else buffers.indptr[: size + 1],
+            paged_kv_indices_buffer=None if buffers is None else buffers.indices,
+            paged_kv_last_page_len_buffer=None if buffers is None else buffers.last_page_len[:size],
+            backend="fa2",
+        )
+        check_wrapper(wrapper)
+        if buffers is not None:
+            wrapper._int_workspace_buffer = buffers.int_workspace
+        return wrapper
+
+    def _ints(self, count: int) -> Tensor:
+        return torch.zeros(count, dtype=torch.int32, device=self.device)
+
+    def _pinned(self, values: Int64Array) -> Tensor:
+        tensor = torch.empty(len(values), dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        tensor.numpy()[:] = values
+        return tensor
+
+    def _check(self, prefill_backend: str) -> None:
+        inputs = self.inputs
+        if not supports_attention(self.query_dtype, inputs.head_dim):
+            raise ConfigError(
+                f"attention_backend flashinfer has no kernels for dtype {self.query_dtype} with "
+                f"head_dim {inputs.head_dim} (it has {', '.join(map(str, HALF_DTYPES))} and "
+                f"{', '.join(map(str, HEAD_DIMS))}); set attention_backend: torch."
+            )
+        if prefill_backend == "fa3" and self.pool.dtype != self.query_dtype:
+            raise ConfigError(
+                "attention_backend flashinfer-fa3 can't read a KV cache of another type than the "
+                "model's; set kv_cache_dtype: auto or attention_backend: flashinfer."
+            )
+        if (
+            prefill_backend == "fa3"
+            and self.device.type == "cuda"
+            and torch.cuda.get_device_capability(self.device)[0] != 9
+        ):
+            raise ConfigError(
+                "attention_backend flashinfer-fa3 needs a Hopper GPU (H100, H200); set "
+                "attention_backend: flashinfer."
+            )

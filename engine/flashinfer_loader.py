@@ -1,0 +1,56 @@
+"""The one place that imports FlashInfer, an optional package.
+
+It stays outside mypy's sight: its classes are named where they are used, and
+`tests/unit/fake_flashinfer.py` holds copies of the signatures that calls are checked against.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from typing import Any
+
+import torch
+
+from engine.errors import ConfigError
+
+HEAD_DIMS = (64, 128, 256)
+"""What the prefill and decode kernels are both written for."""
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+_ATTRIBUTES = ("_int_workspace_buffer", "_pin_memory_int_workspace_buffer")
+"""Of the wrappers, set by the attention backend; no public call does without waiting."""
+
+
+def flashinfer_installed() -> bool:
+    """Whether `load_flashinfer` would find the package; doesn't import it."""
+    return importlib.util.find_spec("flashinfer") is not None
+
+
+def load_flashinfer() -> Any:
+    """The module `flashinfer`. Raises `ConfigError` with advice if it is missing or broken."""
+    # Read at import: the default norm kernels need nvidia-cutlass-dsl, a 100 MB compiler.
+    os.environ.setdefault("FLASHINFER_USE_CUDA_NORM", "1")
+    try:
+        return importlib.import_module("flashinfer")
+    except ImportError as error:
+        raise ConfigError(
+            f"FlashInfer can't be imported ({error}). Install it with "
+            "`pip install 'manta-serve[gpu]'`, or set attention_backend and sampling_backend to "
+            "torch."
+        ) from error
+
+
+def check_wrapper(wrapper: object) -> None:
+    """Raise `ConfigError` if this version's wrappers keep their buffers under other names."""
+    missing = [name for name in _ATTRIBUTES if not hasattr(wrapper, name)]
+    if missing:
+        raise ConfigError(
+            f"this version of flashinfer-python has no {' and '.join(missing)} in its wrappers; "
+            "install the version that pyproject.toml names."
+        )
+
+
+def supports_attention(dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether the attention kernels exist for queries of this type and size."""
+    return dtype in HALF_DTYPES and head_dim in HEAD_DIMS
