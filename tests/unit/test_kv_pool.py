@@ -55,8 +55,8 @@ def resolved(**values: object) -> ResolvedConfig:
 def test_float8_holds_more_tokens() -> None:
     model = resolved().model
     assert kv_bytes_per_token(model, FP8, 1, 1) * 4 == kv_bytes_per_token(model, "float32", 1, 1)
-    plain = profile_max_tokens(model, "float32", "cpu", 1, 1, 0.5)
-    small = profile_max_tokens(model, "float32", "cpu", 1, 1, 0.5, "fp8_e4m3")
+    plain = profile_max_tokens(model, "float32", 1, 1, 0.5)
+    small = profile_max_tokens(model, "float32", 1, 1, 0.5, "fp8_e4m3")
     # On a CPU the contiguous float32 copies stay: 8 bytes a number become 5.
     assert small > 1.4 * plain
     assert make_worker_config(resolved(kv_cache_dtype="fp8_e4m3")).kv_cache_dtype == "fp8_e4m3"
