@@ -13,7 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from engine.worker.staging import Event
 
@@ -23,8 +23,8 @@ ANCHOR_MAX_AGE_S = 60.0
 class TimedEvent(Event, Protocol):
     """An event that keeps the device's time (`torch.cuda.Event(enable_timing=True)`)."""
 
-    def elapsed_time(self, end_event: TimedEvent, /) -> float:
-        """Milliseconds from this event to `end_event`; both must have come to pass."""
+    def elapsed_time(self, end_event: Any, /) -> float:
+        """Milliseconds from this event to `end_event` of its kind; both must have come to pass."""
 
 
 class Span(NamedTuple):

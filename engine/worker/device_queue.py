@@ -161,12 +161,12 @@ class CudaQueue(StagedQueue):
     """One GPU: a forward stream, a copy stream, page-locked buffers."""
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__(device, _pinned, torch.cuda.Event)
-        self._forward = torch.cuda.Stream(device)
-        self._copy = torch.cuda.Stream(device)
+        super().__init__(device, _pinned, _event)
+        self._forward = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._copy = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._copied: torch.cuda.Event | None = None
         """End of the newest download."""
-        self._clock = DeviceClock(lambda: torch.cuda.Event(enable_timing=True))
+        self._clock = DeviceClock(_timed_event)
 
     def stream(self) -> contextlib.AbstractContextManager[object]:
         return torch.cuda.stream(self._forward)
@@ -177,7 +177,7 @@ class CudaQueue(StagedQueue):
     def download(self, tensors: Sequence[Tensor]) -> Download:
         sources = [tensor.contiguous() for tensor in tensors]
         buffer = self.results.take(sources)
-        computed, done = torch.cuda.Event(), torch.cuda.Event()
+        computed, done = _event(), _event()
         computed.record()
         with torch.cuda.stream(self._copy):
             self._copy.wait_event(computed)
@@ -205,6 +205,14 @@ def make_queue(device: torch.device) -> DeviceQueue:
 def torch_dtype(array: np.ndarray) -> torch.dtype:
     """torch's word for `array`'s type."""
     return torch.from_numpy(np.empty(0, array.dtype)).dtype
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+
+def _timed_event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def _pinned(size: int) -> Tensor:

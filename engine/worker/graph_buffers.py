@@ -53,14 +53,13 @@ class GraphBuffers:
         self.max_size = max_size
         self._queue: DeviceQueue = runner.queue
         # A decode has one token per row, so every array has as many elements as the batch rows.
-        kinds = [np.dtype(np.int64)] * 7 + [np.dtype(np.int32), np.dtype(np.int64)]
-        kinds.append(np.dtype(np.int32))
+        kinds = [torch.int64] * 7 + [torch.int32]  # StepArrays
+        kinds += [torch.int64, torch.int32]  # TableUpdate
         self._offsets, total = pack([max_size * kind.itemsize for kind in kinds])
         device = runner.device
         self._memory = torch.zeros(total, dtype=torch.uint8, device=device)
-        words = {8: torch.int64, 4: torch.int32}
         self._inputs = [
-            self._memory[offset : offset + max_size * kind.itemsize].view(words[kind.itemsize])
+            self._memory[offset : offset + max_size * kind.itemsize].view(kind)
             for offset, kind in zip(self._offsets, kinds, strict=True)
         ]
         config, parallel = runner.model_config, runner.parallel

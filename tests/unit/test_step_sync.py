@@ -29,7 +29,8 @@ from tests.worker_driver import MakeParams, Steps, make_worker
 
 NOTICED = (SyncError, RuntimeError)
 """Some reads torch itself refuses: fake tensors have no values, and there is no CUDA to ask."""
-TARGETS = [3, 3, 3, 7, 7, 9, 9, 9, 4, 4, 12, 12]
+TARGETS = [6, 11, 11, 4, 4, 4]
+"""All of `params` are there in the second step."""
 
 
 @pytest.fixture(scope="module")
@@ -120,13 +121,13 @@ def test_eager_steps_never_wait(folder: Path) -> None:
 def test_captured_steps_never_wait(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_capturable_attention(monkeypatch)
     monkeypatch.setattr("engine.worker.decode_graphs.DecodeGraphs._anywhere", lambda self, x: x)
-    worker = make(folder, max_batch_size=12)
+    worker = make(folder, max_batch_size=4)
     assert worker.graphs is not None
     sampled: list[int] = []
     sample = worker.graphs.sample
     worker.graphs.sample = lambda *args: sampled.append(1) or sample(*args)  # type: ignore
     run_steps(worker, greedy_or_seeded, constrain=False)
-    assert len(sampled) >= 5
+    assert len(sampled) >= 3
     run_steps(worker)
 
 
@@ -214,7 +215,7 @@ def test_waiting_in_the_sampler_is_noticed(folder: Path, monkeypatch: pytest.Mon
 def test_waiting_around_a_graph_is_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_capturable_attention(monkeypatch)
     monkeypatch.setattr("engine.worker.decode_graphs.DecodeGraphs._anywhere", lambda self, x: x)
-    worker = make(folder, max_batch_size=12)
+    worker = make(folder, max_batch_size=4)
     resolve = FutureMap.resolve
 
     def changed(self, batch):  # type: ignore[no-untyped-def]
