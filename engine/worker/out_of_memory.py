@@ -78,4 +78,6 @@ def remedies(phase: str, config: WorkerConfig) -> str:
     size = f"lower memory_fraction (now {config.memory_fraction:g})"
     if config.num_kv_tokens is not None:
         size = f"lower max_total_tokens (now {config.num_kv_tokens})"
+    if config.kv_cache_dtype == "auto":
+        split.insert(0, "set kv_cache_dtype: fp8_e4m3")
     return "; ".join([size, length, chunk, rows, *split])
