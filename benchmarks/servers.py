@@ -73,6 +73,7 @@ class ManagedServer:
             stdout=self._log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=_heed_interrupts,
         )
         try:
             self._wait_ready(started + self._timeout_s)
@@ -216,6 +217,11 @@ def _processes() -> dict[int, _Process]:
                 parent=values[0], group=values[1], cpu_ticks=sum(values[10:14]), started=values[18]
             )
     return processes
+
+
+def _heed_interrupts() -> None:
+    """Shells start what runs in their background with SIGINT ignored, and children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _family(pid: int) -> dict[int, _Process]:

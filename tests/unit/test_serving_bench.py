@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -479,6 +480,16 @@ def test_a_server_is_waited_for_and_interrupted() -> None:
         assert server.ready_s > 0
         assert "mode good" in server.log_tail()
         assert server.cpu_seconds() > 0
+    assert not server.killed and gone(server.pid)
+
+
+def test_a_server_heeds_the_interrupt_where_its_parent_ignores_it() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with managed("good") as server:
+            pass
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert not server.killed and gone(server.pid)
 
 
