@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import logging
 import sys
 import tempfile
 import time
@@ -89,16 +90,22 @@ def main(argv: list[str] | None = None) -> bool:
     report = Report(args.budget_s)
     size = (1 << 24, 256) if args.quick else (1 << 31, 8192)
     rates = measure_rates(device, copy_bytes=size[0], matrix=size[1])
-    with tempfile.TemporaryDirectory() as folder:
-        for shape in shapes:
-            measure_engine(shape, plan, rates, report, Path(folder), device, dict(args.set))
-        # Last: what goes wrong or takes long here costs no figure of Manta's.
-        if not args.skip_transformers:
+    failure: Exception | None = None
+    try:
+        with tempfile.TemporaryDirectory() as folder:
             for shape in shapes:
-                measure_peer(shape, plan, report, Path(folder), device)
+                measure_engine(shape, plan, rates, report, Path(folder), device, dict(args.set))
+            # Last: what goes wrong or takes long here costs no figure of Manta's.
+            if not args.skip_transformers:
+                for shape in shapes:
+                    measure_peer(shape, plan, report, Path(folder), device)
+    except Exception as error:
+        # Raised again once the figures so far are out: a GPU may not be at hand a second time.
+        report.note(f"stopped by {type(error).__name__}: {error}")
+        failure = error
     criteria = judge(shapes, report)
     measured = all(shape.name in report.engines for shape in shapes)
-    ok = measured and all(criterion.passed for criterion in criteria)
+    ok = failure is None and measured and all(criterion.passed for criterion in criteria)
     print_report(rates, report, criteria)
     figures: dict[str, object] = {
         "card": describe(device),
@@ -116,6 +123,8 @@ def main(argv: list[str] | None = None) -> bool:
     if args.save:
         save_result(RESULT, figures, ok)
     finish(figures, ok)
+    if failure is not None:
+        raise failure
     return ok
 
 
@@ -345,4 +354,6 @@ def print_report(rates: CardRates, report: Report, criteria: list[Criterion]) ->
 
 
 if __name__ == "__main__":
+    # Where the memory goes, how long capturing took.
+    logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
     main()

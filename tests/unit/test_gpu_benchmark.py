@@ -131,6 +131,20 @@ def test_the_script_on_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(0 < r["busy"] <= 1 for r in figures["serving"])
 
 
+def test_a_failure_loses_no_figure(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> None:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(gpu, "measure_peer", fail)
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        gpu.main(["--quick", "--device", "cpu"])
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert not figures["ok"] and "the device is gone" in figures["notes"][0]
+    assert len(figures["decode"]) == len(QUICK.batches)
+
+
 class GraphExecutor(InProcessExecutor):
     """Decodes are captured, by `RecordedGraphs`."""
 
