@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 CONFIG ?= configs/llama.yaml
 STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 
-.PHONY: serve test test-fast test-matrix test-gpu chaos lint bench install clean
+.PHONY: serve test test-fast test-matrix test-gpu chaos lint bench bench-gpu install clean
 
 install: $(STAMP)
 
@@ -45,6 +45,10 @@ lint: install
 bench: install
 	$(BIN)/python benchmarks/radix.py
 	$(BIN)/python benchmarks/serving.py
+
+# Needs a GPU of 80 GB; some five minutes, by estimate.
+bench-gpu: install
+	$(BIN)/python benchmarks/gpu.py --save
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -1,0 +1,68 @@
+"""The kernels of a decode step in a bare loop: what the step costs without engine around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from benchmarks.gpu_bench.card import seconds_per_call
+from engine.messages import ModelWorkerBatch
+from engine.worker.decode_graphs import DecodeGraphs, Variant
+from engine.worker.tp_worker import TpModelWorker
+
+
+class BareFigures(NamedTuple):
+    """Mean time of one repetition of a step."""
+
+    ms: float
+    graph_size: int | None
+    """Rows of the captured decode; None: launched kernel by kernel."""
+
+
+def bare_decode(worker: TpModelWorker, batch: ModelWorkerBatch, count: int) -> BareFigures:
+    """Repeat a decode step that `worker` has run: forward and greedy sampling.
+
+    Planned once; nothing is composed, uploaded, downloaded or waited for in between. The requests
+    needn't live any more: their pages still hold what they held, as long as no other step ran.
+    """
+    graphs = worker.graphs
+    size = None if graphs is None else graphs.size_for(batch)
+    with worker.queue.stream():
+        if graphs is not None and size is not None:
+            run = _captured(worker, graphs, batch, size)
+        else:
+            run = _eager(worker, batch)
+        seconds = seconds_per_call(run, count, worker.runner.device)
+    return BareFigures(seconds * 1e3, size)
+
+
+def _captured(
+    worker: TpModelWorker, graphs: DecodeGraphs, batch: ModelWorkerBatch, size: int
+) -> Callable[[], None]:
+    prepared = graphs.prepare(batch, size)
+    worker.runner.attention.plan_graph(prepared)
+    # Not `DecodeGraphs.forward`, which plans and takes the time on every call.
+    graph = graphs._graphs[size]
+    forward, sample = graph.forward, graph.sample[Variant.GREEDY]
+
+    def run() -> None:
+        forward()
+        sample()
+
+    return run
+
+
+def _eager(worker: TpModelWorker, batch: ModelWorkerBatch) -> Callable[[], None]:
+    prepared = worker.runner.prepare(batch)
+    worker.future_map.resolve(prepared)
+    slots_cpu = batch.req_pool_indices
+
+    def run() -> None:
+        output = worker.runner.forward(prepared)
+        if output is None:
+            raise ValueError("only the last pipeline stage samples")
+        slots, lens = prepared.sample_slots, prepared.sample_lens
+        sampled = worker.sampler(output.logits, slots, slots_cpu, lens, None)
+        worker.future_map.store(slots, sampled.next_token_ids)
+
+    return run
