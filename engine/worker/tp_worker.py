@@ -323,6 +323,18 @@ class TpModelWorker(ModelWorker):
         found: list[PromptLogprobTensors] = []
         if batch.extend_next_ids is None:
             return found
+        for row in forward.prompt_logits_rows:
+            logits = self.runner.prompt_logits(forward, output, row)
+            first, end = forward.token_starts_cpu[row : row + 2].tolist()
+            ahead = np.append(batch.input_ids[first + 1 : end], batch.extend_next_ids[row])
+            if ahead[-1] < 0:
+                ahead = ahead[:-1]
+            targets = to_device(ahead.astype(np.int64), self.runner.device)
+            num_top = self._prompt_logprobs[int(batch.req_pool_indices[row])]
+            start = int(forward.prefix_lens_cpu[row])
+            logprobs = self.sampler.prompt_logprobs(logits[: len(targets)], targets, num_top)
+            found.append(PromptLogprobTensors(row, start, logprobs))
+        return found
 
 
 def allowed_tokens(masks: SampleMasks, num_rows: int, vocab: int, device: torch.device) -> Tensor:
