@@ -121,7 +121,11 @@ def build_api(
 
 
 class RequestIdMiddleware:
-    """Gives every request an id: the client's `X-Request-Id`, or a new one."""
+    """Gives every request an id: the client's `X-Request-Id`, or a new one.
+
+    The request's state also gets `send` as it is here, outside of Starlette's wrappers, which have
+    nothing to do once a response has started: streams use it, for each costs every chunk.
+    """
 
     def __init__(self, app: ASGIApp, add_header: bool) -> None:
         self._app = app
@@ -135,7 +139,7 @@ class RequestIdMiddleware:
         request_id = given.decode("latin-1")
         if not _REQUEST_ID.fullmatch(request_id):
             request_id = uuid.uuid4().hex
-        scope.setdefault("state", {})["request_id"] = request_id
+        scope.setdefault("state", {}).update(request_id=request_id, send=send)
         if not self._add_header:
             await self._app(scope, receive, send)
             return

@@ -6,8 +6,6 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-import zmq
-
 from engine.transport import Inbox
 
 MAX_AT_ONCE = 32
@@ -21,9 +19,9 @@ class AsyncInbox:
         self._inbox = Inbox(host)
         self._on_message = on_message
         self._loop = asyncio.get_running_loop()
-        # ZeroMQ's descriptor is edge-triggered: each wake-up must read until nothing is left.
-        self._fd = self._inbox.socket.getsockopt(zmq.FD)
-        self._loop.add_reader(self._fd, self._drain)
+        self._fds = self._inbox.fds
+        for fd in self._fds:
+            self._loop.add_reader(fd, self._drain)
         self._loop.call_soon(self._drain)
 
     @property
@@ -33,12 +31,13 @@ class AsyncInbox:
 
     def close(self) -> None:
         """Stop reading."""
-        self._loop.remove_reader(self._fd)
+        for fd in self._fds:
+            self._loop.remove_reader(fd)
         self._inbox.close()
 
     def _drain(self) -> None:
         for _ in range(MAX_AT_ONCE):
-            if self._inbox.socket.closed:
+            if self._inbox.closed:
                 return
             message = self._inbox.recv(0.0)
             if message is None:

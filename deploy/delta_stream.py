@@ -21,6 +21,7 @@ class DeltaStream:
     def __init__(self) -> None:
         self._deltas: list[TextDelta] = []
         self._error: Exception | None = None
+        self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
 
     def __len__(self) -> int:
@@ -45,7 +46,7 @@ class DeltaStream:
         while not self._deltas:
             if self._error is not None:
                 raise self._error
-            self._waiter = asyncio.get_running_loop().create_future()
+            self._waiter = asyncio.Future(loop=self._loop)
             try:
                 await self._waiter
             finally:

@@ -14,8 +14,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import zmq
-
 from engine.engine_core import EngineCore
 from engine.errors import EngineDeadError
 from engine.kv_publisher import KVPublisher
@@ -33,12 +31,12 @@ from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.scheduler_config import SchedulerConfig
 from engine.scheduler.stats import SchedulerStats
 from engine.trace import StepSpan, TraceRing
-from engine.transport import Inbox, Outbox
+from engine.transport import Inbox, Outbox, Waiter
 
 logger = logging.getLogger(__name__)
 
-IDLE_POLL_MS = 1000
-WAITING_POLL_MS = 50
+IDLE_POLL_S = 1.0
+WAITING_POLL_S = 0.05
 """While requests wait, timeouts must be noticed soon."""
 
 
@@ -59,6 +57,7 @@ class SchedulerRole:
         """Snapshot for other threads, at most 0.1 s old, and exact when idle."""
         self._stats_due = 0.0
         self._publisher = KVPublisher(self.scheduler.kv.tree, self._send)
+        self._waiter = Waiter(inbox, results)
         self._outboxes: dict[str, Outbox] = {}
         self._owners: dict[tuple[str, int], str] = {}
         self._stopping = False
@@ -70,12 +69,9 @@ class SchedulerRole:
         """
         executor = MessageExecutor(self.results, self._workers, dead)
         core = EngineCore(self.scheduler, executor, trace=self.trace)
-        poller = zmq.Poller()
-        poller.register(self.inbox.socket, zmq.POLLIN)
-        poller.register(self.results.socket, zmq.POLLIN)
         try:
             while not self._stopping:
-                self._turn(core, poller)
+                self._turn(core)
         finally:
             core.shutdown()
             for outbox in self._outboxes.values():
@@ -83,7 +79,7 @@ class SchedulerRole:
             self.inbox.close()
             self.results.close()
 
-    def _turn(self, core: EngineCore, poller: zmq.Poller) -> None:
+    def _turn(self, core: EngineCore) -> None:
         """Receive, schedule and launch, process; sleep only if nothing can be done."""
         self.last_turn = time.monotonic()
         self._receive(core)
@@ -94,14 +90,15 @@ class SchedulerRole:
             self.stats = SchedulerStats(**_as_dict(core.scheduler.snapshot_stats()))
         self._publisher.publish(self.last_turn, is_idle=not core.scheduler.num_in_flight)
         if core.scheduler.num_in_flight:
-            ready = dict(poller.poll(IDLE_POLL_MS))
-            if self.results.socket in ready and core.process_one(0.0):
+            ready = self._waiter.wait(IDLE_POLL_S)
+            if self.results in ready and core.process_one(0.0):
                 self._deliver(core)
             elif not ready:
                 core.process_one(0.0)  # nothing for a second: notices a dead worker
         else:
             core.scheduler.on_idle()
-            poller.poll(WAITING_POLL_MS if core.scheduler.waiting_queue else IDLE_POLL_MS)
+            pause = WAITING_POLL_S if core.scheduler.waiting_queue else IDLE_POLL_S
+            self._waiter.wait(pause)
 
     def _receive(self, core: EngineCore) -> None:
         while (message := self.inbox.recv(0.0)) is not None:

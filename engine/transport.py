@@ -1,20 +1,28 @@
-"""ZeroMQ between the roles: one `Inbox` per role, an `Outbox` to each inbox it talks to.
+"""Messages between the roles: one `Inbox` per role, an `Outbox` to each inbox it talks to.
 
-An inbox binds one explicit address on a random port; its `address` also holds a secret, which
-every message carries: whoever doesn't know it is ignored. Addresses are handed out through Ray
-(or a parent process), never guessed.
+An inbox binds one explicit address on a random port for ZeroMQ, and on the same node also takes
+datagrams (`engine.local_socket`), which arrive sooner. What they can't take, because it is large
+or the receiver has fallen behind, goes by ZeroMQ; numbers keep the order of both. An `address` also
+holds a secret, which every message carries: whoever doesn't know it is ignored. Addresses are
+handed out through Ray (or a parent process), never guessed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
+import select
+import struct
+import time
+from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import zmq
 
-from engine import messages
+from engine import local_socket, messages
 from engine.errors import EngineDeadError
 from engine.tokenizer import tokenizer_messages
 
@@ -51,56 +59,169 @@ _KINDS: tuple[type[Any], ...] = (
     tokenizer_messages.Unregister,
     tokenizer_messages.TextOutputs,
 )
-_CODES = {kind: bytes([i]) for i, kind in enumerate(_KINDS)}
+_CODES = {kind: code for code, kind in enumerate(_KINDS)}
+_BYE = 255
+"""Code of a sender's last message, which has no body."""
+
+_HEAD = struct.Struct("<16sB8sQ")
+"""Secret, code of the message's kind, sender, and its number; 0 where order is ZeroMQ's alone."""
 
 
 class Inbox:
     """Receives messages of any kind from any number of senders, in order per sender."""
 
     def __init__(self, host: str = "127.0.0.1", context: zmq.Context[Any] | None = None) -> None:
-        self.socket = (context or zmq.Context.instance()).socket(zmq.PULL)
-        self.socket.setsockopt(zmq.RCVHWM, 0)
-        self.socket.setsockopt(zmq.LINGER, 0)
+        self._socket = (context or zmq.Context.instance()).socket(zmq.PULL)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.LINGER, 0)
         if ":" in host:
-            self.socket.setsockopt(zmq.IPV6, 1)
+            self._socket.setsockopt(zmq.IPV6, 1)
             host = f"[{host}]"
-        port = self.socket.bind_to_random_port(f"tcp://{host}")
+        port = self._socket.bind_to_random_port(f"tcp://{host}")
         self._secret = secrets.token_bytes(16)
+        self._local = local_socket.bind(self._secret)
         self.address = f"tcp://{host}:{port}#{self._secret.hex()}"
         self.refused = 0
         """Messages dropped for a wrong secret or shape."""
+        self._order = _Order()
+        self._due: deque[Any] = deque()
+        self._local_next = True
+        self._waiter = Waiter(self)
+
+    @property
+    def fds(self) -> list[int]:
+        """What to watch for reading, once `has_message` said no: ZeroMQ's descriptor tells of
+        changes alone."""
+        fds = [int(self._socket.getsockopt(zmq.FD))]
+        return fds if self._local is None else [*fds, self._local.fileno()]
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return bool(self._socket.closed)
+
+    def has_message(self) -> bool:
+        """Whether `recv` has one to give at once."""
+        while not self._due:
+            if not self._receive():
+                return False
+        return True
 
     def recv(self, timeout_s: float | None = 0.0) -> Any | None:
         """The next message; None if none came in time (None = wait for ever)."""
-        while True:
-            if not self.socket.poll(None if timeout_s is None else int(timeout_s * 1000)):
-                return None
-            message = self.parse(self.socket.recv_multipart(copy=False))
-            if message is not None:
-                return message
+        if not self.has_message() and (timeout_s == 0.0 or not self._waiter.wait(timeout_s)):
+            return None
+        return self._due.popleft()
 
-    def parse(self, frames: list[zmq.Frame]) -> Any | None:
-        """A message from raw frames; None (counted) if it isn't one of ours."""
-        head = frames[0].bytes
-        if len(frames) < 2 or not secrets.compare_digest(head[:-1], self._secret):
-            self._refuse("wrong secret")
-            return None
-        if head[-1] >= len(_KINDS):
-            self._refuse("unknown kind")
-            return None
+    def close(self) -> None:
+        """Close the sockets; queued messages are dropped."""
+        self._socket.close(0)
+        if self._local is not None:
+            self._local.close()
+
+    def _receive(self) -> bool:
+        """Take one message from either socket, in turns; False if there is none."""
+        self._local_next = not self._local_next
+        if self._local_next:
+            return self._receive_local() or self._receive_zmq()
+        return self._receive_zmq() or self._receive_local()
+
+    def _receive_local(self) -> bool:
+        if self._local is None:
+            return False
         try:
-            return messages.decode([f.buffer for f in frames[1:]], _KINDS[head[-1]])
+            frames = local_socket.receive(self._local)
+        except ValueError as error:
+            self._refuse(str(error))
+            return True
+        if frames is None:
+            return False
+        self._take(frames)
+        return True
+
+    def _receive_zmq(self) -> bool:
+        if not self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            return False
+        self._take([frame.buffer for frame in self._socket.recv_multipart(copy=False)])
+        return True
+
+    def _take(self, frames: Sequence[memoryview]) -> None:
+        if len(frames) < 2 or len(frames[0]) != _HEAD.size:
+            self._refuse("wrong shape")
+            return
+        secret, code, sender, number = _HEAD.unpack(frames[0])
+        if not secrets.compare_digest(secret, self._secret):
+            self._refuse("wrong secret")
+            return
+        message = None if code == _BYE else self._parse(code, frames[1:])
+        if number == 0:
+            ready = [message]
+        else:
+            ready = self._order.put(sender, number, message, is_last=code == _BYE)
+        self._due.extend(m for m in ready if m is not None)
+
+    def _parse(self, code: int, body: Sequence[memoryview]) -> Any | None:
+        """A message; None (counted) if it isn't one of ours."""
+        try:
+            return messages.decode(body, _KINDS[code])
         except (msgspec.MsgspecError, ValueError, IndexError) as error:
             self._refuse(f"{type(error).__name__}: {error}")
             return None
 
-    def close(self) -> None:
-        """Close the socket; queued messages are dropped."""
-        self.socket.close(0)
-
     def _refuse(self, why: str) -> None:
         self.refused += 1
         logger.warning("refused a message: %s (%d so far)", why, self.refused)
+
+
+class _Order:
+    """Messages of senders that use both lanes, by their numbers."""
+
+    def __init__(self) -> None:
+        self._expected: dict[bytes, int] = {}
+        self._held: dict[bytes, dict[int, tuple[Any, bool]]] = {}
+        """Early messages, until those before them came by the other lane."""
+
+    def put(self, sender: bytes, number: int, message: Any, *, is_last: bool) -> list[Any]:
+        """The messages that are now due: none, `message`, or also those that waited for it."""
+        expected = self._expected.get(sender, 1)
+        if number != expected:
+            self._held.setdefault(sender, {})[number] = (message, is_last)
+            return []
+        due = [message]
+        held = self._held.pop(sender, None)
+        while held and not is_last and (next_one := held.pop(expected + len(due), None)):
+            message, is_last = next_one
+            due.append(message)
+        if held:
+            self._held[sender] = held
+        if is_last:
+            self._expected.pop(sender, None)
+        else:
+            self._expected[sender] = expected + len(due)
+        return due
+
+
+class Waiter:
+    """Waits for several inboxes at once."""
+
+    def __init__(self, *inboxes: Inbox) -> None:
+        self._inboxes = inboxes
+        self._poll = select.poll()
+        for inbox in inboxes:
+            for fd in inbox.fds:
+                self._poll.register(fd, select.POLLIN)
+
+    def wait(self, timeout_s: float | None) -> list[Inbox]:
+        """Those that have a message, as soon as one does; none after `timeout_s`."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            ready = [inbox for inbox in self._inboxes if inbox.has_message()]
+            if ready:
+                return ready
+            left_ms = None if deadline is None else (deadline - time.monotonic()) * 1000
+            if left_ms is not None and left_ms <= 0:
+                return []
+            self._poll.poll(left_ms)
 
 
 class Outbox:
@@ -110,12 +231,15 @@ class Outbox:
         self.address = address
         endpoint, _, secret = address.partition("#")
         self._secret = bytes.fromhex(secret)
-        self.socket = (context or zmq.Context.instance()).socket(zmq.PUSH)
-        self.socket.setsockopt(zmq.SNDHWM, SEND_LIMIT)
-        self.socket.setsockopt(zmq.LINGER, 1000)
+        self._socket = (context or zmq.Context.instance()).socket(zmq.PUSH)
+        self._socket.setsockopt(zmq.SNDHWM, SEND_LIMIT)
+        self._socket.setsockopt(zmq.LINGER, 1000)
         if "[" in endpoint:
-            self.socket.setsockopt(zmq.IPV6, 1)
-        self.socket.connect(endpoint)
+            self._socket.setsockopt(zmq.IPV6, 1)
+        self._socket.connect(endpoint)
+        self._local = local_socket.connect(self._secret)
+        self._id = secrets.token_bytes(8)
+        self._number = 0
 
     def send(self, message: Any) -> None:
         """Queue a message. Raises `EngineDeadError` if the receiver stopped reading long ago."""
@@ -123,14 +247,24 @@ class Outbox:
 
     def send_frames(self, kind: type[Any], frames: list[bytes | memoryview]) -> None:
         """As `send`, of frames already encoded (one plan to many workers)."""
-        head = self._secret + _CODES[kind]
-        try:
-            self.socket.send_multipart([head, *frames], zmq.NOBLOCK, copy=True)
-        except zmq.Again as error:
-            raise EngineDeadError(
-                f"{self.address.partition('#')[0]} has {SEND_LIMIT} messages unread"
-            ) from error
+        self._send(_CODES[kind], frames)
 
-    def close(self) -> None:
-        """Close the socket after sending what is queued (at most a second)."""
-        self.socket.close()
+    def close(self, linger_s: float = 1.0) -> None:
+        """Close the sockets after sending what is queued, within `linger_s`."""
+        if self._local is not None:
+            with contextlib.suppress(EngineDeadError):  # then nobody needs the goodbye
+                self._send(_BYE, [b""])
+            self._local.close()
+        self._socket.close(int(linger_s * 1000))
+
+    def _send(self, code: int, frames: list[bytes | memoryview]) -> None:
+        number = 0 if self._local is None else self._number + 1
+        head = _HEAD.pack(self._secret, code, self._id, number)
+        if self._local is None or not local_socket.send(self._local, [head, *frames]):
+            try:
+                self._socket.send_multipart([head, *frames], zmq.NOBLOCK, copy=True)
+            except zmq.Again as error:
+                raise EngineDeadError(
+                    f"{self.address.partition('#')[0]} has {SEND_LIMIT} messages unread"
+                ) from error
+        self._number = number

@@ -72,6 +72,7 @@ class GenerationResponse(Response):
         self._sending_since: float | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._send_chunk: Send = scope["state"]["send"]
         status = CLIENT_GONE
         tracker = self._metrics.track(self._endpoint.name)
         try:
@@ -130,7 +131,7 @@ class GenerationResponse(Response):
         await send({"type": "http.response.start", "status": 200, "headers": _raw(headers)})
         status = 200
         while True:
-            await self._send_part(send, event)
+            await self._send_part(event)
             try:
                 event = await anext(events)
             except StopAsyncIteration:
@@ -138,14 +139,14 @@ class GenerationResponse(Response):
             except Exception as exception:
                 error = reply_to(exception, self._request_id)
                 status = error.status
-                await self._send_part(send, error.event)
+                await self._send_part(error.event)
                 break
         await send({"type": "http.response.body", "body": b"", "more_body": False})
         return status
 
-    async def _send_part(self, send: Send, data: bytes) -> None:
+    async def _send_part(self, data: bytes) -> None:
         self._sending_since = time.monotonic()
-        await send({"type": "http.response.body", "body": data, "more_body": True})
+        await self._send_chunk({"type": "http.response.body", "body": data, "more_body": True})
         self._sending_since = None
 
     async def _watch_stall(self) -> None:

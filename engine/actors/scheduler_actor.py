@@ -16,7 +16,7 @@ from engine.config import EngineConfig, ResolvedConfig
 from engine.message_executor import collect_ready
 from engine.scheduler.scheduler_config import SchedulerConfig
 from engine.scheduler.stats import SchedulerStats
-from engine.scheduler_role import IDLE_POLL_MS, SchedulerRole
+from engine.scheduler_role import IDLE_POLL_S, SchedulerRole
 from engine.trace import RoleTrace, scheduler_trace
 from engine.transport import Inbox
 
@@ -75,7 +75,7 @@ class SchedulerActor:
     @ray.method(concurrency_group="control")
     def pulse(self) -> float:
         """Seconds that the loop stands still: its longest rest is not counted."""
-        return max(0.0, time.monotonic() - self._get_role().last_turn - IDLE_POLL_MS / 1000)
+        return max(0.0, time.monotonic() - self._get_role().last_turn - IDLE_POLL_S)
 
     @ray.method(concurrency_group="control")
     def process(self) -> ActorProcess:

@@ -5,15 +5,12 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 import pytest
-import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine import messages
-from engine.errors import EngineDeadError
 from engine.messages import AddRequest, ForwardMode, ModelWorkerBatch, SlotParams, StepOutputs
 from engine.sampling_params import SamplingParams
-from engine.transport import Inbox, Outbox
 
 ints = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=3000).map(
     lambda v: np.asarray(v, np.int32)
@@ -65,52 +62,3 @@ def test_decode_refuses_what_is_not_the_message() -> None:
         messages.decode(good, AddRequest)
     with pytest.raises(msgspec.MsgspecError):
         messages.decode([b"\xc1"], StepOutputs)
-
-
-def test_inbox_takes_only_messages_with_its_secret() -> None:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    inbox = Inbox(context=context)
-    friend = Outbox(inbox.address, context)
-    endpoint = inbox.address.partition("#")[0]
-    stranger = Outbox(f"{endpoint}#{'00' * 16}", context)
-    raw = context.socket(zmq.PUSH)
-    raw.connect(endpoint)
-    stranger.send(messages.Shutdown())
-    raw.send(b"hello")
-    raw.send_multipart([b"x" * 17, b"y"])
-    friend.send(messages.ClientGone("c"))
-    got = inbox.recv(5.0)
-    assert got == messages.ClientGone("c")
-    assert inbox.recv(0.3) is None
-    assert inbox.refused == 3
-    raw.close(0)
-    friend.close()
-    stranger.close()
-    inbox.close()
-    context.term()
-
-
-def test_messages_of_one_sender_keep_their_order() -> None:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    inbox = Inbox(context=context)
-    outbox = Outbox(inbox.address, context)
-    for i in range(500):
-        outbox.send(messages.AbortRequest(rid=i))
-    assert [inbox.recv(5.0).rid for _ in range(500)] == list(range(500))  # type: ignore[union-attr]
-    outbox.close()
-    inbox.close()
-    context.term()
-
-
-def test_a_receiver_that_never_reads_counts_as_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.transport.SEND_LIMIT", 10)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    inbox = Inbox(context=context)
-    gone = inbox.address
-    inbox.close()
-    outbox = Outbox(gone, context)
-    with pytest.raises(EngineDeadError):
-        for i in range(100):
-            outbox.send(messages.AbortRequest(rid=i))
-    outbox.socket.close(0)
-    context.term()

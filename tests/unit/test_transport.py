@@ -1,0 +1,204 @@
+"""Messages arrive in order by whichever lane; strangers and garbage don't get in."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import zmq
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine import local_socket, messages
+from engine.errors import EngineDeadError
+from engine.messages import AbortRequest, AddRequest, ClientGone
+from engine.sampling_params import SamplingParams
+from engine.transport import Inbox, Outbox, Waiter, _Order
+
+Context = zmq.Context[zmq.Socket[bytes]]
+
+
+@pytest.fixture(params=["both lanes", "ZeroMQ alone"])
+def context(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Context]:
+    if request.param == "ZeroMQ alone":
+        monkeypatch.setattr(local_socket.sys, "platform", "darwin")
+    made: Context = zmq.Context()
+    yield made
+    made.term()
+
+
+def rids(inbox: Inbox, count: int) -> list[int]:
+    got = [inbox.recv(5.0) for _ in range(count)]
+    return [m.rid for m in got if m is not None]
+
+
+def test_inbox_takes_only_messages_with_its_secret(context: Context) -> None:
+    inbox = Inbox(context=context)
+    friend = Outbox(inbox.address, context)
+    endpoint = inbox.address.partition("#")[0]
+    stranger = Outbox(f"{endpoint}#{'00' * 16}", context)
+    raw = context.socket(zmq.PUSH)
+    raw.connect(endpoint)
+    stranger.send(messages.Shutdown())
+    raw.send(b"hello")
+    raw.send_multipart([b"x" * 33, b"y"])
+    friend.send(ClientGone("c"))
+    assert inbox.recv(5.0) == ClientGone("c")
+    assert inbox.recv(0.3) is None
+    assert inbox.refused == 3
+    raw.close(0)
+    friend.close()
+    stranger.close()
+    inbox.close()
+
+
+def test_datagrams_without_the_secret_are_refused() -> None:
+    inbox, others = Inbox(), Inbox()
+    secret = bytes.fromhex(inbox.address.partition("#")[2])
+    raw = local_socket.connect(secret)
+    assert raw is not None
+    stranger = Outbox(others.address)
+    stranger._local = raw  # knows the public name alone
+    stranger.send(messages.Shutdown())
+    for data in (b"", b"\xff\xff\xff\xff", b"\x01\x00\x00\x00\x09\x00\x00\x00x"):
+        raw.send(data)
+    assert local_socket.send(raw, [b"short", b""])
+    friend = Outbox(inbox.address)
+    friend.send(ClientGone("c"))
+    assert inbox.recv(5.0) == ClientGone("c")
+    assert inbox.recv(0.0) is None
+    assert inbox.refused == 5
+    for end in (stranger, friend, inbox, others):
+        end.close()
+
+
+def test_messages_of_one_sender_keep_their_order(context: Context) -> None:
+    """More than fit a datagram queue, of sizes that take either lane."""
+    inbox = Inbox(context=context)
+    outbox = Outbox(inbox.address, context)
+    for i in range(500):
+        size = 40_000 if i % 7 == 0 else 3
+        ids = np.arange(size, dtype=np.int32)
+        outbox.send(AddRequest(rid=i, input_ids=ids, params=SamplingParams()))
+    assert rids(inbox, 500) == list(range(500))
+    outbox.close()
+    assert inbox.recv(0.2) is None and inbox.refused == 0
+    inbox.close()
+
+
+def test_a_sender_on_this_node_uses_datagrams() -> None:
+    inbox = Inbox()
+    outbox = Outbox(inbox.address)
+    outbox.send(AbortRequest(rid=5))
+    received = local_socket.receive(inbox._local) if inbox._local else None
+    assert received is not None and len(received) == 2
+    outbox.close()
+    inbox.close()
+
+
+def test_the_goodbye_leaves_no_state() -> None:
+    inbox = Inbox()
+    for i in range(5):
+        outbox = Outbox(inbox.address)
+        outbox.send(AbortRequest(rid=i))
+        outbox.close()
+    assert rids(inbox, 5) == list(range(5))
+    assert inbox.recv(0.1) is None
+    assert not inbox._order._expected and not inbox._order._held
+    inbox.close()
+
+
+def test_bad_messages_hold_nothing_up() -> None:
+    inbox = Inbox()
+    outbox = Outbox(inbox.address)
+    outbox.send_frames(AbortRequest, [b"\xc1"])
+    outbox.send(AbortRequest(rid=2))
+    assert rids(inbox, 1) == [2] and inbox.refused == 1
+    outbox.close()
+    inbox.close()
+
+
+def test_waiting_for_several_inboxes() -> None:
+    a, b = Inbox(), Inbox()
+    waiter = Waiter(a, b)
+    assert waiter.wait(0.01) == []
+    outbox = Outbox(b.address)
+    outbox.send(AbortRequest(rid=1))
+    assert waiter.wait(5.0) == [b]
+    assert rids(b, 1) == [1]
+    assert waiter.wait(0.01) == []
+    for end in (outbox, a, b):
+        end.close()
+
+
+def test_messages_already_taken_are_not_slept_on() -> None:
+    """One that came early makes two due at once; a waiter must see the second."""
+    inbox = Inbox()
+    outbox = Outbox(inbox.address)
+    local, outbox._local = outbox._local, None
+    assert local is not None
+    head = outbox._secret + bytes([1]) + outbox._id
+    body = messages.encode(AbortRequest(rid=2))
+    assert local_socket.send(local, [head + (2).to_bytes(8, "little"), *body])
+    assert inbox.recv(0.05) is None
+    body = messages.encode(AbortRequest(rid=1))
+    outbox._socket.send_multipart([head + (1).to_bytes(8, "little"), *body])
+    assert rids(inbox, 1) == [1]
+    assert Waiter(inbox).wait(5.0) == [inbox]
+    assert rids(inbox, 1) == [2]
+    local.close()
+    outbox.close()
+    inbox.close()
+
+
+@given(st.permutations(range(1, 12)))
+def test_order_is_the_numbers_whatever_the_arrival(arrival: list[int]) -> None:
+    order = _Order()
+    got = [m for n in arrival for m in order.put(b"a", n, n, is_last=n == 11)]
+    assert got == list(range(1, 12))
+    assert not order._held and not order._expected
+
+
+def test_senders_do_not_wait_for_each_other() -> None:
+    order = _Order()
+    assert order.put(b"a", 2, "early", is_last=False) == []
+    assert order.put(b"b", 1, "other", is_last=False) == ["other"]
+    assert order.put(b"a", 1, "first", is_last=False) == ["first", "early"]
+
+
+def test_a_receiver_that_never_reads_counts_as_dead(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.transport.SEND_LIMIT", 10)
+    inbox = Inbox(context=context)
+    outbox = Outbox(inbox.address, context)
+    inbox.close()
+    with pytest.raises(EngineDeadError):
+        for i in range(100):
+            outbox.send(AbortRequest(rid=i))
+    outbox.close(0)
+
+
+def test_a_receiver_elsewhere_is_reached_by_zeromq_alone() -> None:
+    inbox = Inbox()
+    elsewhere = Inbox()
+    if elsewhere._local is not None:
+        elsewhere._local.close()  # as if in another network namespace
+    outbox = Outbox(elsewhere.address)
+    assert outbox._local is None
+    outbox.close()
+    for end in (inbox, elsewhere):
+        end.close()
+
+
+def test_names_tell_nothing_of_the_secret() -> None:
+    secret = b"s" * 16
+    bound = local_socket.bind(secret)
+    assert bound is not None
+    name = bound.getsockname()
+    assert isinstance(name, bytes) and secret not in name and secret.hex().encode() not in name
+    bound.close()
+    with pytest.raises(ConnectionRefusedError), socket.socket(socket.AF_UNIX, 2) as raw:
+        raw.connect(name)
