@@ -53,8 +53,7 @@ def build_api(
     """
     settings = settings or ApiSettings()
     metrics = ServerMetrics()
-    app = FastAPI(title="Manta", version=__version__)
-    app.add_middleware(RequestIdMiddleware, add_header=settings.add_request_id_header)
+    app = _Api(settings.add_request_id_header, title="Manta", version=__version__)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(RequestValidationError, _on_bad_query)
     app.add_exception_handler(RequestError, _on_error)
@@ -118,6 +117,16 @@ def build_api(
         return _json({"version": __version__})
 
     return app
+
+
+class _Api(FastAPI):
+    def __init__(self, add_request_id_header: bool, **options: Any) -> None:
+        self._add_request_id_header = add_request_id_header
+        super().__init__(**options)
+
+    def build_middleware_stack(self) -> ASGIApp:
+        # Outside of Starlette's own, whose answers to crashes have an id too.
+        return RequestIdMiddleware(super().build_middleware_stack(), self._add_request_id_header)
 
 
 class RequestIdMiddleware:

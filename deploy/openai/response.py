@@ -129,25 +129,22 @@ class GenerationResponse(Response):
             "x-accel-buffering": "no",  # nginx would gather chunks
         }
         await send({"type": "http.response.start", "status": 200, "headers": _raw(headers)})
-        status = 200
+        status, going_on = 200, True
         while True:
-            await self._send_part(event)
+            self._sending_since = time.monotonic()
+            await self._send_chunk({"type": "http.response.body", "body": event, "more_body": True})
+            self._sending_since = None
+            if not going_on:
+                break
             try:
                 event = await anext(events)
             except StopAsyncIteration:
                 break
             except Exception as exception:
                 error = reply_to(exception, self._request_id)
-                status = error.status
-                await self._send_part(error.event)
-                break
+                status, event, going_on = error.status, error.event, False
         await send({"type": "http.response.body", "body": b"", "more_body": False})
         return status
-
-    async def _send_part(self, data: bytes) -> None:
-        self._sending_since = time.monotonic()
-        await self._send_chunk({"type": "http.response.body", "body": data, "more_body": True})
-        self._sending_since = None
 
     async def _watch_stall(self) -> None:
         """Return when one `send` has waited too long for the client to read."""
