@@ -27,6 +27,10 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.common import environment
+
 
 @dataclass
 class BuiltModule:
@@ -178,14 +182,15 @@ def _report(options: argparse.Namespace, modules: list[BuiltModule]) -> str:
     nvcc = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin" / "nvcc"
     text = subprocess.run([str(nvcc), "--version"], capture_output=True, text=True, check=True)
     release = next(line for line in text.stdout.splitlines() if "release" in line)
+    machine = environment()
     content = {
+        **{name: machine[name] for name in ("cpu", "cores", "commit", "dirty", "date")},
         "flashinfer": flashinfer.__version__,
         "torch": torch.__version__,
         "nvcc": release.rsplit(" ", 1)[-1],
         "python": platform.python_version(),
         "arch": options.arch,
         "jobs": options.jobs,
-        "cores": os.cpu_count(),
         "modules": [asdict(module) for module in modules],
     }
     return json.dumps(content, indent=1) + "\n"
