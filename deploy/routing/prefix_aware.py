@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection
 from dataclasses import dataclass
-from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,10 +15,8 @@ from deploy.routing.replica_slots import ReplicaSlots
 from deploy.routing.route_request import RouteRequest
 from deploy.routing.waiting_prefixes import WaitingPrefixes
 
-_FEW = 40
-"""Replicas up to which a loop over bits is faster than numpy."""
-_CHUNK = 4
-"""Levels of a match that are looked at together, at most 255."""
+_FEW = 12
+"""Replicas that are looked at one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,36 +75,54 @@ class PrefixAwarePolicy(RoutingPolicy):
         queued = loads.remaining()
         load = self._open_to(queued + self.weights.inflight_tokens * loads.inflight, exclude)
         best = idlest = loads.least(load)
-        levels = self.index.match(request.page_hashes[: request.reusable_pages])
-        chunk = list(islice(levels, _CHUNK))
-        if not chunk or chunk[0][1] >> idlest & 1:
+        ends, masks = self.index.match(request.page_hashes[: request.reusable_pages])
+        if not masks or masks[-1] >> idlest & 1:
             return self.slots.name(idlest)
-        depth, holders = chunk[0]
+        depth, holders = ends[-1], masks[-1]
         weight = self._weight(queued.item(queued.argmin())) / self._sharers(request, depth, holders)
         page_cost = weight * request.page_size
         floor = load.item(idlest)
         best_score = floor + page_cost * depth
-        while chunk:
-            costs = [page_cost * (depth - n) for n, _ in chunk]
-            # Deepest first: nothing in this chunk or behind it is cheaper than this.
-            if floor + costs[0] >= best_score:
+        top = len(masks) - 1
+        seen = 0
+        last_used = self.loads.last_used
+        while True:
+            # Who holds fewer pages than masks[low] says costs too much even if it's idle.
+            low = bisect_right(ends, depth - (best_score - floor) / page_cost, 0, top + 1)
+            if low > top:
                 break
-            masks = [mask for _, mask in chunk]
-            if masks[0] >> idlest & 1:
-                best = idlest
-                break
-            if masks[-1].bit_count() > _FEW:
-                # Few are both idle enough to win and deep enough to be here.
-                idle = np.packbits(load < best_score - costs[0], bitorder="little")
-                idle_mask = int.from_bytes(idle.tobytes(), "little")
-                masks = [mask & idle_mask for mask in masks]
-            if masks[-1].bit_count() <= _FEW:
-                slot, score = self._cheapest_of_few(masks, costs, load)
-            else:
-                slot, score = self._cheapest_of_many(masks, costs, load)
-            if score < best_score:
-                best, best_score = slot, score
-            chunk = list(islice(levels, _CHUNK))
+            fresh = masks[low] & ~seen
+            if fresh.bit_count() > _FEW:
+                idle = _mask_of(load < best_score - page_cost * (depth - ends[top]))
+                fresh &= idle
+                while fresh.bit_count() > _FEW and low < top:
+                    low = (low + top + 1) // 2
+                    fresh = masks[low] & idle & ~seen
+            if fresh.bit_count() > _FEW:  # all hold the same
+                slot = self.loads.least(np.where(_flags_of(fresh, len(load)), load, np.inf))
+                fresh = 1 << slot
+            seen |= masks[low]
+            least_cost = page_cost * (depth - ends[top])
+            while fresh:
+                bit = fresh & -fresh
+                fresh ^= bit
+                slot = bit.bit_length() - 1
+                slot_load = load.item(slot)
+                if slot_load + least_cost > best_score:
+                    continue
+                left, right = low, top
+                while left < right:
+                    middle = (left + right + 1) >> 1
+                    if masks[middle] & bit:
+                        left = middle
+                    else:
+                        right = middle - 1
+                score = slot_load + page_cost * (depth - ends[left])
+                if score < best_score or (
+                    score == best_score and last_used[slot] < last_used[best]
+                ):
+                    best, best_score = slot, score
+            top = low - 1
         return self.slots.name(best)
 
     def on_dispatched(self, request: RouteRequest, replica: str) -> None:
@@ -133,37 +149,12 @@ class PrefixAwarePolicy(RoutingPolicy):
         """Requests that one more copy of the prompt's known part (depth pages) would serve."""
         return 1 + self.waiting.count(request, depth) / holders.bit_count()
 
-    def _cheapest_of_few(
-        self, masks: list[int], costs: list[float], load: NDArray[np.float64]
-    ) -> tuple[int, float]:
-        """Slot and score of the replica with the least cost + load; masks are nested."""
-        last_used = self.loads.last_used
-        best, best_score = -1, np.inf
-        seen = 0
-        for mask, cost in zip(masks, costs, strict=True):
-            fresh = mask ^ seen
-            seen = mask
-            while fresh:
-                low = fresh & -fresh
-                fresh ^= low
-                slot = low.bit_length() - 1
-                score = cost + load.item(slot)
-                if score < best_score or (
-                    score == best_score and last_used[slot] < last_used[best]
-                ):
-                    best, best_score = slot, score
-        return best, best_score
 
-    def _cheapest_of_many(
-        self, masks: list[int], costs: list[float], load: NDArray[np.float64]
-    ) -> tuple[int, float]:
-        """The same, with all replicas at once."""
-        width = -(-len(load) // 8)
-        packed = b"".join([mask.to_bytes(width, "little") for mask in masks])
-        rows = np.frombuffer(packed, np.uint8).reshape(len(masks), width)
-        bits = np.unpackbits(rows, axis=1, count=len(load), bitorder="little")
-        # In how many sets each replica is: as they're nested, that tells the deepest.
-        count = np.add.reduce(bits, axis=0, dtype=np.uint8)
-        score = np.array([np.inf, *reversed(costs)])[count] + load
-        slot = self.loads.least(score)
-        return slot, score.item(slot)
+def _mask_of(flags: NDArray[np.bool_]) -> int:
+    """Bits by slot."""
+    return int.from_bytes(np.packbits(flags, bitorder="little").tobytes(), "little")
+
+
+def _flags_of(mask: int, count: int) -> NDArray[np.bool_]:
+    packed = np.frombuffer(mask.to_bytes(-(-count // 8), "little"), np.uint8)
+    return np.unpackbits(packed, count=count, bitorder="little").view(np.bool_)

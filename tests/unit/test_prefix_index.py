@@ -15,7 +15,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from deploy.routing.prefix_index import ApplyResult, MatchLevel, PrefixIndex
+from deploy.routing.prefix_index import ApplyResult, PrefixIndex, PrefixMatch
 from deploy.routing.replica_slots import ReplicaSlots
 from engine.memory import (
     AllCleared,
@@ -53,8 +53,8 @@ def make_index(*names: str, **limits: float) -> PrefixIndex:
 
 def brute_levels(
     slots: ReplicaSlots, holds: dict[str, set[int]], prompt: list[int], sample: int
-) -> list[MatchLevel]:
-    """match(), one replica at a time."""
+) -> list[tuple[int, int]]:
+    """Numbers of pages and who holds so many, deepest first; one replica at a time."""
     kept = [(i + 1, page) for i, page in enumerate(prompt) if page % sample == 0]
     depths: dict[str, int] = {}
     for name, pages in holds.items():
@@ -66,6 +66,13 @@ def brute_levels(
         (depth, sum(1 << slots.slot(n) for n, d in depths.items() if d >= depth))
         for depth in sorted(set(depths.values()), reverse=True)
     ]
+
+
+def levels_of(match: PrefixMatch) -> list[tuple[int, int]]:
+    """As `brute_levels`: the last page of each run with the same holders."""
+    levels = {mask: depth for depth, mask in zip(match.ends, match.masks, strict=True)}
+    assert 0 not in levels
+    return [(depth, mask) for mask, depth in reversed(levels.items())]
 
 
 class Model:
@@ -341,7 +348,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(prompt=st.lists(PAGES, max_size=10))
     def match(self, prompt: list[int]) -> None:
         holds = self.holds()
-        levels = list(self.index.match(prompt))
+        levels = levels_of(self.index.match(prompt))
         assert levels == brute_levels(self.slots, holds, prompt, self.sample)
         for name in self.models:
             bit = 1 << self.slots.slot(name)
@@ -410,7 +417,7 @@ def test_a_slot_given_on_carries_nothing_over() -> None:
     assert slots.remove("a") == 0
     assert slots.add("c") == 0
     index.add("c")
-    assert list(index.match([10, 11, 12])) == [(2, 0b10)]
+    assert levels_of(index.match([10, 11, 12])) == [(2, 0b10)]
     # The request that was booked for a ends now, and mustn't touch c's account of the page.
     index.book("y", "c", [12], 0.0)
     index.cancel("x")
