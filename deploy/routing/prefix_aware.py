@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deploy.routing.policy import Clock, RoutingPolicy
-from deploy.routing.prefix_index import PrefixIndex
+from deploy.routing.prefix_index import PrefixIndex, PrefixMatch
 from deploy.routing.replica_slots import ReplicaSlots
 from deploy.routing.route_request import RouteRequest
 from deploy.routing.waiting_prefixes import WaitingPrefixes
@@ -52,8 +52,9 @@ class PrefixAwarePolicy(RoutingPolicy):
 
     Ties go to the shorter queue, then to the replica used longest ago. The result is the argmin
     over all replicas, found without looking at each: only those that hold a part of the prompt
-    can beat the one with the least load, deepest match first, until no shallower match can be
-    cheaper. (Measured with the simulator, benchmarks/routing.py.)
+    can beat the one with the least load, and each score that is known excludes those that hold
+    too little or are too busy to have a lower one. (Measured with the simulator,
+    benchmarks/routing.py.)
     """
 
     uses_index = True
@@ -74,13 +75,46 @@ class PrefixAwarePolicy(RoutingPolicy):
         loads = self.loads
         queued = loads.remaining()
         load = self._open_to(queued + self.weights.inflight_tokens * loads.inflight, exclude)
-        best = idlest = loads.least(load)
-        ends, masks = self.index.match(request.page_hashes[: request.reusable_pages])
-        if not masks or masks[-1] >> idlest & 1:
+        idlest = loads.least(load)
+        match = self.index.match(request.page_hashes[: request.reusable_pages])
+        if not match.masks or match.masks[-1] >> idlest & 1:
             return self.slots.name(idlest)
-        depth, holders = ends[-1], masks[-1]
+        depth, holders = match.ends[-1], match.masks[-1]
         weight = self._weight(queued.item(queued.argmin())) / self._sharers(request, depth, holders)
-        page_cost = weight * request.page_size
+        best = self._least_score(match, weight * request.page_size, load, idlest)
+        return self.slots.name(best)
+
+    def on_dispatched(self, request: RouteRequest, replica: str) -> None:
+        super().on_dispatched(request, replica)
+        self.waiting.add(request, replica)
+
+    def on_first_token(self, request_id: str) -> None:
+        super().on_first_token(request_id)
+        self.waiting.remove(request_id)
+
+    def on_finished(self, request_id: str) -> None:
+        super().on_finished(request_id)
+        self.waiting.remove(request_id)
+
+    def remove_replica(self, replica: str) -> None:
+        super().remove_replica(replica)
+        self.waiting.forget(replica)
+
+    def _weight(self, backlog: float) -> float:
+        weights = self.weights
+        return min(weights.uncached_max, weights.uncached + backlog / weights.backlog_tokens)
+
+    def _sharers(self, request: RouteRequest, depth: int, holders: int) -> float:
+        """Requests that one more copy of the prompt's known part (depth pages) would serve."""
+        return 1 + self.waiting.count(request, depth) / holders.bit_count()
+
+    def _least_score(
+        self, match: PrefixMatch, page_cost: float, load: NDArray[np.float64], idlest: int
+    ) -> int:
+        """Slot with the least load + page_cost * pages that the deepest holders have beyond it."""
+        ends, masks = match
+        depth = ends[-1]
+        best = idlest
         floor = load.item(idlest)
         best_score = floor + page_cost * depth
         top = len(masks) - 1
@@ -123,31 +157,7 @@ class PrefixAwarePolicy(RoutingPolicy):
                 ):
                     best, best_score = slot, score
             top = low - 1
-        return self.slots.name(best)
-
-    def on_dispatched(self, request: RouteRequest, replica: str) -> None:
-        super().on_dispatched(request, replica)
-        self.waiting.add(request, replica)
-
-    def on_first_token(self, request_id: str) -> None:
-        super().on_first_token(request_id)
-        self.waiting.remove(request_id)
-
-    def on_finished(self, request_id: str) -> None:
-        super().on_finished(request_id)
-        self.waiting.remove(request_id)
-
-    def remove_replica(self, replica: str) -> None:
-        super().remove_replica(replica)
-        self.waiting.forget(replica)
-
-    def _weight(self, backlog: float) -> float:
-        weights = self.weights
-        return min(weights.uncached_max, weights.uncached + backlog / weights.backlog_tokens)
-
-    def _sharers(self, request: RouteRequest, depth: int, holders: int) -> float:
-        """Requests that one more copy of the prompt's known part (depth pages) would serve."""
-        return 1 + self.waiting.count(request, depth) / holders.bit_count()
+        return best
 
 
 def _mask_of(flags: NDArray[np.bool_]) -> int:
