@@ -34,7 +34,7 @@ from engine.trace import chrome_trace
 logger = logging.getLogger(__name__)
 
 ANSWER_TIMEOUT_S = 5.0
-HEALTH_TIMEOUT_S = 1.0
+HEALTH_TIMEOUT_S = 0.8
 """A replica that doesn't say in this time that it is well is not."""
 
 

@@ -14,7 +14,7 @@ from engine.pulse import Pulse
 
 logger = logging.getLogger(__name__)
 
-PING_PERIOD_S = 0.5
+PING_PERIOD_S = 0.3
 LOOK_PERIOD_S = 0.2
 UNWELL_S = 1.0
 """A role that leaves a ping unanswered for so long makes the engine unwell."""
