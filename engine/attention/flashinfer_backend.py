@@ -228,18 +228,11 @@ class FlashInferAttentionBackend(AttentionBackend):
                 table.indptr,
                 indices,
                 table.last_page_len,
-                self.inputs.num_heads,
-                self.inputs.num_kv_heads,
-                self.inputs.head_dim,
-                self.pool.page_size,
+                *self._sizes(),
                 causal=True,
-                sm_scale=variant.scale,
-                window_left=variant.window_left,
-                q_data_type=self.query_dtype,
-                kv_data_type=self.pool.dtype,
                 o_data_type=self.query_dtype,
-                non_blocking=True,
                 seq_lens=table.kv_lens,
+                **self._options(variant),
             )
 
     def _plan_decode(
@@ -251,17 +244,10 @@ class FlashInferAttentionBackend(AttentionBackend):
                 table.indptr,
                 indices,
                 table.last_page_len,
-                self.inputs.num_heads,
-                self.inputs.num_kv_heads,
-                self.inputs.head_dim,
-                self.pool.page_size,
-                window_left=variant.window_left,
-                q_data_type=self.query_dtype,
-                kv_data_type=self.pool.dtype,
+                *self._sizes(),
                 o_data_type=self.query_dtype,
-                sm_scale=variant.scale,
-                non_blocking=True,
                 seq_lens=table.kv_lens,
+                **self._options(variant),
             )
 
     def _replan_graph(
@@ -279,17 +265,25 @@ class FlashInferAttentionBackend(AttentionBackend):
                 table.indptr,
                 indices,
                 table.last_page_len,
-                self.inputs.num_heads,
-                self.inputs.num_kv_heads,
-                self.inputs.head_dim,
-                self.pool.page_size,
-                window_left=variant.window_left,
-                q_data_type=self.query_dtype,
-                kv_data_type=self.pool.dtype,
-                sm_scale=variant.scale,
-                non_blocking=True,
+                *self._sizes(),
                 global_override_indptr_cpu=table.indptr,
+                **self._options(variant),
             )
+
+    def _sizes(self) -> tuple[int, int, int, int]:
+        """What every plan takes after the pages."""
+        inputs = self.inputs
+        return inputs.num_heads, inputs.num_kv_heads, inputs.head_dim, self.pool.page_size
+
+    def _options(self, variant: _Variant) -> dict[str, Any]:
+        """What every plan takes by name."""
+        return {
+            "window_left": variant.window_left,
+            "q_data_type": self.query_dtype,
+            "kv_data_type": self.pool.dtype,
+            "sm_scale": variant.scale,
+            "non_blocking": True,
+        }
 
     def _prefill_wrapper(self, backend: str) -> Any:
         wrapper = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
