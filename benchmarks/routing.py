@@ -6,6 +6,7 @@ routers are the very objects that Ray Serve's routers run, fed late cache events
     python benchmarks/routing.py                      # half an hour of one core
     python benchmarks/routing.py --quick              # a few seconds: does it run?
     python benchmarks/routing.py --sizes 8 --workloads tenants,chat
+    python benchmarks/routing.py --decisions          # a minute; wants a quiet machine
     python benchmarks/routing.py --calibrate          # the rates in routing_sim/loads.py anew
 """
 
@@ -54,6 +55,7 @@ STALE_WORKLOADS = {8: ("tenants", "agents", "burst", "chat_large"), 64: ("tenant
 UNRESERVED_WORKLOADS = ("tenants", "burst")
 ROUTER_WORKLOADS = {8: ("tenants", "agents", "burst"), 64: ()}
 RESULT = REPO_ROOT / "benchmarks" / "results" / "routing.json"
+DECISIONS_RESULT = RESULT.with_name("routing-decisions.json")
 
 
 def main() -> None:
@@ -64,6 +66,7 @@ def main() -> None:
     parser.add_argument("--workloads", default=",".join(WORKLOADS))
     parser.add_argument("--jobs", type=int, default=1, help="processes at once")
     parser.add_argument("--quick", action="store_true", help="one short case and no bounds")
+    parser.add_argument("--decisions", action="store_true", help="only what a decision costs")
     parser.add_argument("--calibrate", action="store_true", help="print rates and do no more")
     parser.add_argument("--save", action="store_true", help="write the result")
     args = parser.parse_args()
@@ -73,7 +76,7 @@ def main() -> None:
         calibrate(sizes, workloads)
         return
     cells = [quick_cell()] if args.quick else list(full_cells(sizes, workloads))
-    runs = run_all(cells, args.jobs)
+    runs = [] if args.decisions else run_all(cells, args.jobs)
     costs = [
         measure_decision(size, sample_every, scenario)
         for size, sample_every in (COST_SIZES[:1] if args.quick else COST_SIZES)
@@ -91,7 +94,7 @@ def main() -> None:
     }
     ok = all(check.ok for check in checks)
     if args.save:
-        save_result(RESULT, figures, ok)
+        save_result(DECISIONS_RESULT if args.decisions else RESULT, figures, ok)
     finish(figures, ok)
 
 
