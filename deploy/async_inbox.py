@@ -21,7 +21,9 @@ class AsyncInbox:
         self._loop = asyncio.get_running_loop()
         self._fds = self._inbox.fds
         for fd in self._fds:
-            self._loop.add_reader(fd, self._drain)
+            self._loop.add_reader(fd, self._on_readable)
+        self._going_on = True
+        """Whether the loop will call `_drain` anyway, so that readers leave it to that."""
         self._loop.call_soon(self._drain)
 
     @property
@@ -35,7 +37,12 @@ class AsyncInbox:
             self._loop.remove_reader(fd)
         self._inbox.close()
 
+    def _on_readable(self) -> None:
+        if not self._going_on:
+            self._drain()
+
     def _drain(self) -> None:
+        self._going_on = False
         for _ in range(MAX_AT_ONCE):
             if self._inbox.closed:
                 return
@@ -43,4 +50,5 @@ class AsyncInbox:
             if message is None:
                 return
             self._on_message(message)
+        self._going_on = True
         self._loop.call_soon(self._drain)
