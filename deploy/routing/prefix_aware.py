@@ -125,17 +125,18 @@ class PrefixAwarePolicy(RoutingPolicy):
             low = bisect_right(ends, depth - (best_score - floor) / page_cost, 0, top + 1)
             if low > top:
                 break
-            fresh = masks[low] & ~seen
-            if fresh.bit_count() > _FEW:
-                idle = _mask_of(load < best_score - page_cost * (depth - ends[top]))
-                fresh &= idle
-                while fresh.bit_count() > _FEW and low < top:
-                    low = (low + top + 1) // 2
-                    fresh = masks[low] & idle & ~seen
+            others = ~seen
+            fresh = masks[low] & others
+            if seen and fresh.bit_count() > _FEW:
+                others &= _mask_of(load < best_score - page_cost * (depth - ends[top]))
+                fresh &= others
+            while fresh.bit_count() > _FEW and low < top:
+                low = (low + top + 1) // 2
+                fresh = masks[low] & others
             if fresh.bit_count() > _FEW:  # all hold the same
                 slot = self.loads.least(np.where(_flags_of(fresh, len(load)), load, np.inf))
                 fresh = 1 << slot
-            seen |= masks[low]
+            seen = masks[low]
             least_cost = page_cost * (depth - ends[top])
             while fresh:
                 bit = fresh & -fresh
