@@ -37,7 +37,8 @@ def test_tp2_pp2_serves_the_same_tokens_and_restarts_as_a_unit() -> None:
         assert [c["token_ids"] for c in reply["choices"]] == expected
 
         mark = launch_mark(server.pid)
-        for actor, count in (("WorkerActor", 4), ("SchedulerActor", 1), ("TokenizerActor", 1)):
+        # The scheduler's death restarts the unit as a worker's does; tests/chaos kills it too.
+        for actor, count in (("WorkerActor", 4), ("TokenizerActor", 1)):
             pids = actor_pids(mark, actor)
             assert len(pids) == count, actor
             asyncio.run(_kill_mid_stream(url, pids[-1]))
