@@ -212,13 +212,15 @@ class Waiter:
                 self._poll.register(fd, select.POLLIN)
 
     def wait(self, timeout_s: float | None) -> list[Inbox]:
-        """Those that have a message, as soon as one does; none after `timeout_s`."""
+        """Those that have a message, as soon as one does; none after `timeout_s` or up to a
+        millisecond less: never more, for steps are timed by it."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             ready = [inbox for inbox in self._inboxes if inbox.has_message()]
             if ready:
                 return ready
-            left_ms = None if deadline is None else (deadline - time.monotonic()) * 1000
+            # The system waits for whole milliseconds; Python would round up.
+            left_ms = None if deadline is None else int((deadline - time.monotonic()) * 1000)
             if left_ms is not None and left_ms <= 0:
                 return []
             self._poll.poll(left_ms)

@@ -133,6 +133,27 @@ def test_waiting_for_several_inboxes() -> None:
         end.close()
 
 
+def test_waiting_never_asks_the_system_for_more_than_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`poll` rounds fractions of a millisecond up, and the worker would report a step late."""
+    inbox = Inbox()
+    asked: list[float] = []
+
+    class Poll:
+        def poll(self, timeout_ms: float) -> None:
+            asked.append(timeout_ms)
+            now[0] += timeout_ms / 1000
+
+    now = [100.0]
+    monkeypatch.setattr("engine.transport.time.monotonic", lambda: now[0])
+    monkeypatch.setattr(inbox._waiter, "_poll", Poll())
+    assert inbox.recv(0.0127) is None
+    assert inbox.recv(0.0007) is None
+    assert asked == [12]
+    inbox.close()
+
+
 def test_messages_already_taken_are_not_slept_on() -> None:
     """One that came early makes two due at once; a waiter must see the second."""
     inbox = Inbox()
