@@ -85,15 +85,16 @@ def main() -> None:
             some, in_order = measure(lane, args.messages, args.step_ms / 1e3)
             delays[lane] += some
             ok = ok and in_order
+    hop_us = {lane: percentiles(delays[lane], (1, 50, 99)) for lane in LANES}
     figures: dict[str, object] = {
         "benchmark": "message_hop",
         "messages": args.messages,
         "rounds": args.rounds,
         "step_ms": args.step_ms,
-        "hop_us": {lane: percentiles(delays[lane], (1, 50, 99)) for lane in LANES},
+        "hop_us": hop_us,
     }
-    rows = [[lane, *np.percentile(delays[lane], (1, 50, 99))] for lane in LANES]
-    print_table(["one message, us", "p1", "p50", "p99"], rows)
+    rows: list[list[object]] = [[lane, *hop_us[lane].values()] for lane in LANES]
+    print_table(["one message, us", *hop_us[LANES[0]]], rows)
     if args.save:
         save_result(args.save, figures, ok)
     finish(figures, ok)

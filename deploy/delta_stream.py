@@ -46,7 +46,7 @@ class DeltaStream:
         while not self._deltas:
             if self._error is not None:
                 raise self._error
-            self._waiter = asyncio.Future(loop=self._loop)
+            self._waiter = self._loop.create_future()
             try:
                 await self._waiter
             finally:

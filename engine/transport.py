@@ -109,9 +109,8 @@ class Inbox:
 
     def recv(self, timeout_s: float | None = 0.0) -> Any | None:
         """The next message; None if none came in time (None = wait for ever)."""
-        if not self.has_message() and (timeout_s == 0.0 or not self._waiter.wait(timeout_s)):
-            return None
-        return self._due.popleft()
+        there = self.has_message() if timeout_s == 0.0 else self._waiter.wait(timeout_s)
+        return self._due.popleft() if there else None
 
     def close(self) -> None:
         """Close the sockets; queued messages are dropped."""

@@ -127,8 +127,6 @@ class EngineRuns:
         self._rng = np.random.default_rng(0)
         dtype = "bfloat16" if device == "cuda" else "float32"
         rows = max(*plan.batches, plan.concurrency)
-        longest = plan.decode_prompt + plan.warmup + plan.steps
-        longest = max(longest, plan.input_len + plan.output_len)
         keys: dict[str, object] = {
             "model": str(shape.write(folder, dtype)),
             "device": device,
@@ -140,7 +138,7 @@ class EngineRuns:
             "chunked_prefill_size": plan.chunk,
             "memory_fraction": 0.9,
             # Room for every request at full length, its last page included.
-            "max_total_tokens": max(rows * (longest + 64), 2 * plan.max_model_len),
+            "max_total_tokens": max(rows * (plan.longest_decode + 64), 2 * plan.max_model_len),
             **options,
         }
         resolved = load_config(EngineConfig, keys).resolve()

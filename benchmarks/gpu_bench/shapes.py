@@ -139,10 +139,15 @@ class Plan(NamedTuple):
         return self.context - self.warmup - self.steps // 2
 
     @property
+    def longest_decode(self) -> int:
+        """Longest request of those that run together."""
+        decode = self.decode_prompt + self.warmup + self.steps
+        return max(decode, self.input_len + self.output_len)
+
+    @property
     def max_model_len(self) -> int:
         """Longest request, with some room."""
-        decode = self.decode_prompt + self.warmup + self.steps
-        return max(*self.prompts, decode, self.input_len + self.output_len) + 16
+        return max(*self.prompts, self.longest_decode) + 16
 
 
 FULL = Plan(

@@ -129,12 +129,12 @@ class GenerationResponse(Response):
             "x-accel-buffering": "no",  # nginx would gather chunks
         }
         await send({"type": "http.response.start", "status": 200, "headers": _raw(headers)})
-        status, going_on = 200, True
+        status = 200
         while True:
             self._sending_since = time.monotonic()
             await self._send_chunk({"type": "http.response.body", "body": event, "more_body": True})
             self._sending_since = None
-            if not going_on:
+            if status != 200:  # the event told of an error
                 break
             try:
                 event = await anext(events)
@@ -142,7 +142,7 @@ class GenerationResponse(Response):
                 break
             except Exception as exception:
                 error = reply_to(exception, self._request_id)
-                status, event, going_on = error.status, error.event, False
+                status, event = error.status, error.event
         await send({"type": "http.response.body", "body": b"", "more_body": False})
         return status
 

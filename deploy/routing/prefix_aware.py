@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -145,20 +145,19 @@ class PrefixAwarePolicy(RoutingPolicy):
                 slot_load = load.item(slot)
                 if slot_load + least_cost > best_score:
                     continue
-                left, right = low, top
-                while left < right:
-                    middle = (left + right + 1) >> 1
-                    if masks[middle] & bit:
-                        left = middle
-                    else:
-                        right = middle - 1
-                score = slot_load + page_cost * (depth - ends[left])
+                deepest = _last_with(bit, masks, low, top)
+                score = slot_load + page_cost * (depth - ends[deepest])
                 if score < best_score or (
                     score == best_score and last_used[slot] < last_used[best]
                 ):
                     best, best_score = slot, score
             top = low - 1
         return best
+
+
+def _last_with(bit: int, masks: list[int], low: int, high: int) -> int:
+    """Last of masks[low..high] that has the bit; they're nested, and masks[low] has it."""
+    return bisect_left(masks, True, low + 1, high + 1, key=lambda mask: not mask & bit) - 1
 
 
 def _mask_of(flags: NDArray[np.bool_]) -> int:
