@@ -16,6 +16,8 @@ from collections.abc import Sequence
 
 MAX_BYTES = 64 * 1024
 """Of one datagram; larger messages gain nothing here."""
+BUFFER_BYTES = 2 * MAX_BYTES
+"""Holds a datagram with its head."""
 
 
 def bind(secret: bytes) -> socket.socket | None:
@@ -53,12 +55,16 @@ def send(outbox: socket.socket, frames: Sequence[bytes | memoryview]) -> bool:
     return True
 
 
-def receive(inbox: socket.socket) -> list[memoryview] | None:
-    """Frames of the next message; None if none waits. Raises `ValueError` if it is malformed."""
+def receive(inbox: socket.socket, buffer: bytearray) -> list[memoryview] | None:
+    """Frames of the next message; None if none waits. Raises `ValueError` if it is malformed.
+
+    `buffer` (`BUFFER_BYTES`) is the caller's, for a new one costs more than the rest of this.
+    """
     try:
-        data = memoryview(inbox.recv(2 * MAX_BYTES))
+        size = inbox.recv_into(buffer)
     except BlockingIOError:
         return None
+    data = memoryview(bytes(memoryview(buffer)[:size]))
     try:
         (count,) = struct.unpack_from("<I", data)
         sizes = struct.unpack_from(f"<{count}I", data, 4)

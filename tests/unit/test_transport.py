@@ -92,7 +92,7 @@ def test_a_sender_on_this_node_uses_datagrams() -> None:
     inbox = Inbox()
     outbox = Outbox(inbox.address)
     outbox.send(AbortRequest(rid=5))
-    received = local_socket.receive(inbox._local) if inbox._local else None
+    received = local_socket.receive(inbox._local, inbox._buffer) if inbox._local else None
     assert received is not None and len(received) == 2
     outbox.close()
     inbox.close()
