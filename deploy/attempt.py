@@ -7,7 +7,7 @@ import contextvars
 import copy
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
 import grpc
@@ -15,7 +15,6 @@ import numpy as np
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 
-from deploy.delta_stream import DeltaStream
 from deploy.replica_router import ReplicaRouter, input_of
 from deploy.resume import AttemptLostError, Loss, Progress
 from deploy.tokenizer_link import TokenizerLostError
@@ -65,37 +64,27 @@ class Attempts:
         self.router = router
         self._rids = itertools.count(1)
         self._open: dict[int, Attempt] = {}
+        self._due: list[Attempt] = []
+        """Those with deltas that their readers haven't got yet."""
         self._calls: set[asyncio.Future[None]] = set()
         """Calls outlive their attempts: they return when the scheduler has let go."""
 
     def __len__(self) -> int:
         return len(self._open)
 
-    async def generate(self, progress: Progress) -> AsyncIterator[list[TextDelta]]:
-        """Deltas of one sequence until its end, over as many attempts as it needs; always all
-        that are here.
+    async def generate(self, progress: Progress, read: Callable[[list[TextDelta]], None]) -> None:
+        """Run one sequence to its end, over as many attempts as it needs; `read` gets its deltas,
+        always all that are here.
 
         Raises `RequestError` if an engine refuses or fails it or if it can't go on,
-        `EngineDeadError` if no engine takes it. Closing the iterator early aborts the request.
+        `EngineDeadError` if no engine takes it, and what `read` raises. Cancelling aborts it.
         """
         while True:
-            attempt = self._begin(progress)
+            attempt = Attempt(next(self._rids), progress, read, self)
+            self._open[attempt.rid] = attempt
             try:
                 await attempt.start()
-                ended = False
-                while not ended:
-                    deltas = await attempt.stream.get()
-                    ended = deltas[-1].finish_reason is not None
-                    if ended:
-                        attempt.end()
-                    for count, delta in enumerate(deltas):
-                        try:
-                            progress.take(delta)
-                        except (AttemptLostError, RequestError):
-                            if count:  # what came before it is the reader's
-                                yield deltas[:count]
-                            raise
-                    yield deltas
+                await attempt.wait()
                 return
             except AttemptLostError as error:
                 request, at = progress.request.request_id, len(progress.output_ids)
@@ -105,22 +94,27 @@ class Attempts:
                 attempt.close()
             await asyncio.sleep(pause_s)
 
-    def _begin(self, progress: Progress) -> Attempt:
-        attempt = Attempt(next(self._rids), progress, self)
-        self._open[attempt.rid] = attempt
-        return attempt
-
     def close(self, attempt: Attempt) -> None:
         """Forget an attempt."""
         self._open.pop(attempt.rid, None)
 
     def deliver(self, deltas: list[TextDelta]) -> None:
-        """Text came; that of attempts already closed is dropped."""
-        attempts = self._open
+        """Text came; that of attempts already closed is dropped. Readers get it once all messages
+        that are here have been taken, so that those who are behind get it in one piece."""
+        attempts, due = self._open, self._due
+        if not due:
+            asyncio.get_running_loop().call_soon(self._hand_over)
         for delta in deltas:
             attempt = attempts.get(delta.rid)
             if attempt is not None:
-                attempt.take(delta)
+                if not attempt.deltas:
+                    due.append(attempt)
+                attempt.deltas.append(delta)
+
+    def _hand_over(self) -> None:
+        due, self._due = self._due, []
+        for attempt in due:
+            attempt.hand_over()
 
     def taken(self, rid: int, replica: str) -> None:
         """A replica has handed the request to its scheduler."""
@@ -135,7 +129,7 @@ class Attempts:
     def fail_all(self, error: Exception) -> None:
         """Nothing more comes of any attempt that is open now."""
         for attempt in self._open.values():
-            attempt.stream.fail(copy.copy(error))  # a raised exception gathers tracebacks
+            attempt.fail(copy.copy(error))  # a raised exception gathers tracebacks
 
     def hold(self, call: asyncio.Future[None]) -> None:
         """Keep a call until it returns."""
@@ -146,18 +140,28 @@ class Attempts:
 class Attempt:
     """Registered with the tokenizer under a request id of its own, with one open call."""
 
-    def __init__(self, rid: int, progress: Progress, attempts: Attempts) -> None:
+    def __init__(
+        self,
+        rid: int,
+        progress: Progress,
+        read: Callable[[list[TextDelta]], None],
+        attempts: Attempts,
+    ) -> None:
         self.rid = rid
-        self.stream = DeltaStream()
-        """Its text; fails with `AttemptLostError`."""
+        self.deltas: list[TextDelta] = []
+        """Its text that the reader hasn't got yet."""
         self.replica = ""
         """Inbox of the engine replica that took the request; "" until one has."""
         self._progress = progress
+        self._read = read
         self._attempts = attempts
         self._client = ""
         self._call: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._is_over = False
+        """Nothing is left to abort."""
+        self._ended = asyncio.Event()
+        self._error: Exception | None = None
         self._has_text = False
         self._is_lost = False
 
@@ -206,17 +210,42 @@ class Attempt:
         self._call.add_done_callback(self._on_call_end)
         self._timer = loop.call_later(progress.wait_left_s, self._check_taken)
 
-    def take(self, delta: TextDelta) -> None:
-        """Its text came."""
+    async def wait(self) -> None:
+        """Return when the reader has got the last delta. Raises what `fail` was given."""
+        await self._ended.wait()
+        if self._error is not None:
+            raise self._error
+
+    def fail(self, error: Exception) -> None:
+        """The attempt is over, unless it had ended before."""
+        if not self._ended.is_set():
+            self._error = error
+            self._ended.set()
+
+    def hand_over(self) -> None:
+        """Give the reader what has come. Whatever goes wrong fails this attempt, no other."""
+        deltas, self.deltas = self.deltas, []
+        if self._ended.is_set() or self._is_over:
+            return
         if not self._has_text:
             self._has_text = True
             if self._attempts.router is not None:
                 self._attempts.router.first_token(self.rid)
-        self.stream.push(delta)
-
-    def end(self) -> None:
-        """The last delta has come: there is nothing to abort."""
-        self._is_over = True
+        try:
+            for count, delta in enumerate(deltas):
+                try:
+                    self._progress.take(delta)
+                except (AttemptLostError, RequestError):
+                    if count:  # what came before it is the reader's
+                        self._read(deltas[:count])
+                    raise
+            self._read(deltas)
+        except Exception as error:
+            self.fail(error)
+            return
+        if deltas[-1].finish_reason is not None:
+            self._is_over = True
+            self._ended.set()
 
     def close(self) -> None:
         """Let go of everything; the request is aborted if it hasn't ended."""
@@ -240,7 +269,7 @@ class Attempt:
 
     def _check_taken(self) -> None:
         if not self.replica:
-            self.stream.fail(AttemptLostError(Loss.NOT_TAKEN, "no engine took the request"))
+            self.fail(AttemptLostError(Loss.NOT_TAKEN, "no engine took the request"))
 
     def _on_call_end(self, call: asyncio.Future[None]) -> None:
         # Cancelled without being asked to: the replica's side of the call was.
@@ -248,11 +277,11 @@ class Attempt:
         if self._is_over:
             return
         if error is not None:
-            self.stream.fail(self._loss_of(error))
+            self.fail(self._loss_of(error))
             return
         lost = AttemptLostError(Loss.ENGINE, "the call ended, but the last tokens never came")
         loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(END_TIMEOUT_S, self.stream.fail, lost)
+        self._timer = loop.call_later(END_TIMEOUT_S, self.fail, lost)
 
     def _loss_of(self, error: BaseException) -> Exception:
         """What the end of the call by `error` means: mostly that its engine is lost."""

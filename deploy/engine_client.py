@@ -7,7 +7,7 @@ the tokenizer actor and the engine replicas, tests implement it in process.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,12 +83,16 @@ class EngineClient(ABC):
         """Token ids of a conversation. Raises `RequestError` when the template refuses it."""
 
     @abstractmethod
-    def generate(self, request: GenerateRequest) -> AsyncIterator[list[TextDelta]]:
-        """Deltas until one has a `finish_reason`: each time all that are here, at least one, so
-        that a path which is behind catches up.
+    async def generate(
+        self, request: GenerateRequest, read: Callable[[list[TextDelta]], None]
+    ) -> None:
+        """Run a sequence until a delta has a `finish_reason`.
+
+        `read` gets the deltas where they arrive, each time all that are here, at least one, so
+        that a path which is behind catches up. Being called back costs no wake-up of a task.
 
         Raises `RequestError` if the engine refuses or fails the request, `EngineDeadError` if
-        there is none. Closing the iterator early aborts the request.
+        there is none, and what `read` raises. Cancelling aborts the request.
         """
 
     @abstractmethod

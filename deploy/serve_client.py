@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,8 +162,10 @@ class ServeEngineClient(EngineClient):
         )
         return _ids(reply)[0]
 
-    def generate(self, request: GenerateRequest) -> AsyncIterator[list[TextDelta]]:
-        return self._attempts.generate(Progress(request, self._limits, self._resumes))
+    async def generate(
+        self, request: GenerateRequest, read: Callable[[list[TextDelta]], None]
+    ) -> None:
+        await self._attempts.generate(Progress(request, self._limits, self._resumes), read)
 
     def _make_router(self) -> ReplicaRouter | None:
         routing = self._routing

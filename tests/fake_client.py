@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from typing import Any
 
 from deploy.engine_client import EngineClient, EngineHealth, GenerateRequest, ModelInfo
@@ -99,7 +100,14 @@ class FakeEngineClient(EngineClient):
             raise RequestError("the template wants a user's message last", "messages")
         return list("".join(f"[{m['role']}]{m['content']}" for m in messages).encode())
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[list[TextDelta]]:
+    async def generate(
+        self, request: GenerateRequest, read: Callable[[list[TextDelta]], None]
+    ) -> None:
+        async with aclosing(self._deltas(request)) as deltas:
+            async for delta in deltas:
+                read([delta])
+
+    async def _deltas(self, request: GenerateRequest) -> AsyncGenerator[TextDelta, None]:
         params = request.params
         assert params.seed is not None and params.max_tokens is not None
         self.started.append(request)
@@ -116,7 +124,7 @@ class FakeEngineClient(EngineClient):
                     done = True
                     if not self.error_delta:
                         raise self.error_at[1]
-                    yield [self._delta(request, i, "", [], "error", error=str(self.error_at[1]))]
+                    yield self._delta(request, i, "", [], "error", error=str(self.error_at[1]))
                     return
                 held_ids.append(token)
                 if params.logprobs is not None:
@@ -138,7 +146,7 @@ class FakeEngineClient(EngineClient):
                     delta.prompt_logprobs = self._prompt_entries(request)
                 held, held_ids, held_entries = "", [], []
                 done = delta.finish_reason is not None
-                yield [delta]
+                yield delta
                 if done:
                     return
         finally:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 from deploy.engine_client import EngineClient, GenerateRequest
 from deploy.metrics import RequestTracker
+from deploy.openai.backlog import Backlog
+from deploy.openai.event_stream import EventStream
 from deploy.openai.fields import GenerationRequest
-from deploy.openai.merge import merge
 from deploy.openai.sse import DONE, ChunkEncoder, encode_json
 from engine.errors import RequestError
 from engine.tokenizer.detokenizer_manager import LogprobEntry, TextDelta
@@ -58,22 +60,26 @@ class Generation(ABC):
         self._plan = plan
         self._tracker = tracker
         self._outputs = [Output() for _ in plan.sequences]
+        self._counts_chunks = request.stream_options.continuous_usage_stats
+        """Whether every chunk tells the usage so far."""
         self._drop_output = False
         """Only the prompt was asked for; the one token that comes with it is dropped."""
 
     async def result(self) -> bytes:
         """Body of the reply in one piece. Raises what `EngineClient.generate` raises."""
-        async with aclosing(self._batches()) as batches:
-            async for batch in batches:
-                self._note(batch)
-                for index, delta in batch:
-                    output = self._outputs[index]
-                    output.texts.append(delta.text)
-                    output.token_ids += delta.token_ids
-                    if delta.logprobs:
-                        output.logprobs += delta.logprobs
-                    if delta.prompt_logprobs is not None:
-                        output.prompt_logprobs = delta.prompt_logprobs
+
+        def read(index: int, deltas: list[TextDelta]) -> None:
+            output = self._outputs[index]
+            for delta in deltas:
+                self._note(index, delta)
+                output.texts.append(delta.text)
+                output.token_ids += delta.token_ids
+                if delta.logprobs:
+                    output.logprobs += delta.logprobs
+                if delta.prompt_logprobs is not None:
+                    output.prompt_logprobs = delta.prompt_logprobs
+
+        await self._run(read)
         self._check_ended()
         plan = self._plan
         body = {
@@ -86,9 +92,10 @@ class Generation(ABC):
         }
         return encode_json(body | self._reply_extra())
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """Server-sent events. Raises what `EngineClient.generate` raises; nothing comes before
-        the first text, so that an early error can still become an HTTP status."""
+    async def send_events(self, stream: EventStream) -> bytes:
+        """Send server-sent events, all but the last, which is returned. Raises what
+        `EngineClient.generate` and `stream` raise; nothing is sent before the first text, so that
+        an early error can still become an HTTP status."""
         plan = self._plan
         options = self._request.stream_options
         encoder = ChunkEncoder(
@@ -101,43 +108,69 @@ class Generation(ABC):
             options.include_usage,
         )
         opening = self._opening(encoder)
-        async with aclosing(self._batches()) as batches:
-            async for batch in batches:
-                self._note(batch)
-                chunks = b"".join([self._chunk(encoder, index, delta) for index, delta in batch])
-                if chunks:
-                    yield opening + chunks
-                    opening = b""
+        backlogs = [Backlog() for _ in plan.sequences]
+
+        def read(index: int, deltas: list[TextDelta]) -> None:
+            nonlocal opening
+            for delta in deltas:
+                self._note(index, delta)
+            if stream.catching_up is not None:
+                backlogs[index].add(deltas)
+            elif events := self._chunks(encoder, index, deltas):
+                stream.write(opening + events, catch_up)
+                opening = b""
+
+        def catch_up() -> bytes:
+            waiting = enumerate(backlogs)
+            return b"".join([self._chunks(encoder, i, backlog.take()) for i, backlog in waiting])
+
+        await self._run(read)
         self._check_ended()
+        await stream.flush()
         if options.include_usage:
-            yield encoder.usage_chunk(self._usage()) + DONE
-        else:
-            yield DONE
+            return encoder.usage_chunk(self._usage()) + DONE
+        return DONE
 
-    def _batches(self) -> AsyncGenerator[list[tuple[int, TextDelta]], None]:
-        """Deltas by choice, of all sequences; each batch must go through `_note`."""
-        return merge([self._client.generate(sequence) for sequence in self._plan.sequences])
+    async def _run(self, read: Callable[[int, list[TextDelta]], None]) -> None:
+        """Run all sequences; `read` gets each one's deltas. The first error ends all."""
+        generates = [
+            self._client.generate(sequence, partial(read, index))
+            for index, sequence in enumerate(self._plan.sequences)
+        ]
+        if len(generates) == 1:  # no task beside the request's
+            await generates[0]
+            return
+        runs = [asyncio.ensure_future(generate) for generate in generates]
+        try:
+            await asyncio.gather(*runs)
+        finally:
+            for run in runs:
+                run.cancel()
+            await asyncio.gather(*runs, return_exceptions=True)
 
-    def _note(self, batch: list[tuple[int, TextDelta]]) -> None:
-        """Note the progress that a batch tells of. Raises `RequestError` if one tells of an
+    def _note(self, index: int, delta: TextDelta) -> None:
+        """Note the progress that a delta tells of. Raises `RequestError` if it tells of an
         error."""
-        outputs, track = self._outputs, self._tracker.delta
-        for index, delta in batch:
-            output = outputs[index]
-            if self._drop_output:
-                _drop_output(delta)
-            track(index, delta)
-            output.num_output = delta.num_output
-            if delta.finish_reason is not None:
-                if delta.finish_reason == "error" or delta.error:
-                    raise RequestError(
-                        delta.error or "The engine failed the request.",
-                        delta.error_param,
-                        status=delta.error_status or 500,
-                    )
-                output.num_cached = delta.num_cached
-                output.finish_reason = delta.finish_reason
-                output.stop_reason = delta.stop_reason
+        output = self._outputs[index]
+        if self._drop_output:
+            _drop_output(delta)
+        self._tracker.delta(index, delta)
+        output.num_output = delta.num_output
+        if delta.finish_reason is not None:
+            if delta.finish_reason == "error" or delta.error:
+                raise RequestError(
+                    delta.error or "The engine failed the request.",
+                    delta.error_param,
+                    status=delta.error_status or 500,
+                )
+            output.num_cached = delta.num_cached
+            output.finish_reason = delta.finish_reason
+            output.stop_reason = delta.stop_reason
+
+    def _chunks(self, encoder: ChunkEncoder, index: int, deltas: list[TextDelta]) -> bytes:
+        if len(deltas) == 1:
+            return self._chunk(encoder, index, deltas[0])
+        return b"".join([self._chunk(encoder, index, delta) for delta in deltas])
 
     def _check_ended(self) -> None:
         """Raise `RequestError` if a sequence has no end."""
@@ -154,10 +187,8 @@ class Generation(ABC):
             sum(self._outputs[i].num_cached for i in firsts),
         )
 
-    def _chunk_usage(self, index: int, delta: TextDelta) -> dict[str, Any] | None:
-        """Usage of one choice so far, if asked for in every chunk (as vLLM counts it)."""
-        if not self._request.stream_options.continuous_usage_stats:
-            return None
+    def _chunk_usage(self, index: int, delta: TextDelta) -> dict[str, Any]:
+        """Usage of one choice so far, as vLLM counts it."""
         num_prompt = len(self._plan.sequences[index].prompt_ids)
         return usage(num_prompt, self._outputs[index].num_output, delta.num_cached)
 

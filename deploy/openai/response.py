@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import Callable
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -22,6 +21,8 @@ from deploy.engine_client import EngineClient
 from deploy.metrics import RequestTracker, ServerMetrics
 from deploy.openai.endpoint import Endpoint
 from deploy.openai.errors import ErrorReply, reply_to
+from deploy.openai.event_stream import EventStream
+from deploy.openai.generation import Generation
 from engine.errors import RequestError
 
 logger = logging.getLogger(__name__)
@@ -69,7 +70,7 @@ class GenerationResponse(Response):
         self._request_id = request_id
         self._max_body_bytes = max_body_bytes
         self._stall_timeout_s = stall_timeout_s
-        self._sending_since: float | None = None
+        self._stream: EventStream | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._send_chunk: Send = scope["state"]["send"]
@@ -111,45 +112,34 @@ class GenerationResponse(Response):
                 reply = await generation.result()
         except Exception as exception:
             return await _send_error(send, reply_to(exception, self._request_id))
-        if not generation.stream:
-            await _send_json(send, 200, reply, {})
-            return 200
-        async with aclosing(generation.events()) as events:
-            return await self._send_stream(send, events)
+        if generation.stream:
+            return await self._send_stream(generation, send)
+        await _send_json(send, 200, reply, {})
+        return 200
 
-    async def _send_stream(self, send: Send, events: AsyncGenerator[bytes, None]) -> int:
+    async def _send_stream(self, generation: Generation, send: Send) -> int:
         """Send events as they come. An error before the first is answered with its status."""
-        try:
-            event = await anext(events)
-        except Exception as exception:
-            return await _send_error(send, reply_to(exception, self._request_id))
-        headers = {
-            "content-type": "text/event-stream; charset=utf-8",
-            "cache-control": "no-cache",
-            "x-accel-buffering": "no",  # nginx would gather chunks
-        }
-        await send({"type": "http.response.start", "status": 200, "headers": _raw(headers)})
+        self._stream = stream = EventStream(send, self._send_chunk)
         status = 200
-        while True:
-            self._sending_since = time.monotonic()
-            await self._send_chunk({"type": "http.response.body", "body": event, "more_body": True})
-            self._sending_since = None
-            if status != 200:  # the event told of an error
-                break
+        try:
             try:
-                event = await anext(events)
-            except StopAsyncIteration:
-                break
+                last_event = await generation.send_events(stream)
+            except ClientDisconnect:
+                raise
             except Exception as exception:
                 error = reply_to(exception, self._request_id)
-                status, event = error.status, error.event
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+                if not stream.has_begun:
+                    return await _send_error(send, error)
+                status, last_event = error.status, error.event
+            await stream.end(last_event)
+        finally:
+            await stream.close()
         return status
 
     async def _watch_stall(self) -> None:
-        """Return when one `send` has waited too long for the client to read."""
+        """Return when something to send has waited too long for the client to read."""
         while True:
-            since = self._sending_since
+            since = self._stream.waiting_since if self._stream is not None else None
             waited = time.monotonic() - since if since is not None else 0.0
             left = self._stall_timeout_s - waited
             if left <= 0:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import aclosing
 from typing import Any
 
 import pytest
@@ -14,7 +11,6 @@ from deploy.engine_client import ModelInfo
 from deploy.openai.body import parse_request
 from deploy.openai.limits import Fields, check_token_ids, request_seeds, resolve_max_tokens
 from deploy.openai.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
-from deploy.openai.merge import merge
 from deploy.openai.protocol import ChatCompletionRequest, CompletionRequest
 from deploy.openai.sse import ChunkEncoder, encode_json
 from engine.errors import RequestError
@@ -309,77 +305,3 @@ def test_chunks_are_one_line_of_json_for_every_reader() -> None:
     assert json.loads(full.removeprefix(b"data: ")) == chunk
     last = json.loads(encoder.usage_chunk({"total_tokens": 3}).removeprefix(b"data: "))
     assert (last["choices"], last["usage"]) == ([], {"total_tokens": 3})
-
-
-class Counted:
-    """Streams that know how many of them are open."""
-
-    def __init__(self) -> None:
-        self.open = 0
-
-    async def stream(self, items: int, fail: bool = False) -> AsyncIterator[list[int]]:
-        """`items` numbers, in lists of different lengths."""
-        self.open += 1
-        try:
-            at = 0
-            while at < items:
-                await asyncio.sleep(0)
-                some = list(range(at, min(items, at + 1 + at % 3)))
-                at += len(some)
-                yield some
-            if fail:
-                raise ValueError("broken")
-        finally:
-            self.open -= 1
-
-
-@pytest.mark.parametrize("lengths", [[3], [0], [1, 5, 0, 2], [100] * 20])
-def test_merge_gives_every_item_in_its_streams_order(lengths: list[int]) -> None:
-    async def run() -> None:
-        counted = Counted()
-        got: list[list[int]] = [[] for _ in lengths]
-        async with aclosing(merge([counted.stream(n) for n in lengths])) as batches:
-            async for batch in batches:
-                assert batch
-                for index, item in batch:
-                    got[index].append(item)
-        assert got == [list(range(n)) for n in lengths]
-        assert counted.open == 0
-
-    asyncio.run(run())
-
-
-@pytest.mark.parametrize("streams", [1, 5])
-@pytest.mark.parametrize("how", ["close", "cancel", "error"])
-def test_merge_closes_every_stream_and_task(streams: int, how: str) -> None:
-    async def run() -> None:
-        counted = Counted()
-        merged = merge(
-            [
-                counted.stream(50 if how == "error" else 10**9, how == "error")
-                for _ in range(streams)
-            ]
-        )
-
-        async def consume() -> None:
-            seen = 0
-            async with aclosing(merged) as batches:
-                async for _ in batches:
-                    seen += 1
-                    if how == "close" and seen == 3:
-                        return
-                    if how == "cancel" and seen == 3:
-                        await asyncio.Event().wait()
-
-        task = asyncio.create_task(consume())
-        if how == "cancel":
-            await asyncio.sleep(0.05)
-            assert counted.open > 0
-            task.cancel()
-        result = (await asyncio.gather(task, return_exceptions=True))[0]
-        expected = {"close": type(None), "cancel": asyncio.CancelledError, "error": ValueError}
-        assert isinstance(result, expected[how])
-        assert counted.open == 0
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    asyncio.run(run())

@@ -232,6 +232,7 @@ def test_a_receive_that_fails_is_a_client_that_left() -> None:
     sent: list[Any] = []
 
     async def receive() -> Any:
+        await asyncio.sleep(0)
         if not client.started:
             return {"type": "http.request", "body": body, "more_body": False}
         raise RuntimeError("cancelled")

@@ -6,7 +6,6 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -188,10 +187,8 @@ class World:
         params = params or SamplingParams(temperature=0)
         request = GenerateRequest("r", PROMPT, params, **fields)
         progress = Progress(request, self.limits, self.resumes)
-        deltas = []
-        async with aclosing(self.attempts.generate(progress)) as stream:
-            async for some in stream:
-                deltas += some
+        deltas: list[TextDelta] = []
+        await self.attempts.generate(progress, deltas.extend)
         assert len(self.attempts) == 0
         return deltas
 
@@ -397,10 +394,14 @@ def test_reader_that_leaves_aborts(tokenizer: Tokenizer) -> None:
     async def run(world: World) -> None:
         request = GenerateRequest("r", PROMPT, SamplingParams(temperature=0))
         progress = Progress(request, world.limits, world.resumes)
-        async with aclosing(world.attempts.generate(progress)) as stream:
-            async for _ in stream:
-                break
-        await asyncio.sleep(0)
+        has_text = asyncio.Event()
+        run = asyncio.ensure_future(
+            world.attempts.generate(progress, lambda deltas: has_text.set())
+        )
+        await has_text.wait()
+        run.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await run
 
     world = World(tokenizer)
     asyncio.run(run(world))
@@ -415,13 +416,7 @@ def test_reader_that_leaves_aborts_even_if_the_call_is_gone(tokenizer: Tokenizer
         world = World(tokenizer)
         request = GenerateRequest("r", PROMPT, SamplingParams(temperature=0))
         progress = Progress(request, world.limits, world.resumes)
-
-        async def follow() -> None:
-            async with aclosing(world.attempts.generate(progress)) as stream:
-                async for _ in stream:
-                    pass
-
-        reader = asyncio.ensure_future(follow())
+        reader = asyncio.ensure_future(world.attempts.generate(progress, lambda deltas: None))
         while not leave(world):
             await asyncio.sleep(0)
         (call,) = world.attempts._calls
@@ -442,23 +437,42 @@ def test_reader_that_leaves_aborts_even_if_the_call_is_gone(tokenizer: Tokenizer
     assert world.aborted == [world.calls[0].rid]
 
 
-def test_reader_that_is_behind_gets_all_that_waits_at_once(tokenizer: Tokenizer) -> None:
+def test_text_that_came_together_is_read_together(tokenizer: Tokenizer) -> None:
     async def run(world: World) -> list[list[TextDelta]]:
         request = GenerateRequest("r", PROMPT, SamplingParams(temperature=0))
         progress = Progress(request, world.limits, world.resumes)
-        batches = []
-        async with aclosing(world.attempts.generate(progress)) as stream:
-            async for deltas in stream:
-                batches.append(deltas)
-                for _ in range(5):  # the engine goes on meanwhile
-                    await asyncio.sleep(0)
+        batches: list[list[TextDelta]] = []
+        await world.attempts.generate(progress, batches.append)
         return batches
 
-    world = World(tokenizer)
+    world = World(tokenizer, steps_at_once=5)
     batches = asyncio.run(run(world))
-    assert max(map(len, batches)) > 1
+    assert max(map(len, batches)) == 5
     text = "".join(delta.text for deltas in batches for delta in deltas)
     assert text == TEXT and batches[-1][-1].finish_reason == "length"
+
+
+def test_a_reader_that_fails_ends_its_own_request_only(tokenizer: Tokenizer) -> None:
+    async def run(world: World) -> list[Any]:
+        def fail(deltas: list[TextDelta]) -> None:
+            raise ValueError("the reader's fault")
+
+        good: list[TextDelta] = []
+        request = GenerateRequest("r", PROMPT, SamplingParams(temperature=0))
+        results = await asyncio.gather(
+            *(
+                world.attempts.generate(Progress(request, world.limits, world.resumes), read)
+                for read in (fail, good.extend, fail)
+            ),
+            return_exceptions=True,
+        )
+        assert gathered(good).text == TEXT
+        return results
+
+    world = World(tokenizer)
+    results = asyncio.run(run(world))
+    assert [type(result) for result in results] == [ValueError, type(None), ValueError]
+    assert len(world.aborted) == 2 and not world.resumes and len(world.attempts) == 0
 
 
 def test_tokenizer_lost_while_registering(tokenizer: Tokenizer) -> None:
