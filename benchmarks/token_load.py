@@ -8,6 +8,7 @@ import itertools
 import random
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -101,12 +102,19 @@ async def _saturate(
 
 async def _run_for(connections: Sequence[Connection], seconds: float) -> None:
     """Let streams run. Raises `StreamError` if one fails."""
-    gc.collect()
-    gc.disable()  # the record of arrivals grows by many small objects
-    try:
+    with _no_collection():
         done, _ = await asyncio.wait([c.closed for c in connections], timeout=seconds)
         for closed in done:
             closed.result()
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage collection: the record of arrivals grows by many small objects."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
     finally:
         gc.enable()
 
@@ -126,11 +134,12 @@ async def _pace(
 ) -> list[Stream]:
     bodies = _bodies(output_len, **more)
     connections = []
-    for _ in range(streams):
-        once = iter([next(bodies)])
-        connections.append(await connect(port, lambda once=once: next(once, None)))
-        await asyncio.sleep(stagger_s)
-    await asyncio.gather(*(connection.closed for connection in connections))
+    with _no_collection():
+        for _ in range(streams):
+            once = iter([next(bodies)])
+            connections.append(await connect(port, lambda once=once: next(once, None)))
+            await asyncio.sleep(stagger_s)
+        await asyncio.gather(*(connection.closed for connection in connections))
     return [connection.streams[0] for connection in connections]
 
 

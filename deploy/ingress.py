@@ -1,6 +1,7 @@
 """`build_ingress`: Serve deployment with the HTTP API; several replicas may run."""
 
 # No `from __future__ import annotations`: Ray Serve inspects the annotations.
+import gc
 import logging
 from typing import Any
 
@@ -63,6 +64,9 @@ def build_ingress(settings: ApiSettings) -> Any:
             if not self._started:
                 await self._client.start(self._vocab_size)
                 _Holder.client = self._client
+                # Ray leaves a large heap, whose collection would hold all streams up.
+                gc.collect()
+                gc.freeze()
                 self._started = True
             self._client.check()
 

@@ -74,7 +74,9 @@ class PrefixAwarePolicy(RoutingPolicy):
     def choose(self, request: RouteRequest, exclude: Collection[str] = ()) -> str:
         loads = self.loads
         queued = loads.remaining()
-        load = self._open_to(queued + self.weights.inflight_tokens * loads.inflight, exclude)
+        load = loads.inflight * self.weights.inflight_tokens
+        load += queued
+        load = self._open_to(load, exclude)
         idlest = loads.least(load)
         match = self.index.match(request.page_hashes[: request.reusable_pages])
         if not match.masks or match.masks[-1] >> idlest & 1:
