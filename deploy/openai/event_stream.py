@@ -80,7 +80,7 @@ class EventStream:
         """Send no more."""
         if self.catching_up is not None:
             self.catching_up.cancel()
-            await asyncio.wait([self.catching_up])
+            await asyncio.gather(self.catching_up, return_exceptions=True)
 
     async def _begin(self, events: bytes) -> None:
         self.has_begun = True
