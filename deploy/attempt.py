@@ -232,20 +232,23 @@ class Attempt:
             if self._attempts.router is not None:
                 self._attempts.router.first_token(self.rid)
         try:
-            for count, delta in enumerate(deltas):
-                try:
-                    self._progress.take(delta)
-                except (AttemptLostError, RequestError):
-                    if count:  # what came before it is the reader's
-                        self._read(deltas[:count])
-                    raise
-            self._read(deltas)
+            self._pass_on(deltas)
         except Exception as error:
             self.fail(error)
             return
         if deltas[-1].finish_reason is not None:
             self._is_over = True
             self._ended.set()
+
+    def _pass_on(self, deltas: list[TextDelta]) -> None:
+        for count, delta in enumerate(deltas):
+            try:
+                self._progress.take(delta)
+            except (AttemptLostError, RequestError):
+                if count:  # what came before it is the reader's
+                    self._read(deltas[:count])
+                raise
+        self._read(deltas)
 
     def close(self) -> None:
         """Let go of everything; the request is aborted if it hasn't ended."""

@@ -5,6 +5,7 @@ What Python 3.12 calls eager tasks (`asyncio.eager_task_factory`), for 3.11.
 
 from __future__ import annotations
 
+import types
 from collections.abc import Awaitable, Coroutine, Generator
 from typing import Any
 
@@ -16,25 +17,19 @@ def run_eagerly(coroutine: Coroutine[Any, Any, None]) -> Awaitable[None] | None:
         waits_for = coroutine.send(None)
     except StopIteration:
         return None
-    return _Rest(coroutine, waits_for)
+    return _rest(coroutine, waits_for)
 
 
-class _Rest(Awaitable[None]):
-    """A coroutine that has begun: passes between it and the task what they say to each other."""
-
-    def __init__(self, coroutine: Coroutine[Any, Any, None], waits_for: Any) -> None:
-        self._coroutine = coroutine
-        self._waits_for = waits_for
-
-    def __await__(self) -> Generator[Any, Any, None]:
-        coroutine, waits_for = self._coroutine, self._waits_for
-        try:
-            while True:
-                try:
-                    value = yield waits_for
-                except BaseException as error:  # cancelled, or what was waited for failed
-                    waits_for = coroutine.throw(error)
-                else:
-                    waits_for = coroutine.send(value)
-        except StopIteration:
-            return
+@types.coroutine
+def _rest(coroutine: Coroutine[Any, Any, None], waits_for: Any) -> Generator[Any, Any, None]:
+    """Passes between a coroutine that has begun and the task what they say to each other."""
+    try:
+        while True:
+            try:
+                value = yield waits_for
+            except BaseException as error:  # cancelled, or what was waited for failed
+                waits_for = coroutine.throw(error)
+            else:
+                waits_for = coroutine.send(value)
+    except StopIteration:
+        return

@@ -142,7 +142,7 @@ class ChatGeneration(Generation):
         request = self._request
         logprobs = delta.logprobs if request.logprobs else None
         token_ids = delta.token_ids if request.return_token_ids else None
-        usage = self._chunk_usage(index, delta) if self._counts_chunks else None
+        usage = self._chunk_usage(index, delta)
         data = b""
         if delta.text or logprobs or token_ids:
             payload = b'{"content":%s}' % encode_json(delta.text)

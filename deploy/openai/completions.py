@@ -155,7 +155,7 @@ class CompletionGeneration(Generation):
         if not (text or finish_reason or token_ids or delta.logprobs):
             return b""
         self._opened.add(index)
-        usage = self._chunk_usage(index, delta) if self._counts_chunks else None
+        usage = self._chunk_usage(index, delta)
         payload = encode_json(text)
         gives_prompt = request.return_token_ids and opens
         if finish_reason is None and request.logprobs is None and not (usage or gives_prompt):

@@ -45,9 +45,7 @@ class EventStream:
         Raises `ClientDisconnect`, as all methods do.
         """
         if self.has_begun:
-            sending = self._send_chunk(
-                {"type": "http.response.body", "body": events, "more_body": True}
-            )
+            sending = self._send_chunk(_body(events, more=True))
         else:
             sending = self._begin(events)
         try:

@@ -60,8 +60,6 @@ class Generation(ABC):
         self._plan = plan
         self._tracker = tracker
         self._outputs = [Output() for _ in plan.sequences]
-        self._counts_chunks = request.stream_options.continuous_usage_stats
-        """Whether every chunk tells the usage so far."""
         self._drop_output = False
         """Only the prompt was asked for; the one token that comes with it is dropped."""
 
@@ -126,7 +124,6 @@ class Generation(ABC):
 
         await self._run(read)
         self._check_ended()
-        await stream.flush()
         if options.include_usage:
             return encoder.usage_chunk(self._usage()) + DONE
         return DONE
@@ -168,8 +165,6 @@ class Generation(ABC):
             output.stop_reason = delta.stop_reason
 
     def _chunks(self, encoder: ChunkEncoder, index: int, deltas: list[TextDelta]) -> bytes:
-        if len(deltas) == 1:
-            return self._chunk(encoder, index, deltas[0])
         return b"".join([self._chunk(encoder, index, delta) for delta in deltas])
 
     def _check_ended(self) -> None:
@@ -187,8 +182,10 @@ class Generation(ABC):
             sum(self._outputs[i].num_cached for i in firsts),
         )
 
-    def _chunk_usage(self, index: int, delta: TextDelta) -> dict[str, Any]:
-        """Usage of one choice so far, as vLLM counts it."""
+    def _chunk_usage(self, index: int, delta: TextDelta) -> dict[str, Any] | None:
+        """Usage of one choice so far, if asked for in every chunk (as vLLM counts it)."""
+        if not self._request.stream_options.continuous_usage_stats:
+            return None
         num_prompt = len(self._plan.sequences[index].prompt_ids)
         return usage(num_prompt, self._outputs[index].num_output, delta.num_cached)
 

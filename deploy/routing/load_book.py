@@ -110,10 +110,10 @@ class LoadBook:
         fast as the replica's latest prefills. It's never taken to be more than done, so that
         a wrong guess, or a replica with another order, is off by one request at most.
         """
-        left = self._clock() - self._head_since
-        left *= self._speed
-        np.minimum(self._head, left, out=left)
-        return np.subtract(self.queued, left, out=left)
+        done = self._clock() - self._head_since
+        done *= self._speed
+        np.minimum(self._head, done, out=done)
+        return np.subtract(self.queued, done, out=done)
 
     def least(self, load: NDArray[np.float64]) -> int:
         """Slot with the least load [capacity]; ties: fewer queued tokens, then least recently used.

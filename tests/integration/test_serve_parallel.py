@@ -37,10 +37,10 @@ def test_tp2_pp2_serves_the_same_tokens_and_restarts_as_a_unit() -> None:
         assert [c["token_ids"] for c in reply["choices"]] == expected
 
         mark = launch_mark(server.pid)
+        for actor, count in (("WorkerActor", 4), ("SchedulerActor", 1), ("TokenizerActor", 1)):
+            assert len(actor_pids(mark, actor)) == count, actor
         # tests/chaos kills the other roles: the scheduler's death restarts the unit as a worker's.
-        workers = actor_pids(mark, "WorkerActor")
-        assert len(workers) == 4
-        asyncio.run(_kill_mid_stream(url, workers[-1]))
+        asyncio.run(_kill_mid_stream(url, actor_pids(mark, "WorkerActor")[-1]))
         _wait_health(url, lambda status: status == 200, 90)
         again = httpx.post(
             f"{url}/v1/completions", json={**body, "return_token_ids": True}, timeout=120
