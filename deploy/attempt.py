@@ -11,7 +11,6 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
 import grpc
-import numpy as np
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 
@@ -197,10 +196,9 @@ class Attempt:
         add = progress.add_request(self.rid, self._client)
         actor = ""
         if attempts.router is not None:
-            actor, hashes = attempts.router.route(
+            actor, add.page_hashes = attempts.router.route(
                 self.rid, input_of(add.input_ids, add.output_ids), add.cache_salt
             )
-            add.page_hashes = np.array(hashes, np.uint64)
         # The call crosses Ray as one byte string. In the HTTP request's context Serve would take
         # it for that request's child and cancel it when the client leaves, before we know.
         self._call = loop.create_task(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from deploy.routing import ApplyResult, NoReplicaError, RouteRequest, RoutingPolicy
 from engine.messages import IntArray, KVEvents, KVSnapshot, Pong, SubscribeKVEvents
@@ -21,10 +22,11 @@ scheduler says something every second."""
 
 
 class Route(NamedTuple):
-    """`actor`: name of the chosen replica's actor; "" leaves the choice to Serve."""
+    """`actor`: name of the chosen replica's actor; "" leaves the choice to Serve.
+    `page_hashes`: uint64 [num_pages]."""
 
     actor: str
-    page_hashes: list[int]
+    page_hashes: NDArray[np.uint64]
 
 
 class ReplicaRouter:

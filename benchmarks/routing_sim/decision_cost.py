@@ -50,7 +50,9 @@ def measure_decision(num_replicas: int, sample_every: int, scenario: str) -> Dec
     for request in requests:
         _spread(policy, request, scenario, rng)
     for number in range(8 * num_replicas):
-        short = RouteRequest(f"load {number}", np.zeros(rng.randint(1, 4000), np.int32), 16, [])
+        short = RouteRequest(
+            f"load {number}", np.zeros(rng.randint(1, 4000), np.int32), 16, np.empty(0, np.uint64)
+        )
         policy.on_dispatched(short, str(rng.randrange(num_replicas)))
         if rng.random() < 0.7:
             policy.on_first_token(short.request_id)
@@ -96,7 +98,8 @@ def hashing_us() -> float:
 
 def _request(rng: random.Random, name: str) -> RouteRequest:
     tokens = np.zeros(PAGE_SIZE * NUM_PAGES + 1, np.int32)
-    return RouteRequest(name, tokens, PAGE_SIZE, [rng.getrandbits(64) for _ in range(NUM_PAGES)])
+    hashes = np.array([rng.getrandbits(64) for _ in range(NUM_PAGES)], np.uint64)
+    return RouteRequest(name, tokens, PAGE_SIZE, hashes)
 
 
 def _spread(
@@ -117,7 +120,7 @@ def _spread(
             depths = {name: rng.randint(1, NUM_PAGES) for name in names}
     for name, depth in depths.items():
         seq = policy.index.seq_of(name) + 1
-        policy.index.apply(name, 1, [BlockStored(seq, request.page_hashes[:depth], 0, "")])
+        policy.index.apply(name, 1, [BlockStored(seq, request.page_hashes[:depth].tolist(), 0, "")])
 
 
 def _best_us(work: Callable[[], object]) -> float:

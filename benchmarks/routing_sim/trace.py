@@ -52,12 +52,11 @@ class TraceRequest:
         """Prompt and output."""
         return np.concatenate([*self.segments, self.output])
 
-    def page_hashes(self) -> list[int]:
+    def page_hashes(self) -> NDArray[np.uint64]:
         """The engine's own, computed once for all the policies that see this trace."""
         if self._hashes is None:
             self._hashes = hash_pages(self.prompt(), PAGE_SIZE)
-        hashes: list[int] = self._hashes.tolist()
-        return hashes
+        return self._hashes
 
 
 @dataclass(frozen=True, slots=True)

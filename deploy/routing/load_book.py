@@ -115,17 +115,24 @@ class LoadBook:
         np.minimum(self._head, done, out=done)
         return np.subtract(self.queued, done, out=done)
 
-    def least(self, load: NDArray[np.float64]) -> int:
+    def least(self, load: NDArray[np.float64], among: NDArray[np.intp] | None = None) -> int:
         """Slot with the least load [capacity]; ties: fewer queued tokens, then least recently used.
 
         Ties matter: always taking the lowest slot sends a quiet fleet's requests to one replica.
+
+        Args:
+            among: slots to choose from, at least one; None for all.
         """
-        slot = int(load.argmin())
-        tied = (load == load.item(slot)).nonzero()[0]
+        if among is not None:
+            load = load[among]
+        tied = (load == load.item(load.argmin())).nonzero()[0]
+        if among is not None:
+            tied = among[tied]
         if len(tied) > 1:
             queued = self.queued[tied]
-            tied = tied[queued == queued.min()]
-            slot = int(tied[self.last_used[tied].argmin()])
+            tied = tied[queued == queued.item(queued.argmin())]
+        at = self.last_used[tied].argmin() if len(tied) > 1 else 0
+        slot: int = tied.item(at)
         return slot
 
     def _leave_line(self, request_id: str, slot: int, *, prefilled: bool) -> None:

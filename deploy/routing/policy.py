@@ -110,6 +110,6 @@ class RoutingPolicy(ABC):
                 slot = self.slots.get(replica)
                 if slot is not None:
                     load[slot] = np.inf
-        if not len(load) or load.item(load.argmin()) == np.inf:
+        if not len(self.slots) or (exclude and load.item(load.argmin()) == np.inf):
             raise NoReplicaError("no replica is left to choose from")
         return load

@@ -127,19 +127,20 @@ class PrefixAwarePolicy(RoutingPolicy):
             low = bisect_right(ends, depth - (best_score - floor) / page_cost, 0, top + 1)
             if low > top:
                 break
-            others = ~seen
-            fresh = masks[low] & others
-            if seen and fresh.bit_count() > _FEW:
-                others &= _mask_of(load < best_score - page_cost * (depth - ends[top]))
-                fresh &= others
-            while fresh.bit_count() > _FEW and low < top:
-                low = (low + top + 1) // 2
-                fresh = masks[low] & others
-            if fresh.bit_count() > _FEW:  # all hold the same
-                slot = self.loads.least(np.where(_flags_of(fresh, len(load)), load, np.inf))
-                fresh = 1 << slot
-            seen = masks[low]
+            others = masks[0] ^ seen
             least_cost = page_cost * (depth - ends[top])
+            if seen and (masks[low] & others).bit_count() > _FEW:
+                others &= _mask_of(load < best_score - least_cost)
+            fresh = masks[top] & others
+            if fresh.bit_count() > _FEW:  # all hold the same
+                low = top
+                fresh = 1 << self.loads.least(load, _flags_of(fresh, len(load)).nonzero()[0])
+            else:
+                fresh = masks[low] & others
+                while fresh.bit_count() > _FEW:
+                    low = (low + top + 1) // 2
+                    fresh = masks[low] & others
+            seen = masks[low]
             while fresh:
                 bit = fresh & -fresh
                 fresh ^= bit

@@ -8,12 +8,18 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, repeat
 from operator import and_, not_
-from typing import NamedTuple
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from deploy.routing.replica_slots import ReplicaSlots
 from engine.memory import AllCleared, BlockRemoved, BlockStored, KVEvent
 
-_MAX_SKIP = 2**32 - 1
+_HASHES: Final = 2**64
+"""Page hashes are below this, and evenly spread."""
+
+_LEAST_LIMIT: Final = 2**32
 
 
 class ApplyResult(enum.Enum):
@@ -86,16 +92,16 @@ class PrefixIndex:
     being closed under prefixes: a hole ends a replica's match.
 
     Memory is about 0.2 KB for each page and replica. When the number of (page, replica) pairs
-    passes max_pages, the index keeps every second page, chosen by hash so that stores,
-    evictions and matches agree on which, then every fourth, and so on: matches get coarser,
-    never wrong. A fleet with pages of one token starts with sample_every=16.
+    passes max_pages, the index keeps every second page (those with the lower hashes, so that
+    stores, evictions and matches agree on which), then every fourth, and so on: matches get
+    coarser, never wrong. A fleet with pages of one token starts with sample_every=16.
 
     Not thread safe: one event loop owns it.
 
     Args:
         slots: gives replicas their bits; shared with whoever keeps their loads.
         max_pages: (page, replica) pairs kept at most.
-        sample_every: keep pages whose hash is divisible by this power of two.
+        sample_every: a power of two; one page of so many is kept, by its hash.
         max_waiting: events kept for each replica while its snapshot is on its way.
         confirm_s: how long after its first token a request's pages wait for their events.
         max_age_s: bookings of requests without a first token are given up after this.
@@ -120,7 +126,7 @@ class PrefixIndex:
         self._max_waiting = max_waiting
         self._confirm_s = confirm_s
         self._max_age_s = max_age_s
-        self._skip = sample_every - 1
+        self._limit = _HASHES // sample_every
         self._masks: dict[int, int] = {}
         self._num_pages = 0
         self._contents: dict[str, _Contents] = {}
@@ -136,7 +142,7 @@ class PrefixIndex:
 
     @property
     def sample_every(self) -> int:
-        return self._skip + 1
+        return _HASHES // self._limit
 
     @property
     def replicas_waiting(self) -> list[str]:
@@ -233,8 +239,8 @@ class PrefixIndex:
         result = self.apply(replica, epoch, list(waiting))
         return ApplyResult.APPLIED if result is ApplyResult.STALE else result
 
-    def match(self, page_hashes: Sequence[int]) -> PrefixMatch:
-        """Who holds how much of a prompt."""
+    def match(self, page_hashes: NDArray[np.uint64]) -> PrefixMatch:
+        """Who holds how much of a prompt; page_hashes [num_pages]."""
         pages, ends = self._sampled(page_hashes)
         known = self._masks.get
         if not pages or not known(pages[0]):
@@ -244,7 +250,7 @@ class PrefixIndex:
             del masks[bisect_left(masks, True, key=not_) :]
         return PrefixMatch(ends[: len(masks)], masks)
 
-    def matched_pages(self, replica: str, page_hashes: Sequence[int]) -> int:
+    def matched_pages(self, replica: str, page_hashes: NDArray[np.uint64]) -> int:
         """Leading pages of a prompt that this replica holds. Raises KeyError if it's unknown."""
         contents = self._contents[replica]
         held, own = contents.held, contents.own
@@ -256,7 +262,7 @@ class PrefixIndex:
             matched += 1
         return ends[matched - 1] if matched else 0
 
-    def book(self, key: str, replica: str, page_hashes: Sequence[int], now: float) -> None:
+    def book(self, key: str, replica: str, page_hashes: NDArray[np.uint64], now: float) -> None:
         """Count a prompt's pages as held by the replica that it's being sent to.
 
         A booking of the same key that is still open (the request is being resubmitted) is
@@ -290,13 +296,13 @@ class PrefixIndex:
         if booking is not None:
             self._drop(booking)
 
-    def _sampled(self, page_hashes: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+    def _sampled(self, page_hashes: NDArray[np.uint64]) -> tuple[list[int], Sequence[int]]:
         """The pages that this index keeps, and for each how many of the prompt's end with it."""
-        skip = self._skip
-        if not skip:
-            return page_hashes, range(1, len(page_hashes) + 1)
-        ends = [i for i, page in enumerate(page_hashes, 1) if not page & skip]
-        return [page_hashes[i - 1] for i in ends], ends
+        limit = self._limit
+        if limit == _HASHES:
+            return page_hashes.tolist(), range(1, len(page_hashes) + 1)
+        kept = (page_hashes < limit).nonzero()[0]
+        return page_hashes[kept].tolist(), (kept + 1).tolist()
 
     def _enter_epoch(self, contents: _Contents, epoch: int) -> bool:
         """Whether epoch is the current one; a later one empties the replica first."""
@@ -323,9 +329,9 @@ class PrefixIndex:
 
     def _store(self, contents: _Contents, pages: Iterable[int]) -> None:
         masks, held, own, bit = self._masks, contents.held, contents.own, contents.bit
-        skip = self._skip
+        limit = self._limit
         for page in pages:
-            if page & skip or page in held:
+            if page >= limit or page in held:
                 continue
             held.add(page)
             if own.pop(page, None) is None:
@@ -371,11 +377,11 @@ class PrefixIndex:
             self._drop(opened.popitem(last=False)[1])
 
     def _bound_memory(self) -> None:
-        while self._num_pages > self._max_pages and self._skip < _MAX_SKIP:
-            self._skip = 2 * self._skip + 1
-            skip = self._skip
+        while self._num_pages > self._max_pages and self._limit > _LEAST_LIMIT:
+            self._limit //= 2
+            limit = self._limit
             for contents in self._contents.values():
-                contents.held = {page for page in contents.held if not page & skip}
-                contents.own = {p: number for p, number in contents.own.items() if not p & skip}
-            self._masks = {page: mask for page, mask in self._masks.items() if not page & skip}
+                contents.held = {page for page in contents.held if page < limit}
+                contents.own = {p: number for p, number in contents.own.items() if p < limit}
+            self._masks = {page: mask for page, mask in self._masks.items() if page < limit}
             self._num_pages = sum(len(c.held) + len(c.own) for c in self._contents.values())

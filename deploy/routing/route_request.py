@@ -19,21 +19,22 @@ class RouteRequest:
         token_ids: int32 [num_tokens], the whole input: a resubmitted request's contains the
             tokens that were emitted already.
         page_size: tokens a page; every replica's.
-        page_hashes: hash of each whole page, as engine.memory.page_hash makes them (from the
-            namespace on, so that equal tokens under another cache_salt are other pages).
+        page_hashes: uint64 [num_pages], hash of each whole page, as engine.memory.page_hash
+            makes them (from the namespace on, so that equal tokens under another cache_salt are
+            other pages).
     """
 
     request_id: str
     token_ids: NDArray[np.int32]
     page_size: int
-    page_hashes: list[int]
+    page_hashes: NDArray[np.uint64]
 
     @classmethod
     def from_tokens(
         cls, request_id: str, token_ids: NDArray[np.int32], page_size: int, namespace: str = ""
     ) -> RouteRequest:
         """Hash the pages (about 0.3 µs each), once: they travel with the request from here."""
-        hashes: list[int] = hash_pages(token_ids, page_size, namespace).tolist()
+        hashes = hash_pages(token_ids, page_size, namespace)
         return cls(request_id, token_ids, page_size, hashes)
 
     @property

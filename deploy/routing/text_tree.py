@@ -41,7 +41,7 @@ class TextTreePolicy(RoutingPolicy):
 
     def choose(self, request: RouteRequest, exclude: Collection[str] = ()) -> str:
         inflight = self._open_to(self.loads.inflight, exclude)
-        found = self._routed.match(request.page_hashes)
+        found = self._routed.match(request.page_hashes.tolist())
         usable = [slot for slot in found.slots if inflight[slot] != np.inf]
         return self.slots.name(
             self._choose(request, inflight, RoutedMatch(found.num_pages, usable))
@@ -49,7 +49,7 @@ class TextTreePolicy(RoutingPolicy):
 
     def on_dispatched(self, request: RouteRequest, replica: str) -> None:
         super().on_dispatched(request, replica)
-        self._routed.insert(self.slots.slot(replica), request.page_hashes)
+        self._routed.insert(self.slots.slot(replica), request.page_hashes.tolist())
 
     @abstractmethod
     def _choose(

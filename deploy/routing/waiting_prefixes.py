@@ -29,7 +29,7 @@ class WaitingPrefixes:
         """It was sent to this replica. One that is known already was resubmitted."""
         self.remove(request.request_id)
         step = _step(request)
-        prefixes = request.page_hashes[step - 1 :: step]
+        prefixes: list[int] = request.page_hashes[step - 1 :: step].tolist()
         self._waiting[request.request_id] = (replica, prefixes)
         counts = self._counts
         for prefix in prefixes:
@@ -54,7 +54,7 @@ class WaitingPrefixes:
         """Requests that begin with the first num_pages pages of this one, less a step's rest."""
         step = _step(request)
         last = num_pages // step * step - 1
-        return self._counts.get(request.page_hashes[last], 0) if last >= 0 else 0
+        return self._counts.get(request.page_hashes.item(last), 0) if last >= 0 else 0
 
 
 def _step(request: RouteRequest) -> int:

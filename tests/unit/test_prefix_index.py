@@ -14,6 +14,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from numpy.typing import NDArray
 
 from deploy.routing.prefix_index import ApplyResult, PrefixIndex, PrefixMatch
 from deploy.routing.replica_slots import ReplicaSlots
@@ -30,7 +31,7 @@ from engine.memory import (
 NAMES = ["a", "b", "c", "d", "e"]
 CONFIRM_S = 10.0
 MAX_AGE_S = 100.0
-PAGES = st.integers(0, 11)
+PAGES = st.integers(0, 11).map(lambda number: number * 2**64 // 12)
 CHAINS = st.lists(PAGES, max_size=6, unique=True)
 
 
@@ -40,6 +41,11 @@ def stored(seq: int, *pages: int) -> BlockStored:
 
 def removed(seq: int, *pages: int) -> BlockRemoved:
     return BlockRemoved(seq, list(pages))
+
+
+def hashed(pages: list[int]) -> NDArray[np.uint64]:
+    """As prompts carry their page hashes."""
+    return np.array(pages, np.uint64)
 
 
 def make_index(*names: str, **limits: float) -> PrefixIndex:
@@ -55,7 +61,7 @@ def brute_levels(
     slots: ReplicaSlots, holds: dict[str, set[int]], prompt: list[int], sample: int
 ) -> list[tuple[int, int]]:
     """Numbers of pages and who holds so many, deepest first; one replica at a time."""
-    kept = [(i + 1, page) for i, page in enumerate(prompt) if page % sample == 0]
+    kept = [(i + 1, page) for i, page in enumerate(prompt) if page < 2**64 // sample]
     depths: dict[str, int] = {}
     for name, pages in holds.items():
         for depth, page in kept:
@@ -285,9 +291,9 @@ class IndexMachine(RuleBasedStateMachine):
         name = self.pick(data)
         self.cancel(key)
         self.expire()
-        self.index.book(key, name, pages, self.now)
+        self.index.book(key, name, hashed(pages), self.now)
         self.number += 1
-        pages = [p for p in pages if p % self.sample == 0 and p not in self.models[name].known]
+        pages = [p for p in pages if p < 2**64 // self.sample and p not in self.models[name].known]
         self.bookings[key] = (name, pages, self.now + MAX_AGE_S)
         self.numbers[key] = self.number
         for page in pages:
@@ -332,7 +338,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     def holds(self) -> dict[str, set[int]]:
         return {
-            name: {page for page in model.known if page % self.sample == 0}
+            name: {page for page in model.known if page < 2**64 // self.sample}
             | {page for owner, page in self.owner if owner == name}
             for name, model in self.models.items()
         }
@@ -348,12 +354,12 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(prompt=st.lists(PAGES, max_size=10))
     def match(self, prompt: list[int]) -> None:
         holds = self.holds()
-        levels = levels_of(self.index.match(prompt))
+        levels = levels_of(self.index.match(hashed(prompt)))
         assert levels == brute_levels(self.slots, holds, prompt, self.sample)
         for name in self.models:
             bit = 1 << self.slots.slot(name)
             depth = max((pages for pages, mask in levels if mask & bit), default=0)
-            assert self.index.matched_pages(name, prompt) == depth
+            assert self.index.matched_pages(name, hashed(prompt)) == depth
 
 
 @pytest.mark.parametrize("sample_every", [1, 2])
@@ -402,7 +408,7 @@ def test_strangers_and_old_lives_change_nothing() -> None:
     assert index.check_seq("a", 1, 9) is ApplyResult.STALE
     assert index.pages_of("a") == {1}
     with pytest.raises(KeyError):
-        index.book("x", "b", [1], 0.0)
+        index.book("x", "b", hashed([1]), 0.0)
 
 
 def test_a_slot_given_on_carries_nothing_over() -> None:
@@ -412,31 +418,31 @@ def test_a_slot_given_on_carries_nothing_over() -> None:
         slots.add(name)
         index.add(name)
         index.apply(name, 1, [stored(1, 10, 11)])
-    index.book("x", "a", [12], 0.0)
+    index.book("x", "a", hashed([12]), 0.0)
     index.forget("a")
     assert slots.remove("a") == 0
     assert slots.add("c") == 0
     index.add("c")
-    assert levels_of(index.match([10, 11, 12])) == [(2, 0b10)]
+    assert levels_of(index.match(hashed([10, 11, 12]))) == [(2, 0b10)]
     # The request that was booked for a ends now, and mustn't touch c's account of the page.
-    index.book("y", "c", [12], 0.0)
+    index.book("y", "c", hashed([12]), 0.0)
     index.cancel("x")
     assert index.pages_of("c") == {12}
 
 
 def test_memory_is_bounded_by_keeping_fewer_pages() -> None:
     index = make_index("a", "b", max_pages=1000)
-    pages = np.random.default_rng(0).integers(0, 2**63, 2000).tolist()
+    pages = np.random.default_rng(0).integers(0, 2**64, 2000, dtype=np.uint64).tolist()
     index.apply("a", 1, [stored(1, *pages)])
     index.apply("b", 1, [stored(1, *pages[:500])])
-    index.book("x", "b", pages[500:600], 0.0)
+    index.book("x", "b", hashed(pages[500:600]), 0.0)
     assert index.num_pages <= 1000
     sample = index.sample_every
     assert sample > 1
-    assert index.pages_of("a") == {page for page in pages if page % sample == 0}
-    assert index.pages_of("b") == {page for page in pages[:600] if page % sample == 0}
-    kept = [i for i, page in enumerate(pages[:600]) if page % sample == 0]
-    assert index.matched_pages("b", pages) == kept[-1] + 1
+    assert index.pages_of("a") == {page for page in pages if page < 2**64 // sample}
+    assert index.pages_of("b") == {page for page in pages[:600] if page < 2**64 // sample}
+    kept = [i for i, page in enumerate(pages[:600]) if page < 2**64 // sample]
+    assert index.matched_pages("b", hashed(pages)) == kept[-1] + 1
     # Pages that the index no longer keeps are evicted without a trace.
     index.apply("a", 1, [removed(2, *pages)])
     index.cancel("x")
@@ -473,7 +479,7 @@ def test_follows_a_real_cache() -> None:
             assert index.load_snapshot("a", 7, seq, hashes) is ApplyResult.APPLIED
         for other in prompts[: number + 1]:
             cached = len(cache.match_prefix(other, namespace).indices)
-            hashes = hash_pages(other, page_size, namespace).tolist()
+            hashes = hash_pages(other, page_size, namespace)
             assert index.matched_pages("a", hashes) * page_size == cached
     assert lost
 

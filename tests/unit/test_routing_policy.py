@@ -179,7 +179,7 @@ def test_round_robin_takes_turns_whatever_the_load() -> None:
 def test_least_tokens_counts_cached_prompts_as_short() -> None:
     policy = policy_of("least_tokens", "ab")
     long = request(0, (1, 3200), (2, 10))
-    policy.index.apply("a", 1, [BlockStored(1, long.page_hashes, 0, "")])
+    policy.index.apply("a", 1, [BlockStored(1, long.page_hashes.tolist(), 0, "")])
     policy.on_dispatched(long, "a")
     policy.on_dispatched(request(1, (3, 100)), "b")
     assert policy.loads.queued.tolist() == [10.0, 100.0]
@@ -189,7 +189,7 @@ def test_least_tokens_counts_cached_prompts_as_short() -> None:
 def test_the_last_token_is_always_computed() -> None:
     policy = policy_of("least_tokens", "a")
     whole = request(0, (1, 10 * PAGE))
-    policy.index.apply("a", 1, [BlockStored(1, whole.page_hashes, 0, "")])
+    policy.index.apply("a", 1, [BlockStored(1, whole.page_hashes.tolist(), 0, "")])
     policy.on_dispatched(whole, "a")
     assert policy.loads.queued.tolist() == [float(PAGE)]
 
@@ -235,7 +235,7 @@ def test_booked_pages_wait_for_their_events_only_so_long() -> None:
 def test_a_long_queue_outweighs_a_cached_prompt() -> None:
     policy = policy_of("prefix_aware", "ab")
     shared = request(0, (1, 800))
-    policy.index.apply("a", 1, [BlockStored(1, shared.page_hashes, 0, "")])
+    policy.index.apply("a", 1, [BlockStored(1, shared.page_hashes.tolist(), 0, "")])
     assert policy.choose(request(1, (1, 800), (2, 10))) == "a"
     policy.on_dispatched(request(2, (3, 1000)), "a")
     assert policy.choose(request(1, (1, 800), (2, 10))) == "a"
@@ -274,7 +274,7 @@ def test_prefix_aware_finds_the_least_score_of_all(fleet: dict[str, float]) -> N
     for name in names:
         depth = int(rng.choice(depths))
         if depth and rng.random() < fleet["held"]:
-            policy.index.apply(name, 1, [BlockStored(1, what.page_hashes[:depth], 0, "")])
+            policy.index.apply(name, 1, [BlockStored(1, what.page_hashes[:depth].tolist(), 0, "")])
     waiting: dict[int, int] = {}
     for number in range(int(fleet["per_replica"] * len(names))):
         clock.now += rng.exponential(0.01)
@@ -319,9 +319,11 @@ def test_the_idlest_replica_wins_with_a_shallower_match() -> None:
     policy = policy_of("prefix_aware", "abcde")
     what = request(0, (1, 700))
     for depth, name in zip((40, 39, 38, 37, 36), "abcde", strict=True):
-        policy.index.apply(name, 1, [BlockStored(1, what.page_hashes[:depth], 0, "")])
+        policy.index.apply(name, 1, [BlockStored(1, what.page_hashes[:depth].tolist(), 0, "")])
     for number, name in enumerate("abcd", 1):
-        policy.on_dispatched(RouteRequest(str(number), np.zeros(1000, np.int32), PAGE, []), name)
+        policy.on_dispatched(
+            RouteRequest(str(number), np.zeros(1000, np.int32), PAGE, np.empty(0, np.uint64)), name
+        )
     assert policy.choose(what) == "e"
     assert policy.choose(what, "e") == "a"
 
@@ -332,7 +334,7 @@ def test_the_price_of_a_copy_is_shared_by_those_who_wait_for_it() -> None:
         policy = policy_of("prefix_aware", "abcdef")
         what = request(0, (1, 3200), (2, 40))
         for name in "acdef"[:copies]:
-            policy.index.apply(name, 1, [BlockStored(1, what.page_hashes[:200], 0, "")])
+            policy.index.apply(name, 1, [BlockStored(1, what.page_hashes[:200].tolist(), 0, "")])
         for number, name in enumerate("cdef", 20):
             policy.on_dispatched(request(number, (number, 6000)), name)
         for number in range(3, 8):
