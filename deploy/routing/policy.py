@@ -81,9 +81,10 @@ class RoutingPolicy(ABC):
         slot = self.slots.slot(replica)
         uncached = request.num_tokens
         if self.uses_index:
-            matched = self.index.matched_pages(replica, request.page_hashes)
+            matched = self.index.book(
+                request.request_id, replica, request.page_hashes, self.clock()
+            )
             uncached -= min(matched, request.reusable_pages) * request.page_size
-            self.index.book(request.request_id, replica, request.page_hashes, self.clock())
         self.loads.dispatched(request.request_id, slot, uncached)
 
     def on_first_token(self, request_id: str) -> None:

@@ -250,8 +250,18 @@ class PrefixIndex:
             del masks[bisect_left(masks, True, key=not_) :]
         return PrefixMatch(ends[: len(masks)], masks)
 
-    def matched_pages(self, replica: str, page_hashes: NDArray[np.uint64]) -> int:
-        """Leading pages of a prompt that this replica holds. Raises KeyError if it's unknown."""
+    def book(self, key: str, replica: str, page_hashes: NDArray[np.uint64], now: float) -> int:
+        """Count a prompt's pages as held by the replica that it's being sent to.
+
+        A booking of the same key that is still open (the request is being resubmitted) is
+        cancelled.
+
+        Returns:
+            Leading pages of the prompt that the replica held before.
+
+        Raises:
+            KeyError: the replica is unknown.
+        """
         contents = self._contents[replica]
         held, own = contents.held, contents.own
         pages, ends = self._sampled(page_hashes)
@@ -260,28 +270,19 @@ class PrefixIndex:
             if page not in held and page not in own:
                 break
             matched += 1
-        return ends[matched - 1] if matched else 0
-
-    def book(self, key: str, replica: str, page_hashes: NDArray[np.uint64], now: float) -> None:
-        """Count a prompt's pages as held by the replica that it's being sent to.
-
-        A booking of the same key that is still open (the request is being resubmitted) is
-        cancelled. Raises KeyError if the replica is unknown.
-        """
         self.cancel(key)
         self._expire(now)
-        contents = self._contents[replica]
-        held = contents.held
-        pages = [page for page in self._sampled(page_hashes)[0] if page not in held]
+        pages = [page for page in pages if page not in held]
         self._booked += 1
-        before = len(contents.own)
-        contents.own.update(dict.fromkeys(pages, self._booked))
-        self._num_pages += len(contents.own) - before
+        before = len(own)
+        own.update(dict.fromkeys(pages, self._booked))
+        self._num_pages += len(own) - before
         masks, bit = self._masks, contents.bit
         for page in pages:
             masks[page] = masks.get(page, 0) | bit
         self._open[key] = _Booking(self._booked, contents, pages, now + self._max_age_s)
         self._bound_memory()
+        return ends[matched - 1] if matched else 0
 
     def settle(self, key: str, now: float) -> None:
         """The pages are there: the first token came. Their events have confirm_s to say so."""

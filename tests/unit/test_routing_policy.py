@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from deploy.routing import (
     ROUTING_POLICIES,
@@ -51,6 +52,13 @@ def send(policy: RoutingPolicy, what: RouteRequest, exclude: Iterable[str] = ())
     replica = policy.choose(what, tuple(exclude))
     policy.on_dispatched(what, replica)
     return replica
+
+
+def held_pages(policy: RoutingPolicy, replica: str, page_hashes: NDArray[np.uint64]) -> int:
+    """Leading pages of a prompt that the index knows at a replica."""
+    slot = policy.slots.slot(replica)
+    match = policy.index.match(page_hashes)
+    return max((end for end, mask in zip(*match, strict=True) if mask >> slot & 1), default=0)
 
 
 def finish(policy: RoutingPolicy, number: int) -> None:
@@ -216,7 +224,7 @@ def test_pages_of_a_request_on_its_way_count_at_once() -> None:
     assert policy.loads.queued[slot] == 3240 + 40
     # It ends before its first token: its pages never came to be. Those of the second did.
     policy.on_finished("0")
-    assert policy.index.matched_pages(first, second.page_hashes) == len(second.page_hashes)
+    assert held_pages(policy, first, second.page_hashes) == len(second.page_hashes)
     policy.on_finished("1")
     assert policy.index.pages_of(first) == set()
 
@@ -297,7 +305,7 @@ def test_prefix_aware_finds_the_least_score_of_all(fleet: dict[str, float]) -> N
         weights.uncached_max, weights.uncached + float(queued.min()) / weights.backlog_tokens
     )
     pages = what.page_hashes[: what.reusable_pages]
-    depths = {name: policy.index.matched_pages(name, pages) for name in names}
+    depths = {name: held_pages(policy, name, pages) for name in names}
     known = max(depths.values())
     if counted := known * PAGE // STEP_TOKENS * STEP_TOKENS // PAGE:
         sharers = sum(shared >= counted for shared in waiting.values())
