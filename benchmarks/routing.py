@@ -37,9 +37,10 @@ from benchmarks.routing_sim.cell import (
 from benchmarks.routing_sim.criteria import Criterion, criteria
 from benchmarks.routing_sim.decision_cost import (
     SCENARIOS,
+    Case,
     DecisionCost,
     hashing_us,
-    measure_decision,
+    measure_decisions,
 )
 from benchmarks.routing_sim.loads import RATES_H, RATES_L, calibrate_h, calibrate_l
 from benchmarks.routing_sim.workloads import WORKLOADS
@@ -50,6 +51,7 @@ SEEDS = {8: (2, 3, 4), 64: (2,)}
 """Weights were chosen on seed 1, loads calibrated on seed 0."""
 COST_SIZES = ((8, 1), (64, 1), (1024, 1), (1024, 4))
 """Replicas, and the index's sample_every."""
+COST_ROUNDS = 100
 ROUTERS = (2, 4)
 STALE_WORKLOADS = {8: ("tenants", "agents", "burst", "chat_large"), 64: ("tenants", "burst")}
 UNRESERVED_WORKLOADS = ("tenants", "burst")
@@ -77,11 +79,9 @@ def main() -> None:
         return
     cells = [quick_cell()] if args.quick else list(full_cells(sizes, workloads))
     runs = [] if args.decisions else run_all(cells, args.jobs)
-    costs = [
-        measure_decision(size, sample_every, scenario)
-        for size, sample_every in (COST_SIZES[:1] if args.quick else COST_SIZES)
-        for scenario in SCENARIOS
-    ]
+    sizes_of_cost = COST_SIZES[:1] if args.quick else COST_SIZES
+    cases = [Case(*size, scenario) for size in sizes_of_cost for scenario in SCENARIOS]
+    costs = measure_decisions(cases, rounds=5 if args.quick else COST_ROUNDS)
     checks = [] if args.quick else criteria(runs, costs)
     print_runs(runs)
     print_costs(costs)

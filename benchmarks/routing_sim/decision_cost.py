@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,13 +18,12 @@ PAGE_SIZE = 16
 NUM_PAGES = 128
 PROMPTS = 32
 CALLS = 192
-ROUNDS = 20
 SCENARIOS = ("unknown", "3 hold all", "all hold all", "all but 24", "ragged")
 
 
 @dataclass(frozen=True, slots=True)
 class DecisionCost:
-    """CPU microseconds of one thread; the best of several rounds of calls.
+    """CPU microseconds of one thread; the best of many rounds of calls.
 
     Fields:
         sample_every: of the index, see PrefixIndex. Its default max_pages leads to 4 where 1,024
@@ -41,7 +41,28 @@ class DecisionCost:
     update_page: float
 
 
-def measure_decision(num_replicas: int, sample_every: int, scenario: str) -> DecisionCost:
+class Case(NamedTuple):
+    """Fields as DecisionCost's."""
+
+    num_replicas: int
+    sample_every: int
+    scenario: str
+
+
+def measure_decisions(cases: Sequence[Case], rounds: int) -> list[DecisionCost]:
+    """In turn, so that a slow minute of the machine is every case's."""
+    works = [_prepare(*case) for case in cases]
+    best = np.full((len(cases), 3), np.inf)
+    for _ in range(rounds):
+        best = np.minimum(best, [[_us(work) for work in row] for row in works])
+    best /= [CALLS, CALLS, 2 * NUM_PAGES]
+    return [DecisionCost(*case, *row) for case, row in zip(cases, best.tolist(), strict=True)]
+
+
+def _prepare(
+    num_replicas: int, sample_every: int, scenario: str
+) -> tuple[Callable[[], None], Callable[[], None], Callable[[], None]]:
+    """A fleet, and three kinds of work on it: choosing, booking, and taking in events."""
     rng = random.Random(num_replicas)
     policy = make_policy("prefix_aware", SimClock(), sample_every=sample_every)
     for number in range(num_replicas):
@@ -80,20 +101,18 @@ def measure_decision(num_replicas: int, sample_every: int, scenario: str) -> Dec
         seq[0] += 1
         return seq[0]
 
-    return DecisionCost(
-        num_replicas,
-        sample_every,
-        scenario,
-        choose=_best_us(choose_all) / CALLS,
-        book=_best_us(book_all) / CALLS,
-        update_page=_best_us(update_all) / (2 * NUM_PAGES),
-    )
+    return choose_all, book_all, update_all
 
 
 def hashing_us() -> float:
     """The page hashes of a prompt of 2,048 tokens, for comparison: needed once a request."""
     tokens = np.arange(PAGE_SIZE * NUM_PAGES, dtype=np.int32)
-    return _best_us(lambda: [hash_pages(tokens, PAGE_SIZE).tolist() for _ in range(20)]) / 20
+
+    def hash_all() -> None:
+        for _ in range(20):
+            hash_pages(tokens, PAGE_SIZE)
+
+    return min(_us(hash_all) for _ in range(20)) / 20
 
 
 def _request(rng: random.Random, name: str) -> RouteRequest:
@@ -123,11 +142,8 @@ def _spread(
         policy.index.apply(name, 1, [BlockStored(seq, request.page_hashes[:depth].tolist(), 0, "")])
 
 
-def _best_us(work: Callable[[], object]) -> float:
+def _us(work: Callable[[], object]) -> float:
     """CPU microseconds of this thread for one call of work."""
-    best = float("inf")
-    for _ in range(ROUNDS):
-        start = time.thread_time_ns()
-        work()
-        best = min(best, (time.thread_time_ns() - start) / 1e3)
-    return best
+    start = time.thread_time_ns()
+    work()
+    return (time.thread_time_ns() - start) / 1e3
