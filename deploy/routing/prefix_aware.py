@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -79,9 +79,11 @@ class PrefixAwarePolicy(RoutingPolicy):
         load = self._open_to(load, exclude)
         idlest = loads.least(load)
         match = self.index.match(request.page_hashes[: request.reusable_pages])
-        if not match.masks or match.masks[-1] >> idlest & 1:
+        if not match.ends:
             return self.slots.name(idlest)
-        depth, holders = match.ends[-1], match.masks[-1]
+        depth, holders = match.ends[-1], match.holders(len(match.ends) - 1)
+        if holders >> idlest & 1:
+            return self.slots.name(idlest)
         weight = self._weight(queued.item(queued.argmin())) / self._sharers(request, depth, holders)
         best = self._least_score(match, weight * request.page_size, load, idlest)
         return self.slots.name(best)
@@ -114,53 +116,61 @@ class PrefixAwarePolicy(RoutingPolicy):
         self, match: PrefixMatch, page_cost: float, load: NDArray[np.float64], idlest: int
     ) -> int:
         """Slot with the least load + page_cost * pages that the deepest holders have beyond it."""
-        ends, masks = match
+        ends, holders = match.ends, match.holders
         depth = ends[-1]
         best = idlest
         floor = load.item(idlest)
         best_score = floor + page_cost * depth
-        top = len(masks) - 1
-        seen = 0
         last_used = self.loads.last_used
-        while True:
-            # Who holds fewer pages than masks[low] says costs too much even if it's idle.
-            low = bisect_right(ends, depth - (best_score - floor) / page_cost, 0, top + 1)
-            if low > top:
-                break
-            others = masks[0] ^ seen
+        others = holders(0)
+        low = top = last = len(ends) - 1  # Who holds most comes first.
+        while low <= top:
             least_cost = page_cost * (depth - ends[top])
-            if seen and (masks[low] & others).bit_count() > _FEW:
+            fresh = holders(low) & others
+            if fresh.bit_count() > _FEW and top < last:
                 others &= _mask_of(load < best_score - least_cost)
-            fresh = masks[top] & others
-            if fresh.bit_count() > _FEW:  # all hold the same
-                low = top
-                fresh = 1 << self.loads.least(load, _flags_of(fresh, len(load)).nonzero()[0])
-            else:
-                fresh = masks[low] & others
+                fresh &= others
+            if fresh.bit_count() > _FEW:
+                same = holders(top) & others
+                if same.bit_count() > _FEW:
+                    low = top
+                    fresh = 1 << self.loads.least(load, _flags_of(same, len(load)).nonzero()[0])
                 while fresh.bit_count() > _FEW:
                     low = (low + top + 1) // 2
-                    fresh = masks[low] & others
-            seen = masks[low]
+                    fresh = holders(low) & others
+            others &= ~holders(low)
             while fresh:
                 bit = fresh & -fresh
                 fresh ^= bit
                 slot = bit.bit_length() - 1
                 slot_load = load.item(slot)
-                if slot_load + least_cost > best_score:
+                # With less than ends[enough] pages it costs more than the best.
+                enough = bisect_left(
+                    ends, depth - (best_score - slot_load) / page_cost, low, top + 1
+                )
+                if enough > top or not holders(enough) & bit:
                     continue
-                deepest = _last_with(bit, masks, low, top)
+                deepest = _last_with(bit, holders, enough, top)
                 score = slot_load + page_cost * (depth - ends[deepest])
                 if score < best_score or (
                     score == best_score and last_used[slot] < last_used[best]
                 ):
                     best, best_score = slot, score
             top = low - 1
+            # Who holds fewer than ends[low] pages costs too much even if it's idle.
+            low = bisect_right(ends, depth - (best_score - floor) / page_cost, 0, top + 1)
         return best
 
 
-def _last_with(bit: int, masks: list[int], low: int, high: int) -> int:
-    """Last of masks[low..high] that has the bit; they're nested, and masks[low] has it."""
-    return bisect_left(masks, True, low + 1, high + 1, key=lambda mask: not mask & bit) - 1
+def _last_with(bit: int, holders: Callable[[int], int], low: int, high: int) -> int:
+    """Last level in low..high where the bit is set: at low it is, and not after a gap."""
+    while low < high:
+        middle = (low + high + 1) // 2
+        if holders(middle) & bit:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def _mask_of(flags: NDArray[np.bool_]) -> int:

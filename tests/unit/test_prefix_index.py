@@ -57,33 +57,15 @@ def make_index(*names: str, **limits: float) -> PrefixIndex:
     return index
 
 
-def brute_levels(
-    slots: ReplicaSlots, holds: dict[str, set[int]], prompt: list[int], sample: int
-) -> list[tuple[int, int]]:
-    """Numbers of pages and who holds so many, deepest first; one replica at a time."""
-    kept = [(i + 1, page) for i, page in enumerate(prompt) if page < 2**64 // sample]
-    depths: dict[str, int] = {}
-    for name, pages in holds.items():
-        for depth, page in kept:
-            if page not in pages:
-                break
-            depths[name] = depth
-    return [
-        (depth, sum(1 << slots.slot(n) for n, d in depths.items() if d >= depth))
-        for depth in sorted(set(depths.values()), reverse=True)
-    ]
-
-
-def levels_of(match: PrefixMatch) -> list[tuple[int, int]]:
-    """As `brute_levels`: the last page of each run with the same holders."""
-    levels = {mask: depth for depth, mask in zip(match.ends, match.masks, strict=True)}
-    assert 0 not in levels
-    return [(depth, mask) for mask, depth in reversed(levels.items())]
+def kept_pages(prompt: list[int], sample: int) -> list[tuple[int, int]]:
+    """Those that the index keeps, each after how many of the prompt's end with it."""
+    return [(end, page) for end, page in enumerate(prompt, 1) if page < 2**64 // sample]
 
 
 def depth_of(match: PrefixMatch, slot: int) -> int:
     """Leading pages that the replica in this slot holds."""
-    return max((end for end, mask in zip(*match, strict=True) if mask >> slot & 1), default=0)
+    held = [end for level, end in enumerate(match.ends) if match.holders(level) >> slot & 1]
+    return max(held, default=0)
 
 
 class Model:
@@ -296,8 +278,12 @@ class IndexMachine(RuleBasedStateMachine):
         name = self.pick(data)
         self.cancel(key)
         self.expire()
-        depth = depth_of(self.index.match(hashed(pages)), self.slots.slot(name))
-        assert self.index.book(key, name, hashed(pages), self.now) == depth
+        held = 0
+        for end, page in kept_pages(pages, self.sample):
+            if page not in self.holds()[name]:
+                break
+            held = end
+        assert self.index.book(key, name, hashed(pages), self.now) == held
         self.number += 1
         pages = [p for p in pages if p < 2**64 // self.sample and p not in self.models[name].known]
         self.bookings[key] = (name, pages, self.now + MAX_AGE_S)
@@ -359,9 +345,18 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(prompt=st.lists(PAGES, max_size=10))
     def match(self, prompt: list[int]) -> None:
-        holds = self.holds()
-        levels = levels_of(self.index.match(hashed(prompt)))
-        assert levels == brute_levels(self.slots, holds, prompt, self.sample)
+        kept = kept_pages(prompt, self.sample)
+        who = [
+            sum(1 << self.slots.slot(name) for name, pages in self.holds().items() if page in pages)
+            for _, page in kept
+        ]
+        match = self.index.match(hashed(prompt))
+        known = len(match.ends)
+        assert list(match.ends) == [end for end, _ in kept[:known]]
+        assert [match.holders(level) for level in range(known)] == who[:known]
+        # It ends before a page that nobody holds: the first, where caches are trees.
+        assert known == 0 or who[known - 1]
+        assert known == len(kept) or not who[known]
 
 
 @pytest.mark.parametrize("sample_every", [1, 2])
@@ -425,7 +420,9 @@ def test_a_slot_given_on_carries_nothing_over() -> None:
     assert slots.remove("a") == 0
     assert slots.add("c") == 0
     index.add("c")
-    assert levels_of(index.match(hashed([10, 11, 12]))) == [(2, 0b10)]
+    match = index.match(hashed([10, 11, 12]))
+    assert list(match.ends) == [1, 2]
+    assert match.holders(1) == 0b10
     # The request that was booked for a ends now, and mustn't touch c's account of the page.
     index.book("y", "c", hashed([12]), 0.0)
     index.cancel("x")

@@ -58,7 +58,8 @@ def held_pages(policy: RoutingPolicy, replica: str, page_hashes: NDArray[np.uint
     """Leading pages of a prompt that the index knows at a replica."""
     slot = policy.slots.slot(replica)
     match = policy.index.match(page_hashes)
-    return max((end for end, mask in zip(*match, strict=True) if mask >> slot & 1), default=0)
+    held = [end for level, end in enumerate(match.ends) if match.holders(level) >> slot & 1]
+    return max(held, default=0)
 
 
 def finish(policy: RoutingPolicy, number: int) -> None:
