@@ -144,11 +144,11 @@ class PrefixAwarePolicy(RoutingPolicy):
                 fresh ^= bit
                 slot = bit.bit_length() - 1
                 slot_load = load.item(slot)
+                if slot_load + least_cost > best_score:
+                    continue
                 # With less than ends[enough] pages it costs more than the best.
-                enough = bisect_left(
-                    ends, depth - (best_score - slot_load) / page_cost, low, top + 1
-                )
-                if enough > top or not holders(enough) & bit:
+                enough = bisect_left(ends, depth - (best_score - slot_load) / page_cost, low, top)
+                if not holders(enough) & bit:
                     continue
                 deepest = _last_with(bit, holders, enough, top)
                 score = slot_load + page_cost * (depth - ends[deepest])
