@@ -18,6 +18,7 @@ PAGE_SIZE = 16
 NUM_PAGES = 128
 PROMPTS = 32
 CALLS = 192
+UPDATES = 16
 SCENARIOS = ("unknown", "3 hold all", "all hold all", "all but 24", "ragged")
 
 
@@ -55,7 +56,7 @@ def measure_decisions(cases: Sequence[Case], rounds: int) -> list[DecisionCost]:
     best = np.full((len(cases), 3), np.inf)
     for _ in range(rounds):
         best = np.minimum(best, [[_us(work) for work in row] for row in works])
-    best /= [CALLS, CALLS, 2 * NUM_PAGES]
+    best /= [CALLS, CALLS, 2 * NUM_PAGES * UPDATES]
     return [DecisionCost(*case, *row) for case, row in zip(cases, best.tolist(), strict=True)]
 
 
@@ -92,8 +93,9 @@ def _prepare(
     fresh = [rng.getrandbits(64) for _ in range(NUM_PAGES)]
 
     def update_all() -> None:
-        stored, removed = BlockStored(next_seq(), fresh, 0, ""), BlockRemoved(next_seq(), fresh)
-        policy.index.apply("1", 1, [stored, removed])
+        for _ in range(UPDATES):
+            stored, removed = BlockStored(next_seq(), fresh, 0, ""), BlockRemoved(next_seq(), fresh)
+            policy.index.apply("1", 1, [stored, removed])
 
     seq = [policy.index.seq_of("1")]
 
