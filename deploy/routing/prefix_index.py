@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
@@ -256,7 +255,14 @@ class PrefixIndex:
         """Who holds how much of a prompt; page_hashes [num_pages]."""
         pages, ends = self._sampled(page_hashes)
         masks = self._masks
-        known = bisect_left(range(len(pages)), True, key=lambda at: pages.item(at) not in masks)
+        page_at = pages.item
+        known, unknown = 0, len(pages)
+        while known < unknown:
+            middle = (known + unknown) // 2
+            if page_at(middle) in masks:
+                known = middle + 1
+            else:
+                unknown = middle
         return PrefixMatch(ends[:known], pages, masks)
 
     def book(self, key: str, replica: str, page_hashes: NDArray[np.uint64], now: float) -> int:
