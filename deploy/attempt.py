@@ -65,6 +65,10 @@ class Attempts:
         self._open: dict[int, Attempt] = {}
         self._due: list[Attempt] = []
         """Those with deltas that their readers haven't got yet."""
+        self._at: dict[str, dict[int, Attempt]] = {}
+        """Those that a replica has taken, by its inbox."""
+        self._trial = asyncio.Lock()
+        """Held by the one suspect that may run."""
         self._calls: set[asyncio.Future[None]] = set()
         """Calls outlive their attempts: they return when the scheduler has let go."""
 
@@ -79,7 +83,8 @@ class Attempts:
         `EngineDeadError` if no engine takes it, and what `read` raises. Cancelling aborts it.
         """
         while True:
-            attempt = Attempt(next(self._rids), progress, read, self)
+            trial = await self._begin_trial(progress) if progress.is_suspect else None
+            attempt = Attempt(next(self._rids), progress, read, self, trial)
             self._open[attempt.rid] = attempt
             try:
                 await attempt.start()
@@ -93,9 +98,21 @@ class Attempts:
                 attempt.close()
             await asyncio.sleep(pause_s)
 
+    async def _begin_trial(self, progress: Progress) -> asyncio.Lock | None:
+        """Wait until no other suspect runs; None: not as long as for an engine."""
+        try:
+            async with asyncio.timeout(progress.wait_left_s):
+                await self._trial.acquire()
+        except TimeoutError:
+            return None
+        return self._trial
+
     def close(self, attempt: Attempt) -> None:
         """Forget an attempt."""
         self._open.pop(attempt.rid, None)
+        there = self._at.get(attempt.replica, {})
+        if there.pop(attempt.rid, None) is not None and not there:
+            del self._at[attempt.replica]
 
     def deliver(self, deltas: list[TextDelta]) -> None:
         """Text came; that of attempts already closed is dropped. Readers get it once all messages
@@ -120,6 +137,10 @@ class Attempts:
         attempt = self._open.get(rid)
         if attempt is not None:
             attempt.replica = replica
+            there = self._at.setdefault(replica, {})
+            there[rid] = attempt
+            if len(there) > 1:  # the others know already, but for the first
+                attempt.in_company = next(iter(there.values())).in_company = True
             if self.router is not None:
                 self.router.taken(rid, replica)
         else:  # cancelling its call came too late; if it has ended, this means nothing
@@ -145,15 +166,20 @@ class Attempt:
         progress: Progress,
         read: Callable[[list[TextDelta]], None],
         attempts: Attempts,
+        trial: asyncio.Lock | None = None,
     ) -> None:
         self.rid = rid
         self.deltas: list[TextDelta] = []
         """Its text that the reader hasn't got yet."""
         self.replica = ""
         """Inbox of the engine replica that took the request; "" until one has."""
+        self.in_company = False
+        """That engine has had other requests of this ingress meanwhile."""
         self._progress = progress
         self._read = read
         self._attempts = attempts
+        self._trial = trial
+        """Held until the first text."""
         self._client = ""
         self._call: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -227,6 +253,7 @@ class Attempt:
             return
         if not self._has_text:
             self._has_text = True
+            self._end_trial()
             if self._attempts.router is not None:
                 self._attempts.router.first_token(self.rid)
         try:
@@ -252,6 +279,7 @@ class Attempt:
         """Let go of everything; the request is aborted if it hasn't ended."""
         attempts = self._attempts
         attempts.close(self)
+        self._end_trial()
         if attempts.router is not None:
             attempts.router.finished(self.rid, lost=self._is_lost)
         if self._timer is not None:
@@ -267,6 +295,11 @@ class Attempt:
         # sent even if the call is over: one that was cancelled may have left the request behind.
         if not self.replica or not attempts.abort(self.replica, abort):
             self._call.cancel()
+
+    def _end_trial(self) -> None:
+        if self._trial is not None:
+            self._trial.release()
+            self._trial = None
 
     def _check_taken(self) -> None:
         if not self.replica:
@@ -298,4 +331,6 @@ class Attempt:
             return error
         self._is_lost = True
         # An engine that never took the request can't have been lost for its sake.
-        return AttemptLostError(Loss.ENGINE if self.replica else Loss.NOT_TAKEN, name)
+        if not self.replica:
+            return AttemptLostError(Loss.NOT_TAKEN, name)
+        return AttemptLostError(Loss.ENGINE, name, in_company=self.in_company)

@@ -22,7 +22,7 @@ from engine.sampling_params import SamplingParams
 from engine.tokenizer.detokenizer_manager import TextDelta
 
 MAX_LOSSES = 2
-"""Engines that a request may lose without a new token in between."""
+"""Engines lost without a new token in between that make a request suspect of ending them."""
 RETRY_PAUSE_S = 0.3
 
 
@@ -45,11 +45,16 @@ RESUMED = (Loss.ENGINE, Loss.TOKENIZER, Loss.DRAIN)
 
 
 class AttemptLostError(Exception):
-    """The attempt is over; the request may go on with another."""
+    """The attempt is over; the request may go on with another.
 
-    def __init__(self, loss: Loss, detail: str) -> None:
+    Fields:
+        in_company: the engine held other requests too, any of which may have ended it.
+    """
+
+    def __init__(self, loss: Loss, detail: str, *, in_company: bool = False) -> None:
         super().__init__(loss, detail)
         self.loss = loss
+        self.in_company = in_company
 
     def __str__(self) -> str:
         return f"{self.loss} lost: {self.args[1]}"
@@ -82,6 +87,12 @@ class Progress:
 
     def __post_init__(self) -> None:
         self._begun = self._waiting_since = self.clock()
+
+    @property
+    def is_suspect(self) -> bool:
+        """Engines were lost under it, one after the other, and it has given no token since. Its
+        next attempt is a trial, during which no other suspect runs."""
+        return self._num_losses >= MAX_LOSSES and len(self.output_ids) == self._output_at_loss
 
     @property
     def wait_left_s(self) -> float:
@@ -144,7 +155,7 @@ class Progress:
                 raise EngineDeadError(f"waited {self.limits.wait_s:g} s: {error}") from error
             return RETRY_PAUSE_S
         if loss is Loss.ENGINE:
-            self._blame()
+            self._blame(error.in_company)
         self._num_resumes += 1
         if self._num_resumes > self.limits.max_resumes:
             raise _repeatedly(f"{self.limits.max_resumes} attempts to resume were lost")
@@ -152,13 +163,15 @@ class Progress:
         self._waiting_since = self.clock()
         return 0.0
 
-    def _blame(self) -> None:
+    def _blame(self, in_company: bool) -> None:
+        was_suspect = self.is_suspect
         if len(self.output_ids) > self._output_at_loss:
             self._num_losses = 0
         self._num_losses += 1
         self._output_at_loss = len(self.output_ids)
-        if self._num_losses >= MAX_LOSSES:
-            raise _repeatedly(f"{MAX_LOSSES} engines in a row were lost while they worked on it")
+        if was_suspect or (self.is_suspect and not in_company):
+            count = self._num_losses
+            raise _repeatedly(f"{count} engines in a row were lost while they worked on it")
 
 
 def _repeatedly(what: str) -> RequestError:

@@ -160,8 +160,8 @@ def test_scaling_hands_streams_over() -> None:
             await running.wait_complete(PATIENT_S)
 
     with cluster(2, drain_timeout_s=1) as running:
-        load = asyncio.run(under_load(running, 32, work, output=400))
-        print(f"\nscaling: {len(load.finished)} streams")
+        load = asyncio.run(under_load(running, 32, work, output=800))
+        print(f"\nscaling: {len(load.finished)} streams, resumed: {dict(resumed(running.url))}")
         assert resumed(running.url)["drain"] > 0
 
 

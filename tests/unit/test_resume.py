@@ -189,7 +189,6 @@ class World:
         progress = Progress(request, self.limits, self.resumes)
         deltas: list[TextDelta] = []
         await self.attempts.generate(progress, deltas.extend)
-        assert len(self.attempts) == 0
         return deltas
 
 
@@ -223,7 +222,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def read(world: World, params: SamplingParams | None = None, **fields: Any) -> Read:
-    return gathered(asyncio.run(world.read(params, **fields)))
+    deltas = asyncio.run(world.read(params, **fields))
+    assert len(world.attempts) == 0
+    return gathered(deltas)
 
 
 PARAMS = {
@@ -309,6 +310,69 @@ def test_lost_twice_without_a_new_token(tokenizer: Tokenizer) -> None:
     world = World(tokenizer, [Trouble(0, DEAD), Trouble(0, DEAD)])
     with pytest.raises(RequestError, match="2 engines"):
         read(world)
+
+
+@dataclass
+class OneEngine(World):
+    """All requests are on one engine, and prefilled in turn; one of priority 1 ends it by that."""
+
+    lives: int = 1
+    last_life: int = 9
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.prefill = asyncio.Lock()
+
+    async def _run(self, add: AddRequest, trouble: Trouble | None) -> None:
+        life, prefill = self.lives, self.prefill
+        if life > self.last_life:
+            await self.hung.wait()
+        self.attempts.taken(add.rid, f"replica-{life}")
+        async with prefill:
+            if life == self.lives:
+                await asyncio.sleep(0.005)
+                if add.priority == 1:
+                    self.lives, self.prefill = life + 1, asyncio.Lock()
+        done = len(add.output_ids) if add.output_ids is not None else 0
+        for position in range(done, len(self.ids)):
+            if life != self.lives:
+                await asyncio.sleep(0.02)  # until it is noticed
+                raise DEAD
+            is_last = position + 1 == len(self.ids)
+            end = FinishedReq(add.rid, "length", len(PROMPT), position + 1, 3) if is_last else None
+            self._step(add, [self.ids[position]], end, position == done)
+            await asyncio.sleep(0.001)
+
+    async def read_all(self, priorities: list[int]) -> list[list[TextDelta] | BaseException]:
+        params = SamplingParams(temperature=0)
+        return await asyncio.gather(
+            *(self.read(params, priority=priority) for priority in priorities),
+            return_exceptions=True,
+        )
+
+
+@pytest.mark.parametrize("place", [None, 0, 3, 7])
+def test_only_the_request_that_ends_engines_fails(tokenizer: Tokenizer, place: int | None) -> None:
+    expected = read(World(tokenizer))
+    world = OneEngine(tokenizer)
+    priorities = [int(at == place) for at in range(8)]
+    for at, result in enumerate(asyncio.run(world.read_all(priorities))):
+        if at == place:
+            assert isinstance(result, RequestError)
+            assert result.code == "engine_lost_repeatedly"
+        else:
+            assert isinstance(result, list), result
+            assert gathered(result) == expected
+    # The first two times any of them could have been the cause.
+    assert world.lives == 1 + (3 if place is not None else 0)
+    assert len(world.attempts) == 0 and len(world.manager) == 0
+
+
+def test_suspects_wait_for_an_engine_all_at_once(tokenizer: Tokenizer) -> None:
+    """None comes any more: the first one's trial, which never begins, holds nobody up."""
+    world = OneEngine(tokenizer, limits=ResumeLimits(wait_s=0.3), last_life=2)
+    for result in asyncio.run(asyncio.wait_for(world.read_all([1] + [0] * 20), 3.0)):
+        assert isinstance(result, EngineDeadError), result
 
 
 def test_progress_clears_the_blame(tokenizer: Tokenizer) -> None:
