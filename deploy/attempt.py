@@ -99,7 +99,7 @@ class Attempts:
             await asyncio.sleep(pause_s)
 
     async def _begin_trial(self, progress: Progress) -> asyncio.Lock | None:
-        """Wait until no other suspect runs; None: not as long as for an engine."""
+        """Wait until no other suspect runs; None if that takes longer than an engine may take."""
         try:
             async with asyncio.timeout(progress.wait_left_s):
                 await self._trial.acquire()

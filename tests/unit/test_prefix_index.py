@@ -16,7 +16,7 @@ from hypothesis.stateful import (
 )
 from numpy.typing import NDArray
 
-from deploy.routing.prefix_index import ApplyResult, PrefixIndex, PrefixMatch
+from deploy.routing.prefix_index import ApplyResult, PrefixIndex
 from deploy.routing.replica_slots import ReplicaSlots
 from engine.memory import (
     AllCleared,
@@ -27,6 +27,7 @@ from engine.memory import (
     TokenToKVPoolAllocator,
     hash_pages,
 )
+from tests.prefix_depth import depth_of
 
 NAMES = ["a", "b", "c", "d", "e"]
 CONFIRM_S = 10.0
@@ -60,12 +61,6 @@ def make_index(*names: str, **limits: float) -> PrefixIndex:
 def kept_pages(prompt: list[int], sample: int) -> list[tuple[int, int]]:
     """Those that the index keeps, each after how many of the prompt's end with it."""
     return [(end, page) for end, page in enumerate(prompt, 1) if page < 2**64 // sample]
-
-
-def depth_of(match: PrefixMatch, slot: int) -> int:
-    """Leading pages that the replica in this slot holds."""
-    held = [end for level, end in enumerate(match.ends) if match.holders(level) >> slot & 1]
-    return max(held, default=0)
 
 
 class Model:

@@ -21,6 +21,7 @@ from deploy.routing.load_book import LoadBook
 from deploy.routing.prefix_aware import PrefixAwarePolicy, PrefixAwareWeights
 from deploy.routing.waiting_prefixes import STEP_TOKENS, WaitingPrefixes
 from engine.memory import BlockStored
+from tests.prefix_depth import depth_of
 
 PAGE = 16
 every_policy = pytest.mark.parametrize("name", sorted(ROUTING_POLICIES))
@@ -56,10 +57,7 @@ def send(policy: RoutingPolicy, what: RouteRequest, exclude: Iterable[str] = ())
 
 def held_pages(policy: RoutingPolicy, replica: str, page_hashes: NDArray[np.uint64]) -> int:
     """Leading pages of a prompt that the index knows at a replica."""
-    slot = policy.slots.slot(replica)
-    match = policy.index.match(page_hashes)
-    held = [end for level, end in enumerate(match.ends) if match.holders(level) >> slot & 1]
-    return max(held, default=0)
+    return depth_of(policy.index.match(page_hashes), policy.slots.slot(replica))
 
 
 def finish(policy: RoutingPolicy, number: int) -> None:
