@@ -165,6 +165,8 @@ class Generation(ABC):
             output.stop_reason = delta.stop_reason
 
     def _chunks(self, encoder: ChunkEncoder, index: int, deltas: list[TextDelta]) -> bytes:
+        if len(deltas) == 1:  # as long as the path keeps up
+            return self._chunk(encoder, index, deltas[0])
         return b"".join([self._chunk(encoder, index, delta) for delta in deltas])
 
     def _check_ended(self) -> None:

@@ -172,18 +172,17 @@ class DetokenizerManager:
                 request.num_cached = num_cached
                 if out.prompt_logprobs and request.prompt_ids is not None:
                     self._add_prompt_logprobs(request, out.prompt_logprobs.get(rid))
-        logprobs = out.logprobs or {}
+        logprobs = out.logprobs
         rids: list[int] = out.rids.tolist()
         token_ids: list[int] = out.token_ids.tolist()
         for index, (rid, token_id) in enumerate(zip(rids, token_ids, strict=True)):
             request = requests.get(rid)
             if request is None:
                 continue
-            if index in logprobs:
+            if logprobs and index in logprobs:
                 self._add_logprobs(request, token_id, logprobs[index])
             request.token_ids.append(token_id)
-            end = ends.pop(rid, None)
-            if end is not None:
+            if ends and (end := ends.pop(rid, None)) is not None:
                 deltas.append(self._finish(request, end, token_id))
                 continue
             text = request.add_token(token_id)
