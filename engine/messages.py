@@ -349,12 +349,11 @@ def decode(frames: Sequence[bytes | memoryview], kind: type[T]) -> T:
 
     def ext_hook(code: int, data: memoryview) -> Any:
         if code == _EXT_ARRAY:
-            dtype, shape, rest = _parse(data)
-            return np.frombuffer(rest, dtype).reshape(shape)
+            size = 2 + 4 * data[1]
+            return _array(data[size:], *_parse(bytes(data[:size])))
         if code == _EXT_ARRAY_FRAME:
             index = int.from_bytes(data[:2], "little")
-            dtype, shape, _ = _parse(data[2:])
-            return np.frombuffer(frames[index], dtype).reshape(shape)
+            return _array(frames[index], *_parse(bytes(data[2:])))
         raise msgspec.ValidationError(f"unknown extension {code}")
 
     return msgspec.msgpack.decode(frames[0], type=kind, ext_hook=ext_hook, dec_hook=_keep_array)
@@ -372,7 +371,14 @@ def _header(char: str, shape: tuple[int, ...]) -> bytes:
     return head + b"".join(n.to_bytes(4, "little") for n in shape)
 
 
-def _parse(data: memoryview) -> tuple[np.dtype[Any], tuple[int, ...], memoryview]:
-    ndim = data[1]
-    shape = tuple(int.from_bytes(data[2 + 4 * i : 6 + 4 * i], "little") for i in range(ndim))
-    return np.dtype(chr(data[0])), shape, data[2 + 4 * ndim :]
+@lru_cache(maxsize=4096)
+def _parse(header: bytes) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    """What `_header` was made of."""
+    sizes = (header[i : i + 4] for i in range(2, 2 + 4 * header[1], 4))
+    return np.dtype(chr(header[0])), tuple(int.from_bytes(size, "little") for size in sizes)
+
+
+def _array(data: bytes | memoryview, dtype: np.dtype[Any], shape: tuple[int, ...]) -> np.ndarray:
+    flat: np.ndarray = np.frombuffer(data, dtype)
+    # Most have one dimension, and a reshape costs as much as the rest.
+    return flat if flat.shape == shape else flat.reshape(shape)

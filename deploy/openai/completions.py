@@ -128,6 +128,9 @@ class CompletionGeneration(Generation):
         self._opened: set[int] = set()
         """Choices of a stream that have had their first chunk."""
         self._drop_output = request.max_tokens == 0
+        chunk_usage = request.stream_options.continuous_usage_stats
+        self._is_plain = request.logprobs is None and not chunk_usage
+        """Chunks but the first and the last have nothing but text, and tokens if asked for."""
 
     def _choice(self, index: int, output: Output) -> dict[str, Any]:
         request = self._request
@@ -148,10 +151,12 @@ class CompletionGeneration(Generation):
     def _chunk(self, encoder: ChunkEncoder, index: int, delta: TextDelta) -> bytes:
         request = self._request
         text, finish_reason = delta.text, delta.finish_reason
+        token_ids = delta.token_ids if request.return_token_ids else None
         opens = index not in self._opened
+        if self._is_plain and finish_reason is None and not opens:
+            return encoder.chunk(index, encode_json(text), token_ids) if text or token_ids else b""
         if opens and self._echoes:
             text = self._echo_text(index) + text
-        token_ids = delta.token_ids if request.return_token_ids else None
         if not (text or finish_reason or token_ids or delta.logprobs):
             return b""
         self._opened.add(index)

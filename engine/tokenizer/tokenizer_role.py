@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import Any
 
 from engine.errors import EngineDeadError, MantaError, RequestError
@@ -124,15 +124,15 @@ class TokenizerRole:
             scheduler = self._scheduler.get(rid)
             if scheduler is not None:
                 self._send(scheduler, AbortRequest(rid=rid, client=self.address, reason="stop"))
-        by_ingress: dict[str, list[TextDelta]] = {}
+        by_ingress: defaultdict[str, list[TextDelta]] = defaultdict(list)
         for delta in deltas:
-            ingress = self._ingress.get(delta.rid)
-            if ingress is not None:
-                by_ingress.setdefault(ingress, []).append(delta)
-            if delta.finish_reason is not None:
-                self._forget(delta.rid)
+            by_ingress[self._ingress[delta.rid]].append(delta)
         for ingress, some in by_ingress.items():
             self._send(ingress, tm.TextOutputs(some))
+        if out.finished or stopped:
+            for delta in deltas:
+                if delta.finish_reason is not None:
+                    self._forget(delta.rid)
 
     def _forget(self, rid: int) -> None:
         self._ingress.pop(rid, None)
