@@ -153,17 +153,14 @@ class CompletionGeneration(Generation):
         text, finish_reason = delta.text, delta.finish_reason
         token_ids = delta.token_ids if request.return_token_ids else None
         opens = index not in self._opened
-        if self._is_plain and finish_reason is None and not opens:
-            return encoder.chunk(index, encode_json(text), token_ids) if text or token_ids else b""
         if opens and self._echoes:
             text = self._echo_text(index) + text
         if not (text or finish_reason or token_ids or delta.logprobs):
             return b""
         self._opened.add(index)
-        usage = self._chunk_usage(index, delta)
         payload = encode_json(text)
         gives_prompt = request.return_token_ids and opens
-        if finish_reason is None and request.logprobs is None and not (usage or gives_prompt):
+        if self._is_plain and finish_reason is None and not gives_prompt:
             return encoder.chunk(index, payload, token_ids)
         extra: dict[str, Any] = {}
         if gives_prompt:
@@ -176,7 +173,7 @@ class CompletionGeneration(Generation):
             stop_reason=delta.stop_reason,
             token_ids=token_ids,
             choice_extra=extra,
-            usage=usage,
+            usage=self._chunk_usage(index, delta),
         )
 
     def _echo_text(self, index: int) -> str:

@@ -80,11 +80,7 @@ class _Request:
     def add_token(self, token_id: int) -> str:
         """Count one token, return the text that may go out."""
         self.num_output += 1
-        text = self.detokenizer.add(token_id)
-        if self.checker is not None:
-            return self._check(text)
-        self.text_len += len(text)
-        return text
+        return self._check(self.detokenizer.add(token_id))
 
     def add_last(self) -> str:
         """The text held back, when no more tokens come."""
@@ -273,9 +269,9 @@ def _take(request: _Request, text: str) -> TextDelta:
         None,
         request.num_prompt,
         request.num_cached,
+        request.logprobs,
+        request.prompt_logprobs,
     )
     request.token_ids = []
-    if request.logprobs is not None or request.prompt_logprobs is not None:
-        delta.logprobs, delta.prompt_logprobs = request.logprobs, request.prompt_logprobs
-        request.logprobs = request.prompt_logprobs = None
+    request.logprobs = request.prompt_logprobs = None
     return delta

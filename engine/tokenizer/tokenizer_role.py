@@ -129,10 +129,8 @@ class TokenizerRole:
             by_ingress[self._ingress[delta.rid]].append(delta)
         for ingress, some in by_ingress.items():
             self._send(ingress, tm.TextOutputs(some))
-        if out.finished or stopped:
-            for delta in deltas:
-                if delta.finish_reason is not None:
-                    self._forget(delta.rid)
+        for rid in (*stopped, *(end.rid for end in out.finished)):
+            self._forget(rid)
 
     def _forget(self, rid: int) -> None:
         self._ingress.pop(rid, None)
