@@ -233,7 +233,7 @@ def held_out_loss(model: LlamaForCausalLM, tokens: npt.NDArray[np.uint16], lengt
 
 
 def export(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
-    """Write config, bfloat16 weights, tokenizer and generation settings."""
+    """Write config, bfloat16 weights that are computed in float32, tokenizer and generation settings."""
     out.mkdir(parents=True, exist_ok=True)
     weights = {name: value.to(torch.bfloat16) for name, value in model.state_dict().items()}
     copy = LlamaForCausalLM(model.config).to(torch.bfloat16)
@@ -244,6 +244,9 @@ def export(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Pat
         pad_token_id=tokenizer.pad_token_id,
     )
     copy.save_pretrained(out)
+    # CPUs with bfloat16 instructions are to give the same tokens as those without.
+    copy.config.dtype = torch.float32
+    copy.config.save_pretrained(out)
     (out / "model.safetensors").chmod(0o644)
     tokenizer.save_pretrained(out)
     log.info("exported to %s", out)
