@@ -96,7 +96,7 @@ class EngineDriver:
         if not isinstance(message, StepOutputs):
             raise RuntimeError(f"no output for {timeout_s:.0f} s")
         arrivals.messages.append((now, len(message.rids)))
-        for rid, token in zip(message.rids.tolist(), message.token_ids.tolist(), strict=True):
+        for rid, token in zip(message.rids, message.token_ids, strict=True):
             arrivals.tokens.setdefault(rid, []).append(token)
         for end in message.finished:
             if end.reason == "error":

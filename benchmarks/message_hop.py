@@ -19,8 +19,6 @@ import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import numpy as np
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.arguments import positive
@@ -60,7 +58,7 @@ def measure(lane: str, count: int, pause_s: float) -> tuple[list[float], bool]:
     process.start()
     outbox = Outbox(here.recv())
     time.sleep(0.5)  # ZeroMQ connects in the background
-    tokens = np.arange(ROWS, dtype=np.int32)
+    tokens = list(range(ROWS))
     for step in range(count):
         time.sleep(pause_s)
         outbox.send(GenerationBatchResult(step, tokens, device_s=time.monotonic()))

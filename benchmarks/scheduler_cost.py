@@ -33,8 +33,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.arguments import positive, positives
@@ -115,7 +113,7 @@ class ScriptedWorker(Executor):
     def answer(self) -> None:
         """Make the oldest step's result; the part of the worker, so it isn't timed."""
         step, count = self._launched.popleft()
-        tokens = self._rng.integers(*self._tokens, count, dtype=np.int32)
+        tokens = self._rng.integers(*self._tokens, count).tolist()
         result = GenerationBatchResult(step, tokens)
         self._answer = [bytes(frame) for frame in messages.encode(result)]
 

@@ -21,7 +21,7 @@ class AsyncInbox:
         self._loop = asyncio.get_running_loop()
         self._fds = self._inbox.fds
         for fd in self._fds:
-            self._loop.add_reader(fd, self._on_readable)
+            self._loop.add_reader(fd, self._on_readable, fd)
         self._going_on = True
         """Whether the loop will call `_drain` anyway, so that readers leave it to that."""
         self._loop.call_soon(self._drain)
@@ -37,8 +37,8 @@ class AsyncInbox:
             self._loop.remove_reader(fd)
         self._inbox.close()
 
-    def _on_readable(self) -> None:
-        if not self._going_on:
+    def _on_readable(self, fd: int) -> None:
+        if not self._going_on and self._inbox.has_message_at((fd,)):
             self._drain()
 
     def _drain(self) -> None:

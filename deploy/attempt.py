@@ -7,7 +7,7 @@ import contextvars
 import copy
 import itertools
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, Protocol
 
 import grpc
@@ -63,8 +63,8 @@ class Attempts:
         self.router = router
         self._rids = itertools.count(1)
         self._open: dict[int, Attempt] = {}
-        self._due: list[Attempt] = []
-        """Those with deltas that their readers haven't got yet."""
+        self._due: list[list[TextDelta]] = []
+        """Messages whose deltas the readers haven't got yet."""
         self._at: dict[str, dict[int, Attempt]] = {}
         """Those that a replica has taken, by its inbox."""
         self._trial = asyncio.Lock()
@@ -117,20 +117,16 @@ class Attempts:
     def deliver(self, deltas: list[TextDelta]) -> None:
         """Text came; that of attempts already closed is dropped. Readers get it once all messages
         that are here have been taken, so that those who are behind get it in one piece."""
-        attempts, due = self._open, self._due
-        if not due:
+        if not self._due:
             asyncio.get_running_loop().call_soon(self._hand_over)
-        for delta in deltas:
-            attempt = attempts.get(delta.rid)
-            if attempt is not None:
-                if not attempt.deltas:
-                    due.append(attempt)
-                attempt.deltas.append(delta)
+        self._due.append(deltas)
 
     def _hand_over(self) -> None:
         due, self._due = self._due, []
-        for attempt in due:
-            attempt.hand_over()
+        for rid, deltas in _by_request(due):
+            attempt = self._open.get(rid)
+            if attempt is not None:
+                attempt.hand_over(deltas)
 
     def taken(self, rid: int, replica: str) -> None:
         """A replica has handed the request to its scheduler."""
@@ -169,8 +165,6 @@ class Attempt:
         trial: asyncio.Lock | None = None,
     ) -> None:
         self.rid = rid
-        self.deltas: list[TextDelta] = []
-        """Its text that the reader hasn't got yet."""
         self.replica = ""
         """Inbox of the engine replica that took the request; "" until one has."""
         self.in_company = False
@@ -246,9 +240,8 @@ class Attempt:
             self._error = error
             self._ended.set()
 
-    def hand_over(self) -> None:
+    def hand_over(self, deltas: list[TextDelta]) -> None:
         """Give the reader what has come. Whatever goes wrong fails this attempt, no other."""
-        deltas, self.deltas = self.deltas, []
         if self._ended.is_set() or self._is_over:
             return
         if not self._has_text:
@@ -334,3 +327,14 @@ class Attempt:
         if not self.replica:
             return AttemptLostError(Loss.NOT_TAKEN, name)
         return AttemptLostError(Loss.ENGINE, name, in_company=self.in_company)
+
+
+def _by_request(messages: list[list[TextDelta]]) -> Iterable[tuple[int, list[TextDelta]]]:
+    """Deltas of several messages by request, in order; a message has one of each at most."""
+    if len(messages) == 1:  # nearly always
+        return ((delta.rid, [delta]) for delta in messages[0])
+    found: dict[int, list[TextDelta]] = {}
+    for deltas in messages:
+        for delta in deltas:
+            found.setdefault(delta.rid, []).append(delta)
+    return found.items()

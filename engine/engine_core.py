@@ -35,6 +35,8 @@ class EngineCore:
         self.clock = clock
         self.trace: TraceRing[StepSpan] = trace if trace is not None else TraceRing()
         self._sent: dict[int, tuple[ModelWorkerBatch, float, float]] = {}
+        self._committed: list[tuple[int, float, float]] = []
+        """(step, received, committed) of steps that the trace lacks: outputs don't wait for it."""
 
     def add(self, request: AddRequest) -> None:
         """Queue a request; a refusal comes out as an output."""
@@ -46,6 +48,7 @@ class EngineCore:
 
     def launch_ready(self) -> int:
         """Send every step that may be launched now; how many."""
+        self._record()
         count = 0
         while True:
             started = self.clock()
@@ -68,7 +71,7 @@ class EngineCore:
         received = self.clock()
         self.scheduler.process_result(result)
         self._send_masks()
-        self._record(result.step, received)
+        self._committed.append((result.step, received, self.clock()))
         return True
 
     def step(self) -> list[tuple[str, StepOutputs]]:
@@ -76,27 +79,30 @@ class EngineCore:
         self.launch_ready()
         if not self.process_one():
             self.scheduler.on_idle()
+        self._record()
         return self.scheduler.take_outputs()
 
     def _send_masks(self) -> None:
         for masks in self.scheduler.take_masks():
             self.executor.sample(masks)
 
-    def _record(self, step: int, received: float) -> None:
-        batch, started, sent = self._sent.pop(step)
-        self.trace.add(
-            StepSpan(
-                step,
-                batch.micro_batch,
-                batch.forward_mode.name.lower(),
-                len(batch.req_pool_indices),
-                len(batch.input_ids),
-                started,
-                sent,
-                received,
-                self.clock(),
+    def _record(self) -> None:
+        for step, received, committed in self._committed:
+            batch, started, sent = self._sent.pop(step)
+            self.trace.add(
+                StepSpan(
+                    step,
+                    batch.micro_batch,
+                    batch.forward_mode.name.lower(),
+                    len(batch.req_pool_indices),
+                    len(batch.input_ids),
+                    started,
+                    sent,
+                    received,
+                    committed,
+                )
             )
-        )
+        self._committed.clear()
 
     def shutdown(self) -> None:
         """Stop the workers."""

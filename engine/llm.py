@@ -270,7 +270,7 @@ def _apply(delta: TextDelta, running: _Running) -> None:
 
 
 def _absorb_ids(out: StepOutputs, running: dict[int, _Running]) -> list[int]:
-    for rid, token in zip(out.rids.tolist(), out.token_ids.tolist(), strict=True):
+    for rid, token in zip(out.rids, out.token_ids, strict=True):
         running[rid].sequence.token_ids.append(token)
     for end in out.finished:
         if end.reason == "error":

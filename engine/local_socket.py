@@ -15,9 +15,9 @@ import sys
 from collections.abc import Sequence
 
 MAX_BYTES = 64 * 1024
-"""Of one datagram; larger messages gain nothing here."""
+"""Of a message's frames; larger messages gain nothing here."""
 BUFFER_BYTES = 2 * MAX_BYTES
-"""Holds a datagram with its head."""
+"""Holds a datagram: head, sizes of the frames if they are several, frames."""
 
 
 def bind(secret: bytes) -> socket.socket | None:
@@ -42,21 +42,24 @@ def connect(secret: bytes) -> socket.socket | None:
     return outbox
 
 
-def send(outbox: socket.socket, frames: Sequence[bytes | memoryview]) -> bool:
+def send(outbox: socket.socket, head: bytes, frames: Sequence[bytes | memoryview]) -> bool:
     """Send one message; False if it is too large, the queue is full or the receiver is gone."""
     sizes = [memoryview(frame).nbytes for frame in frames]
     if sum(sizes) > MAX_BYTES:
         return False
-    head = struct.pack(f"<{len(sizes) + 1}I", len(sizes), *sizes)
+    # Nearly all have one frame, which needs no size.
+    parts = [head, *frames]
+    if len(frames) > 1:
+        parts.insert(1, struct.pack(f"<{len(sizes)}I", *sizes))
     try:
-        outbox.sendmsg([head, *frames])
+        outbox.sendmsg(parts)
     except OSError:
         return False
     return True
 
 
-def receive(inbox: socket.socket, buffer: bytearray) -> list[memoryview] | None:
-    """Frames of the next message; None if none waits. Raises `ValueError` if it is malformed.
+def receive(inbox: socket.socket, buffer: memoryview) -> memoryview | None:
+    """The next datagram; None if none waits.
 
     `buffer` (`BUFFER_BYTES`) is the caller's, for a new one costs more than the rest of this.
     """
@@ -64,13 +67,16 @@ def receive(inbox: socket.socket, buffer: bytearray) -> list[memoryview] | None:
         size = inbox.recv_into(buffer)
     except BlockingIOError:
         return None
-    data = memoryview(bytes(memoryview(buffer)[:size]))
+    return memoryview(bytes(buffer[:size]))
+
+
+def split(data: memoryview, count: int) -> list[memoryview]:
+    """The `count` (not 1) frames of a datagram without its head; `ValueError` if malformed."""
     try:
-        (count,) = struct.unpack_from("<I", data)
-        sizes = struct.unpack_from(f"<{count}I", data, 4)
+        sizes = struct.unpack_from(f"<{count}I", data)
     except struct.error as error:
-        raise ValueError("a datagram without a head") from error
-    start = 4 + 4 * count
+        raise ValueError("a datagram without its frames' sizes") from error
+    start = 4 * count
     if start + sum(sizes) != len(data):
         raise ValueError("a datagram of another size than it says")
     frames = []

@@ -124,8 +124,8 @@ class GenerationBatchResult(msgspec.Struct, array_like=True):
     """Result of one step, from the last pipeline stage's first tensor-parallel rank."""
 
     step: int
-    next_token_ids: np.ndarray
-    """int32 [S], in the order of `ModelWorkerBatch.sample_rows`."""
+    next_token_ids: list[int]
+    """[S], in the order of `ModelWorkerBatch.sample_rows`."""
     logprobs: list[TokenLogprobs | None] | None = None
     """[S] if any sampled row asked for log-probabilities."""
     prompt_logprobs: list[PromptLogprobs] | None = None
@@ -195,10 +195,10 @@ class StepOutputs(msgspec.Struct, array_like=True):
     """What one step gave to one client: at most one token per request, then the ends."""
 
     step: int
-    rids: np.ndarray
-    """int64 [N]"""
-    token_ids: np.ndarray
-    """int32 [N]"""
+    rids: list[int]
+    """[N]"""
+    token_ids: list[int]
+    """[N]"""
     finished: list[FinishedReq]
     started: list[tuple[int, int]]
     """(rid, cached prompt tokens) of requests whose first token is in this message."""

@@ -17,7 +17,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import msgspec
@@ -64,8 +64,9 @@ _CODES = {kind: code for code, kind in enumerate(_KINDS)}
 _BYE = 255
 """Code of a sender's last message, which has no body."""
 
-_HEAD = struct.Struct("<16sB8sQ")
-"""Secret, code of the message's kind, sender, and its number; 0 where order is ZeroMQ's alone."""
+_HEAD = struct.Struct("<16sB8sQH")
+"""Secret, code of the message's kind, sender, its number (0 where order is ZeroMQ's alone), and
+how many frames follow."""
 
 
 class Inbox:
@@ -81,7 +82,7 @@ class Inbox:
         port = self._socket.bind_to_random_port(f"tcp://{host}")
         self._secret = secrets.token_bytes(16)
         self._local = local_socket.bind(self._secret)
-        self._buffer = bytearray(local_socket.BUFFER_BYTES)
+        self._buffer = memoryview(bytearray(local_socket.BUFFER_BYTES))
         self.fds = [int(self._socket.getsockopt(zmq.FD))]
         """What to watch for reading once `has_message` said no: ZeroMQ's, then the datagrams'."""
         if self._local is not None:
@@ -106,9 +107,14 @@ class Inbox:
     def has_message(self) -> bool:
         """Whether `recv` has one to give at once."""
         while not self._due:
-            if not self._receive():
+            # One call of the system, which mostly says no; asking ZeroMQ takes ten times as long.
+            if not self._receive([fd for fd, _ in self._signals.poll(0)]):
                 return False
         return True
+
+    def has_message_at(self, readable: Collection[int]) -> bool:
+        """As `has_message`, if the system has just said which of `fds` are to be read."""
+        return self._receive(readable) and self.has_message()
 
     def recv(self, timeout_s: float | None = 0.0) -> Any | None:
         """The next message; None if none came in time (None = wait for ever)."""
@@ -121,53 +127,53 @@ class Inbox:
         if self._local is not None:
             self._local.close()
 
-    def _receive(self) -> bool:
+    def _receive(self, readable: Collection[int]) -> bool:
         """Take a message from each socket that has one; False if there is none."""
-        # One call of the system, which mostly says no; asking ZeroMQ takes ten times as long.
-        signalled = [fd for fd, _ in self._signals.poll(0)]
         took_any = False
-        if self._zmq_may_have or self.fds[0] in signalled:
+        if self._zmq_may_have or self.fds[0] in readable:
             took_any = self._receive_zmq()
-        if self._local is not None and self.fds[1] in signalled:
+        if self._local is not None and self.fds[1] in readable:
             took_any = self._receive_local(self._local) or took_any
         return took_any
 
     def _receive_local(self, local: socket.socket) -> bool:
-        try:
-            frames = local_socket.receive(local, self._buffer)
-        except ValueError as error:
-            self._refuse(str(error))
-            return True
-        if frames is None:
+        data = local_socket.receive(local, self._buffer)
+        if data is None:
             return False
-        self._take(frames)
+        self._take(data[: _HEAD.size], [data[_HEAD.size :]])
         return True
 
     def _receive_zmq(self) -> bool:
         self._zmq_may_have = bool(self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN)
         if not self._zmq_may_have:
             return False
-        self._take([frame.buffer for frame in self._socket.recv_multipart(copy=False)])
+        head, *body = [frame.buffer for frame in self._socket.recv_multipart(copy=False)]
+        self._take(head, body)
         return True
 
-    def _take(self, frames: Sequence[memoryview]) -> None:
-        if len(frames) < 2 or len(frames[0]) != _HEAD.size:
+    def _take(self, head: memoryview, body: Sequence[memoryview]) -> None:
+        """Take a message; `body` holds its frames, or one frame with all of a datagram's."""
+        if len(head) != _HEAD.size:
             self._refuse("wrong shape")
             return
-        secret, code, sender, number = _HEAD.unpack(frames[0])
+        secret, code, sender, number, count = _HEAD.unpack(head)
         if not secrets.compare_digest(secret, self._secret):
             self._refuse("wrong secret")
             return
-        message = None if code == _BYE else self._parse(code, frames[1:])
+        message = None if code == _BYE else self._parse(code, count, body)
         if number == 0:
             ready = [message]
         else:
             ready = self._order.put(sender, number, message, is_last=code == _BYE)
-        self._due.extend(m for m in ready if m is not None)
+        for due in ready:
+            if due is not None:
+                self._due.append(due)
 
-    def _parse(self, code: int, body: Sequence[memoryview]) -> Any | None:
-        """A message; None (counted) if it isn't one of ours."""
+    def _parse(self, code: int, count: int, body: Sequence[memoryview]) -> Any | None:
+        """A message of `count` frames; None (counted) if it isn't one of ours."""
         try:
+            if len(body) != count:
+                body = local_socket.split(body[0], count)
             return messages.decode(body, _KINDS[code])
         except (msgspec.MsgspecError, ValueError, IndexError) as error:
             self._refuse(f"{type(error).__name__}: {error}")
@@ -220,15 +226,15 @@ class Waiter:
         """Those that have a message, as soon as one does; none after `timeout_s` or up to a
         millisecond less: never more, for steps are timed by it."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while True:
-            ready = [inbox for inbox in self._inboxes if inbox.has_message()]
-            if ready:
-                return ready
+        ready = [inbox for inbox in self._inboxes if inbox.has_message()]
+        while not ready:
             # The system waits for whole milliseconds; Python would round up.
             left_ms = None if deadline is None else int((deadline - time.monotonic()) * 1000)
             if left_ms is not None and left_ms <= 0:
                 return []
-            self._poll.poll(left_ms)
+            readable = [fd for fd, _ in self._poll.poll(left_ms)]
+            ready = [inbox for inbox in self._inboxes if inbox.has_message_at(readable)]
+        return ready
 
 
 class Outbox:
@@ -266,8 +272,8 @@ class Outbox:
 
     def _send(self, code: int, frames: list[bytes | memoryview]) -> None:
         number = 0 if self._local is None else self._number + 1
-        head = _HEAD.pack(self._secret, code, self._id, number)
-        if self._local is None or not local_socket.send(self._local, [head, *frames]):
+        head = _HEAD.pack(self._secret, code, self._id, number, len(frames))
+        if self._local is None or not local_socket.send(self._local, head, frames):
             try:
                 self._socket.send_multipart([head, *frames], zmq.NOBLOCK, copy=True)
             except zmq.Again as error:

@@ -133,10 +133,8 @@ class FakeWorker:
                 else:
                     errors[number] = "no token is allowed"
             self.future[row] = token
-            tokens.append(token)
-        return GenerationBatchResult(
-            b.step, np.asarray(tokens, np.int32), row_errors=errors or None
-        )
+            tokens.append(int(token))
+        return GenerationBatchResult(b.step, tokens, row_errors=errors or None)
 
 
 def _unpack(masks: SampleMasks) -> dict[int, list[int]]:

@@ -67,7 +67,7 @@ class DelayedSamples:
         for row, req, _ in step.constrained:
             if req.finished or row in errors or req.constraint is None:
                 continue
-            if not req.constraint.accept(int(result.next_token_ids[row])):
+            if not req.constraint.accept(result.next_token_ids[row]):
                 logger.error("request %s: sampled a token that its mask forbids", req.request_id)
                 errors[row] = "the model sampled a token that the constraint doesn't allow"
             elif req.constraint.is_terminated:

@@ -57,14 +57,15 @@ class OutputCollector:
         """A request ended."""
         self._entry(client_no).finished.append(finished)
 
-    def close_step(self, step: int, rids: Int64Array, tokens: IntArray, clients: IntArray) -> None:
+    def close_step(self, step: int, rids: Int64Array, tokens: list[int], clients: IntArray) -> None:
         """The tokens of a step, [N] each; makes the messages of every client concerned."""
         if len(self._names) <= 1:
-            self._emit(step, 0, rids, tokens)
+            self._emit(step, 0, rids.tolist(), tokens)
         else:
+            array = np.asarray(tokens, np.int32)
             for number in np.unique(clients).tolist():
                 mask = clients == number
-                self._emit(step, number, rids[mask], tokens[mask])
+                self._emit(step, number, rids[mask].tolist(), array[mask].tolist())
         self._close_rest(step)
 
     def take(self, step: int = -1) -> list[tuple[str, StepOutputs]]:
@@ -75,17 +76,17 @@ class OutputCollector:
 
     def _close_rest(self, step: int) -> None:
         for number in list(self._pending):
-            self._emit(step, number, np.zeros(0, np.int64), np.zeros(0, np.int32))
+            self._emit(step, number, [], [])
 
-    def _emit(self, step: int, number: int, rids: Int64Array, tokens: IntArray) -> None:
+    def _emit(self, step: int, number: int, rids: list[int], tokens: list[int]) -> None:
         entry = self._pending.pop(number, None)
         if entry is None:
-            if len(rids):
+            if rids:
                 self._ready.append((self._names[number], StepOutputs(step, rids, tokens, [], [])))
             return
         logprobs = None
         if entry.logprobs:
-            index = {rid: i for i, rid in enumerate(rids.tolist())}
+            index = {rid: i for i, rid in enumerate(rids)}
             logprobs = {index[rid]: value for rid, value in entry.logprobs.items()}
         message = StepOutputs(
             step,

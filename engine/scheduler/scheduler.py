@@ -347,7 +347,7 @@ class Scheduler:
         terminated: Collection[int] = ()
         if step.constrained:
             errors, terminated = self.delayed.accept(step, result)
-        for i, (req, token) in enumerate(zip(step.sampled, tokens.tolist(), strict=True)):
+        for i, (req, token) in enumerate(zip(step.sampled, tokens, strict=True)):
             if req.status is finished:
                 dropped.append(i)
                 continue
@@ -380,7 +380,7 @@ class Scheduler:
         rids, clients = step.rids, step.clients
         if dropped:
             rids, clients = np.delete(rids, dropped), np.delete(clients, dropped)
-            tokens = np.delete(tokens, dropped)
+            tokens = np.delete(tokens, dropped).tolist()
         self.outputs.close_step(step.step, rids, tokens, clients)
         if ended:
             mb.running.remove(ended)

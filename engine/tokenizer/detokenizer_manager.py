@@ -173,9 +173,7 @@ class DetokenizerManager:
                 if out.prompt_logprobs and request.prompt_ids is not None:
                     self._add_prompt_logprobs(request, out.prompt_logprobs.get(rid))
         logprobs = out.logprobs
-        rids: list[int] = out.rids.tolist()
-        token_ids: list[int] = out.token_ids.tolist()
-        for index, (rid, token_id) in enumerate(zip(rids, token_ids, strict=True)):
+        for index, (rid, token_id) in enumerate(zip(out.rids, out.token_ids, strict=True)):
             request = requests.get(rid)
             if request is None:
                 continue

@@ -31,7 +31,7 @@ class SimulatedResult(PendingResult):
     """A step that the timeline ends at `ready_at`, monotonic seconds."""
 
     step: int
-    tokens: IntArray
+    tokens: list[int]
     errors: dict[int, str]
     ready_at: float
     device_s: float
@@ -60,7 +60,7 @@ class SimulatedForward(LaunchedForward):
         tokens, errors = self.worker.next_tokens(self, masks)
         # A delayed sample starts when its masks are here.
         ready_at = self.ready_at if masks is None else max(self.ready_at, time.monotonic())
-        return SimulatedResult(self.batch.step, tokens, errors, ready_at, self.device_s)
+        return SimulatedResult(self.batch.step, tokens.tolist(), errors, ready_at, self.device_s)
 
 
 class SimulatedWorker(ModelWorker):

@@ -82,7 +82,7 @@ class TpPendingResult(PendingResult):
         started_at, ended_at = self.timing.span()
         return GenerationBatchResult(
             step=self.step,
-            next_token_ids=host.next_token_ids,
+            next_token_ids=host.next_token_ids.tolist(),
             logprobs=host.logprobs,
             prompt_logprobs=prompt or None,
             row_errors=errors,

@@ -9,8 +9,6 @@ import time
 import traceback
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from engine.errors import EngineDeadError
 from engine.messages import (
     GenerationBatchResult,
@@ -138,7 +136,7 @@ def _turn(steps: StepQueue, inbox: Inbox, out: Outbox | None, rank: int, failure
             failures.send(
                 GenerationBatchResult(
                     step=step,
-                    next_token_ids=np.zeros(0, np.int32),
+                    next_token_ids=[],
                     error=f"worker {rank}: {type(error).__name__}: {error}",
                 )
             )

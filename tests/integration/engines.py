@@ -84,9 +84,7 @@ class Engine:
             step += 1
             for _, message in core.step():
                 assert all(end.reason != "error" for end in message.finished), message.finished
-                for i, (rid, token) in enumerate(
-                    zip(message.rids.tolist(), message.token_ids.tolist(), strict=True)
-                ):
+                for i, (rid, token) in enumerate(zip(message.rids, message.token_ids, strict=True)):
                     if rid >= 0:
                         out[rid].append(token)
                         if len(out[rid]) == stop_after.get(rid):

@@ -39,8 +39,8 @@ def step(
 ) -> StepOutputs:
     return StepOutputs(
         0,
-        np.array(list(tokens), np.int64),
-        np.array(list(tokens.values()), np.int32),
+        list(tokens),
+        list(tokens.values()),
         list(finished),
         list(started),
         logprobs,

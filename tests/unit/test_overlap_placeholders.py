@@ -275,7 +275,7 @@ class EchoResult(PendingResult):
         return 0.0
 
     def collect(self) -> GenerationBatchResult:
-        return GenerationBatchResult(self.step, np.array([self.token], np.int32))
+        return GenerationBatchResult(self.step, [self.token])
 
 
 @guarded_by(
@@ -295,7 +295,7 @@ def check_forward_waits_for_the_token_of_a_delayed_sample() -> None:
         )  # fmt: skip
         queue.launch(decode)
     queue.apply(SampleMasks(1, NONE, np.zeros((0, 2), np.uint32)))
-    tokens = [int(result.next_token_ids[0]) for result in queue.take_ready()]
+    tokens = [result.next_token_ids[0] for result in queue.take_ready()]
     assert tokens == [11, 12], "a step read a token older than its last"
 
 

@@ -71,7 +71,7 @@ def token_by_token(llm: LLM, prompt: list[int], params: SamplingParams) -> list[
         token, ended = None, False
         while token is None:
             for _, out in core.step():
-                token = int(out.token_ids[0])
+                token = out.token_ids[0]
                 ended = bool(out.finished)
         output.append(token)
         if ended:
@@ -118,7 +118,7 @@ def run(
     in_flight = 0
     while not core.scheduler.is_idle:
         for _, out in core.step():
-            for rid, token in zip(out.rids.tolist(), out.token_ids.tolist(), strict=True):
+            for rid, token in zip(out.rids, out.token_ids, strict=True):
                 tokens[rid].append(token)
         in_flight = max(in_flight, core.scheduler.num_in_flight)
         if after_step is not None:

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -167,8 +166,8 @@ class World:
             logprobs = {i: TokenLogprobs(-float(t), [t], [-1.0]) for i, t in enumerate(tokens)}
         out = StepOutputs(
             0,
-            np.array([add.rid] * len(tokens), np.int64),
-            np.array(tokens, np.int32),
+            [add.rid] * len(tokens),
+            tokens,
             [end] if end is not None else [],
             started,
             logprobs,

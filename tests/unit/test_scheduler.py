@@ -123,7 +123,7 @@ class Harness:
         for client, out in self.scheduler.take_outputs():
             for rid, cached in out.started:
                 self.cached[(client, rid)] = cached
-            for rid, token in zip(out.rids.tolist(), out.token_ids.tolist(), strict=True):
+            for rid, token in zip(out.rids, out.token_ids, strict=True):
                 key = (client, rid)
                 assert key not in self.finished, "token after the end"
                 assert key not in self.aborted, "token after abort"

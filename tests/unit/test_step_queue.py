@@ -212,7 +212,7 @@ def test_simulated_tokens_depend_on_the_sequence_alone() -> None:
             queue.launch(batch)
             result = queue.take_oldest()
             assert result is not None
-            for row, token in zip(rows, result.next_token_ids.tolist(), strict=True):
+            for row, token in zip(rows, result.next_token_ids, strict=True):
                 tokens[row].append(token)
         return tokens
 

@@ -15,7 +15,7 @@ from engine import local_socket, messages
 from engine.errors import EngineDeadError
 from engine.messages import AbortRequest, AddRequest, ClientGone
 from engine.sampling_params import SamplingParams
-from engine.transport import Inbox, Outbox, Waiter, _Order
+from engine.transport import _HEAD, Inbox, Outbox, Waiter, _Order
 
 Context = zmq.Context[zmq.Socket[bytes]]
 
@@ -43,7 +43,7 @@ def test_inbox_takes_only_messages_with_its_secret(context: Context) -> None:
     raw.connect(endpoint)
     stranger.send(messages.Shutdown())
     raw.send(b"hello")
-    raw.send_multipart([b"x" * 33, b"y"])
+    raw.send_multipart([b"x" * _HEAD.size, b"y"])
     friend.send(ClientGone("c"))
     assert inbox.recv(5.0) == ClientGone("c")
     assert inbox.recv(0.3) is None
@@ -62,9 +62,9 @@ def test_datagrams_without_the_secret_are_refused() -> None:
     stranger = Outbox(others.address)
     stranger._local = raw  # knows the public name alone
     stranger.send(messages.Shutdown())
-    for data in (b"", b"\xff\xff\xff\xff", b"\x01\x00\x00\x00\x09\x00\x00\x00x"):
+    for data in (b"", b"\xff" * 4, b"\xff" * 200):
         raw.send(data)
-    assert local_socket.send(raw, [b"short", b""])
+    assert local_socket.send(raw, b"short", [b""])
     friend = Outbox(inbox.address)
     friend.send(ClientGone("c"))
     assert inbox.recv(5.0) == ClientGone("c")
@@ -93,7 +93,32 @@ def test_a_sender_on_this_node_uses_datagrams() -> None:
     outbox = Outbox(inbox.address)
     outbox.send(AbortRequest(rid=5))
     received = local_socket.receive(inbox._local, inbox._buffer) if inbox._local else None
-    assert received is not None and len(received) == 2
+    assert received is not None and len(received) > _HEAD.size
+    outbox.close()
+    inbox.close()
+
+
+def test_datagrams_of_several_frames() -> None:
+    """As they come; with wrong sizes they are refused, and the sender's next one is taken."""
+    inbox = Inbox()
+    outbox = Outbox(inbox.address)
+    assert outbox._local is not None
+    ids = np.arange(5_000, dtype=np.int32)
+    request = AddRequest(rid=1, input_ids=ids, params=SamplingParams())
+    frames = messages.encode(request)
+    assert len(frames) == 2
+    outbox.send(request)
+    received = inbox.recv(5.0)
+    assert isinstance(received, AddRequest)
+    np.testing.assert_array_equal(received.input_ids, ids)
+    for number, broken in enumerate(([frames[0]], [frames[0], frames[1][:-1]]), 2):
+        head = _HEAD.pack(outbox._secret, 0, outbox._id, number, 2)
+        sizes = b"".join(len(frame).to_bytes(4, "little") for frame in frames)
+        outbox._local.send(head + sizes + b"".join(broken))
+    outbox._number = 3
+    outbox.send(AbortRequest(rid=4))
+    assert inbox.recv(5.0) == AbortRequest(rid=4)
+    assert inbox.refused == 2
     outbox.close()
     inbox.close()
 
@@ -141,9 +166,10 @@ def test_waiting_never_asks_the_system_for_more_than_is_left(
     asked: list[float] = []
 
     class Poll:
-        def poll(self, timeout_ms: float) -> None:
+        def poll(self, timeout_ms: float) -> list[tuple[int, int]]:
             asked.append(timeout_ms)
             now[0] += timeout_ms / 1000
+            return []
 
     now = [100.0]
     monkeypatch.setattr("engine.transport.time.monotonic", lambda: now[0])
@@ -160,12 +186,13 @@ def test_messages_already_taken_are_not_slept_on() -> None:
     outbox = Outbox(inbox.address)
     local, outbox._local = outbox._local, None
     assert local is not None
-    head = outbox._secret + bytes([1]) + outbox._id
-    body = messages.encode(AbortRequest(rid=2))
-    assert local_socket.send(local, [head + (2).to_bytes(8, "little"), *body])
+
+    def head(number: int) -> bytes:
+        return _HEAD.pack(outbox._secret, 1, outbox._id, number, 1)
+
+    assert local_socket.send(local, head(2), messages.encode(AbortRequest(rid=2)))
     assert inbox.recv(0.05) is None
-    body = messages.encode(AbortRequest(rid=1))
-    outbox._socket.send_multipart([head + (1).to_bytes(8, "little"), *body])
+    outbox._socket.send_multipart([head(1), *messages.encode(AbortRequest(rid=1))])
     assert rids(inbox, 1) == [1]
     assert Waiter(inbox).wait(5.0) == [inbox]
     assert rids(inbox, 1) == [2]
