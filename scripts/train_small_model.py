@@ -233,7 +233,7 @@ def held_out_loss(model: LlamaForCausalLM, tokens: npt.NDArray[np.uint16], lengt
 
 
 def export(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
-    """Write config, bfloat16 weights that are computed in float32, tokenizer and generation settings."""
+    """Write config, bfloat16 weights, tokenizer and generation settings."""
     out.mkdir(parents=True, exist_ok=True)
     weights = {name: value.to(torch.bfloat16) for name, value in model.state_dict().items()}
     copy = LlamaForCausalLM(model.config).to(torch.bfloat16)
