@@ -28,7 +28,14 @@ import yaml
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch loads its OpenMP
 
-from benchmarks.common import PEERS, REPO_ROOT, finish, print_table, save_result
+from benchmarks.common import (
+    PEERS,
+    REPO_ROOT,
+    StolenTime,
+    finish,
+    print_table,
+    save_result,
+)
 from benchmarks.peers.models import llama_88m
 from benchmarks.servers import ManagedServer, exit_on_sigterm, free_port, manta_server
 from benchmarks.stream_reader import Stream
@@ -138,17 +145,22 @@ def saturated(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
 def paced(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     """Delays with HAProxy, an engine that isn't pressed; both ways in turn, medians of rounds."""
     rounds: dict[str, list[Delays]] = {"manta": [], "ray": []}
+    stolen: dict[str, list[float]] = {"manta": [], "ray": []}
     for number in range(args.rounds):
         for who in rounds:
             print(f"paced, round {number + 1}: {who} ...", file=sys.stderr, flush=True)
             with serve(who, "fastest", PACED_STEP_MS) as server:
+                time_stolen = StolenTime()
                 rounds[who].append(measure_delays(who, server))
+                stolen[who].append(time_stolen.share)
     results = {who: median_delays(found) for who, found in rounds.items()}
     rows: list[list[object]] = []
     for who, found in results.items():
         for what in ("added", "client_gap", "engine_gap"):
             rows.append([f"{who} {what}", *getattr(found, what)])
     print_table(["paced, ms", "p1", "p50", "p99", "worst"], rows)
+    shares = {who: " ".join(f"{share:.1%}" for share in stolen[who]) for who in stolen}
+    print(f"CPU time taken by the machine's host, by round: {shares}")
     ours = results["manta"]
     ok = (
         ours.added.p50 <= MAX_ADDED_P50_MS
@@ -162,6 +174,7 @@ def paced(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
             "client_gap_ms": found.client_gap._asdict(),
             "engine_gap_ms": found.engine_gap._asdict(),
             "added_ms_of_rounds": [delays.added._asdict() for delays in rounds[who]],
+            "stolen_of_rounds": stolen[who],
         }
         for who, found in results.items()
     }
