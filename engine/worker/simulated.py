@@ -40,7 +40,8 @@ class SimulatedResult(PendingResult):
         return max(0.0, self.ready_at - time.monotonic())
 
     def collect(self) -> GenerationBatchResult:
-        time.sleep(self.seconds_left())
+        if (left := self.seconds_left()) > 0.0:  # a sleep of 0 s takes 55 us
+            time.sleep(left)
         return GenerationBatchResult(
             self.step, self.tokens, row_errors=self.errors or None, device_s=self.device_s
         )
