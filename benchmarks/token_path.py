@@ -159,8 +159,8 @@ def paced(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
         for what in ("added", "client_gap", "engine_gap"):
             rows.append([f"{who} {what}", *getattr(found, what)])
     print_table(["paced, ms", "p1", "p50", "p99", "worst"], rows)
-    shares = {who: " ".join(f"{share:.1%}" for share in stolen[who]) for who in stolen}
-    print(f"CPU time taken by the machine's host, by round: {shares}")
+    shares = [f"{who} {' '.join(f'{share:.1%}' for share in stolen[who])}" for who in stolen]
+    print(f"CPU time taken by the machine's host, by round: {', '.join(shares)}")
     ours = results["manta"]
     ok = (
         ours.added.p50 <= MAX_ADDED_P50_MS

@@ -113,7 +113,7 @@ class Inbox:
         return True
 
     def has_message_at(self, readable: Collection[int]) -> bool:
-        """As `has_message`, after it said no and the system which of `fds` are to be read."""
+        """As `has_message` once that has said no; `readable` are those of `fds` to read now."""
         return self._receive(readable) and self.has_message()
 
     def recv(self, timeout_s: float | None = 0.0) -> Any | None:

@@ -155,7 +155,7 @@ class AllocatorMachine(RuleBasedStateMachine):
 def test_against_model(page_size: int) -> None:
     run_state_machine_as_test(
         lambda: AllocatorMachine(page_size),
-        settings=settings(max_examples=40, stateful_step_count=40, deadline=None),
+        settings=settings(max_examples=40, stateful_step_count=40),
     )
 
 

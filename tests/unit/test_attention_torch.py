@@ -141,7 +141,7 @@ class Simulation:
                     torch.testing.assert_close(out[part], wanted, atol=2e-5, rtol=1e-4)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     seed=st.integers(0, 2**16),
     page_size=st.sampled_from([1, 4, 16]),

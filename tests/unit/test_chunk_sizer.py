@@ -136,7 +136,7 @@ def test_times_that_no_step_takes_are_left_out(seconds: float) -> None:
     ),
     total=st.integers(1, 200_000),
 )
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_whatever_was_observed_sizes_are_in_bounds_and_prompts_end(
     page: int, pages: int, rest: int, points: list[tuple[int, int, float]], total: int
 ) -> None:

@@ -18,7 +18,7 @@ from engine.tokenizer.tokenizer import Tokenizer
 from tests.tiny_tokenizers import CORPUS, write_byte_level, write_sentencepiece
 
 # Other processes share the cores: no deadline.
-relaxed = settings(deadline=None, max_examples=60)
+relaxed = settings(max_examples=60)
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from engine.tokenizer import DetokenizerManager, TextDelta, Tokenizer
 from tests.tiny_tokenizers import CORPUS, EOS, write_byte_level, write_sentencepiece
 
 PROMPT = [0, 5, 6]
-relaxed = settings(deadline=None, max_examples=60)
+relaxed = settings(max_examples=60)
 
 
 @pytest.fixture(scope="module")

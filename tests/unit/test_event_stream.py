@@ -135,7 +135,7 @@ class Writer:
         return b"".join(waiting)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     waits=st.sets(st.integers(0, 20)),
     turns=st.lists(st.integers(0, 3), max_size=15),

@@ -168,7 +168,7 @@ def _batch(rows: list[tuple[int, int]], extend_lens: list[int], locs: list[int])
     )
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     seed=st.integers(0, 2**16),
     page_size=st.sampled_from([1, 4, 16]),

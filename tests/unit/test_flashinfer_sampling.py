@@ -66,7 +66,7 @@ def test_uniform_batch(filters: dict[str, float]) -> None:
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     temperature=st.sampled_from([0.01, 0.3, 1.0, 2.5, 50.0]),
     top_k=st.sampled_from([-1, 2, 17, 100, VOCAB, 10 * VOCAB]),

@@ -106,7 +106,7 @@ def test_nothing_without_events() -> None:
     assert engine.sent == [] and len(engine.publisher) == 0
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_router_knows_what_the_tree_holds(data: st.DataObject) -> None:
     """Whatever is stored and evicted, and whichever messages are lost."""

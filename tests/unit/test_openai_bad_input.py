@@ -265,7 +265,7 @@ def test_no_json_makes_the_server_fail(path: str) -> None:
     prober = Prober()
     with asyncio.Runner() as runner:
 
-        @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+        @settings(max_examples=100, suppress_health_check=list(HealthCheck))
         @given(BODIES)
         def check(body: dict[str, Any]) -> None:
             prober.check(runner, path, json.dumps(body).encode())
@@ -279,7 +279,7 @@ def test_no_bytes_make_the_server_fail() -> None:
     prober = Prober()
     with asyncio.Runner() as runner:
 
-        @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+        @settings(max_examples=100, suppress_health_check=list(HealthCheck))
         @given(st.binary(max_size=10), st.integers(0, len(body)), st.integers(0, 2))
         def check(noise: bytes, at: int, cut: int) -> None:
             prober.check(runner, CHAT, body[:at] + noise + body[at + cut :])

@@ -358,7 +358,7 @@ class IndexMachine(RuleBasedStateMachine):
 def test_index_against_plain_sets(sample_every: int) -> None:
     run_state_machine_as_test(
         lambda: IndexMachine(sample_every),
-        settings=settings(max_examples=40, stateful_step_count=40, deadline=None),
+        settings=settings(max_examples=40, stateful_step_count=40),
     )
 
 

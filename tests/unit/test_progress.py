@@ -94,7 +94,6 @@ PREEMPTED_WHILE_IDLE = dict(
 @given(values=sizes(), seed=st.integers(0, 2**16))
 @settings(
     max_examples=120,
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 def test_every_accepted_configuration_makes_progress(values: dict[str, Any], seed: int) -> None:

@@ -312,7 +312,7 @@ class RadixMachine(RuleBasedStateMachine):
 def test_against_model(page_size: int) -> None:
     run_state_machine_as_test(
         lambda: RadixMachine(page_size),
-        settings=settings(max_examples=35, stateful_step_count=40, deadline=None),
+        settings=settings(max_examples=35, stateful_step_count=40),
     )
 
 

@@ -54,7 +54,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 def test_against_model() -> None:
     run_state_machine_as_test(
-        PoolMachine, settings=settings(max_examples=50, stateful_step_count=40, deadline=None)
+        PoolMachine, settings=settings(max_examples=50, stateful_step_count=40)
     )
 
 

@@ -252,7 +252,7 @@ def test_a_loss_at_any_token_changes_nothing(
             assert world.resumes == {"engine" if error else "tokenizer": 1}
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     name=st.sampled_from(sorted(PARAMS)),
     seed=st.integers(0, 2**20),

@@ -25,7 +25,7 @@ from tests.prefix_depth import depth_of
 
 PAGE = 16
 every_policy = pytest.mark.parametrize("name", sorted(ROUTING_POLICIES))
-relaxed = settings(deadline=None, max_examples=120)
+relaxed = settings(max_examples=120)
 
 
 class Clock:
@@ -266,7 +266,7 @@ fleets = st.fixed_dictionaries(
 
 
 @given(fleets)
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 def test_prefix_aware_finds_the_least_score_of_all(fleet: dict[str, float]) -> None:
     """Against every replica in turn; few and many holders, deep and ragged matches, hot ones."""
     rng = np.random.default_rng(int(fleet["seed"]))

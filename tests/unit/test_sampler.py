@@ -178,7 +178,7 @@ def test_uniform_batch_matches_reference(filters: dict[str, float]) -> None:
     check_against_reference(rows)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     temperature=st.sampled_from([0.0, 0.01, 0.3, 0.9, 1.0, 2.5, 50.0]),
     top_k=st.sampled_from([-1, 0, 1, 2, 17, 100, VOCAB, 10 * VOCAB]),

@@ -103,7 +103,7 @@ def test_tokenizer_has_the_models_vocabulary(tokenizer: PreTrainedTokenizerFast)
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"])))
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 def test_tokenizer_round_trips_any_text(text: str) -> None:
     tokenizer = load_tokenizer()
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
