@@ -28,6 +28,7 @@ INTRODUCE_PER_REPLICA_S = 0.1
 """Serve's present replicas are asked to make themselves known after so many seconds, and so many
 more for each known one: the calls cost the same for few and many."""
 CONFIRM_S = 1.0
+"""So long before its time is up, a silent replica is asked through Ray whether it lives."""
 QUIET_S = 1.2
 """A replica that was silent for so long gets no new requests if there are others."""
 
@@ -64,7 +65,7 @@ class EngineWatch:
         self._on_forgotten = on_forgotten
         self._engines = engines
         self._address = address
-        self._hang_timeout_s = hang_timeout_s
+        self._suspicious_s = hang_timeout_s - CONFIRM_S
         self._replicas: dict[str, _Replica] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -124,20 +125,23 @@ class EngineWatch:
                 silent_s = replica.pulse.tick(now)
                 if silent_s >= QUIET_S:
                     self.quiet.add(address)
-                if silent_s >= self._hang_timeout_s and not replica.suspected:
+                if silent_s >= self._suspicious_s and not replica.suspected:
                     replica.suspected = True
                     self._spawn(self._judge(address, replica))
 
     async def _judge(self, address: str, replica: _Replica) -> None:
-        """A replica is silent: end it if it hangs, and forget it unless it lives after all."""
-        if replica.pong is not None and await _answers_ray(replica.pong):
-            logger.warning("replica %s answers Ray, but not by message", replica.pong.actor)
+        """A replica is silent: forget it and end it, unless it lives after all."""
+        pong = replica.pong
+        if pong is not None and await _answers_ray(pong):
+            logger.warning("replica %s answers Ray, but not by message", pong.actor)
             replica.pulse.beat()
-        if replica.pulse.silent_s >= self._hang_timeout_s:
+        if replica.pulse.silent_s >= self._suspicious_s:
             replica.outbox.close()
             del self._replicas[address]
             self.quiet.discard(address)
             self._on_forgotten(address)
+            if pong is not None:
+                await asyncio.to_thread(_kill, pong)
         replica.suspected = False
 
     async def _ask_for_introductions(self) -> None:
@@ -158,19 +162,21 @@ class EngineWatch:
 
 
 async def _answers_ray(pong: Pong) -> bool:
-    """Whether the replica's actor lives and answers a call; it is killed if it only lives."""
+    """Whether the replica's actor lives and answers a call within `CONFIRM_S`."""
     try:
         actor = await asyncio.to_thread(ray.get_actor, pong.actor, pong.namespace)
-    except ValueError:
-        return False
-    try:
-        await asyncio.wait_for(
-            asyncio.wrap_future(actor.__ray_ready__.remote().future()), CONFIRM_S
-        )
-    except TimeoutError:
-        logger.error("replica %s hangs; killing it", pong.actor)
-        await asyncio.to_thread(ActorProcess(pong.node_id, pong.pid, pong.started).kill, actor)
-        return False
-    except RayError:
+        ready = asyncio.wrap_future(actor.__ray_ready__.remote().future())
+        await asyncio.wait_for(ready, CONFIRM_S)
+    except (ValueError, RayError, TimeoutError):  # unknown; dead; hangs
         return False
     return True
+
+
+def _kill(pong: Pong) -> None:
+    """End the replica's actor if it still exists."""
+    try:
+        actor = ray.get_actor(pong.actor, pong.namespace)
+    except ValueError:
+        return
+    logger.error("replica %s hangs; killing it", pong.actor)
+    ActorProcess(pong.node_id, pong.pid, pong.started).kill(actor)

@@ -11,7 +11,7 @@ from engine.actors.ray_types import actor_class, node_ip
 from engine.config import EngineConfig
 from engine.trace import RoleTrace, StageSpan, TraceRing, stage_trace
 from engine.worker.worker_config import WorkerConfig, make_worker_config
-from engine.worker.worker_loop import log_as_worker, run_worker
+from engine.worker.worker_loop import log_as_worker, preload, run_worker
 
 
 class WorkerActor:
@@ -21,6 +21,7 @@ class WorkerActor:
         self.rank = rank
         self._store: Any = None
         self._trace: TraceRing[StageSpan] = TraceRing()
+        preload()
 
     @ray.method(concurrency_group="control")
     def prepare(self, config: dict[str, Any], share: int) -> tuple[WorkerConfig, tuple[str, int]]:

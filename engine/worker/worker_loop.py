@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import logging
+import threading
 import time
 import traceback
 from typing import TYPE_CHECKING, Any
@@ -63,6 +65,12 @@ def run_worker(
     finally:
         inbox.close()
         results.close()
+
+
+def preload() -> None:
+    """Import what `run_worker` needs, in the background: torch takes seconds."""
+    name = "engine.worker.factory"
+    threading.Thread(target=importlib.import_module, args=(name,), daemon=True).start()
 
 
 def log_as_worker(rank: int) -> None:

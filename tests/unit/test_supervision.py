@@ -77,6 +77,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(role_watch, "UNWELL_S", 0.05)
     monkeypatch.setattr(engine_watch, "PING_PERIOD_S", 0.01)
     monkeypatch.setattr(engine_watch, "INTRODUCE_PERIOD_S", 0.05)
+    monkeypatch.setattr(engine_watch, "CONFIRM_S", 0.05)
     monkeypatch.setattr(drain_watch, "HEALTH_PERIOD_S", 0.01)
     monkeypatch.setattr(drain_watch, "SILENCE_S", 0.1)
 
@@ -237,15 +238,21 @@ class FakeHandle:
         return [None]
 
 
-def engine_watch_run(answers_ray: bool) -> tuple[list[str], bool, list[Any]]:
-    """A replica introduces itself, works, falls silent: (whom Ray was asked about, whether an
-    abort could still be sent a while later, what the replica got)."""
+def engine_watch_run(
+    answers_ray: bool, comes_back: bool = False
+) -> tuple[bool, list[str], list[Any]]:
+    """A replica introduces itself, works, falls silent, and maybe `comes_back` while Ray is asked
+    about it: (whether an abort could still be sent a while later, who was killed, what the
+    replica got)."""
 
-    async def run() -> tuple[list[str], bool, list[Any]]:
+    async def run() -> tuple[bool, list[str], list[Any]]:
         asked: list[str] = []
+        killed: list[str] = []
 
         async def answers(pong: Pong) -> bool:
             asked.append(pong.actor)
+            if comes_back:
+                watch.heard(pong.replica, pong)
             return answers_ray
 
         replica = FakeReplica()
@@ -258,6 +265,7 @@ def engine_watch_run(answers_ray: bool) -> tuple[list[str], bool, list[Any]]:
         inbox = AsyncInbox("127.0.0.1", on_message)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(engine_watch, "_answers_ray", answers)
+            patch.setattr(engine_watch, "_kill", lambda pong: killed.append(pong.actor))
             watch = EngineWatch(FakeHandle(replica), inbox.address, 0.3)
             watch.start()
             abort = AbortRequest(rid=1, client="c")
@@ -267,26 +275,29 @@ def engine_watch_run(answers_ray: bool) -> tuple[list[str], bool, list[Any]]:
             assert not asked
             replica.answers = False
             watch._engines = FakeHandle(FakeReplica())
-            await until(lambda: asked)
+            await until(lambda: asked if answers_ray or comes_back else killed)
             await asyncio.sleep(0.05)
             known = watch.abort(replica.inbox.address, abort)
             watch.close()
         inbox.close()
         replica.close()
-        return asked, known, replica.got
+        return known, killed, replica.got
 
     return asyncio.run(run())
 
 
-def test_engine_watch_forgets_a_replica_that_is_gone(fast: None) -> None:
-    asked, known, got = engine_watch_run(answers_ray=False)
-    assert asked and not known
+def test_engine_watch_ends_and_forgets_a_replica_that_hangs(fast: None) -> None:
+    known, killed, got = engine_watch_run(answers_ray=False)
+    assert not known and len(killed) == 1
     assert AbortRequest(rid=1, client="c") in got
 
 
-def test_engine_watch_keeps_a_replica_that_answers_ray(fast: None) -> None:
-    _, known, _ = engine_watch_run(answers_ray=True)
-    assert known
+@pytest.mark.parametrize(("answers_ray", "comes_back"), [(True, False), (False, True)])
+def test_engine_watch_keeps_a_replica_that_lives(
+    answers_ray: bool, comes_back: bool, fast: None
+) -> None:
+    known, killed, _ = engine_watch_run(answers_ray, comes_back)
+    assert known and not killed
 
 
 class FakeTokenizers:
