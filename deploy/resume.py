@@ -21,8 +21,13 @@ from engine.messages import AddRequest
 from engine.sampling_params import SamplingParams
 from engine.tokenizer.detokenizer_manager import TextDelta
 
-MAX_LOSSES = 2
+SUSPECT_LOSSES = 2
 """Engines lost without a new token in between that make a request suspect of ending them."""
+MAX_LOSSES_ALONE = 2
+"""It is given up after so many on which it was the only request,"""
+MAX_LOSSES = 4
+"""or after so many in all: of them it was on trial for two. One trial could be chance, where
+engines end for reasons of their own as soon as they have started."""
 RETRY_PAUSE_S = 0.3
 
 
@@ -83,6 +88,7 @@ class Progress:
     _num_resumes: int = 0
     _num_losses: int = 0
     """Engines lost since the last new token."""
+    _num_losses_alone: int = 0
     _output_at_loss: int = 0
 
     def __post_init__(self) -> None:
@@ -92,7 +98,7 @@ class Progress:
     def is_suspect(self) -> bool:
         """Engines were lost under it, one after the other, and it has given no token since. Its
         next attempt is a trial, during which no other suspect runs."""
-        return self._num_losses >= MAX_LOSSES and len(self.output_ids) == self._output_at_loss
+        return self._num_losses >= SUSPECT_LOSSES and len(self.output_ids) == self._output_at_loss
 
     @property
     def wait_left_s(self) -> float:
@@ -164,12 +170,12 @@ class Progress:
         return 0.0
 
     def _blame(self, in_company: bool) -> None:
-        was_suspect = self.is_suspect
         if len(self.output_ids) > self._output_at_loss:
-            self._num_losses = 0
+            self._num_losses = self._num_losses_alone = 0
         self._num_losses += 1
+        self._num_losses_alone += not in_company
         self._output_at_loss = len(self.output_ids)
-        if was_suspect or (self.is_suspect and not in_company):
+        if self._num_losses >= MAX_LOSSES or self._num_losses_alone >= MAX_LOSSES_ALONE:
             count = self._num_losses
             raise _repeatedly(f"{count} engines in a row were lost while they worked on it")
 

@@ -56,6 +56,8 @@ class Load:
     url: str
     cases: list[Case]
     num_streams: int
+    stagger_s: float = 0.0
+    """Over so many seconds the clients begin one after the other."""
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     finished: list[Streamed] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
@@ -68,11 +70,13 @@ class Load:
         timeout = aiohttp.ClientTimeout(total=None, sock_read=90)
         async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
 
-            async def client() -> None:
+            async def client(pause_s: float) -> None:
+                await asyncio.sleep(pause_s)
                 while not self.stop.is_set():
                     await self._one(session, next(turns))
 
-            await asyncio.gather(*(client() for _ in range(self.num_streams)))
+            n = self.num_streams
+            await asyncio.gather(*(client(i / n * self.stagger_s) for i in range(n)))
 
     async def _one(self, session: aiohttp.ClientSession, case: Case) -> None:
         try:

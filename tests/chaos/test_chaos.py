@@ -50,14 +50,18 @@ def cluster(num_replicas: int, **args: Any) -> Iterator[Cluster]:
 
 
 async def under_load(
-    running: Cluster, num_streams: int, work: Callable[[Load], Any], output: int = OUTPUT
+    running: Cluster,
+    num_streams: int,
+    work: Callable[[Load], Any],
+    output: int = OUTPUT,
+    stagger_s: float = 0.0,
 ) -> Load:
     """Do `work` while streams of `output` tokens run; none of them may notice."""
     cases = await asyncio.to_thread(make_cases, running.url, num_streams, output)
-    load = Load(running.url, cases, num_streams)
+    load = Load(running.url, cases, num_streams, stagger_s)
     streaming = asyncio.create_task(load.run())
     try:
-        await asyncio.sleep(2.0)
+        await asyncio.sleep(2.0 + stagger_s)
         await work(load)
     finally:
         load.stop.set()
@@ -151,7 +155,8 @@ def test_one_replica() -> None:
 @pytest.mark.full_chaos
 @pytest.mark.timeout(600)
 def test_scaling_hands_streams_over() -> None:
-    """2 -> 1 -> 2 replicas; most streams are longer than the time to drain."""
+    """2 -> 1 -> 2 replicas. Streams are longer than the time to drain, and at any point of their
+    way when it begins."""
 
     async def work(load: Load) -> None:
         for num_replicas in (1, 2):
@@ -160,7 +165,7 @@ def test_scaling_hands_streams_over() -> None:
             await running.wait_complete(PATIENT_S)
 
     with cluster(2, drain_timeout_s=1) as running:
-        load = asyncio.run(under_load(running, 32, work, output=800))
+        load = asyncio.run(under_load(running, 32, work, output=800, stagger_s=8.0))
         print(f"\nscaling: {len(load.finished)} streams, resumed: {dict(resumed(running.url))}")
         assert resumed(running.url)["drain"] > 0
 
