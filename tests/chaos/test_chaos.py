@@ -55,9 +55,10 @@ async def under_load(
     work: Callable[[Load], Any],
     output: int = OUTPUT,
     stagger_s: float = 0.0,
+    num_cases: int | None = None,
 ) -> Load:
     """Do `work` while streams of `output` tokens run; none of them may notice."""
-    cases = await asyncio.to_thread(make_cases, running.url, num_streams, output)
+    cases = await asyncio.to_thread(make_cases, running.url, num_cases or num_streams, output)
     load = Load(running.url, cases, num_streams, stagger_s)
     streaming = asyncio.create_task(load.run())
     try:
@@ -164,8 +165,8 @@ def test_scaling_hands_streams_over() -> None:
             await asyncio.sleep(3.0)
             await running.wait_complete(PATIENT_S)
 
-    with cluster(2, drain_timeout_s=1) as running:
-        load = asyncio.run(under_load(running, 32, work, output=800, stagger_s=8.0))
+    with cluster(2, drain_timeout_s=1, max_total_tokens=81920) as running:
+        load = asyncio.run(under_load(running, 32, work, output=2000, stagger_s=8.0, num_cases=8))
         print(f"\nscaling: {len(load.finished)} streams, resumed: {dict(resumed(running.url))}")
         assert resumed(running.url)["drain"] > 0
 
