@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
+from engine.openmp import set_wait_policy
 from engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -17,9 +17,7 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     # Lazy: the ingress and the tokenizer import engine modules and must not pay for torch.
     if name == "LLM":
-        # Read by libgomp when torch loads: threads that spin while they wait starve other
-        # processes of the machine (on a loaded 2-core box: 10x slower steps).
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        set_wait_policy()  # before torch is loaded
         from engine.llm import LLM
 
         return LLM

@@ -16,6 +16,7 @@ from multiprocessing.process import BaseProcess
 from engine.distributed import open_store
 from engine.errors import ConfigError, EngineDeadError
 from engine.message_executor import MessageExecutor, collect_ready
+from engine.openmp import set_wait_policy
 from engine.transport import Inbox
 from engine.worker.worker_config import WorkerConfig
 from engine.worker.worker_loop import log_as_worker, run_worker
@@ -36,7 +37,7 @@ class MultiprocessExecutor(MessageExecutor):
         store = ("127.0.0.1", self._store.port)
         results = Inbox()
         context = mp.get_context("spawn")
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        set_wait_policy()
         self._processes: list[BaseProcess] = []
         for rank in range(world_size):
             process = context.Process(

@@ -20,6 +20,7 @@ from engine.actors.worker_actor import RemoteWorkerActor
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineDeadError
 from engine.messages import Shutdown
+from engine.openmp import wait_policy
 from engine.scheduler.stats import SchedulerStats
 from engine.trace import RoleTrace
 from engine.transport import Outbox
@@ -212,12 +213,11 @@ class EngineGroup:
     def _start_worker(self, rank: int, bundle: int) -> ActorHandle[Any]:
         # A worker on CUDA owns a GPU; `auto` was decided by whoever made the placement group.
         gpus = 1 if self.config.device == "cuda" else 0
-        threads = str(self.config.cpu_threads or 1)
+        threads = {"OMP_NUM_THREADS": str(self.config.cpu_threads or 1)}
         actor: ActorHandle[Any] = RemoteWorkerActor.options(
             num_gpus=gpus,
             scheduling_strategy=self._bundle(bundle),
-            # Read by libgomp when the process starts: spinning threads would starve the rest.
-            runtime_env={"env_vars": {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": threads}},
+            runtime_env={"env_vars": {**wait_policy(), **threads}},
         ).remote(rank)
         return actor
 

@@ -6,6 +6,11 @@ Figures (1 thread AVX-512 without bf16 units, float32, microseconds at m = 1 / 8
     [2048 -> 768]  F.linear  335 / 955 / 2370   transposed 392 /  719 / 1627   packed  420 / 573 / 1421
     [768 -> 4096]  F.linear 1017 / 4260 / 7088  transposed 737 / 2524 / 8030   packed 1325 / 1784 / 3619
 
+2 threads of an AVX-512 AMD EPYC, weights from memory, m = 1 / 8 / 32 / 512:
+
+    [768 -> 768]   F.linear  232 / 500 /  521 / 3388   transposed 196 / 452 /  589 / 4001   packed  234 / 210 /  345 / 3233
+    [768 -> 1280]  F.linear  384 / 511 /  735 / 6648   transposed 289 / 663 /  825 / 6346   packed  298 / 294 /  467 / 5134
+
 bfloat16 is up to 2x faster packed on any size.
 """  # noqa: E501
 
@@ -19,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 # Elements up to which a transposed float32 matrix beats the packed one on CPU.
-TRANSPOSED_MAX_NUMEL = 1 << 20
+TRANSPOSED_MAX_NUMEL = 1 << 19
 # The row count that oneDNN packs for; measured as good as any other for m = 1..512.
 PACK_ROWS = 32
 

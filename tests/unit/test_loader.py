@@ -16,6 +16,7 @@ from engine.errors import ConfigError
 from engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from engine.layers.linear import QKVParallelLinear, RowParallelLinear, local_kv_heads
 from engine.layers.linear_kernel import (
+    TRANSPOSED_MAX_NUMEL,
     DenseKernel,
     PackedKernel,
     SharedRowsKernel,
@@ -251,7 +252,7 @@ def test_linear_kernels_agree(shape: tuple[int, int], dtype: torch.dtype, bias: 
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     offset = torch.randn(shape[0]).to(dtype) if bias else None
     kernel = make_linear_kernel(weight, offset)
-    small_float = dtype == torch.float32 and weight.numel() < 1 << 20
+    small_float = dtype == torch.float32 and weight.numel() <= TRANSPOSED_MAX_NUMEL
     packed = PackedKernel if can_pack(dtype) else DenseKernel
     assert type(kernel) is (TransposedKernel if small_float else packed)
     for rows in (1, 2, 5, 70):
