@@ -44,9 +44,7 @@ class EngineDriver:
     """
 
     def __init__(self, **config: Any) -> None:
-        # Read by libgomp when a worker process starts; Ray's default niceness of 15 would put
-        # the engine behind everything else on the machine.
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        # Ray's default of 15 would put the engine behind everything else on the machine.
         os.environ.setdefault("RAY_worker_niceness", "0")
         import ray
 

@@ -26,7 +26,6 @@ import httpx
 import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch loads its OpenMP
 
 from benchmarks.common import (
     PEERS,
@@ -247,7 +246,7 @@ def ray_steps(server: ManagedServer, streams: list[Stream]) -> tuple[list[float]
 
 def real_model(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     """Output tokens/s of the 88 M-parameter Llama, through HTTP and in process, in turn."""
-    from engine import LLM, SamplingParams
+    from engine import LLM, SamplingParams  # first: it sets how torch's threads wait
 
     folder = llama_88m(PEERS / "models" / "llama-88m")
     config = {"model": str(folder), "max_total_tokens": 16384, "max_running_requests": 64}

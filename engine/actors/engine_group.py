@@ -213,11 +213,11 @@ class EngineGroup:
     def _start_worker(self, rank: int, bundle: int) -> ActorHandle[Any]:
         # A worker on CUDA owns a GPU; `auto` was decided by whoever made the placement group.
         gpus = 1 if self.config.device == "cuda" else 0
-        threads = {"OMP_NUM_THREADS": str(self.config.cpu_threads or 1)}
+        threads = str(self.config.cpu_threads or 1)
         actor: ActorHandle[Any] = RemoteWorkerActor.options(
             num_gpus=gpus,
             scheduling_strategy=self._bundle(bundle),
-            runtime_env={"env_vars": {**wait_policy(), **threads}},
+            runtime_env={"env_vars": {**wait_policy(), "OMP_NUM_THREADS": threads}},
         ).remote(rank)
         return actor
 
