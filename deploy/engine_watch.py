@@ -166,7 +166,8 @@ async def _answers_ray(pong: Pong) -> bool:
     try:
         actor = await asyncio.to_thread(ray.get_actor, pong.actor, pong.namespace)
         ready = asyncio.wrap_future(actor.__ray_ready__.remote().future())
-        await asyncio.wait_for(ready, CONFIRM_S)
+        async with asyncio.timeout(CONFIRM_S):
+            await ready
     except (ValueError, RayError, TimeoutError):  # unknown; dead; hangs
         return False
     return True

@@ -79,7 +79,8 @@ class EngineStats(Collector):
         """Ask the engines; if they don't answer in time, the scrape goes on without them."""
         self._replicas, self._fetched = [], False
         try:
-            self._replicas = await asyncio.wait_for(client_provider().stats(), STATS_TIMEOUT_S)
+            async with asyncio.timeout(STATS_TIMEOUT_S):
+                self._replicas = await client_provider().stats()
             self._fetched = True
         except Exception as exception:  # whatever is wrong must not hide the other metrics
             logger.warning("no engine statistics: %s", type(exception).__name__)

@@ -198,9 +198,8 @@ class ServeEngineClient(EngineClient):
             return EngineHealth(False, "starting")
         try:
             replies = await self._ask_engines("health", HEALTH_TIMEOUT_S)
-            lost = await asyncio.wait_for(
-                asyncio.to_thread(replicas_lost, len(replies)), HEALTH_TIMEOUT_S
-            )
+            async with asyncio.timeout(HEALTH_TIMEOUT_S):
+                lost = await asyncio.to_thread(replicas_lost, len(replies))
         except Exception as error:  # whatever failed, the answer is "not healthy", and why
             return EngineHealth(False, f"{type(error).__name__}: {str(error)[:300]}")
         wrong = [self._tokenizer.unwell, lost]

@@ -107,7 +107,8 @@ class TokenizerLink:
         self._calls[call] = future
         try:
             self.send(make(call))
-            return await asyncio.wait_for(future, ASK_TIMEOUT_S)
+            async with asyncio.timeout(ASK_TIMEOUT_S):
+                return await future
         except TimeoutError as error:
             message = f"The tokenizer didn't answer within {ASK_TIMEOUT_S:.0f} s."
             raise RequestError(message, status=503, code="engine_unavailable") from error
@@ -133,7 +134,8 @@ class TokenizerLink:
     async def _wait_up(self, wait_s: float) -> None:
         if not self._up.is_set():
             try:
-                await asyncio.wait_for(self._up.wait(), wait_s)
+                async with asyncio.timeout(wait_s):
+                    await self._up.wait()
             except TimeoutError as error:
                 raise EngineDeadError("there is no tokenizer") from error
 
@@ -142,7 +144,8 @@ class TokenizerLink:
         self._actor = RemoteTokenizerActor.remote(self._model_path)
         self._process = None
         described = asyncio.wrap_future(self._actor.describe.remote().future())
-        address, self._process = await asyncio.wait_for(described, START_TIMEOUT_S)
+        async with asyncio.timeout(START_TIMEOUT_S):
+            address, self._process = await described
         run = self._actor.run.remote()
         self._outbox = Outbox(address)
         self._broken = asyncio.get_running_loop().create_future()

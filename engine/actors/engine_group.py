@@ -121,7 +121,8 @@ class EngineGroup:
         if self._death or self._scheduler is None:
             raise EngineDeadError(self._death or "the engine hasn't started")
         try:
-            reply = await asyncio.wait_for(_await(self._scheduler.ping.remote()), PING_TIMEOUT_S)
+            async with asyncio.timeout(PING_TIMEOUT_S):
+                reply = await _await(self._scheduler.ping.remote())
         except TimeoutError as error:
             raise EngineDeadError(
                 f"the scheduler didn't answer within {PING_TIMEOUT_S:.0f} s"

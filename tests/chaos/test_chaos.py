@@ -66,7 +66,8 @@ async def under_load(
         await work(load)
     finally:
         load.stop.set()
-        await asyncio.wait_for(streaming, 180)
+        async with asyncio.timeout(180):
+            await streaming
     assert load.failures == []
     await_idle(running.url)
     return load

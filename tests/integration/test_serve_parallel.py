@@ -61,7 +61,8 @@ async def _kill_mid_stream(url: str, pid: int) -> None:
         task = asyncio.ensure_future(stream(session, url, body))
         await asyncio.sleep(0.5)
         os.kill(pid, signal.SIGKILL)
-        got = await asyncio.wait_for(task, 120)
+        async with asyncio.timeout(120):
+            got = await task
     assert got.error is None and got.done, got
     assert (got.token_ids, got.text) == (undisturbed.token_ids, undisturbed.text)
     assert max(b - a for a, b in itertools.pairwise(got.times)) > 0.5, "it was killed too late"

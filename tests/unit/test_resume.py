@@ -382,7 +382,12 @@ def test_engines_that_end_for_other_reasons_cost_no_request(tokenizer: Tokenizer
 def test_suspects_wait_for_an_engine_all_at_once(tokenizer: Tokenizer) -> None:
     """None comes any more: the first one's trial, which never begins, holds nobody up."""
     world = OneEngine(tokenizer, limits=ResumeLimits(wait_s=0.3), last_life=2)
-    for result in asyncio.run(asyncio.wait_for(world.read_all([1] + [0] * 20), 3.0)):
+
+    async def read_all() -> list[list[TextDelta] | BaseException]:
+        async with asyncio.timeout(3.0):
+            return await world.read_all([1] + [0] * 20)
+
+    for result in asyncio.run(read_all()):
         assert isinstance(result, EngineDeadError), result
 
 

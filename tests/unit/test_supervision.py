@@ -362,6 +362,32 @@ def encode(call: int) -> tm.EncodeRequest:
     return tm.EncodeRequest(call, "ingress", ["text"])
 
 
+@pytest.mark.parametrize("first", ["cancel", "answer"])
+def test_a_cancellation_that_arrives_with_the_answer_is_not_lost(
+    monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    """Of 200 questions whose askers leave in the turn of the loop that brings the answer."""
+
+    async def run() -> None:
+        tokenizers = FakeTokenizers(monkeypatch)
+        link = tokenizers.link()
+        await link.start()
+        asking = [asyncio.ensure_future(link.ask(encode, 10.0)) for _ in range(200)]
+        calls = [(await tokenizers.made[0].next()).call for _ in asking]
+        for call, task in zip(calls, asking, strict=True):
+            if first == "cancel":
+                task.cancel()
+            link.answer(call, "reply")
+            if first == "answer":
+                task.cancel()
+        await asyncio.wait(asking)
+        link.stop()
+        tokenizers.close()
+        assert [task for task in asking if not task.cancelled()] == []
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("deaths", [0, 1, 2])
 def test_question_outlives_one_tokenizer_not_two(
     monkeypatch: pytest.MonkeyPatch, deaths: int
