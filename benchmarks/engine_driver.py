@@ -19,7 +19,7 @@ from engine.config import EngineConfig
 from engine.messages import AbortRequest, AddRequest, StepOutputs
 from engine.sampling_params import SamplingParams
 from engine.scheduler.stats import SchedulerStats
-from engine.trace import RoleTrace
+from engine.trace import RoleTrace, unpack
 from engine.transport import Inbox, Outbox
 
 T = TypeVar("T")
@@ -112,7 +112,7 @@ class EngineDriver:
 
     def trace(self, last: int) -> list[RoleTrace]:
         """Spans of the last steps of all roles."""
-        return self._wait(self._group.trace(last))
+        return [unpack(role) for role in self._wait(self._group.trace(last))]
 
     def scheduler_pid(self) -> int:
         """Process id of the scheduler."""

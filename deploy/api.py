@@ -1,9 +1,10 @@
 """The HTTP application: routes, and errors in OpenAI's shape for whatever goes wrong."""
 
 # No `from __future__ import annotations`: FastAPI reads the annotations of the handlers.
+import asyncio
 import re
 import uuid
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -11,6 +12,7 @@ from fastapi import FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
+from starlette.responses import StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deploy.engine_client import EngineClient, ModelInfo
@@ -25,7 +27,7 @@ from deploy.openai.response import GenerationResponse
 from deploy.openai.sse import encode_json
 from engine import __version__
 from engine.errors import EngineDeadError, RequestError
-from engine.trace import CAPACITY
+from engine.trace import CAPACITY, chrome_trace_json
 
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
@@ -110,7 +112,8 @@ def build_api(
 
     @app.get("/debug/trace")
     async def trace(last: Annotated[int, Query(ge=1, le=CAPACITY)] = 2000) -> Response:
-        return _json(await client_provider().trace(last))
+        engines = await client_provider().trace(last)
+        return StreamingResponse(_gently(chrome_trace_json(engines)), media_type="application/json")
 
     @app.get("/version")
     async def version() -> Response:
@@ -178,6 +181,13 @@ def _body_schema(kind: type[CompletionRequest] | type[ChatCompletionRequest]) ->
     """For /docs: the handlers read bodies themselves, so FastAPI doesn't know them."""
     schema = kind.model_json_schema()
     return {"requestBody": {"content": {"application/json": {"schema": schema}}}}
+
+
+async def _gently(pieces: Iterable[bytes]) -> AsyncIterator[bytes]:
+    """Megabytes for one reader, and the streams of the others go on."""
+    for piece in pieces:
+        yield piece
+        await asyncio.sleep(0)
 
 
 def _json(value: Any, status: int = 200) -> Response:

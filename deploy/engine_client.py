@@ -13,6 +13,7 @@ from typing import Any
 
 from engine.sampling_params import SamplingParams
 from engine.tokenizer.detokenizer_manager import TextDelta
+from engine.trace import RoleTrace
 
 
 @dataclass(frozen=True)
@@ -104,5 +105,5 @@ class EngineClient(ABC):
         """Latest scheduler statistics of each engine replica (see engine.scheduler.stats)."""
 
     @abstractmethod
-    async def trace(self, last: int) -> dict[str, Any]:
-        """Chrome trace of the last steps of each engine replica (see engine.trace)."""
+    async def trace(self, last: int) -> dict[str, list[RoleTrace]]:
+        """What the roles of each engine replica did in their last steps, by replica."""

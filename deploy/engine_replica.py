@@ -38,7 +38,6 @@ from engine.messages import (
     UnsubscribeKVEvents,
 )
 from engine.scheduler.stats import SchedulerStats
-from engine.trace import RoleTrace
 from engine.transport import Outbox
 
 logger = logging.getLogger(__name__)
@@ -141,8 +140,8 @@ class EngineReplica:
         await self.start()
         return autoscaling_stats((await self._group.ping())[1])
 
-    async def trace(self, last: int) -> tuple[str, list[RoleTrace]]:
-        """The replica's name, and what its roles did in their last steps."""
+    async def trace(self, last: int) -> tuple[str, list[bytes]]:
+        """The replica's name, and what its roles did in their last steps (packed)."""
         await self.start()
         return _replica_name(), await self._group.trace(last)
 

@@ -29,7 +29,7 @@ from engine.errors import EngineDeadError, RequestError
 from engine.messages import KVEvents, KVSnapshot, Pong, RequestTaken
 from engine.tokenizer import tokenizer_messages as tm
 from engine.tokenizer.detokenizer_manager import TextDelta
-from engine.trace import chrome_trace
+from engine.trace import RoleTrace, unpack
 
 logger = logging.getLogger(__name__)
 
@@ -215,9 +215,10 @@ class ServeEngineClient(EngineClient):
         answers = await self._ask_engines("stats", ANSWER_TIMEOUT_S)
         return [r for r in answers if not isinstance(r, BaseException)]
 
-    async def trace(self, last: int) -> dict[str, Any]:
+    async def trace(self, last: int) -> dict[str, list[RoleTrace]]:
         answers = await self._ask_engines("trace", ANSWER_TIMEOUT_S, last)
-        return chrome_trace(dict(a for a in answers if not isinstance(a, BaseException)))
+        replicas = dict(a for a in answers if not isinstance(a, BaseException))
+        return {name: [unpack(role) for role in roles] for name, roles in replicas.items()}
 
     async def _ask_engines(self, method: str, timeout_s: float, *args: Any) -> list[Any]:
         """Answers of every engine replica; the exception instead where one fails. Raises

@@ -14,6 +14,7 @@ from deploy.api import ApiSettings, build_api
 from tests.fake_client import FakeEngineClient
 
 USER = {"role": "user", "content": "hi"}
+JSON = {"Content-Type": "application/json"}
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 

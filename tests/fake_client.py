@@ -11,7 +11,7 @@ from typing import Any
 from deploy.engine_client import EngineClient, EngineHealth, GenerateRequest, ModelInfo
 from engine.errors import RequestError
 from engine.tokenizer.detokenizer_manager import LogprobEntry, TextDelta
-from engine.trace import StepSpan, TraceRing, chrome_trace, scheduler_trace
+from engine.trace import RoleTrace, StepSpan, TraceRing, scheduler_trace
 
 BOS, EOS = 256, 257
 SPECIAL = {BOS: "<s>", EOS: "</s>"}
@@ -60,6 +60,7 @@ class FakeEngineClient(EngineClient):
         """So many first tokens bring no text (it comes with the next)."""
         self.is_healthy = True
         self.stats_delay_s = 0.0
+        self.num_traced_steps = 10
         self.chat_calls: list[dict[str, Any]] = []
 
     @property
@@ -181,12 +182,12 @@ class FakeEngineClient(EngineClient):
     async def health(self) -> EngineHealth:
         return EngineHealth(self.is_healthy, "" if self.is_healthy else "a worker died")
 
-    async def trace(self, last: int) -> dict[str, Any]:
+    async def trace(self, last: int) -> dict[str, list[RoleTrace]]:
         steps: TraceRing[StepSpan] = TraceRing()
-        for i in range(10):
+        for i in range(self.num_traced_steps):
             at = i / 100
             steps.add(StepSpan(i, 0, "decode", 3, 3, at, at + 0.001, at + 0.009, at + 0.0091))
-        return chrome_trace({"fake": [scheduler_trace(steps, last)]})
+        return {"fake": [scheduler_trace(steps, last)]}
 
     async def stats(self) -> list[dict[str, float]]:
         await asyncio.sleep(self.stats_delay_s)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -29,6 +30,22 @@ logger = logging.getLogger(__name__)
 
 CLIENT_GONE = 499
 """Status in metrics of requests whose client left (nginx's number; nobody receives it)."""
+
+
+def check_content_type(headers: Headers) -> None:
+    """Raise `RequestError` (415) unless the body is said to be JSON.
+
+    What any web page may send to any server without being asked first (text/plain, forms, no type
+    at all) is refused: a page could make a server on the reader's own machine compute.
+    """
+    given = headers.get("content-type", "")
+    media_type = given.partition(";")[0].strip().lower()
+    if media_type == "application/json" or re.fullmatch(r"application/[\w.-]+\+json", media_type):
+        return
+    named = f"not {given[:100]!a}" if given else "and the request has no Content-Type"
+    raise RequestError(
+        f"The body must be application/json, {named}.", status=415, code="unsupported_media_type"
+    )
 
 
 async def read_body(request: Request, limit: int) -> bytes:
@@ -78,6 +95,7 @@ class GenerationResponse(Response):
         tracker = self._metrics.track(self._endpoint.name)
         try:
             try:
+                check_content_type(Headers(scope=scope))
                 body = await read_body(Request(scope, receive), self._max_body_bytes)
             except RequestError as exception:
                 status = await _send_error(send, reply_to(exception, self._request_id))

@@ -22,7 +22,6 @@ from engine.errors import ConfigError, EngineDeadError
 from engine.messages import Shutdown
 from engine.openmp import wait_policy
 from engine.scheduler.stats import SchedulerStats
-from engine.trace import RoleTrace
 from engine.transport import Outbox
 from engine.worker.worker_config import WorkerConfig
 
@@ -136,8 +135,9 @@ class EngineGroup:
             raise EngineDeadError("the engine hasn't started")
         return int(await _await(self._scheduler.pid.remote()))
 
-    async def trace(self, last: int) -> list[RoleTrace]:
-        """What the scheduler and every worker did in their last steps."""
+    async def trace(self, last: int) -> list[bytes]:
+        """What the scheduler and every worker did in their last steps: a packed `RoleTrace` of
+        each."""
         if self._death or self._scheduler is None:
             raise EngineDeadError(self._death or "the engine hasn't started")
         tp_size = self.config.tp_size

@@ -17,7 +17,7 @@ from engine.message_executor import collect_ready
 from engine.scheduler.scheduler_config import SchedulerConfig
 from engine.scheduler.stats import SchedulerStats
 from engine.scheduler_role import IDLE_POLL_S, SchedulerRole
-from engine.trace import RoleTrace, scheduler_trace
+from engine.trace import pack, scheduler_trace
 from engine.transport import Inbox
 
 
@@ -88,9 +88,9 @@ class SchedulerActor:
         return os.getpid()
 
     @ray.method(concurrency_group="control")
-    def trace(self, last: int) -> RoleTrace:
-        """What the loop did with the last steps."""
-        return scheduler_trace(self._get_role().trace, last)
+    def trace(self, last: int) -> bytes:
+        """What the loop did with the last steps: a packed `RoleTrace`."""
+        return pack(scheduler_trace(self._get_role().trace, last))
 
     def _get_role(self) -> SchedulerRole:
         if self._role is None:

@@ -9,7 +9,7 @@ import ray
 from engine.actors.actor_process import ActorProcess
 from engine.actors.ray_types import actor_class, node_ip
 from engine.config import EngineConfig
-from engine.trace import RoleTrace, StageSpan, TraceRing, stage_trace
+from engine.trace import StageSpan, TraceRing, pack, stage_trace
 from engine.worker.worker_config import WorkerConfig, make_worker_config
 from engine.worker.worker_loop import log_as_worker, preload, run_worker
 
@@ -58,10 +58,10 @@ class WorkerActor:
         return ActorProcess.of_this_actor()
 
     @ray.method(concurrency_group="control")
-    def trace(self, tp_size: int, last: int) -> RoleTrace:
-        """What this rank did in its last steps."""
+    def trace(self, tp_size: int, last: int) -> bytes:
+        """What this rank did in its last steps: a packed `RoleTrace`."""
         pp_rank, tp_rank = divmod(self.rank, tp_size)
-        return stage_trace(pp_rank, tp_rank, self._trace, last)
+        return pack(stage_trace(pp_rank, tp_rank, self._trace, last))
 
 
 RemoteWorkerActor = actor_class(WorkerActor, concurrency_groups={"loop": 1, "control": 1})

@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from benchmarks.servers import ManagedServer
+from tests.api_calls import JSON
 from tests.integration.http_server import manta, metric, stream, streams
 
 KV_TOKENS = 4096
@@ -111,7 +112,9 @@ def test_bad_requests_leave_the_server_well(url: str) -> None:
         reply = httpx.post(f"{url}/v1/completions", json=body, timeout=30)
         assert reply.status_code == 400, (body, reply.text)
         assert reply.json()["error"]["param"] == param
-    broken = httpx.post(f"{url}/v1/completions", content=b'{"prompt": NaN', timeout=30)
+    broken = httpx.post(
+        f"{url}/v1/completions", content=b'{"prompt": NaN', headers=JSON, timeout=30
+    )
     assert broken.status_code == 400
     unknown = httpx.post(f"{url}/v1/completions", json={"model": "other", "prompt": "x"})
     assert unknown.status_code == 404

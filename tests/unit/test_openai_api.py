@@ -11,6 +11,7 @@ import pytest
 
 from deploy.api import ApiSettings, build_api
 from engine.errors import EngineDeadError, RequestError
+from engine.trace import CAPACITY
 from tests.api_calls import (
     CHAT,
     COMPLETIONS,
@@ -326,6 +327,26 @@ def test_trace() -> None:
     for bad in ("0", "9000", "x"):
         reply = call(client, "GET", f"/debug/trace?last={bad}")
         assert reply.status_code == 400 and reply.json()["error"]["param"] == "last"
+
+
+def test_a_trace_of_megabytes_lets_the_streams_go_on() -> None:
+    """Another task of the loop gets a turn for every few dozen steps of the trace."""
+    client = FakeEngineClient()
+    client.num_traced_steps = CAPACITY
+    turns = 0
+
+    async def run() -> int:
+        nonlocal turns
+        transport = httpx.ASGITransport(build_api(lambda: client))
+        async with httpx.AsyncClient(transport=transport, base_url="http://manta") as http:
+            asking = asyncio.ensure_future(http.get(f"/debug/trace?last={CAPACITY}"))
+            while not asking.done():
+                await asyncio.sleep(0)
+                turns += 1
+            return len(asking.result().content)
+
+    assert asyncio.run(run()) > 4_000_000
+    assert turns > CAPACITY / 64
 
 
 def test_request_id_is_taken_over() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from deploy.api import ApiSettings, build_api
 from deploy.openai.protocol import ChatCompletionRequest, CompletionRequest
-from tests.api_calls import CHAT, COMPLETIONS, USER, call, error_of, events, post
+from tests.api_calls import CHAT, COMPLETIONS, JSON, USER, call, error_of, events, post
 from tests.fake_client import FakeEngineClient
 
 LONG = [65] * 256
@@ -188,13 +188,15 @@ def test_codes_of_errors() -> None:
 
 def test_broken_json_and_large_bodies() -> None:
     client = FakeEngineClient()
-    reply = call(client, "POST", COMPLETIONS, content=b'{"prompt": "x", "temperature": NaN}')
+    reply = call(
+        client, "POST", COMPLETIONS, content=b'{"prompt": "x", "temperature": NaN}', headers=JSON
+    )
     assert (reply.status_code, error_of(reply)["param"]) == (400, "temperature")
-    reply = call(client, "POST", COMPLETIONS, content=b'{"prompt": ')
+    reply = call(client, "POST", COMPLETIONS, content=b'{"prompt": ', headers=JSON)
     assert (reply.status_code, "line 1" in error_of(reply)["message"]) == (400, True)
     small = ApiSettings(max_body_bytes=100)
     body = json.dumps({"prompt": "x" * 100}).encode()
-    reply = call(client, "POST", COMPLETIONS, content=body, api_settings=small)
+    reply = call(client, "POST", COMPLETIONS, content=body, headers=JSON, api_settings=small)
     assert reply.status_code == 413
     assert error_of(reply)["code"] == "request_too_large"
 
@@ -202,8 +204,55 @@ def test_broken_json_and_large_bodies() -> None:
         yield body[:60]
         yield body[60:]
 
-    reply = call(client, "POST", COMPLETIONS, content=chunks(), api_settings=small)
+    reply = call(client, "POST", COMPLETIONS, content=chunks(), headers=JSON, api_settings=small)
     assert reply.status_code == 413
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize(
+    "given",
+    [
+        "text/plain",
+        "text/plain;charset=UTF-8",
+        "application/x-www-form-urlencoded",
+        "multipart/form-data; boundary=x",
+        "application/jsonp",
+        "text/json",
+        "é",
+        "",
+        None,
+    ],
+)
+def test_what_a_web_page_may_send_unasked_is_refused(path: str, given: str | None) -> None:
+    """No engine sees it; the error names what came and what must."""
+    client = FakeEngineClient()
+    body = json.dumps({"prompt": "x", "messages": [USER]}).encode()
+    headers = {} if given is None else {"Content-Type": given.encode()}
+    reply = call(client, "POST", path, content=body, headers=headers)
+    assert reply.status_code == 415
+    assert error_of(reply)["code"] == "unsupported_media_type"
+    assert "application/json" in error_of(reply)["message"]
+    assert client.started == []
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "application/json",
+        "application/json; charset=utf-8",
+        "Application/JSON",
+        "application/a.b+json",
+    ],
+)
+def test_json_by_any_of_its_names_is_taken(given: str) -> None:
+    reply = call(
+        FakeEngineClient(),
+        "POST",
+        COMPLETIONS,
+        content=b'{"prompt": "x"}',
+        headers={"Content-Type": given},
+    )
+    assert reply.status_code == 200, reply.text
 
 
 JSON_VALUES = st.recursive(
@@ -249,7 +298,7 @@ class Prober:
         self.statuses: set[int] = set()
 
     def check(self, runner: asyncio.Runner, path: str, content: bytes) -> None:
-        reply = runner.run(self._http.post(path, content=content))
+        reply = runner.run(self._http.post(path, content=content, headers=JSON))
         self.statuses.add(reply.status_code)
         assert reply.status_code in (200, 400, 404), reply.text
         if reply.status_code != 200:

@@ -26,7 +26,7 @@ SCOPE = {
     "path": COMPLETIONS,
     "raw_path": COMPLETIONS.encode(),
     "query_string": b"",
-    "headers": [],
+    "headers": [(b"content-type", b"application/json")],
     "http_version": "1.1",
     "scheme": "http",
     "server": ("test", 80),
@@ -57,6 +57,14 @@ class Server:
         self._server.should_exit = True
         self._thread.join(10)
         self.socket.close()
+
+
+def post_head(length: int) -> str:
+    """Request line and headers of a completion whose body has `length` bytes."""
+    return (
+        f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {length}\r\n\r\n"
+    )
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -161,7 +169,7 @@ def test_a_client_that_leaves_frees_its_sequences(
     engine = server.client
     engine.step_s, engine.hang_at = 0.02, hang_at
     body = json.dumps({"prompt": "x", "max_tokens": 200, "stream": stream, "n": n}).encode()
-    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = post_head(len(body))
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         connection.sendall(head.encode() + body)
         if stream and hang_at != 0:
@@ -180,7 +188,7 @@ def test_a_stream_that_nobody_reads_is_given_up(server: Server) -> None:
     engine = server.client
     engine._info = engine.model_info.__class__("fake", 10**6, 300, 0)
     body = json.dumps({"prompt": "x", "max_tokens": 200_000, "stream": True}).encode()
-    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = post_head(len(body))
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(("127.0.0.1", server.port))

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import json
+
+import pytest
+
 from engine.trace import (
+    SPANS_PER_PIECE,
     StageSpan,
     StepSpan,
     TraceRing,
     chrome_trace,
+    chrome_trace_json,
+    pack,
     scheduler_trace,
     stage_trace,
+    unpack,
 )
 
 
@@ -64,3 +72,19 @@ def test_chrome_trace_follows_a_step_through_the_stages() -> None:
 
 def test_empty_trace() -> None:
     assert chrome_trace({})["traceEvents"] == []
+    assert json.loads(b"".join(chrome_trace_json({}))) == chrome_trace({})
+
+
+@pytest.mark.parametrize("count", [1, SPANS_PER_PIECE, 3 * SPANS_PER_PIECE + 1])
+def test_json_in_pieces_is_the_same_trace(count: int) -> None:
+    steps: TraceRing[StepSpan] = TraceRing()
+    stages: TraceRing[StageSpan] = TraceRing()
+    for i in range(count):
+        steps.add(_step(i))
+        stages.add(StageSpan(i, 0, 100.2 + i, 100.4 + i))
+    roles = [scheduler_trace(steps), stage_trace(0, 0, stages)]
+    assert [unpack(pack(role)) for role in roles] == roles
+    pieces = list(chrome_trace_json({"a": roles, "b": roles[:1]}))
+    assert json.loads(b"".join(pieces)) == chrome_trace({"a": roles, "b": roles[:1]})
+    per_span = 5 * 200  # events of a step, and bytes of one
+    assert max(map(len, pieces)) < SPANS_PER_PIECE * per_span
