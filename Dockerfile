@@ -41,8 +41,11 @@ COPY configs configs
 COPY models models
 RUN python -m compileall -q engine deploy serve_app.py
 
-# HAProxy in place of Serve's Python proxy; the others as deploy/launch.py sets them.
+# HAProxy in place of Serve's Python proxy, through a wrapper: without it HAProxy doesn't notice clients
+# that leave, and opens its pages to the network. The others as deploy/start/launch.py sets them.
 ENV RAY_SERVE_ENABLE_HA_PROXY=1 \
+    RAY_SERVE_HAPROXY_BINARY_PATH=/opt/manta/deploy/start/haproxy-wrapper \
+    RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=deploy.header_guard:middlewares \
     RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD=0 \
     OMP_WAIT_POLICY=PASSIVE \
     RAY_worker_niceness=0
@@ -50,4 +53,4 @@ ENV RAY_SERVE_ENABLE_HA_PROXY=1 \
 USER 1000:1000
 EXPOSE 8000
 # KubeRay starts Ray instead and hands it the application.
-CMD ["python", "-m", "deploy.launch", "configs/llama.yaml", "--host", "0.0.0.0"]
+CMD ["python", "-m", "deploy.launch", "configs/llama.yaml", "--host", "0.0.0.0", "--verbose"]

@@ -186,7 +186,7 @@ def manta_server(
     It listens on the port that the environment variable MANTA_PORT names, else on a free one.
     """
     port = int(os.environ.get("MANTA_PORT") or free_port())
-    command = [sys.executable, "-m", "deploy.launch", config, "--port", str(port)]
+    command = [sys.executable, "-m", "deploy.launch", config, "--port", str(port), "--verbose"]
     for key, value in (overrides or {}).items():
         command += ["--set", f"{key}={value}"]
     if not haproxy:

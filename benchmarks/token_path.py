@@ -39,7 +39,9 @@ from benchmarks.peers.models import llama_88m
 from benchmarks.servers import ManagedServer, exit_on_sigterm, free_port, manta_server
 from benchmarks.stream_reader import Stream
 from benchmarks.token_load import Delays, Spread, Throughput, delays, pace, saturate
-from deploy import haproxy
+from deploy.start import haproxy
+from deploy.start.launch import private_folder
+from deploy.start.ports import PortBlock
 
 RESULT = REPO_ROOT / "benchmarks" / "results" / "token-path.json"
 MODES = {"fastest": "HAProxy", "default": "Python proxy"}
@@ -323,8 +325,9 @@ def ray_server(mode: str, step_ms: float) -> Iterator[ManagedServer]:
             binary = haproxy.binary()
             if binary is None:
                 raise RuntimeError("the comparison needs HAProxy, which Ray brings on Linux only")
-            folder = Path(stack.enter_context(haproxy.folder()))
-            env |= haproxy.environment(binary, folder, http_options)
+            folder = Path(stack.enter_context(private_folder()))
+            ports = stack.enter_context(PortBlock())
+            env |= haproxy.environment(binary, folder, http_options, ports)
             env["RAY_SERVE_THROUGHPUT_OPTIMIZED"] = "1"
         file = stack.enter_context(tempfile.NamedTemporaryFile("w", suffix=".yaml"))
         yaml.safe_dump({"http_options": http_options, "applications": [app]}, file)

@@ -2,7 +2,6 @@
 
 # No `from __future__ import annotations`: FastAPI reads the annotations of the handlers.
 import asyncio
-import re
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deploy.engine_client import EngineClient, ModelInfo
+from deploy.header_guard import REQUEST_ID
 from deploy.metrics import ServerMetrics
 from deploy.openai.chat import ChatEndpoint
 from deploy.openai.completions import CompletionEndpoint
@@ -28,8 +28,6 @@ from deploy.openai.sse import encode_json
 from engine import __version__
 from engine.errors import EngineDeadError, RequestError
 from engine.trace import CAPACITY, chrome_trace_json
-
-_REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 
 @dataclass(frozen=True)
@@ -148,9 +146,7 @@ class RequestIdMiddleware:
             await self._app(scope, receive, send)
             return
         given = next((v for k, v in scope["headers"] if k == b"x-request-id"), b"")
-        request_id = given.decode("latin-1")
-        if not _REQUEST_ID.fullmatch(request_id):
-            request_id = uuid.uuid4().hex
+        request_id = given.decode() if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         scope.setdefault("state", {}).update(request_id=request_id, send=send)
         if not self._add_header:
             await self._app(scope, receive, send)

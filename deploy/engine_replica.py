@@ -15,6 +15,7 @@ import ray
 from ray import serve
 from ray.util import get_current_placement_group
 
+from deploy import serve_log
 from deploy.async_inbox import AsyncInbox
 from deploy.autoscaling import autoscaling_stats
 from deploy.drain_watch import DrainWatch
@@ -60,6 +61,7 @@ class EngineReplica:
     ) -> None:
         logging.getLogger("engine").setLevel(log_level)
         logging.getLogger("deploy").setLevel(log_level)
+        serve_log.quieten()
         self._config = EngineConfig(**engine)
         self._hang_timeout_s = hang_timeout_s
         self._drain_timeout_s = drain_timeout_s
@@ -202,7 +204,8 @@ class EngineReplica:
         """Once the group is lost: fail what is open, kill what is left, and end this process, so
         that Serve replaces it at once instead of after three failed health checks."""
         await self._group.dead.wait()
-        self._open.fail(EngineDeadError(f"the engine was lost: {self._group.death}"))
+        lost = self._open.fail(EngineDeadError(f"the engine was lost: {self._group.death}"))
+        logger.warning("%d requests were lost with the engine", lost)
         self._group.kill()
         await asyncio.sleep(EXIT_DELAY_S)
         logging.shutdown()
@@ -213,8 +216,8 @@ class EngineReplica:
         while True:
             await asyncio.sleep(INGRESS_LOOK_S)
             for ingress in self._ingresses.drop_silent(time.monotonic(), self._hang_timeout_s):
-                logger.warning("an ingress is gone; its requests are dropped")
-                self._open.fail(EngineDrainingError("the ingress was silent"), ingress)
+                lost = self._open.fail(EngineDrainingError("the ingress was silent"), ingress)
+                logger.warning("an ingress is gone; its %d requests are dropped", lost)
                 self._tell_scheduler(UnsubscribeKVEvents(ingress))
 
     async def _hand_over(self) -> None:

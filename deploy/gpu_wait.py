@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable
 
-from deploy.launch import MARK
+from deploy.start.processes import MARK
 from engine.actors.cluster_gpus import gpu_shortage
 from engine.config import EngineConfig
 from engine.errors import ConfigError

@@ -7,6 +7,7 @@ from typing import Any
 
 from ray import serve
 
+from deploy import serve_log
 from deploy.api import ApiSettings, build_api
 from deploy.resume import ResumeLimits
 from deploy.serve_client import RoutingOptions, ServeEngineClient
@@ -45,6 +46,7 @@ def build_ingress(settings: ApiSettings) -> Any:
             routing: RoutingOptions,
         ) -> None:
             logging.getLogger("deploy").setLevel(log_level)
+            serve_log.quieten()
             self._vocab_size = vocab_size
             self._client = ServeEngineClient(
                 engines,

@@ -38,9 +38,12 @@ class OpenCalls:
             if call is not None and not call.done.done():
                 call.done.set_result(None)
 
-    def fail(self, error: Exception, ingress: str | None = None) -> None:
-        """End all calls, or those that came from `ingress`, with copies of `error`."""
+    def fail(self, error: Exception, ingress: str | None = None) -> int:
+        """End all calls, or those that came from `ingress`, with copies of `error`; how many."""
+        failed = 0
         for call in self._calls.values():
             if (ingress is None or call.ingress == ingress) and not call.done.done():
                 # One exception raised by many handlers would gather all their tracebacks.
                 call.done.set_exception(type(error)(*error.args))
+                failed += 1
+        return failed

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from engine.errors import ConfigError
 from engine.model_config import ModelConfig
+from engine.shipped import shipped_root
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -222,11 +223,11 @@ def load_config(kind: type[M], values: dict[str, Any]) -> M:
 
 
 def resolve_model_path(model: str) -> Path:
-    """Folder of `model`: itself, relative to the repository, or from the local hub cache.
+    """Folder of `model`: itself, shipped with Manta, or from the local hub cache.
 
     Raises `ConfigError` when it is nowhere on this machine and can't be fetched.
     """
-    for candidate in (Path(model), Path(__file__).resolve().parent.parent / model):
+    for candidate in (Path(model), shipped_root() / model):
         if candidate.is_dir():
             return candidate.resolve()
     if model.count("/") == 1 and not model.startswith((".", "/", "models/")):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from deploy.launch import MARK, marked_processes
+from deploy.start.processes import MARK, marked_processes
 
 
 def launch_mark(launcher: int) -> str:

@@ -5,12 +5,11 @@ On CUDA it is measured: `engine.worker.kv_sizing`.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
 from engine.distributed import ParallelState
 from engine.errors import ConfigError
+from engine.host_memory import available_host_bytes
 from engine.layers.linear import local_kv_heads
 from engine.model_config import ModelConfig
 from engine.models.llama import stage_layers
@@ -75,28 +74,3 @@ def kv_bytes_per_token(
     layers = max(len(stage) for stage in stage_layers(config.num_layers, pp_size))
     heads = local_kv_heads(config.num_kv_heads, tp_size)
     return MHATokenToKVPool.bytes_per_token(layers, heads, config.head_dim, dtype)
-
-
-def available_host_bytes() -> int:
-    """Memory that can be taken without swapping, within the container's limit if it has one."""
-    available = _meminfo("MemAvailable")
-    limit = _number(Path("/sys/fs/cgroup/memory.max"))
-    used = _number(Path("/sys/fs/cgroup/memory.current"))
-    if limit is not None and used is not None:
-        available = min(available, max(0, limit - used))
-    return available
-
-
-def _meminfo(key: str) -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith(key + ":"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/meminfo has no {key}")
-
-
-def _number(path: Path) -> int | None:
-    try:
-        text = path.read_text().strip()
-    except OSError:  # no cgroup v2 here
-        return None
-    return int(text) if text.isdigit() else None

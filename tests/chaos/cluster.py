@@ -17,7 +17,8 @@ import aiohttp
 import yaml
 
 from benchmarks.servers import ManagedServer
-from deploy.launch import load, marked_processes
+from deploy.start.processes import marked_processes
+from deploy.start.target import load_target
 from tests.processes import actor_pids, find_program, launch_mark
 
 ROLES = {
@@ -118,7 +119,8 @@ class Cluster:
         """Change the running application as `serve deploy` would: replicas, or its `args`."""
         self._args |= args
         overrides = [f"{key}={value}" for key, value in self._args.items()]
-        config = load(ROOT / self._config, overrides, port=int(self.url.rpartition(":")[2]))
+        port = int(self.url.rpartition(":")[2])
+        config = load_target(str(ROOT / self._config), overrides, port=port).config
         if num_replicas is not None:
             self.num_replicas = num_replicas
         # Not in args: that would be a new version of the whole application.

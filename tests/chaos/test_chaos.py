@@ -22,7 +22,7 @@ import aiohttp
 import httpx
 import pytest
 
-from deploy.launch import marked_processes
+from deploy.start.processes import marked_processes
 from tests.chaos.cluster import ROLES, Cluster, Struck
 from tests.chaos.load import Load, make_cases
 from tests.integration.http_server import manta, metric, streams

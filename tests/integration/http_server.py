@@ -26,7 +26,7 @@ def manta(
 ) -> Iterator[ManagedServer]:
     """`deploy.launch` on a free port with keys of the config overridden."""
     port = free_port()
-    cmd = [sys.executable, "-m", "deploy.launch", config, "--port", str(port)]
+    cmd = [sys.executable, "-m", "deploy.launch", config, "--port", str(port), "--verbose"]
     cmd += [] if haproxy else ["--no-haproxy"]
     for key, value in overrides.items():
         cmd += ["--set", f"{key}={json.dumps(value)}"]

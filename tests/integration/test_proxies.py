@@ -22,7 +22,7 @@ import yaml
 
 from benchmarks.common import REPO_ROOT
 from benchmarks.servers import ManagedServer, free_port
-from deploy.launch import marked_processes
+from deploy.start.processes import marked_processes
 from tests.integration.http_server import manta, metric, stream, streams
 from tests.processes import actor_pids, launch_mark
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import aiohttp
 import httpx
 
-from deploy.launch import marked_processes
+from deploy.start.processes import marked_processes
 from engine import LLM, SamplingParams
 from tests.integration.http_server import manta, stream
 from tests.processes import actor_pids, launch_mark

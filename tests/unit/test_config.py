@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from deploy.config import AppConfig, AutoscalingOptions, ServerOptions
-from deploy.launch import load, main
+from deploy.launch import main
+from deploy.start.target import load_target
 from engine.config import MAX_MICRO_BATCHES, EngineConfig
 from engine.distributed import MAX_PENDING_SENDS
 from engine.errors import ConfigError
@@ -18,6 +19,7 @@ from engine.scheduler.scheduler_config import SchedulerConfig
 from engine.worker.worker_config import make_worker_config
 
 ROOT = Path(__file__).resolve().parents[2]
+LLAMA = str(ROOT / "configs" / "llama.yaml")
 
 
 @pytest.mark.parametrize(
@@ -152,12 +154,12 @@ def test_shipped_configs_are_valid(path: Path, tmp_path: Path) -> None:
         small = json.loads((ROOT / "models" / "manta-small" / "config.json").read_text())
         (tmp_path / "config.json").write_text(json.dumps({**small, **LLAMA_SHAPES[model]}))
         overrides = [f"model={tmp_path}"]
-    config = load(path, overrides)
+    config = load_target(str(path), overrides).config
     assert config["applications"][0]["import_path"] == "serve_app:build_app"
 
 
 def test_default_config_names_every_promised_key() -> None:
-    args = load(ROOT / "configs" / "llama.yaml", [])["applications"][0]["args"]
+    args = load_target(LLAMA, []).config["applications"][0]["args"]
     promised = (
         "model served_model_name dtype device tp_size pp_size num_replicas page_size "
         "max_total_tokens max_running_requests chunked_prefill_size max_prefill_tokens "
@@ -179,10 +181,10 @@ def test_reference_documents_every_key() -> None:
 
 
 def test_overrides_and_typos_of_the_launcher(capsys: pytest.CaptureFixture[str]) -> None:
-    config = load(ROOT / "configs" / "llama.yaml", ["page_size=1", "tp_size=2"], port=1234)
+    config = load_target(LLAMA, ["page_size=1", "tp_size=2"], port=1234).config
     assert config["applications"][0]["args"]["page_size"] == 1
     assert config["http_options"]["port"] == 1234
-    assert main([str(ROOT / "configs" / "llama.yaml"), "--set", "tp_size=3"]) == 2
+    assert main([LLAMA, "--set", "tp_size=3"]) == 2
     assert "tp_size (3) must divide" in capsys.readouterr().err
     assert main([str(ROOT / "configs" / "missing.yaml")]) == 2
 
@@ -191,4 +193,4 @@ def test_launcher_refuses_a_misspelt_application_key(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text("applications: [{name: x, import_path: 'serve_app:build_app', argz: {}}]")
     with pytest.raises(ConfigError, match="argz"):
-        load(path, [])
+        load_target(str(path), [])

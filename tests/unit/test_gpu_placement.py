@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import serve_app
 from deploy.gpu_wait import patience, wait_for_gpus
-from deploy.launch import MARK
+from deploy.start.processes import MARK
 from engine.actors.cluster_gpus import gpu_shortage, placement_strategy
 from engine.actors.rank_order import rank_order
 from engine.config import EngineConfig

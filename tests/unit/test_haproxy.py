@@ -5,18 +5,22 @@ from __future__ import annotations
 import os
 import stat
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
-from deploy import haproxy
 from deploy.launch import main
+from deploy.start import haproxy
+from deploy.start.launch import private_folder
+from deploy.start.ports import PortBlock
 from engine.errors import ConfigError
 
 
 def configured(folder: Path, **http_options: object) -> dict[str, str]:
-    return haproxy.environment("/bin/echo", folder, http_options)
+    with PortBlock() as ports:
+        return haproxy.environment("/bin/echo", folder, http_options, ports)
 
 
 def run_wrapper(env: dict[str, str], config: Path) -> subprocess.CompletedProcess[str]:
@@ -29,53 +33,88 @@ def run_wrapper(env: dict[str, str], config: Path) -> subprocess.CompletedProces
     )
 
 
-def test_two_launches_share_no_port_and_no_file(tmp_path: Path) -> None:
-    envs = []
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        envs.append(configured(tmp_path / name))
-    ports = [
-        env[key]
-        for env in envs
-        for key in env
-        if key.endswith("_PORT") and not key.startswith("RAY_SERVE_DIRECT_INGRESS")
-    ]
-    assert len(ports) == len(set(ports)) == 8
-    paths = [{value for value in env.values() if value.startswith("/")} for env in envs]
-    assert len(paths[0]) == 6 and not paths[0] & paths[1]
-
-
-def test_pages_stay_on_loopback_and_the_api_where_it_was(tmp_path: Path) -> None:
-    """On what Ray's own template gives."""
+def rendered(stats: str, metrics: str) -> str:
+    """What Ray's own template gives."""
     from jinja2 import Environment
     from ray.serve._private.haproxy_templates import HAPROXY_CONFIG_TEMPLATE
 
-    env = configured(tmp_path)
-    stats, metrics = (env[f"RAY_SERVE_HAPROXY_{n}_PORT"] for n in ("STATS", "METRICS"))
     jinja = Environment()
     jinja.filters["haproxy_fmt"] = str
-    config = tmp_path / "haproxy.cfg"
     settings = {
         "stats_port": stats,
         "metrics_port": metrics,
         "frontend_host": "*",
         "frontend_port": 8000,
     }
-    rendered = jinja.from_string(HAPROXY_CONFIG_TEMPLATE).render(config=settings, route_info={})
-    assert f"bind *:{stats}" in rendered and f"bind :{metrics}" in rendered
-    config.write_text(rendered)
+    return jinja.from_string(HAPROXY_CONFIG_TEMPLATE).render(config=settings, route_info={})
+
+
+def test_two_launches_share_no_port_and_no_file(tmp_path: Path) -> None:
+    envs = []
+    with PortBlock() as one, PortBlock() as two:
+        for name, ports in (("a", one), ("b", two)):
+            (tmp_path / name).mkdir()
+            envs.append(haproxy.environment("/bin/echo", tmp_path / name, {}, ports))
+    numbers = [{int(v) for k, v in env.items() if k.endswith("_PORT")} for env in envs]
+    assert [len(own) for own in numbers] == [4, 4]
+    assert max(numbers[0]) <= min(numbers[1]), "the end of a range isn't in it"
+    paths = [
+        {value for key, value in env.items() if value.startswith(str(tmp_path))} for env in envs
+    ]
+    assert len(paths[0]) == 5 and not paths[0] & paths[1]
+
+
+@pytest.mark.parametrize("launched", [True, False], ids=["launcher", "image"])
+def test_pages_leave_the_network_and_the_api_stays_where_it_was(
+    tmp_path: Path, launched: bool
+) -> None:
+    """The launcher's environment; and the image's, with Ray's own ports."""
+    env = configured(tmp_path)
+    if not launched:
+        kept = ("RAY_SERVE_HAPROXY_BINARY_PATH", "MANTA_HAPROXY_BINARY")
+        env = {key: env[key] for key in kept}
+    config = tmp_path / "haproxy.cfg"
+    before = rendered("8404", "9101")
+    assert "bind *:8404" in before and "bind :9101" in before
+    config.write_text(before)
     for _ in range(2):  # Ray writes the file anew for each reload, or leaves it
         done = run_wrapper(env, config)
         assert done.returncode == 0, done.stderr
         assert done.stdout.split() == ["-db", "-f", str(config), "-dR"]
-        binds = [line.split()[1] for line in config.read_text().splitlines() if "bind " in line]
-        assert binds == [f"127.0.0.1:{metrics}", "*:8000", f"127.0.0.1:{stats}"]
+        binds = [line.split()[1:] for line in config.read_text().splitlines() if "bind " in line]
+        assert binds == [
+            [f"unix@{tmp_path}/metrics.page", "mode", "600"],
+            ["*:8000"],
+            [f"unix@{tmp_path}/stats.page", "mode", "600"],
+        ]
+
+
+def test_clients_that_leave_are_noticed(tmp_path: Path) -> None:
+    """`splice-request` switches `abortonclose` off."""
+    config = tmp_path / "haproxy.cfg"
+    config.write_text(rendered("8404", "9101"))
+    assert "option splice-request" in config.read_text()
+    assert run_wrapper(configured(tmp_path), config).returncode == 0
+    assert "splice-request" not in config.read_text()
+    assert "option abortonclose" in config.read_text()
+    config.write_text(rendered("8404", "9101").replace("splice-request", "splice-auto"))
+    done = run_wrapper(configured(tmp_path), config)
+    assert done.returncode == 1 and "clients that leave" in done.stderr
+
+
+def test_the_wrapper_finds_rays_haproxy_by_itself() -> None:
+    """As in the image, where nothing names it but the wrapper."""
+    env = {k: v for k, v in os.environ.items() if k != "MANTA_HAPROXY_BINARY"}
+    env["RAY_SERVE_HAPROXY_BINARY_PATH"] = str(haproxy.WRAPPER)
+    env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
+    done = subprocess.run([haproxy.WRAPPER, "-v"], env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("HAProxy version"), done
 
 
 def test_a_template_that_hides_its_ports_is_refused(tmp_path: Path) -> None:
     env = configured(tmp_path)
     config = tmp_path / "haproxy.cfg"
-    config.write_text(f"listen stats\n  bind [::]:{env['RAY_SERVE_HAPROXY_STATS_PORT']} v6only\n")
+    config.write_text("listen stats\n  bind [::]:8404 v6only\n")
     done = run_wrapper(env, config)
     assert done.returncode == 1 and "can't be kept off the network" in done.stderr
     assert done.stdout == ""
@@ -91,9 +130,9 @@ def test_folder_is_private_and_short(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     deep = tmp_path / ("d" * 80)
     deep.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(deep))
-    with haproxy.folder() as name:
+    with private_folder() as name:
         assert stat.S_IMODE(Path(name).stat().st_mode) == 0o700
-        node_id, longest = "f" * 56, "metrics.sock"
+        node_id, longest = "f" * 56, "metrics.page"
         assert len(f"{name}/{node_id}/{longest}.1234567.tmp") <= 107
     assert not Path(name).exists()
 

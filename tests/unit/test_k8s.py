@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import json
+import os
 import re
 import shlex
 import tomllib
@@ -18,6 +19,8 @@ import pytest
 import yaml
 
 from deploy.config import AppConfig
+from deploy.header_guard import IMPORT_PATH
+from deploy.start.haproxy import WRAPPER
 
 ROOT = Path(__file__).resolve().parents[2]
 SCHEMA = ROOT.parent / "shared" / "kuberay" / "rayservice-v1.schema.json"
@@ -391,7 +394,7 @@ def test_image_holds_what_the_application_needs() -> None:
 def test_image_starts_a_config_that_it_holds() -> None:
     (command,) = _docker("CMD")
     python, dash_m, module, config, *rest = json.loads(command)
-    assert (python, dash_m, rest) == ("python", "-m", ["--host", "0.0.0.0"])
+    assert (python, dash_m, rest) == ("python", "-m", ["--host", "0.0.0.0", "--verbose"])
     assert (ROOT / module.replace(".", "/")).with_suffix(".py").is_file()
     assert (ROOT / config).is_file() and config.split("/")[0] in _copied()
     port = yaml.safe_load((ROOT / config).read_text())["http_options"]["port"]
@@ -449,13 +452,19 @@ def test_every_pod_has_the_images_environment(path: str) -> None:
     doc = manifest(path)
     image = _docker_env()
     in_loop = "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD"
-    names = ("RAY_SERVE_ENABLE_HA_PROXY", "OMP_WAIT_POLICY", "RAY_worker_niceness", in_loop)
+    wrapper, guard = "RAY_SERVE_HAPROXY_BINARY_PATH", "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
+    defaults = ("OMP_WAIT_POLICY", "RAY_worker_niceness")
+    names = ("RAY_SERVE_ENABLE_HA_PROXY", wrapper, guard, in_loop, *defaults)
     wanted = {name: image[name] for name in names}
     assert wanted["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
-    launcher = (ROOT / "deploy/launch.py").read_text()
+    (folder,) = _docker("WORKDIR")
+    assert wanted[wrapper] == f"{folder}/{WRAPPER.relative_to(ROOT)}"
+    assert os.access(WRAPPER, os.X_OK), "Docker copies a file's mode"
+    assert wanted[guard] == IMPORT_PATH
+    launcher = (ROOT / "deploy/start/launch.py").read_text()
     assert wanted[in_loop] == "0"
-    assert f'"{in_loop}": "0"' in (ROOT / "deploy/haproxy.py").read_text()
-    for name in names[1:3]:
+    assert f'"{in_loop}": "0"' in (ROOT / "deploy/start/haproxy.py").read_text()
+    for name in defaults:
         assert f'env.setdefault("{name}", "{wanted[name]}")' in launcher
     for _, _, container in groups(doc):
         values = env(container)

@@ -8,9 +8,9 @@ import sys
 _IN_BACKGROUND = """
 import signal, subprocess, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)
-from deploy.launch import _prepare_child
+from deploy.start.launch import prepare_child
 child = "import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
-for prepare in (None, _prepare_child):
+for prepare in (None, prepare_child):
     subprocess.run([sys.executable, "-c", child], preexec_fn=prepare)
 """
 

@@ -1,0 +1,42 @@
+"""What the launcher prints of a server: what is loaded, where it listens, what to try."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from deploy.start.target import Target
+from engine import __version__
+
+
+def loading_lines(target: Target, log: Path | None, warnings: list[str]) -> list[str]:
+    """Before anything starts."""
+    lines = [f"manta {__version__}: loading {describe(app)}" for app in target.applications]
+    if log is not None:
+        lines.append(f"log: {log}")
+    return lines + [f"warning: {warning}" for warning in warnings]
+
+
+def describe(app: Any) -> str:
+    """The model of an `AppConfig`, where it is, and how it is laid out."""
+    engine, model = app.engine, app.resolved.model
+    replicas = f"{app.max_replicas} replicas of " if app.max_replicas > 1 else ""
+    return (
+        f"{app.model_name} ({model.architecture}) from {model.path}, {replicas}tp {engine.tp_size} "
+        f"pp {engine.pp_size}, device {engine.device}"
+    )
+
+
+def ready_lines(target: Target, seconds: float) -> list[str]:
+    """Once requests are answered."""
+    host, port = target.http["host"], target.http["port"]
+    url = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
+    app = target.config["applications"][0]
+    base = url + str(app.get("route_prefix", "/")).rstrip("/")
+    body = {"model": target.applications[0].model_name, "prompt": "Return the", "max_tokens": 32}
+    return [
+        f"ready after {seconds:.0f} s: OpenAI's API on {base}/v1 (Ctrl-C stops)",
+        f"try: curl {base}/v1/completions -H 'Content-Type: application/json' -d "
+        f"'{json.dumps(body)}'",
+    ]

@@ -1,0 +1,128 @@
+"""The `manta` command: serve, check, chat, bench."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+
+from engine import __version__
+from engine.errors import ConfigError
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit status: 0; 1 if what was asked for failed; 2 if it can't be done as asked."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["bench"]:  # has a command line of its own
+        from deploy.bench.command import main as bench
+
+        return bench(arguments[1:])
+    options = _parser().parse_args(arguments)
+    command: Callable[[argparse.Namespace], int] = options.run
+    try:
+        return command(options)
+    except ConfigError as error:
+        target = getattr(options, "target", "")
+        print(f"error: {target}: {error}" if target else f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def serve(options: argparse.Namespace) -> int:
+    """`manta serve`."""
+    from deploy.start import launch
+    from deploy.start.target import load_target
+
+    target = load_target(options.target, options.set, options.host, options.port)
+    return launch.serve(target, use_haproxy=options.haproxy, verbose=options.verbose)
+
+
+def check(options: argparse.Namespace) -> int:
+    """`manta check`: everything that `serve` checks, and nothing is started."""
+    from deploy.start.banner import describe
+    from deploy.start.ports import hold_api_port
+    from deploy.start.preflight import GIB, check_machine, memory_bytes
+    from deploy.start.target import load_target
+
+    target = load_target(options.target, options.set, options.host, options.port)
+    for app in target.applications:
+        print(describe(app))
+        cache = app.engine.max_total_tokens
+        print(f"longest request: {app.resolved.max_model_len} tokens")
+        print(f"KV cache: {f'{cache} tokens' if cache else 'as large as memory allows'}")
+        print(f"on CPU it takes about {memory_bytes(app) / GIB:.1f} GiB of memory")
+    for warning in check_machine(target):
+        print(f"warning: {warning}")
+    host, port = str(target.http["host"]), int(target.http["port"])
+    hold_api_port(host, port).close()
+    print(f"would listen on {host} port {port}")
+    print("ok")
+    return 0
+
+
+def chat(options: argparse.Namespace) -> int:
+    """`manta chat`."""
+    from deploy.start.chat import Chat
+
+    return Chat(options.url, options.model, options.max_tokens, options.temperature).run()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="manta", description="Serve large language models from Ray, behind OpenAI's API."
+    )
+    parser.add_argument("--version", action="version", version=f"manta {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    server = commands.add_parser("serve", help="serve a model until Ctrl-C")
+    _add_target(server)
+    server.add_argument(
+        "--haproxy",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="HAProxy in front instead of Serve's Python proxy (default where Ray brings it)",
+    )
+    server.add_argument(
+        "--verbose", action="store_true", help="print what Ray, Serve and HAProxy say, too"
+    )
+    server.set_defaults(run=serve)
+
+    checker = commands.add_parser("check", help="check a configuration without starting anything")
+    _add_target(checker)
+    checker.set_defaults(run=check)
+
+    talk = commands.add_parser("chat", help="talk to a served model in the terminal")
+    talk.add_argument("--url", default=DEFAULT_URL, help=f"of the server (default {DEFAULT_URL})")
+    talk.add_argument("--model", help="default: the first that the server has")
+    talk.add_argument("--max-tokens", type=int, help="of an answer (default: the model's limit)")
+    talk.add_argument("--temperature", type=float, help="default: the server's")
+    talk.set_defaults(run=chat)
+
+    commands.add_parser("bench", help="measure a server under load (`manta bench --help`)")
+    return parser
+
+
+def _add_target(parser: argparse.ArgumentParser) -> None:
+    from deploy.start.target import DEFAULT
+
+    parser.add_argument(
+        "target",
+        metavar="CONFIG|MODEL",
+        nargs="?",
+        default=DEFAULT,
+        help=f"a config file, a model folder, or a hub id as owner/name (default {DEFAULT})",
+    )
+    parser.add_argument("--host", help="overrides http_options.host")
+    parser.add_argument("--port", type=int, help="overrides http_options.port")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="overrides a key of the application's args; may be repeated",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,164 @@
+"""Ports of one launch: a block of its own below the ephemeral ports, held as long as it runs.
+
+A port that was free a moment ago may be another process's now, and Ray Serve starts its proxies on
+the same port again and again. So nothing here looks for free ports: what is chosen is bound.
+"""
+
+from __future__ import annotations
+
+import socket
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+
+from engine.errors import ConfigError
+
+BLOCK = 1_000
+FIRST, LAST = 12_000, 32_000
+"""Blocks begin at 12000, 13000, ..., 31000: below Linux's own ephemeral ports (from 32768)."""
+REPLICAS_FROM = 10
+"""Offset in the block from which on ports are the replicas'."""
+_EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+
+
+class PortBlock:
+    """1,000 ports: `fallback_http`, `fallback_grpc` and `replicas`.
+
+    The block is this launch's while its first port is bound, without listening: another launch that
+    tries it takes the next block. The fallback proxy's ports are bound too; that proxy shares them
+    (`SO_REUSEPORT`, same user), other programs can't have them. Replicas skip ports that are taken.
+    """
+
+    def __init__(self) -> None:
+        """Raises `ConfigError` if every block is taken."""
+        self._held = ExitStack()
+        for first in blocks():
+            with ExitStack() as held:
+                try:
+                    held.enter_context(_bound(first, shared=False))
+                    held.enter_context(_bound(first + 1, shared=True))
+                    held.enter_context(_bound(first + 2, shared=True))
+                except OSError:
+                    continue
+                self._held = held.pop_all()
+            self.first = first
+            return
+        raise ConfigError(
+            f"no block of {BLOCK} ports from {FIRST} to {LAST - 1} is free: other servers, or "
+            "programs that listen on a block's first three ports, hold them all."
+        )
+
+    @property
+    def fallback_http(self) -> int:
+        """Of the Python proxy that HAProxy turns to when there is no replica."""
+        return self.first + 1
+
+    @property
+    def fallback_grpc(self) -> int:
+        """Of the same; Serve wants a number, nothing listens there."""
+        return self.first + 2
+
+    @property
+    def replicas(self) -> range:
+        """Where ingress replicas may listen."""
+        return range(self.first + REPLICAS_FROM, self.first + BLOCK)
+
+    def __enter__(self) -> PortBlock:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._held.close()
+
+
+def blocks() -> list[int]:
+    """First ports, in the order in which they are tried: below the ephemeral ports if possible."""
+    firsts = list(range(FIRST, LAST, BLOCK))
+    try:
+        lowest = int(_EPHEMERAL.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return firsts
+    return [first for first in firsts if first + BLOCK <= lowest] or firsts
+
+
+def hold_api_port(host: str, port: int) -> socket.socket:
+    """Keep other launches from `host`:`port` as long as the result is open; the API binds it.
+
+    Raises `ConfigError` if the API can't listen there.
+    """
+    if not 1 <= port <= 65535:
+        raise ConfigError(f"there is no port {port}; choose one from 1024 to 65535.")
+    _check_free(host, port)
+    lock = socket.socket(socket.AF_UNIX)
+    try:
+        # Serve's Python proxies share ports: two launches at once could both have this one.
+        lock.bind(f"\0manta-port-{port}")
+    except OSError as error:
+        lock.close()
+        raise ConfigError(
+            f"another server is just starting on port {port}. Choose another with --port."
+        ) from error
+    return lock
+
+
+def _check_free(host: str, port: int) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family) as probe:
+            # As a server does: what an earlier one left in TIME_WAIT doesn't hold the port.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+            probe.listen(1)
+    except PermissionError as error:
+        raise ConfigError(
+            f"port {port} may be taken by privileged users only; choose one from 1024 on with "
+            "--port."
+        ) from error
+    except socket.gaierror as error:
+        raise ConfigError(f"the host name {host} is unknown ({error.strerror}).") from error
+    except OSError as error:
+        raise ConfigError(
+            f"can't listen on {host} port {port}: {error.strerror}. Choose another with --port, or "
+            f"stop what uses it{_user_of(port)}."
+        ) from error
+
+
+def _user_of(port: int) -> str:
+    """` (process 12, name)` of who listens on the port, if that can be told."""
+    inodes = set()
+    for table in ("tcp", "tcp6"):
+        try:
+            lines = Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for line in lines:
+            fields = line.split()
+            if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
+                inodes.add(f"socket:[{fields[9]}]")
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if any(str(fd.readlink()) in inodes for fd in (process / "fd").iterdir()):
+                return f" (process {process.name}, {(process / 'comm').read_text().strip()})"
+        except OSError:  # it ended, or isn't ours
+            continue
+    return ""
+
+
+def _bound(port: int, *, shared: bool) -> socket.socket:
+    """A socket that holds the port on all interfaces. Raises `OSError` if it is taken."""
+    holder = socket.socket()
+    try:
+        if shared:
+            # Alone first: other servers of this user could share it, too.
+            with socket.socket() as probe:
+                probe.bind(("", port))
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        holder.bind(("", port))
+    except OSError:
+        holder.close()
+        raise
+    return holder

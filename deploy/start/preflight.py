@@ -1,0 +1,67 @@
+"""What can be known of this machine before a server starts on it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from deploy.start.haproxy import ALL_INTERFACES
+from deploy.start.target import Target
+from engine.errors import ConfigError
+from engine.host_memory import available_host_bytes
+
+PROCESS_BYTES = 1_200 << 20
+"""What Ray, Serve and our own processes take beside a model, with one replica on CPU (measured:
+1.1 GiB for all of a pod)."""
+REPLICA_BYTES = 300 << 20
+"""Processes of one more replica."""
+SHARED_MEMORY_BYTES = 64 << 20
+"""Ray's object store needs so much of /dev/shm at least; it moves to the disk otherwise."""
+GIB = 1 << 30
+
+
+def check_machine(target: Target) -> list[str]:
+    """What to tell the user, in sentences. Raises `ConfigError` where the start can't succeed."""
+    warnings = []
+    needed = sum(memory_bytes(app) for app in target.applications if _is_on_cpu(app))
+    free = available_host_bytes()
+    if needed > free:
+        raise ConfigError(
+            f"this needs about {needed / GIB:.1f} GiB of memory, and {free / GIB:.1f} GiB are "
+            "free. Lower max_total_tokens or num_replicas, set a smaller dtype or model, or end "
+            "other programs."
+        )
+    if target.http["host"] == ALL_INTERFACES:
+        warnings.append("others can reach this server, and the API asks for no key")
+    shared = Path("/dev/shm")
+    if shared.is_dir() and shutil.disk_usage(shared).free < SHARED_MEMORY_BYTES:
+        warnings.append(
+            "/dev/shm has less than 64 MiB (in Docker: --shm-size 2g); Ray uses the disk instead"
+        )
+    return warnings
+
+
+def memory_bytes(app: Any) -> int:
+    """About what an `AppConfig` takes on this machine's CPUs: weights, KV cache if its size is
+    stated, processes."""
+    engine, model = app.engine, app.resolved.model
+    wide = "float32" in (engine.dtype, model.dtype if engine.dtype == "auto" else "")
+    item = 4 if wide else 2
+    weights = sum(file.stat().st_size for file in Path(model.path).glob("*.safetensors"))
+    if model.dtype != "float32" and item == 4:
+        weights *= 2
+    token = 2 * model.num_layers * model.num_kv_heads * model.head_dim
+    cache = (engine.max_total_tokens or 0) * token * (item + 4)  # decoding keeps float32 copies
+    replicas = app.max_replicas
+    return int(replicas * (weights + cache) + PROCESS_BYTES + (replicas - 1) * REPLICA_BYTES)
+
+
+def _is_on_cpu(app: Any) -> bool:
+    device = app.engine.device
+    return device == "cpu" or (device == "auto" and not has_nvidia_gpu())
+
+
+def has_nvidia_gpu() -> bool:
+    """Whether this machine has an NVIDIA GPU that programs may use."""
+    return any(Path("/dev").glob("nvidia[0-9]*"))

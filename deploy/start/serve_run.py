@@ -1,0 +1,72 @@
+"""The launcher's child: `serve run`, which also tells how the deployment fares.
+
+    python -m deploy.start.serve_run CONFIG STATUS_FD
+
+Plain `serve run` only prints. To `STATUS_FD` goes one line of JSON whenever the status changes:
+`{"application name": {"status": ..., "message": ...}}`, with messages of the application and of its
+deployments, until all applications run or one has failed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+POLL_S = 0.25
+
+
+def main() -> None:
+    """Runs until SIGINT, as `serve run` does."""
+    config, status_fd = sys.argv[1], int(sys.argv[2])
+    from ray.serve.scripts import cli
+
+    threading.Thread(target=_report, args=(status_fd,), daemon=True).start()
+    root = Path(__file__).resolve().parents[2]
+    sys.argv = ["serve", "run", "--app-dir", str(root), config]
+    cli()
+
+
+def _report(status_fd: int) -> None:
+    last = ""
+    while True:
+        time.sleep(POLL_S)
+        states = _states()
+        told = json.dumps(states)
+        if told != last:
+            last = told
+            os.write(status_fd, told.encode() + b"\n")
+        known = {state["status"] for state in states.values()}
+        if known == {"RUNNING"} or "DEPLOY_FAILED" in known:
+            os.close(status_fd)
+            return
+
+
+def _states() -> dict[str, dict[str, str]]:
+    import ray
+    from ray import serve
+    from ray.exceptions import RayError
+    from ray.serve.exceptions import RayServeException
+
+    if not ray.is_initialized():
+        return {}
+    try:
+        applications = serve.status().applications
+    except (RayError, RayServeException, ValueError):  # the controller isn't up yet
+        return {}
+    return {
+        name: {
+            "status": app.status.value,
+            "message": "\n".join(
+                filter(None, [app.message, *(d.message for d in app.deployments.values())])
+            ),
+        }
+        for name, app in applications.items()
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""What `manta serve` is asked to serve: a config file, a model folder or a hub id."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from engine.errors import ConfigError
+from engine.shipped import shipped_root
+
+DEFAULT = "configs/llama.yaml"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_SIZED_FOR_ITS_MODEL = ("model", "served_model_name", "max_total_tokens")
+"""Keys of `DEFAULT` that another model doesn't take over."""
+_APPLICATION_KEYS = {
+    "name",
+    "route_prefix",
+    "import_path",
+    "args",
+    "runtime_env",
+    "deployments",
+    "external_scaler_enabled",
+}
+
+
+class Target(NamedTuple):
+    """A checked Serve config, and the checked arguments of each of its applications."""
+
+    config: dict[str, Any]
+    applications: list[Any]
+    """`AppConfig`s."""
+
+    @property
+    def http(self) -> dict[str, Any]:
+        """`http_options`, with host and port."""
+        options: dict[str, Any] = self.config["http_options"]
+        return options
+
+
+def load_target(
+    target: str, overrides: list[str], host: str | None = None, port: int | None = None
+) -> Target:
+    """Read and check what to serve. `overrides`: `key=value` of the applications' args.
+
+    Raises `ConfigError` naming what is wrong and what to do.
+    """
+    # Imports pydantic and Serve only now: `--help` stays quick.
+    from deploy.config import AppConfig
+
+    config = _read(target)
+    if not isinstance(config, dict) or not config.get("applications"):
+        raise ConfigError("a Serve config needs `applications:` with one application in it.")
+    http = config.setdefault("http_options", {})
+    http["host"] = host if host is not None else http.get("host", "127.0.0.1")
+    http["port"] = port if port is not None else http.get("port", 8000)
+    applications = []
+    for app in config["applications"]:
+        unknown = set(app) - _APPLICATION_KEYS
+        if unknown:
+            # Serve ignores unknown keys here without a word.
+            raise ConfigError(
+                f"unknown application key '{sorted(unknown)[0]}'; known are "
+                f"{', '.join(sorted(_APPLICATION_KEYS))}."
+            )
+        args = app.setdefault("args", {})
+        for override in overrides:
+            key, equals, value = override.partition("=")
+            if not equals:
+                raise ConfigError(f"--set takes key=value, not '{override}'.")
+            args[key] = yaml.safe_load(value)
+        if isinstance(args.get("model"), str):
+            args["model"] = _absolute(args["model"])
+        applications.append(AppConfig.from_args(args))
+    return Target(config, applications)
+
+
+def _read(target: str) -> Any:
+    path = _find(target)
+    if path is not None and path.is_file():
+        try:
+            return yaml.safe_load(path.read_text())
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ConfigError(f"not valid YAML: {error}") from error
+        except OSError as error:
+            raise ConfigError(f"can't be read: {error.strerror}.") from error
+    is_config = Path(target).suffix in (".yaml", ".yml")
+    if not is_config and (path is not None or _HUB_ID.fullmatch(target)):
+        return _config_of_model(str(path) if path is not None else target)
+    if is_config:
+        near = Path(target).parent
+        there = sorted((near if near.is_dir() else shipped_root() / "configs").glob("*.yaml"))
+        others = ", ".join(str(file) for file in there[:8])
+        raise ConfigError("the file does not exist" + (f"; there are {others}." if others else "."))
+    raise ConfigError(
+        "this is neither a config file, nor a model folder, nor a model of the Hugging Face hub "
+        "(owner/name)."
+    )
+
+
+def _config_of_model(model: str) -> dict[str, Any]:
+    """`DEFAULT` for another model, whose KV cache is as large as its memory allows."""
+    config: dict[str, Any] = yaml.safe_load((shipped_root() / DEFAULT).read_text())
+    args = config["applications"][0]["args"]
+    for key in _SIZED_FOR_ITS_MODEL:
+        args.pop(key, None)
+    args["model"] = model
+    return config
+
+
+def _find(target: str) -> Path | None:
+    """The file or folder: from here, or among what Manta brings."""
+    for candidate in (Path(target), shipped_root() / target):
+        if candidate.exists():
+            return candidate.resolve()
+    return None
+
+
+def _absolute(model: str) -> str:
+    """A model folder as the server's processes find it, whatever folder they run in."""
+    found = _find(model)
+    return str(found) if found is not None and found.is_dir() else model

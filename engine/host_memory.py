@@ -1,0 +1,30 @@
+"""How much of the host's memory is free."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def available_host_bytes() -> int:
+    """Memory that can be taken without swapping, within the container's limit if it has one."""
+    available = _meminfo("MemAvailable")
+    limit = _number(Path("/sys/fs/cgroup/memory.max"))
+    used = _number(Path("/sys/fs/cgroup/memory.current"))
+    if limit is not None and used is not None:
+        available = min(available, max(0, limit - used))
+    return available
+
+
+def _meminfo(key: str) -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/meminfo has no {key}")
+
+
+def _number(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:  # no cgroup v2 here
+        return None
+    return int(text) if text.isdigit() else None

@@ -1,0 +1,12 @@
+"""Where `configs/` and `models/` lie, which Manta brings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def shipped_root() -> Path:
+    """The repository; where Manta was installed from a wheel, the folder that `setup.py` made."""
+    root = Path(__file__).resolve().parent.parent
+    packed = root / "manta_files"
+    return packed if packed.is_dir() else root
