@@ -1,53 +1,80 @@
 # `make serve` and `make test` set up what they need in .venv and reuse it afterwards.
-PYTHON ?= python3
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 VENV ?= .venv
 BIN := $(VENV)/bin
 CONFIG ?= configs/llama.yaml
-STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
+# auto: torch with CUDA only where there is an NVIDIA GPU. Or: cpu, cuda.
+TORCH ?= auto
+SUM := $(shell cat pyproject.toml constraints.txt setup.py | cksum | cut -d' ' -f1)
+STAMP := $(VENV)/.installed-$(SUM)
+DEV_STAMP := $(VENV)/.installed-dev-$(SUM)
 
-.PHONY: serve test test-fast test-matrix test-gpu chaos lint bench bench-gpu install clean
+.PHONY: serve test test-fast test-extended test-matrix test-gpu chaos starts lint bench bench-gpu \
+	install install-dev clean
 
+# What running needs.
 install: $(STAMP)
+# What tests and lint need, too.
+install-dev: $(DEV_STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "error: Manta needs Python 3.11 or newer, and there is none on \
+	the PATH; name one: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(STAMP): $(BIN)/python
+	$(BIN)/python scripts/install.py --torch $(TORCH)
 	touch $@
 
+$(DEV_STAMP): $(BIN)/python
+	$(BIN)/python scripts/install.py --torch $(TORCH) --extras dev
+	touch $@ $(STAMP)
+
 serve: install
-	$(BIN)/python -m deploy.launch $(CONFIG) $(ARGS)
+	@exec $(BIN)/manta serve $(CONFIG) $(ARGS)
 
 # Pure scheduler, cache, sampler, protocol: under a minute.
-test-fast: install
+test-fast: install-dev
 	$(BIN)/python -m pytest tests/unit -q
 
-# Everything, real processes included.
-test: install
-	$(BIN)/python -m pytest tests -q
+# Everything that needs nothing but Python, real processes included: at most 15 minutes.
+test: install-dev
+	$(BIN)/python -m pytest tests -q --ignore=tests/extended
+
+# What takes longer or needs more: a clean environment, Debian packages. Installs what it needs.
+test-extended: install-dev
+	$(BIN)/python -m pytest tests/extended -q
 
 # The full token-exact product (architectures x tp x pp x page x chunk x cache x retraction).
-test-matrix: install
+test-matrix: install-dev
 	$(BIN)/python -m pytest tests/integration/test_token_exact.py -q --full-matrix
 
 # What only a GPU can show; everything is skipped without one.
-test-gpu: install
+test-gpu: install-dev
 	$(BIN)/python -m pytest tests/gpu -q -rs
 
 # Every role killed and stopped under load, scaling, updates, cut clients: some 20 minutes.
-chaos: install
-	$(BIN)/python -m pytest tests/chaos tests/integration/test_proxies.py -m full_chaos -q -s --full-chaos
+# Clients that leave in every way, 200 at once, ten times: some 20 minutes for each of four servers.
+chaos: install-dev
+	$(BIN)/python -m pytest tests/chaos tests/integration/test_proxies.py \
+		tests/integration/test_leaving_clients.py -m full_chaos -q -s --full-chaos
 
-lint: install
+# Thirty starts and stops in a row: some 15 minutes.
+starts: install-dev
+	$(BIN)/python -m pytest tests/integration/test_starts.py -m full_chaos -q -s --full-chaos
+
+lint: install-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy engine
 
-bench: install
+bench: install-dev
 	$(BIN)/python benchmarks/radix.py
 	$(BIN)/python benchmarks/serving.py
 
 # Needs a GPU of 80 GB; some five minutes, by estimate.
-bench-gpu: install
+bench-gpu: install-dev
 	$(BIN)/python benchmarks/gpu.py --save
 
 clean:

@@ -25,13 +25,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from benchmarks.arguments import key_value, positive, words
 from benchmarks.common import REPO_ROOT, finish, print_table, save_result
 from benchmarks.gpu_bench.bare import bare_decode
 from benchmarks.gpu_bench.card import describe, measure_rates, release
 from benchmarks.gpu_bench.engine_runs import EngineRuns
 from benchmarks.gpu_bench.peer import TransformersPeer
 from benchmarks.gpu_bench.shapes import FULL, QUICK, SHAPES, TINY, CardRates, ModelShape, Plan
+from deploy.bench.arguments import key_value, positive, words
 from engine.errors import ConfigError
 
 RESULT = REPO_ROOT / "benchmarks" / "results" / "gpu.json"

@@ -21,8 +21,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.arguments import positive
 from benchmarks.common import REPO_ROOT, finish, percentiles, print_table, save_result
+from deploy.bench.arguments import positive
 from engine import local_socket
 from engine.messages import GenerationBatchResult
 from engine.transport import Inbox, Outbox

@@ -35,11 +35,11 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.arguments import positive, positives
 from benchmarks.common import PEERS, REPO_ROOT, finish, print_table, save_result
 from benchmarks.decode_load import MAX_TOKENS, CacheThrash, DecodeLoad, Measured
 from benchmarks.peers import vllm_cpu
 from benchmarks.peers.vllm_scheduler_process import VllmScheduler
+from deploy.bench.arguments import positive, positives
 from engine import messages
 from engine.config import EngineConfig
 from engine.engine_core import EngineCore

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -73,3 +74,21 @@ def _command(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return ""
+
+
+def cpu_seconds_by_process(root: int) -> dict[str, float]:
+    """CPU time of a process and all its descendants, by name and id."""
+    found = {}
+    family = {root}
+    for entry in sorted(Path("/proc").glob("[0-9]*"), key=lambda path: int(path.name)):
+        try:
+            fields = entry.joinpath("stat").read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        pid, parent = int(entry.name), int(fields[1])
+        if pid == root or parent in family:
+            family.add(pid)
+            name = " ".join(_command(pid).replace("\0", " ").split()[:3])[-60:]
+            ticks = int(fields[11]) + int(fields[12])
+            found[f"{name} ({pid})"] = ticks / os.sysconf("SC_CLK_TCK")
+    return found

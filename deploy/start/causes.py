@@ -3,37 +3,37 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from pathlib import Path
 
 from deploy.start.log_file import ANSI
 
-_RAISED = re.compile(r"^(?:[\w]+\.)*(\w*(?:Error|Exception))(?:\(\w+\))?: (.+)$")
-_TOLD = ("ConfigError", "EngineDeadError", "MantaError")
-"""Their text is a sentence for users; others need their name beside it."""
+_RAISED = re.compile(r"^(?:\w+\.)*(\w*(?:Error|Exception))(?:\(\w+\))?: (.+)$")
+_OURS = re.compile(r"(?:engine\.errors\.|\b)(?:ConfigError|EngineDeadError|RequestError): ")
+"""Their text is a sentence for users; of others the name belongs to it."""
+_CONFIG_ERROR = re.compile(r"engine\.errors\.ConfigError: (.+)$")
 _BOUND = re.compile(r"cannot bind .*?\((.+?)\).*?\[([^\]]+)\]")
 
 
 def cause_of(message: str) -> str:
-    """The cause in a message of Serve's, which holds tracebacks: the most telling exception, which
-    is ours where there is one, else the last."""
+    """The cause in a message of Serve's or the end of a log, which hold tracebacks: the last
+    exception of ours if there is one, else the last exception; "" if there is none."""
     found = [m for line in _lines(message) if (m := _RAISED.match(line))]
-    ours = [m[2] for m in found if m[1] in _TOLD]
+    ours = [m[0] for m in found if _OURS.search(m[0])]
     if ours:
-        return ours[-1]
-    if found:
-        return f"{found[-1][1]}: {found[-1][2]}"
-    lines = _lines(message)
-    return lines[-1] if lines else "no reason was given"
+        return _innermost(ours[-1])
+    return f"{found[-1][1]}: {found[-1][2]}" if found else ""
 
 
-def cause_in_log(lines: Iterable[str]) -> str:
-    """The last exception among a log's last lines; "" if there is none."""
-    found = [m for line in lines for part in _lines(line) if (m := _RAISED.match(part))]
-    if not found:
-        return ""
-    name, text = found[-1][1], found[-1][2]
-    return text if name in _TOLD else f"{name}: {text}"
+def config_error_in(line: str) -> str:
+    """What a line of the log says of the configuration; "" if it says nothing. Trying again, as
+    Serve does, won't help then."""
+    match = _CONFIG_ERROR.search(ANSI.sub("", line).strip())
+    return _innermost(match[0]) if match else ""
+
+
+def _innermost(text: str) -> str:
+    """Without what was lost because of it: only the text of the last exception of ours."""
+    return _OURS.split(text)[-1].strip()
 
 
 def port_taken(folder: Path) -> str:

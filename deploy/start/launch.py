@@ -29,8 +29,8 @@ import yaml
 from deploy.header_guard import IMPORT_PATH
 from deploy.start import haproxy
 from deploy.start.banner import loading_lines, ready_lines
-from deploy.start.causes import cause_in_log, cause_of, port_taken
-from deploy.start.log_file import ANSI, LaunchLog
+from deploy.start.causes import cause_of, config_error_in, port_taken
+from deploy.start.log_file import LaunchLog
 from deploy.start.ports import PortBlock, hold_api_port
 from deploy.start.preflight import check_machine
 from deploy.start.processes import MARK, end_marked_processes
@@ -101,7 +101,7 @@ class Launch:
         status = _Status(status_in)
         status.start()
         try:
-            if self._wait_ready(child, status):
+            if self._wait_ready(child, status, output):
                 say(*ready_lines(self._target, time.monotonic() - self._started))
                 while child.poll() is None and not self._stop.is_set():
                     self._stop.wait(POLL_S)
@@ -154,12 +154,12 @@ class Launch:
         env.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "30")
         return env
 
-    def _wait_ready(self, child: subprocess.Popen[str], status: _Status) -> bool:
+    def _wait_ready(self, child: subprocess.Popen[str], status: _Status, output: _Output) -> bool:
         """Until `/health` says 200: True. False if it never will, or a stop was asked for."""
         reminders = list(PATIENCE_S)
         while child.poll() is None and not self._stop.is_set():
-            if status.failure:
-                self._failure = cause_of(status.failure)
+            if failure := output.config_error or cause_of(status.failure) or status.failure:
+                self._failure = failure
                 return False
             if self._settings[haproxy.SWITCH] == "1" and (taken := port_taken(self._folder)):
                 self._failure = taken
@@ -190,11 +190,12 @@ class Launch:
         self._stop.set()
 
     def _end(self, child: subprocess.Popen[str]) -> None:
-        """Let Serve stop its replicas, for at most `STOP_TIMEOUT_S`; a second Ctrl-C: at once."""
+        """Let Serve stop its replicas, for at most `STOP_TIMEOUT_S`. At once after a second Ctrl-C,
+        and where nothing was served."""
         if child.poll() is not None:
             return
         child.send_signal(signal.SIGINT)
-        deadline = time.monotonic() + STOP_TIMEOUT_S
+        deadline = time.monotonic() + (0.0 if self._failure else STOP_TIMEOUT_S)
         while child.poll() is None and time.monotonic() < deadline and not self._hurry.is_set():
             time.sleep(POLL_S)
         if child.poll() is None:
@@ -205,7 +206,7 @@ class Launch:
         if not self._failure:
             return 0
         if self._failure.startswith("`serve run`"):
-            self._failure = cause_in_log(output.last_lines) or self._failure
+            self._failure = cause_of("".join(output.last_lines)) or self._failure
         if self._log is not None:
             self._keep_other_logs(self._log)
             say(f"full log: {self._log.path}", to=sys.stderr)
@@ -232,6 +233,7 @@ class _Output(threading.Thread):
         self._log = log
         self._verbose = verbose
         self.last_lines: list[str] = []
+        self.config_error = ""
 
     def run(self) -> None:
         assert self._child.stdout is not None
@@ -240,7 +242,8 @@ class _Output(threading.Thread):
                 continue
             if self._log is not None:
                 self._log.write(line)
-            self.last_lines = [*self.last_lines[-49:], ANSI.sub("", line)]
+            self.last_lines = [*self.last_lines[-49:], line]
+            self.config_error = self.config_error or config_error_in(line)
             if self._verbose:
                 sys.stderr.write(line)
                 sys.stderr.flush()

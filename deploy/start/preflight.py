@@ -6,6 +6,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from deploy.start.haproxy import ALL_INTERFACES
 from deploy.start.target import Target
 from engine.errors import ConfigError
@@ -23,7 +25,10 @@ GIB = 1 << 30
 
 def check_machine(target: Target) -> list[str]:
     """What to tell the user, in sentences. Raises `ConfigError` where the start can't succeed."""
-    warnings = []
+    warnings: list[str] = []
+    for app in target.applications:
+        if app.engine.load_format == "auto":
+            check_weights(Path(app.resolved.model.path))
     needed = sum(memory_bytes(app) for app in target.applications if _is_on_cpu(app))
     free = available_host_bytes()
     if needed > free:
@@ -40,6 +45,19 @@ def check_machine(target: Target) -> list[str]:
             "/dev/shm has less than 64 MiB (in Docker: --shm-size 2g); Ray uses the disk instead"
         )
     return warnings
+
+
+def check_weights(folder: Path) -> None:
+    """Raise `ConfigError` unless the model folder has weights whose files are whole."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f"{folder} holds no *.safetensors file, in which a model's weights are.")
+    for file in files:
+        try:
+            with safe_open(str(file), framework="numpy"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{file} can't be read: {error}. Download it again.") from error
 
 
 def memory_bytes(app: Any) -> int:

@@ -90,10 +90,10 @@ def _read(target: str) -> Any:
     if not is_config and (path is not None or _HUB_ID.fullmatch(target)):
         return _config_of_model(str(path) if path is not None else target)
     if is_config:
-        near = Path(target).parent
-        there = sorted((near if near.is_dir() else shipped_root() / "configs").glob("*.yaml"))
+        near = sorted(Path(target).parent.glob("*.yaml"))
+        there = near or sorted((shipped_root() / "configs").glob("*.yaml"))
         others = ", ".join(str(file) for file in there[:8])
-        raise ConfigError("the file does not exist" + (f"; there are {others}." if others else "."))
+        raise ConfigError(f"the file does not exist; there are {others}.")
     raise ConfigError(
         "this is neither a config file, nor a model folder, nor a model of the Hugging Face hub "
         "(owner/name)."

@@ -18,11 +18,12 @@ import pytest
 from aiohttp import web
 
 from benchmarks import serving
-from benchmarks.client import Event, RequestRecord, RequestResult, SSEDecoder, analyse
-from benchmarks.load import Workload, arrival_offsets, make_prompts
 from benchmarks.peers import compare, vllm_cpu
-from benchmarks.report import RunReport, medians, summarise
 from benchmarks.servers import ManagedServer, ServerError, free_port
+from deploy.bench import command
+from deploy.bench.client import Event, RequestRecord, RequestResult, SSEDecoder, analyse
+from deploy.bench.load import Workload, arrival_offsets, make_prompts
+from deploy.bench.report import RunReport, medians, summarise
 
 USAGE = {"prompt_tokens": 7, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 5}}
 
@@ -424,7 +425,7 @@ def test_an_absent_endpoint_ends_with_ok_false(
 )
 def test_wrong_arguments_are_refused(arguments: list[str]) -> None:
     with pytest.raises(SystemExit):
-        serving.parse_arguments(arguments)
+        command.parse_arguments(arguments, starts_server=True)
 
 
 # --- servers under test ---------------------------------------------------------------------------

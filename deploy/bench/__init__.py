@@ -1,0 +1,1 @@
+"""`manta bench`: a load generator for any OpenAI endpoint, and its figures."""

@@ -1,0 +1,345 @@
+"""Load generator for any OpenAI endpoint: latencies and throughput of streamed requests.
+
+    manta bench                                 # of a server on 127.0.0.1:8000
+    manta bench --base-url http://127.0.0.1:9000 --request-rate 4
+
+Prompts are random token ids by default, so no tokenizer is needed and no prefix cache helps.
+Tokens are counted by the server's usage. One process. benchmarks/README.md of the repository
+explains the figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import aiohttp
+
+from deploy.bench.arguments import key_value, natural, positive, positives
+from deploy.bench.client import analyse, list_models
+from deploy.bench.load import Prompt, Workload, arrival_offsets, make_prompts, run_requests
+from deploy.bench.output import environment, finish, print_table
+from deploy.bench.report import RunReport, medians, print_reports, summarise
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+ENDPOINTS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+WARMUP_SEED = 500_000
+
+
+class OwnServer(Protocol):
+    """A server that was started for the run."""
+
+    base_url: str
+
+    def cpu_seconds(self) -> float:
+        """CPU time of all its processes."""
+
+
+StartServer = Callable[[dict[str, str]], AbstractContextManager[OwnServer]]
+"""From overrides of its configuration."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """The endpoint under test and how it is asked."""
+
+    base_url: str
+    model: str
+    endpoint: str = "completions"
+    temperature: float = 0.0
+    ignore_eos: bool = True
+    return_token_ids: bool = False
+    timeout_s: float = 600.0
+
+    def body(self, prompt: Prompt, output_len: int) -> dict[str, object]:
+        """A streaming request for `output_len` tokens; extensions are sent only where in use."""
+        body: dict[str, object] = {
+            "model": self.model,
+            "max_tokens": output_len,
+            "temperature": self.temperature,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if self.endpoint == "chat":
+            body["messages"] = [{"role": "user", "content": prompt}]
+        else:
+            body["prompt"] = prompt
+        if self.ignore_eos:
+            body["ignore_eos"] = True
+        if self.return_token_ids:
+            body["return_token_ids"] = True
+        return body
+
+
+def measure(
+    target: Target,
+    load: Workload,
+    *,
+    seed: int,
+    warmup: int,
+    label: str,
+    server: OwnServer | None = None,
+) -> RunReport:
+    """Run `load` once against `target`, after `warmup` requests of the same kind.
+
+    Args:
+        seed: of prompts and arrivals; warm-up prompts come from another.
+        server: the server under test, where this process started it, to read its CPU time.
+
+    A failed warm-up request counts as a failure of the run.
+    """
+    return asyncio.run(_measure(target, load, seed, warmup, label, server))
+
+
+async def _measure(
+    target: Target,
+    load: Workload,
+    seed: int,
+    warmup: int,
+    label: str,
+    server: OwnServer | None,
+) -> RunReport:
+    url = target.base_url + ENDPOINTS[target.endpoint]
+    expected_tokens = load.output_len if target.ignore_eos else None
+    bodies = [target.body(prompt, load.output_len) for prompt in make_prompts(load, seed)]
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0),
+        timeout=aiohttp.ClientTimeout(total=target.timeout_s),
+        headers=_headers(),
+    ) as session:
+        prompts = make_prompts(replace(load, num_prompts=warmup), seed + WARMUP_SEED)
+        warmup_records = await run_requests(
+            session,
+            url,
+            [target.body(prompt, load.output_len) for prompt in prompts],
+            [0.0] * warmup,
+            load.concurrency,
+        )
+
+        load_1min = os.getloadavg()[0]
+        client_cpu = time.process_time()
+        server_cpu = server.cpu_seconds() if server else None
+        offsets = arrival_offsets(load, seed)
+        records = await run_requests(session, url, bodies, offsets, load.concurrency)
+        client_cpu = time.process_time() - client_cpu
+        if server and server_cpu is not None:
+            server_cpu = server.cpu_seconds() - server_cpu
+    report = summarise(
+        [analyse(record, expected_tokens) for record in records],
+        [analyse(record, expected_tokens).error for record in warmup_records],
+        label=label,
+        concurrency=load.concurrency,
+        request_rate=None if load.request_rate == float("inf") else load.request_rate,
+        duration_s=max(r.ended for r in records) - min(r.sent for r in records),
+        client_cpu_s=client_cpu,
+        load_1min=load_1min,
+    )
+    report.server_cpu_s = server_cpu
+    return report
+
+
+def main(argv: list[str] | None = None, start_server: StartServer | None = None) -> int:
+    """Measure and print. Exit status 1 if a request failed or there is nothing to measure.
+
+    start_server: used where no `--base-url` is given; without it, that is 127.0.0.1:8000.
+    """
+    args = parse_arguments(sys.argv[1:] if argv is None else argv, start_server is not None)
+    try:
+        figures, ok = run(args, start_server)
+    except (aiohttp.ClientError, OSError) as error:
+        print(f"error: {args.base_url} can't be measured: {error}", file=sys.stderr)
+        figures, ok = {"benchmark": "serving", "error": str(error)}, False
+    if args.save:
+        saved = {**figures, "environment": environment(), "ok": ok}
+        Path(args.save).write_text(json.dumps(saved, indent=1) + "\n")
+    finish(figures, ok)
+    return 0 if ok else 1
+
+
+def run(
+    args: argparse.Namespace, start_server: StartServer | None = None
+) -> tuple[dict[str, object], bool]:
+    """Run and print everything; return the figures and whether no request failed.
+
+    Raises:
+        aiohttp.ClientError: the endpoint does not answer.
+    """
+    starts = start_server is not None and not args.base_url
+    with start_server(dict(args.set)) if starts and start_server else nullcontext() as server:
+        base_url = server.base_url if server else args.base_url.rstrip("/")
+        target = Target(
+            base_url=base_url,
+            model=args.model or asyncio.run(list_models(base_url, _headers()))[0],
+            endpoint=args.endpoint,
+            temperature=args.temperature,
+            ignore_eos=args.ignore_eos,
+            return_token_ids=args.return_token_ids,
+            timeout_s=args.timeout,
+        )
+        reports = run_all(args, target, server)
+    print_reports(reports)
+    groups: dict[str, list[RunReport]] = {}
+    for report in reports:
+        groups.setdefault(f"concurrency {report.concurrency or 'unlimited'}", []).append(report)
+    if args.repeat > 1:
+        print()
+        print_medians(groups)
+    figures: dict[str, object] = {
+        "benchmark": "serving",
+        "label": args.label,
+        "model": target.model,
+        "endpoint": target.endpoint,
+        "workload": {
+            key: value
+            for key, value in vars(workload(args, None)).items()
+            if key not in ("concurrency", "request_rate")
+        },
+        "runs": [report.figures() for report in reports],
+        "medians": {name: medians(group) for name, group in groups.items()},
+    }
+    return figures, all(report.failed == 0 for report in reports)
+
+
+def run_all(args: argparse.Namespace, target: Target, server: OwnServer | None) -> list[RunReport]:
+    """Every repeat of every concurrency, repeats outermost; no two runs share a prompt."""
+    reports = []
+    for repeat in range(args.repeat):
+        for index, concurrency in enumerate(args.concurrency):
+            load = f"c{concurrency}" if concurrency else f"{args.request_rate:g}/s"
+            name = f"{args.label} {load}"
+            label = name if args.repeat == 1 else f"{name} #{repeat + 1}"
+            print(f"running {label} ...", file=sys.stderr, flush=True)
+            report = measure(
+                target,
+                workload(args, concurrency),
+                seed=args.seed * 1_000_000 + repeat * 1_000 + index,
+                warmup=args.warmup,
+                label=label,
+                server=server,
+            )
+            reports.append(report)
+    return reports
+
+
+def print_medians(groups: dict[str, list[RunReport]]) -> None:
+    """Print the medians over repeats, one row for each group."""
+    rows = {name: medians(group) for name, group in groups.items()}
+    columns = ["output_tok_s", "ttft_ms_mean", "ttft_ms_p99", "tpot_ms_mean", "itl_ms_p99"]
+    print_table(
+        ["median of repeats", *columns],
+        [[name, *(row.get(column) for column in columns)] for name, row in rows.items()],
+    )
+
+
+def workload(args: argparse.Namespace, concurrency: int | None) -> Workload:
+    """The workload that the arguments describe."""
+    return Workload(
+        num_prompts=args.num_prompts,
+        input_len=args.input_len,
+        output_len=args.output_len,
+        dataset=args.dataset,
+        prefix_len=args.prefix_len,
+        num_prefixes=args.num_prefixes,
+        min_token_id=args.min_token_id,
+        vocab_size=args.vocab_size,
+        request_rate=args.request_rate,
+        burstiness=args.burstiness,
+        concurrency=concurrency,
+    )
+
+
+def parse_arguments(argv: list[str], starts_server: bool = False) -> argparse.Namespace:
+    """Parse and check the command line; a wrong combination ends the program with a sentence."""
+    parser = argparse.ArgumentParser(
+        prog=None if starts_server else "manta bench",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    if starts_server:
+        add("--base-url", help=f"endpoint such as {DEFAULT_URL}; default: start Manta")
+        add(
+            "--set",
+            action="append",
+            default=[],
+            type=key_value,
+            metavar="KEY=VALUE",
+            help="override of configs/llama.yaml when Manta is started here (repeatable)",
+        )
+    else:
+        add("--base-url", default=DEFAULT_URL, help=f"endpoint (default {DEFAULT_URL})")
+    add("--endpoint", choices=sorted(ENDPOINTS), default="completions")
+    add("--model", help="default: the first of /v1/models")
+    add("--num-prompts", type=positive, default=64)
+    add("--input-len", type=positive, default=256, help="tokens of a prompt after its prefix")
+    add("--output-len", type=positive, default=64)
+    add("--prefix-len", type=natural, default=0, help="tokens shared by prompts, put before them")
+    add("--num-prefixes", type=positive, default=1, help="number of different shared prefixes")
+    add(
+        "--dataset",
+        choices=("random", "stdlib-text"),
+        help="random token ids (default), or source text of about the same length (default for "
+        "chat, which takes no token ids)",
+    )
+    add("--min-token-id", type=natural, default=16, help="lowest id of random prompts")
+    add("--vocab-size", type=positive, default=2048, help="random prompts use ids below this")
+    add(
+        "--concurrency",
+        type=positives,
+        help="requests in flight at most; a list such as 1,32 makes one run of each (default: "
+        "1,32, or no limit with --request-rate)",
+    )
+    add("--request-rate", type=float, default=float("inf"), help="requests offered per second")
+    add(
+        "--burstiness",
+        type=float,
+        default=1.0,
+        help="shape of the arrivals' gamma distribution: 1 Poisson, < 1 bursts, > 1 steadier",
+    )
+    add(
+        "--ignore-eos",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="ask for exactly --output-len tokens, and count a request with fewer as failed",
+    )
+    add(
+        "--return-token-ids",
+        action="store_true",
+        help="ask for token ids in chunks (Manta, vLLM): first tokens that are no text yet count",
+    )
+    add("--temperature", type=float, default=0.0)
+    add("--seed", type=int, default=0)
+    add("--warmup", type=natural, default=8, help="requests before each run that do not count")
+    add("--repeat", type=positive, default=1)
+    add("--timeout", type=float, default=600.0, help="seconds for one request")
+    add("--label", default="serving", help="name of the runs in tables and JSON")
+    add("--save", metavar="FILE", help="write all figures to this JSON file")
+    args = parser.parse_args(argv)
+    if args.dataset is None:
+        args.dataset = "stdlib-text" if args.endpoint == "chat" else "random"
+    if args.endpoint == "chat" and args.dataset == "random":
+        parser.error("--dataset random sends token ids, which chat does not take: use stdlib-text")
+    if args.min_token_id >= args.vocab_size:
+        parser.error(f"--min-token-id must be below --vocab-size ({args.vocab_size})")
+    if args.request_rate <= 0 or args.burstiness <= 0:
+        parser.error("--request-rate and --burstiness must be greater than 0")
+    if starts_server and args.base_url and args.set:
+        parser.error("--set configures a server started here, so it cannot go with --base-url")
+    if args.concurrency is None:
+        args.concurrency = [1, 32] if args.request_rate == float("inf") else [None]
+    return args
+
+
+def _headers() -> dict[str, str]:
+    """Authorization from OPENAI_API_KEY where it is set."""
+    key = os.environ.get("OPENAI_API_KEY")
+    return {"Authorization": f"Bearer {key}"} if key else {}

@@ -1,0 +1,110 @@
+"""`manta chat`: a conversation with a served model in the terminal, streamed as it is written."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+
+TIMEOUT = httpx.Timeout(10.0, read=600.0)
+HELP = "Ctrl-C stops an answer, /reset begins anew, /quit or Ctrl-D ends."
+
+
+class Chat:
+    """Reads lines, prints answers; the conversation grows by both."""
+
+    def __init__(
+        self, url: str, model: str | None, max_tokens: int | None, temperature: float | None
+    ) -> None:
+        self._url = url.rstrip("/").removesuffix("/v1")
+        self._model = model
+        self._options = {"max_tokens": max_tokens, "temperature": temperature}
+        self._messages: list[dict[str, str]] = []
+
+    def run(self) -> int:
+        """Until the input ends. Exit status 1 if the server can't be talked to."""
+        key = os.environ.get("OPENAI_API_KEY")
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        with httpx.Client(base_url=self._url, headers=headers, timeout=TIMEOUT) as http:
+            try:
+                model = self._model or http.get("/v1/models").raise_for_status().json()["data"][0]
+                self._model = model if isinstance(model, str) else str(model["id"])
+            except (httpx.HTTPError, ValueError, LookupError) as error:
+                print(f"error: no server answers at {self._url}: {error}", file=sys.stderr)
+                return 1
+            if sys.stdin.isatty():
+                import readline  # noqa: F401  # gives `input` its editing keys
+
+                print(f"{self._model}: {HELP}")
+            return self._converse(http)
+
+    def _converse(self, http: httpx.Client) -> int:
+        status = 0
+        while (line := _next_line()) is not None:
+            if line == "/quit":
+                break
+            if line == "/reset":
+                self._messages.clear()
+            elif line:
+                status = self._exchange(http, line)
+        return status
+
+    def _exchange(self, http: httpx.Client, line: str) -> int:
+        """One question and its answer; a failed one leaves no trace in the conversation."""
+        asked = [*self._messages, {"role": "user", "content": line}]
+        answer = ""
+        try:
+            for piece in self._answer(http, asked):
+                answer += piece
+                print(piece, end="", flush=True)
+        except KeyboardInterrupt:
+            print(" [stopped]", end="")
+        except (httpx.HTTPError, ChatError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+        print()
+        self._messages = [*asked, {"role": "assistant", "content": answer}]
+        return 0
+
+    def _answer(self, http: httpx.Client, messages: list[dict[str, str]]) -> Iterator[str]:
+        options = {key: value for key, value in self._options.items() if value is not None}
+        body = {"model": self._model, "messages": messages, "stream": True, **options}
+        with http.stream("POST", "/v1/chat/completions", json=body) as reply:
+            if reply.status_code != 200:
+                raise ChatError(_message_of(reply.read()) or f"status {reply.status_code}")
+            for line in reply.iter_lines():
+                data = line.removeprefix("data:").strip()
+                if not line.startswith("data:") or data == "[DONE]":
+                    continue
+                chunk = json.loads(data)
+                if "error" in chunk:
+                    raise ChatError(chunk["error"]["message"])
+                for choice in chunk["choices"]:
+                    yield choice["delta"].get("content") or ""
+
+
+class ChatError(Exception):
+    """The server said why it doesn't answer."""
+
+
+def _next_line() -> str | None:
+    """The next line without surrounding blanks; None at the end of the input."""
+    while True:
+        try:
+            return input("> " if sys.stdin.isatty() else "").strip()
+        except EOFError:
+            return None
+        except KeyboardInterrupt:
+            print()
+
+
+def _message_of(body: bytes) -> str:
+    try:
+        error: Any = json.loads(body)
+        return str(error["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return ""

@@ -1,0 +1,99 @@
+"""Install Manta and what it needs into the environment of the Python that runs this.
+
+    .venv/bin/python scripts/install.py                 # what running needs
+    .venv/bin/python scripts/install.py --extras dev    # tests and lint, too
+
+Versions are those of constraints.txt. torch's ordinary build for Linux brings gigabytes of CUDA.
+So without an NVIDIA GPU its CPU build is taken from PyTorch's own index, unless pip is configured
+with a folder of wheels that has torch, or `--torch cuda` asks for CUDA.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+CONSTRAINTS = ROOT / "constraints.txt"
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+"""torch's CPU builds, as https://pytorch.org/get-started names it; `TORCH_INDEX` names another."""
+RETRIES = ("--retries", "1", "--timeout", "15")
+
+Pip = Callable[[Sequence[str]], int]
+"""Runs pip with arguments; its exit status."""
+
+
+def main(argv: Sequence[str] | None = None, pip: Pip | None = None) -> int:
+    """Exit status: pip's."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--extras", default="", help="of pyproject.toml, separated by commas")
+    parser.add_argument(
+        "--torch",
+        choices=("auto", "cpu", "cuda"),
+        default=os.environ.get("TORCH") or "auto",
+        help="auto (default, or $TORCH): cuda with an NVIDIA GPU, else cpu",
+    )
+    options = parser.parse_args(argv)
+    run = pip or _run_pip
+    if wants_cpu_torch(options.torch, has_nvidia_gpu()) and not _installed(pinned_torch()):
+        install_cpu_torch(run)
+    extras = f"[{options.extras}]" if options.extras else ""
+    return run(["install", "-c", str(CONSTRAINTS), "-e", f"{ROOT}{extras}"])
+
+
+def wants_cpu_torch(choice: str, has_gpu: bool) -> bool:
+    """Whether to look for a build without CUDA. Elsewhere than on Linux x86-64 it is the usual."""
+    if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
+        return False
+    return choice == "cpu" or (choice == "auto" and not has_gpu)
+
+
+def install_cpu_torch(pip: Pip) -> None:
+    """torch without CUDA; what it needs comes with the rest."""
+    torch = f"torch=={pinned_torch()}"
+    # A folder of wheels that pip is configured with is somebody's decision: nothing is fetched.
+    offline = ["install", "--dry-run", "--quiet", "--no-index", "--no-deps", torch]
+    if pip(offline) == 0:
+        return
+    index = os.environ.get("TORCH_INDEX") or CPU_INDEX
+    print(f"no NVIDIA GPU here: taking torch's CPU build from {index}", flush=True)
+    if pip(["install", "--no-deps", "--index-url", index, *RETRIES, torch]) != 0:
+        print(
+            f"warning: {index} doesn't answer or has no {torch}; pip's own index may bring CUDA, "
+            "which is gigabytes. Set TORCH_INDEX to an index with CPU builds to avoid that.",
+            flush=True,
+        )
+
+
+def pinned_torch() -> str:
+    """The version in constraints.txt."""
+    pins = dict(line.split("==") for line in CONSTRAINTS.read_text().split() if "==" in line)
+    return pins["torch"]
+
+
+def has_nvidia_gpu() -> bool:
+    """Whether the kernel has a device for one."""
+    return any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def _installed(version: str) -> bool:
+    try:
+        return metadata.version("torch").partition("+")[0] == version
+    except metadata.PackageNotFoundError:
+        return False
+
+
+def _run_pip(arguments: Sequence[str]) -> int:
+    quiet = subprocess.DEVNULL if "--dry-run" in arguments else None
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
+    return subprocess.run(command, stdout=quiet, stderr=quiet).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
