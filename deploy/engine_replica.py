@@ -59,9 +59,7 @@ class EngineReplica:
         hang_timeout_s: float,
         drain_timeout_s: float,
     ) -> None:
-        logging.getLogger("engine").setLevel(log_level)
-        logging.getLogger("deploy").setLevel(log_level)
-        serve_log.quieten()
+        serve_log.set_up(log_level)
         self._config = EngineConfig(**engine)
         self._hang_timeout_s = hang_timeout_s
         self._drain_timeout_s = drain_timeout_s

@@ -2,7 +2,6 @@
 
 # No `from __future__ import annotations`: Ray Serve inspects the annotations.
 import gc
-import logging
 from typing import Any
 
 from ray import serve
@@ -45,8 +44,7 @@ def build_ingress(settings: ApiSettings) -> Any:
             drain_timeout_s: float,
             routing: RoutingOptions,
         ) -> None:
-            logging.getLogger("deploy").setLevel(log_level)
-            serve_log.quieten()
+            serve_log.set_up(log_level)
             self._vocab_size = vocab_size
             self._client = ServeEngineClient(
                 engines,

@@ -1,4 +1,5 @@
-"""Which of Ray Serve's own log lines in a replica's process are noise."""
+"""What a replica's process writes to its log: our own lines, and of Ray Serve's those that say
+something."""
 
 from __future__ import annotations
 
@@ -7,13 +8,23 @@ import re
 
 from engine.errors import EngineDeadError, EngineDrainingError
 
+OURS = ("engine", "deploy")
+FORMAT = "%(levelname)s %(name)s: %(message)s"
 _PROBE = re.compile(r"(GET|HEAD) /(health|metrics) ")
 
 
-def quieten() -> None:
-    """Keep out of this process's Serve log: access lines of probes, which come every second or so,
-    and tracebacks of requests that were given back or lost with their engine: they go on elsewhere,
-    and one line of our own says how many."""
+def set_up(log_level: str) -> None:
+    """Our loggers print from `log_level` on, with their names. Serve's leave out access lines of
+    probes, which come every second or so, and tracebacks of requests that were given back or lost
+    with their engine: they go on elsewhere, and one line of ours says how many."""
+    for name in OURS:
+        logger = logging.getLogger(name)
+        logger.setLevel(log_level)
+        logger.propagate = False
+        if not logger.handlers:
+            handler = logging.StreamHandler()
+            handler.setFormatter(logging.Formatter(FORMAT))
+            logger.addHandler(handler)
     serve_log = logging.getLogger("ray.serve")
     if is_news not in serve_log.filters:
         serve_log.addFilter(is_news)

@@ -65,10 +65,11 @@ def _pairs(way: Way) -> set[tuple[Any, ...]]:
 class Client:
     """One connection with one unanswered request."""
 
-    def __init__(self, port: int, way: Way, number: int) -> None:
+    def __init__(self, port: int, way: Way, number: int, max_tokens: int = 20_000) -> None:
         self._port = port
         self._way = way
         self._number = number
+        self._max_tokens = max_tokens
 
     async def ask(self) -> None:
         """Connect and send; a stream in decode is read until its first bytes."""
@@ -77,8 +78,8 @@ class Client:
         if way.keep_alive:
             await self._get_models()
         prompt = [7 + (self._number + i) % 2000 for i in range(PROMPT_TOKENS[way.phase])]
-        body: dict[str, Any] = {"prompt": prompt, "max_tokens": 20_000, "ignore_eos": True}
-        payload = json.dumps({**body, "stream": way.stream}).encode()
+        body = {"prompt": prompt, "max_tokens": self._max_tokens, "stream": way.stream}
+        payload = json.dumps({**body, "ignore_eos": True}).encode()
         head = (
             "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(payload)}\r\n\r\n"

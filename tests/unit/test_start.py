@@ -352,10 +352,21 @@ def test_requests_that_are_given_back_leave_no_traceback() -> None:
     assert not serve_log.is_news(failed(EngineDrainingError("the ingress was silent")))
     assert not serve_log.is_news(failed(EngineDeadError("gone")))
     assert serve_log.is_news(failed(KeyError("a bug")))
-    serve_log.quieten()
-    serve_log.quieten()
-    assert logging.getLogger("ray.serve").filters.count(serve_log.is_news) == 1
-    logging.getLogger("ray.serve").removeFilter(serve_log.is_news)
+
+
+def test_a_replicas_own_lines_have_level_and_name() -> None:
+    """In a process of its own: the loggers are the whole process's."""
+    code = (
+        "import logging; from deploy import serve_log\n"
+        "for _ in range(2): serve_log.set_up('WARNING')\n"
+        "assert logging.getLogger('ray.serve').filters == [serve_log.is_news]\n"
+        "logging.getLogger('deploy.engine_replica').warning('gone')\n"
+        "logging.getLogger('engine.x').info('unseen')\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert ran.stderr == "WARNING deploy.engine_replica: gone\n"
+    match = launch.OUR_WARNING.search(f"(ServeReplica:llm:engine pid=1) {ran.stderr}")
+    assert match is not None and match[2] == "deploy.engine_replica: gone"
 
 
 # --- the command
