@@ -58,11 +58,11 @@ test-gpu: install-dev
 # Clients that leave in every way, 200 at once, ten times: some 20 minutes for each of four servers.
 chaos: install-dev
 	$(BIN)/python -m pytest tests/chaos tests/integration/test_proxies.py \
-		tests/integration/test_leaving_clients.py -m full_chaos -q -s --full-chaos
+		tests/extended/test_leaving_clients.py -m full_chaos -q -s --full-chaos
 
 # Thirty starts and stops in a row: some 15 minutes.
 starts: install-dev
-	$(BIN)/python -m pytest tests/integration/test_starts.py -m full_chaos -q -s --full-chaos
+	$(BIN)/python -m pytest tests/extended/test_starts.py -m full_chaos -q -s --full-chaos
 
 lint: install-dev
 	$(BIN)/ruff check .

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -24,6 +25,7 @@ POLL_S = 0.2
 PROBE_TIMEOUT_S = 5.0
 LEFTOVER_GRACE_S = 2.0
 LOG_TAIL_LINES = 40
+PORTS = range(10_000, 12_000)
 
 
 class ServerError(RuntimeError):
@@ -169,10 +171,19 @@ def exit_on_sigterm() -> None:
 
 
 def free_port() -> int:
-    """A TCP port on 127.0.0.1 that nothing listens on right now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port on 127.0.0.1 that nothing listens on right now.
+
+    Below the ephemeral ports, of which any process may get one a moment later, and below those that
+    launches take for themselves.
+    """
+    for port in random.sample(PORTS, len(PORTS)):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise ServerError(f"all ports from {PORTS.start} to {PORTS.stop - 1} are taken")
 
 
 def manta_server(

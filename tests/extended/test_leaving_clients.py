@@ -1,0 +1,48 @@
+"""A client that leaves has its request ended: behind the Python proxy, and as in a pod.
+
+With `make chaos` in every way, behind every proxy, and with a model that really computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from benchmarks.servers import ManagedServer
+from tests.integration.leaving_servers import (
+    SERVERS,
+    check_covering,
+    check_early_cancels,
+    check_every_way,
+    long_model,
+)
+
+
+@pytest.fixture(scope="module")
+def server(request: pytest.FixtureRequest) -> Iterator[ManagedServer]:
+    with long_model() as model, SERVERS[request.param](model) as running:
+        yield running
+
+
+def behind(*names: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("server", names, indirect=True, scope="module")
+
+
+@behind("python", "pod")
+def test_a_request_ends_with_its_client(server: ManagedServer) -> None:
+    check_covering(server)
+
+
+@behind("python", "pod")
+def test_cancels_that_meet_the_answers_of_the_tokenizer_lose_no_request(
+    server: ManagedServer,
+) -> None:
+    check_early_cancels(server)
+
+
+@pytest.mark.full_chaos
+@pytest.mark.timeout(3600)
+@behind(*SERVERS)
+def test_every_way_ten_times(server: ManagedServer) -> None:
+    check_every_way(server)
