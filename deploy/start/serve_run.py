@@ -14,6 +14,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 
 POLL_S = 0.25
@@ -56,6 +57,9 @@ def _states() -> dict[str, dict[str, str]]:
     try:
         applications = serve.status().applications
     except (RayError, RayServeException, ValueError):  # the controller isn't up yet
+        return {}
+    except Exception:  # in the log, and asked again: the launcher waits for an answer
+        traceback.print_exc()
         return {}
     return {
         name: {

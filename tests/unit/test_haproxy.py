@@ -102,6 +102,17 @@ def test_clients_that_leave_are_noticed(tmp_path: Path) -> None:
     assert done.returncode == 1 and "clients that leave" in done.stderr
 
 
+def test_the_program_is_never_the_wrapper_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The image's environment names the wrapper; a user's may name another HAProxy."""
+    rays = haproxy.binary()
+    assert rays is not None and Path(rays).name == "haproxy"
+    monkeypatch.setenv(haproxy.BINARY_PATH, "/opt/manta/deploy/start/haproxy-wrapper")
+    assert haproxy.binary() == rays
+    assert os.environ[haproxy.BINARY_PATH].endswith("haproxy-wrapper")
+    monkeypatch.setenv(haproxy.BINARY_PATH, "/usr/sbin/haproxy")
+    assert haproxy.binary() == "/usr/sbin/haproxy"
+
+
 def test_the_wrapper_finds_rays_haproxy_by_itself() -> None:
     """As in the image, where nothing names it but the wrapper."""
     env = {k: v for k, v in os.environ.items() if k != "MANTA_HAPROXY_BINARY"}

@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -156,7 +157,10 @@ def test_a_taken_port_names_who_has_it(free_port: int) -> None:
 
 def test_two_launches_do_not_share_an_api_port(free_port: int) -> None:
     """Serve's Python proxies would, silently."""
-    with hold_api_port("127.0.0.1", free_port), pytest.raises(ConfigError, match="just starting"):
+    with (
+        hold_api_port("127.0.0.1", free_port),
+        pytest.raises(ConfigError, match="starting or stopping"),
+    ):
         hold_api_port("127.0.0.1", free_port)
     hold_api_port("127.0.0.1", free_port).close()
 
@@ -367,6 +371,36 @@ def test_a_replicas_own_lines_have_level_and_name() -> None:
     assert ran.stderr == "WARNING deploy.engine_replica: gone\n"
     match = launch.OUR_WARNING.search(f"(ServeReplica:llm:engine pid=1) {ran.stderr}")
     assert match is not None and match[2] == "deploy.engine_replica: gone"
+
+
+# --- the folder
+
+
+def test_folders_of_killed_launches_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those of launches that run, nor what others named alike."""
+    parent = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))
+    monkeypatch.setattr(launch, "MAX_FOLDER_CHARS", 40)
+    monkeypatch.setenv("RAY_TMPDIR", str(parent))
+    (parent / "manta-mine").mkdir()
+    code = (
+        "import os, time; from deploy.start.launch import private_folder\n"
+        "with private_folder() as name: print(name, flush=True); time.sleep(60)"
+    )
+    killed = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    assert killed.stdout is not None
+    left = Path(killed.stdout.readline().strip())
+    with launch.private_folder() as name:
+        assert left.is_dir(), "its launch runs"
+        killed.kill()
+        killed.wait()
+        assert left.is_dir()
+        with launch.private_folder() as other:
+            assert not left.exists()
+            assert Path(name).is_dir() and Path(other).is_dir()
+    assert [path.name for path in parent.iterdir()] == ["manta-mine"]
+    shutil.rmtree(parent)
 
 
 # --- the command
