@@ -303,8 +303,9 @@ def private_folder() -> Iterator[str]:
         if _is_forsaken(folder):
             shutil.rmtree(folder, ignore_errors=True)
     made = tempfile.TemporaryDirectory(prefix="manta-", dir=parent, ignore_cleanup_errors=True)
-    with made as name, (Path(name) / _LOCK).open("w") as lock:
+    with made as name, (Path(name) / "new").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        Path(lock.name).rename(Path(name) / _LOCK)  # never there without being locked
         yield name
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import secrets
 import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -378,8 +378,8 @@ def test_a_replicas_own_lines_have_level_and_name() -> None:
 
 def test_folders_of_killed_launches_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not those of launches that run, nor what others named alike."""
-    parent = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))
-    monkeypatch.setattr(launch, "MAX_FOLDER_CHARS", 40)
+    parent = Path(f"/tmp/{secrets.token_hex(2)}")
+    parent.mkdir()
     monkeypatch.setenv("RAY_TMPDIR", str(parent))
     (parent / "manta-mine").mkdir()
     code = (
