@@ -10,6 +10,7 @@ SUM := $(shell cat pyproject.toml constraints.txt setup.py | cksum | cut -d' ' -
 STAMP := $(VENV)/.installed-$(SUM)
 DEV_STAMP := $(VENV)/.installed-dev-$(SUM)
 
+.DELETE_ON_ERROR:
 .PHONY: serve test test-fast test-extended test-matrix test-gpu chaos starts lint bench bench-gpu \
 	install install-dev clean
 

@@ -40,7 +40,7 @@ from benchmarks.servers import ManagedServer, exit_on_sigterm, free_port, manta_
 from benchmarks.stream_reader import Stream
 from benchmarks.token_load import Delays, Spread, Throughput, delays, pace, saturate
 from deploy.start import haproxy
-from deploy.start.launch import private_folder
+from deploy.start.folder import launch_folder
 from deploy.start.ports import PortBlock
 
 RESULT = REPO_ROOT / "benchmarks" / "results" / "token-path.json"
@@ -325,7 +325,7 @@ def ray_server(mode: str, step_ms: float) -> Iterator[ManagedServer]:
             binary = haproxy.binary()
             if binary is None:
                 raise RuntimeError("the comparison needs HAProxy, which Ray brings on Linux only")
-            folder = Path(stack.enter_context(private_folder()))
+            folder = stack.enter_context(launch_folder()).path
             ports = stack.enter_context(PortBlock())
             env |= haproxy.environment(binary, folder, http_options, ports)
             env["RAY_SERVE_THROUGHPUT_OPTIMIZED"] = "1"

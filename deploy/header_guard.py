@@ -8,6 +8,7 @@ guard outside of all that, in the Python proxy and in replicas behind HAProxy.
 
 from __future__ import annotations
 
+import os
 import re
 
 from starlette.middleware import Middleware
@@ -22,7 +23,10 @@ _MODEL_ID = b"serve_multiplexed_model_id"
 _READ_BY_SERVE = {
     b"x_request_timeout_seconds",
     b"x_request_disconnect_disabled",
-    b"x_session_id",
+    os.environ.get("RAY_SERVE_SESSION_ID_HEADER_KEY", "x-session-id")
+    .lower()
+    .replace("-", "_")
+    .encode(),
     b"traceparent",
     b"tracestate",
 }

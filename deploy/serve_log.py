@@ -10,7 +10,7 @@ from engine.errors import EngineDeadError, EngineDrainingError
 
 OURS = ("engine", "deploy")
 FORMAT = "%(levelname)s %(name)s: %(message)s"
-_PROBE = re.compile(r"(GET|HEAD) /(health|metrics) ")
+_PROBE = re.compile(r"(GET|HEAD) (/\S*)?/(health|metrics) ")
 
 
 def set_up(log_level: str) -> None:

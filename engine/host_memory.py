@@ -11,7 +11,7 @@ def available_host_bytes() -> int:
     limit = _number(Path("/sys/fs/cgroup/memory.max"))
     used = _number(Path("/sys/fs/cgroup/memory.current"))
     if limit is not None and used is not None:
-        available = min(available, max(0, limit - used))
+        available = min(available, max(0, limit - (used - _reclaimable())))
     return available
 
 
@@ -20,6 +20,16 @@ def _meminfo(key: str) -> int:
         if line.startswith(key + ":"):
             return int(line.split()[1]) * 1024
     raise RuntimeError(f"/proc/meminfo has no {key}")
+
+
+def _reclaimable() -> int:
+    """Page cache that counts as used, and goes when somebody needs the memory (as kubelet counts):
+    a model that was just downloaded, above all."""
+    try:
+        lines = Path("/sys/fs/cgroup/memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
 
 
 def _number(path: Path) -> int | None:

@@ -78,8 +78,8 @@ def pinned_torch() -> str:
 
 
 def has_nvidia_gpu() -> bool:
-    """Whether the kernel has a device for one."""
-    return any(Path("/dev").glob("nvidia[0-9]*"))
+    """Whether the kernel has a device for one; under WSL 2 it has another name."""
+    return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()
 
 
 def _installed(version: str) -> bool:

@@ -13,7 +13,7 @@ def launch_mark(launcher: int) -> str:
     """The mark that `deploy.launch` gave to all processes of this launch."""
     for entry in Path("/proc").glob("[0-9]*"):
         try:
-            parent = int(entry.joinpath("stat").read_text().rpartition(")")[2].split()[1])
+            parent = int(entry.joinpath("stat").read_bytes().rpartition(b")")[2].split()[1])
             environ = (
                 entry.joinpath("environ").read_bytes().split(b"\0") if parent == launcher else []
             )
@@ -78,17 +78,22 @@ def _command(pid: int) -> str:
 
 def cpu_seconds_by_process(root: int) -> dict[str, float]:
     """CPU time of a process and all its descendants, by name and id."""
-    found = {}
-    family = {root}
-    for entry in sorted(Path("/proc").glob("[0-9]*"), key=lambda path: int(path.name)):
+    found: dict[int, tuple[int, int]] = {}
+    for entry in Path("/proc").glob("[0-9]*"):
         try:
-            fields = entry.joinpath("stat").read_text().rpartition(")")[2].split()
+            fields = entry.joinpath("stat").read_bytes().rpartition(b")")[2].split()
         except (FileNotFoundError, ProcessLookupError):
             continue
-        pid, parent = int(entry.name), int(fields[1])
-        if pid == root or parent in family:
-            family.add(pid)
-            name = " ".join(_command(pid).replace("\0", " ").split()[:3])[-60:]
-            ticks = int(fields[11]) + int(fields[12])
-            found[f"{name} ({pid})"] = ticks / os.sysconf("SC_CLK_TCK")
-    return found
+        found[int(entry.name)] = int(fields[1]), int(fields[11]) + int(fields[12])
+    family: set[int] = set()
+    grown = {root} & found.keys()
+    while grown - family:
+        family |= grown
+        grown = {pid for pid, (parent, _) in found.items() if parent in family}
+    ticks = os.sysconf("SC_CLK_TCK")
+    return {
+        f"{' '.join(_command(pid).replace(chr(0), ' ').split()[:3])[-60:]} ({pid})": (
+            found[pid][1] / ticks
+        )
+        for pid in family
+    }

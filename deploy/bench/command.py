@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import sys
 import time
@@ -27,7 +26,7 @@ import aiohttp
 from deploy.bench.arguments import key_value, natural, positive, positives
 from deploy.bench.client import analyse, list_models
 from deploy.bench.load import Prompt, Workload, arrival_offsets, make_prompts, run_requests
-from deploy.bench.output import environment, finish, print_table
+from deploy.bench.output import finish, print_table, save_result
 from deploy.bench.report import RunReport, medians, print_reports, summarise
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -155,14 +154,18 @@ def main(argv: list[str] | None = None, start_server: StartServer | None = None)
     args = parse_arguments(sys.argv[1:] if argv is None else argv, start_server is not None)
     try:
         figures, ok = run(args, start_server)
-    except (aiohttp.ClientError, OSError) as error:
-        print(f"error: {args.base_url} can't be measured: {error}", file=sys.stderr)
+    except (aiohttp.ClientError, OSError, NoModelError) as error:
+        where = args.base_url or "the server that was started"
+        print(f"error: {where} can't be measured: {error}", file=sys.stderr)
         figures, ok = {"benchmark": "serving", "error": str(error)}, False
-    if args.save:
-        saved = {**figures, "environment": environment(), "ok": ok}
-        Path(args.save).write_text(json.dumps(saved, indent=1) + "\n")
     finish(figures, ok)
+    if args.save:
+        save_result(Path(args.save), figures, ok)
     return 0 if ok else 1
+
+
+class NoModelError(Exception):
+    """The endpoint serves none."""
 
 
 def run(
@@ -176,9 +179,12 @@ def run(
     starts = start_server is not None and not args.base_url
     with start_server(dict(args.set)) if starts and start_server else nullcontext() as server:
         base_url = server.base_url if server else args.base_url.rstrip("/")
+        models = [args.model] if args.model else asyncio.run(list_models(base_url, _headers()))
+        if not models:
+            raise NoModelError("it lists no model; name one with --model")
         target = Target(
             base_url=base_url,
-            model=args.model or asyncio.run(list_models(base_url, _headers()))[0],
+            model=models[0],
             endpoint=args.endpoint,
             temperature=args.temperature,
             ignore_eos=args.ignore_eos,

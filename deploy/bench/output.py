@@ -149,6 +149,8 @@ def _command_line() -> str:
 
 def _git(*arguments: str) -> str | None:
     """Output of a git command in the repository; None where git or the checkout is missing."""
+    if not (_ROOT / ".git").exists():  # installed, perhaps inside another project's checkout
+        return None
     try:
         done = subprocess.run(
             ["git", *arguments], cwd=_ROOT, capture_output=True, text=True, timeout=10

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +31,18 @@ def describe(app: Any) -> str:
 
 def ready_lines(target: Target, seconds: float) -> list[str]:
     """Once requests are answered."""
-    host, port = target.http["host"], target.http["port"]
-    url = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
+    host = reachable_host(str(target.http["host"]))
+    address = f"[{host}]" if ":" in host else host
     app = target.config["applications"][0]
-    base = url + str(app.get("route_prefix", "/")).rstrip("/")
+    base = f"http://{address}:{target.http['port']}{app.get('route_prefix', '/').rstrip('/')}"
     body = {"model": target.applications[0].model_name, "prompt": "Return the", "max_tokens": 32}
     return [
         f"ready after {seconds:.0f} s: OpenAI's API on {base}/v1 (Ctrl-C stops)",
         f"try: curl {base}/v1/completions -H 'Content-Type: application/json' -d "
-        f"'{json.dumps(body)}'",
+        + shlex.quote(json.dumps(body)),
     ]
+
+
+def reachable_host(host: str) -> str:
+    """Where a program on this machine finds who listens on `host`."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)

@@ -39,7 +39,10 @@ def _innermost(text: str) -> str:
 def port_taken(folder: Path) -> str:
     """HAProxy's complaint that it can't listen, if it has one in its logs in `folder`; else ""."""
     for log in folder.glob("*/*.stderr.log"):
-        match = _BOUND.search(log.read_text(errors="replace"))
+        try:
+            match = _BOUND.search(log.read_text(errors="replace"))
+        except FileNotFoundError:  # Ray keeps only the last ones
+            continue
         if match:
             return f"HAProxy can't listen on {match[2]}: {match[1]}. Choose another --port."
     return ""

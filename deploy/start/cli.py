@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 
 from engine import __version__
 from engine.errors import ConfigError
@@ -27,6 +28,8 @@ def main(argv: list[str] | None = None) -> int:
         target = getattr(options, "target", "")
         print(f"error: {target}: {error}" if target else f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # while it is still being checked, or a model downloaded
+        return 130
 
 
 def serve(options: argparse.Namespace) -> int:
@@ -40,9 +43,9 @@ def serve(options: argparse.Namespace) -> int:
 
 def check(options: argparse.Namespace) -> int:
     """`manta check`: everything that `serve` checks, and nothing is started."""
+    from deploy.start import launch
     from deploy.start.banner import describe
-    from deploy.start.ports import hold_api_port
-    from deploy.start.preflight import GIB, check_machine, memory_bytes
+    from deploy.start.preflight import GIB, memory_bytes
     from deploy.start.target import load_target
 
     target = load_target(options.target, options.set, options.host, options.port)
@@ -52,11 +55,10 @@ def check(options: argparse.Namespace) -> int:
         print(f"longest request: {app.resolved.max_model_len} tokens")
         print(f"KV cache: {f'{cache} tokens' if cache else 'as large as memory allows'}")
         print(f"on CPU it takes about {memory_bytes(app) / GIB:.1f} GiB of memory")
-    for warning in check_machine(target):
-        print(f"warning: {warning}")
-    host, port = str(target.http["host"]), int(target.http["port"])
-    hold_api_port(host, port).close()
-    print(f"would listen on {host} port {port}")
+    with ExitStack() as stack:
+        for warning in launch.check(target, options.haproxy, stack):
+            print(f"warning: {warning}")
+    print(f"would listen on {target.http['host']} port {target.http['port']}")
     print("ok")
     return 0
 
@@ -77,12 +79,6 @@ def _parser() -> argparse.ArgumentParser:
 
     server = commands.add_parser("serve", help="serve a model until Ctrl-C")
     _add_target(server)
-    server.add_argument(
-        "--haproxy",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="HAProxy in front instead of Serve's Python proxy (default where Ray brings it)",
-    )
     server.add_argument(
         "--verbose", action="store_true", help="print what Ray, Serve and HAProxy say, too"
     )
@@ -112,6 +108,12 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         default=DEFAULT,
         help=f"a config file, a model folder, or a hub id as owner/name (default {DEFAULT})",
+    )
+    parser.add_argument(
+        "--haproxy",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="HAProxy in front instead of Serve's Python proxy (default where Ray brings it)",
     )
     parser.add_argument("--host", help="overrides http_options.host")
     parser.add_argument("--port", type=int, help="overrides http_options.port")

@@ -7,11 +7,13 @@ import logging.handlers
 import os
 import re
 import time
+from io import TextIOWrapper
 from pathlib import Path
 
 MAX_BYTES = 16 * 2**20
 BACKUPS = 3
 LAUNCHES_KEPT = 20
+_NAME = re.compile(r"manta-\d{8}-\d{6}-port\d+-\d+\.log")
 ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
@@ -35,10 +37,9 @@ class LaunchLog:
         _forget_old(folder)
         started = time.strftime("%Y%m%d-%H%M%S")
         self.path = folder / f"manta-{started}-port{port}-{os.getpid()}.log"
-        self._handler = logging.handlers.RotatingFileHandler(
+        self._handler = _PrivateFiles(
             self.path, maxBytes=MAX_BYTES, backupCount=BACKUPS, encoding="utf-8", errors="replace"
         )
-        self.path.chmod(0o600)
 
     def write(self, line: str) -> None:
         """Append one line, without its colours."""
@@ -50,8 +51,36 @@ class LaunchLog:
         self._handler.close()
 
 
+class _PrivateFiles(logging.handlers.RotatingFileHandler):
+    """Every file, those that follow too, is for this user alone."""
+
+    def _open(self) -> TextIOWrapper:
+        def private(path: str, flags: int) -> int:
+            return os.open(path, flags, 0o600)
+
+        return open(
+            self.baseFilename,
+            self.mode,
+            encoding=self.encoding,
+            errors=self.errors,
+            opener=private,
+        )
+
+
 def _forget_old(folder: Path) -> None:
-    launches = sorted(folder.glob("manta-*.log"), key=lambda path: path.name)
-    for log in launches[: max(0, len(launches) - LAUNCHES_KEPT + 1)]:
-        for file in folder.glob(log.name + "*"):
-            file.unlink(missing_ok=True)
+    """Keep `LAUNCHES_KEPT` with the one to come, and those of launches that still run."""
+    found = sorted((file for file in folder.iterdir() if _NAME.fullmatch(file.name)), reverse=True)
+    for log in found[LAUNCHES_KEPT - 1 :]:
+        if not _lives(int(log.stem.rpartition("-")[2])):
+            for file in folder.glob(log.name + "*"):
+                file.unlink(missing_ok=True)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True

@@ -7,6 +7,7 @@ the same port again and again. So nothing here looks for free ports: what is cho
 from __future__ import annotations
 
 import socket
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -96,11 +97,13 @@ def hold_api_port(host: str, port: int) -> socket.socket:
     lock = socket.socket(socket.AF_UNIX)
     try:
         # Serve's Python proxies share ports: two launches at once could both have this one.
-        lock.bind(f"\0manta-port-{port}")
+        if sys.platform == "linux":
+            lock.bind(f"\0manta-api-{host}-{port}")
     except OSError as error:
         lock.close()
         raise ConfigError(
-            f"another server is starting or stopping on port {port}. Choose another with --port."
+            f"another server is starting or stopping on {host} port {port}. Choose another port "
+            "with --port."
         ) from error
     return lock
 
@@ -142,7 +145,8 @@ def _user_of(port: int) -> str:
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if any(str(fd.readlink()) in inodes for fd in (process / "fd").iterdir()):
-                return f" (process {process.name}, {(process / 'comm').read_text().strip()})"
+                name = (process / "comm").read_text(errors="replace").strip()
+                return f" (process {process.name}, {name})"
         except OSError:  # it ended, or isn't ours
             continue
     return ""

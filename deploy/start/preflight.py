@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ipaddress
+import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from deploy.start.haproxy import ALL_INTERFACES
 from deploy.start.target import Target
 from engine.errors import ConfigError
 from engine.host_memory import available_host_bytes
@@ -21,6 +23,7 @@ REPLICA_BYTES = 300 << 20
 SHARED_MEMORY_BYTES = 64 << 20
 """Ray's object store needs so much of /dev/shm at least; it moves to the disk otherwise."""
 GIB = 1 << 30
+_INDEX = "model.safetensors.index.json"
 
 
 def check_machine(target: Target) -> list[str]:
@@ -29,15 +32,9 @@ def check_machine(target: Target) -> list[str]:
     for app in target.applications:
         if app.engine.load_format == "auto":
             check_weights(Path(app.resolved.model.path))
-    needed = sum(memory_bytes(app) for app in target.applications if _is_on_cpu(app))
-    free = available_host_bytes()
-    if needed > free:
-        raise ConfigError(
-            f"this needs about {needed / GIB:.1f} GiB of memory, and {free / GIB:.1f} GiB are "
-            "free. Lower max_total_tokens or num_replicas, set a smaller dtype or model, or end "
-            "other programs."
-        )
-    if target.http["host"] == ALL_INTERFACES:
+    if sys.platform == "linux":
+        warnings += _check_memory([app for app in target.applications if _is_on_cpu(app)])
+    if not _is_loopback(str(target.http["host"])):
         warnings.append("others can reach this server, and the API asks for no key")
     shared = Path("/dev/shm")
     if shared.is_dir() and shutil.disk_usage(shared).free < SHARED_MEMORY_BYTES:
@@ -48,10 +45,26 @@ def check_machine(target: Target) -> list[str]:
 
 
 def check_weights(folder: Path) -> None:
-    """Raise `ConfigError` unless the model folder has weights whose files are whole."""
+    """Raise `ConfigError` unless the model folder has all its weights, in files that are whole."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise ConfigError(f"{folder} holds no *.safetensors file, in which a model's weights are.")
+        raise ConfigError(
+            f"{folder} holds no *.safetensors file. Convert weights of other formats, or download "
+            "the model again."
+        )
+    index = folder / _INDEX
+    if index.is_file():
+        try:
+            named = set(json.loads(index.read_text())["weight_map"].values())
+        except (ValueError, LookupError, AttributeError) as error:
+            raise ConfigError(f"{index} can't be read: {error!r}. Download it again.") from error
+        missing = sorted(named - {file.name for file in files})
+        if missing:
+            raise ConfigError(
+                f"{folder} lacks {missing[0]}, which {_INDEX} names"
+                + (f", and {len(missing) - 1} more" if len(missing) > 1 else "")
+                + ". Download the model again."
+            )
     for file in files:
         try:
             with safe_open(str(file), framework="numpy"):
@@ -60,9 +73,9 @@ def check_weights(folder: Path) -> None:
             raise ConfigError(f"{file} can't be read: {error}. Download it again.") from error
 
 
-def memory_bytes(app: Any) -> int:
-    """About what an `AppConfig` takes on this machine's CPUs: weights, KV cache if its size is
-    stated, processes."""
+def model_bytes(app: Any) -> int:
+    """About what the weights of an `AppConfig`, and its KV cache if its size is stated, take on
+    this machine's CPUs."""
     engine, model = app.engine, app.resolved.model
     wide = "float32" in (engine.dtype, model.dtype if engine.dtype == "auto" else "")
     item = 4 if wide else 2
@@ -71,8 +84,32 @@ def memory_bytes(app: Any) -> int:
         weights *= 2
     token = 2 * model.num_layers * model.num_kv_heads * model.head_dim
     cache = (engine.max_total_tokens or 0) * token * (item + 4)  # decoding keeps float32 copies
-    replicas = app.max_replicas
-    return int(replicas * (weights + cache) + PROCESS_BYTES + (replicas - 1) * REPLICA_BYTES)
+    return int(app.max_replicas * (weights + cache))
+
+
+def memory_bytes(app: Any) -> int:
+    """`model_bytes`, and what all processes take besides."""
+    return model_bytes(app) + PROCESS_BYTES + (app.max_replicas - 1) * REPLICA_BYTES
+
+
+def _check_memory(apps: list[Any]) -> list[str]:
+    free = available_host_bytes()
+    needed = sum(map(memory_bytes, apps))
+    advice = (
+        f"this needs about {needed / GIB:.1f} GiB of memory, and {free / GIB:.1f} GiB are free. "
+        "Lower max_total_tokens or num_replicas, set a smaller dtype or model, or end other "
+        "programs."
+    )
+    if sum(map(model_bytes, apps)) > free:
+        raise ConfigError(advice)
+    return [advice] if needed > free else []
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _is_on_cpu(app: Any) -> bool:
@@ -81,5 +118,5 @@ def _is_on_cpu(app: Any) -> bool:
 
 
 def has_nvidia_gpu() -> bool:
-    """Whether this machine has an NVIDIA GPU that programs may use."""
-    return any(Path("/dev").glob("nvidia[0-9]*"))
+    """Whether this machine has an NVIDIA GPU that programs may use; also under WSL 2."""
+    return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()

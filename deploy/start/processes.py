@@ -21,7 +21,8 @@ def marked_processes(mark: str) -> list[int]:
         if int(entry.name) == os.getpid():
             continue
         try:
-            alive = entry.joinpath("stat").read_text().rpartition(")")[2].split()[0] != "Z"
+            # Bytes: a process may have any name.
+            alive = entry.joinpath("stat").read_bytes().rpartition(b")")[2].split()[0] != b"Z"
             if alive and needle in entry.joinpath("environ").read_bytes().split(b"\0"):
                 found.append(int(entry.name))
         except (FileNotFoundError, ProcessLookupError, PermissionError):

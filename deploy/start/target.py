@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -53,28 +54,48 @@ def load_target(
     config = _read(target)
     if not isinstance(config, dict) or not config.get("applications"):
         raise ConfigError("a Serve config needs `applications:` with one application in it.")
-    http = config.setdefault("http_options", {})
-    http["host"] = host if host is not None else http.get("host", "127.0.0.1")
-    http["port"] = port if port is not None else http.get("port", 8000)
+    http = _mapping(config, "http_options")
+    http["host"] = host if host is not None else http.get("host") or "127.0.0.1"
+    http["port"] = port if port is not None else http.get("port") or 8000
+    if not isinstance(http["port"], int):
+        raise ConfigError(f"http_options.port must be a number, not {http['port']!r}.")
     applications = []
     for app in config["applications"]:
+        if not isinstance(app, dict):
+            raise ConfigError("each of `applications` must be a mapping with name and args.")
         unknown = set(app) - _APPLICATION_KEYS
         if unknown:
             # Serve ignores unknown keys here without a word.
             raise ConfigError(
-                f"unknown application key '{sorted(unknown)[0]}'; known are "
+                f"unknown application key '{sorted(map(str, unknown))[0]}'; known are "
                 f"{', '.join(sorted(_APPLICATION_KEYS))}."
             )
-        args = app.setdefault("args", {})
-        for override in overrides:
-            key, equals, value = override.partition("=")
-            if not equals:
-                raise ConfigError(f"--set takes key=value, not '{override}'.")
-            args[key] = yaml.safe_load(value)
+        args = _mapping(app, "args")
+        args.update(map(_override, overrides))
         if isinstance(args.get("model"), str):
             args["model"] = _absolute(args["model"])
         applications.append(AppConfig.from_args(args))
     return Target(config, applications)
+
+
+def _mapping(parent: dict[str, Any], key: str) -> dict[str, Any]:
+    """`parent[key]`, made if it is missing or empty."""
+    value = parent.get(key)
+    if value is None:
+        value = parent[key] = {}
+    if not isinstance(value, dict):
+        raise ConfigError(f"`{key}` must be a mapping of keys to values.")
+    return value
+
+
+def _override(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise ConfigError(f"--set takes key=value, not '{text}'.")
+    try:
+        return key, yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--set {key}: '{value}' is not valid YAML; quote it.") from error
 
 
 def _read(target: str) -> Any:
@@ -111,10 +132,13 @@ def _config_of_model(model: str) -> dict[str, Any]:
 
 
 def _find(target: str) -> Path | None:
-    """The file or folder: from here, or among what Manta brings."""
+    """The file or folder: from here, or among what Manta brings. A link keeps its own name."""
     for candidate in (Path(target), shipped_root() / target):
-        if candidate.exists():
-            return candidate.resolve()
+        try:
+            if candidate.exists():
+                return Path(os.path.abspath(candidate))
+        except OSError as error:
+            raise ConfigError(f"can't be looked up: {error.strerror}.") from error
     return None
 
 

@@ -19,7 +19,7 @@ import httpx
 
 from benchmarks.common import REPO_ROOT
 from benchmarks.servers import free_port
-from deploy.start.launch import MAX_FOLDER_CHARS
+from deploy.start.folder import MAX_CHARS
 from deploy.start.processes import marked_processes
 
 READY_LIMIT_S = 180.0
@@ -39,7 +39,7 @@ class Started:
         # Short, or the launcher would take another for its sockets' sake.
         self._temporary = Path(f"/tmp/{secrets.token_hex(2)}")
         self._temporary.mkdir()
-        assert len(f"{self._temporary}/manta-12345678") <= MAX_FOLDER_CHARS
+        assert len(f"{self._temporary}/manta-12345678") <= MAX_CHARS
         self.left: list[str] = []
         """In the temporary folder, once it has ended."""
         self.started = time.monotonic()

@@ -13,7 +13,7 @@ import pytest
 
 from deploy.launch import main
 from deploy.start import haproxy
-from deploy.start.launch import private_folder
+from deploy.start.folder import launch_folder
 from deploy.start.ports import PortBlock
 from engine.errors import ConfigError
 
@@ -141,7 +141,8 @@ def test_folder_is_private_and_short(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     deep = tmp_path / ("d" * 80)
     deep.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(deep))
-    with private_folder() as name:
+    with launch_folder() as made:
+        name = str(made.path)
         assert stat.S_IMODE(Path(name).stat().st_mode) == 0o700
         node_id, longest = "f" * 56, "metrics.page"
         assert len(f"{name}/{node_id}/{longest}.1234567.tmp") <= 107

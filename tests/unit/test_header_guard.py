@@ -14,12 +14,13 @@ from tests.api_calls import COMPLETIONS
 from tests.fake_client import FakeEngineClient
 
 
-def ask(headers: dict[str, bytes]) -> httpx.Response:
+def ask(headers: dict[str, bytes], guarded: bool = True) -> httpx.Response:
     """A completion through what Serve puts around an application, the guard outside of it."""
     from ray.serve._private.http_util import _apply_middlewares, call_function_from_import_path
 
     api = build_api(FakeEngineClient, ApiSettings(add_request_id_header=False))
-    app = _apply_middlewares(_served(api), call_function_from_import_path(IMPORT_PATH))
+    guard = call_function_from_import_path(IMPORT_PATH) if guarded else []
+    app = _apply_middlewares(_served(api), guard)
 
     async def run() -> httpx.Response:
         transport = httpx.ASGITransport(app)
@@ -34,12 +35,17 @@ def ask(headers: dict[str, bytes]) -> httpx.Response:
 
 def _served(api: Any) -> Any:
     """Reads headers as a replica of Serve's does before it calls the application."""
+    from ray.serve._private import http_util
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        for name, value in scope["headers"]:
-            if name.decode() == "x-request-id":
-                value.decode()
-            if name.decode().lower().replace("-", "_") == "serve_multiplexed_model_id":
+        headers = dict(scope["headers"])
+        headers.get(b"x-request-id", b"").decode()
+        http_util.parse_disconnect_disabled_header(headers)
+        http_util.parse_request_timeout_header(headers, None)
+        http_util.parse_session_id_header(headers)
+        for name, value in headers.items():
+            name = name.decode().lower().replace("-", "_")
+            if name in ("serve_multiplexed_model_id", "traceparent", "tracestate"):
                 value.decode()
         await api(scope, receive, send)
 
@@ -74,6 +80,8 @@ def test_a_plain_request_id_is_taken_over() -> None:
 )
 def test_headers_that_serve_cannot_read_never_reach_it(name: str) -> None:
     assert ask({name: b"\xff"}).status_code == 200
+    with pytest.raises(UnicodeDecodeError):
+        ask({name: b"\xff"}, guarded=False)
 
 
 def test_other_headers_pass_as_they_are() -> None:

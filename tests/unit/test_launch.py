@@ -8,7 +8,7 @@ import sys
 _IN_BACKGROUND = """
 import signal, subprocess, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)
-from deploy.start.launch import prepare_child
+from deploy.start.child import prepare_child
 child = "import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
 for prepare in (None, prepare_child):
     subprocess.run([sys.executable, "-c", child], preexec_fn=prepare)

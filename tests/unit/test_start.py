@@ -4,29 +4,37 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import re
 import secrets
+import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
 import yaml
 
 from deploy import serve_log
-from deploy.start import cli, launch, log_file, ports, preflight
+from deploy.start import child, cli, log_file, ports, preflight
 from deploy.start.causes import cause_of, config_error_in, port_taken
+from deploy.start.folder import launch_folder
 from deploy.start.log_file import LaunchLog
 from deploy.start.ports import PortBlock, hold_api_port
 from deploy.start.target import load_target
 from engine.errors import ConfigError, EngineDeadError, EngineDrainingError
 from engine.shipped import shipped_root
+from tests.unit.test_openai_server import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = str(ROOT / "models/manta-small")
+DEAD = 2**22 + 1
+"""No process has such an id."""
 
 
 @pytest.fixture
@@ -99,6 +107,43 @@ def test_broken_yaml_is_named(tmp_path: Path) -> None:
         load_target(str(path), [])
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("applications: [x]", "must be a mapping with name"),
+        ("applications: [{args: text}]", "`args` must be a mapping"),
+        ("http_options: 8000\napplications: [{}]", "`http_options` must be a mapping"),
+        ("http_options: {port: abc}\napplications: [{}]", "port must be a number"),
+        ("applications: [{1: 2}]", "unknown application key '1'"),
+    ],
+)
+def test_a_config_of_another_shape_is_a_sentence(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        load_target(str(path), [])
+
+
+def test_empty_parts_of_a_config_are_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("http_options:\napplications: [{import_path: 'serve_app:build_app', args: }]")
+    target = load_target(str(path), [])
+    assert (target.http["host"], target.http["port"]) == ("127.0.0.1", 8000)
+
+
+def test_what_cannot_be_read_is_a_sentence() -> None:
+    with pytest.raises(ConfigError, match="not valid YAML; quote it"):
+        load_target(SMALL, ["served_model_name=@x"])
+    with pytest.raises(ConfigError, match="can't be looked up"):
+        load_target("x" * 300, [])
+
+
+def test_a_link_keeps_its_own_name(tmp_path: Path) -> None:
+    (tmp_path / "nice-name").symlink_to(SMALL)
+    (app,) = load_target(str(tmp_path / "nice-name"), []).applications
+    assert app.model_name == "nice-name"
+
+
 def test_shipped_files_of_a_wheel_win_over_its_folder(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -114,15 +159,20 @@ def test_shipped_files_of_a_wheel_win_over_its_folder(
 # --- this machine
 
 
-def test_too_little_memory_is_refused_with_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory_is_told_with_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused where the model itself can't fit; a warning where it is about to be tight."""
     target = load_target(SMALL, ["max_total_tokens=65536", "device=cpu"])
     (app,) = target.applications
     # 4 layers of 4 heads of 32, keys and values: 4 KiB a token, and as much for copies.
     cache = 65536 * 8 * 1024
     assert 0 < preflight.memory_bytes(app) - preflight.PROCESS_BYTES - cache < 64 << 20
-    monkeypatch.setattr(preflight, "available_host_bytes", lambda: 1 << 30)
-    with pytest.raises(ConfigError, match=r"about 1\.[0-9] GiB of memory, and 1\.0 GiB are free"):
+    says = r"about 1\.[0-9] GiB of memory, and {} GiB are free"
+    monkeypatch.setattr(preflight, "available_host_bytes", lambda: 1 << 29)
+    with pytest.raises(ConfigError, match=says.format(r"0\.5")):
         preflight.check_machine(target)
+    monkeypatch.setattr(preflight, "available_host_bytes", lambda: 1 << 30)
+    (warning,) = preflight.check_machine(target)
+    assert re.search(says.format(r"1\.0"), warning)
     monkeypatch.setattr(preflight, "available_host_bytes", lambda: 8 << 30)
     assert preflight.check_machine(target) == []
 
@@ -140,8 +190,24 @@ def test_weights_that_are_missing_or_cut_are_refused(tmp_path: Path) -> None:
         preflight.check_weights(folder)
 
 
-def test_a_server_that_others_can_reach_says_so() -> None:
-    assert "key" in preflight.check_machine(load_target(SMALL, [], host="0.0.0.0"))[0]
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(SMALL, folder)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model.safetensors", "b": "2.safetensors"}}))
+    with pytest.raises(ConfigError, match=r"lacks 2\.safetensors"):
+        preflight.check_weights(folder)
+    index.write_text("{}")
+    with pytest.raises(ConfigError, match="can't be read"):
+        preflight.check_weights(folder)
+
+
+@pytest.mark.parametrize(
+    ("host", "warned"), [("0.0.0.0", 1), ("::", 1), ("10.1.2.3", 1), ("127.0.0.1", 0), ("::1", 0)]
+)
+def test_a_server_that_others_can_reach_says_so(host: str, warned: int) -> None:
+    warnings = preflight.check_machine(load_target(SMALL, [], host=host))
+    assert ["key" in warning for warning in warnings] == [True] * warned
 
 
 # --- ports
@@ -299,21 +365,26 @@ def test_log_rotates_and_loses_colours(logs: Path, monkeypatch: pytest.MonkeyPat
     assert len(files) == 1 + log_file.BACKUPS
     assert log.path.read_text().endswith("line 1999\n")
     assert sum(file.stat().st_size for file in files) < 5000
+    assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
 
 
 def test_old_launches_are_forgotten(logs: Path) -> None:
     logs.mkdir()
     for i in range(30):
-        (logs / f"manta-20200101-0000{i:02}-port1-1.log").write_text("x")
-        (logs / f"manta-20200101-0000{i:02}-port1-1.log.1").write_text("x")
-    (logs / "mine.txt").write_text("keep")
+        (logs / f"manta-20200101-0000{i:02}-port1-{DEAD}.log").write_text("x")
+        (logs / f"manta-20200101-0000{i:02}-port1-{DEAD}.log.1").write_text("x")
+    foreign = {"mine.txt", "manta-other.log"}
+    lives = f"manta-20190101-000000-port1-{os.getpid()}.log"
+    for name in {*foreign, lives}:
+        (logs / name).write_text("keep")
     log = LaunchLog(1)
     log.close()
     kept = {file.name for file in logs.iterdir()}
-    assert "mine.txt" in kept and log.path.name in kept
-    assert len([name for name in kept if name.endswith(".log")]) == log_file.LAUNCHES_KEPT
-    assert "manta-20200101-000029-port1-1.log.1" in kept
-    assert "manta-20200101-000010-port1-1.log.1" not in kept
+    assert kept >= {*foreign, lives, log.path.name}, "what others wrote, and who still runs"
+    ours = [name for name in kept - foreign - {lives} if name.endswith(".log")]
+    assert len(ours) == log_file.LAUNCHES_KEPT
+    assert f"manta-20200101-000029-port1-{DEAD}.log.1" in kept
+    assert f"manta-20200101-000010-port1-{DEAD}.log.1" not in kept
 
 
 def test_log_folder_follows_xdg(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,16 +397,18 @@ def test_log_folder_follows_xdg(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_warnings_of_ours_reach_the_terminal_and_rays_do_not() -> None:
     ours = "\x1b[36m(WorkerActor pid=3)\x1b[0m WARNING engine.worker.tp_worker: few graphs"
-    match = launch.OUR_WARNING.search(ours)
+    match = child.OUR_WARNING.search(ours)
     assert match is not None and match[2] == "engine.worker.tp_worker: few graphs"
     for noise in (
         "(WorkerActor pid=3) INFO engine.models: weights loaded",
         "(ServeController pid=3) WARNING 2026-11-22 15:00:00,000 controller 3 -- HTTPOptions.host",
     ):
-        assert launch.OUR_WARNING.search(noise) is None
+        assert child.OUR_WARNING.search(noise) is None
 
 
-@pytest.mark.parametrize("probe", ["GET /health 200 1.0ms", "GET /metrics 200 9.9ms"])
+@pytest.mark.parametrize(
+    "probe", ["GET /health 200 1.0ms", "GET /metrics 200 9.9ms", "GET /llm/v2/health 503 1.0ms"]
+)
 def test_probes_have_no_access_line(probe: str) -> None:
     def record(message: str, access: bool = True) -> logging.LogRecord:
         made = logging.LogRecord("ray.serve", logging.INFO, "", 0, message, None, None)
@@ -369,7 +442,7 @@ def test_a_replicas_own_lines_have_level_and_name() -> None:
     )
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert ran.stderr == "WARNING deploy.engine_replica: gone\n"
-    match = launch.OUR_WARNING.search(f"(ServeReplica:llm:engine pid=1) {ran.stderr}")
+    match = child.OUR_WARNING.search(f"(ServeReplica:llm:engine pid=1) {ran.stderr}")
     assert match is not None and match[2] == "deploy.engine_replica: gone"
 
 
@@ -381,26 +454,67 @@ def test_folders_of_killed_launches_are_removed(monkeypatch: pytest.MonkeyPatch)
     parent = Path(f"/tmp/{secrets.token_hex(2)}")
     parent.mkdir()
     monkeypatch.setenv("RAY_TMPDIR", str(parent))
-    (parent / "manta-mine").mkdir()
+    for name in ("manta-mine", "manta-checkout", "manta-12345678"):
+        (parent / name).mkdir()
+        (parent / name / "launcher").write_text("")
     code = (
-        "import os, time; from deploy.start.launch import private_folder\n"
-        "with private_folder() as name: print(name, flush=True); time.sleep(60)"
+        "import subprocess, sys, time; from deploy.start.folder import launch_folder\n"
+        "with launch_folder() as made:\n"
+        "    sleep = subprocess.Popen(['sleep', '60'], pass_fds=[made.lock_fd])\n"
+        "    print(made.path, sleep.pid, flush=True); time.sleep(60)"
     )
     killed = subprocess.Popen(
         [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True
     )
     assert killed.stdout is not None
-    left = Path(killed.stdout.readline().strip())
-    with launch.private_folder() as name:
+    path, its_child = killed.stdout.readline().split()
+    left = Path(path)
+    with launch_folder() as one:
         assert left.is_dir(), "its launch runs"
         killed.kill()
         killed.wait()
-        assert left.is_dir()
-        with launch.private_folder() as other:
+        with launch_folder():
+            assert left.is_dir(), "its child runs, and uses the folder"
+        os.kill(int(its_child), signal.SIGKILL)
+        wait_until(lambda: not Path(f"/proc/{its_child}").exists())
+        with launch_folder() as other:
             assert not left.exists()
-            assert Path(name).is_dir() and Path(other).is_dir()
-    assert [path.name for path in parent.iterdir()] == ["manta-mine"]
+            assert one.path.is_dir() and other.path.is_dir()
+    assert len(list(parent.iterdir())) == 3, "what others made stays"
     shutil.rmtree(parent)
+
+
+def test_no_place_for_the_folder_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", "/nowhere")
+    with pytest.raises(ConfigError, match="set TMPDIR"), launch_folder():
+        pass
+
+
+# --- the terminal
+
+
+def test_a_terminal_that_is_gone_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the launcher nor the thread that must read on."""
+    read = ""
+    leader, terminal = os.openpty()
+    # Closing it fails, too: what wasn't written is still to be.
+    with suppress(OSError), os.fdopen(terminal, "w") as gone:
+        os.close(leader)
+        with pytest.raises(OSError):
+            print("x", file=gone, flush=True)
+        child.say("x", to=gone)
+        monkeypatch.setattr("sys.stderr", gone)
+        code = "for i in range(20000): print('WARNING engine.x: many a line', i)"
+        process = subprocess.Popen(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        output = child._Output(process, None, verbose=False)
+        output.start()
+        assert process.wait(30) == 0
+        output.join(30)
+        monkeypatch.undo()
+        read = output.last_lines[-1]
+    assert read.endswith("19999\n")
 
 
 # --- the command
@@ -412,6 +526,12 @@ def test_check_starts_nothing_and_says_what_would_be(
     assert cli.main(["check", "configs/llama-pp2.yaml", "--port", str(free_port)]) == 0
     out = capsys.readouterr().out
     assert "tp 1 pp 2" in out and f"port {free_port}" in out and out.endswith("ok\n")
+    # What `serve` refuses, `check` refuses.
+    address = ["--host", "127.0.0.2", "--port", str(free_port)]
+    assert cli.main(["check", "configs/llama.yaml", *address]) == 2
+    assert "--no-haproxy" in capsys.readouterr().err
+    assert cli.main(["check", "configs/llama.yaml", "--no-haproxy", *address]) == 0
+    capsys.readouterr()
     assert cli.main(["check", "configs/llama.yaml", "--set", "page_size=0"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: configs/llama.yaml: page_size") and error.count("\n") == 1
@@ -445,5 +565,9 @@ def test_ready_lines_hold_a_curl_that_works(free_port: int) -> None:
     lines = loading_lines(target, Path("/x.log"), ["careful"]) + ready_lines(target, 12.3)
     assert len(lines) <= 10
     assert f"http://127.0.0.1:{free_port}/v1" in lines[-2] and "12 s" in lines[-2]
-    body = json.loads(lines[-1].split("-d ")[1].strip("'"))
-    assert body["model"] == "manta-small"
+    *_, body = shlex.split(lines[-1])
+    assert json.loads(body)["model"] == "manta-small"
+    named = load_target(SMALL, ["served_model_name=it's"], host="::1", port=free_port)
+    *_, body = shlex.split(ready_lines(named, 1.0)[-1])
+    assert json.loads(body)["model"] == "it's"
+    assert f"http://[::1]:{free_port}/v1" in ready_lines(named, 1.0)[0]

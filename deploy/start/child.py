@@ -1,0 +1,142 @@
+"""`serve run` as the launcher's child: how it is started, what it prints, how it says it fares."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TextIO
+
+from deploy.start.causes import config_error_in
+from deploy.start.log_file import LaunchLog
+
+OUR_WARNING = re.compile(r"\b(WARNING|ERROR|CRITICAL) ((?:engine|deploy)\.[\w.]+: .*)")
+NOISE = "Task ServeController.graceful_shutdown failed."
+"""Raylet's word for the end of Serve's controller, which ends itself whenever Serve stops."""
+LINES_KEPT = 50
+_PR_SET_PDEATHSIG = 1
+
+
+class ServeRun:
+    """A running `serve run`, and the threads that listen to it."""
+
+    def __init__(
+        self,
+        config: Path,
+        env: Mapping[str, str],
+        keep_fd: int,
+        log: LaunchLog | None,
+        verbose: bool,
+    ) -> None:
+        """`keep_fd` stays open as long as the child lives."""
+        status_in, status_out = os.pipe()
+        module = [sys.executable, "-m", "deploy.start.serve_run"]
+        self.process = subprocess.Popen(
+            [*module, str(config), str(status_out)],
+            env=dict(env),
+            cwd=Path(__file__).resolve().parents[2],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            pass_fds=[status_out, keep_fd],
+            # Its own session: a Ctrl-C reaches only the launcher, which passes it on once.
+            start_new_session=True,
+            preexec_fn=prepare_child,
+        )
+        os.close(status_out)
+        self.output = _Output(self.process, log, verbose)
+        self.status = _Status(status_in)
+        self.output.start()
+        self.status.start()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the process has ended."""
+        return self.process.poll() is not None
+
+
+class _Output(threading.Thread):
+    """Copies what the child prints to the log, and what matters of it to the terminal.
+
+    It reads on whatever happens: a child whose output nobody reads would stand still.
+    """
+
+    def __init__(
+        self, process: subprocess.Popen[str], log: LaunchLog | None, verbose: bool
+    ) -> None:
+        super().__init__(daemon=True)
+        self._process = process
+        self._log = log
+        self._verbose = verbose
+        self.last_lines: list[str] = []
+        self.config_error = ""
+
+    def run(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            try:
+                self._take(line)
+            except Exception:  # a full disk, a terminal that is gone: told where that is possible
+                say(traceback.format_exc(), to=sys.stderr)
+
+    def _take(self, line: str) -> None:
+        if NOISE in line:
+            return
+        self.last_lines = [*self.last_lines[1 - LINES_KEPT :], line]
+        self.config_error = self.config_error or config_error_in(line)
+        if self._log is not None:
+            self._log.write(line)
+        if self._verbose:
+            say(line.rstrip("\n"), to=sys.stderr)
+        elif match := OUR_WARNING.search(line):
+            say(f"{match[1].lower()}: {match[2]}", to=sys.stderr)
+
+
+class _Status(threading.Thread):
+    """How the deployment fares, as the child tells."""
+
+    def __init__(self, fd: int) -> None:
+        super().__init__(daemon=True)
+        self._fd = fd
+        self.failure = ""
+        self.is_running = False
+        self.summary = "Ray is being started"
+
+    def run(self) -> None:
+        with open(self._fd) as lines:
+            for line in lines:
+                self._take(json.loads(line))
+
+    def _take(self, applications: dict[str, dict[str, Any]]) -> None:
+        states = {app["status"] for app in applications.values()}
+        for app in applications.values():
+            if app["status"] == "DEPLOY_FAILED":
+                self.failure = app["message"] or "the deployment failed without a word"
+        if states:
+            self.summary = f"Serve says {', '.join(sorted(states))}"
+        self.is_running = states == {"RUNNING"}
+
+
+def say(*lines: str, to: TextIO | None = None) -> None:
+    """Print lines at once. A terminal that is gone, or a full disk, doesn't end the server."""
+    with suppress(OSError, ValueError):
+        print(*lines, sep="\n", file=to or sys.stdout, flush=True)
+
+
+def prepare_child() -> None:
+    """Let `serve run` hear Ctrl-C, also where the launcher was started with it ignored (as shells
+    start what runs in their background), and get it if the launcher itself is killed (Linux)."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT)

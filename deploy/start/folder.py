@@ -1,0 +1,67 @@
+"""The folder of one launch, for Ray's session and HAProxy's files: private, short, removed."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from engine.errors import ConfigError
+
+PREFIX = "manta-"
+MAX_CHARS = 25
+"""Sockets lie in the folder, and a socket's path holds 107 characters. HAProxy's are longest: Ray
+appends a node id of 56 and a name of 12, HAProxy a process id and a suffix meanwhile."""
+LOCK = ".manta-launch.lock"
+
+
+class LaunchFolder(NamedTuple):
+    """`lock_fd` is open and locked: whoever inherits it keeps the folder from being removed."""
+
+    path: Path
+    lock_fd: int
+
+
+@contextmanager
+def launch_folder() -> Iterator[LaunchFolder]:
+    """Make the folder, and remove those of launches that were killed before they could.
+
+    Raises `ConfigError` if there is no place for it.
+    """
+    parent = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+    if len(parent) + len("/manta-12345678") > MAX_CHARS:
+        parent = "/tmp"
+    for folder in Path(parent).glob(PREFIX + "?" * 8):
+        if _is_forsaken(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+    try:
+        made = tempfile.TemporaryDirectory(prefix=PREFIX, dir=parent, ignore_cleanup_errors=True)
+    except OSError as error:
+        raise ConfigError(
+            f"no folder can be made in {parent} ({error.strerror}); set TMPDIR to one that is "
+            "there and can be written."
+        ) from error
+    with made as name:
+        new = Path(name) / "new"
+        with new.open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            new.rename(Path(name) / LOCK)  # never there without being locked
+            yield LaunchFolder(Path(name), lock.fileno())
+
+
+def _is_forsaken(folder: Path) -> bool:
+    """Whether a launch of this user made the folder, and neither it nor its child lives any more:
+    nobody holds its lock."""
+    try:
+        if folder.stat().st_uid != os.getuid():
+            return False
+        with (folder / LOCK).open("r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # held; or not a launch's folder
+        return False
+    return True
