@@ -15,6 +15,7 @@ from tests.integration.leaving_servers import (
     check_covering,
     check_early_cancels,
     check_every_way,
+    check_headers,
     long_model,
 )
 
@@ -39,6 +40,11 @@ def test_cancels_that_meet_the_answers_of_the_tokenizer_lose_no_request(
     server: ManagedServer,
 ) -> None:
     check_early_cancels(server)
+
+
+@behind("python", "pod")
+def test_headers_that_serve_cannot_read(server: ManagedServer) -> None:
+    check_headers(server)
 
 
 @pytest.mark.full_chaos

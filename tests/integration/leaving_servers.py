@@ -179,6 +179,21 @@ def check_covering(server: ManagedServer) -> None:
     assert httpx.post(f"{server.base_url}/v1/completions", json=body, timeout=30).status_code == 200
 
 
+def check_headers(server: ManagedServer) -> None:
+    """What Ray Serve can't read ends in no plain 500, and the id is the same everywhere."""
+    for name in ("X-Request-Id", "serve_multiplexed_model_id", "x-session-id"):
+        for value in (b"\xff\xfe", "é".encode()):
+            reply = httpx.post(
+                f"{server.base_url}/v1/completions",
+                json={"prompt": "x", "max_tokens": 2, "ignore_eos": True},
+                headers=[(name.encode(), value)],
+                timeout=30,
+            )
+            assert reply.status_code == 200, reply.text
+            (id_,) = reply.headers.get_list("x-request-id")
+            assert reply.json()["id"] == f"cmpl-{id_}"
+
+
 def check_early_cancels(server: ManagedServer) -> None:
     """200 clients that leave while their requests are being taken, ten times."""
     way = Way(1, False, "decode", False, "close")

@@ -11,6 +11,7 @@ from tests.integration.leaving_servers import (
     SERVERS,
     check_covering,
     check_early_cancels,
+    check_headers,
     long_model,
 )
 
@@ -35,3 +36,8 @@ def test_cancels_that_meet_the_answers_of_the_tokenizer_lose_no_request(
     server: ManagedServer,
 ) -> None:
     check_early_cancels(server)
+
+
+@behind("haproxy")
+def test_headers_that_serve_cannot_read(server: ManagedServer) -> None:
+    check_headers(server)
