@@ -86,8 +86,13 @@ class EngineReplica:
         self._scheduler = Outbox(self._group.scheduler_address)
         self._pong = _introduction(self._inbox.address)
         loop = asyncio.get_running_loop()
-        for watch in (self._end_when_dead(), self._drop_dead_ingresses(), self._hand_over()):
-            self._watchers.append(loop.create_task(watch))
+        watches = (
+            self._end_when_dead(),
+            self._drop_dead_ingresses(),
+            self._hand_over(),
+            self._leave_abandoned_calls(),
+        )
+        self._watchers = [loop.create_task(watch) for watch in watches]
 
     async def generate(self, request: bytes, ingress: str, actor: str = "") -> None:
         """Hand a request (an encoded `AddRequest`) to the scheduler; returns when it ended.
@@ -106,7 +111,7 @@ class EngineReplica:
             raise EngineDeadError(f"the engine is down: {self._group.death}")
         message = messages.decode([request], AddRequest)
         message.owner = self._inbox.address
-        self._ingresses.heard(ingress, time.monotonic())
+        self._heard(ingress)
         done = self._open.open(message.client, message.rid, ingress)
         try:
             self._scheduler.send(message)
@@ -121,7 +126,7 @@ class EngineReplica:
     async def introduce(self, ingress: str) -> None:
         """Tell an ingress by message who this replica is, so that it can watch it."""
         await self.start()
-        self._ingresses.heard(ingress, time.monotonic())
+        self._heard(ingress)
         self._ingresses.send(ingress, self._pong)
 
     async def health(self) -> tuple[str, str]:
@@ -184,7 +189,7 @@ class EngineReplica:
             case RequestsDone():
                 self._open.end(message.rids)
             case Ping():
-                self._ingresses.heard(message.reply_to, time.monotonic())
+                self._heard(message.reply_to)
                 self._ingresses.send(message.reply_to, self._pong)
             case AbortRequest() | ClientGone():
                 # From an ingress. The scheduler answers with `RequestsDone`.
@@ -193,6 +198,10 @@ class EngineReplica:
                 assert self._inbox is not None
                 message.replica = self._inbox.address
                 self._tell_scheduler(message)
+
+    def _heard(self, ingress: str) -> None:
+        self._ingresses.heard(ingress, time.monotonic())
+        self._open.recall(ingress, EngineDrainingError("the ingress was silent"))
 
     def _tell_scheduler(self, message: Any) -> None:
         assert self._scheduler is not None
@@ -214,8 +223,10 @@ class EngineReplica:
         while True:
             await asyncio.sleep(INGRESS_LOOK_S)
             for ingress in self._ingresses.drop_silent(time.monotonic(), self._hang_timeout_s):
-                lost = self._open.fail(EngineDrainingError("the ingress was silent"), ingress)
-                logger.warning("an ingress is gone; its %d requests are dropped", lost)
+                lost = self._open.abandon(ingress)
+                for client, rid in lost:
+                    self._tell_scheduler(AbortRequest(rid=rid, client=client))
+                logger.warning("an ingress is gone; its %d requests are dropped", len(lost))
                 self._tell_scheduler(UnsubscribeKVEvents(ingress))
 
     async def _hand_over(self) -> None:
@@ -224,6 +235,16 @@ class EngineReplica:
         self._is_leaving = True
         logger.warning("draining took too long; giving %d requests back", len(self._open))
         self._open.fail(EngineDrainingError("the engine is being stopped"))
+
+    async def _leave_abandoned_calls(self) -> None:
+        """Being stopped, end once nobody waits for a request any more: Serve would wait for the
+        calls of ingresses that are gone, to the end of its patience."""
+        await self._drain.wait(0.0)
+        while len(self._open) or not self._open.num_abandoned:
+            await asyncio.sleep(INGRESS_LOOK_S)
+        await self._group.stop()
+        logging.shutdown()
+        os._exit(0)
 
 
 def _introduction(inbox: str) -> Pong:

@@ -13,13 +13,25 @@ class _Call(NamedTuple):
 
 
 class OpenCalls:
-    """By (client, rid); a call is awaited by its handler and ended from elsewhere."""
+    """By (client, rid); a call is awaited by its handler and ended from elsewhere.
+
+    Calls of an ingress that is gone are abandoned: they stay open, whatever becomes of the request.
+    To end one, Ray (2.60) waits for its caller to take the answer, with the replica's event loop
+    standing still: a second for each call of a dead caller, for ever with one that hangs.
+    """
 
     def __init__(self) -> None:
         self._calls: dict[tuple[str, int], _Call] = {}
+        self._gone: set[str] = set()
 
     def __len__(self) -> int:
-        return len(self._calls)
+        """Those that somebody waits for."""
+        return sum(call.ingress not in self._gone for call in self._calls.values())
+
+    @property
+    def num_abandoned(self) -> int:
+        """Those that nobody waits for."""
+        return len(self._calls) - len(self)
 
     def open(self, client: str, rid: int, ingress: str) -> asyncio.Future[None]:
         """Resolves when the request has ended; raises what `fail` is given."""
@@ -35,15 +47,27 @@ class OpenCalls:
         """The scheduler is done with these requests; unknown ones are ignored."""
         for key in keys:
             call = self._calls.get(key)
-            if call is not None and not call.done.done():
+            if call is not None and call.ingress not in self._gone and not call.done.done():
                 call.done.set_result(None)
 
-    def fail(self, error: Exception, ingress: str | None = None) -> int:
-        """End all calls, or those that came from `ingress`, with copies of `error`; how many."""
-        failed = 0
-        for call in self._calls.values():
-            if (ingress is None or call.ingress == ingress) and not call.done.done():
-                # One exception raised by many handlers would gather all their tracebacks.
-                call.done.set_exception(type(error)(*error.args))
-                failed += 1
-        return failed
+    def abandon(self, ingress: str) -> list[tuple[str, int]]:
+        """The ingress is gone: the requests of its calls, which stay open."""
+        self._gone.add(ingress)
+        return [key for key, call in self._calls.items() if call.ingress == ingress]
+
+    def recall(self, ingress: str, error: Exception) -> None:
+        """The ingress lives: if it was thought gone, its calls end with `error` after all."""
+        if ingress in self._gone:
+            self._gone.discard(ingress)
+            self._fail([call for call in self._calls.values() if call.ingress == ingress], error)
+
+    def fail(self, error: Exception) -> int:
+        """End all calls that somebody waits for with copies of `error`; how many."""
+        return self._fail([c for c in self._calls.values() if c.ingress not in self._gone], error)
+
+    def _fail(self, calls: list[_Call], error: Exception) -> int:
+        open_calls = [call for call in calls if not call.done.done()]
+        for call in open_calls:
+            # One exception raised by many handlers would gather all their tracebacks.
+            call.done.set_exception(type(error)(*error.args))
+        return len(open_calls)

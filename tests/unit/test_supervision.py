@@ -153,14 +153,41 @@ def test_open_calls_end_fail_and_forget() -> None:
         second = calls.open("c", 2, "ingress a")
         third = calls.open("d", 1, "ingress b")
         calls.end([("c", 1), ("nobody", 9)])
-        calls.fail(EngineDrainingError("silent"), "ingress a")
         await first
-        with pytest.raises(EngineDrainingError, match="silent"):
-            await second
-        assert not third.done()
-        calls.close("d", 1)
-        calls.fail(EngineDeadError("lost"))
-        assert not third.done() and len(calls) == 2
+        assert calls.fail(EngineDrainingError("silent")) == 2
+        for failed in (second, third):
+            with pytest.raises(EngineDrainingError, match="silent"):
+                await failed
+        late = calls.open("d", 2, "ingress b")
+        calls.close("d", 2)
+        assert calls.fail(EngineDeadError("lost")) == 0
+        assert not late.done() and len(calls) == 3
+
+    asyncio.run(run())
+
+
+def test_calls_of_an_ingress_that_is_gone_stay_open_until_it_is_back() -> None:
+    """To end them would hold the replica's loop up, a second for each."""
+
+    async def run() -> None:
+        calls = OpenCalls()
+        lost = [calls.open("c", rid, "ingress a") for rid in range(3)]
+        other = calls.open("d", 1, "ingress b")
+        calls.close("c", 0)
+        assert calls.abandon("ingress a") == [("c", 1), ("c", 2)]
+        assert (len(calls), calls.num_abandoned) == (1, 2)
+        calls.end([("c", 1), ("d", 1)])  # the scheduler obeyed; another's request ended
+        await other
+        assert calls.fail(EngineDeadError("lost")) == 0
+        assert not any(call.done() for call in lost)
+        calls.recall("ingress b", EngineDrainingError("silent"))
+        assert not any(call.done() for call in lost)
+        calls.recall("ingress a", EngineDrainingError("silent"))
+        for call in lost[1:]:
+            with pytest.raises(EngineDrainingError, match="silent"):
+                await call
+        assert calls.num_abandoned == 0
+        calls.end([("c", 1)])
 
     asyncio.run(run())
 
