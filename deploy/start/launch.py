@@ -56,10 +56,11 @@ def check(target: Target, use_haproxy: bool, stack: ExitStack) -> list[str]:
     """
     host, port = str(target.http["host"]), int(target.http["port"])
     warnings = []
-    if use_haproxy and haproxy.binary() is None:
-        warnings.append("there is no HAProxy for this platform: using Serve's own proxy")
-    elif use_haproxy:
-        haproxy.check_host(host)
+    if use_haproxy:
+        if haproxy.binary() is None:
+            warnings.append("there is no HAProxy for this platform: using Serve's own proxy")
+        else:
+            haproxy.check_host(host)
     if not _is_own_cluster():
         return warnings
     stack.enter_context(hold_api_port(host, port))

@@ -12,6 +12,7 @@ import pytest
 from benchmarks.servers import ManagedServer
 from tests.integration.leaving_servers import (
     SERVERS,
+    behind,
     check_covering,
     check_early_cancels,
     check_every_way,
@@ -24,10 +25,6 @@ from tests.integration.leaving_servers import (
 def server(request: pytest.FixtureRequest) -> Iterator[ManagedServer]:
     with long_model() as model, SERVERS[request.param](model) as running:
         yield running
-
-
-def behind(*names: str) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("server", names, indirect=True, scope="module")
 
 
 @behind("python", "pod")

@@ -17,6 +17,7 @@ from typing import Any
 
 import aiohttp
 import httpx
+import pytest
 import yaml
 
 from benchmarks.common import REPO_ROOT
@@ -99,6 +100,11 @@ SERVERS: dict[str, Callable[[str], Any]] = {
     "computing": lambda model: manta(model=model, **COMPUTING),
 }
 """By name, from a model folder; "pod" has the environment of the CPU manifest."""
+
+
+def behind(*names: str) -> pytest.MarkDecorator:
+    """A test's fixture `server` is each of these `SERVERS`, one after the other."""
+    return pytest.mark.parametrize("server", names, indirect=True, scope="module")
 
 
 async def until_free(url: str, limit_s: float, in_flight: int = 0) -> float:
