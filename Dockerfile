@@ -45,7 +45,7 @@ RUN python -m compileall -q engine deploy serve_app.py
 # that leave, and opens its pages to the network. The others as deploy/start/launch.py sets them.
 ENV RAY_SERVE_ENABLE_HA_PROXY=1 \
     RAY_SERVE_HAPROXY_BINARY_PATH=/opt/manta/deploy/start/haproxy-wrapper \
-    RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=deploy.header_guard:middlewares \
+    RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=deploy.http.header_guard:middlewares \
     RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD=0 \
     OMP_WAIT_POLICY=PASSIVE \
     RAY_worker_niceness=0

@@ -37,11 +37,11 @@ serve: install
 
 # Pure scheduler, cache, sampler, protocol: under a minute.
 test-fast: install-dev
-	$(BIN)/python -m pytest tests/unit -q
+	$(BIN)/python -m pytest tests/unit benchmarks/tests -q
 
 # Everything that needs nothing but Python, real processes included: at most 15 minutes.
 test: install-dev
-	$(BIN)/python -m pytest tests -q --ignore=tests/extended
+	$(BIN)/python -m pytest tests benchmarks/tests -q --ignore=tests/extended
 
 # What takes longer or needs more: a clean environment, Debian packages. Installs what it needs.
 test-extended: install-dev

@@ -9,15 +9,15 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 
-from deploy.api import ApiSettings
-from deploy.config import AppConfig
-from deploy.drain_watch import HANDOVER_S, HEALTH_PERIOD_S
-from deploy.engine_replica import EngineReplica
-from deploy.gpu_wait import patience, wait_for_gpus
-from deploy.ingress import build_ingress
-from deploy.request_router import ChosenReplicaRouter
-from deploy.resume import ResumeLimits
-from deploy.serve_client import RoutingOptions
+from deploy.http.api import ApiSettings
+from deploy.ingress.ingress import build_ingress
+from deploy.ingress.resume import ResumeLimits
+from deploy.ingress.serve_client import RoutingOptions
+from deploy.replica.engine_replica import EngineReplica
+from deploy.replica.request_router import ChosenReplicaRouter
+from deploy.serve_state.drain_watch import HANDOVER_S, HEALTH_PERIOD_S
+from deploy.start.config import AppConfig
+from deploy.start.gpu_wait import patience, wait_for_gpus
 from engine.actors.cluster_gpus import node_gpus, placement_strategy
 
 _ROUTER = RequestRouterConfig(request_router_class=ChosenReplicaRouter)

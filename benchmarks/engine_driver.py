@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from engine.config import EngineConfig
-from engine.messages import AbortRequest, AddRequest, StepOutputs
+from engine.protocol.messages import AbortRequest, AddRequest, StepOutputs
+from engine.protocol.transport import Inbox, Outbox
 from engine.sampling_params import SamplingParams
 from engine.scheduler.stats import SchedulerStats
 from engine.trace import RoleTrace, unpack
-from engine.transport import Inbox, Outbox
 
 T = TypeVar("T")
 

@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.common import REPO_ROOT, finish, print_table, save_result
-from engine.memory import RadixCache, TokenToKVPoolAllocator
+from engine.kvcache import RadixCache, TokenToKVPoolAllocator
 
 Tokens = NDArray[np.int32]
 

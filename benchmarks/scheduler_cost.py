@@ -40,11 +40,16 @@ from benchmarks.decode_load import MAX_TOKENS, CacheThrash, DecodeLoad, Measured
 from benchmarks.peers import vllm_cpu
 from benchmarks.peers.vllm_scheduler_process import VllmScheduler
 from deploy.bench.arguments import positive, positives
-from engine import messages
 from engine.config import EngineConfig
 from engine.engine_core import EngineCore
-from engine.executor import Executor
-from engine.messages import AddRequest, GenerationBatchResult, ModelWorkerBatch, SampleMasks
+from engine.executor.base import Executor
+from engine.protocol import encoding
+from engine.protocol.messages import (
+    AddRequest,
+    GenerationBatchResult,
+    ModelWorkerBatch,
+    SampleMasks,
+)
 from engine.sampling_params import SamplingParams
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.scheduler_config import SchedulerConfig
@@ -104,21 +109,21 @@ class ScriptedWorker(Executor):
         """What the last step would have sent."""
 
     def launch(self, batch: ModelWorkerBatch) -> None:
-        self.frames = messages.encode(batch)
+        self.frames = encoding.encode(batch)
         self._launched.append((batch.step, len(batch.sample_rows)))
 
     def sample(self, masks: SampleMasks) -> None:
-        self.frames = messages.encode(masks)
+        self.frames = encoding.encode(masks)
 
     def answer(self) -> None:
         """Make the oldest step's result; the part of the worker, so it isn't timed."""
         step, count = self._launched.popleft()
         tokens = self._rng.integers(*self._tokens, count).tolist()
         result = GenerationBatchResult(step, tokens)
-        self._answer = [bytes(frame) for frame in messages.encode(result)]
+        self._answer = [bytes(frame) for frame in encoding.encode(result)]
 
     def wait(self, timeout_s: float | None) -> GenerationBatchResult | None:
-        return messages.decode(self._answer, GenerationBatchResult)
+        return encoding.decode(self._answer, GenerationBatchResult)
 
     def shutdown(self) -> None:
         self._launched.clear()
@@ -152,7 +157,7 @@ def measure_manta(load: DecodeLoad, thrash: CacheThrash) -> Measured:
         start = clock()
         core.process_one()
         outputs = scheduler.take_outputs()
-        sent = [messages.encode(message) for _, message in outputs]
+        sent = [encoding.encode(message) for _, message in outputs]
         took_result = clock() - start
         measured.sound &= bool(sent) and worker.frames != []
         measured.sound &= sum(len(out.rids) for _, out in outputs) == load.num_requests

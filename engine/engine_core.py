@@ -14,8 +14,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from engine.executor import Executor
-from engine.messages import AbortRequest, AddRequest, ModelWorkerBatch, StepOutputs
+from engine.executor.base import Executor
+from engine.protocol.messages import AbortRequest, AddRequest, ModelWorkerBatch, StepOutputs
 from engine.scheduler.scheduler import Scheduler
 from engine.trace import StepSpan, TraceRing
 

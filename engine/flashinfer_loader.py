@@ -1,7 +1,7 @@
 """The one place that imports FlashInfer, an optional package.
 
 It stays outside mypy's sight: its classes are named where they are used, and
-`tests/unit/fake_flashinfer.py` holds copies of the signatures that calls are checked against.
+`tests/support/fake_flashinfer.py` holds copies of the signatures that calls are checked against.
 """
 
 from __future__ import annotations

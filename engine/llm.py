@@ -14,14 +14,15 @@ from tqdm import tqdm
 from engine.config import EngineConfig, load_config
 from engine.engine_core import EngineCore
 from engine.errors import RequestError
-from engine.executor import Executor
-from engine.in_process import InProcessExecutor
-from engine.messages import AbortRequest, AddRequest, StepOutputs
+from engine.executor.base import Executor
+from engine.executor.in_process import InProcessExecutor
+from engine.protocol.messages import AbortRequest, AddRequest, StepOutputs
+from engine.protocol.tokenizer_messages import LogprobEntry, TextDelta
 from engine.sampling_params import SamplingParams
 from engine.scheduler.admission import verify_prompt
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.scheduler_config import SchedulerConfig
-from engine.tokenizer.detokenizer_manager import DetokenizerManager, LogprobEntry, TextDelta
+from engine.tokenizer.detokenizer_manager import DetokenizerManager
 from engine.tokenizer.tokenizer import Tokenizer
 from engine.trace import chrome_trace, scheduler_trace, stage_trace
 from engine.worker.worker_config import WorkerConfig, make_worker_config
@@ -226,7 +227,7 @@ class LLM:
 def _make_executor(worker: WorkerConfig) -> Executor:
     if worker.tp_size * worker.pp_size == 1:
         return InProcessExecutor(worker)
-    from engine.multiprocess import MultiprocessExecutor
+    from engine.executor.multiprocess import MultiprocessExecutor
 
     return MultiprocessExecutor(worker)
 

@@ -16,9 +16,9 @@ from typing import Any
 
 from engine.engine_core import EngineCore
 from engine.errors import EngineDeadError
-from engine.kv_publisher import KVPublisher
-from engine.message_executor import MessageExecutor, ReadyWorkers
-from engine.messages import (
+from engine.executor.message_executor import MessageExecutor, ReadyWorkers
+from engine.kvcache.kv_publisher import KVPublisher
+from engine.protocol.messages import (
     AbortRequest,
     AddRequest,
     ClientGone,
@@ -27,11 +27,11 @@ from engine.messages import (
     SubscribeKVEvents,
     UnsubscribeKVEvents,
 )
+from engine.protocol.transport import Inbox, Outbox, Waiter
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.scheduler_config import SchedulerConfig
 from engine.scheduler.stats import SchedulerStats
 from engine.trace import StepSpan, TraceRing
-from engine.transport import Inbox, Outbox, Waiter
 
 logger = logging.getLogger(__name__)
 

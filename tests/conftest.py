@@ -2,18 +2,9 @@
 
 from __future__ import annotations
 
-import os
-
-# Read by libgomp when torch loads; spinning threads starve the other processes of a test.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
 import pytest
-from hypothesis import HealthCheck, settings
 
-# A busy machine is slow, which is no failure.
-settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("unhurried")
+from tests.support.settings import set_up
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -38,6 +29,4 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    import torch
-
-    torch.set_num_threads(1)
+    set_up()

@@ -17,9 +17,9 @@ import numpy as np
 from benchmarks.gpu_bench.shapes import ModelShape, Plan
 from engine.config import EngineConfig, load_config
 from engine.engine_core import EngineCore
-from engine.executor import Executor
-from engine.in_process import InProcessExecutor
-from engine.messages import (
+from engine.executor.base import Executor
+from engine.executor.in_process import InProcessExecutor
+from engine.protocol.messages import (
     AddRequest,
     ForwardMode,
     GenerationBatchResult,

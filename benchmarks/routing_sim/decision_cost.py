@@ -12,7 +12,8 @@ import numpy as np
 
 from benchmarks.routing_sim.simulator import SimClock
 from deploy.routing import RouteRequest, RoutingPolicy, make_policy
-from engine.memory import BlockRemoved, BlockStored, hash_pages
+from engine.kvcache import hash_pages
+from engine.protocol.messages import BlockRemoved, BlockStored
 
 PAGE_SIZE = 16
 NUM_PAGES = 128

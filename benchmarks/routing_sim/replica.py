@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.routing_sim.trace import PAGE_SIZE, Tokens, TraceRequest
-from engine.memory import KVEvent, RadixCache, TokenToKVPoolAllocator, TreeNode
+from engine.kvcache import RadixCache, TokenToKVPoolAllocator, TreeNode
+from engine.protocol.messages import KVEvent
 
 PREFILL_TOKENS_PER_MS = 40.0
 CHUNK_TOKENS = 2048

@@ -12,7 +12,7 @@ from benchmarks.routing_sim.replica import Replica, RunRecord
 from benchmarks.routing_sim.trace import PAGE_SIZE, Trace, TraceRequest
 from deploy.routing import ApplyResult, RouteRequest, RoutingPolicy
 from deploy.routing.registry import ROUTING_POLICIES, make_policy
-from engine.memory import KVEvent
+from engine.protocol.messages import KVEvent
 
 NOTICE_S = 0.005
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.memory import hash_pages
+from engine.kvcache import hash_pages
 
 Tokens = NDArray[np.int32]
 

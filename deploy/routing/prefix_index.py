@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deploy.routing.replica_slots import ReplicaSlots
-from engine.memory import AllCleared, BlockRemoved, BlockStored, KVEvent
+from engine.protocol.messages import AllCleared, BlockRemoved, BlockStored, KVEvent
 
 _HASHES: Final = 2**64
 """Page hashes are below this, and evenly spread."""

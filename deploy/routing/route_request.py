@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.memory import hash_pages
+from engine.kvcache import hash_pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class RouteRequest:
         token_ids: int32 [num_tokens], the whole input: a resubmitted request's contains the
             tokens that were emitted already.
         page_size: tokens a page; every replica's.
-        page_hashes: uint64 [num_pages], hash of each whole page, as engine.memory.page_hash
+        page_hashes: uint64 [num_pages], hash of each whole page, as engine.kvcache.page_hash
             makes them (from the namespace on, so that equal tokens under another cache_salt are
             other pages).
     """

@@ -18,7 +18,7 @@ from types import FrameType
 
 import yaml
 
-from deploy.header_guard import IMPORT_PATH
+from deploy.http.header_guard import IMPORT_PATH
 from deploy.start import haproxy
 from deploy.start.banner import loading_lines, reachable_host, ready_lines
 from deploy.start.causes import cause_of, port_taken

@@ -49,7 +49,7 @@ def load_target(
     Raises `ConfigError` naming what is wrong and what to do.
     """
     # Imports pydantic and Serve only now: `--help` stays quick.
-    from deploy.config import AppConfig
+    from deploy.start.config import AppConfig
 
     config = _read(target)
     if not isinstance(config, dict) or not config.get("applications"):

@@ -19,10 +19,10 @@ from engine.actors.scheduler_actor import RemoteSchedulerActor
 from engine.actors.worker_actor import RemoteWorkerActor
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineDeadError
-from engine.messages import Shutdown
 from engine.openmp import wait_policy
+from engine.protocol.messages import Shutdown
+from engine.protocol.transport import Outbox
 from engine.scheduler.stats import SchedulerStats
-from engine.transport import Outbox
 from engine.worker.worker_config import WorkerConfig
 
 logger = logging.getLogger(__name__)

@@ -13,12 +13,12 @@ import ray
 from engine.actors.actor_process import ActorProcess
 from engine.actors.ray_types import actor_class, node_ip
 from engine.config import EngineConfig, ResolvedConfig
-from engine.message_executor import collect_ready
+from engine.executor.message_executor import collect_ready
+from engine.protocol.transport import Inbox
 from engine.scheduler.scheduler_config import SchedulerConfig
 from engine.scheduler.stats import SchedulerStats
 from engine.scheduler_role import IDLE_POLL_S, SchedulerRole
 from engine.trace import pack, scheduler_trace
-from engine.transport import Inbox
 
 
 class SchedulerActor:

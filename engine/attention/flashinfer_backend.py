@@ -30,7 +30,7 @@ from engine.flashinfer_loader import (
     load_flashinfer,
     supports_attention,
 )
-from engine.messages import Int64Array
+from engine.protocol.messages import Int64Array
 from engine.worker.forward_batch import ForwardBatch
 
 FLOAT_WORKSPACE_BYTES = 128 << 20

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.messages import SlotParams
+from engine.protocol.messages import SlotParams
 from engine.sampling.plan import PenaltyGroup, to_device
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.messages import TokenLogprobs
+from engine.protocol.messages import TokenLogprobs
 from engine.sampling.logprobs import LogprobTensors, compute_logprobs, prompt_logprobs
 from engine.sampling.plan import SamplingPlan
 from engine.sampling.registry import create_sampling_backend

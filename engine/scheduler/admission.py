@@ -8,7 +8,7 @@ import numpy as np
 
 from engine.constraints import Constraint, create_constraint
 from engine.errors import RequestError
-from engine.messages import AddRequest, FinishedReq, IntArray
+from engine.protocol.messages import AddRequest, FinishedReq, IntArray
 from engine.sampling_params import SamplingParams
 from engine.scheduler.req import Req
 from engine.scheduler.scheduler_config import SchedulerConfig

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from engine.messages import ForwardMode, IntArray, ModelWorkerBatch, SlotParams
+from engine.protocol.messages import ForwardMode, IntArray, ModelWorkerBatch, SlotParams
 from engine.scheduler.kv_manager import KVManager
 from engine.scheduler.micro_batch import LaunchedStep
 from engine.scheduler.prefill_adder import Addition

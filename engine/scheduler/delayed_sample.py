@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.constraints import mask_words
-from engine.messages import GenerationBatchResult, ModelWorkerBatch, SampleMasks
+from engine.protocol.messages import GenerationBatchResult, ModelWorkerBatch, SampleMasks
 from engine.scheduler.micro_batch import ConstrainedRow, LaunchedStep
 
 logger = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from engine.memory import KVPoolError, RadixCache, ReqToTokenPool, TokenToKVPoolAllocator
-from engine.messages import IntArray
+from engine.kvcache import KVPoolError, RadixCache, ReqToTokenPool, TokenToKVPoolAllocator
+from engine.protocol.messages import IntArray
 from engine.scheduler.req import Req
 
 

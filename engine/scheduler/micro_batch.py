@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from engine.messages import Int64Array, IntArray
+from engine.protocol.messages import Int64Array, IntArray
 from engine.scheduler.req import Req
 from engine.scheduler.running_batch import RunningBatch
 

@@ -6,13 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from engine.messages import (
-    FinishedReq,
-    Int64Array,
-    IntArray,
-    StepOutputs,
-    TokenLogprobs,
-)
+from engine.protocol.messages import FinishedReq, Int64Array, IntArray, StepOutputs, TokenLogprobs
 from engine.scheduler.req import Req
 
 

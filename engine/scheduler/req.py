@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from engine.constraints import Constraint
-from engine.messages import IntArray, TokenLogprobs
+from engine.protocol.messages import IntArray, TokenLogprobs
 from engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from engine.memory import TreeNode
+    from engine.kvcache import TreeNode
 
 
 class ReqStatus(Enum):

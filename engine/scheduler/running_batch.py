@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.messages import Int64Array, IntArray
+from engine.protocol.messages import Int64Array, IntArray
 from engine.scheduler.req import Req
 
 _NONE = np.zeros(0, np.int32)

@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
-from engine.messages import (
+from engine.protocol.messages import (
     AbortRequest,
     AddRequest,
     FinishedReq,

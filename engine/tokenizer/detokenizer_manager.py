@@ -5,54 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import msgspec
-
-from engine.messages import FinishedReq, StepOutputs, TokenLogprobs
+from engine.protocol.messages import FinishedReq, StepOutputs, TokenLogprobs
+from engine.protocol.tokenizer_messages import LogprobEntry, TextDelta, TopLogprob
 from engine.sampling_params import SamplingParams
 from engine.tokenizer.detokenizer import IncrementalDetokenizer
 from engine.tokenizer.stop import StopChecker
 from engine.tokenizer.tokenizer import Tokenizer
-
-TopLogprob = tuple[str, int, float, list[int]]
-"""Token, id, log-probability, bytes."""
-
-
-class LogprobEntry(msgspec.Struct, array_like=True):
-    """Log-probability of one token, with the likeliest alternatives, best first.
-
-    `bytes` is the token's share of the text in UTF-8 (maybe a part of a character; `token` then
-    has U+FFFD). `text_offset`: characters of output (or of prompt) before the token.
-    """
-
-    token: str
-    token_id: int
-    logprob: float
-    bytes: list[int]
-    top: list[TopLogprob]
-    text_offset: int
-
-
-class TextDelta(msgspec.Struct, array_like=True, gc=False):
-    """What is new of one request since its last delta; the last one has a `finish_reason`.
-
-    `finish_reason`: "stop", "length", "abort" or "error". `stop_reason`: the stop string or the
-    token id that ended it (None for a text that ran out otherwise). `num_output` counts all
-    output tokens so far, resumed ones included. `error*` are set for errors.
-    """
-
-    rid: int
-    text: str
-    token_ids: list[int]
-    num_output: int
-    finish_reason: str | None
-    stop_reason: str | int | None
-    num_prompt: int
-    num_cached: int
-    logprobs: list[LogprobEntry] | None = None
-    prompt_logprobs: list[LogprobEntry | None] | None = None
-    error: str = ""
-    error_status: int = 0
-    error_param: str | None = None
 
 
 @dataclass(slots=True)

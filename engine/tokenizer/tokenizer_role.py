@@ -13,11 +13,12 @@ from collections import Counter, defaultdict
 from typing import Any
 
 from engine.errors import EngineDeadError, MantaError, RequestError
-from engine.messages import AbortRequest, Shutdown, StepOutputs
-from engine.tokenizer import tokenizer_messages as tm
-from engine.tokenizer.detokenizer_manager import DetokenizerManager, TextDelta
+from engine.protocol import tokenizer_messages as tm
+from engine.protocol.messages import AbortRequest, Shutdown, StepOutputs
+from engine.protocol.tokenizer_messages import TextDelta
+from engine.protocol.transport import Inbox, Outbox
+from engine.tokenizer.detokenizer_manager import DetokenizerManager
 from engine.tokenizer.tokenizer import Tokenizer
-from engine.transport import Inbox, Outbox
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-from engine.messages import GenerationBatchResult, ModelWorkerBatch, SampleMasks
+from engine.protocol.messages import GenerationBatchResult, ModelWorkerBatch, SampleMasks
 
 
 class PendingResult(ABC):

@@ -7,10 +7,10 @@ import torch
 from engine.distributed import ParallelState
 from engine.trace import StageSpan, TraceRing
 from engine.worker.base import ModelWorker
-from engine.worker.device_memory import CudaMemory
-from engine.worker.kv_sizing import MemoryMeter
-from engine.worker.memory_profile import GRAPH_RESERVE_BYTES
+from engine.worker.device.memory import CudaMemory
 from engine.worker.simulated import SimulatedWorker
+from engine.worker.sizing.kv_sizing import MemoryMeter
+from engine.worker.sizing.memory_profile import GRAPH_RESERVE_BYTES
 from engine.worker.tp_worker import TpModelWorker
 from engine.worker.worker_config import WorkerConfig
 

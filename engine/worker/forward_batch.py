@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.messages import ForwardMode, Int64Array, IntArray, ModelWorkerBatch
+from engine.protocol.messages import ForwardMode, Int64Array, IntArray, ModelWorkerBatch
 from engine.sampling.plan import to_device
-from engine.worker.device_clock import StepTiming
+from engine.worker.device.clock import StepTiming
 
 
 class StepArrays(NamedTuple):

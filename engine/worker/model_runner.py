@@ -14,10 +14,10 @@ from engine.attention.registry import create_attention_backend
 from engine.distributed import ParallelState
 from engine.errors import ConfigError
 from engine.layers.linear import local_kv_heads, shard
-from engine.messages import Int64Array, IntArray, ModelWorkerBatch
 from engine.model_config import ModelConfig
 from engine.models.loader import load_model, resolve_dtype
-from engine.worker.device_queue import make_queue
+from engine.protocol.messages import Int64Array, IntArray, ModelWorkerBatch
+from engine.worker.device.queue import make_queue
 from engine.worker.forward_batch import ForwardBatch, StepArrays, token_starts
 from engine.worker.kv_pool import MHATokenToKVPool, resolve_kv_dtype
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from engine.distributed import ParallelState
-from engine.messages import GenerationBatchResult, IntArray, ModelWorkerBatch, SampleMasks
+from engine.protocol.messages import GenerationBatchResult, IntArray, ModelWorkerBatch, SampleMasks
 from engine.trace import StageSpan, TraceRing
 from engine.worker.base import LaunchedForward, ModelWorker, PendingResult
 from engine.worker.worker_config import WorkerConfig

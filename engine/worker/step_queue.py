@@ -14,7 +14,7 @@ from collections import deque
 
 import numpy as np
 
-from engine.messages import GenerationBatchResult, ModelWorkerBatch, SampleMasks
+from engine.protocol.messages import GenerationBatchResult, ModelWorkerBatch, SampleMasks
 from engine.worker.base import LaunchedForward, ModelWorker, PendingResult
 
 

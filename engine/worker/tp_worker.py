@@ -13,27 +13,28 @@ import torch
 from torch import Tensor
 
 from engine.distributed import ParallelState
-from engine.messages import GenerationBatchResult, ModelWorkerBatch, PromptLogprobs, SampleMasks
 from engine.models.load_progress import LoadProgress
+from engine.protocol.messages import (
+    GenerationBatchResult,
+    ModelWorkerBatch,
+    PromptLogprobs,
+    SampleMasks,
+)
 from engine.sampling import SampledTokens, Sampler, SamplingState
 from engine.sampling.logprobs import LogprobTensors
 from engine.sampling.plan import to_device
 from engine.trace import StageSpan, TraceRing
 from engine.worker.base import LaunchedForward, ModelWorker, PendingResult
-from engine.worker.decode_graphs import DecodeGraphs
-from engine.worker.device_clock import StepTiming
-from engine.worker.device_queue import Download
+from engine.worker.device.clock import StepTiming
+from engine.worker.device.queue import Download
 from engine.worker.forward_batch import ForwardBatch
 from engine.worker.future_map import FutureMap
-from engine.worker.graph_backend import CudaGraphBackend, GraphBackend
-from engine.worker.kv_sizing import (
-    MemoryMeter,
-    agree_on_kv_tokens,
-    check_weights_fit,
-)
-from engine.worker.memory import stage_weight_bytes
+from engine.worker.graphs.backend import CudaGraphBackend, GraphBackend
+from engine.worker.graphs.decode_graphs import DecodeGraphs
 from engine.worker.model_runner import ForwardOutput, ModelRunner
-from engine.worker.out_of_memory import ALLOCATE, PROFILE, WEIGHTS, out_of_memory_advice
+from engine.worker.sizing.estimate import stage_weight_bytes
+from engine.worker.sizing.kv_sizing import MemoryMeter, agree_on_kv_tokens, check_weights_fit
+from engine.worker.sizing.out_of_memory import ALLOCATE, PROFILE, WEIGHTS, out_of_memory_advice
 from engine.worker.worker_config import WorkerConfig
 
 logger = logging.getLogger(__name__)
@@ -155,7 +156,9 @@ class TpModelWorker(ModelWorker):
         self.parallel = parallel
         memory = None if meter is None else meter.memory
         if memory is not None:
-            check_weights_fit(stage_weight_bytes(config, parallel), config, memory)
+            check_weights_fit(
+                stage_weight_bytes(config.model, config.dtype, parallel), config, memory
+            )
         with out_of_memory_advice(WEIGHTS, config, memory):
             self.runner = self._load(config, meter)
         self.queue = self.runner.queue

@@ -76,7 +76,7 @@ def make_worker_config(config: ResolvedConfig, *, share: int = 1) -> WorkerConfi
         num_kv_tokens = most
     elif num_kv_tokens is None and device == "cpu":
         # torch is imported here: config checks elsewhere must not pay for it.
-        from engine.worker.memory import profile_max_tokens
+        from engine.worker.sizing.estimate import profile_max_tokens
 
         room = profile_max_tokens(
             config.model,

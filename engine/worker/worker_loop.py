@@ -12,15 +12,15 @@ import traceback
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import EngineDeadError
-from engine.messages import (
+from engine.protocol.messages import (
     GenerationBatchResult,
     ModelWorkerBatch,
     SampleMasks,
     Shutdown,
     WorkerReady,
 )
+from engine.protocol.transport import Inbox, Outbox
 from engine.trace import StageSpan, TraceRing
-from engine.transport import Inbox, Outbox
 from engine.worker.base import ModelWorker
 from engine.worker.step_queue import StepQueue
 from engine.worker.worker_config import WorkerConfig

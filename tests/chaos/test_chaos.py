@@ -23,10 +23,10 @@ import httpx
 import pytest
 
 from deploy.start.processes import marked_processes
-from tests.chaos.cluster import ROLES, Cluster, Struck
-from tests.chaos.load import Load, make_cases
-from tests.integration.http_server import manta, metric, streams
-from tests.processes import actor_pids, resident_mib, socket_count
+from tests.support.chaos_load import Load, make_cases
+from tests.support.cluster import ROLES, Cluster, Struck
+from tests.support.http_server import manta, metric, streams
+from tests.support.processes import actor_pids, resident_mib, socket_count
 
 CONFIGS = {1: "configs/llama.yaml", 2: "configs/llama-dp2.yaml"}
 OUTPUT = 160

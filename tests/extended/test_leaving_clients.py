@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from benchmarks.servers import ManagedServer
-from tests.integration.leaving_servers import (
+from tests.support.leaving_servers import (
     SERVERS,
     behind,
     check_covering,

@@ -13,10 +13,10 @@ import httpx
 import pytest
 
 from deploy.start.processes import marked_processes
-from tests.integration.http_server import metric
-from tests.integration.launches import MODEL, SMALL, Started, assert_nothing_left, started
-from tests.integration.leaving import Client, Way
-from tests.processes import launch_mark
+from tests.support.http_server import metric
+from tests.support.launches import MODEL, SMALL, Started, assert_nothing_left, started
+from tests.support.leaving import Client, Way
+from tests.support.processes import launch_mark
 
 
 def test_a_stop_under_load_leaves_no_traceback(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Captured decodes on a GPU against eager ones: what tests/unit/test_decode_graphs does on CPU."""
+"""Captured decodes on a GPU against eager ones; test_decode_graphs does the same on CPU."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.messages import GenerationBatchResult
+from engine.protocol.messages import GenerationBatchResult
 from engine.sampling_params import SamplingParams
 from engine.worker.step_queue import StepQueue
 from engine.worker.tp_worker import TpModelWorker
-from tests.gpu.workers import graph_attention
-from tests.models import make_model
-from tests.worker_driver import MakeParams, Steps, drain, make_worker, run_step
+from tests.support.gpu_workers import graph_attention
+from tests.support.models import make_model
+from tests.support.worker_driver import MakeParams, Steps, drain, make_worker, run_step
 
 TARGETS = [1, 1, 1, 3, 3, 5, 5, 9, 9, 15, 15, 15, 20, 20, 20, 23, 23, 17, 17, 8, 8, 4, 2, 2, 1, 1]
 

@@ -15,13 +15,13 @@ from engine.layers.activation import SiluAndMul
 from engine.layers.fused_ops import FusedOps
 from engine.layers.layernorm import RMSNorm
 from engine.layers.rotary import RotaryEmbedding
-from engine.messages import ForwardMode, ModelWorkerBatch
 from engine.model_config import RopeConfig
 from engine.models.weights import DummySource
+from engine.protocol.messages import ForwardMode, ModelWorkerBatch
 from engine.sampling import Sampler, SamplingState
 from engine.worker.forward_batch import ForwardBatch
 from engine.worker.kv_pool import MHATokenToKVPool
-from tests.unit.test_sampler import Row, many_rows
+from tests.support.sampler_rows import Row, many_rows
 
 if not torch.cuda.is_available() or not flashinfer_installed():
     pytest.skip("needs a GPU and flashinfer-python", allow_module_level=True)

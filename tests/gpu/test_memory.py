@@ -16,7 +16,7 @@ from engine.config import EngineConfig
 from engine.distributed import ParallelState
 from engine.errors import ConfigError
 from engine.models.weights import SafetensorsSource
-from engine.worker.device_memory import CudaMemory
+from engine.worker.device.memory import CudaMemory
 from engine.worker.factory import make_worker
 from engine.worker.tp_worker import TpModelWorker
 from engine.worker.worker_config import WorkerConfig, make_worker_config
@@ -48,7 +48,7 @@ def test_kv_cache_takes_what_is_left(caplog: pytest.LogCaptureFixture) -> None:
     memory = CudaMemory(torch.device("cuda", 0))
     # As many requests as it takes for the GPU to be the limit.
     config = dataclasses.replace(make_config(), max_kv_tokens=2**31)
-    with caplog.at_level(logging.INFO, "engine.worker.kv_sizing"):
+    with caplog.at_level(logging.INFO, "engine.worker.sizing.kv_sizing"):
         worker = start(config)
     [line] = [r.getMessage() for r in caplog.records if "KV cache" in r.getMessage()]
     print(line)

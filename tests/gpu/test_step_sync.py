@@ -1,7 +1,7 @@
 """On a GPU nothing between a step's message and its result makes the host wait for the device.
 
 torch raises at every operation of its own that synchronises while the mode is "error";
-tests/unit/test_step_sync does the same on a fake device.
+tests/unit/worker/test_step_sync does the same on a fake device.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from engine.sampling_params import SamplingParams
 from engine.worker.future_map import FutureMap
 from engine.worker.step_queue import StepQueue
 from engine.worker.tp_worker import TpModelWorker
-from tests.gpu.workers import graph_attention
-from tests.models import make_model
-from tests.unit.test_step_sync import params
-from tests.worker_driver import MakeParams, Steps, make_worker
+from tests.support.gpu_workers import graph_attention
+from tests.support.models import make_model
+from tests.support.worker_driver import MakeParams, Steps, make_worker, params
 
 TARGETS = [3, 3, 3, 7, 7, 9, 9, 9, 4, 4, 12, 12]
 

@@ -18,8 +18,8 @@ import torch.multiprocessing as mp
 
 from engine.distributed import ParallelState, init_parallel
 from engine.errors import ConfigError
-from tests.models import make_model
-from tests.step_driver import StepDriver, make_runner
+from tests.support.models import make_model
+from tests.support.step_driver import StepDriver, make_runner
 
 PROMPTS = ([5, 9, 100, 17, 60, 3], [7] * 11, [201, 4])
 NUM_DECODE = 5

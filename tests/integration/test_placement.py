@@ -12,7 +12,7 @@ from ray.cluster_utils import Cluster
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 from ray.util.placement_group import remove_placement_group as remove
 
-from deploy.config import AppConfig
+from deploy.start.config import AppConfig
 from engine.actors.cluster_gpus import gpu_shortage, node_gpus, placement_strategy
 from engine.actors.engine_group import EngineGroup
 from engine.actors.rank_order import bundle_order

@@ -23,8 +23,8 @@ import yaml
 from benchmarks.common import REPO_ROOT
 from benchmarks.servers import ManagedServer, free_port
 from deploy.start.processes import marked_processes
-from tests.integration.http_server import manta, metric, stream, streams
-from tests.processes import actor_pids, launch_mark
+from tests.support.http_server import manta, metric, stream, streams
+from tests.support.processes import actor_pids, launch_mark
 
 SETTINGS: dict[str, Any] = {
     "max_total_tokens": 4096,

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from benchmarks.servers import ManagedServer
-from tests.integration.http_server import manta, metric
+from tests.support.http_server import manta, metric
 
 PREFIX = 320
 PAGE = 16

@@ -13,8 +13,8 @@ import openai
 import pytest
 
 from benchmarks.servers import ManagedServer
-from tests.api_calls import JSON
-from tests.integration.http_server import manta, metric, stream, streams
+from tests.support.api_calls import JSON
+from tests.support.http_server import manta, metric, stream, streams
 
 KV_TOKENS = 4096
 PROMPT, OUTPUT = 184, 24  # 208 tokens with pages: room for about 20 at once

@@ -15,8 +15,8 @@ import httpx
 
 from deploy.start.processes import marked_processes
 from engine import LLM, SamplingParams
-from tests.integration.http_server import manta, stream
-from tests.processes import actor_pids, launch_mark
+from tests.support.http_server import manta, stream
+from tests.support.processes import actor_pids, launch_mark
 
 PROMPTS = [[random.Random(i).randrange(6, 4096) for _ in range(20 + i)] for i in range(6)]
 OUTPUT = 24

@@ -16,8 +16,8 @@ import pytest
 
 from benchmarks.common import REPO_ROOT
 from deploy.start import ports
-from tests.integration.launches import MANTA, MODEL, SMALL, Started, assert_nothing_left, started
-from tests.processes import launch_mark
+from tests.support.launches import MANTA, MODEL, SMALL, Started, assert_nothing_left, started
+from tests.support.processes import launch_mark
 
 
 def test_ten_lines_to_ready_and_nothing_left(tmp_path: Path) -> None:

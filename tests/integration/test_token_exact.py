@@ -17,14 +17,14 @@ import pytest
 import transformers
 
 from engine.sampling_params import SamplingParams
-from tests.integration.engines import (
+from tests.support.engines import (
     Engine,
     engine_for,
     greedy_reference,
     load_reference,
     reference_logprobs,
 )
-from tests.models import make_model
+from tests.support.models import make_model
 
 CARRIED = Path(__file__).resolve().parents[2] / "models" / "manta-small"
 ARCHITECTURES = {
@@ -109,7 +109,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Case]]
 
 
 def _overrides(overrides: dict[str, Any]) -> dict[str, Any]:
-    from tests.models import LLAMA3_ROPE
+    from tests.support.models import LLAMA3_ROPE
 
     values = dict(overrides)
     if values.pop("llama3_rope", False):

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from deploy.config import AppConfig, AutoscalingOptions, ServerOptions
 from deploy.launch import main
+from deploy.start.config import AppConfig, AutoscalingOptions, ServerOptions
 from deploy.start.target import load_target
 from engine.config import MAX_MICRO_BATCHES, EngineConfig
 from engine.distributed import MAX_PENDING_SENDS

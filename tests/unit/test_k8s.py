@@ -18,8 +18,8 @@ import jsonschema
 import pytest
 import yaml
 
-from deploy.config import AppConfig
-from deploy.header_guard import IMPORT_PATH
+from deploy.http.header_guard import IMPORT_PATH
+from deploy.start.config import AppConfig
 from deploy.start.haproxy import WRAPPER
 
 ROOT = Path(__file__).resolve().parents[2]

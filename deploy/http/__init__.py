@@ -1,0 +1,1 @@
+"""The HTTP application: routes, OpenAI's protocol, metrics; written against `EngineClient`."""

@@ -1,0 +1,218 @@
+"""The HTTP application: routes, and errors in OpenAI's shape for whatever goes wrong."""
+
+# No `from __future__ import annotations`: FastAPI reads the annotations of the handlers.
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from fastapi import FastAPI, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+from starlette.responses import StreamingResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from deploy.http.engine_client import EngineClient, ModelInfo
+from deploy.http.header_guard import REQUEST_ID
+from deploy.http.metrics import ServerMetrics
+from deploy.http.openai.chat import ChatEndpoint
+from deploy.http.openai.completions import CompletionEndpoint
+from deploy.http.openai.endpoint import Endpoint
+from deploy.http.openai.errors import ErrorReply, error_reply, reply_to
+from deploy.http.openai.limits import check_model
+from deploy.http.openai.protocol import ChatCompletionRequest, CompletionRequest
+from deploy.http.openai.response import GenerationResponse
+from deploy.http.openai.sse import encode_json
+from engine import __version__
+from engine.errors import EngineDeadError, RequestError
+from engine.trace import CAPACITY, chrome_trace_json
+
+
+@dataclass(frozen=True)
+class ApiSettings:
+    """Limits and choices of the HTTP layer."""
+
+    max_body_bytes: int = 32 * 2**20
+    stall_timeout_s: float = 120.0
+    """A stream that its client doesn't read for so long is aborted."""
+    allow_request_chat_templates: bool = False
+    """Take `chat_template` from requests. Templates are programs: a loop in one stalls the
+    tokenizer for everybody, so only for clients you trust."""
+    add_request_id_header: bool = True
+    """Answer with `X-Request-Id`. False behind Ray Serve's Python proxy, which adds its own."""
+
+
+def build_api(
+    client_provider: Callable[[], EngineClient], settings: ApiSettings | None = None
+) -> FastAPI:
+    """The application, which asks `client_provider` at each request: it can be built before there
+    is a client. Ray Serve can ship it (`serve.ingress(build_api(...))`); each process then has
+    metrics of its own.
+    """
+    settings = settings or ApiSettings()
+    metrics = ServerMetrics()
+    app = _Api(settings.add_request_id_header, title="Manta", version=__version__)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(RequestValidationError, _on_bad_query)
+    app.add_exception_handler(RequestError, _on_error)
+    app.add_exception_handler(EngineDeadError, _on_error)
+    app.add_exception_handler(Exception, _on_error)
+
+    def generate(endpoint: Endpoint, request: Request) -> Response:
+        return GenerationResponse(
+            endpoint,
+            client_provider,
+            metrics,
+            request.state.request_id,
+            settings.max_body_bytes,
+            settings.stall_timeout_s,
+        )
+
+    completion = CompletionEndpoint()
+    chat = ChatEndpoint(settings.allow_request_chat_templates)
+
+    @app.post("/v1/completions", openapi_extra=_body_schema(CompletionRequest))
+    async def create_completion(request: Request) -> Response:
+        return generate(completion, request)
+
+    @app.post("/v1/chat/completions", openapi_extra=_body_schema(ChatCompletionRequest))
+    async def create_chat_completion(request: Request) -> Response:
+        return generate(chat, request)
+
+    @app.get("/v1/models")
+    async def list_models() -> Response:
+        model = _describe_model(client_provider().model_info)
+        return _json({"object": "list", "data": [model]})
+
+    @app.get("/v1/models/{model:path}")
+    async def retrieve_model(model: str) -> Response:
+        info = client_provider().model_info
+        check_model(model or "(none)", info)
+        return _json(_describe_model(info))
+
+    @app.get("/health")
+    async def health() -> Response:
+        try:
+            client = client_provider()
+        except Exception as exception:  # not started, or lost: both mean "not healthy"
+            return _json({"status": "unavailable", "detail": type(exception).__name__}, 503)
+        state = await client.health()
+        if state.ok:
+            return _json({"status": "ok"})
+        return _json({"status": "unavailable", "detail": state.detail}, 503)
+
+    @app.get("/metrics")
+    async def scrape() -> Response:
+        text = await metrics.render(client_provider)
+        return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
+
+    @app.get("/debug/trace")
+    async def trace(last: Annotated[int, Query(ge=1, le=CAPACITY)] = 2000) -> Response:
+        engines = await client_provider().trace(last)
+        return StreamingResponse(_gently(chrome_trace_json(engines)), media_type="application/json")
+
+    @app.get("/version")
+    async def version() -> Response:
+        return _json({"version": __version__})
+
+    return app
+
+
+class _Api(FastAPI):
+    def __init__(self, add_request_id_header: bool, **options: Any) -> None:
+        self._add_request_id_header = add_request_id_header
+        super().__init__(**options)
+
+    def build_middleware_stack(self) -> ASGIApp:
+        # Outside of Starlette's own, whose answers to crashes have an id too.
+        return RequestIdMiddleware(super().build_middleware_stack(), self._add_request_id_header)
+
+
+class RequestIdMiddleware:
+    """Gives every request an id: the client's `X-Request-Id`, or a new one.
+
+    The request's state also gets `send` as it is here, outside of Starlette's wrappers, which have
+    nothing to do once a response has started: streams use it, for each costs every chunk.
+    """
+
+    def __init__(self, app: ASGIApp, add_header: bool) -> None:
+        self._app = app
+        self._add_header = add_header
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = next((v for k, v in scope["headers"] if k == b"x-request-id"), b"")
+        request_id = given.decode() if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        scope.setdefault("state", {}).update(request_id=request_id, send=send)
+        if not self._add_header:
+            await self._app(scope, receive, send)
+            return
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                header = (b"x-request-id", request_id.encode())
+                message = {**message, "headers": [*message["headers"], header]}
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+def _describe_model(info: ModelInfo) -> dict[str, Any]:
+    return {
+        "id": info.name,
+        "object": "model",
+        "created": info.created,
+        "owned_by": "manta",
+        "root": info.name,
+        "parent": None,
+        "max_model_len": info.max_model_len,
+    }
+
+
+def _body_schema(kind: type[CompletionRequest] | type[ChatCompletionRequest]) -> dict[str, Any]:
+    """For /docs: the handlers read bodies themselves, so FastAPI doesn't know them."""
+    schema = kind.model_json_schema()
+    return {"requestBody": {"content": {"application/json": {"schema": schema}}}}
+
+
+async def _gently(pieces: Iterable[bytes]) -> AsyncIterator[bytes]:
+    """Megabytes for one reader, and the streams of the others go on."""
+    for piece in pieces:
+        yield piece
+        await asyncio.sleep(0)
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(encode_json(value), status, media_type="application/json")
+
+
+def _error(reply: ErrorReply, headers: dict[str, str] | None = None) -> Response:
+    return Response(
+        reply.body, reply.status, reply.headers | (headers or {}), media_type="application/json"
+    )
+
+
+async def _on_error(request: Request, exception: Exception) -> Response:
+    return _error(reply_to(exception, request.state.request_id))
+
+
+async def _on_bad_query(request: Request, exception: Exception) -> Response:
+    assert isinstance(exception, RequestValidationError)
+    first = exception.errors()[0]
+    field = str(first["loc"][-1])
+    return _error(error_reply(400, f"{field}: {first['msg']}", field))
+
+
+async def _on_http_exception(request: Request, exception: Exception) -> Response:
+    assert isinstance(exception, HTTPException)
+    path = f"{request.method} {request.url.path[:200]}"
+    message = {
+        404: f"Invalid URL ({path}).",
+        405: f"Method not allowed ({path}).",
+    }.get(exception.status_code, exception.detail)
+    headers = dict(exception.headers or {})
+    return _error(error_reply(exception.status_code, message), headers)

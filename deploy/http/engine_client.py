@@ -1,0 +1,109 @@
+"""What the HTTP layer needs of the engine, whatever carries it.
+
+`deploy.http` is written against this interface alone. `deploy.ingress.serve_client` implements it
+over the tokenizer actor and the engine replicas, tests implement it in process.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from engine.protocol.tokenizer_messages import TextDelta
+from engine.sampling_params import SamplingParams
+from engine.trace import RoleTrace
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """The served model. `max_model_len` and `vocab_size` in tokens."""
+
+    name: str
+    max_model_len: int
+    vocab_size: int
+    created: int
+    """Unix time at which the server started."""
+
+
+@dataclass
+class GenerateRequest:
+    """One sequence to generate. `request_id` is for logs; `prompt_ids` are never empty."""
+
+    request_id: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    priority: int = 0
+    cache_salt: str = ""
+    timeout_s: float | None = None
+    return_token_ids: bool = False
+    """Every token's delta is needed at once, text or not."""
+
+
+@dataclass
+class EngineHealth:
+    """Whether requests can be served now, and in words why not."""
+
+    ok: bool
+    detail: str = ""
+
+
+class EngineClient(ABC):
+    """Asynchronous face of tokenizer and engines; every method may be called concurrently."""
+
+    @property
+    @abstractmethod
+    def model_info(self) -> ModelInfo:
+        """Static facts about the model; valid once the client has started."""
+
+    @property
+    def resumes(self) -> Mapping[str, int]:
+        """How often sequences were resumed, by what had been lost."""
+        return {}
+
+    @abstractmethod
+    async def encode(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """Token ids of each text."""
+
+    @abstractmethod
+    async def decode(self, token_ids: list[int]) -> str:
+        """Text of token ids, special tokens included (for `echo`)."""
+
+    @abstractmethod
+    async def render_chat(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        tools: list[dict[str, Any]] | None = None,
+        template_kwargs: dict[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation. Raises `RequestError` when the template refuses it."""
+
+    @abstractmethod
+    async def generate(
+        self, request: GenerateRequest, read: Callable[[list[TextDelta]], None]
+    ) -> None:
+        """Run a sequence until a delta has a `finish_reason`.
+
+        `read` gets the deltas where they arrive, each time all that are here, at least one, so
+        that a path which is behind catches up. Being called back costs no wake-up of a task.
+
+        Raises `RequestError` if the engine refuses or fails the request, `EngineDeadError` if
+        there is none, and what `read` raises. Cancelling aborts the request.
+        """
+
+    @abstractmethod
+    async def health(self) -> EngineHealth:
+        """Ask every engine; never raises."""
+
+    @abstractmethod
+    async def stats(self) -> list[dict[str, float]]:
+        """Latest scheduler statistics of each engine replica (see engine.scheduler.stats)."""
+
+    @abstractmethod
+    async def trace(self, last: int) -> dict[str, list[RoleTrace]]:
+        """What the roles of each engine replica did in their last steps, by replica."""

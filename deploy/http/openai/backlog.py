@@ -1,0 +1,51 @@
+"""`Backlog`: the deltas of one sequence that its client isn't ready for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from engine.protocol.tokenizer_messages import TextDelta
+
+MAX_WAITING = 256
+"""Deltas that wait before they are made one."""
+
+
+class Backlog:
+    """Joins deltas when there are many, so that its memory is bounded by the text alone."""
+
+    def __init__(self) -> None:
+        self._deltas: list[TextDelta] = []
+
+    def __len__(self) -> int:
+        return len(self._deltas)
+
+    def add(self, deltas: Iterable[TextDelta]) -> None:
+        """Keep them."""
+        self._deltas += deltas
+        if len(self._deltas) >= MAX_WAITING:
+            self._deltas = [join(self._deltas)]
+
+    def take(self) -> list[TextDelta]:
+        """All that were kept, in order."""
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+
+def join(deltas: Iterable[TextDelta]) -> TextDelta:
+    """Successive deltas of one request as one; they are used up."""
+    first, *others = deltas
+    texts = [first.text]
+    for delta in others:
+        texts.append(delta.text)
+        first.token_ids += delta.token_ids
+        if delta.logprobs is not None:
+            if first.logprobs is None:
+                first.logprobs = []
+            first.logprobs += delta.logprobs
+        if delta.finish_reason is not None:
+            first.finish_reason, first.stop_reason = delta.finish_reason, delta.stop_reason
+            first.error, first.error_status = delta.error, delta.error_status
+            first.error_param = delta.error_param
+        first.num_output, first.num_cached = delta.num_output, delta.num_cached
+    first.text = "".join(texts)
+    return first

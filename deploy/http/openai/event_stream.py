@@ -1,0 +1,101 @@
+"""`EventStream`: the body of a streamed reply."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
+from starlette.types import Message, Send
+
+from deploy.http.eager import run_eagerly
+
+HEADERS = Headers(
+    {
+        "content-type": "text/event-stream; charset=utf-8",
+        "cache-control": "no-cache",
+        "x-accel-buffering": "no",  # nginx would gather chunks
+    }
+)
+
+
+class EventStream:
+    """Sends events where they arise, so that a token costs no wake-up of its request's task.
+
+    That is as long as the server takes them at once. When it makes us wait because the client
+    doesn't read, the stream is behind until a task of its own has sent what came meanwhile.
+    `send` begins and ends the reply, `send_chunk` is for all between.
+    """
+
+    def __init__(self, send: Send, send_chunk: Send) -> None:
+        self._send = send
+        self._send_chunk = send_chunk
+        self.catching_up: asyncio.Task[None] | None = None
+        """Set while the stream is behind: `write` must not be called."""
+        self.has_begun = False
+        """Whether the status has been sent."""
+        self.waiting_since: float | None = None
+        """Monotonic seconds: when the event began to be sent that the client doesn't take."""
+
+    def write(self, events: bytes, catch_up: Callable[[], bytes]) -> None:
+        """Send events. If that means to wait, `catch_up` is asked for more until it has none.
+
+        Raises `ClientDisconnect`, as all methods do.
+        """
+        if self.has_begun:
+            sending = self._send_chunk(_body(events, more=True))
+        else:
+            sending = self._begin(events)
+        try:
+            rest = run_eagerly(sending)  # type: ignore[arg-type]  # ASGI says Awaitable
+        except OSError as error:
+            raise ClientDisconnect from error
+        if rest is not None:
+            self.catching_up = asyncio.get_running_loop().create_task(
+                self._catch_up(rest, catch_up)
+            )
+
+    async def flush(self) -> None:
+        """Return when nothing waits to be sent."""
+        if self.catching_up is not None:
+            await self.catching_up
+
+    async def end(self, events: bytes) -> None:
+        """Send the last events."""
+        await self.flush()
+        self.waiting_since = time.monotonic()
+        try:
+            if not self.has_begun:
+                await self._begin(b"")
+            await self._send(_body(events, more=False))
+        except OSError as error:
+            raise ClientDisconnect from error
+        self.waiting_since = None
+
+    async def close(self) -> None:
+        """Send no more."""
+        if self.catching_up is not None:
+            self.catching_up.cancel()
+            await asyncio.gather(self.catching_up, return_exceptions=True)
+
+    async def _begin(self, events: bytes) -> None:
+        self.has_begun = True
+        await self._send({"type": "http.response.start", "status": 200, "headers": HEADERS.raw})
+        await self._send_chunk(_body(events, more=True))
+
+    async def _catch_up(self, sending: Awaitable[None], catch_up: Callable[[], bytes]) -> None:
+        try:
+            self.waiting_since = time.monotonic()
+            await sending
+            while events := catch_up():
+                self.waiting_since = time.monotonic()
+                await self._send_chunk(_body(events, more=True))
+        except OSError as error:
+            raise ClientDisconnect from error
+        self.waiting_since = self.catching_up = None
+
+
+def _body(events: bytes, *, more: bool) -> Message:
+    return {"type": "http.response.body", "body": events, "more_body": more}

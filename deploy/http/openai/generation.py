@@ -1,0 +1,224 @@
+"""One API request under way: its sequences, and how their deltas become a reply or a stream."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ClassVar
+
+from deploy.http.engine_client import EngineClient, GenerateRequest
+from deploy.http.metrics import RequestTracker
+from deploy.http.openai.backlog import Backlog
+from deploy.http.openai.event_stream import EventStream
+from deploy.http.openai.fields import GenerationRequest
+from deploy.http.openai.sse import DONE, ChunkEncoder, encode_json
+from engine.errors import RequestError
+from engine.protocol.tokenizer_messages import LogprobEntry, TextDelta
+
+
+@dataclass
+class Output:
+    """What one choice has given so far; texts and tokens only for replies in one piece."""
+
+    num_output: int = 0
+    num_cached: int = 0
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[LogprobEntry] = field(default_factory=list)
+    prompt_logprobs: list[LogprobEntry | None] | None = None
+
+
+@dataclass
+class Plan:
+    """The sequences of a request: `n` copies of each prompt, prompt by prompt."""
+
+    request_id: str
+    created: int
+    model: str
+    n: int
+    sequences: list[GenerateRequest]
+
+
+class Generation(ABC):
+    """Runs a plan; subclasses know the shapes of their endpoint."""
+
+    object_name: ClassVar[str]
+    chunk_object_name: ClassVar[str]
+    payload: ClassVar[str]
+
+    def __init__(
+        self, client: EngineClient, request: GenerationRequest, plan: Plan, tracker: RequestTracker
+    ) -> None:
+        self.stream = request.stream
+        self._client = client
+        self._request = request
+        self._plan = plan
+        self._tracker = tracker
+        self._outputs = [Output() for _ in plan.sequences]
+        self._drop_output = False
+        """Only the prompt was asked for; the one token that comes with it is dropped."""
+
+    async def result(self) -> bytes:
+        """Body of the reply in one piece. Raises what `EngineClient.generate` raises."""
+
+        def read(index: int, deltas: list[TextDelta]) -> None:
+            output = self._outputs[index]
+            for delta in deltas:
+                self._note(index, delta)
+                output.texts.append(delta.text)
+                output.token_ids += delta.token_ids
+                if delta.logprobs:
+                    output.logprobs += delta.logprobs
+                if delta.prompt_logprobs is not None:
+                    output.prompt_logprobs = delta.prompt_logprobs
+
+        await self._run(read)
+        self._check_ended()
+        plan = self._plan
+        body = {
+            "id": plan.request_id,
+            "object": self.object_name,
+            "created": plan.created,
+            "model": plan.model,
+            "choices": [self._choice(i, output) for i, output in enumerate(self._outputs)],
+            "usage": self._usage(),
+        }
+        return encode_json(body | self._reply_extra())
+
+    async def send_events(self, stream: EventStream) -> bytes:
+        """Send server-sent events, all but the last, which is returned. Raises what
+        `EngineClient.generate` and `stream` raise; nothing is sent before the first text, so that
+        an early error can still become an HTTP status."""
+        plan = self._plan
+        options = self._request.stream_options
+        encoder = ChunkEncoder(
+            plan.request_id,
+            self.chunk_object_name,
+            plan.created,
+            plan.model,
+            self.payload,
+            len(plan.sequences),
+            options.include_usage,
+        )
+        opening = self._opening(encoder)
+        backlogs = [Backlog() for _ in plan.sequences]
+
+        def read(index: int, deltas: list[TextDelta]) -> None:
+            nonlocal opening
+            for delta in deltas:
+                self._note(index, delta)
+            if stream.catching_up is not None:
+                backlogs[index].add(deltas)
+            elif events := self._chunks(encoder, index, deltas):
+                stream.write(opening + events, catch_up)
+                opening = b""
+
+        def catch_up() -> bytes:
+            waiting = enumerate(backlogs)
+            return b"".join([self._chunks(encoder, i, backlog.take()) for i, backlog in waiting])
+
+        await self._run(read)
+        self._check_ended()
+        if options.include_usage:
+            return encoder.usage_chunk(self._usage()) + DONE
+        return DONE
+
+    async def _run(self, read: Callable[[int, list[TextDelta]], None]) -> None:
+        """Run all sequences; `read` gets each one's deltas. The first error ends all."""
+        generates = [
+            self._client.generate(sequence, partial(read, index))
+            for index, sequence in enumerate(self._plan.sequences)
+        ]
+        if len(generates) == 1:  # no task beside the request's
+            await generates[0]
+            return
+        runs = [asyncio.ensure_future(generate) for generate in generates]
+        try:
+            await asyncio.gather(*runs)
+        finally:
+            for run in runs:
+                run.cancel()
+            await asyncio.gather(*runs, return_exceptions=True)
+
+    def _note(self, index: int, delta: TextDelta) -> None:
+        """Note the progress that a delta tells of. Raises `RequestError` if it tells of an
+        error."""
+        output = self._outputs[index]
+        if self._drop_output:
+            _drop_output(delta)
+        self._tracker.delta(index, delta)
+        output.num_output = delta.num_output
+        if delta.finish_reason is not None:
+            if delta.finish_reason == "error" or delta.error:
+                raise RequestError(
+                    delta.error or "The engine failed the request.",
+                    delta.error_param,
+                    status=delta.error_status or 500,
+                )
+            output.num_cached = delta.num_cached
+            output.finish_reason = delta.finish_reason
+            output.stop_reason = delta.stop_reason
+
+    def _chunks(self, encoder: ChunkEncoder, index: int, deltas: list[TextDelta]) -> bytes:
+        if len(deltas) == 1:  # as long as the path keeps up
+            return self._chunk(encoder, index, deltas[0])
+        return b"".join([self._chunk(encoder, index, delta) for delta in deltas])
+
+    def _check_ended(self) -> None:
+        """Raise `RequestError` if a sequence has no end."""
+        if any(output.finish_reason is None for output in self._outputs):
+            raise RequestError("The engine ended a sequence early.", status=500)
+
+    def _usage(self) -> dict[str, Any]:
+        """Prompt tokens count once per prompt, cached ones as its first copy found them."""
+        plan = self._plan
+        firsts = range(0, len(plan.sequences), plan.n)
+        return usage(
+            sum(len(plan.sequences[i].prompt_ids) for i in firsts),
+            sum(output.num_output for output in self._outputs),
+            sum(self._outputs[i].num_cached for i in firsts),
+        )
+
+    def _chunk_usage(self, index: int, delta: TextDelta) -> dict[str, Any] | None:
+        """Usage of one choice so far, if asked for in every chunk (as vLLM counts it)."""
+        if not self._request.stream_options.continuous_usage_stats:
+            return None
+        num_prompt = len(self._plan.sequences[index].prompt_ids)
+        return usage(num_prompt, self._outputs[index].num_output, delta.num_cached)
+
+    def _reply_extra(self) -> dict[str, Any]:
+        """Further fields of the reply."""
+        return {}
+
+    def _opening(self, encoder: ChunkEncoder) -> bytes:
+        """Chunks before the first."""
+        return b""
+
+    @abstractmethod
+    def _choice(self, index: int, output: Output) -> dict[str, Any]:
+        """`choices[index]` of a reply in one piece."""
+
+    @abstractmethod
+    def _chunk(self, encoder: ChunkEncoder, index: int, delta: TextDelta) -> bytes:
+        """Events for one delta; empty if it has nothing to tell."""
+
+
+def _drop_output(delta: TextDelta) -> None:
+    delta.text, delta.token_ids, delta.num_output, delta.logprobs = "", [], 0, None
+    if delta.finish_reason == "stop":
+        delta.finish_reason, delta.stop_reason = "length", None
+
+
+def usage(num_prompt: int, num_output: int, num_cached: int) -> dict[str, Any]:
+    """The `usage` object."""
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_output,
+        "total_tokens": num_prompt + num_output,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
+    }

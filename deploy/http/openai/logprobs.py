@@ -1,0 +1,99 @@
+"""Log-probabilities in the three shapes that the API has for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from engine.protocol.tokenizer_messages import LogprobEntry
+
+MIN_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON lacks (as in OpenAI's API)."""
+
+
+def _finite(logprob: float) -> float:
+    return logprob if logprob > MIN_LOGPROB else MIN_LOGPROB
+
+
+def chat_logprobs(entries: Sequence[LogprobEntry], top_n: int) -> dict[str, Any]:
+    """`choices[].logprobs` of a chat completion."""
+    content = [
+        {
+            "token": entry.token,
+            "logprob": _finite(entry.logprob),
+            "bytes": entry.bytes,
+            "top_logprobs": [
+                {"token": token, "logprob": _finite(logprob), "bytes": data}
+                for token, _, logprob, data in entry.top[:top_n]
+            ],
+        }
+        for entry in entries
+    ]
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(
+    entries: Sequence[LogprobEntry], offsets: Sequence[int], top_n: int
+) -> dict[str, list[Any]]:
+    """`choices[].logprobs` of a completion.
+
+    The alternatives of a position are keyed by text, so of two with the same text (parts of
+    characters) the likelier stays; the token itself is always among them.
+    """
+    tops = []
+    for entry in entries:
+        top: dict[str, float] = {}
+        for token, _, logprob, _ in entry.top[:top_n]:
+            top.setdefault(token, _finite(logprob))
+        top.setdefault(entry.token, _finite(entry.logprob))
+        tops.append(top)
+    return {
+        "text_offset": list(offsets),
+        "token_logprobs": [_finite(entry.logprob) for entry in entries],
+        "tokens": [entry.token for entry in entries],
+        "top_logprobs": tops,
+    }
+
+
+def echoed_logprobs(
+    first_token: str, entries: Sequence[LogprobEntry | None], text: str, top_n: int
+) -> dict[str, list[Any]]:
+    """`choices[].logprobs` of the echoed prompt, whose first token has no probability.
+
+    Offsets are into the echoed `text`: with it beginning in special tokens, which the entries'
+    offsets may leave out, they are moved so that the last token ends where the text does.
+    """
+    known = [entry for entry in entries if entry is not None]
+    shift = 0
+    if known:
+        shift = max(0, len(text) - known[-1].text_offset - len(known[-1].token))
+    offsets = [entry.text_offset + shift for entry in known]
+    logprobs = completion_logprobs(known, offsets, top_n)
+    return {
+        "text_offset": [0, *offsets],
+        "token_logprobs": [None, *logprobs["token_logprobs"]],
+        "tokens": [first_token, *logprobs["tokens"]],
+        "top_logprobs": [None, *logprobs["top_logprobs"]],
+    }
+
+
+def prompt_logprobs(entries: Sequence[LogprobEntry | None]) -> list[dict[str, Any] | None]:
+    """vLLM's `prompt_logprobs`: for each prompt token its own and the likeliest, by token id.
+
+    `rank` is 1 for the likeliest and null for a token beyond those reported.
+    """
+    positions: list[dict[str, Any] | None] = []
+    for entry in entries:
+        if entry is None:
+            positions.append(None)
+            continue
+        own = {"logprob": _finite(entry.logprob), "rank": None, "decoded_token": entry.token}
+        position = {str(entry.token_id): own}
+        for rank, (token, token_id, logprob, _) in enumerate(entry.top, 1):
+            position[str(token_id)] = {
+                "logprob": _finite(logprob),
+                "rank": rank,
+                "decoded_token": token,
+            }
+        positions.append(position)
+    return positions

@@ -1,0 +1,195 @@
+"""The ASGI response of a generating request, which ends with its client.
+
+Works on uvicorn, which reports a disconnect through `receive`, and on Ray Serve, which cancels
+the request's task; either way every engine stream is closed before the response returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from deploy.http.engine_client import EngineClient
+from deploy.http.metrics import RequestTracker, ServerMetrics
+from deploy.http.openai.endpoint import Endpoint
+from deploy.http.openai.errors import ErrorReply, reply_to
+from deploy.http.openai.event_stream import EventStream
+from deploy.http.openai.generation import Generation
+from engine.errors import RequestError
+
+logger = logging.getLogger(__name__)
+
+CLIENT_GONE = 499
+"""Status in metrics of requests whose client left (nginx's number; nobody receives it)."""
+
+
+def check_content_type(headers: Headers) -> None:
+    """Raise `RequestError` (415) unless the body is said to be JSON.
+
+    What any web page may send to any server without being asked first (text/plain, forms, no type
+    at all) is refused: a page could make a server on the reader's own machine compute.
+    """
+    given = headers.get("content-type", "")
+    media_type = given.partition(";")[0].strip().lower()
+    if media_type == "application/json" or re.fullmatch(r"application/[\w.-]+\+json", media_type):
+        return
+    named = f"not {given[:100]!a}" if given else "and the request has no Content-Type"
+    raise RequestError(
+        f"The body must be application/json, {named}.", status=415, code="unsupported_media_type"
+    )
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The request body. Raises `RequestError` (413) beyond `limit` bytes, `ClientDisconnect`."""
+    too_large = RequestError(
+        f"The request body is larger than {limit} bytes.", status=413, code="request_too_large"
+    )
+    length = request.headers.get("content-length", "")
+    if length.isdigit() and int(length) > limit:
+        raise too_large
+    chunks, size = [], 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > limit:
+            raise too_large
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+class GenerationResponse(Response):
+    """Reads the body, runs the endpoint and sends the reply or the stream.
+
+    A stream that the client doesn't read for `stall_timeout_s` is given up.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        client_provider: Callable[[], EngineClient],
+        metrics: ServerMetrics,
+        request_id: str,
+        max_body_bytes: int,
+        stall_timeout_s: float,
+    ) -> None:
+        super().__init__()
+        self._endpoint = endpoint
+        self._client_provider = client_provider
+        self._metrics = metrics
+        self._request_id = request_id
+        self._max_body_bytes = max_body_bytes
+        self._stall_timeout_s = stall_timeout_s
+        self._stream: EventStream | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._send_chunk: Send = scope["state"]["send"]
+        status = CLIENT_GONE
+        tracker = self._metrics.track(self._endpoint.name)
+        try:
+            try:
+                check_content_type(Headers(scope=scope))
+                body = await read_body(Request(scope, receive), self._max_body_bytes)
+            except RequestError as exception:
+                status = await _send_error(send, reply_to(exception, self._request_id))
+            else:
+                status = await self._run(body, tracker, receive, send)
+        except (ClientDisconnect, OSError):
+            pass  # nobody is left to tell; counted as CLIENT_GONE
+        finally:
+            tracker.end(status)
+
+    async def _run(self, body: bytes, tracker: RequestTracker, receive: Receive, send: Send) -> int:
+        """Serve until done, or until the client is gone or stalls. Returns the final status."""
+        work = asyncio.create_task(self._serve(body, tracker, send))
+        gone = asyncio.create_task(_wait_for_disconnect(receive))
+        watch = asyncio.create_task(self._watch_stall())
+        tasks = (work, gone, watch)
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                return work.result()
+            return CLIENT_GONE
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _serve(self, body: bytes, tracker: RequestTracker, send: Send) -> int:
+        try:
+            client = self._client_provider()
+            generation = await self._endpoint.prepare(client, body, self._request_id, tracker)
+            if not generation.stream:
+                reply = await generation.result()
+        except Exception as exception:
+            return await _send_error(send, reply_to(exception, self._request_id))
+        if generation.stream:
+            return await self._send_stream(generation, send)
+        await _send_json(send, 200, reply, {})
+        return 200
+
+    async def _send_stream(self, generation: Generation, send: Send) -> int:
+        """Send events as they come. An error before the first is answered with its status."""
+        self._stream = stream = EventStream(send, self._send_chunk)
+        status = 200
+        try:
+            try:
+                last_event = await generation.send_events(stream)
+            except ClientDisconnect:
+                raise
+            except Exception as exception:
+                error = reply_to(exception, self._request_id)
+                if not stream.has_begun:
+                    return await _send_error(send, error)
+                status, last_event = error.status, error.event
+            await stream.end(last_event)
+        finally:
+            await stream.close()
+        return status
+
+    async def _watch_stall(self) -> None:
+        """Return when something to send has waited too long for the client to read."""
+        while True:
+            since = self._stream.waiting_since if self._stream is not None else None
+            waited = time.monotonic() - since if since is not None else 0.0
+            left = self._stall_timeout_s - waited
+            if left <= 0:
+                return
+            await asyncio.sleep(left)
+
+
+async def _send_error(send: Send, error: ErrorReply) -> int:
+    await _send_json(send, error.status, error.body, error.headers)
+    return error.status
+
+
+async def _send_json(send: Send, status: int, body: bytes, headers: dict[str, str]) -> None:
+    headers = {
+        "content-type": "application/json",
+        "content-length": str(len(body)),
+        **headers,
+    }
+    await send({"type": "http.response.start", "status": status, "headers": _raw(headers)})
+    await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def _raw(headers: dict[str, str]) -> list[tuple[bytes, bytes]]:
+    return Headers(headers).raw
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
+    try:
+        while True:
+            message: Any = await receive()
+            if message["type"] == "http.disconnect":
+                return
+    except Exception as exception:
+        # Serve's way to say it: `receive` fails with TaskCancelledError when the client has left.
+        logger.debug("client lost: %s", type(exception).__name__)

@@ -1,0 +1,1 @@
+"""The ingress process: `EngineClient` over a tokenizer actor and the engine replicas."""

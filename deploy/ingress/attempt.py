@@ -1,0 +1,340 @@
+"""`Attempt`: one try to run a sequence, on one tokenizer and one engine replica."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import copy
+import itertools
+import logging
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, Protocol
+
+import grpc
+from ray.exceptions import RayError, RayTaskError
+from ray.serve.exceptions import RayServeException
+
+from deploy.ingress.replica_router import ReplicaRouter, input_of
+from deploy.ingress.resume import AttemptLostError, Loss, Progress
+from deploy.ingress.tokenizer_link import TokenizerLostError
+from engine.errors import EngineDeadError, EngineDrainingError, RequestError
+from engine.protocol import encoding
+from engine.protocol import tokenizer_messages as tm
+from engine.protocol.messages import AbortRequest
+from engine.protocol.tokenizer_messages import TextDelta
+
+logger = logging.getLogger(__name__)
+
+END_TIMEOUT_S = 10.0
+"""After the engine said a request ended, its last text must arrive within this."""
+
+
+class Tokenizer(Protocol):
+    """What an attempt needs of `TokenizerLink`."""
+
+    @property
+    def address(self) -> str: ...
+
+    async def ask_once(self, make: Callable[[int], Any], wait_s: float) -> Any: ...
+
+    def send(self, message: Any) -> None: ...
+
+
+class Attempts:
+    """The open attempts of one ingress: messages find theirs by its request id.
+
+    `call_engine` opens the unary Serve call of an encoded `AddRequest` to the replica whose actor
+    is named ("": whichever Serve takes); cancelling it cancels the call. `abort` tells the replica
+    with that address to abort, and whether it could.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        call_engine: Callable[[bytes, str], Coroutine[Any, Any, None]],
+        abort: Callable[[str, AbortRequest], bool],
+        reply_to: str,
+        router: ReplicaRouter | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.call_engine = call_engine
+        self.abort = abort
+        self.reply_to = reply_to
+        self.router = router
+        self._rids = itertools.count(1)
+        self._open: dict[int, Attempt] = {}
+        self._due: list[list[TextDelta]] = []
+        """Messages whose deltas the readers haven't got yet."""
+        self._at: dict[str, dict[int, Attempt]] = {}
+        """Those that a replica has taken, by its inbox."""
+        self._trial = asyncio.Lock()
+        """Held by the one suspect that may run."""
+        self._calls: set[asyncio.Future[None]] = set()
+        """Calls outlive their attempts: they return when the scheduler has let go."""
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    async def generate(self, progress: Progress, read: Callable[[list[TextDelta]], None]) -> None:
+        """Run one sequence to its end, over as many attempts as it needs; `read` gets its deltas,
+        always all that are here.
+
+        Raises `RequestError` if an engine refuses or fails it or if it can't go on,
+        `EngineDeadError` if no engine takes it, and what `read` raises. Cancelling aborts it.
+        """
+        while True:
+            trial = await self._begin_trial(progress) if progress.is_suspect else None
+            attempt = Attempt(next(self._rids), progress, read, self, trial)
+            self._open[attempt.rid] = attempt
+            try:
+                await attempt.start()
+                await attempt.wait()
+                return
+            except AttemptLostError as error:
+                request, at = progress.request.request_id, len(progress.output_ids)
+                logger.warning("request %s at token %d: %s", request, at, error)
+                pause_s = progress.lost(error)
+            finally:
+                attempt.close()
+            await asyncio.sleep(pause_s)
+
+    async def _begin_trial(self, progress: Progress) -> asyncio.Lock | None:
+        """Wait until no other suspect runs; None if that takes longer than an engine may take."""
+        try:
+            async with asyncio.timeout(progress.wait_left_s):
+                await self._trial.acquire()
+        except TimeoutError:
+            return None
+        return self._trial
+
+    def close(self, attempt: Attempt) -> None:
+        """Forget an attempt."""
+        self._open.pop(attempt.rid, None)
+        there = self._at.get(attempt.replica, {})
+        if there.pop(attempt.rid, None) is not None and not there:
+            del self._at[attempt.replica]
+
+    def deliver(self, deltas: list[TextDelta]) -> None:
+        """Text came; that of attempts already closed is dropped. Readers get it once all messages
+        that are here have been taken, so that those who are behind get it in one piece."""
+        if not self._due:
+            asyncio.get_running_loop().call_soon(self._hand_over)
+        self._due.append(deltas)
+
+    def _hand_over(self) -> None:
+        due, self._due = self._due, []
+        for rid, deltas in _by_request(due):
+            attempt = self._open.get(rid)
+            if attempt is not None:
+                attempt.hand_over(deltas)
+
+    def taken(self, rid: int, replica: str) -> None:
+        """A replica has handed the request to its scheduler."""
+        attempt = self._open.get(rid)
+        if attempt is not None:
+            attempt.replica = replica
+            there = self._at.setdefault(replica, {})
+            there[rid] = attempt
+            if len(there) > 1:  # the others know already, but for the first
+                attempt.in_company = next(iter(there.values())).in_company = True
+            if self.router is not None:
+                self.router.taken(rid, replica)
+        else:  # cancelling its call came too late; if it has ended, this means nothing
+            self.abort(replica, AbortRequest(rid=rid, client=self.tokenizer.address))
+
+    def fail_all(self, error: Exception) -> None:
+        """Nothing more comes of any attempt that is open now."""
+        for attempt in self._open.values():
+            attempt.fail(copy.copy(error))  # a raised exception gathers tracebacks
+
+    def hold(self, call: asyncio.Future[None]) -> None:
+        """Keep a call until it returns."""
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+
+
+class Attempt:
+    """Registered with the tokenizer under a request id of its own, with one open call."""
+
+    def __init__(
+        self,
+        rid: int,
+        progress: Progress,
+        read: Callable[[list[TextDelta]], None],
+        attempts: Attempts,
+        trial: asyncio.Lock | None = None,
+    ) -> None:
+        self.rid = rid
+        self.replica = ""
+        """Inbox of the engine replica that took the request; "" until one has."""
+        self.in_company = False
+        """That engine has had other requests of this ingress meanwhile."""
+        self._progress = progress
+        self._read = read
+        self._attempts = attempts
+        self._trial = trial
+        """Held until the first text."""
+        self._client = ""
+        self._call: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_over = False
+        """Nothing is left to abort."""
+        self._ended = asyncio.Event()
+        self._error: Exception | None = None
+        self._has_text = False
+        self._is_lost = False
+
+    async def start(self) -> None:
+        """Register and open the call.
+
+        Raises `AttemptLostError`, `EngineDeadError` if there is no tokenizer, `RequestError`.
+        """
+        progress, attempts = self._progress, self._attempts
+        request = progress.request
+        loop = asyncio.get_running_loop()
+
+        def register(call: int) -> tm.Register:
+            return tm.Register(
+                call,
+                attempts.reply_to,
+                self.rid,
+                progress.params,
+                request.prompt_ids,
+                progress.output_ids,
+                return_token_ids=request.return_token_ids,
+            )
+
+        try:
+            registered = await attempts.tokenizer.ask_once(register, progress.wait_left_s)
+        except TokenizerLostError as error:
+            raise AttemptLostError(Loss.TOKENIZER, "it was lost") from error
+        if registered.error:
+            raise RequestError(registered.error, status=500)
+        self._client = attempts.tokenizer.address
+        if not self._client:
+            raise AttemptLostError(Loss.TOKENIZER, "it was lost")
+        add = progress.add_request(self.rid, self._client)
+        actor = ""
+        if attempts.router is not None:
+            actor, add.page_hashes = attempts.router.route(
+                self.rid, input_of(add.input_ids, add.output_ids), add.cache_salt
+            )
+        # The call crosses Ray as one byte string. In the HTTP request's context Serve would take
+        # it for that request's child and cancel it when the client leaves, before we know.
+        self._call = loop.create_task(
+            attempts.call_engine(encoding.encode_inline(add), actor), context=contextvars.Context()
+        )
+        attempts.hold(self._call)
+        self._call.add_done_callback(self._on_call_end)
+        self._timer = loop.call_later(progress.wait_left_s, self._check_taken)
+
+    async def wait(self) -> None:
+        """Return when the reader has got the last delta. Raises what `fail` was given."""
+        await self._ended.wait()
+        if self._error is not None:
+            raise self._error
+
+    def fail(self, error: Exception) -> None:
+        """The attempt is over, unless it had ended before."""
+        if not self._ended.is_set():
+            self._error = error
+            self._ended.set()
+
+    def hand_over(self, deltas: list[TextDelta]) -> None:
+        """Give the reader what has come. Whatever goes wrong fails this attempt, no other."""
+        if self._ended.is_set() or self._is_over:
+            return
+        if not self._has_text:
+            self._has_text = True
+            self._end_trial()
+            if self._attempts.router is not None:
+                self._attempts.router.first_token(self.rid)
+        try:
+            self._pass_on(deltas)
+        except Exception as error:
+            self.fail(error)
+            return
+        if deltas[-1].finish_reason is not None:
+            self._is_over = True
+            self._ended.set()
+
+    def _pass_on(self, deltas: list[TextDelta]) -> None:
+        for count, delta in enumerate(deltas):
+            try:
+                self._progress.take(delta)
+            except (AttemptLostError, RequestError):
+                if count:  # what came before it is the reader's
+                    self._read(deltas[:count])
+                raise
+        self._read(deltas)
+
+    def close(self) -> None:
+        """Let go of everything; the request is aborted if it hasn't ended."""
+        attempts = self._attempts
+        attempts.close(self)
+        self._end_trial()
+        if attempts.router is not None:
+            attempts.router.finished(self.rid, lost=self._is_lost)
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._is_over:
+            return
+        self._is_over = True
+        attempts.tokenizer.send(tm.Unregister(self.rid))
+        if self._call is None:
+            return
+        abort = AbortRequest(rid=self.rid, client=self._client)
+        # A message costs a hundredth of cancelling a call, which returns once it is obeyed. It's
+        # sent even if the call is over: one that was cancelled may have left the request behind.
+        if not self.replica or not attempts.abort(self.replica, abort):
+            self._call.cancel()
+
+    def _end_trial(self) -> None:
+        if self._trial is not None:
+            self._trial.release()
+            self._trial = None
+
+    def _check_taken(self) -> None:
+        if not self.replica:
+            self.fail(AttemptLostError(Loss.NOT_TAKEN, "no engine took the request"))
+
+    def _on_call_end(self, call: asyncio.Future[None]) -> None:
+        # Cancelled without being asked to: the replica's side of the call was.
+        error = asyncio.CancelledError() if call.cancelled() else call.exception()
+        if self._is_over:
+            return
+        if error is not None:
+            self.fail(self._loss_of(error))
+            return
+        lost = AttemptLostError(Loss.ENGINE, "the call ended, but the last tokens never came")
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(END_TIMEOUT_S, self.fail, lost)
+
+    def _loss_of(self, error: BaseException) -> Exception:
+        """What the end of the call by `error` means: mostly that its engine is lost."""
+        name = type(error).__name__
+        if isinstance(error, EngineDrainingError):
+            self._is_lost = True
+            return AttemptLostError(Loss.DRAIN, str(error))
+        lost = isinstance(error, EngineDeadError | asyncio.CancelledError | grpc.RpcError) or (
+            isinstance(error, RayError | RayServeException) and not isinstance(error, RayTaskError)
+        )
+        if not lost:
+            assert isinstance(error, Exception)
+            return error
+        self._is_lost = True
+        # An engine that never took the request can't have been lost for its sake.
+        if not self.replica:
+            return AttemptLostError(Loss.NOT_TAKEN, name)
+        return AttemptLostError(Loss.ENGINE, name, in_company=self.in_company)
+
+
+def _by_request(messages: list[list[TextDelta]]) -> Iterable[tuple[int, list[TextDelta]]]:
+    """Deltas of several messages by request, in order; a message has one of each at most."""
+    if len(messages) == 1:  # nearly always
+        return ((delta.rid, [delta]) for delta in messages[0])
+    found: dict[int, list[TextDelta]] = {}
+    for deltas in messages:
+        for delta in deltas:
+            found.setdefault(delta.rid, []).append(delta)
+    return found.items()

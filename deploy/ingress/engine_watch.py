@@ -1,0 +1,183 @@
+"""`EngineWatch`: the engine replicas as one ingress knows them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+
+from engine.actors.actor_process import ActorProcess
+from engine.errors import EngineDeadError
+from engine.protocol.messages import AbortRequest, ClientGone, Ping, Pong
+from engine.protocol.transport import Outbox
+from engine.pulse import Pulse
+
+logger = logging.getLogger(__name__)
+
+PING_PERIOD_S = 0.4
+INTRODUCE_TIMEOUT_S = 5.0
+INTRODUCE_PERIOD_S = 1.0
+INTRODUCE_PER_REPLICA_S = 0.1
+"""Serve's present replicas are asked to make themselves known after so many seconds, and so many
+more for each known one: the calls cost the same for few and many."""
+CONFIRM_S = 1.0
+"""So long before its time is up, a silent replica is asked through Ray whether it lives."""
+QUIET_S = 1.2
+"""A replica that was silent for so long gets no new requests if there are others."""
+
+
+@dataclass
+class _Replica:
+    outbox: Outbox
+    pulse: Pulse
+    pong: Pong | None = None
+    suspected: bool = False
+
+
+class EngineWatch:
+    """Pings replicas, which also tells them that this ingress lives, and ends those that hang.
+
+    Replicas make themselves known when they take a request, and when asked through Serve. By
+    themselves Serve's health checks need three timeouts to see that a replica hangs, and then
+    give it the time to drain.
+    """
+
+    def __init__(
+        self,
+        engines: Any,
+        address: str,
+        hang_timeout_s: float,
+        on_pong: Callable[[Pong], None] = lambda pong: None,
+        on_forgotten: Callable[[str], None] = lambda replica: None,
+    ) -> None:
+        """`engines`: Serve's handle; `address`: this ingress's inbox. The callbacks tell of
+        replicas that live, and of those that don't any more (by their inboxes' addresses)."""
+        self.quiet: set[str] = set()
+        """Replicas that are silent, if only for a moment."""
+        self._on_pong = on_pong
+        self._on_forgotten = on_forgotten
+        self._engines = engines
+        self._address = address
+        self._suspicious_s = hang_timeout_s - CONFIRM_S
+        self._replicas: dict[str, _Replica] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self) -> None:
+        """Begin to watch."""
+        for watch in (self._ping_all(), self._ask_for_introductions()):
+            self._spawn(watch)
+
+    def close(self) -> None:
+        """Stop watching."""
+        for task in self._tasks:
+            task.cancel()
+        for replica in self._replicas.values():
+            replica.outbox.close()
+        self._replicas.clear()
+
+    def heard(self, address: str, pong: Pong | None = None) -> None:
+        """The replica with this inbox lives."""
+        replica = self._replicas.get(address)
+        if replica is None:
+            replica = _Replica(Outbox(address), Pulse(time.monotonic()))
+            self._replicas[address] = replica
+            self._send(replica, Ping(self._address))
+        replica.pulse.beat()
+        self.quiet.discard(address)
+        if pong is not None:
+            replica.pong = pong
+            self._on_pong(pong)
+
+    def send(self, address: str, message: Any) -> bool:
+        """Send to a replica; False if it is not known any more."""
+        replica = self._replicas.get(address)
+        return replica is not None and self._send(replica, message)
+
+    def abort(self, address: str, request: AbortRequest) -> bool:
+        """Abort a request that the replica took; False if the replica is not known any more."""
+        return self.send(address, request)
+
+    def client_gone(self, client: str) -> None:
+        """Tell all replicas that nobody reads this client's tokens any more."""
+        for replica in self._replicas.values():
+            self._send(replica, ClientGone(client))
+
+    def _send(self, replica: _Replica, message: Any) -> bool:
+        try:
+            replica.outbox.send(message)
+        except EngineDeadError:
+            return False  # 10,000 unread messages: its silence will be noticed
+        return True
+
+    async def _ping_all(self) -> None:
+        while True:
+            await asyncio.sleep(PING_PERIOD_S)
+            now = time.monotonic()
+            for address, replica in self._replicas.items():
+                self._send(replica, Ping(self._address))
+                silent_s = replica.pulse.tick(now)
+                if silent_s >= QUIET_S:
+                    self.quiet.add(address)
+                if silent_s >= self._suspicious_s and not replica.suspected:
+                    replica.suspected = True
+                    self._spawn(self._judge(address, replica))
+
+    async def _judge(self, address: str, replica: _Replica) -> None:
+        """A replica is silent: forget it and end it, unless it lives after all."""
+        pong = replica.pong
+        if pong is not None and await _answers_ray(pong):
+            logger.warning("replica %s answers Ray, but not by message", pong.actor)
+            replica.pulse.beat()
+        if replica.pulse.silent_s >= self._suspicious_s:
+            replica.outbox.close()
+            del self._replicas[address]
+            self.quiet.discard(address)
+            self._on_forgotten(address)
+            if pong is not None:
+                await asyncio.to_thread(_kill, pong)
+        replica.suspected = False
+
+    async def _ask_for_introductions(self) -> None:
+        while True:
+            try:
+                asked = self._engines.broadcast("introduce", self._address)
+                await asked.results_async(timeout_s=INTRODUCE_TIMEOUT_S, return_exceptions=True)
+            except (RayServeException, RayError, TimeoutError) as error:
+                # No replica, or one that doesn't answer: those that live have.
+                logger.debug("not all replicas introduced themselves: %s", type(error).__name__)
+            known = len(self._replicas)
+            await asyncio.sleep(INTRODUCE_PERIOD_S + known * INTRODUCE_PER_REPLICA_S)
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+async def _answers_ray(pong: Pong) -> bool:
+    """Whether the replica's actor lives and answers a call within `CONFIRM_S`."""
+    try:
+        actor = await asyncio.to_thread(ray.get_actor, pong.actor, pong.namespace)
+        ready = asyncio.wrap_future(actor.__ray_ready__.remote().future())
+        async with asyncio.timeout(CONFIRM_S):
+            await ready
+    except (ValueError, RayError, TimeoutError):  # unknown; dead; hangs
+        return False
+    return True
+
+
+def _kill(pong: Pong) -> None:
+    """End the replica's actor if it still exists."""
+    try:
+        actor = ray.get_actor(pong.actor, pong.namespace)
+    except ValueError:
+        return
+    logger.error("replica %s hangs; killing it", pong.actor)
+    ActorProcess(pong.node_id, pong.pid, pong.started).kill(actor)

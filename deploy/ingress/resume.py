@@ -1,0 +1,186 @@
+"""`Progress`: what a sequence has given so far, over all its attempts, and whether it may go on.
+
+A request's tokens depend on nothing but the request (greedy, or noise hashed from seed and
+position), so an engine that is given prompt and output continues where another one stopped.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import msgspec
+import numpy as np
+
+from deploy.http.engine_client import GenerateRequest
+from engine.errors import EngineDeadError, RequestError
+from engine.protocol.messages import AddRequest
+from engine.protocol.tokenizer_messages import TextDelta
+from engine.sampling_params import SamplingParams
+
+SUSPECT_LOSSES = 2
+"""Engines lost without a new token in between that make a request suspect of ending them."""
+MAX_LOSSES_ALONE = 2
+"""It is given up after so many on which it was the only request,"""
+MAX_LOSSES = 4
+"""or after so many in all: of them it was on trial for two. One trial could be chance, where
+engines end for reasons of their own as soon as they have started."""
+RETRY_PAUSE_S = 0.3
+
+
+class Loss(StrEnum):
+    """Why an attempt ended before the request."""
+
+    ENGINE = "engine"
+    """An engine was lost while it held the request."""
+    TOKENIZER = "tokenizer"
+    DRAIN = "drain"
+    """An engine gave the request back."""
+    BUSY = "busy"
+    """An engine's queue was full."""
+    NOT_TAKEN = "not_taken"
+    """No engine has taken the request."""
+
+
+RESUMED = (Loss.ENGINE, Loss.TOKENIZER, Loss.DRAIN)
+"""Losses of work under way."""
+
+
+class AttemptLostError(Exception):
+    """The attempt is over; the request may go on with another.
+
+    Fields:
+        in_company: the engine held other requests too, any of which may have ended it.
+    """
+
+    def __init__(self, loss: Loss, detail: str, *, in_company: bool = False) -> None:
+        super().__init__(loss, detail)
+        self.loss = loss
+        self.in_company = in_company
+
+    def __str__(self) -> str:
+        return f"{self.loss} lost: {self.args[1]}"
+
+
+@dataclass(frozen=True)
+class ResumeLimits:
+    """`wait_s`: for how long a request waits for an engine that takes it. `max_resumes`: attempts
+    after the first."""
+
+    wait_s: float = 60.0
+    max_resumes: int = 16
+
+
+@dataclass
+class Progress:
+    """One sequence. `resumes` counts what it was resumed for, over all sequences."""
+
+    request: GenerateRequest
+    limits: ResumeLimits
+    resumes: Counter[str]
+    clock: Callable[[], float] = time.monotonic
+    output_ids: list[int] = field(default_factory=list)
+    """Tokens that the reader has been given."""
+    _num_cached: int | None = None
+    _num_resumes: int = 0
+    _num_losses: int = 0
+    """Engines lost since the last new token."""
+    _num_losses_alone: int = 0
+    _output_at_loss: int = 0
+
+    def __post_init__(self) -> None:
+        self._begun = self._waiting_since = self.clock()
+
+    @property
+    def is_suspect(self) -> bool:
+        """Engines were lost under it, one after the other, and it has given no token since. Its
+        next attempt is a trial, during which no other suspect runs."""
+        return self._num_losses >= SUSPECT_LOSSES and len(self.output_ids) == self._output_at_loss
+
+    @property
+    def wait_left_s(self) -> float:
+        """For how long the next attempt may wait until an engine takes it."""
+        return max(0.0, self._waiting_since + self.limits.wait_s - self.clock())
+
+    @property
+    def params(self) -> SamplingParams:
+        """Parameters for the next attempt: what has been reported isn't asked for again."""
+        params = self.request.params
+        if params.prompt_logprobs is None or self._num_cached is None:
+            return params
+        return msgspec.structs.replace(params, prompt_logprobs=None)
+
+    def add_request(self, rid: int, client: str) -> AddRequest:
+        """The next attempt as an engine takes it."""
+        request = self.request
+        timeout_s = request.timeout_s
+        if timeout_s is not None:
+            timeout_s = max(timeout_s - (self.clock() - self._begun), 1e-3)
+        return AddRequest(
+            rid=rid,
+            client=client,
+            request_id=request.request_id,
+            input_ids=np.asarray(request.prompt_ids, np.int32),
+            params=self.params,
+            output_ids=np.asarray(self.output_ids, np.int32) if self.output_ids else None,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            timeout_s=timeout_s,
+        )
+
+    def take(self, delta: TextDelta) -> None:
+        """Note what the reader is about to be given, and let it continue what it was given.
+
+        Raises `AttemptLostError` if tokens before it never arrived, `RequestError` if the engine
+        refused or failed the request.
+        """
+        if delta.finish_reason == "error":
+            self._refuse(delta)
+        if delta.num_output != len(self.output_ids) + len(delta.token_ids):
+            raise AttemptLostError(Loss.ENGINE, "tokens are missing")
+        self.output_ids += delta.token_ids
+        if self._num_cached is None:
+            self._num_cached = delta.num_cached
+        else:
+            delta.num_cached = self._num_cached
+
+    def _refuse(self, delta: TextDelta) -> None:
+        if delta.error_status == 429 and self._num_resumes and self.wait_left_s > 0:
+            raise AttemptLostError(Loss.BUSY, delta.error)
+        raise RequestError(delta.error, delta.error_param, status=delta.error_status or 500)
+
+    def lost(self, error: AttemptLostError) -> float:
+        """An attempt is lost: seconds until the next one. Raises what the reader is to be told
+        if there is none."""
+        loss = error.loss
+        if loss not in RESUMED:
+            if self.wait_left_s <= 0:
+                raise EngineDeadError(f"waited {self.limits.wait_s:g} s: {error}") from error
+            return RETRY_PAUSE_S
+        if loss is Loss.ENGINE:
+            self._blame(error.in_company)
+        self._num_resumes += 1
+        if self._num_resumes > self.limits.max_resumes:
+            raise _repeatedly(f"{self.limits.max_resumes} attempts to resume were lost")
+        self.resumes[loss] += 1
+        self._waiting_since = self.clock()
+        return 0.0
+
+    def _blame(self, in_company: bool) -> None:
+        if len(self.output_ids) > self._output_at_loss:
+            self._num_losses = self._num_losses_alone = 0
+        self._num_losses += 1
+        self._num_losses_alone += not in_company
+        self._output_at_loss = len(self.output_ids)
+        if self._num_losses >= MAX_LOSSES or self._num_losses_alone >= MAX_LOSSES_ALONE:
+            count = self._num_losses
+            raise _repeatedly(f"{count} engines in a row were lost while they worked on it")
+
+
+def _repeatedly(what: str) -> RequestError:
+    return RequestError(
+        f"The request was given up: {what}.", status=500, code="engine_lost_repeatedly"
+    )

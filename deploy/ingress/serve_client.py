@@ -1,0 +1,270 @@
+"""`ServeEngineClient`: the engine behind Ray Serve, as the HTTP layer sees it.
+
+Text and tokens travel by message (tokenizer actor), each request's life is one unary Serve call
+to an engine replica; what is lost with either is resumed (`deploy.ingress.resume`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from deploy.http.engine_client import EngineClient, EngineHealth, GenerateRequest, ModelInfo
+from deploy.ingress.attempt import Attempts
+from deploy.ingress.engine_watch import EngineWatch
+from deploy.ingress.replica_router import ReplicaRouter
+from deploy.ingress.resume import AttemptLostError, Loss, Progress, ResumeLimits
+from deploy.ingress.tokenizer_link import TokenizerLink
+from deploy.routing import make_policy
+from deploy.serve_state.drain_watch import DrainWatch
+from deploy.serve_state.replica_states import replicas_lost
+from engine.actors.ray_types import node_ip
+from engine.errors import EngineDeadError, RequestError
+from engine.protocol import tokenizer_messages as tm
+from engine.protocol.async_inbox import AsyncInbox
+from engine.protocol.messages import KVEvents, KVSnapshot, Pong, RequestTaken
+from engine.protocol.tokenizer_messages import TextDelta
+from engine.trace import RoleTrace, unpack
+
+logger = logging.getLogger(__name__)
+
+ANSWER_TIMEOUT_S = 5.0
+HEALTH_TIMEOUT_S = 0.8
+"""A replica that doesn't say in this time that it is well is not."""
+
+
+HASHES_EVERY_TOKENS = 16
+"""The index of cached pages keeps about one hash for so many tokens, however small pages are."""
+
+
+@dataclass(frozen=True)
+class RoutingOptions:
+    """`policy`: how replicas are chosen, a word of `ROUTING_POLICIES`; "" leaves it to Serve.
+    `page_size`: tokens a page."""
+
+    policy: str
+    page_size: int
+
+
+class ServeEngineClient(EngineClient):
+    """One per ingress replica; owns its tokenizer actor."""
+
+    def __init__(
+        self,
+        engines: Any,
+        model_path: str,
+        name: str,
+        max_model_len: int,
+        limits: ResumeLimits,
+        hang_timeout_s: float,
+        drain_timeout_s: float,
+        routing: RoutingOptions,
+    ) -> None:
+        self._engines = engines
+        self._name = name
+        self._max_model_len = max_model_len
+        self._limits = limits
+        self._hang_timeout_s = hang_timeout_s
+        self._drain_timeout_s = drain_timeout_s
+        self._routing = routing
+        self._router: ReplicaRouter | None = None
+        self._tokenizer = TokenizerLink(model_path, hang_timeout_s, self._on_tokenizer_lost)
+        self._info: ModelInfo | None = None
+        self._drain = DrainWatch()
+        self._resumes: Counter[str] = Counter()
+
+    async def start(self, vocab_size: int) -> None:
+        """Start the tokenizer and wait until it answers. `vocab_size` is the model's."""
+        await self._tokenizer.start()
+        self._inbox = AsyncInbox(node_ip(), self._on_message)
+        self._watch = EngineWatch(
+            self._engines,
+            self._inbox.address,
+            self._hang_timeout_s,
+            self._on_pong,
+            self._on_replica_forgotten,
+        )
+        self._router = self._make_router()
+        self._attempts = Attempts(
+            self._tokenizer,
+            self._call_engine,
+            self._watch.abort,
+            self._inbox.address,
+            self._router,
+        )
+        self._watch.start()
+        self._leaving = asyncio.get_running_loop().create_task(self._end_streams_in_time())
+        self._info = ModelInfo(self._name, self._max_model_len, vocab_size, int(time.time()))
+
+    def stop(self) -> None:
+        """Stop the tokenizer."""
+        self._leaving.cancel()
+        self._watch.close()
+        self._tokenizer.stop()
+        self._inbox.close()
+
+    def check(self) -> None:
+        """Called by Serve's health checks. Raises `EngineDeadError` if no tokenizer can be had."""
+        self._drain.asked()
+        self._tokenizer.check()
+
+    @property
+    def model_info(self) -> ModelInfo:
+        if self._info is None:
+            raise EngineDeadError("the server is still starting")
+        return self._info
+
+    @property
+    def resumes(self) -> Mapping[str, int]:
+        return self._resumes
+
+    async def encode(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
+        reply = await self._tokenizer.ask(
+            lambda call: tm.EncodeRequest(call, self._inbox.address, texts, add_special_tokens),
+            self._limits.wait_s,
+        )
+        return _ids(reply)
+
+    async def decode(self, token_ids: list[int]) -> str:
+        reply = await self._tokenizer.ask(
+            lambda call: tm.DecodeRequest(call, self._inbox.address, token_ids),
+            self._limits.wait_s,
+        )
+        return str(reply.text)
+
+    async def render_chat(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        tools: list[dict[str, Any]] | None = None,
+        template_kwargs: dict[str, Any] | None = None,
+    ) -> list[int]:
+        reply = await self._tokenizer.ask(
+            lambda call: tm.ChatRequest(
+                call,
+                self._inbox.address,
+                messages,
+                add_generation_prompt,
+                continue_final_message,
+                chat_template,
+                tools,
+                template_kwargs,
+            ),
+            self._limits.wait_s,
+        )
+        return _ids(reply)[0]
+
+    async def generate(
+        self, request: GenerateRequest, read: Callable[[list[TextDelta]], None]
+    ) -> None:
+        await self._attempts.generate(Progress(request, self._limits, self._resumes), read)
+
+    def _make_router(self) -> ReplicaRouter | None:
+        routing = self._routing
+        if not routing.policy:
+            return None
+        policy = make_policy(
+            routing.policy,
+            time.monotonic,
+            sample_every=max(1, HASHES_EVERY_TOKENS // routing.page_size),
+        )
+        return ReplicaRouter(
+            policy,
+            routing.page_size,
+            self._inbox.address,
+            self._watch.send,
+            lambda: self._watch.quiet,
+        )
+
+    async def _call_engine(self, request: bytes, actor: str) -> None:
+        """The call that stays open for as long as an engine works on the request."""
+        response = self._engines.generate.remote(request, self._inbox.address, actor)
+        try:
+            await response
+        except asyncio.CancelledError:
+            response.cancel()
+            raise
+
+    async def health(self) -> EngineHealth:
+        if self._info is None:
+            return EngineHealth(False, "starting")
+        try:
+            replies = await self._ask_engines("health", HEALTH_TIMEOUT_S)
+            async with asyncio.timeout(HEALTH_TIMEOUT_S):
+                lost = await asyncio.to_thread(replicas_lost, len(replies))
+        except Exception as error:  # whatever failed, the answer is "not healthy", and why
+            return EngineHealth(False, f"{type(error).__name__}: {str(error)[:300]}")
+        wrong = [self._tokenizer.unwell, lost]
+        for reply in replies:
+            if isinstance(reply, BaseException):
+                wrong.append(str(reply).strip().splitlines()[-1])
+            elif reply[1]:
+                wrong.append(f"replica {reply[0]}: {reply[1]}")
+        detail = "; ".join(filter(None, wrong))
+        return EngineHealth(not detail, detail)
+
+    async def stats(self) -> list[dict[str, float]]:
+        answers = await self._ask_engines("stats", ANSWER_TIMEOUT_S)
+        return [r for r in answers if not isinstance(r, BaseException)]
+
+    async def trace(self, last: int) -> dict[str, list[RoleTrace]]:
+        answers = await self._ask_engines("trace", ANSWER_TIMEOUT_S, last)
+        replicas = dict(a for a in answers if not isinstance(a, BaseException))
+        return {name: [unpack(role) for role in roles] for name, roles in replicas.items()}
+
+    async def _ask_engines(self, method: str, timeout_s: float, *args: Any) -> list[Any]:
+        """Answers of every engine replica; the exception instead where one fails. Raises
+        `TimeoutError` if one doesn't answer."""
+        answers: list[Any] = await self._engines.broadcast(method, *args).results_async(
+            timeout_s=timeout_s, return_exceptions=True
+        )
+        return answers
+
+    def _on_message(self, message: Any) -> None:
+        match message:
+            case tm.TextOutputs():
+                self._attempts.deliver(message.deltas)
+            case RequestTaken():
+                self._watch.heard(message.replica)
+                self._attempts.taken(message.rid, message.replica)
+            case Pong():
+                self._watch.heard(message.replica, message)
+            case KVEvents() if self._router is not None:
+                self._router.take_events(message)
+            case KVSnapshot() if self._router is not None:
+                self._router.take_snapshot(message)
+            case tm.EncodeReply() | tm.DecodeReply() | tm.Registered():
+                self._tokenizer.answer(message.call, message)
+
+    def _on_pong(self, pong: Pong) -> None:
+        if self._router is not None:
+            self._router.appeared(pong)
+
+    def _on_replica_forgotten(self, replica: str) -> None:
+        if self._router is not None:
+            self._router.vanished(replica)
+
+    def _on_tokenizer_lost(self, client: str) -> None:
+        self._watch.client_gone(client)
+        self._attempts.fail_all(AttemptLostError(Loss.TOKENIZER, "it was lost"))
+
+    async def _end_streams_in_time(self) -> None:
+        """Being stopped: streams that haven't ended in time get an error instead of a cut."""
+        await self._drain.wait(self._drain_timeout_s)
+        self._attempts.fail_all(
+            RequestError("The server is being stopped.", status=503, code="server_stopping")
+        )
+
+
+def _ids(reply: tm.EncodeReply) -> list[list[int]]:
+    if reply.error:
+        raise RequestError(reply.error, reply.param)
+    return reply.ids

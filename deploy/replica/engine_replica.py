@@ -1,0 +1,261 @@
+"""`EngineReplica`: Serve deployment that owns one engine (one data parallel rank).
+
+One unary call per request stays open until the request ends, so that Serve's queue lengths,
+draining and autoscaling see it; tokens never pass through here.
+"""
+
+# No `from __future__ import annotations`: Ray Serve inspects the annotations.
+import asyncio
+import logging
+import os
+import time
+from typing import Any
+
+import ray
+from ray import serve
+from ray.util import get_current_placement_group
+
+from deploy.replica.autoscaling import autoscaling_stats
+from deploy.replica.ingress_links import IngressLinks
+from deploy.replica.open_calls import OpenCalls
+from deploy.serve_state import serve_log
+from deploy.serve_state.drain_watch import DrainWatch
+from engine.actors.actor_process import ActorProcess
+from engine.actors.engine_group import EngineGroup
+from engine.actors.ray_types import node_ip
+from engine.config import EngineConfig
+from engine.errors import EngineDeadError, EngineDrainingError
+from engine.protocol import encoding
+from engine.protocol.async_inbox import AsyncInbox
+from engine.protocol.messages import (
+    AbortRequest,
+    AddRequest,
+    ClientGone,
+    Ping,
+    Pong,
+    RequestsDone,
+    RequestTaken,
+    SubscribeKVEvents,
+    UnsubscribeKVEvents,
+)
+from engine.protocol.transport import Outbox
+from engine.scheduler.stats import SchedulerStats
+
+logger = logging.getLogger(__name__)
+
+INGRESS_LOOK_S = 0.4
+EXIT_DELAY_S = 0.5
+"""Time for the failures of open calls to leave before the process ends."""
+
+
+class EngineReplica:
+    """Starts the engine, forwards requests to its scheduler, tells when they end."""
+
+    def __init__(
+        self,
+        engine: dict[str, Any],
+        share: int,
+        log_level: str,
+        hang_timeout_s: float,
+        drain_timeout_s: float,
+    ) -> None:
+        serve_log.set_up(log_level)
+        self._config = EngineConfig(**engine)
+        self._hang_timeout_s = hang_timeout_s
+        self._drain_timeout_s = drain_timeout_s
+        placement = get_current_placement_group()
+        self._group = EngineGroup(self._config, placement, share, hang_timeout_s)
+        self._open = OpenCalls()
+        self._ingresses = IngressLinks()
+        self._drain = DrainWatch()
+        self._is_leaving = False
+        self._inbox: AsyncInbox | None = None
+        self._scheduler: Outbox | None = None
+        self._starting: asyncio.Task[None] | None = None
+        self._watchers: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Bring the engine up; concurrent callers wait for the same start."""
+        if self._starting is None:
+            self._starting = asyncio.get_running_loop().create_task(self._start())
+        await asyncio.shield(self._starting)
+
+    async def _start(self) -> None:
+        await self._group.start()
+        self._inbox = AsyncInbox(node_ip(), self._on_message)
+        self._scheduler = Outbox(self._group.scheduler_address)
+        self._pong = _introduction(self._inbox.address)
+        loop = asyncio.get_running_loop()
+        watches = (
+            self._end_when_dead(),
+            self._drop_dead_ingresses(),
+            self._hand_over(),
+            self._leave_abandoned_calls(),
+        )
+        self._watchers = [loop.create_task(watch) for watch in watches]
+
+    async def generate(self, request: bytes, ingress: str, actor: str = "") -> None:
+        """Hand a request (an encoded `AddRequest`) to the scheduler; returns when it ended.
+
+        `actor` is the choice that `ChosenReplicaRouter` obeys on the way here.
+
+        Its tokens go straight to `AddRequest.client`; `ingress` is told by message that it was
+        taken, and may abort it by message. Cancelling the call aborts it too. Raises
+        `EngineDeadError` when the engine is lost meanwhile, `EngineDrainingError` when the
+        request can't be finished here.
+        """
+        await self.start()
+        if self._is_leaving:
+            raise EngineDrainingError("the engine is being stopped")
+        if self._group.death or self._scheduler is None or self._inbox is None:
+            raise EngineDeadError(f"the engine is down: {self._group.death}")
+        message = encoding.decode([request], AddRequest)
+        message.owner = self._inbox.address
+        self._heard(ingress)
+        done = self._open.open(message.client, message.rid, ingress)
+        try:
+            self._scheduler.send(message)
+            self._ingresses.send(ingress, RequestTaken(message.rid, self._inbox.address))
+            await done
+        except (asyncio.CancelledError, EngineDrainingError):
+            self._scheduler.send(AbortRequest(rid=message.rid, client=message.client))
+            raise
+        finally:
+            self._open.close(message.client, message.rid)
+
+    async def introduce(self, ingress: str) -> None:
+        """Tell an ingress by message who this replica is, so that it can watch it."""
+        await self.start()
+        self._heard(ingress)
+        self._ingresses.send(ingress, self._pong)
+
+    async def health(self) -> tuple[str, str]:
+        """The replica's name, and what is wrong with its engine now ("" if nothing is)."""
+        await self.start()
+        return _replica_name(), self._group.unwell
+
+    async def stats(self) -> dict[str, Any]:
+        """Latest scheduler statistics, with the replica's name and the loop's age in seconds."""
+        await self.start()
+        age, stats = await self._group.ping()
+        return {"replica": _replica_name(), "loop_age_s": age, **_numbers(stats)}
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Called by Serve, which hands the figures to `EngineLoadPolicy`."""
+        await self.start()
+        return autoscaling_stats((await self._group.ping())[1])
+
+    async def trace(self, last: int) -> tuple[str, list[bytes]]:
+        """The replica's name, and what its roles did in their last steps (packed)."""
+        await self.start()
+        return _replica_name(), await self._group.trace(last)
+
+    async def describe(self) -> dict[str, Any]:
+        """What the workers settled on: dtype, device, threads, KV tokens."""
+        await self.start()
+        config = self._group.worker_config
+        assert config is not None
+        return {
+            "device": config.device,
+            "dtype": config.dtype,
+            "cpu_threads": config.cpu_threads,
+            "num_kv_tokens": self._group.num_kv_tokens,
+            "max_model_len": config.max_model_len,
+        }
+
+    async def check_health(self) -> None:
+        """Called by Serve; also what makes a replica wait for its engine before it is ready.
+
+        A role that doesn't answer fails nothing here before the group counts as dead: until then
+        it may come back, and Serve would replace the replica.
+        """
+        self._drain.asked()
+        await self.start()
+        if self._group.death:
+            raise EngineDeadError(self._group.death)
+
+    async def __del__(self) -> None:
+        for watcher in self._watchers:
+            watcher.cancel()
+        await self._group.stop()
+        self._ingresses.close()
+        if self._inbox is not None:
+            self._inbox.close()
+        if self._scheduler is not None:
+            self._scheduler.close()
+
+    def _on_message(self, message: Any) -> None:
+        match message:
+            case RequestsDone():
+                self._open.end(message.rids)
+            case Ping():
+                self._heard(message.reply_to)
+                self._ingresses.send(message.reply_to, self._pong)
+            case AbortRequest() | ClientGone():
+                # From an ingress. The scheduler answers with `RequestsDone`.
+                self._tell_scheduler(message)
+            case SubscribeKVEvents():
+                assert self._inbox is not None
+                message.replica = self._inbox.address
+                self._tell_scheduler(message)
+
+    def _heard(self, ingress: str) -> None:
+        self._ingresses.heard(ingress, time.monotonic())
+        self._open.recall(ingress, EngineDrainingError("the ingress was silent"))
+
+    def _tell_scheduler(self, message: Any) -> None:
+        assert self._scheduler is not None
+        self._scheduler.send(message)
+
+    async def _end_when_dead(self) -> None:
+        """Once the group is lost: fail what is open, kill what is left, and end this process, so
+        that Serve replaces it at once instead of after three failed health checks."""
+        await self._group.dead.wait()
+        lost = self._open.fail(EngineDeadError(f"the engine was lost: {self._group.death}"))
+        logger.warning("%d requests were lost with the engine", lost)
+        self._group.kill()
+        await asyncio.sleep(EXIT_DELAY_S)
+        logging.shutdown()
+        os._exit(1)
+
+    async def _drop_dead_ingresses(self) -> None:
+        """The requests of an ingress that is gone must not run on."""
+        while True:
+            await asyncio.sleep(INGRESS_LOOK_S)
+            for ingress in self._ingresses.drop_silent(time.monotonic(), self._hang_timeout_s):
+                lost = self._open.abandon(ingress)
+                for client, rid in lost:
+                    self._tell_scheduler(AbortRequest(rid=rid, client=client))
+                logger.warning("an ingress is gone; its %d requests are dropped", len(lost))
+                self._tell_scheduler(UnsubscribeKVEvents(ingress))
+
+    async def _hand_over(self) -> None:
+        """Being stopped: what hasn't ended in time is given back, to be resumed elsewhere."""
+        await self._drain.wait(self._drain_timeout_s)
+        self._is_leaving = True
+        logger.warning("draining took too long; giving %d requests back", len(self._open))
+        self._open.fail(EngineDrainingError("the engine is being stopped"))
+
+    async def _leave_abandoned_calls(self) -> None:
+        """Being stopped, end once nobody waits for a request any more: Serve would wait for the
+        calls of ingresses that are gone, to the end of its patience."""
+        await self._drain.wait(0.0)
+        while len(self._open) or not self._open.num_abandoned:
+            await asyncio.sleep(INGRESS_LOOK_S)
+        await self._group.stop()
+        logging.shutdown()
+        os._exit(0)
+
+
+def _introduction(inbox: str) -> Pong:
+    context = ray.get_runtime_context()
+    process = ActorProcess.of_this_actor()
+    return Pong(inbox, str(context.get_actor_name()), str(context.namespace), *process)
+
+
+def _replica_name() -> str:
+    return serve.get_replica_context().replica_id.unique_id
+
+
+def _numbers(stats: SchedulerStats) -> dict[str, float]:
+    return {name: float(getattr(stats, name)) for name in stats.__struct_fields__}

@@ -1,0 +1,1 @@
+"""What Ray Serve knows and doesn't say: draining, lost replicas, its log."""

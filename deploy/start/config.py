@@ -1,0 +1,132 @@
+"""The application's configuration: `args` of a Serve config file in `configs/`."""
+
+# No `from __future__ import annotations`: pydantic reads the annotations.
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from deploy.replica.autoscaling import EngineLoadPolicy
+from deploy.routing import ROUTING_POLICIES
+from engine.config import EngineConfig, ResolvedConfig, load_config
+from engine.errors import ConfigError
+
+_CPU_PER_ACTOR = 0.02
+"""Logical CPUs that each actor reserves with Ray. Small: on CPU the real limit is threads
+(`cpu_threads`), and a two-core machine must still hold DP x TP x PP."""
+
+
+class AutoscalingOptions(BaseModel):
+    """Replicas between `min_replicas` and `max_replicas`, by requests, KV use and queue."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    min_replicas: int = Field(1, ge=1)
+    max_replicas: int = Field(2, ge=1)
+    target_ongoing_requests: float = Field(32.0, gt=0)
+    target_kv_use: float = Field(0.8, gt=0, le=1)
+    target_queued_tokens: float = Field(8192.0, gt=0)
+    upscale_delay_s: float = Field(10.0, ge=0)
+    downscale_delay_s: float = Field(300.0, ge=0)
+
+
+class ServerOptions(BaseModel):
+    """Keys of the application that the engine doesn't know."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+    served_model_name: str | None = None
+    """Name in the API; None: the last part of `model`."""
+    num_replicas: int = Field(1, ge=1, le=256)
+    """Engines (data parallel)."""
+    autoscaling: AutoscalingOptions | None = None
+    """Instead of num_replicas."""
+    routing_policy: Literal["serve", *ROUTING_POLICIES] = "prefix_aware"  # type: ignore[valid-type]
+    """Which engine replica gets a request; serve: by Ray Serve's own router."""
+    ingress_replicas: int = Field(1, ge=1, le=64)
+    max_ongoing_requests: int = Field(4096, ge=1)
+    """Requests that one engine replica may hold, running and queued."""
+    stream_stall_timeout_s: float = Field(120.0, gt=0)
+    """A stream that its client doesn't read for so long is aborted."""
+    allow_request_chat_templates: bool = False
+    """Take `chat_template` from requests; only for trusted clients."""
+    resume_wait_s: float = Field(60.0, ge=0)
+    """A request waits so long for an engine that takes it, at first or after a loss."""
+    max_resumes: int = Field(16, ge=0)
+    """A request is resumed at most so often."""
+    hang_timeout_s: float = Field(10.0, ge=2)
+    """A process that doesn't answer for so long counts as dead and is killed."""
+    drain_timeout_s: float = Field(30.0, ge=0)
+    """When a replica is stopped, its running requests get this long to end; then another replica
+    goes on with them."""
+    gpu_wait_s: float | None = Field(600.0, ge=0)
+    """A cluster without the GPUs of one engine gets so long to grow, then the deployment fails;
+    None: Ray places the engine when it can. The launcher's own cluster can't grow: no wait."""
+    log_level: str = Field("INFO", pattern="^(DEBUG|INFO|WARNING|ERROR)$")
+
+
+class AppConfig:
+    """Everything that one application needs, checked."""
+
+    def __init__(self, server: ServerOptions, engine: EngineConfig, resolved: ResolvedConfig):
+        self.server = server
+        self.engine = engine
+        self.resolved = resolved
+
+    @classmethod
+    def from_args(cls, args: dict[str, Any]) -> "AppConfig":
+        """Check `args` of a config file. Raises `ConfigError` naming keys and remedies."""
+        if not isinstance(args, dict):
+            raise ConfigError("`args` of the application must be a mapping of keys to values.")
+        known = set(ServerOptions.model_fields)
+        server = load_config(ServerOptions, {k: v for k, v in args.items() if k in known})
+        rest = {k: v for k, v in args.items() if k not in known}
+        engine = load_config(EngineConfig, rest)
+        scaling = server.autoscaling
+        if scaling is not None and scaling.max_replicas < scaling.min_replicas:
+            raise ConfigError(
+                f"autoscaling.max_replicas ({scaling.max_replicas}) is below min_replicas "
+                f"({scaling.min_replicas}); raise it."
+            )
+        if scaling is not None and server.num_replicas != 1:
+            raise ConfigError("set either num_replicas or autoscaling, not both.")
+        return cls(server, engine, engine.resolve())
+
+    @property
+    def model_name(self) -> str:
+        """The model's name in the API."""
+        return self.server.served_model_name or self.engine.model.rstrip("/").split("/")[-1]
+
+    @property
+    def max_replicas(self) -> int:
+        """Engines that may exist at once."""
+        scaling = self.server.autoscaling
+        return self.server.num_replicas if scaling is None else scaling.max_replicas
+
+    @property
+    def routing_policy(self) -> str:
+        """How the ingress chooses replicas; "" if it is Serve's choice, or there is only one."""
+        policy = self.server.routing_policy
+        return "" if policy == "serve" or self.max_replicas == 1 else policy
+
+    def replica_scaling(self) -> dict[str, Any]:
+        """Serve's options for the number of engine replicas."""
+        scaling = self.server.autoscaling
+        if scaling is None:
+            return {"num_replicas": self.server.num_replicas}
+        options = scaling.model_dump()
+        targets = {key: options[key] for key in options if key.startswith("target_")}
+        for key in targets:
+            if key != "target_ongoing_requests":  # Serve's own key; it warns if it is missing
+                del options[key]
+        policy = {"policy_function": EngineLoadPolicy, "policy_kwargs": targets}
+        return {"autoscaling_config": {**options, "policy": policy}}
+
+    def placement_bundles(self, *, use_gpu: bool) -> list[dict[str, float]]:
+        """Bundle 0: replica and scheduler; then one per worker, rank order."""
+        worker = {"GPU": 1.0, "CPU": 1.0} if use_gpu else {"CPU": _CPU_PER_ACTOR}
+        return [{"CPU": _CPU_PER_ACTOR}] + [dict(worker) for _ in range(self.engine.world_size)]
+
+    @property
+    def cpu_per_actor(self) -> float:
+        """Logical CPUs reserved by the small actors."""
+        return _CPU_PER_ACTOR

@@ -1,0 +1,37 @@
+"""`Executor`: how a scheduler's steps reach workers.
+
+In the same process (`in_process`) or by message (`message_executor`). Every executor runs steps in
+the order launched and gives the results of a micro-batch in that order.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from engine.protocol.messages import GenerationBatchResult, ModelWorkerBatch, SampleMasks
+
+
+class Executor(ABC):
+    """Runs steps on all workers of one engine."""
+
+    num_kv_tokens: int
+    """Size of the KV cache that the workers settled on."""
+
+    @abstractmethod
+    def launch(self, batch: ModelWorkerBatch) -> None:
+        """Start a step. Doesn't wait for earlier ones. Raises `EngineDeadError`."""
+
+    @abstractmethod
+    def sample(self, masks: SampleMasks) -> None:
+        """Complete a step whose sampling waits for its masks. Raises `EngineDeadError`."""
+
+    @abstractmethod
+    def wait(self, timeout_s: float | None) -> GenerationBatchResult | None:
+        """Result of the oldest step; None if it isn't there in time (None = wait for ever).
+
+        Raises `EngineDeadError` if a worker is lost or a step failed.
+        """
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Stop the workers."""

@@ -1,0 +1,33 @@
+"""`InProcessExecutor`: the worker in the scheduler's own process, for `engine.LLM`."""
+
+from __future__ import annotations
+
+from engine.distributed import ParallelState
+from engine.executor.base import Executor
+from engine.protocol.messages import GenerationBatchResult, ModelWorkerBatch, SampleMasks
+from engine.trace import StageSpan, TraceRing
+from engine.worker.factory import make_worker
+from engine.worker.step_queue import StepQueue
+from engine.worker.worker_config import WorkerConfig
+
+
+class InProcessExecutor(Executor):
+    """One worker in this process (tp_size = pp_size = 1)."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self.trace: TraceRing[StageSpan] = TraceRing()
+        self.worker = make_worker(config, ParallelState.single(), self.trace)
+        self.num_kv_tokens = self.worker.num_kv_tokens
+        self._steps = StepQueue(self.worker)
+
+    def launch(self, batch: ModelWorkerBatch) -> None:
+        self._steps.launch(batch)
+
+    def sample(self, masks: SampleMasks) -> None:
+        self._steps.apply(masks)
+
+    def wait(self, timeout_s: float | None) -> GenerationBatchResult | None:
+        return self._steps.take_oldest()
+
+    def shutdown(self) -> None:
+        self._steps = StepQueue(self.worker)

@@ -1,0 +1,92 @@
+"""`MessageExecutor`: workers behind sockets, whoever started them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from engine.errors import EngineDeadError
+from engine.executor.base import Executor
+from engine.protocol import encoding, messages
+from engine.protocol.messages import (
+    GenerationBatchResult,
+    ModelWorkerBatch,
+    SampleMasks,
+    WorkerReady,
+)
+from engine.protocol.transport import Inbox, Outbox
+
+READY_TIMEOUT_S = 1800.0
+
+
+class ReadyWorkers(NamedTuple):
+    """What all ranks told when they were ready."""
+
+    addresses: list[str]
+    """Of their inboxes, in rank order."""
+    num_kv_tokens: int
+    """KV cache that every rank has room for."""
+
+
+class MessageExecutor(Executor):
+    """Workers behind sockets: plans are encoded once and sent to each."""
+
+    def __init__(self, results: Inbox, workers: ReadyWorkers, alive: Callable[[], str]) -> None:
+        """`alive` says who died, or ""."""
+        self.results = results
+        self.num_kv_tokens = workers.num_kv_tokens
+        self.outboxes = [Outbox(address) for address in workers.addresses]
+        self._alive = alive
+
+    def launch(self, batch: ModelWorkerBatch) -> None:
+        self._send(batch)
+
+    def sample(self, masks: SampleMasks) -> None:
+        self._send(masks)
+
+    def wait(self, timeout_s: float | None) -> GenerationBatchResult | None:
+        waited = 0.0
+        while True:
+            slice_s = 1.0 if timeout_s is None else min(1.0, timeout_s - waited)
+            result = self.results.recv(slice_s)
+            if isinstance(result, GenerationBatchResult):
+                if result.error is not None:
+                    raise EngineDeadError(f"a worker failed: {result.error}")
+                return result
+            dead = self._alive()
+            if dead:
+                raise EngineDeadError(dead)
+            waited += slice_s
+            if timeout_s is not None and waited >= timeout_s:
+                return None
+
+    def _send(self, message: ModelWorkerBatch | SampleMasks) -> None:
+        frames = encoding.encode(message)
+        for outbox in self.outboxes:
+            outbox.send_frames(type(message), frames)
+
+    def shutdown(self) -> None:
+        for outbox in self.outboxes:
+            outbox.send(messages.Shutdown())
+            outbox.close()
+
+
+def collect_ready(results: Inbox, world_size: int, dead: Callable[[], str]) -> ReadyWorkers:
+    """Wait until all ranks are ready. Raises `EngineDeadError` if one fails."""
+    ready: dict[int, WorkerReady] = {}
+    waited = 0.0
+    while len(ready) < world_size:
+        message = results.recv(0.5)
+        if isinstance(message, WorkerReady):
+            if message.error:
+                raise EngineDeadError(f"worker {message.rank} can't start: {message.error}")
+            ready[message.rank] = message
+            continue
+        waited += 0.5
+        lost = dead()
+        if lost:
+            raise EngineDeadError(f"while starting: {lost}")
+        if waited > READY_TIMEOUT_S:
+            raise EngineDeadError(f"workers not ready after {READY_TIMEOUT_S:.0f} s")
+    addresses = [ready[rank].address for rank in range(world_size)]
+    return ReadyWorkers(addresses, min(message.num_kv_tokens for message in ready.values()))

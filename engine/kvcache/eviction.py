@@ -1,0 +1,121 @@
+"""Which unused prefix goes first when KV room runs out."""
+
+from __future__ import annotations
+
+import heapq
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final, TypeAlias
+
+from engine.kvcache.tree_node import TreeNode
+
+EvictionKey: TypeAlias = tuple[int, ...]
+
+
+class EvictionPolicy(ABC):
+    """An order on leaves."""
+
+    @abstractmethod
+    def key(self, node: TreeNode) -> EvictionKey:
+        """The lowest key is evicted first. A node's key may rise but must never fall."""
+
+
+class LRUPolicy(EvictionPolicy):
+    """The leaf that was matched or inserted longest ago."""
+
+    def key(self, node: TreeNode) -> EvictionKey:
+        return (node.last_access,)
+
+
+class LFUPolicy(EvictionPolicy):
+    """The leaf that the fewest requests used, then LRU."""
+
+    def key(self, node: TreeNode) -> EvictionKey:
+        return (node.hits, node.last_access)
+
+
+class FIFOPolicy(EvictionPolicy):
+    """The leaf that was stored first."""
+
+    def key(self, node: TreeNode) -> EvictionKey:
+        return (node.created,)
+
+
+class PriorityPolicy(EvictionPolicy):
+    """The leaf whose requests had the lowest priority at most, then LRU."""
+
+    def key(self, node: TreeNode) -> EvictionKey:
+        return (node.priority, node.last_access)
+
+
+EVICTION_POLICIES: Final[Mapping[str, type[EvictionPolicy]]] = MappingProxyType(
+    {"lru": LRUPolicy, "lfu": LFUPolicy, "fifo": FIFOPolicy, "priority": PriorityPolicy}
+)
+
+
+def get_eviction_policy(name: str) -> EvictionPolicy:
+    """The policy that a configuration word names.
+
+    Raises:
+        ValueError: no such policy.
+    """
+    policy = EVICTION_POLICIES.get(name)
+    if policy is None:
+        raise ValueError(
+            f"eviction_policy {name!r} is unknown; choose one of {', '.join(EVICTION_POLICIES)}"
+        )
+    return policy()
+
+
+class EvictionQueue:
+    """Evictable leaves, the next victim first, without ever walking the tree.
+
+    A heap with lazy repair. Every evictable leaf has exactly one entry; an entry may be
+    stale: its node was touched since (its key rose), locked, or got children. The entry is
+    put right when it surfaces. Because keys never fall, an entry's key is a lower bound of
+    its node's, so the first entry that is exact is the true minimum. Locking and touching
+    cost nothing here, and the heap never holds more entries than the tree has nodes.
+    """
+
+    def __init__(self, policy: EvictionPolicy) -> None:
+        self._policy = policy
+        self._heap: list[tuple[EvictionKey, int, TreeNode]] = []
+
+    def __len__(self) -> int:
+        """Entries, stale ones included."""
+        return len(self._heap)
+
+    def push(self, node: TreeNode) -> None:
+        """Tell the queue that this node has become an evictable leaf."""
+        if not node.queued:
+            node.queued = True
+            heapq.heappush(self._heap, (self._policy.key(node), node.node_id, node))
+
+    def pop(self) -> TreeNode | None:
+        """Take the next victim, or None when no leaf is evictable."""
+        heap = self._heap
+        key_of = self._policy.key
+        while heap:
+            entry_key, node_id, node = heap[0]
+            if not node.is_evictable:
+                heapq.heappop(heap)
+                node.queued = False
+                continue
+            key = key_of(node)
+            if key != entry_key:
+                heapq.heapreplace(heap, (key, node_id, node))
+                continue
+            heapq.heappop(heap)
+            node.queued = False
+            return node
+        return None
+
+    def clear(self) -> None:
+        for _, _, node in self._heap:
+            node.queued = False
+        self._heap.clear()
+
+    def nodes(self) -> list[TreeNode]:
+        """Nodes with an entry, in no order; for checks."""
+        return [node for _, _, node in self._heap]

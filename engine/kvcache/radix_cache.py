@@ -1,0 +1,433 @@
+"""The prefix cache: KV pages of past requests, found again by their tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.kvcache.allocator import TokenToKVPoolAllocator
+from engine.kvcache.errors import KVPoolError
+from engine.kvcache.eviction import EvictionQueue, get_eviction_policy
+from engine.kvcache.kv_events import KVEventLog
+from engine.kvcache.page_hash import TOKEN_BYTES, chain_hashes, root_hash
+from engine.kvcache.radix_integrity import check_tree
+from engine.kvcache.tree_node import EVICTED, TreeNode
+from engine.protocol.messages import BlockStored, KVEvent
+
+
+class MatchResult(NamedTuple):
+    """The longest cached prefix: its slots, int32 [matched], and the node where it ends."""
+
+    indices: NDArray[np.int32]
+    last_node: TreeNode
+
+
+class InsertResult(NamedTuple):
+    """How many leading tokens the tree held already, and the node where the path ends."""
+
+    prefix_len: int
+    last_node: TreeNode
+
+
+class RadixCache:
+    """A radix tree over token ids whose edges own the KV pages of their tokens.
+
+    (RadixAttention, arXiv:2312.07104; paged as in SGLang's and mini-sglang's trees.)
+    Everything is in whole pages: a match is rounded down to one, edges split between pages
+    and a request's partial last page stays with the request. Each namespace has a tree of
+    its own, so equal tokens under different cache salts or adapters never meet.
+
+    A node is protected while lock_ref > 0, which holds for every ancestor of a locked node.
+    Unlocked leaves are evictable, least recently used first; their ancestors follow.
+    Time is a counter of operations: no clock is read.
+
+    Args:
+        allocator: takes evicted pages back.
+        page_size: tokens a page; the allocator's.
+        disable: hold nothing. Matches are empty, insert leaves all slots with the caller.
+        eviction_policy: a word of ``EVICTION_POLICIES``.
+        enable_events: log what enters and leaves the tree, see ``drain_events``.
+    """
+
+    def __init__(
+        self,
+        allocator: TokenToKVPoolAllocator,
+        page_size: int,
+        *,
+        disable: bool = False,
+        eviction_policy: str = "lru",
+        enable_events: bool = False,
+    ) -> None:
+        if page_size != allocator.page_size:
+            raise ValueError(f"page_size {page_size} isn't the allocator's {allocator.page_size}")
+        self.allocator = allocator
+        self.page_size = page_size
+        self.disable = disable
+        self._page_bytes = page_size * TOKEN_BYTES
+        self._queue = EvictionQueue(get_eviction_policy(eviction_policy))
+        self._events = KVEventLog() if enable_events else None
+        self._clock = 0
+        self._next_node_id = 0
+        self._evictable_size = 0
+        self._protected_size = 0
+        self._no_indices = np.empty(0, dtype=np.int32)
+        # What empty matches end on, in any namespace. Its only use is to be locked for
+        # nothing; it never has children.
+        self.root = self._new_node(None, b"", self._no_indices, "")
+        self._namespaces: dict[str, TreeNode] = {}
+
+    @property
+    def evictable_size(self) -> int:
+        """Tokens in unlocked nodes: all of them can be evicted."""
+        return self._evictable_size
+
+    @property
+    def protected_size(self) -> int:
+        """Tokens in locked nodes."""
+        return self._protected_size
+
+    @property
+    def total_size(self) -> int:
+        """Tokens in the tree."""
+        return self._evictable_size + self._protected_size
+
+    def match_prefix(self, token_ids: NDArray[np.int32], namespace: str = "") -> MatchResult:
+        """Find the longest cached prefix in whole pages, and mark it as used now.
+
+        May split the node in which the match ends. The slots are the tree's: lock last_node
+        before the next evict, and keep it locked while they're in use.
+
+        Args:
+            token_ids: int32 [num_tokens].
+            namespace: where to look.
+        """
+        top = self._namespaces.get(namespace)
+        if top is None:
+            return MatchResult(self._no_indices, self.root)
+        path, matched = self._descend(top, self._aligned_bytes(token_ids))
+        if matched == 0:
+            return MatchResult(self._no_indices, self.root)
+        return MatchResult(np.concatenate([node.indices for node in path]), path[-1])
+
+    def insert(
+        self,
+        token_ids: NDArray[np.int32],
+        indices: NDArray[np.int32],
+        namespace: str = "",
+        priority: int = 0,
+        page_hashes: Sequence[int] = (),
+    ) -> InsertResult:
+        """Give the whole pages of a request to the tree.
+
+        With aligned = len(token_ids) rounded down to pages, the tree now owns
+        indices[prefix_len:aligned], which it copies. indices[:prefix_len] aren't taken: those
+        that aren't the tree's own slots are duplicates, for the caller to free. The tail
+        beyond aligned stays with the caller. When the cache is disabled nothing is taken at
+        all, and prefix_len is 0.
+
+        Args:
+            token_ids: int32 [num_tokens].
+            indices: int32, the tokens' slots; at least aligned many.
+            namespace: where to store.
+            priority: for the policy "priority"; the highest of a node's requests counts.
+            page_hashes: of the first pages, if somebody has computed them already (see
+                hash_pages); the others are computed when events need them.
+        """
+        if self.disable:
+            return InsertResult(0, self.root)
+        data = self._aligned_bytes(token_ids)
+        aligned = len(data) // TOKEN_BYTES
+        if len(indices) < aligned:
+            raise ValueError(f"insert: {aligned} tokens but only {len(indices)} slots")
+        if aligned == 0:
+            return InsertResult(0, self.root)
+        top = self._namespaces.get(namespace)
+        if top is None:
+            top = self._new_node(None, b"", self._no_indices, namespace)
+            if self._events is not None:
+                top.hashes = [root_hash(namespace)]
+            self._namespaces[namespace] = top
+        path, matched = self._descend(top, data)
+        for node in path:
+            node.hits += 1
+            if node.priority < priority:
+                node.priority = priority
+        last = path[-1] if path else top
+        prefix_len = matched // TOKEN_BYTES
+        if matched < len(data):
+            owned = np.array(indices[prefix_len:aligned], dtype=np.int32)
+            known = page_hashes[prefix_len // self.page_size : aligned // self.page_size]
+            last = self._add_leaf(last, data[matched:], owned, priority, known)
+        return InsertResult(prefix_len, last)
+
+    def inc_lock_ref(self, node: TreeNode) -> None:
+        """Protect the path to this node from eviction.
+
+        Raises:
+            KVPoolError: the node has been evicted.
+        """
+        if node.lock_ref == EVICTED:
+            raise KVPoolError(f"inc_lock_ref: node {node.node_id} has been evicted")
+        parent = node.parent
+        while parent is not None:
+            if node.lock_ref == 0:
+                size = len(node.indices)
+                self._evictable_size -= size
+                self._protected_size += size
+            node.lock_ref += 1
+            node = parent
+            parent = node.parent
+
+    def dec_lock_ref(self, node: TreeNode) -> None:
+        """Take back one inc_lock_ref.
+
+        Raises:
+            KVPoolError: the node isn't locked, or was evicted.
+        """
+        parent = node.parent
+        # Ancestors hold at least their children's locks, so this check covers the path.
+        if parent is not None and node.lock_ref <= 0:
+            raise KVPoolError(f"dec_lock_ref: node {node.node_id} isn't locked")
+        while parent is not None:
+            node.lock_ref -= 1
+            if node.lock_ref == 0:
+                size = len(node.indices)
+                self._evictable_size += size
+                self._protected_size -= size
+                if not node.queued and not node.children:
+                    self._queue.push(node)
+            node = parent
+            parent = node.parent
+
+    def evict(self, num_tokens: int) -> int:
+        """Free unlocked leaves, in the policy's order, until num_tokens are free.
+
+        Whole nodes are freed, so that it may be more; it's less when everything left is
+        locked.
+
+        Returns:
+            Tokens given back to the allocator.
+        """
+        victims: list[TreeNode] = []
+        freed = 0
+        while freed < num_tokens:
+            node = self._queue.pop()
+            if node is None:
+                break
+            freed += len(node.indices)
+            victims.append(node)
+            self._remove_leaf(node)
+        if victims:
+            self._evictable_size -= freed
+            self.allocator.free(np.concatenate([node.indices for node in victims]))
+            if self._events is not None:
+                self._events.removed([page for node in victims for page in node.hashes])
+        return freed
+
+    def reset(self) -> None:
+        """Free everything.
+
+        Raises:
+            KVPoolError: something is locked; nothing is freed then.
+        """
+        if self._protected_size:
+            raise KVPoolError(f"reset: {self._protected_size} tokens are locked")
+        self.allocator.free(self.all_indices())
+        for node in self._nodes():
+            node.lock_ref = EVICTED
+        self._queue.clear()
+        self._namespaces.clear()
+        self._evictable_size = 0
+        if self._events is not None:
+            self._events.cleared()
+
+    def num_nodes(self) -> int:
+        """Nodes in the tree; walks it."""
+        return sum(1 for _ in self._nodes())
+
+    def all_indices(self) -> NDArray[np.int32]:
+        """Every slot the tree owns, int32 [total_size], in no order."""
+        return np.concatenate([self._no_indices, *(node.indices for node in self._nodes())])
+
+    @property
+    def has_events(self) -> bool:
+        """Whether the cache was built with events."""
+        return self._events is not None
+
+    @property
+    def has_pending_events(self) -> bool:
+        """Whether `drain_events` would return any."""
+        return self._events is not None and self._events.has_pending
+
+    def drain_events(self) -> list[KVEvent]:
+        """Events since the last call, in order; none when events are off."""
+        return [] if self._events is None else self._events.drain()
+
+    def snapshot(self) -> tuple[int, list[BlockStored]]:
+        """The tree as it stands, for a reader that missed events.
+
+        Returns:
+            The number of the last event that the snapshot contains, which its BlockStored
+            also carry, and those, parents first. The reader drops what it knew, applies
+            them, and goes on with events of higher numbers.
+
+        Raises:
+            KVPoolError: events are off.
+        """
+        if self._events is None:
+            raise KVPoolError("snapshot: the cache was built without enable_events")
+        seq = self._events.seq
+        stored = [
+            BlockStored(seq, list(node.hashes), _parent_hash(node), node.namespace)
+            for node in self._nodes()
+        ]
+        return seq, stored
+
+    def check_integrity(self) -> None:
+        """Walk the tree and compare it with the counters, the queue and the allocator.
+
+        Raises:
+            KVPoolError: what is wrong.
+        """
+        check_tree(self._namespaces, self.page_size, self._events is not None)
+        nodes = list(self._nodes())
+        locked = sum(len(node.indices) for node in nodes if node.lock_ref > 0)
+        unlocked = sum(len(node.indices) for node in nodes if node.lock_ref == 0)
+        if (locked, unlocked) != (self._protected_size, self._evictable_size):
+            raise KVPoolError(
+                f"protected and evictable are {locked} and {unlocked} tokens, the counters say "
+                f"{self._protected_size} and {self._evictable_size}"
+            )
+        queued = {id(node) for node in self._queue.nodes()}
+        if len(queued) != len(self._queue):
+            raise KVPoolError("a node is in the eviction queue twice")
+        if queued != {id(node) for node in nodes if node.queued}:
+            raise KVPoolError("the eviction queue and the nodes' queued flags differ")
+        if any(node.is_evictable and not node.queued for node in nodes):
+            raise KVPoolError("an evictable leaf isn't in the eviction queue")
+        pages = self.all_indices() // self.page_size
+        if np.isin(pages, self.allocator.free_pages()).any():
+            raise KVPoolError("the tree holds a page that the allocator calls free")
+
+    def _aligned_bytes(self, token_ids: NDArray[np.int32]) -> bytes:
+        """The whole pages of token_ids as int32 bytes."""
+        aligned = len(token_ids) // self.page_size * self.page_size
+        return token_ids[:aligned].astype(np.int32, copy=False).tobytes()
+
+    def _descend(self, top: TreeNode, data: bytes) -> tuple[list[TreeNode], int]:
+        """Follow data down from top, splitting the last node if it ends inside.
+
+        Returns:
+            The nodes of the matched path without top, and its length in bytes of data.
+        """
+        self._clock += 1
+        clock = self._clock
+        page_bytes = self._page_bytes
+        path: list[TreeNode] = []
+        offset = 0
+        node = top
+        while offset < len(data):
+            child = node.children.get(data[offset : offset + page_bytes])
+            if child is None:
+                break
+            whole = data.startswith(child.key, offset)
+            if not whole:
+                child = self._split(child, self._common_bytes(child.key, data, offset))
+            child.last_access = clock
+            path.append(child)
+            offset += len(child.key)
+            if not whole:
+                break
+            node = child
+        return path, offset
+
+    def _common_bytes(self, key: bytes, data: bytes, offset: int) -> int:
+        """Length of the whole pages that key and data[offset:] share; not all of key."""
+        count = min(len(key), len(data) - offset) // TOKEN_BYTES
+        differs = np.frombuffer(key, np.int32, count) != np.frombuffer(
+            data, np.int32, count, offset
+        )
+        first = int(differs.argmax())
+        common = first if differs[first] else count
+        return common // self.page_size * self._page_bytes
+
+    def _split(self, node: TreeNode, at: int) -> TreeNode:
+        """Put a new node with the first ``at`` bytes of node above it, and return that.
+
+        The caller is using the new node, and sets its last_access.
+        """
+        parent = node.parent
+        assert parent is not None
+        tokens = at // TOKEN_BYTES
+        # Copies: a slice of an array would keep the whole of it alive.
+        head = self._new_node(parent, node.key[:at], node.indices[:tokens].copy(), node.namespace)
+        head.lock_ref = node.lock_ref
+        head.created = node.created
+        head.hits = node.hits
+        head.priority = node.priority
+        pages = tokens // self.page_size
+        head.hashes = node.hashes[:pages]
+        node.hashes = node.hashes[pages:]
+        node.key = node.key[at:]
+        node.indices = node.indices[tokens:].copy()
+        node.parent = head
+        head.children[node.key[: self._page_bytes]] = node
+        parent.children[head.key[: self._page_bytes]] = head
+        return head
+
+    def _add_leaf(
+        self,
+        parent: TreeNode,
+        key: bytes,
+        indices: NDArray[np.int32],
+        priority: int,
+        known_hashes: Sequence[int],
+    ) -> TreeNode:
+        leaf = self._new_node(parent, key, indices, parent.namespace)
+        leaf.last_access = leaf.created = self._clock
+        leaf.hits = 1
+        leaf.priority = priority
+        parent.children[key[: self._page_bytes]] = leaf
+        self._evictable_size += len(indices)
+        if self._events is not None:
+            hashes = list(known_hashes)
+            rest = key[len(hashes) * self._page_bytes :]
+            before = hashes[-1] if hashes else parent.hashes[-1]
+            leaf.hashes = hashes + chain_hashes(rest, self.page_size, before)
+            self._events.stored(list(leaf.hashes), parent.hashes[-1], leaf.namespace)
+        self._queue.push(leaf)
+        return leaf
+
+    def _remove_leaf(self, node: TreeNode) -> None:
+        """Unlink an evicted leaf; its parent may be the next."""
+        parent = node.parent
+        assert parent is not None
+        del parent.children[node.key[: self._page_bytes]]
+        node.lock_ref = EVICTED
+        if parent.is_evictable:
+            self._queue.push(parent)
+        elif parent.is_root and not parent.children:
+            # Salts come and go; an empty namespace must not stay behind.
+            del self._namespaces[parent.namespace]
+
+    def _new_node(
+        self, parent: TreeNode | None, key: bytes, indices: NDArray[np.int32], namespace: str
+    ) -> TreeNode:
+        self._next_node_id += 1
+        return TreeNode(self._next_node_id, parent, key, indices, namespace)
+
+    def _nodes(self) -> Iterator[TreeNode]:
+        """All nodes but the namespaces' tops, parents before children."""
+        stack = [child for top in self._namespaces.values() for child in top.children.values()]
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+
+def _parent_hash(node: TreeNode) -> int:
+    assert node.parent is not None
+    return node.parent.hashes[-1]

@@ -1,0 +1,58 @@
+"""The table that says where each running request's tokens lie."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from engine.kvcache.errors import KVPoolError
+
+PADDING_ROW = 0
+
+
+class ReqToTokenPool:
+    """Rows of KV slot numbers, one row for each running request.
+
+    ``req_to_token[row, i]`` is the slot of the request's token i, valid for i below the
+    request's length; what lies beyond is stale. Row 0 is the padding row of captured CUDA
+    graphs and is never handed out, so usable rows are 1..size.
+
+    Args:
+        size: requests that can run at once.
+        max_context_len: tokens a row can hold.
+    """
+
+    def __init__(self, size: int, max_context_len: int) -> None:
+        if size < 1 or max_context_len < 1:
+            raise ValueError(
+                f"size and max_context_len must be at least 1, got {size} and {max_context_len}"
+            )
+        self.size = size
+        self.max_context_len = max_context_len
+        self.req_to_token = np.zeros((size + 1, max_context_len), dtype=np.int32)
+        self._free_rows = list(range(size, 0, -1))
+        self._is_free = bytearray([0] + [1] * size)
+
+    def available_size(self) -> int:
+        """Free rows."""
+        return len(self._free_rows)
+
+    def alloc(self) -> int | None:
+        """A row in 1..size, or None when all are taken. Its contents are stale."""
+        if not self._free_rows:
+            return None
+        idx = self._free_rows.pop()
+        self._is_free[idx] = 0
+        return idx
+
+    def free(self, idx: int) -> None:
+        """Give a row back.
+
+        Raises:
+            KVPoolError: the row is free already, or was never handed out.
+        """
+        if not PADDING_ROW < idx <= self.size:
+            raise KVPoolError(f"row {idx} isn't a request row (1..{self.size})")
+        if self._is_free[idx]:
+            raise KVPoolError(f"row {idx} is freed twice")
+        self._is_free[idx] = 1
+        self._free_rows.append(idx)

@@ -1,0 +1,327 @@
+"""Messages between the roles: msgspec structs with numpy arrays, never pickle.
+
+    client (tokenizer actor, engine.LLM)  --AddRequest, AbortRequest-->  scheduler
+    scheduler  --ModelWorkerBatch-->  workers  --GenerationBatchResult-->  scheduler
+    scheduler  --StepOutputs, one per step and client-->  client
+
+`engine.protocol.encoding` turns them into bytes.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any, TypeAlias
+
+import msgspec
+import numpy as np
+
+from engine.sampling_params import SamplingParams
+
+IntArray = np.ndarray[Any, np.dtype[np.int32]]
+Int64Array = np.ndarray[Any, np.dtype[np.int64]]
+FloatArray = np.ndarray[Any, np.dtype[np.float32]]
+
+
+class ForwardMode(IntEnum):
+    """What the rows of a step are: prompt chunks, single decode tokens, or both."""
+
+    EXTEND = 1
+    DECODE = 2
+    MIXED = 3
+
+
+class SlotParams(msgspec.Struct, array_like=True):
+    """Sampling state that a worker installs in a slot (= row of `ReqToTokenPool`).
+
+    Sent once when a request takes the slot. `token_ids` (prompt and output so far) is only filled
+    if the penalties need it; `num_output` of them are output.
+    """
+
+    slot: int
+    prompt_len: int
+    eos_token_ids: list[int]
+    params: SamplingParams
+    token_ids: np.ndarray | None = None
+
+
+class ModelWorkerBatch(msgspec.Struct, array_like=True):
+    """One step: what every worker needs to run it and nothing that it already has.
+
+    Rows are requests: the first `num_extend` extend (prompt chunks), the others decode one token.
+    B rows, T tokens in all (`sum(extend_lens) + B - num_extend`), S sampled rows.
+    """
+
+    step: int
+    micro_batch: int
+    forward_mode: ForwardMode
+    num_extend: int
+    req_pool_indices: np.ndarray
+    """int32 [B]: row of `ReqToTokenPool`; also the slot of sampling state and FutureMap."""
+    seq_lens: np.ndarray
+    """int32 [B]: tokens in the KV cache once the step is done."""
+    extend_lens: np.ndarray
+    """int32 [num_extend]: tokens of each extend row in this step."""
+    input_ids: np.ndarray
+    """int32 [T]; -1 in a decode row = take the token from the worker's FutureMap."""
+    out_cache_loc: np.ndarray
+    """int32 [T]: KV slot of each token."""
+    prefix_rows: np.ndarray
+    """int32 [P]: rows whose prefix changed since the worker last saw them."""
+    prefix_lens: np.ndarray
+    """int32 [P]: tokens of that prefix."""
+    prefix_locs: np.ndarray
+    """int32 [sum(prefix_lens)]: KV slots of those prefixes, concatenated."""
+    sample_rows: np.ndarray
+    """int32 [S]: indices into the B rows that sample a token (all but middle chunks)."""
+    new_slots: list[SlotParams]
+    extend_next_ids: np.ndarray | None = None
+    """int32 [num_extend]: the prompt token after each chunk (-1: none), if a row wants prompt
+    log-probabilities."""
+    delayed_sample: bool = False
+    """A sampled row is constrained: launch the forward, sample when the step's `SampleMasks`
+    comes."""
+
+
+class SampleMasks(msgspec.Struct, array_like=True):
+    """Tokens that the constrained rows of a step may sample; what completes a delayed sample.
+
+    Sent once the tokens before them are known. K rows; rows not named may sample anything.
+    """
+
+    step: int
+    rows: np.ndarray
+    """int32 [K]: indices into the step's S sampled rows."""
+    masks: np.ndarray
+    """uint32 [K, ceil(vocab / 32)]: bit t % 32 of word t // 32 is set if token t is allowed."""
+
+
+class TokenLogprobs(msgspec.Struct, array_like=True):
+    """Log-probability of one token and the `k` likeliest alternatives, best first."""
+
+    logprob: float
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class PromptLogprobs(msgspec.Struct, array_like=True):
+    """Log-probabilities of prompt tokens [start, start+len) of the request in batch row `row`."""
+
+    row: int
+    start: int
+    logprobs: list[TokenLogprobs]
+
+
+class GenerationBatchResult(msgspec.Struct, array_like=True):
+    """Result of one step, from the last pipeline stage's first tensor-parallel rank."""
+
+    step: int
+    next_token_ids: list[int]
+    """[S], in the order of `ModelWorkerBatch.sample_rows`."""
+    logprobs: list[TokenLogprobs | None] | None = None
+    """[S] if any sampled row asked for log-probabilities."""
+    prompt_logprobs: list[PromptLogprobs] | None = None
+    row_errors: dict[int, str] | None = None
+    """By index into the sampled rows: why that request can't go on (NaN logits)."""
+    error: str | None = None
+    """Set if the step failed: the engine can't go on."""
+    device_s: float | None = None
+    """Seconds that the last stage was busy with the step."""
+
+
+class AddRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A request as the scheduler receives it.
+
+    `rid` is unique per `client`; `client` is the address that outputs go to ("" = in process).
+    `output_ids` are tokens that the request already emitted elsewhere (resume): they count as
+    output for limits, penalties and seeds, and are not sent again.
+    """
+
+    rid: int
+    input_ids: np.ndarray
+    params: SamplingParams
+    client: str = ""
+    owner: str = ""
+    """Address that learns of the end by `RequestsDone` (the engine replica), if any."""
+    request_id: str = ""
+    output_ids: np.ndarray | None = None
+    priority: int = 0
+    cache_salt: str = ""
+    timeout_s: float | None = None
+    page_hashes: np.ndarray | None = None
+    """uint64 [at most pages of input and output]: `engine.kvcache.hash_pages` of the first whole
+    pages, by a router that needed them; reused when the pages enter the prefix cache."""
+
+
+class AbortRequest(msgspec.Struct, kw_only=True):
+    """Stop a request in whatever state it is; no more output is sent for it.
+
+    `reason` "stop" is a stop string found by the detokenizer (the request counts as finished);
+    "abort" a client that went away.
+    """
+
+    rid: int
+    client: str = ""
+    reason: str = "abort"
+
+
+class FinishedReq(msgspec.Struct, array_like=True):
+    """End of one request. `reason`: "stop", "length", "abort" or "error".
+
+    `matched_token`: the eos or stop token that ended it. `message`, `status` and `param` are set
+    for errors.
+    """
+
+    rid: int
+    reason: str
+    num_prompt: int
+    num_output: int
+    num_cached: int
+    matched_token: int | None = None
+    message: str = ""
+    status: int = 0
+    param: str | None = None
+
+
+class StepOutputs(msgspec.Struct, array_like=True):
+    """What one step gave to one client: at most one token per request, then the ends."""
+
+    step: int
+    rids: list[int]
+    """[N]"""
+    token_ids: list[int]
+    """[N]"""
+    finished: list[FinishedReq]
+    started: list[tuple[int, int]]
+    """(rid, cached prompt tokens) of requests whose first token is in this message."""
+    logprobs: dict[int, TokenLogprobs] | None = None
+    """By index into `rids`."""
+    prompt_logprobs: dict[int, list[TokenLogprobs | None]] | None = None
+    """By rid, whole prompt, in the message of the first token; the first entry is None."""
+    scheduler: str = ""
+    """Address of the scheduler's inbox, when requests start: aborts go there."""
+
+
+class RequestsDone(msgspec.Struct, array_like=True):
+    """Requests of one owner that ended, however they did."""
+
+    rids: list[tuple[str, int]]
+    """(client, rid)"""
+
+
+class Shutdown(msgspec.Struct):
+    """Ask a role to finish what it holds and leave its loop."""
+
+
+class WorkerReady(msgspec.Struct):
+    """A worker loaded its shard and takes steps from now on."""
+
+    rank: int
+    address: str
+    """Of the inbox that it takes steps from."""
+    num_kv_tokens: int = 0
+    """Size of its KV cache, the same on every rank."""
+    error: str = ""
+    """Why it can't, if it can't."""
+
+
+class ClientGone(msgspec.Struct):
+    """All requests of `client` are to be aborted: nobody reads their output."""
+
+    client: str
+
+
+class RequestTaken(msgspec.Struct, array_like=True):
+    """An engine replica tells an ingress that it handed a request to its scheduler."""
+
+    rid: int
+    replica: str
+    """Address of the replica's inbox."""
+
+
+class Ping(msgspec.Struct, array_like=True):
+    """An ingress asks an engine replica whether it lives, and says that it lives itself."""
+
+    reply_to: str
+
+
+class Pong(msgspec.Struct, array_like=True):
+    """Answer to `Ping`: who the replica is, and how to end it should it hang."""
+
+    replica: str
+    """Address of its inbox."""
+    actor: str
+    """Name of its actor."""
+    namespace: str
+    node_id: str
+    pid: int
+    started: int
+    """When the process started, in the kernel's clock ticks; 0 if unknown."""
+
+
+class BlockStored(msgspec.Struct, frozen=True, tag=True):
+    """Pages entered the tree: a chain, each the parent of the next.
+
+    parent_hash is the page before the first one, or the namespace's root hash.
+    """
+
+    seq: int
+    block_hashes: list[int]
+    parent_hash: int
+    namespace: str
+
+
+class BlockRemoved(msgspec.Struct, frozen=True, tag=True):
+    """Pages left the tree, in any order; whatever extended them is gone too."""
+
+    seq: int
+    block_hashes: list[int]
+
+
+class AllCleared(msgspec.Struct, frozen=True, tag=True):
+    """The tree is empty."""
+
+    seq: int
+
+
+KVEvent: TypeAlias = BlockStored | BlockRemoved | AllCleared
+
+
+class SubscribeKVEvents(msgspec.Struct, array_like=True):
+    """Whoever routes requests wants to know what the prefix cache holds, now and from now on.
+
+    Answered by a `KVSnapshot`, also when it is repeated (a gap in the numbers).
+    """
+
+    reply_to: str
+    replica: str = ""
+    """Address of the engine replica's inbox, which fills it in: the name used in what follows."""
+
+
+class UnsubscribeKVEvents(msgspec.Struct, array_like=True):
+    """The subscriber is gone."""
+
+    reply_to: str
+
+
+class KVSnapshot(msgspec.Struct, array_like=True):
+    """All pages in the prefix cache after event `seq`."""
+
+    replica: str
+    epoch: int
+    """Of a scheduler that starts again: larger."""
+    seq: int
+    page_hashes: np.ndarray
+    """uint64 [P]."""
+
+
+class KVEvents(msgspec.Struct, array_like=True):
+    """What has changed in the prefix cache: numbered events, without gaps within an epoch.
+
+    Without events, it says that there were none.
+    """
+
+    replica: str
+    epoch: int
+    seq: int
+    """Of the last event so far."""
+    events: list[KVEvent]

@@ -1,0 +1,128 @@
+"""Messages between an ingress and its tokenizer. `call` pairs a reply with its request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from engine.sampling_params import SamplingParams
+
+TopLogprob = tuple[str, int, float, list[int]]
+"""Token, id, log-probability, bytes."""
+
+
+class LogprobEntry(msgspec.Struct, array_like=True):
+    """Log-probability of one token, with the likeliest alternatives, best first.
+
+    `bytes` is the token's share of the text in UTF-8 (maybe a part of a character; `token` then
+    has U+FFFD). `text_offset`: characters of output (or of prompt) before the token.
+    """
+
+    token: str
+    token_id: int
+    logprob: float
+    bytes: list[int]
+    top: list[TopLogprob]
+    text_offset: int
+
+
+class TextDelta(msgspec.Struct, array_like=True, gc=False):
+    """What is new of one request since its last delta; the last one has a `finish_reason`.
+
+    `finish_reason`: "stop", "length", "abort" or "error". `stop_reason`: the stop string or the
+    token id that ended it (None for a text that ran out otherwise). `num_output` counts all
+    output tokens so far, resumed ones included. `error*` are set for errors.
+    """
+
+    rid: int
+    text: str
+    token_ids: list[int]
+    num_output: int
+    finish_reason: str | None
+    stop_reason: str | int | None
+    num_prompt: int
+    num_cached: int
+    logprobs: list[LogprobEntry] | None = None
+    prompt_logprobs: list[LogprobEntry | None] | None = None
+    error: str = ""
+    error_status: int = 0
+    error_param: str | None = None
+
+
+class EncodeRequest(msgspec.Struct, array_like=True):
+    """Texts to token ids; answered by `EncodeReply`."""
+
+    call: int
+    reply_to: str
+    texts: list[str]
+    add_special_tokens: bool = True
+
+
+class ChatRequest(msgspec.Struct, array_like=True):
+    """A conversation to token ids (one list in `EncodeReply.ids`)."""
+
+    call: int
+    reply_to: str
+    messages: list[dict[str, Any]]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    template_kwargs: dict[str, Any] | None = None
+
+
+class EncodeReply(msgspec.Struct, array_like=True):
+    """Token ids, or why there are none (`error` not empty; `param`: the field at fault)."""
+
+    call: int
+    ids: list[list[int]]
+    error: str = ""
+    param: str | None = None
+
+
+class DecodeRequest(msgspec.Struct, array_like=True):
+    """Token ids to text, special tokens included."""
+
+    call: int
+    reply_to: str
+    token_ids: list[int]
+
+
+class DecodeReply(msgspec.Struct, array_like=True):
+    """The text of a `DecodeRequest`, or why there is none."""
+
+    call: int
+    text: str
+    error: str = ""
+
+
+class Register(msgspec.Struct, array_like=True):
+    """A request is about to start: detokenize `rid` for `reply_to`; answered by `Registered`."""
+
+    call: int
+    reply_to: str
+    rid: int
+    params: SamplingParams
+    prompt_ids: list[int]
+    output_ids: list[int]
+    return_token_ids: bool = False
+
+
+class Registered(msgspec.Struct, array_like=True):
+    """The tokenizer knows the request, or why it can't (`error` not empty)."""
+
+    call: int
+    error: str = ""
+
+
+class Unregister(msgspec.Struct, array_like=True):
+    """Nobody reads `rid` any more."""
+
+    rid: int
+
+
+class TextOutputs(msgspec.Struct, array_like=True):
+    """What a step gave to one ingress: one message whatever the number of streams."""
+
+    deltas: list[TextDelta]

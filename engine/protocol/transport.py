@@ -1,0 +1,282 @@
+"""Messages between the roles: one `Inbox` per role, an `Outbox` to each inbox it talks to.
+
+An inbox binds one explicit address on a random port for ZeroMQ. On the same node it also takes
+datagrams (`local_socket`), which arrive sooner. A message goes by ZeroMQ if it is too large for a
+datagram or if the receiver has fallen behind. Numbers keep the order of both. An `address` also
+holds a secret, which every message carries; messages without it are ignored. Addresses are handed
+out through Ray (or by a parent process), never guessed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import select
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import msgspec
+import zmq
+
+from engine.errors import EngineDeadError
+from engine.protocol import encoding, local_socket, messages, tokenizer_messages
+
+logger = logging.getLogger(__name__)
+
+SEND_LIMIT = 10_000
+"""Messages queued for a receiver that doesn't read; beyond it the receiver counts as dead."""
+
+_KINDS: tuple[type[Any], ...] = (
+    messages.AddRequest,
+    messages.AbortRequest,
+    messages.ModelWorkerBatch,
+    messages.SampleMasks,
+    messages.GenerationBatchResult,
+    messages.StepOutputs,
+    messages.Shutdown,
+    messages.WorkerReady,
+    messages.ClientGone,
+    messages.RequestsDone,
+    messages.RequestTaken,
+    messages.Ping,
+    messages.Pong,
+    messages.SubscribeKVEvents,
+    messages.UnsubscribeKVEvents,
+    messages.KVSnapshot,
+    messages.KVEvents,
+    tokenizer_messages.EncodeRequest,
+    tokenizer_messages.EncodeReply,
+    tokenizer_messages.DecodeRequest,
+    tokenizer_messages.DecodeReply,
+    tokenizer_messages.ChatRequest,
+    tokenizer_messages.Register,
+    tokenizer_messages.Registered,
+    tokenizer_messages.Unregister,
+    tokenizer_messages.TextOutputs,
+)
+_CODES = {kind: code for code, kind in enumerate(_KINDS)}
+_BYE = 255
+"""Code of a sender's last message, which has no body."""
+
+_HEAD = struct.Struct("<16sB8sQH")
+"""Secret, code of the message's kind, sender, its number (0 where order is ZeroMQ's alone), and
+how many frames follow."""
+
+
+class Inbox:
+    """Receives messages of any kind from any number of senders, in order per sender."""
+
+    def __init__(self, host: str = "127.0.0.1", context: zmq.Context[Any] | None = None) -> None:
+        self._socket = (context or zmq.Context.instance()).socket(zmq.PULL)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        if ":" in host:
+            self._socket.setsockopt(zmq.IPV6, 1)
+            host = f"[{host}]"
+        port = self._socket.bind_to_random_port(f"tcp://{host}")
+        self._secret = secrets.token_bytes(16)
+        self._local = local_socket.bind(self._secret)
+        self._buffer = memoryview(bytearray(local_socket.BUFFER_BYTES))
+        self.fds = [int(self._socket.getsockopt(zmq.FD))]
+        """What to watch for reading once `has_message` said no: ZeroMQ's, then the datagrams'."""
+        if self._local is not None:
+            self.fds.append(self._local.fileno())
+        self._signals = select.poll()
+        for fd in self.fds:
+            self._signals.register(fd, select.POLLIN)
+        self._zmq_may_have = True
+        """ZeroMQ's descriptor tells of changes alone: once it has, ask until the answer is no."""
+        self.address = f"tcp://{host}:{port}#{self._secret.hex()}"
+        self.refused = 0
+        """Messages dropped for a wrong secret or shape."""
+        self._order = _Order()
+        self._due: deque[Any] = deque()
+        self._waiter = Waiter(self)
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return bool(self._socket.closed)
+
+    def has_message(self) -> bool:
+        """Whether `recv` has one to give at once."""
+        while not self._due:
+            # One call of the system, which mostly says no; asking ZeroMQ takes ten times as long.
+            if not self._receive([fd for fd, _ in self._signals.poll(0)]):
+                return False
+        return True
+
+    def has_message_at(self, readable: Collection[int]) -> bool:
+        """As `has_message` once that has said no; `readable` are those of `fds` to read now."""
+        return self._receive(readable) and self.has_message()
+
+    def recv(self, timeout_s: float | None = 0.0) -> Any | None:
+        """The next message; None if none came in time (None = wait for ever)."""
+        there = self.has_message() if timeout_s == 0.0 else self._waiter.wait(timeout_s)
+        return self._due.popleft() if there else None
+
+    def close(self) -> None:
+        """Close the sockets; queued messages are dropped."""
+        self._socket.close(0)
+        if self._local is not None:
+            self._local.close()
+
+    def _receive(self, readable: Collection[int]) -> bool:
+        """Take a message from each socket that has one; False if there is none."""
+        took_any = False
+        if self._zmq_may_have or self.fds[0] in readable:
+            took_any = self._receive_zmq()
+        if self._local is not None and self.fds[1] in readable:
+            took_any = self._receive_local(self._local) or took_any
+        return took_any
+
+    def _receive_local(self, local: socket.socket) -> bool:
+        data = local_socket.receive(local, self._buffer)
+        if data is None:
+            return False
+        self._take(data[: _HEAD.size], [data[_HEAD.size :]])
+        return True
+
+    def _receive_zmq(self) -> bool:
+        self._zmq_may_have = bool(self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN)
+        if not self._zmq_may_have:
+            return False
+        head, *body = [frame.buffer for frame in self._socket.recv_multipart(copy=False)]
+        self._take(head, body)
+        return True
+
+    def _take(self, head: memoryview, body: Sequence[memoryview]) -> None:
+        """Take a message; `body` holds its frames, or one frame with all of a datagram's."""
+        if len(head) != _HEAD.size:
+            self._refuse("wrong shape")
+            return
+        secret, code, sender, number, count = _HEAD.unpack(head)
+        if not secrets.compare_digest(secret, self._secret):
+            self._refuse("wrong secret")
+            return
+        message = None if code == _BYE else self._parse(code, count, body)
+        if number == 0:
+            ready = [message]
+        else:
+            ready = self._order.put(sender, number, message, is_last=code == _BYE)
+        for due in ready:
+            if due is not None:
+                self._due.append(due)
+
+    def _parse(self, code: int, count: int, body: Sequence[memoryview]) -> Any | None:
+        """A message of `count` frames; None (counted) if it isn't one of ours."""
+        try:
+            if len(body) != count:
+                body = local_socket.split(body[0], count)
+            return encoding.decode(body, _KINDS[code])
+        except (msgspec.MsgspecError, ValueError, IndexError) as error:
+            self._refuse(f"{type(error).__name__}: {error}")
+            return None
+
+    def _refuse(self, why: str) -> None:
+        self.refused += 1
+        logger.warning("refused a message: %s (%d so far)", why, self.refused)
+
+
+class _Order:
+    """Messages of senders that use both lanes, by their numbers."""
+
+    def __init__(self) -> None:
+        self._expected: dict[bytes, int] = {}
+        self._held: dict[bytes, dict[int, tuple[Any, bool]]] = {}
+        """Early messages, until those before them came by the other lane."""
+
+    def put(self, sender: bytes, number: int, message: Any, *, is_last: bool) -> list[Any]:
+        """The messages that are now due: none, `message`, or also those that waited for it."""
+        expected = self._expected.get(sender, 1)
+        if number != expected:
+            self._held.setdefault(sender, {})[number] = (message, is_last)
+            return []
+        due = [message]
+        held = self._held.pop(sender, None)
+        while held and not is_last and (next_one := held.pop(expected + len(due), None)):
+            message, is_last = next_one
+            due.append(message)
+        if held:
+            self._held[sender] = held
+        if is_last:
+            self._expected.pop(sender, None)
+        else:
+            self._expected[sender] = expected + len(due)
+        return due
+
+
+class Waiter:
+    """Waits for several inboxes at once."""
+
+    def __init__(self, *inboxes: Inbox) -> None:
+        self._inboxes = inboxes
+        self._poll = select.poll()
+        for inbox in inboxes:
+            for fd in inbox.fds:
+                self._poll.register(fd, select.POLLIN)
+
+    def wait(self, timeout_s: float | None) -> list[Inbox]:
+        """Those that have a message, as soon as one does; none after `timeout_s` or up to a
+        millisecond less: never more, for steps are timed by it."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        ready = [inbox for inbox in self._inboxes if inbox.has_message()]
+        while not ready:
+            # The system waits for whole milliseconds; Python would round up.
+            left_ms = None if deadline is None else int((deadline - time.monotonic()) * 1000)
+            if left_ms is not None and left_ms <= 0:
+                return []
+            readable = [fd for fd, _ in self._poll.poll(left_ms)]
+            ready = [inbox for inbox in self._inboxes if inbox.has_message_at(readable)]
+        return ready
+
+
+class Outbox:
+    """Sends messages to one inbox. Not thread-safe."""
+
+    def __init__(self, address: str, context: zmq.Context[Any] | None = None) -> None:
+        self.address = address
+        endpoint, _, secret = address.partition("#")
+        self._secret = bytes.fromhex(secret)
+        self._socket = (context or zmq.Context.instance()).socket(zmq.PUSH)
+        self._socket.setsockopt(zmq.SNDHWM, SEND_LIMIT)
+        self._socket.setsockopt(zmq.LINGER, 1000)
+        if "[" in endpoint:
+            self._socket.setsockopt(zmq.IPV6, 1)
+        self._socket.connect(endpoint)
+        self._local = local_socket.connect(self._secret)
+        self._id = secrets.token_bytes(8)
+        self._number = 0
+
+    def send(self, message: Any) -> None:
+        """Queue a message. Raises `EngineDeadError` if the receiver stopped reading long ago."""
+        self.send_frames(type(message), encoding.encode(message))
+
+    def send_frames(self, kind: type[Any], frames: list[bytes | memoryview]) -> None:
+        """As `send`, of frames already encoded (one plan to many workers)."""
+        self._send(_CODES[kind], frames)
+
+    def close(self, linger_s: float = 1.0) -> None:
+        """Close the sockets after sending what is queued, within `linger_s`."""
+        if self._local is not None:
+            with contextlib.suppress(EngineDeadError):  # then nobody needs the goodbye
+                self._send(_BYE, [b""])
+            self._local.close()
+        self._socket.close(int(linger_s * 1000))
+
+    def _send(self, code: int, frames: list[bytes | memoryview]) -> None:
+        number = 0 if self._local is None else self._number + 1
+        head = _HEAD.pack(self._secret, code, self._id, number, len(frames))
+        if self._local is None or not local_socket.send(self._local, head, frames):
+            try:
+                self._socket.send_multipart([head, *frames], zmq.NOBLOCK, copy=True)
+            except zmq.Again as error:
+                raise EngineDeadError(
+                    f"{self.address.partition('#')[0]} has {SEND_LIMIT} messages unread"
+                ) from error
+        self._number = number

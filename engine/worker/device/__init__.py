@@ -1,0 +1,1 @@
+"""A GPU's streams, clocks and memory, and page-locked buffers."""

@@ -1,0 +1,92 @@
+"""Memory that captured decodes read and write: made once, at the same addresses for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.worker.device.queue import DeviceQueue
+from engine.worker.device.staging import Part, pack
+from engine.worker.forward_batch import StepArrays
+from engine.worker.model_runner import ModelRunner, TableUpdate
+
+
+@dataclass
+class GraphOutputs:
+    """What graphs of one size write, on the stages that have it."""
+
+    hidden_in: Tensor | None
+    """[size, hidden]: from the previous stage; not an output, but it lives here too."""
+    hidden_out: Tensor | None
+    """[size, hidden]: for the next stage."""
+    logits: Tensor | None
+    """float32 [size, vocab]"""
+    token_ids: Tensor | None
+    """int64 [size]"""
+    nan_rows: Tensor | None
+    """bool [size]"""
+
+    def front(self, size: int) -> GraphOutputs:
+        """The first `size` rows of all."""
+        return GraphOutputs(
+            *(
+                None if whole is None else whole[:size]
+                for whole in (
+                    self.hidden_in,
+                    self.hidden_out,
+                    self.logits,
+                    self.token_ids,
+                    self.nan_rows,
+                )
+            )
+        )
+
+
+class GraphBuffers:
+    """Inputs and outputs for up to `max_size` rows; graphs of fewer use the front of each."""
+
+    def __init__(self, runner: ModelRunner, max_size: int) -> None:
+        self.max_size = max_size
+        self._queue: DeviceQueue = runner.queue
+        # A decode has one token per row, so every array has as many elements as the batch rows.
+        kinds = [torch.int64] * 7 + [torch.int32]  # StepArrays
+        kinds += [torch.int64, torch.int32]  # TableUpdate
+        self._offsets, total = pack([max_size * kind.itemsize for kind in kinds])
+        device = runner.device
+        self._memory = torch.zeros(total, dtype=torch.uint8, device=device)
+        self._inputs = [
+            self._memory[offset : offset + max_size * kind.itemsize].view(kind)
+            for offset, kind in zip(self._offsets, kinds, strict=True)
+        ]
+        config, parallel = runner.model_config, runner.parallel
+        hidden = (max_size, config.hidden_size)
+        last = parallel.is_last_stage
+        self._outputs = GraphOutputs(
+            None
+            if parallel.is_first_stage
+            else torch.zeros(hidden, dtype=runner.dtype, device=device),
+            None if last else torch.zeros(hidden, dtype=runner.dtype, device=device),
+            torch.zeros((max_size, config.vocab_size), device=device) if last else None,
+            torch.zeros(max_size, dtype=torch.int64, device=device) if last else None,
+            torch.zeros(max_size, dtype=torch.bool, device=device) if last else None,
+        )
+
+    def inputs(self, size: int) -> tuple[list[Tensor], Tensor, Tensor]:
+        """Device tensors of `StepArrays` and of a `TableUpdate`, [size] each."""
+        *arrays, cells, locs = (whole[:size] for whole in self._inputs)
+        return arrays, cells, locs
+
+    def outputs(self, size: int) -> GraphOutputs:
+        """[size] each."""
+        return self._outputs.front(size)
+
+    def write(self, arrays: StepArrays, update: TableUpdate) -> None:
+        """Copy a step's inputs to where graphs read them, by one transfer."""
+        pieces: Sequence[np.ndarray] = [*arrays, *update]
+        self._queue.fill(
+            [Part(*pair) for pair in zip(self._offsets, pieces, strict=True)], self._memory
+        )

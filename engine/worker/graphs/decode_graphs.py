@@ -1,0 +1,315 @@
+"""Decode steps as captured graphs: one for the model's forward, one for each way to sample.
+
+Launching a decode's kernels one by one takes the host longer than the device takes to run them; a
+graph is one launch. It replays the same kernels on the same memory, so there is one per batch size,
+and a batch is padded to the next size that was captured. Two graphs are chained,
+
+    inputs -> [take last tokens, forward] -> logits -> [sample, keep last tokens] -> tokens
+
+because what samples differs from step to step: greedy rows only, or rows that also draw from the
+whole vocabulary. Whatever else (top-k, penalties, masks, log-probabilities, ...) is sampled eagerly
+from the same logits. Prefills and mixed steps run eagerly.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from engine.errors import ConfigError
+from engine.protocol.messages import ForwardMode, ModelWorkerBatch
+from engine.sampling import SampledTokens, SamplingState
+from engine.sampling.plan import Draw, RowGroup, SamplingPlan
+from engine.sampling.torch_backend import TorchSampling
+from engine.worker.forward_batch import ForwardBatch, StepArrays
+from engine.worker.future_map import FutureMap
+from engine.worker.graphs.backend import GraphBackend
+from engine.worker.graphs.buffers import GraphBuffers, GraphOutputs
+from engine.worker.graphs.sizes import capture_order, graph_sizes, pad_decode, smallest_fitting
+from engine.worker.model_runner import ModelRunner
+from engine.worker.sizing.memory_profile import GRAPH_RESERVE_BYTES
+
+logger = logging.getLogger(__name__)
+
+CAPTURE_MAX_SECONDS = 180.0
+KEEP_FREE_BYTES = 512 << 20
+"""Of the device's memory, for prefills' activations."""
+_LOG_EVERY_S = 10.0
+
+
+class Variant(Enum):
+    """A way to sample that is captured."""
+
+    GREEDY = "greedy"
+    """All rows take the likeliest token."""
+    DRAW = "draw"
+    """Rows take the likeliest token or draw from the whole vocabulary."""
+
+
+class CaptureLimits(NamedTuple):
+    """Capturing stops after the size that exceeds one of these."""
+
+    num_bytes: int = GRAPH_RESERVE_BYTES
+    seconds: float = CAPTURE_MAX_SECONDS
+    keep_free_bytes: int = KEEP_FREE_BYTES
+
+
+@dataclass
+class _Graph:
+    """What was captured for one batch size."""
+
+    size: int
+    inputs: list[Tensor]
+    """As `StepArrays`."""
+    cells: Tensor
+    locs: Tensor
+    """A `TableUpdate`."""
+    outputs: GraphOutputs
+    forward: Callable[[], None]
+    sample: dict[Variant, Callable[[], None]]
+
+
+class DecodeGraphs:
+    """The captured decodes of one worker."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        state: SamplingState,
+        future_map: FutureMap,
+        backend: GraphBackend,
+        max_batch_size: int,
+        limits: CaptureLimits | None = None,
+    ) -> None:
+        """Captures. Every rank of an engine must do so at the same time.
+
+        Raises `ConfigError` if there isn't even memory for the largest size.
+        """
+        self.runner = runner
+        self._state = state
+        self._future_map = future_map
+        self._backend = backend
+        # Not the worker's own: its working memory may be replaced by a larger one.
+        self._sampling = TorchSampling(state)
+        self._graphs: dict[int, _Graph] = {}
+        try:
+            self._buffers = GraphBuffers(runner, max_batch_size)
+            runner.queue.join()
+            with runner.queue.stream():
+                self._capture_all(limits or CaptureLimits())
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"no memory left to capture CUDA graphs of {max_batch_size} rows: lower "
+                "memory_fraction, max_total_tokens or cuda_graph_max_batch_size, or set "
+                "enable_cuda_graphs: false."
+            ) from error
+
+    @property
+    def sizes(self) -> list[int]:
+        """Captured batch sizes, ascending."""
+        return sorted(self._graphs)
+
+    def size_for(self, batch: ModelWorkerBatch) -> int | None:
+        """The captured size that `batch` can run with; None: it must run eagerly."""
+        rows = len(batch.req_pool_indices)
+        plain = (
+            batch.num_extend == 0
+            and len(batch.prefix_rows) == 0
+            and np.array_equal(batch.sample_rows, np.arange(rows))
+        )
+        return smallest_fitting(self._graphs, rows) if plain and rows else None
+
+    def variant(self, plan: SamplingPlan) -> Variant | None:
+        """How rows with this plan are sampled by a graph; None: eagerly."""
+        special = (plan.penalties, plan.bias, plan.banned, plan.logprobs)
+        if plan.uses_min_p or any(feature is not None for feature in special):
+            return None
+        if plan.draws.keys() == {Draw.GREEDY}:
+            return Variant.GREEDY
+        return Variant.DRAW if plan.draws.keys() <= {Draw.GREEDY, Draw.FULL} else None
+
+    def prepare(self, batch: ModelWorkerBatch, size: int) -> ForwardBatch:
+        """`ModelRunner.prepare` for a graph of `size_for(batch)`: the batch, padded, where the
+        graph reads it."""
+        graph = self._graphs[size]
+        padded = pad_decode(batch, size)
+        return self._load(padded, graph.inputs, graph.cells, graph.locs)
+
+    @torch.inference_mode()
+    def forward(self, prepared: ForwardBatch, num_rows: int) -> Tensor | None:
+        """Launch the stage's forward: logits float32 [num_rows, vocab], None unless it is the
+        last.
+
+        The logits are overwritten by the next forward. `prepared` is the result of `prepare`, of
+        which the first `num_rows` are real.
+        """
+        runner = self.runner
+        graph = self._graphs[prepared.batch_size]
+        if graph.outputs.hidden_in is not None:
+            received = runner.parallel.recv_hidden(
+                num_rows, runner.model_config.hidden_size, runner.dtype, runner.device
+            )
+            graph.outputs.hidden_in[:num_rows].copy_(received)
+        prepared.timing = runner.queue.begin()
+        runner.attention.plan_graph(prepared)
+        graph.forward()
+        if graph.outputs.hidden_out is not None:
+            # A copy: the transfer may outlast the next forward's start.
+            runner.parallel.send_hidden(graph.outputs.hidden_out[:num_rows].clone())
+        return None if graph.outputs.logits is None else graph.outputs.logits[:num_rows]
+
+    def sample(self, size: int, variant: Variant, num_rows: int) -> SampledTokens:
+        """Launch the sampling of the last forward's logits, of the first `num_rows`.
+
+        The results are overwritten by the next sampling.
+        """
+        graph = self._graphs[size]
+        token_ids, nan_rows = graph.outputs.token_ids, graph.outputs.nan_rows
+        if token_ids is None or nan_rows is None:
+            raise ValueError("only the last pipeline stage samples")
+        self.runner.queue.protect_downloads()
+        graph.sample[variant]()
+        return SampledTokens(token_ids[:num_rows], nan_rows[:num_rows], None, None)
+
+    def _load(
+        self, padded: ModelWorkerBatch, inputs: list[Tensor], cells: Tensor, locs: Tensor
+    ) -> ForwardBatch:
+        arrays = StepArrays.of(padded)
+        self._buffers.write(arrays, self.runner.table_update(padded, arrays))
+        self.runner.write_table(cells, locs)
+        return ForwardBatch.from_arrays(padded, arrays, inputs)
+
+    @torch.inference_mode()
+    def _capture_all(self, limits: CaptureLimits) -> None:
+        sizes = graph_sizes(self._buffers.max_size)
+        self.runner.attention.init_graphs(sizes)
+        free = self._backend.free_bytes()
+        started = time.monotonic()
+        for size in self._with_progress(capture_order(sizes)):
+            self._graphs[size] = self._capture(size)
+            left = self._backend.free_bytes()
+            seconds = time.monotonic() - started
+            exceeded = (
+                free - left > limits.num_bytes
+                or left < limits.keep_free_bytes
+                or seconds > limits.seconds
+            )
+            # All ranks go on or none: the next capture runs their collectives.
+            if self._anywhere(exceeded) and len(self._graphs) < len(sizes):
+                logger.warning(
+                    "capturing CUDA graphs stopped after %d of %d batch sizes (%.0f s, %d MiB, %d "
+                    "MiB left); batches of the others are padded further or run eagerly",
+                    len(self._graphs),
+                    len(sizes),
+                    seconds,
+                    (free - left) >> 20,
+                    left >> 20,
+                )
+                return
+        logger.info(
+            "captured CUDA graphs of %d batch sizes up to %d in %.1f s, %d MiB",
+            len(sizes),
+            sizes[-1],
+            time.monotonic() - started,
+            (free - self._backend.free_bytes()) >> 20,
+        )
+
+    def _with_progress(self, sizes: list[int]) -> Iterator[int]:
+        first_rank = self.runner.parallel.rank == 0
+        on_terminal = first_rank and sys.stderr.isatty()
+        noted = time.monotonic()
+        bar = tqdm(sizes, "CUDA graphs", disable=not on_terminal, file=sys.stderr, unit="size")
+        for done, size in enumerate(bar):
+            if first_rank and not on_terminal and time.monotonic() - noted > _LOG_EVERY_S:
+                noted = time.monotonic()
+                logger.info("capturing CUDA graphs: %d of %d batch sizes", done, len(sizes))
+            yield size
+
+    def _capture(self, size: int) -> _Graph:
+        inputs, cells, locs = self._buffers.inputs(size)
+        outputs = self._buffers.outputs(size)
+        batch = self._load(_nothing_but_padding(size), inputs, cells, locs)
+        self.runner.attention.plan_graph(batch)
+        forward = self._backend.capture(lambda: self._run_forward(batch, outputs))
+        sample: dict[Variant, Callable[[], None]] = {}
+        if outputs.logits is not None:
+            for variant in reversed(Variant):  # DRAW takes more memory
+                sample[variant] = self._backend.capture(self._sampler(batch, outputs, variant))
+        return _Graph(size, inputs, cells, locs, outputs, forward, sample)
+
+    def _run_forward(self, batch: ForwardBatch, outputs: GraphOutputs) -> None:
+        model = self.runner.model
+        self._future_map.resolve(batch)
+        hidden = model.forward(batch, self.runner.attention, outputs.hidden_in)
+        if outputs.hidden_out is not None:
+            outputs.hidden_out.copy_(hidden)
+        if outputs.logits is not None:
+            outputs.logits.copy_(model.compute_logits(hidden))
+
+    def _sampler(
+        self, batch: ForwardBatch, outputs: GraphOutputs, variant: Variant
+    ) -> Callable[[], None]:
+        logits, token_ids, nan_rows = outputs.logits, outputs.token_ids, outputs.nan_rows
+        if logits is None or token_ids is None or nan_rows is None:
+            raise ValueError("only the last pipeline stage samples")
+        slots, positions = batch.sample_slots, batch.sample_lens
+        greedy, full = (_plan(kind, batch.batch_size) for kind in (Draw.GREEDY, Draw.FULL))
+
+        def run() -> None:
+            ids, row_max = self._sampling.sample(logits, greedy, slots, positions)
+            if variant is Variant.DRAW:
+                drawn, row_max = self._sampling.sample(logits, full, slots, positions)
+                ids = torch.where(self._state.greedy(slots), ids, drawn)
+            token_ids.copy_(ids)
+            nan_rows.copy_((row_max - row_max).isnan())
+            self._future_map.store(slots, token_ids)
+
+        return run
+
+    def _anywhere(self, flag: bool) -> bool:
+        """Whether `flag` is set on any rank that captures with this one. Waits for the device."""
+        count = torch.tensor([int(flag)], dtype=torch.int32, device=self.runner.device)
+        return bool(self.runner.parallel.all_reduce(count).item())
+
+
+def _nothing_but_padding(size: int) -> ModelWorkerBatch:
+    none = np.zeros(0, np.int32)
+    empty = ModelWorkerBatch(
+        step=0,
+        micro_batch=0,
+        forward_mode=ForwardMode.DECODE,
+        num_extend=0,
+        req_pool_indices=none,
+        seq_lens=none,
+        extend_lens=none,
+        input_ids=none,
+        out_cache_loc=none,
+        prefix_rows=none,
+        prefix_lens=none,
+        prefix_locs=none,
+        sample_rows=none,
+        new_slots=[],
+    )
+    return pad_decode(empty, size)
+
+
+def _plan(kind: Draw, rows: int) -> SamplingPlan:
+    return SamplingPlan(
+        draws={kind: RowGroup(None, rows)},
+        uses_min_p=False,
+        max_top_k=0,
+        penalties=None,
+        bias=None,
+        banned=None,
+        logprobs=None,
+    )

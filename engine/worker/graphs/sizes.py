@@ -1,0 +1,62 @@
+"""Batch sizes that decodes are captured for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from engine.protocol.messages import IntArray, ModelWorkerBatch
+
+MAX_PADDING = 2
+"""A graph takes batches from its size / this on: smaller ones run eagerly."""
+
+
+def graph_sizes(largest: int) -> list[int]:
+    """1, 2, 4, then steps of 8 up to 256, of 16 up to 512, of 32 above; `largest` is the last."""
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), *range(512, largest, 32)]
+    return [size for size in sizes if size < largest] + [largest]
+
+
+def capture_order(sizes: Iterable[int]) -> list[int]:
+    """The largest first, as all others fit into the memory that it takes; then powers of two,
+    so that whatever a limit leaves out is padded to at most twice its size; then the rest."""
+    ordered = sorted(sizes, key=lambda size: (size & (size - 1) != 0, -size))
+    largest = max(ordered)
+    return [largest, *(size for size in ordered if size != largest)]
+
+
+def smallest_fitting(sizes: Iterable[int], rows: int) -> int | None:
+    """The smallest of `sizes` for a batch of `rows`; None if there is none worth it."""
+    size = min((size for size in sizes if size >= rows), default=None)
+    return None if size is None or size > max(MAX_PADDING * rows, 8) else size
+
+
+def pad_decode(batch: ModelWorkerBatch, size: int) -> ModelWorkerBatch:
+    """`batch`, of decode rows that all sample, with rows up to `size` that nobody asked for.
+
+    They are row 0's first token at KV slot 0, padding both: whatever they compute and write
+    touches no request.
+    """
+    return ModelWorkerBatch(
+        step=batch.step,
+        micro_batch=batch.micro_batch,
+        forward_mode=batch.forward_mode,
+        num_extend=0,
+        req_pool_indices=_padded(batch.req_pool_indices, size, 0),
+        seq_lens=_padded(batch.seq_lens, size, 1),
+        extend_lens=batch.extend_lens,
+        input_ids=_padded(batch.input_ids, size, 0),
+        out_cache_loc=_padded(batch.out_cache_loc, size, 0),
+        prefix_rows=batch.prefix_rows,
+        prefix_lens=batch.prefix_lens,
+        prefix_locs=batch.prefix_locs,
+        sample_rows=np.arange(size, dtype=np.int32),
+        new_slots=[],
+    )
+
+
+def _padded(values: np.ndarray, size: int, padding: int) -> IntArray:
+    filled = np.full(size, padding, dtype=np.int32)
+    filled[: len(values)] = values
+    return filled

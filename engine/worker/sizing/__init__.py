@@ -1,0 +1,1 @@
+"""How large the KV cache may be: by calculation or by measuring, and advice if it can't."""

@@ -1,0 +1,122 @@
+"""Size of the KV cache on a device whose memory can be measured.
+
+Weights first, then the largest steps on a KV cache of nothing but its padding page, at their peak;
+what is left of the device's share is for tokens (vLLM's profile run). All ranks take the smallest
+rank's number.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from engine.distributed import ParallelState
+from engine.errors import ConfigError
+from engine.worker.base import ModelWorker
+from engine.worker.device.memory import DeviceMemory
+from engine.worker.sizing.memory_profile import (
+    GRAPH_RESERVE_BYTES,
+    HEADROOM_BYTES,
+    MemoryProfile,
+    gib,
+)
+from engine.worker.sizing.out_of_memory import WEIGHTS, holders, remedies
+from engine.worker.sizing.profile_steps import largest_steps
+from engine.worker.worker_config import WorkerConfig
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class MemoryMeter:
+    """Notes what is taken at each stage of a worker's start."""
+
+    memory: DeviceMemory
+    graph_bytes: int = GRAPH_RESERVE_BYTES
+    headroom_bytes: int = HEADROOM_BYTES
+    elsewhere: int = 0
+    weights: int = 0
+
+    def __post_init__(self) -> None:
+        """Before anything is allocated."""
+        self.elsewhere = self.memory.elsewhere()
+
+    def loaded(self) -> None:
+        """The weights are there and nothing else."""
+        self.memory.release()
+        self.weights = self.memory.allocated()
+
+    def profile(
+        self, worker: ModelWorker, config: WorkerConfig, bytes_per_token: int
+    ) -> MemoryProfile:
+        """Run the largest steps on `worker`, whose KV cache is still empty.
+
+        Collective over the engine's ranks.
+        """
+        self.memory.release()
+        standing = self.memory.allocated()
+        self.memory.reset_peak()
+        for batch in largest_steps(config):
+            launched = worker.forward(batch)
+            if launched is not None:
+                launched.sample(None).collect()
+        peak = self.memory.peak()
+        # What the steps leave behind stays: it grew a buffer that lives on.
+        self.memory.release()
+        return MemoryProfile(
+            total=self.memory.total(),
+            fraction=config.memory_fraction,
+            elsewhere=self.elsewhere,
+            weights=self.weights,
+            buffers=standing - self.weights,
+            activations=peak - standing,
+            libraries=max(0, self.memory.elsewhere() - self.elsewhere),
+            graphs=self.graph_bytes,
+            headroom=self.headroom_bytes,
+            bytes_per_token=bytes_per_token,
+        )
+
+
+def check_weights_fit(needed: int, config: WorkerConfig, memory: DeviceMemory) -> None:
+    """Raise `ConfigError` before minutes of loading if `needed` bytes of weights can't fit."""
+    free = memory.free()
+    if needed <= free:
+        return
+    raise ConfigError(
+        f"this rank's weights take {gib(needed)}, but of the GPU's {gib(memory.total())} only "
+        f"{gib(free)} are free. Change one of: {remedies(WEIGHTS, config)}.{holders(memory)}"
+    )
+
+
+def agree_on_kv_tokens(
+    profile: MemoryProfile, config: WorkerConfig, parallel: ParallelState, device: torch.device
+) -> int:
+    """KV tokens of every rank: the stated number, or what the smallest rank has room for.
+
+    Collective. Raises `ConfigError` if there is less room than was stated, or than one request of
+    `max_model_len` needs.
+    """
+    room = parallel.min_over_ranks(profile.kv_tokens, device)
+    room = room // config.page_size * config.page_size
+    wanted = config.num_kv_tokens
+    if wanted is not None and wanted > room:
+        raise ConfigError(
+            f"max_total_tokens ({wanted}) needs {gib(wanted * profile.bytes_per_token)} on each "
+            f"GPU, but there is room for {room} tokens. Lower it or leave it out, or raise "
+            f"memory_fraction (now {config.memory_fraction:g}), tp_size or pp_size. "
+            f"{profile.describe(room)}."
+        )
+    if wanted is None and room < config.max_model_len:
+        raise ConfigError(
+            f"the KV cache has room for {room} tokens, which can't hold one request of "
+            f"max_model_len ({config.max_model_len}). Lower max_model_len or "
+            f"chunked_prefill_size (the largest step has {config.max_step_tokens} tokens), or "
+            f"raise memory_fraction (now {config.memory_fraction:g}), tp_size or pp_size. "
+            f"{profile.describe(room)}."
+        )
+    tokens = wanted if wanted is not None else min(room, config.max_kv_tokens)
+    if parallel.rank == 0:
+        logger.info("%s", profile.describe(tokens))
+    return tokens

@@ -1,0 +1,83 @@
+"""Out of memory at the start: what was asked for, who holds what, and which key helps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from engine.errors import ConfigError
+from engine.worker.device.memory import DeviceMemory
+from engine.worker.sizing.memory_profile import gib
+from engine.worker.worker_config import WorkerConfig
+
+_MARKS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED")
+"""How CUDA's libraries say it when torch's own allocator doesn't."""
+
+WEIGHTS, PROFILE, ALLOCATE = "loading the weights", "running the largest step", "allocating"
+
+
+@contextmanager
+def out_of_memory_advice(
+    phase: str, config: WorkerConfig, memory: DeviceMemory | None
+) -> Iterator[None]:
+    """Turns running out of device memory in `phase` into a `ConfigError` with advice.
+
+    `memory` is None on CPU, where the kernel ends a process that takes too much.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if memory is None or not is_out_of_memory(error):
+            raise
+        raise ConfigError(advice(phase, config, memory)) from error
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether torch or one of CUDA's libraries found no memory."""
+    return isinstance(error, torch.OutOfMemoryError) or any(m in str(error) for m in _MARKS)
+
+
+def advice(phase: str, config: WorkerConfig, memory: DeviceMemory) -> str:
+    """One line with figures of the device now."""
+    return (
+        f"the GPU ran out of memory while {phase}: it has {gib(memory.total())}, this worker's "
+        f"tensors take {gib(memory.allocated())} and {gib(memory.elsewhere())} are held outside "
+        f"them (other processes, CUDA, NCCL). Change one of: {remedies(phase, config)}."
+        f"{holders(memory)}"
+    )
+
+
+def holders(memory: DeviceMemory) -> str:
+    """A sentence on who else holds much of the device, with a space before it; or ""."""
+    others = memory.other_processes()
+    if others:
+        listed = ", ".join(f"process {p.pid} holds {gib(p.num_bytes)}" for p in others[:4])
+        return f" On the same GPU {listed}: end it or use another GPU."
+    if memory.elsewhere() > memory.total() // 10:
+        return " Look with nvidia-smi which other process uses this GPU."
+    return ""
+
+
+def remedies(phase: str, config: WorkerConfig) -> str:
+    """Keys that free memory, the most useful first, with their values now."""
+    split = [
+        f"raise tp_size (now {config.tp_size}) or pp_size (now {config.pp_size})",
+        "use a smaller model or a larger GPU",
+    ]
+    if config.dtype == "float32":
+        split.insert(0, "set dtype: bfloat16 (now float32)")
+    if phase == WEIGHTS:
+        return "; ".join(split)
+    rows = f"lower max_running_requests (now {config.max_running_requests})"
+    chunk = f"lower chunked_prefill_size (the largest step has {config.max_step_tokens} tokens)"
+    length = f"lower max_model_len (now {config.max_model_len})"
+    if phase == PROFILE:
+        return "; ".join([chunk, rows, length, *split])
+    size = f"lower memory_fraction (now {config.memory_fraction:g})"
+    if config.num_kv_tokens is not None:
+        size = f"lower max_total_tokens (now {config.num_kv_tokens})"
+    if config.kv_cache_dtype == "auto":
+        split.insert(0, "set kv_cache_dtype: fp8_e4m3")
+    return "; ".join([size, length, chunk, rows, *split])

@@ -1,0 +1,69 @@
+"""The largest steps that a scheduler may send: what they take at their peak is kept free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from engine.protocol.messages import ForwardMode, ModelWorkerBatch, SlotParams
+from engine.sampling_params import MAX_LOGPROBS, SamplingParams
+from engine.worker.worker_config import WorkerConfig
+
+
+def largest_steps(config: WorkerConfig) -> list[ModelWorkerBatch]:
+    """Steps to run before there is a KV cache.
+
+    Two, because what costs most differs: one chunk at the end of the longest prompt, whose
+    log-probabilities are asked for (attention over the whole context, logits of every token), and
+    as many rows as may run, all sampled (logits of every row, sorted for top-p).
+
+    Every token lies in the padding page, so that no KV cache is needed: the values mean nothing,
+    the shapes are right.
+    """
+    tokens = config.max_step_tokens
+    chunk = min(tokens, config.max_model_len)
+    logprobs = SamplingParams(
+        max_tokens=1, temperature=0, logprobs=MAX_LOGPROBS, prompt_logprobs=MAX_LOGPROBS
+    )
+    long = _extend_step(0, [chunk], [config.max_model_len - chunk], logprobs)
+    # Every id ends a chunk that isn't the prompt's last: all its tokens have log-probabilities.
+    long.extend_next_ids = np.zeros(1, np.int32)
+    rows = min(config.max_running_requests, tokens)
+    lens = [n for n in _even(tokens, rows, config.max_model_len) if n]
+    nucleus = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, min_p=0.01, seed=0)
+    return [long, _extend_step(1, lens, [0] * len(lens), nucleus)]
+
+
+def _extend_step(
+    step: int, lens: Sequence[int], prefixes: Sequence[int], params: SamplingParams
+) -> ModelWorkerBatch:
+    """Row i, in slot i + 1, extends `prefixes[i]` tokens of context by `lens[i]`."""
+    rows = np.arange(len(lens), dtype=np.int32)
+    slots = rows + 1  # slot 0 is padding
+    extend_lens = np.asarray(lens, np.int32)
+    seq_lens = extend_lens + np.asarray(prefixes, np.int32)
+    total = int(extend_lens.sum())
+    return ModelWorkerBatch(
+        step=step,
+        micro_batch=0,
+        forward_mode=ForwardMode.EXTEND,
+        num_extend=len(lens),
+        req_pool_indices=slots,
+        seq_lens=seq_lens,
+        extend_lens=extend_lens,
+        input_ids=np.zeros(total, np.int32),
+        out_cache_loc=np.zeros(total, np.int32),
+        prefix_rows=np.zeros(0, np.int32),
+        prefix_lens=np.zeros(0, np.int32),
+        prefix_locs=np.zeros(0, np.int32),
+        sample_rows=rows,
+        new_slots=[
+            SlotParams(slot, int(seq_len), [], params) for slot, seq_len in enumerate(seq_lens, 1)
+        ],
+    )
+
+
+def _even(total: int, parts: int, most: int) -> list[int]:
+    """`total` over `parts`, none above `most`."""
+    return [min(most, total // parts + (i < total % parts)) for i in range(parts)]

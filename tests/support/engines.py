@@ -1,0 +1,168 @@
+"""Workers that several schedulers take turns on: setting up processes is what costs time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from engine.config import EngineConfig
+from engine.engine_core import EngineCore
+from engine.executor.base import Executor
+from engine.executor.in_process import InProcessExecutor
+from engine.protocol.messages import AbortRequest, AddRequest, TokenLogprobs
+from engine.sampling_params import SamplingParams
+from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.scheduler_config import SchedulerConfig
+from engine.worker.worker_config import make_worker_config
+
+KV_TOKENS = 1024
+MAX_LEN = 256
+
+
+class Engine:
+    """An executor, and runs of fresh schedulers on it."""
+
+    def __init__(self, config: EngineConfig, executor: Executor) -> None:
+        self.config = config
+        self.resolved = config.resolve()
+        self.executor = executor
+        self._steps = 0
+        self.retractions = 0
+        self.cached: dict[int, int] = {}
+        self.logprobs: dict[int, list[TokenLogprobs]] = {}
+        self.prompt_logprobs: dict[int, list[TokenLogprobs | None]] = {}
+
+    def run(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams],
+        *,
+        retract_every: int = 0,
+        warm: Sequence[Sequence[int]] = (),
+        stop_after: dict[int, int] | None = None,
+        **scheduler: Any,
+    ) -> list[list[int]]:
+        """Output ids of each prompt. `warm` prompts run first, to fill the prefix cache;
+        `retract_every` n: at every nth step a running request is sent back to the queue;
+        `stop_after`: by prompt, the number of tokens after which its client ends it, as a stop
+        string would."""
+        engine = self.config.model_copy(update=scheduler)
+        config = SchedulerConfig.from_config(engine.resolve(), KV_TOKENS)
+        sched = Scheduler(config)
+        # Workers insist on increasing steps? They don't, but results are matched by step.
+        core = EngineCore(sched, self.executor)
+        for i, ids in enumerate(warm):
+            core.add(_request(-1 - i, ids, SamplingParams(max_tokens=1, temperature=0)))
+        self._drain(core, {}, 0, {})
+        out: dict[int, list[int]] = {i: [] for i in range(len(prompts))}
+        self.cached, self.logprobs, self.prompt_logprobs = {}, {}, {}
+        self.retractions = 0
+        for i, ids in enumerate(prompts):
+            p = params if isinstance(params, SamplingParams) else params[i]
+            core.add(_request(i, ids, p))
+        self._drain(core, out, retract_every, stop_after or {})
+        leak = sched.check_invariants()
+        assert leak is None, leak
+        assert sched.is_idle
+        return [out[i] for i in range(len(prompts))]
+
+    def _drain(
+        self,
+        core: EngineCore,
+        out: dict[int, list[int]],
+        retract_every: int,
+        stop_after: dict[int, int],
+    ) -> None:
+        step = 0
+        while not core.scheduler.is_idle:
+            step += 1
+            for _, message in core.step():
+                assert all(end.reason != "error" for end in message.finished), message.finished
+                for i, (rid, token) in enumerate(zip(message.rids, message.token_ids, strict=True)):
+                    if rid >= 0:
+                        out[rid].append(token)
+                        if len(out[rid]) == stop_after.get(rid):
+                            core.abort(AbortRequest(rid=rid, reason="stop"))
+                        if message.logprobs and i in message.logprobs:
+                            self.logprobs.setdefault(rid, []).append(message.logprobs[i])
+                self.cached.update(message.started)
+                self.prompt_logprobs.update(message.prompt_logprobs or {})
+            if retract_every and step % retract_every == 0:
+                running = [r for m in core.scheduler.micro_batches for r in m.running.reqs]
+                if running:
+                    core.scheduler._retract(running[step % len(running)])
+                    self.retractions += 1
+
+
+@contextmanager
+def engine_for(model: Path, **config: Any) -> Iterator[Engine]:
+    """An engine in this process (one worker) or with worker processes."""
+    values: dict[str, Any] = dict(
+        model=str(model),
+        dtype="float32",
+        cpu_threads=1,
+        max_total_tokens=KV_TOKENS,
+        max_model_len=MAX_LEN,
+        max_running_requests=40,
+        chunked_prefill_size=-1,
+    )
+    values.update(config)
+    engine = EngineConfig(**values)
+    worker = make_worker_config(engine.resolve())
+    executor: Executor
+    if engine.world_size == 1:
+        executor = InProcessExecutor(worker)
+    else:
+        from engine.executor.multiprocess import MultiprocessExecutor
+
+        executor = MultiprocessExecutor(worker)
+    try:
+        yield Engine(engine, executor)
+    finally:
+        executor.shutdown()
+
+
+def greedy_reference(
+    model: transformers.PreTrainedModel, prompts: Sequence[Sequence[int]], max_new: int
+) -> list[list[int]]:
+    """transformers' greedy continuation of each prompt alone, eos ignored."""
+    outs = []
+    for ids in prompts:
+        with torch.inference_mode():
+            tensor = torch.tensor([list(ids)])
+            out = model.generate(
+                tensor,
+                attention_mask=torch.ones_like(tensor),
+                do_sample=False,
+                max_new_tokens=max_new,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+        outs.append(out[0, len(ids) :].tolist())
+    return outs
+
+
+def reference_logprobs(model: transformers.PreTrainedModel, ids: Sequence[int]) -> np.ndarray:
+    """log_softmax float32 [len(ids), vocab] after every position."""
+    with torch.inference_mode():
+        logits = model(torch.tensor([list(ids)])).logits[0].float()
+    array: np.ndarray = torch.log_softmax(logits, -1).numpy()
+    return array
+
+
+def load_reference(path: Path) -> transformers.PreTrainedModel:
+    """The oracle, float32, eager attention."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    )
+    return model.eval()
+
+
+def _request(rid: int, ids: Sequence[int], params: SamplingParams) -> AddRequest:
+    return AddRequest(rid=rid, input_ids=np.asarray(ids, np.int32), params=params)

@@ -1,0 +1,197 @@
+"""An `EngineClient` without an engine: bytes are tokens, outputs are a function of the seed."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Any
+
+from deploy.http.engine_client import EngineClient, EngineHealth, GenerateRequest, ModelInfo
+from engine.errors import RequestError
+from engine.protocol.tokenizer_messages import LogprobEntry, TextDelta
+from engine.trace import RoleTrace, StepSpan, TraceRing, scheduler_trace
+
+BOS, EOS = 256, 257
+SPECIAL = {BOS: "<s>", EOS: "</s>"}
+
+
+def token_text(token: int) -> str:
+    return SPECIAL.get(token) or bytes([token]).decode(errors="replace")
+
+
+def expected_ids(seed: int, n: int) -> list[int]:
+    """The lower-case letters that the fake generates."""
+    letters = [hashlib.sha256(b"%d/%d" % (seed, i)).digest()[0] % 26 for i in range(n)]
+    return [ord("a") + letter for letter in letters]
+
+
+def expected_text(seed: int, n: int) -> str:
+    return bytes(expected_ids(seed, n)).decode()
+
+
+def _entry(token: int, offset: int, k: int) -> LogprobEntry:
+    top = [
+        (token_text(t), t, -0.5 - rank, list(token_text(t).encode()))
+        for rank, t in enumerate([token, ord("Y"), ord("Z")][:k])
+    ]
+    text = token_text(token)
+    return LogprobEntry(text, token, -0.5, list(text.encode()), top, offset)
+
+
+class FakeEngineClient(EngineClient):
+    """`started`, `finished` and `aborted` hold requests; the other attributes set what happens."""
+
+    def __init__(self, max_model_len: int = 256, vocab_size: int = 300) -> None:
+        self._info = ModelInfo("fake", max_model_len, vocab_size, created=1_700_000_000)
+        self.started: list[GenerateRequest] = []
+        self.finished: list[str] = []
+        self.aborted: list[str] = []
+        self.step_s = 0.0
+        self.num_cached = 0
+        self.error_at: tuple[int, Exception] | None = None
+        """Raise the exception before this output token."""
+        self.error_delta = False
+        """Tell of the error by a delta instead."""
+        self.hang_at: int | None = None
+        """Wait for ever before this output token."""
+        self.swallow_first = 0
+        """So many first tokens bring no text (it comes with the next)."""
+        self.is_healthy = True
+        self.stats_delay_s = 0.0
+        self.num_traced_steps = 10
+        self.chat_calls: list[dict[str, Any]] = []
+
+    @property
+    def open(self) -> int:
+        return len(self.started) - len(self.finished) - len(self.aborted)
+
+    @property
+    def model_info(self) -> ModelInfo:
+        return self._info
+
+    async def encode(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
+        head = [BOS] if add_special_tokens else []
+        return [head + list(text.encode()) for text in texts]
+
+    async def decode(self, token_ids: list[int]) -> str:
+        return "".join(token_text(token) for token in token_ids)
+
+    async def render_chat(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        tools: list[dict[str, Any]] | None = None,
+        template_kwargs: dict[str, Any] | None = None,
+    ) -> list[int]:
+        self.chat_calls.append(
+            {
+                "messages": messages,
+                "add_generation_prompt": add_generation_prompt,
+                "continue_final_message": continue_final_message,
+                "chat_template": chat_template,
+                "template_kwargs": template_kwargs,
+            }
+        )
+        if messages[-1]["role"] == "assistant" and not continue_final_message:
+            raise RequestError("the template wants a user's message last", "messages")
+        return list("".join(f"[{m['role']}]{m['content']}" for m in messages).encode())
+
+    async def generate(
+        self, request: GenerateRequest, read: Callable[[list[TextDelta]], None]
+    ) -> None:
+        async with aclosing(self._deltas(request)) as deltas:
+            async for delta in deltas:
+                read([delta])
+
+    async def _deltas(self, request: GenerateRequest) -> AsyncGenerator[TextDelta, None]:
+        params = request.params
+        assert params.seed is not None and params.max_tokens is not None
+        self.started.append(request)
+        done = False
+        try:
+            ids = expected_ids(params.seed, params.max_tokens)
+            text, held, held_ids, held_entries = "", "", [], []
+            for i, token in enumerate(ids):
+                # Sleeping for 0 s lets the other tasks run, as a real engine's wait would.
+                await asyncio.sleep(self.step_s)
+                if i == self.hang_at:
+                    await asyncio.Event().wait()
+                if self.error_at is not None and i == self.error_at[0]:
+                    done = True
+                    if not self.error_delta:
+                        raise self.error_at[1]
+                    yield self._delta(request, i, "", [], "error", error=str(self.error_at[1]))
+                    return
+                held_ids.append(token)
+                if params.logprobs is not None:
+                    held_entries.append(_entry(token, len(text), params.logprobs))
+                text += chr(token)
+                held += chr(token)
+                stop = next((s for s in params.stop if s in text), None)
+                last = i + 1 == len(ids)
+                if i < self.swallow_first and not last and stop is None:
+                    continue
+                delta = self._delta(request, i + 1, held, held_ids)
+                delta.logprobs = held_entries or None
+                if stop is not None:
+                    delta.text = held[: len(held) - len(stop)] if len(stop) <= len(held) else ""
+                    delta.finish_reason, delta.stop_reason = "stop", stop
+                elif last:
+                    delta.finish_reason = "length"
+                if params.prompt_logprobs is not None and delta.num_output == len(held_ids):
+                    delta.prompt_logprobs = self._prompt_entries(request)
+                held, held_ids, held_entries = "", [], []
+                done = delta.finish_reason is not None
+                yield delta
+                if done:
+                    return
+        finally:
+            (self.finished if done else self.aborted).append(request.request_id)
+
+    def _delta(
+        self,
+        request: GenerateRequest,
+        num_output: int,
+        text: str,
+        ids: list[int],
+        finish: str | None = None,
+        error: str = "",
+    ) -> TextDelta:
+        num_prompt = len(request.prompt_ids)
+        cached = min(self.num_cached, num_prompt)
+        delta = TextDelta(1, text, ids, num_output, finish, None, num_prompt, cached)
+        delta.error, delta.error_status = error, 500 if error else 0
+        return delta
+
+    @staticmethod
+    def _prompt_entries(request: GenerateRequest) -> list[LogprobEntry | None]:
+        assert request.params.prompt_logprobs is not None
+        entries: list[LogprobEntry | None] = []
+        offset = 0
+        for token in request.prompt_ids:
+            entry = _entry(token, offset, request.params.prompt_logprobs)
+            entries.append(entry if entries else None)
+            offset += 0 if token in SPECIAL else 1
+        return entries
+
+    async def health(self) -> EngineHealth:
+        return EngineHealth(self.is_healthy, "" if self.is_healthy else "a worker died")
+
+    async def trace(self, last: int) -> dict[str, list[RoleTrace]]:
+        steps: TraceRing[StepSpan] = TraceRing()
+        for i in range(self.num_traced_steps):
+            at = i / 100
+            steps.add(StepSpan(i, 0, "decode", 3, 3, at, at + 0.001, at + 0.009, at + 0.0091))
+        return {"fake": [scheduler_trace(steps, last)]}
+
+    async def stats(self) -> list[dict[str, float]]:
+        await asyncio.sleep(self.stats_delay_s)
+        return [
+            {"replica": 0, "num_running": 3, "kv_used_tokens": 100, "retractions_total": 5},
+            {"replica": 1, "num_running": 4, "kv_used_tokens": 200, "retractions_total": 6},
+        ]

@@ -1,0 +1,157 @@
+"""CUDA graphs without CUDA: operators are recorded and run again on the same memory.
+
+As a real graph, a replay runs no Python of the model: whatever was decided, allocated or read on
+the host while recording stays as it was. Reading a value on the host while recording is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from engine.attention import registry
+from engine.attention.base import AttentionInputs, AttentionLayer
+from engine.attention.torch_backend import TorchAttentionBackend
+from engine.sampling import torch_backend
+from engine.worker.forward_batch import ForwardBatch
+from engine.worker.graphs.backend import GraphBackend
+
+_READS_VALUES = {
+    "aten::_local_scalar_dense",
+    "aten::equal",
+    "aten::is_nonzero",
+    "aten::item",
+    "aten::nonzero",
+}
+
+
+class _Call(NamedTuple):
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: tuple[Tensor, ...]
+    """Those with memory of their own."""
+
+
+class Recorder(TorchDispatchMode):
+    """Runs operators and notes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[_Call] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name
+        if name in _READS_VALUES:
+            raise RuntimeError(f"{name} reads the device while a graph is being captured")
+        result = func(*args, **kwargs)
+        known = {_memory(t) for t in _tensors((args, kwargs))}
+        fresh = tuple(t for t in _tensors(result) if _memory(t) not in known)
+        self.calls.append(_Call(func, args, kwargs, fresh))
+        return result
+
+    @torch.inference_mode()
+    def replay(self) -> None:
+        for func, args, kwargs, fresh in self.calls:
+            result = func(*args, **kwargs)
+            if not fresh:
+                continue  # worked in place, or made a view
+            known = {_memory(t) for t in _tensors((args, kwargs))}
+            again = [t for t in _tensors(result) if _memory(t) not in known]
+            for old, new in zip(fresh, again, strict=True):
+                old.copy_(new)
+
+
+class RecordedGraphs(GraphBackend):
+    """Graphs by `Recorder`. `free`: the answers of `free_bytes`, the last one for ever."""
+
+    def __init__(self, free: list[int] | None = None) -> None:
+        self.free = free or [1 << 40]
+        self.captured = 0
+        self.replayed = 0
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        run()
+        self.captured += 1
+        with Recorder() as recorder:
+            run()
+
+        def replay() -> None:
+            self.replayed += 1
+            recorder.replay()
+
+        return replay
+
+    def free_bytes(self) -> int:
+        return self.free.pop(0) if len(self.free) > 1 else self.free[0]
+
+
+class CapturableAttention(TorchAttentionBackend):
+    """Decodes over all cells of the table with a mask: slow, and nothing depends on the host."""
+
+    supports_graphs = True
+
+    def __init__(self, inputs: AttentionInputs) -> None:
+        super().__init__(inputs)
+        self.workspace = None
+        self.graph_sizes: list[int] = []
+        self.planned: list[int] = []
+        """Sizes that `plan_graph` was called for."""
+
+    def init_graphs(self, batch_sizes: Any) -> None:
+        self.graph_sizes = list(batch_sizes)
+
+    def plan_graph(self, batch: ForwardBatch) -> None:
+        assert batch.num_extend == 0 and batch.batch_size in self.graph_sizes
+        self.planned.append(batch.batch_size)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, batch: ForwardBatch
+    ) -> Tensor:
+        if batch.num_extend:
+            return super().forward(q, k, v, layer, batch)
+        self.pool.set_kv(layer.layer_id, batch.out_cache_loc, k, v)
+        slots = self.inputs.req_to_token.index_select(0, batch.req_pool_indices)
+        positions = torch.arange(slots.shape[1], device=slots.device)
+        seen = positions < batch.seq_lens.unsqueeze(1)
+        if layer.sliding_window is not None:
+            seen = seen & (positions >= batch.seq_lens.unsqueeze(1) - layer.sliding_window)
+        kv = self.pool.get(layer.layer_id)
+        flat = slots.flatten()
+        n, heads, dim = q.shape[0], self.inputs.num_kv_heads, q.shape[2]
+        keys = kv.k.index_select(0, flat).view(n, -1, heads, dim).transpose(1, 2)
+        values = kv.v.index_select(0, flat).view(n, -1, heads, dim).transpose(1, 2)
+        scores = torch.matmul(q.view(n, heads, self.group, dim), keys.transpose(2, 3))
+        scores = torch.where(seen[:, None, None, :], scores * layer.scale, -torch.inf)
+        # What lies beyond a row's end may be another request's NaN.
+        values = torch.where(seen[:, None, :, None], values, 0.0)
+        return torch.matmul(scores.softmax(-1), values).reshape(n, -1)
+
+
+def use_capturable_attention(patch: pytest.MonkeyPatch) -> None:
+    """`attention_backend: torch` is `CapturableAttention`, and the sampler leaves numpy alone."""
+    patch.setitem(registry._BACKENDS, "torch", CapturableAttention)
+    patch.setattr(torch_backend, "argmax", lambda values: values.argmax(-1))
+    patch.setattr(torch_backend, "argmin", lambda values: values.argmin(-1))
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, dict):
+        return [t for value in values.values() for t in _tensors(value)]
+    if isinstance(values, list | tuple):
+        return [t for value in values for t in _tensors(value)]
+    return []
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

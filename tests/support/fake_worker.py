@@ -1,0 +1,141 @@
+"""A worker that models KV memory exactly and computes nothing.
+
+Each slot remembers the token written to it. The next token is a hash of the tokens read back
+through the row mirror, so a wrong slot, a page freed too early or a stale mirror gives wrong
+tokens. `reference` gives what a request must produce.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Collection
+
+import numpy as np
+
+from engine.protocol.encoding import decode, encode
+from engine.protocol.messages import GenerationBatchResult, ModelWorkerBatch, SampleMasks
+
+
+def next_token(tokens: np.ndarray, vocab: int) -> int:
+    """Token that follows `tokens`: any function of the whole sequence does."""
+    return zlib.crc32(np.ascontiguousarray(tokens, np.int32).tobytes()) % vocab
+
+
+def next_allowed(tokens: np.ndarray, allowed: Collection[int]) -> int:
+    """The same for a constrained request, which may only go on with `allowed` tokens."""
+    return sorted(allowed)[next_token(tokens, len(allowed))]
+
+
+def allowed_tokens(
+    out: list[int], choices: list[list[int]], eos_token_ids: Collection[int]
+) -> set[int]:
+    """What may follow `out` if the output is to be one of `choices`: tried one by one."""
+    allowed = {c[len(out)] for c in choices if len(c) > len(out) and c[: len(out)] == out}
+    return allowed | set(eos_token_ids) if out in choices else allowed
+
+
+def reference(
+    prompt: list[int],
+    max_new: int,
+    vocab: int,
+    stop_ids: frozenset[int] = frozenset(),
+    choices: list[list[int]] | None = None,
+    eos_token_ids: Collection[int] = (),
+) -> list[int]:
+    """Output of a request run alone; with `choices`, one of them and then an eos token."""
+    tokens = list(prompt)
+    out: list[int] = []
+    while len(out) < max_new:
+        so_far = np.asarray(tokens, np.int32)
+        if choices is None:
+            token = next_token(so_far, vocab)
+        else:
+            allowed = allowed_tokens(out, choices, eos_token_ids)
+            if not allowed:
+                break
+            token = next_allowed(so_far, allowed)
+        out.append(token)
+        tokens.append(token)
+        if token in stop_ids:
+            break
+    return out
+
+
+class FakeWorker:
+    """Runs steps in order; `launch` encodes and decodes the message as the wire would."""
+
+    def __init__(self, num_slots: int, max_rows: int, max_len: int, vocab: int) -> None:
+        self.memory = np.full(num_slots, -7, np.int64)
+        self.mirror = np.zeros((max_rows + 1, max_len), np.int64)
+        self.future = np.full(max_rows + 1, -7, np.int64)
+        self.vocab = vocab
+        self.pending: deque[ModelWorkerBatch] = deque()
+        self.masks: dict[int, SampleMasks] = {}
+        """By step: of delayed samples that haven't run."""
+        self.masks_seen: set[int] = set()
+        self.steps_seen = 0
+        self.prompt_tokens_run = 0
+
+    def launch(self, batch: ModelWorkerBatch) -> None:
+        self.pending.append(decode([bytes(f) for f in encode(batch)], ModelWorkerBatch))
+
+    def sample(self, masks: SampleMasks) -> None:
+        """Take the masks of a delayed step."""
+        delayed = {b.step for b in self.pending if b.delayed_sample}
+        assert masks.step in delayed, "masks of a step that isn't delayed or wasn't launched"
+        assert masks.step not in self.masks_seen, "masks sent twice"
+        self.masks_seen.add(masks.step)
+        self.masks[masks.step] = decode([bytes(f) for f in encode(masks)], SampleMasks)
+
+    def run(self) -> GenerationBatchResult:
+        """Execute the oldest launched step. Its masks must be here: nothing else can be done."""
+        b = self.pending.popleft()
+        assert not b.delayed_sample or b.step in self.masks, "no masks: a worker waits for ever"
+        allowed = _unpack(self.masks.pop(b.step)) if b.delayed_sample else {}
+        assert b.step > self.steps_seen, "steps out of order"
+        self.steps_seen = b.step
+        at = 0
+        for row, n in zip(b.prefix_rows.tolist(), b.prefix_lens.tolist(), strict=True):
+            self.mirror[row, :n] = b.prefix_locs[at : at + n]
+            at += n
+        lens = b.extend_lens.tolist() + [1] * (len(b.req_pool_indices) - b.num_extend)
+        assert sum(lens) == len(b.input_ids) == len(b.out_cache_loc)
+        assert len(set(b.out_cache_loc.tolist())) == len(b.out_cache_loc), "slot written twice"
+        at = 0
+        for i, (row, n, end) in enumerate(
+            zip(b.req_pool_indices.tolist(), lens, b.seq_lens.tolist(), strict=True)
+        ):
+            ids = b.input_ids[at : at + n].astype(np.int64)
+            if i >= b.num_extend and ids[0] == -1:
+                ids = self.future[row : row + 1].copy()
+            assert (ids >= 0).all(), "placeholder reached the model"
+            locs = b.out_cache_loc[at : at + n]
+            self.memory[locs] = ids
+            self.mirror[row, end - n : end] = locs
+            if i < b.num_extend:
+                self.prompt_tokens_run += n
+            at += n
+        tokens = []
+        errors = {}
+        for number, i in enumerate(b.sample_rows.tolist()):
+            row, end = int(b.req_pool_indices[i]), int(b.seq_lens[i])
+            read = self.memory[self.mirror[row, :end]]
+            token = next_token(read, self.vocab)
+            if number in allowed:
+                if allowed[number]:
+                    token = next_allowed(read, allowed[number])
+                else:
+                    errors[number] = "no token is allowed"
+            self.future[row] = token
+            tokens.append(int(token))
+        return GenerationBatchResult(b.step, tokens, row_errors=errors or None)
+
+
+def _unpack(masks: SampleMasks) -> dict[int, list[int]]:
+    """Allowed tokens by sampled row."""
+    bits = np.unpackbits(masks.masks.view(np.uint8), axis=1, bitorder="little")
+    return {
+        row: np.flatnonzero(allowed).tolist()
+        for row, allowed in zip(masks.rows.tolist(), bits, strict=True)
+    }

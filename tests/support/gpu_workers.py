@@ -1,0 +1,21 @@
+"""Workers on a GPU for tests: with FlashInfer where it is installed, else with torch's attention.
+
+torch's can't be captured in CUDA graphs; `CapturableAttention` stands in for it, as on CPU.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from engine.attention import registry
+from tests.support.fake_graphs import CapturableAttention
+
+
+def graph_attention(patch: pytest.MonkeyPatch) -> str:
+    """An `attention_backend` whose decodes can be captured here."""
+    if "flashinfer" in registry._BACKENDS and importlib.util.find_spec("flashinfer") is not None:
+        return "flashinfer"
+    patch.setitem(registry._BACKENDS, "torch", CapturableAttention)
+    return "torch"

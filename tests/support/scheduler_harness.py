@@ -1,0 +1,231 @@
+"""`Harness`: a scheduler with a worker that models KV memory."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.constraints import ConstraintSpec
+from engine.protocol.messages import AddRequest, FinishedReq, GenerationBatchResult
+from engine.sampling_params import SamplingParams
+from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.scheduler_config import SchedulerConfig
+from tests.support.fake_worker import FakeWorker, allowed_tokens, reference
+
+VOCAB = 50
+
+
+class Harness:
+    """Scheduler, fake worker, and a record of what every client got."""
+
+    def __init__(self, **overrides: Any) -> None:
+        values: dict[str, Any] = dict(
+            num_kv_tokens=256,
+            max_model_len=96,
+            vocab_size=VOCAB,
+            page_size=4,
+            max_running_requests=8,
+            chunked_prefill_size=16,
+            max_prefill_tokens=64,
+            enable_kv_events=True,
+        )
+        values.update(overrides)
+        self.config = SchedulerConfig(**values)
+        self.scheduler = Scheduler(self.config)
+        self.worker = FakeWorker(
+            self.config.num_kv_tokens + self.config.page_size,
+            self.config.max_running_requests,
+            self.config.max_model_len,
+            VOCAB,
+        )
+        self.now = 0.0
+        self.tokens: dict[tuple[str, int], list[int]] = defaultdict(list)
+        self.finished: dict[tuple[str, int], FinishedReq] = {}
+        self.cached: dict[tuple[str, int], int] = {}
+        self.expected: dict[tuple[str, int], list[int]] = {}
+        self.reasons: dict[tuple[str, int], str] = {}
+        """Finish reason of a request that nobody disturbs."""
+        self.aborted: set[tuple[str, int]] = set()
+
+    def add(
+        self,
+        rid: int,
+        prompt: list[int],
+        max_tokens: int = 8,
+        *,
+        client: str = "c",
+        stop: list[int] | None = None,
+        priority: int = 0,
+        salt: str = "",
+        resume: int = 0,
+        choices: list[list[int]] | None = None,
+        ignore_eos: bool = False,
+        **params: Any,
+    ) -> None:
+        """Queue a request; `choices` constrain it."""
+        limit = min(max_tokens, self.config.max_model_len - len(prompt))
+        eos = () if ignore_eos else self.config.eos_token_ids
+        stop_ids = frozenset(stop or ()) | frozenset(eos)
+        out = reference(prompt, limit, VOCAB, stop_ids, choices, eos)
+        resume = min(resume, len(out) - 1)
+        self.expected[(client, rid)] = out[resume:]
+        whole = choices is not None and not allowed_tokens(out, choices, eos)
+        stopped = out[-1] in stop_ids or whole
+        self.reasons[(client, rid)] = "stop" if stopped else "length"
+        self.scheduler.add(
+            AddRequest(
+                rid=rid,
+                client=client,
+                input_ids=np.asarray(prompt, np.int32),
+                params=SamplingParams(
+                    max_tokens=max_tokens,
+                    stop_token_ids=stop or [],
+                    ignore_eos=ignore_eos,
+                    seed=0,
+                    constraint=None
+                    if choices is None
+                    else ConstraintSpec("token_choice", {"choices": choices}),
+                    **params,
+                ),
+                priority=priority,
+                cache_salt=salt,
+                output_ids=np.asarray(out[:resume], np.int32) if resume else None,
+            ),
+            self.now,
+        )
+
+    def launch(self) -> bool:
+        self.now += 0.001
+        batch = self.scheduler.next_batch(self.now)
+        if batch is not None:
+            self.worker.launch(batch)
+            in_flight = (s for m in self.scheduler.micro_batches for s in m.in_flight)
+            step = next(s for s in in_flight if s.step == batch.step)
+            constrained = any(r.constraint is not None for r in step.sampled)
+            assert batch.delayed_sample == constrained
+        self.send_masks()
+        return batch is not None
+
+    def process(self) -> None:
+        self.scheduler.process_result(self.worker.run())
+        self.send_masks()
+        self.collect()
+
+    def send_masks(self) -> None:
+        for masks in self.scheduler.take_masks():
+            self.worker.sample(masks)
+
+    def collect(self) -> None:
+        for client, out in self.scheduler.take_outputs():
+            for rid, cached in out.started:
+                self.cached[(client, rid)] = cached
+            for rid, token in zip(out.rids, out.token_ids, strict=True):
+                key = (client, rid)
+                assert key not in self.finished, "token after the end"
+                assert key not in self.aborted, "token after abort"
+                self.tokens[key].append(token)
+            for end in out.finished:
+                key = (client, end.rid)
+                assert key not in self.finished, "ended twice"
+                self.finished[key] = end
+
+    def step(self) -> bool:
+        """One turn of the loop: launch what may be launched, then process the oldest result."""
+        while self.launch():
+            if (
+                self.scheduler.num_in_flight
+                >= self.config.lookahead * self.config.num_micro_batches
+            ):
+                break
+        if self.worker.pending:
+            self.process()
+            return True
+        self.collect()
+        return False
+
+    def run(self, limit: int = 5000) -> None:
+        for _ in range(limit):
+            if not self.step() and self.scheduler.is_idle:
+                break
+            self.check()
+        else:
+            pytest.fail("no end in sight")
+        self.check_done()
+
+    def check(self) -> None:
+        leak = self.scheduler.check_invariants()
+        assert leak is None, leak
+        for m in self.scheduler.micro_batches:
+            count = sum(r.constraint is not None for r in m.running.reqs)
+            assert m.running.num_constrained == count
+
+    def check_done(self) -> None:
+        assert self.scheduler.is_idle
+        self.check()
+        self.scheduler.kv.tree.check_integrity()
+        assert self.scheduler.kv.tree.protected_size == 0
+        assert not self.worker.masks and not self.scheduler.take_masks()
+        for key, out in self.expected.items():
+            if key in self.aborted:
+                assert out[: len(self.tokens[key])] == self.tokens[key]
+                continue
+            end = self.finished[key]
+            assert end.status != 500, end.message
+            if end.reason != "error":
+                assert self.tokens[key] == out, key
+                assert end.reason == self.reasons[key], key
+
+
+MODES = [
+    dict(lookahead=1),
+    dict(lookahead=2),
+    dict(lookahead=1, num_micro_batches=2, pp_size=2, max_micro_batch_size=4),
+    dict(lookahead=1, num_micro_batches=5, pp_size=4, max_micro_batch_size=2),
+]
+
+
+MODE_IDS = ["normal", "overlap", "pp2", "pp4"]
+
+
+def prompt(rng: random.Random, n: int) -> list[int]:
+    return [rng.randrange(VOCAB) for _ in range(n)]
+
+
+def random_choices(rng: random.Random) -> list[list[int]]:
+    """Choices over few tokens, so that they share prefixes; perhaps one begins another."""
+    lens = [rng.randrange(1, 16) for _ in range(rng.randrange(1, 6))]
+    choices = [[rng.randrange(20, 23) for _ in range(n)] for n in lens]
+    if rng.random() < 0.5:
+        choices.append(choices[0][: rng.randrange(1, len(choices[0]) + 1)])
+    return choices
+
+
+def cost(a: float, b: float, c: float, prefix: int, n: int) -> float:
+    """Seconds of a chunk: every token reads the prefix and what is before it in the chunk."""
+    return c + b * n + a * n * (2 * prefix + n)
+
+
+class TimedWorker(FakeWorker):
+    """Says how long each step took on a device with the given coefficients."""
+
+    def __init__(self, *args: Any, coefficients: tuple[float, float, float]) -> None:
+        super().__init__(*args)
+        self.coefficients = coefficients
+        self.chunks: list[list[tuple[int, int]]] = []
+        """By step without decode rows: (tokens, prefix) of each row."""
+
+    def run(self) -> GenerationBatchResult:
+        batch = self.pending[0]
+        lens = batch.extend_lens.tolist()
+        ends = batch.seq_lens[: batch.num_extend].tolist()
+        rows = [(n, end - n) for n, end in zip(lens, ends, strict=True)]
+        if batch.num_extend == len(batch.req_pool_indices):
+            self.chunks.append(rows)
+        a, b, c = self.coefficients
+        result = super().run()
+        result.device_s = c + sum(cost(a, b, 0.0, prefix, n) for n, prefix in rows)
+        return result

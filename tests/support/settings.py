@@ -1,0 +1,22 @@
+"""What every suite needs before it imports torch or runs a property test."""
+
+from __future__ import annotations
+
+import os
+
+# Read by libgomp when torch loads; spinning threads starve the other processes of a test.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from hypothesis import HealthCheck, settings
+
+
+def set_up() -> None:
+    """For `pytest_configure`: one torch thread, and property tests without a time limit, as a busy
+    machine is slow, which is no failure."""
+    import torch
+
+    torch.set_num_threads(1)
+    checks = [HealthCheck.too_slow]
+    settings.register_profile("unhurried", deadline=None, suppress_health_check=checks)
+    settings.load_profile("unhurried")

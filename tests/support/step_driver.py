@@ -1,0 +1,155 @@
+"""Drives a ModelRunner without a scheduler: any mix of chunks and decode rows, any slots."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from engine.distributed import ParallelState
+from engine.model_config import ModelConfig
+from engine.protocol.messages import ForwardMode, ModelWorkerBatch
+from engine.worker.model_runner import ForwardOutput, ModelRunner
+
+
+@dataclass
+class DrivenReq:
+    """One request: `tokens` so far, of which the first `done` are in the KV cache."""
+
+    row: int
+    tokens: list[int]
+    done: int = 0
+    pages: list[int] = field(default_factory=list)
+
+
+class StepDriver:
+    """Hands out rows and random pages, builds batches, runs them."""
+
+    def __init__(self, runner: ModelRunner, seed: int = 0) -> None:
+        self.runner = runner
+        self.page_size = runner.kv_pool.page_size
+        self.random = random.Random(seed)
+        self.free = list(range(1, runner.kv_pool.num_slots // self.page_size + 1))
+        self.random.shuffle(self.free)
+        self.rows = list(range(1, runner.req_to_token.shape[0]))
+        self.step = 0
+
+    def add(self, tokens: list[int]) -> DrivenReq:
+        return DrivenReq(self.rows.pop(0), list(tokens))
+
+    def share_prefix(self, req: DrivenReq, other: DrivenReq, length: int) -> None:
+        """Let `req` start from the first `length` tokens that `other` has in the cache."""
+        assert length % self.page_size == 0 and length <= other.done
+        req.pages = other.pages[: length // self.page_size]
+        req.done = length
+
+    def remove(self, req: DrivenReq) -> None:
+        """Free the row and pages at once for reuse."""
+        self.rows.insert(0, req.row)
+        self.free = req.pages + self.free
+
+    def run(
+        self,
+        extends: list[tuple[DrivenReq, int]],
+        decodes: list[DrivenReq],
+        *,
+        prompt_logits: bool = False,
+        micro_batch: int = 0,
+    ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+        """One step: (request, chunk length) rows, then single tokens.
+
+        Logits [rows, vocab] of every row's last token (None if not the last stage), and with
+        `prompt_logits` each extend row's logits of all its tokens.
+        """
+        batch = self.build(extends, decodes, micro_batch)
+        forward_batch = self.runner.prepare(batch)
+        if prompt_logits:
+            forward_batch.prompt_logits_rows = list(range(len(extends)))
+        output = self.runner.forward(forward_batch)
+        if output is None:
+            return None, []
+        assert isinstance(output, ForwardOutput)
+        rows = [
+            self.runner.prompt_logits(forward_batch, output, row)
+            for row in forward_batch.prompt_logits_rows
+        ]
+        return output.logits, rows
+
+    def build(
+        self, extends: list[tuple[DrivenReq, int]], decodes: list[DrivenReq], micro_batch: int = 0
+    ) -> ModelWorkerBatch:
+        """The step's message; counts its tokens as done."""
+        rows = [*extends, *((req, 1) for req in decodes)]
+        input_ids: list[int] = []
+        locs: list[int] = []
+        prefix_rows: list[int] = []
+        prefix_lens: list[int] = []
+        prefix_locs: list[int] = []
+        for index, (req, count) in enumerate(rows):
+            if index < len(extends) and req.done:
+                prefix_rows.append(req.row)
+                prefix_lens.append(req.done)
+                prefix_locs.extend(self._slot(req, i) for i in range(req.done))
+            end = req.done + count
+            while len(req.pages) * self.page_size < end:
+                req.pages.append(self.free.pop(0))
+            input_ids.extend(req.tokens[req.done : end])
+            locs.extend(self._slot(req, i) for i in range(req.done, end))
+            req.done = end
+        assert len(input_ids) == sum(count for _, count in rows)
+        self.step += 1
+        mode = ForwardMode.MIXED if extends and decodes else ForwardMode.DECODE
+        if extends and not decodes:
+            mode = ForwardMode.EXTEND
+        return ModelWorkerBatch(
+            step=self.step,
+            micro_batch=micro_batch,
+            forward_mode=mode,
+            num_extend=len(extends),
+            req_pool_indices=_ints(req.row for req, _ in rows),
+            seq_lens=_ints(req.done for req, _ in rows),
+            extend_lens=_ints(count for _, count in extends),
+            input_ids=_ints(input_ids),
+            out_cache_loc=_ints(locs),
+            prefix_rows=_ints(prefix_rows),
+            prefix_lens=_ints(prefix_lens),
+            prefix_locs=_ints(prefix_locs),
+            sample_rows=_ints(range(len(rows))),
+            new_slots=[],
+        )
+
+    def _slot(self, req: DrivenReq, position: int) -> int:
+        page, offset = divmod(position, self.page_size)
+        return req.pages[page] * self.page_size + offset
+
+
+def make_runner(
+    folder: str,
+    *,
+    page_size: int = 1,
+    num_kv_slots: int = 1024,
+    max_running_requests: int = 8,
+    max_model_len: int = 256,
+    dtype: str = "float32",
+    load_format: str = "auto",
+    parallel: ParallelState | None = None,
+) -> ModelRunner:
+    """A CPU runner with sizes for tests."""
+    return ModelRunner(
+        ModelConfig.from_pretrained(folder),
+        dtype=dtype,
+        device="cpu",
+        page_size=page_size,
+        num_kv_slots=num_kv_slots,
+        max_running_requests=max_running_requests,
+        max_model_len=max_model_len,
+        attention_backend="torch",
+        parallel=parallel or ParallelState.single(),
+        load_format=load_format,
+    )
+
+
+def _ints(values: object) -> np.ndarray:
+    return np.array(list(values), dtype=np.int32)  # type: ignore[call-overload]

@@ -1,0 +1,307 @@
+"""Requests from bytes to checked objects, and the pieces of replies that need no server."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from deploy.http.engine_client import ModelInfo
+from deploy.http.openai.body import parse_request
+from deploy.http.openai.limits import Fields, check_token_ids, request_seeds, resolve_max_tokens
+from deploy.http.openai.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
+from deploy.http.openai.protocol import ChatCompletionRequest, CompletionRequest
+from deploy.http.openai.sse import ChunkEncoder, encode_json
+from engine.errors import RequestError
+from engine.protocol.tokenizer_messages import LogprobEntry
+
+USER = {"role": "user", "content": "hi"}
+INFO = ModelInfo("m", max_model_len=100, vocab_size=50, created=0)
+
+
+def completion(**fields: Any) -> CompletionRequest:
+    return parse_request(json.dumps({"prompt": "x", **fields}).encode(), CompletionRequest)
+
+
+def chat(**fields: Any) -> ChatCompletionRequest:
+    return parse_request(json.dumps({"messages": [USER], **fields}).encode(), ChatCompletionRequest)
+
+
+def refused(body: bytes, kind: type[Any] = CompletionRequest) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        parse_request(body, kind)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("prompt", "normalized"),
+    [
+        ("a", ["a"]),
+        (["a", "b"], ["a", "b"]),
+        ([1, 2], [[1, 2]]),
+        ([0], [[0]]),
+        ([[1], [2, 3]], [[1], [2, 3]]),
+    ],
+)
+def test_prompt_forms_become_a_list_of_prompts(prompt: Any, normalized: Any) -> None:
+    assert completion(prompt=prompt).prompt == normalized
+
+
+def test_null_means_not_given() -> None:
+    fields = ["temperature", "n", "stop", "logit_bias", "seed", "stream", "tools", "max_tokens"]
+    for name in fields:
+        kind = chat if name == "tools" else completion
+        assert kind(**{name: None}) == kind()
+    assert "stream_options" not in completion(stream_options=None).model_fields_set
+
+
+def test_values_that_switch_an_unsupported_field_off_pass() -> None:
+    chat(
+        tools=[],
+        tool_choice="none",
+        response_format={"type": "text"},
+        modalities=["text"],
+        parallel_tool_calls=True,
+    )
+    completion(suffix="", best_of=2, n=2, length_penalty=1.0)
+
+
+def test_labels_pass() -> None:
+    chat(
+        user="u",
+        metadata={"a": "b"},
+        store=True,
+        service_tier="auto",
+        prompt_cache_key="k",
+        safety_identifier="s",
+    )
+
+
+def test_one_and_true_are_not_mixed_up_in_unsupported_fields() -> None:
+    assert refused(b'{"prompt": "x", "use_beam_search": 0}').param == "use_beam_search"
+    assert refused(b'{"prompt": "x", "stream_interval": true}').param == "stream_interval"
+
+
+def test_an_earlier_reply_can_be_sent_back() -> None:
+    # What openai's client gives by message.model_dump().
+    reply = {
+        "content": "hello",
+        "refusal": None,
+        "role": "assistant",
+        "annotations": None,
+        "audio": None,
+        "function_call": None,
+        "tool_calls": None,
+    }
+    request = chat(messages=[USER, reply, USER])
+    assert request.messages[1].as_template_input() == {"role": "assistant", "content": "hello"}
+
+
+def test_text_parts_are_joined_and_developer_becomes_system() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    request = chat(messages=[{"role": "developer", "content": parts, "name": "n"}, USER])
+    first = request.messages[0].as_template_input()
+    assert first == {"role": "system", "content": "a\nb", "name": "n"}
+
+
+def test_logit_bias_takes_string_keys_and_sampling_params_get_every_field() -> None:
+    request = completion(
+        logit_bias={"5": 1, "7": -100.0},
+        min_tokens=2,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=3,
+        min_p=0.1,
+        presence_penalty=1.0,
+        frequency_penalty=-1.0,
+        repetition_penalty=1.1,
+        stop="s",
+        stop_token_ids=[4],
+        include_stop_str_in_output=True,
+        ignore_eos=True,
+        skip_special_tokens=False,
+    )
+    params = request.sampling_params(9, 11, 2, 3)
+    params.verify(50)
+    got = {name: getattr(params, name) for name in params.__struct_fields__}
+    assert got == {
+        "n": 1,
+        "constraint": None,
+        "max_tokens": 9,
+        "min_tokens": 2,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 3,
+        "min_p": 0.1,
+        "seed": 11,
+        "presence_penalty": 1.0,
+        "frequency_penalty": -1.0,
+        "repetition_penalty": 1.1,
+        "logit_bias": {5: 1.0, 7: -100.0},
+        "stop": ["s"],
+        "stop_token_ids": [4],
+        "include_stop_str_in_output": True,
+        "ignore_eos": True,
+        "skip_special_tokens": False,
+        "logprobs": 2,
+        "prompt_logprobs": 3,
+    }
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"", "empty"),
+        (b"   ", "empty"),
+        (b"[1]", "JSON object"),
+        (b'"x"', "JSON object"),
+        (b'{"prompt": "x"', "line 1, column 15"),
+        (b'{"prompt": "x",\n "n" 2}', "line 2, column 6"),
+        (b'{"prompt": "x"} x', "line 1, column 17"),
+        (b'{"prompt": "\xff"}', "UTF-8 at byte 12"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"a":' * 100_000, "nested too deeply"),
+        (b'{"n": ' + b"9" * 6000 + b"}", "too many digits"),
+        (b'{"prompt": "\\ud800"}', "not valid JSON"),
+        (b'\xef\xbb\xbf{"prompt": "x"}', "not valid JSON"),
+    ],
+)
+def test_broken_json_says_where(body: bytes, words: str) -> None:
+    error = refused(body)
+    assert words in error.message
+    assert error.status == 400
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (b'{"prompt": "x", "temperature": NaN}', "temperature"),
+        (b'{"prompt": "x", "top_p": Infinity}', "top_p"),
+        (b'{"prompt": "x", "min_p": -Infinity}', "min_p"),
+        (b'{"prompt": "x", "temperature": 1e999}', "temperature"),
+        (b'{"prompt": [1, NaN]}', "prompt[1]"),
+        (b'{"prompt": "x", "logit_bias": {"5": NaN}}', "logit_bias.5"),
+    ],
+)
+def test_numbers_that_are_not_finite_name_the_field(body: bytes, param: str) -> None:
+    assert refused(body).param == param
+
+
+def test_error_of_an_unknown_field_is_openais() -> None:
+    error = refused(b'{"prompt": "x", "temprature": 1}')
+    assert error.message == "Unrecognized request argument supplied: temprature"
+    assert error.param == "temprature"
+
+
+def test_error_paths_reach_into_messages() -> None:
+    body = {"messages": [USER, {"role": "user", "content": [{"type": "text", "text": 3}]}]}
+    assert refused(json.dumps(body).encode(), ChatCompletionRequest).param.startswith(  # type: ignore[union-attr]
+        "messages[1].content"
+    )
+    body = {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}
+    error = refused(json.dumps(body).encode(), ChatCompletionRequest)
+    assert (error.param, "not supported yet" in error.message) == ("messages[0].content", True)
+    body = {"messages": [{**USER, "tool_calls": [{}]}]}
+    assert refused(json.dumps(body).encode(), ChatCompletionRequest).param == (
+        "messages[0].tool_calls"
+    )
+
+
+def test_context_limits() -> None:
+    fields = Fields("prompt", "max_tokens")
+    assert resolve_max_tokens(90, None, None, INFO, fields) == 10
+    assert resolve_max_tokens(90, None, 16, INFO, fields) == 10
+    assert resolve_max_tokens(10, None, 16, INFO, fields) == 16
+    assert resolve_max_tokens(90, 10, None, INFO, fields) == 10
+    for prompt, asked, param in [(100, None, "prompt"), (100, 1, "prompt"), (90, 11, "max_tokens")]:
+        with pytest.raises(RequestError) as caught:
+            resolve_max_tokens(prompt, asked, None, INFO, fields)
+        assert caught.value.param == param
+        assert caught.value.code == "context_length_exceeded"
+        assert "100 tokens" in caught.value.message
+
+
+def test_token_ids_at_the_edges() -> None:
+    check_token_ids([0, 49], INFO, "prompt")
+    for ids in [[], [50], [-1, 3], [10**5000]]:
+        with pytest.raises(RequestError):
+            check_token_ids(ids, INFO, "prompt")
+
+
+def test_seeds_count_up_wrap_and_differ() -> None:
+    assert request_seeds(7, 3) == [7, 8, 9]
+    assert request_seeds(2**63 - 1, 2) == [2**63 - 1, -(2**63)]
+    seeds = request_seeds(None, 100)
+    assert len(set(seeds)) == 100
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    with pytest.raises(RequestError):
+        request_seeds(2**63, 1)
+
+
+ENTRIES = [
+    LogprobEntry("a", 1, -0.5, [97], [("a", 1, -0.5, [97]), ("b", 2, -1.0, [98])], 0),
+    LogprobEntry("c", 3, float("-inf"), [99], [("a", 1, -0.5, [97]), ("b", 2, -1.0, [98])], 1),
+]
+
+
+def test_logprobs_in_all_shapes() -> None:
+    assert completion_logprobs(ENTRIES, [4, 5], 1) == {
+        "text_offset": [4, 5],
+        "token_logprobs": [-0.5, -9999.0],
+        "tokens": ["a", "c"],
+        "top_logprobs": [{"a": -0.5}, {"a": -0.5, "c": -9999.0}],
+    }
+    assert chat_logprobs(ENTRIES[:1], 2) == {
+        "content": [
+            {
+                "token": "a",
+                "logprob": -0.5,
+                "bytes": [97],
+                "top_logprobs": [
+                    {"token": "a", "logprob": -0.5, "bytes": [97]},
+                    {"token": "b", "logprob": -1.0, "bytes": [98]},
+                ],
+            }
+        ],
+        "refusal": None,
+    }
+    assert prompt_logprobs([None, ENTRIES[1]]) == [
+        None,
+        {
+            "3": {"logprob": -9999.0, "rank": None, "decoded_token": "c"},
+            "1": {"logprob": -0.5, "rank": 1, "decoded_token": "a"},
+            "2": {"logprob": -1.0, "rank": 2, "decoded_token": "b"},
+        },
+    ]
+
+
+def test_chunks_are_one_line_of_json_for_every_reader() -> None:
+    encoder = ChunkEncoder('i"d', "o", 1, "m", "text", 2, with_usage=True)
+    text = 'a"\n\u2028\u2029\x85\r é😀'
+    data = encoder.chunk(1, encode_json(text))
+    assert data.endswith(b"\n\n")
+    assert len(data.decode().splitlines()) == 2
+    chunk = json.loads(data.removeprefix(b"data: "))
+    assert chunk == {
+        "id": 'i"d',
+        "object": "o",
+        "created": 1,
+        "model": "m",
+        "choices": [
+            {
+                "index": 1,
+                "text": text,
+                "logprobs": None,
+                "finish_reason": None,
+                "stop_reason": None,
+            }
+        ],
+        "usage": None,
+    }
+    full = encoder.full_chunk(
+        1, encode_json(text), logprobs=None, finish_reason=None, stop_reason=None
+    )
+    assert json.loads(full.removeprefix(b"data: ")) == chunk
+    last = json.loads(encoder.usage_chunk({"total_tokens": 3}).removeprefix(b"data: "))
+    assert (last["choices"], last["usage"]) == ([], {"total_tokens": 3})

@@ -1,0 +1,176 @@
+"""Quantized checkpoints are refused by name, whichever way they can be told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.errors import ConfigError
+from engine.model_config import ModelConfig
+from engine.models.load_progress import LINE_PERIOD_S, LoadProgress
+from engine.models.weights import SafetensorsSource
+from tests.support.models import make_model
+
+CPU = torch.device("cpu")
+NAME = "model.layers.0.mlp.up_proj.weight"
+SHAPE = (48, 32)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("plain") / "model", "LlamaForCausalLM")
+
+
+@pytest.fixture
+def folder(plain: Path, tmp_path: Path) -> Path:
+    for file in plain.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    return tmp_path
+
+
+def replace(folder: Path, **tensors: torch.Tensor) -> None:
+    """Put these in the place of the weight's tensors, keys are what follows "up_proj."."""
+    weights = load_file(folder / "model.safetensors")
+    del weights[NAME]
+    beside = NAME.removesuffix("weight")
+    weights.update({beside + key.replace("__", "."): value for key, value in tensors.items()})
+    save_file(weights, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("described", "words"),
+    [
+        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, "FP8 (dynamic)"),
+        (
+            {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
+            "FP8 (blocks of 128 x 128, e4m3)",
+        ),
+        (
+            {"quant_method": "compressed-tensors", "format": "float-quantized"},
+            "compressed-tensors (float-quantized)",
+        ),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128}, "AWQ (4 bits)"),
+        ({"quant_method": "gptq", "bits": 8}, "GPTQ (8 bits)"),
+        (
+            {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+            "bitsandbytes (nf4, 4 bits)",
+        ),
+        ({"quant_method": "mxfp4"}, "MXFP4"),
+        ({"quant_method": "fbgemm_fp8"}, "FBGEMM FP8"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "ModelOpt"),
+        ({"quant_method": "of_tomorrow"}, "'of_tomorrow'"),
+        ({"bits": 4}, "unknown method"),
+    ],
+)
+def test_config_names_the_method(folder: Path, described: dict[str, Any], words: str) -> None:
+    for key in ("quantization_config", "compression_config"):
+        config = json.loads((folder / "config.json").read_text())
+        changed = json.dumps({**config, key: described})
+        (folder / "config.json").write_text(changed)
+        with pytest.raises(ConfigError) as caught:
+            ModelConfig.from_pretrained(folder)
+        for part in (words, "not supported yet", "bfloat16"):
+            assert part in str(caught.value), str(caught.value)
+        (folder / "config.json").write_text(json.dumps(config))
+    ModelConfig.from_pretrained(folder)
+
+
+def test_modelopt_has_a_file_of_its_own(folder: Path) -> None:
+    (folder / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
+    with pytest.raises(ConfigError, match=r"ModelOpt \(FP8\): not supported yet"):
+        ModelConfig.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        ({"weight": torch.zeros(SHAPE).to(torch.float8_e4m3fn)}, "quantized type float8_e4m3fn"),
+        (
+            {
+                "weight": torch.zeros(SHAPE).to(torch.float8_e4m3fn),
+                "weight_scale_inv": torch.ones(1, 1),
+            },
+            "float8_e4m3fn (FP8 in blocks)",
+        ),
+        (
+            {"weight": torch.zeros(SHAPE, dtype=torch.int8), "weight_scale": torch.ones(48, 1)},
+            "int8 (FP8 or compressed-tensors)",
+        ),
+        (
+            {"weight": torch.zeros(24 * 32, 1, dtype=torch.uint8), "weight__absmax": torch.ones(2)},
+            "uint8 (bitsandbytes)",
+        ),
+        ({"qweight": torch.zeros(4, 48, dtype=torch.int32)}, "(GPTQ or AWQ)"),
+        ({"weight_packed": torch.zeros(48, 4, dtype=torch.int32)}, "compressed-tensors, packed"),
+    ],
+)
+def test_tensors_give_it_away(folder: Path, tensors: dict[str, torch.Tensor], words: str) -> None:
+    """Also where config.json says nothing: a float8 tensor would be read without its scale."""
+    replace(folder, **tensors)
+    source = SafetensorsSource(folder, torch.float32, CPU)
+    with pytest.raises(ConfigError) as caught:
+        source.get(NAME, SHAPE)
+    for part in (words, NAME, "not supported yet", "bfloat16"):
+        assert part in str(caught.value), str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_plain_types_are_read(folder: Path, dtype: torch.dtype) -> None:
+    replace(folder, weight=torch.full(SHAPE, 0.5).to(dtype))
+    part = SafetensorsSource(folder, torch.bfloat16, CPU).get(NAME, SHAPE, start=8, count=4)
+    assert part.dtype == torch.bfloat16 and torch.equal(part, torch.full((4, 32), 0.5).bfloat16())
+
+
+def test_files_are_opened_for_the_device(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """safetensors then moves each slice itself: no copy of the model on the host."""
+    opened = []
+
+    def fake_open(path: str, framework: str, device: str) -> Any:
+        opened.append((Path(path).name, framework, device))
+        return type("File", (), {"keys": lambda self: []})()
+
+    monkeypatch.setattr("engine.models.weights.safe_open", fake_open)
+    SafetensorsSource(plain, torch.bfloat16, torch.device("cuda"))
+    assert opened == [("model.safetensors", "pt", "cuda")]
+
+
+class Terminal:
+    """stderr that says whether it is one."""
+
+    def __init__(self, is_terminal: bool) -> None:
+        self._is_terminal = is_terminal
+        self.text = ""
+
+    def isatty(self) -> bool:
+        return self._is_terminal
+
+    def write(self, text: str) -> int:
+        self.text += text
+        return len(text)
+
+    def flush(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_progress_is_a_bar_or_lines(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stderr, now = Terminal(is_terminal), 100.0
+    monkeypatch.setattr("sys.stderr", stderr)
+    progress = LoadProgress(clock=lambda: now)
+    with caplog.at_level("INFO", "engine.models.load_progress"):
+        for done in range(1, 9):
+            now += LINE_PERIOD_S / 2
+            progress(done, 8)
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines[-1] == f"weights loaded: 8 layers in {4 * LINE_PERIOD_S:.1f} s"
+    assert ("loading weights" in stderr.text) == is_terminal
+    assert lines[:-1] == (
+        [] if is_terminal else [f"loading weights: {n} of 8 layers" for n in (2, 4, 6)]
+    )

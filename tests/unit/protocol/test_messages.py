@@ -1,0 +1,70 @@
+"""Messages survive the wire; strangers and garbage don't get in."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.protocol import encoding
+from engine.protocol.messages import (
+    AddRequest,
+    ForwardMode,
+    ModelWorkerBatch,
+    SlotParams,
+    StepOutputs,
+)
+from engine.sampling_params import SamplingParams
+
+ints = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=3000).map(
+    lambda v: np.asarray(v, np.int32)
+)
+
+
+def wire(frames: list[bytes | memoryview]) -> list[bytes]:
+    return [bytes(f) for f in frames]
+
+
+@given(ids=ints, out=st.none() | ints, seed=st.none() | st.integers(-(2**63), 2**63 - 1))
+def test_add_request_round_trip(ids: np.ndarray, out: np.ndarray | None, seed: int | None) -> None:
+    sent = AddRequest(
+        rid=2**40,
+        input_ids=ids,
+        output_ids=out,
+        params=SamplingParams(seed=seed, logit_bias={3: -1.5}, stop=["é\n"]),
+    )
+    for frames in (wire(encoding.encode(sent)), [encoding.encode_inline(sent)]):
+        got = encoding.decode(frames, AddRequest)
+        assert np.array_equal(got.input_ids, ids) and got.input_ids.dtype == np.int32
+        assert (got.output_ids is None) == (out is None)
+        assert got.params == sent.params
+
+
+@given(rows=st.integers(0, 2000))
+def test_batch_round_trip(rows: int) -> None:
+    a = np.arange(rows, dtype=np.int32)
+    empty = np.zeros(0, np.int32)
+    slots = [SlotParams(1, 2, [3], SamplingParams(top_k=5), a)]
+    sent = ModelWorkerBatch(
+        7, 1, ForwardMode.DECODE, 0, a, a + 1, empty, a - 1, a, empty, empty, empty, a, slots
+    )
+    got = encoding.decode(wire(encoding.encode(sent)), ModelWorkerBatch)
+    for name in ("req_pool_indices", "seq_lens", "input_ids", "out_cache_loc", "sample_rows"):
+        assert np.array_equal(getattr(got, name), getattr(sent, name)), name
+    assert np.array_equal(got.new_slots[0].token_ids, a)
+
+
+def test_large_arrays_are_frames_of_their_own() -> None:
+    big = np.arange(encoding.INLINE_BYTES, dtype=np.int32)
+    frames = encoding.encode(AddRequest(rid=1, input_ids=big, params=SamplingParams()))
+    assert len(frames) == 2 and len(frames[0]) < 200
+
+
+def test_decode_refuses_what_is_not_the_message() -> None:
+    good = wire(encoding.encode(StepOutputs(1, [0, 0], [0, 0], [], [])))
+    with pytest.raises(msgspec.MsgspecError):
+        encoding.decode(good, AddRequest)
+    with pytest.raises(msgspec.MsgspecError):
+        encoding.decode([b"\xc1"], StepOutputs)

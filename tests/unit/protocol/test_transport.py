@@ -1,0 +1,252 @@
+"""Messages arrive in order by whichever lane; strangers and garbage don't get in."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import zmq
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.errors import EngineDeadError
+from engine.protocol import encoding, local_socket, messages
+from engine.protocol.messages import AbortRequest, AddRequest, ClientGone
+from engine.protocol.transport import _HEAD, Inbox, Outbox, Waiter, _Order
+from engine.sampling_params import SamplingParams
+
+Context = zmq.Context[zmq.Socket[bytes]]
+
+
+@pytest.fixture(params=["both lanes", "ZeroMQ alone"])
+def context(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Context]:
+    if request.param == "ZeroMQ alone":
+        monkeypatch.setattr(local_socket.sys, "platform", "darwin")
+    made: Context = zmq.Context()
+    yield made
+    made.term()
+
+
+def rids(inbox: Inbox, count: int) -> list[int]:
+    got = [inbox.recv(5.0) for _ in range(count)]
+    return [m.rid for m in got if m is not None]
+
+
+def test_inbox_takes_only_messages_with_its_secret(context: Context) -> None:
+    inbox = Inbox(context=context)
+    friend = Outbox(inbox.address, context)
+    endpoint = inbox.address.partition("#")[0]
+    stranger = Outbox(f"{endpoint}#{'00' * 16}", context)
+    raw = context.socket(zmq.PUSH)
+    raw.connect(endpoint)
+    stranger.send(messages.Shutdown())
+    raw.send(b"hello")
+    raw.send_multipart([b"x" * _HEAD.size, b"y"])
+    friend.send(ClientGone("c"))
+    assert inbox.recv(5.0) == ClientGone("c")
+    assert inbox.recv(0.3) is None
+    assert inbox.refused == 3
+    raw.close(0)
+    friend.close()
+    stranger.close()
+    inbox.close()
+
+
+def test_datagrams_without_the_secret_are_refused() -> None:
+    inbox, others = Inbox(), Inbox()
+    secret = bytes.fromhex(inbox.address.partition("#")[2])
+    raw = local_socket.connect(secret)
+    assert raw is not None
+    stranger = Outbox(others.address)
+    stranger._local = raw  # knows the public name alone
+    stranger.send(messages.Shutdown())
+    for data in (b"", b"\xff" * 4, b"\xff" * 200):
+        raw.send(data)
+    assert local_socket.send(raw, b"short", [b""])
+    friend = Outbox(inbox.address)
+    friend.send(ClientGone("c"))
+    assert inbox.recv(5.0) == ClientGone("c")
+    assert inbox.recv(0.0) is None
+    assert inbox.refused == 5
+    for end in (stranger, friend, inbox, others):
+        end.close()
+
+
+def test_messages_of_one_sender_keep_their_order(context: Context) -> None:
+    """More than fit a datagram queue, of sizes that take either lane."""
+    inbox = Inbox(context=context)
+    outbox = Outbox(inbox.address, context)
+    for i in range(500):
+        size = 40_000 if i % 7 == 0 else 3
+        ids = np.arange(size, dtype=np.int32)
+        outbox.send(AddRequest(rid=i, input_ids=ids, params=SamplingParams()))
+    assert rids(inbox, 500) == list(range(500))
+    outbox.close()
+    assert inbox.recv(0.2) is None and inbox.refused == 0
+    inbox.close()
+
+
+def test_a_sender_on_this_node_uses_datagrams() -> None:
+    inbox = Inbox()
+    outbox = Outbox(inbox.address)
+    outbox.send(AbortRequest(rid=5))
+    received = local_socket.receive(inbox._local, inbox._buffer) if inbox._local else None
+    assert received is not None and len(received) > _HEAD.size
+    outbox.close()
+    inbox.close()
+
+
+def test_datagrams_of_several_frames() -> None:
+    """As they come; with wrong sizes they are refused, and the sender's next one is taken."""
+    inbox = Inbox()
+    outbox = Outbox(inbox.address)
+    assert outbox._local is not None
+    ids = np.arange(5_000, dtype=np.int32)
+    request = AddRequest(rid=1, input_ids=ids, params=SamplingParams())
+    frames = encoding.encode(request)
+    assert len(frames) == 2
+    outbox.send(request)
+    received = inbox.recv(5.0)
+    assert isinstance(received, AddRequest)
+    np.testing.assert_array_equal(received.input_ids, ids)
+    for number, broken in enumerate(([frames[0]], [frames[0], frames[1][:-1]]), 2):
+        head = _HEAD.pack(outbox._secret, 0, outbox._id, number, 2)
+        sizes = b"".join(len(frame).to_bytes(4, "little") for frame in frames)
+        outbox._local.send(head + sizes + b"".join(broken))
+    outbox._number = 3
+    outbox.send(AbortRequest(rid=4))
+    assert inbox.recv(5.0) == AbortRequest(rid=4)
+    assert inbox.refused == 2
+    outbox.close()
+    inbox.close()
+
+
+def test_the_goodbye_leaves_no_state() -> None:
+    inbox = Inbox()
+    for i in range(5):
+        outbox = Outbox(inbox.address)
+        outbox.send(AbortRequest(rid=i))
+        outbox.close()
+    assert rids(inbox, 5) == list(range(5))
+    assert inbox.recv(0.1) is None
+    assert not inbox._order._expected and not inbox._order._held
+    inbox.close()
+
+
+def test_bad_messages_hold_nothing_up() -> None:
+    inbox = Inbox()
+    outbox = Outbox(inbox.address)
+    outbox.send_frames(AbortRequest, [b"\xc1"])
+    outbox.send(AbortRequest(rid=2))
+    assert rids(inbox, 1) == [2] and inbox.refused == 1
+    outbox.close()
+    inbox.close()
+
+
+def test_waiting_for_several_inboxes() -> None:
+    a, b = Inbox(), Inbox()
+    waiter = Waiter(a, b)
+    assert waiter.wait(0.01) == []
+    outbox = Outbox(b.address)
+    outbox.send(AbortRequest(rid=1))
+    assert waiter.wait(5.0) == [b]
+    assert rids(b, 1) == [1]
+    assert waiter.wait(0.01) == []
+    for end in (outbox, a, b):
+        end.close()
+
+
+def test_waiting_never_asks_the_system_for_more_than_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`poll` rounds fractions of a millisecond up, and the worker would report a step late."""
+    inbox = Inbox()
+    asked: list[float] = []
+
+    class Poll:
+        def poll(self, timeout_ms: float) -> list[tuple[int, int]]:
+            asked.append(timeout_ms)
+            now[0] += timeout_ms / 1000
+            return []
+
+    now = [100.0]
+    monkeypatch.setattr("engine.protocol.transport.time.monotonic", lambda: now[0])
+    monkeypatch.setattr(inbox._waiter, "_poll", Poll())
+    assert inbox.recv(0.0127) is None
+    assert inbox.recv(0.0007) is None
+    assert asked == [12]
+    inbox.close()
+
+
+def test_messages_already_taken_are_not_slept_on() -> None:
+    """One that came early makes two due at once; a waiter must see the second."""
+    inbox = Inbox()
+    outbox = Outbox(inbox.address)
+    local, outbox._local = outbox._local, None
+    assert local is not None
+
+    def head(number: int) -> bytes:
+        return _HEAD.pack(outbox._secret, 1, outbox._id, number, 1)
+
+    assert local_socket.send(local, head(2), encoding.encode(AbortRequest(rid=2)))
+    assert inbox.recv(0.05) is None
+    outbox._socket.send_multipart([head(1), *encoding.encode(AbortRequest(rid=1))])
+    assert rids(inbox, 1) == [1]
+    assert Waiter(inbox).wait(5.0) == [inbox]
+    assert rids(inbox, 1) == [2]
+    local.close()
+    outbox.close()
+    inbox.close()
+
+
+@given(st.permutations(range(1, 12)))
+def test_order_is_the_numbers_whatever_the_arrival(arrival: list[int]) -> None:
+    order = _Order()
+    got = [m for n in arrival for m in order.put(b"a", n, n, is_last=n == 11)]
+    assert got == list(range(1, 12))
+    assert not order._held and not order._expected
+
+
+def test_senders_do_not_wait_for_each_other() -> None:
+    order = _Order()
+    assert order.put(b"a", 2, "early", is_last=False) == []
+    assert order.put(b"b", 1, "other", is_last=False) == ["other"]
+    assert order.put(b"a", 1, "first", is_last=False) == ["first", "early"]
+
+
+def test_a_receiver_that_never_reads_counts_as_dead(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.protocol.transport.SEND_LIMIT", 10)
+    inbox = Inbox(context=context)
+    outbox = Outbox(inbox.address, context)
+    inbox.close()
+    with pytest.raises(EngineDeadError):
+        for i in range(100):
+            outbox.send(AbortRequest(rid=i))
+    outbox.close(0)
+
+
+def test_a_receiver_elsewhere_is_reached_by_zeromq_alone() -> None:
+    inbox = Inbox()
+    elsewhere = Inbox()
+    if elsewhere._local is not None:
+        elsewhere._local.close()  # as if in another network namespace
+    outbox = Outbox(elsewhere.address)
+    assert outbox._local is None
+    outbox.close()
+    for end in (inbox, elsewhere):
+        end.close()
+
+
+def test_names_tell_nothing_of_the_secret() -> None:
+    secret = b"s" * 16
+    bound = local_socket.bind(secret)
+    assert bound is not None
+    name = bound.getsockname()
+    assert isinstance(name, bytes) and secret not in name and secret.hex().encode() not in name
+    bound.close()
+    with pytest.raises(ConnectionRefusedError), socket.socket(socket.AF_UNIX, 2) as raw:
+        raw.connect(name)

@@ -1,0 +1,394 @@
+"""Requests that leave while steps with them are in flight, and room that is about to come free.
+
+The pitfalls of design §3 and the last two of roseinfer's six; those with placeholders are in
+test_overlap_placeholders.py, those of sampling in test_overlap_sampling.py. Every `check_*` drives
+the scheduler into one dangerous situation and says what is right. It is run as it is, and without
+each of its guards, where it has to fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from engine.kvcache import KVPoolError
+from engine.protocol.messages import AbortRequest
+from engine.scheduler import scheduler as scheduler_module
+from engine.scheduler.kv_manager import KVManager
+from engine.scheduler.req import ReqStatus
+from engine.scheduler.running_batch import RunningBatch
+from engine.scheduler.scheduler import Scheduler
+from engine.tokenizer import DetokenizerManager
+from tests.support.fake_worker import reference
+from tests.support.guards import Guard, checks_of, guarded_by, guards_of, replaced, without
+from tests.support.overlap import AnyOrder, Overlap, Reader, tiny_tokenizer, two_running
+from tests.support.scheduler_harness import VOCAB
+
+FREED_AT_ONCE = replaced(Scheduler, "_is_in_flight", lambda self, req: False)
+EXTRA_TOKEN_KEPT = without(Scheduler, "_commit", ("if req.status is finished:", "if False:"))
+
+
+# Leaving while a step is in flight
+
+
+@guarded_by(FREED_AT_ONCE, AssertionError, "row of a step")
+def check_aborted_request_keeps_its_memory() -> None:
+    """Roseinfer's 6th: freed when the last step with it is done, and not before."""
+    h = two_running()
+    h.abort(1)
+    h.check_in_flight()
+    h.process()
+    h.check_in_flight()
+    assert h.steps_with(1) == 1
+    h.process()
+    assert ("c", 1) not in h.scheduler.reqs
+    h.run()
+    assert h.released == {1: 1, 2: 1}
+
+
+@guarded_by(FREED_AT_ONCE, AssertionError, "row of a step")
+@guarded_by(
+    without(Scheduler, "_end", ("self.chunked_req = None", "pass")),
+    AssertionError,
+    r"43 == \(32 \+ 3\)",
+)
+def check_aborted_chunk_keeps_its_memory() -> None:
+    """The same in the middle of a prompt, with which nothing goes on."""
+    h = Overlap()
+    h.add(1, list(range(40)), 5)
+    h.launch()
+    h.launch()
+    assert h.steps_with(1) == 2 and h.req(1).needs_prefill
+    h.abort(1)
+    h.check_in_flight()
+    h.add(2, [7, 8, 9], 5)
+    h.run()
+    assert h.released == {1: 1, 2: 1}
+    assert h.worker.prompt_tokens_run == 32 + 3
+
+
+@guarded_by(FREED_AT_ONCE, AssertionError, "row of a step")
+@guarded_by(EXTRA_TOKEN_KEPT, AssertionError, "token after the end")
+def check_finished_request_keeps_its_memory() -> None:
+    """A stop token is seen one step late: the extra token is dropped, the KV freed once."""
+    out = reference([5, 6], 20, VOCAB)
+    h = Overlap()
+    h.add(1, [5, 6], 20, stop=[out[6]])
+    h.add(2, [9, 8, 7], 20)
+    while ("c", 1) not in h.finished:
+        h.step()
+    assert h.scheduler.num_in_flight == 1
+    h.check_in_flight()
+    assert h.steps_with(1) == 1
+    h.process()
+    assert ("c", 1) not in h.scheduler.reqs
+    h.run()
+    assert h.finished[("c", 1)].num_output == len(h.tokens[("c", 1)]) == out.index(out[6]) + 1
+    assert h.scheduler.stats.generation_tokens_total == sum(map(len, h.tokens.values()))
+    assert h.released == {1: 1, 2: 1}
+
+
+@guarded_by(FREED_AT_ONCE, AssertionError, "of a step in flight is free")
+def check_retracted_request_keeps_its_memory() -> None:
+    """Out of room with a step in flight: the victim leaves when that is done."""
+    h = Overlap(num_kv_tokens=64, max_model_len=48, schedule_conservativeness=0.01)
+    for rid in (1, 2):
+        h.add(rid, [rid, *range(7)], 36)
+    while h.scheduler.stats.retractions_total == 0:
+        if h.scheduler.num_in_flight == 2:
+            h.process()
+        h.launch()
+    assert h.scheduler.num_in_flight > 0
+    h.check_in_flight()
+    (victim,) = [r for r in h.scheduler.reqs.values() if r.status is ReqStatus.RETRACTING]
+    assert victim not in h.scheduler.waiting_queue
+    h.run()
+    assert h.scheduler.stats.retractions_total == 1
+    assert sum(h.released.values()) == 3
+
+
+@guarded_by(FREED_AT_ONCE, AssertionError, "'c', 1")
+def check_token_in_flight_outlives_retraction() -> None:
+    """The token in flight is output like any other: it isn't computed and sent again."""
+    h = two_running()
+    h.process()
+    h.scheduler._retract(h.req(1))
+    h.launch()
+    h.run()
+
+
+@guarded_by(FREED_AT_ONCE, AssertionError, "row of a step")
+@guarded_by(
+    without(Scheduler, "_retract", ("self.chunked_req = None", "pass")), AssertionError, "Counter"
+)
+def check_retracted_chunk_starts_over() -> None:
+    """A request that is retracted in the middle of its prompt."""
+    h = Overlap()
+    h.add(1, list(range(40)), 5)
+    h.launch()
+    h.launch()
+    h.scheduler._retract(h.req(1))
+    h.check_in_flight()
+    h.run()
+    assert h.released == {1: 2}
+
+
+@guarded_by(FREED_AT_ONCE, AssertionError, "row of a step")
+def check_preempted_request_keeps_its_memory() -> None:
+    """The urgent request takes its victim's row only when no step holds it any more."""
+    h = two_running(
+        max_running_requests=2, schedule_policy="priority", enable_priority_preemption=True
+    )
+    h.process()
+    for rid in (1, 2):
+        h.req(rid).priority = rid
+    h.add(9, [9, 9], 4)
+    h.launch()
+    h.check_in_flight()
+    assert h.req(2).status is ReqStatus.RETRACTING
+    h.run()
+    assert h.scheduler.stats.preemptions_total == 1
+
+
+def late_device(leave: Callable[[AnyOrder], None], **request: Any) -> None:
+    """Request 1 leaves with a step in flight that the device runs after the next one's prefill.
+
+    What that step writes must not land in another request's memory.
+    """
+    h = AnyOrder()
+    h.add(1, [1, 2, 3, 4, 5], 20, **request)
+    h.add(2, list(range(20, 32)), 12)
+    h.launch()
+    h.launch()
+    h.process()
+    leave(h)
+    assert h.scheduler.num_in_flight == 1
+    h.launch()
+    h.process_of(1)
+    h.run()
+
+
+@guarded_by(FREED_AT_ONCE, AssertionError, "'c', 2")
+def check_late_step_of_an_aborted_request() -> None:
+    def leave(h: AnyOrder) -> None:
+        h.aborted.add(("c", 1))
+        h.scheduler.abort(AbortRequest(rid=1, client="c"))
+
+    late_device(leave)
+
+
+@guarded_by(FREED_AT_ONCE, AssertionError, "'c', 2")
+def check_late_step_of_a_finished_request() -> None:
+    def leave(h: AnyOrder) -> None:
+        assert h.finished[("c", 1)].reason == "stop"
+
+    late_device(leave, stop=reference([1, 2, 3, 4, 5], 1, VOCAB))
+
+
+@guarded_by(FREED_AT_ONCE, AssertionError, "'c', [12]")
+def check_late_step_of_a_retracted_request() -> None:
+    late_device(lambda h: h.scheduler._retract(h.scheduler.reqs[("c", 1)]))
+
+
+@guarded_by(
+    without(RunningBatch, "_keep", ("self.reqs = [", "self.reqs[:] = [")), ValueError, "zip"
+)
+def check_rows_do_not_shift() -> None:
+    """Roseinfer's 5th: whoever leaves, the tokens in flight still go to their requests."""
+    h = Overlap()
+    for rid in (1, 2, 3):
+        h.add(rid, [rid, 2, 3], 10)
+    for _ in range(3):
+        h.step()
+    h.launch()
+    h.abort(2)
+    h.run()
+
+
+@guarded_by(
+    without(DetokenizerManager, "process", ("if request is None:", "if False:")),
+    AttributeError,
+    "NoneType",
+)
+@guarded_by(EXTRA_TOKEN_KEPT, AssertionError, "token after abort")
+@guarded_by(FREED_AT_ONCE, AssertionError, "row of a step")
+def check_stop_string_in_flight() -> None:
+    """Found by the detokenizer steps late; what comes meanwhile is neither text nor output."""
+    text = tiny_tokenizer().decode(reference([1, 2, 3], 30, VOCAB))
+    stop = next(a + b for a, b in pairwise(text[5:]) if text.index(a + b) >= 5)
+    h = Reader([1, 2, 3], 30, stop)
+    while h.end[0] is None:
+        h.step()
+    h.step()
+    assert h.steps_with(1) == 1
+    h.abort(1, reason="stop")
+    h.check_in_flight()
+    h.drain()
+    h.check()
+    assert (h.text, h.end) == (text[: text.index(stop)], ("stop", stop))
+    assert h.released == {1: 1}
+    assert h.scheduler.stats.requests_finished_total == 1
+
+
+# Freeing twice
+
+
+@guarded_by(
+    without(
+        Scheduler, "_release_or_wait", ("if not any(r is req for r in self._leaving):", "if True:")
+    ),
+    KeyError,
+    "'c', 1",
+)
+def check_abort_of_a_retracting_request_frees_once() -> None:
+    h = two_running()
+    h.scheduler._retract(h.req(1))
+    h.abort(1)
+    h.check_in_flight()
+    h.run()
+    assert h.released == {1: 1, 2: 1}
+
+
+@guarded_by(
+    without(
+        Scheduler,
+        "_release",
+        ("self._leaving = [r for r in self._leaving if r is not req]", "pass"),
+    ),
+    KeyError,
+    "'c', 1",
+)
+def check_retracting_request_that_ends_is_freed_once() -> None:
+    """The token in flight is a stop token: the request ends instead of going back."""
+    stop = reference([1, 2, 3, 4, 5], 3, VOCAB)[2]
+    h = Overlap()
+    h.add(1, [1, 2, 3, 4, 5], 20, stop=[stop])
+    h.add(2, [6, 7, 8], 20)
+    while len(h.tokens[("c", 1)]) < 2:
+        h.step()
+    h.scheduler._retract(h.req(1))
+    h.run()
+    assert h.finished[("c", 1)].reason == "stop"
+    assert h.released == {1: 1, 2: 1}
+
+
+@guarded_by(
+    without(Scheduler, "abort", (" and not req.finished", "")), AssertionError, "ended twice"
+)
+def check_abort_after_the_end_ends_nothing_twice() -> None:
+    out = reference([5, 6], 20, VOCAB)
+    h = Overlap()
+    h.add(1, [5, 6], 20, stop=[out[6]])
+    while ("c", 1) not in h.finished:
+        h.step()
+    assert h.steps_with(1) == 1
+    for _ in range(2):
+        h.scheduler.abort(AbortRequest(rid=1, client="c"))
+    h.run()
+    assert h.scheduler.stats.requests_finished_total == 1, "ended twice"
+    assert h.released == {1: 1}
+
+
+@guarded_by(
+    without(
+        KVManager, "release", ("if req.last_node is None or not req.req_pool_idx:", "if False:")
+    ),
+    KVPoolError,
+    "row 0",
+)
+def check_waiting_request_frees_nothing() -> None:
+    """It was matched against its neighbour's prefix, whose memory it doesn't own."""
+    h = Overlap(max_running_requests=1)
+    shared = list(range(12))
+    h.add(1, shared, 20)
+    h.add(2, [*shared, 1], 5)
+    for _ in range(3):
+        h.step()
+    assert h.req(2).status is ReqStatus.WAITING
+    h.scheduler.kv.match(h.req(2))
+    assert h.req(2).cached_len > 0
+    h.abort(2)
+    h.check()
+    h.check_in_flight()
+    h.run()
+
+
+# Waiting for what is about to come free
+
+
+def three_in_18_tokens(longest: int) -> Overlap:
+    """Requests 1 to 3 fill the KV cache; the steps of their last two tokens are in flight.
+
+    Request 1 may have `longest` tokens in all, the others five.
+    """
+    h = Overlap(num_kv_tokens=18, max_model_len=16, page_size=1, schedule_conservativeness=0.01)
+    for rid, max_tokens in ((1, longest), (2, 5), (3, 5)):
+        h.add(rid, [rid, 2, 3, 4], max_tokens)
+    h.launch()
+    h.launch()
+    h.process()
+    h.launch()
+    assert h.scheduler.kv.room == 0
+    return h
+
+
+@guarded_by(
+    replaced(scheduler_module, "ends_in_flight", lambda micro_batches: False),
+    AssertionError,
+    "retracted for room",
+)
+def check_decode_waits_for_a_request_that_ends_in_flight() -> None:
+    """The last token of request 1 is in flight: its room comes free with it."""
+    h = three_in_18_tokens(longest=3)
+    h.process()
+    assert not h.launch()
+    h.run()
+    assert h.scheduler.stats.retractions_total == 0, "retracted for room that was coming"
+
+
+@guarded_by(
+    without(Scheduler, "_has_decode_room", ("if self._leaving or ", "if ")),
+    AssertionError,
+    "retracted for room",
+)
+def check_decode_waits_for_a_leaving_request() -> None:
+    h = three_in_18_tokens(longest=9)
+    h.abort(1)
+    h.process()
+    assert not h.launch()
+    h.run()
+    assert h.scheduler.stats.retractions_total == 0, "retracted for room that was coming"
+
+
+@guarded_by(
+    without(Scheduler, "_preempt_for", (" or self._leaving", "")),
+    AssertionError,
+    "preempted for a row",
+)
+def check_preemption_waits_for_a_leaving_request() -> None:
+    """The aborted request's row comes free with the step in flight; nobody has to go for it."""
+    h = two_running(
+        max_running_requests=2, schedule_policy="priority", enable_priority_preemption=True
+    )
+    h.process()
+    h.req(2).priority = 5
+    h.abort(1)
+    h.add(9, [9, 9], 4)
+    h.launch()
+    h.run()
+    assert h.scheduler.stats.preemptions_total == 0, "preempted for a row that was coming"
+
+
+@pytest.mark.parametrize("check", checks_of(globals()))
+def test_right(check: Callable[[], None]) -> None:
+    check()
+
+
+@pytest.mark.parametrize(("check", "guard"), guards_of(globals()))
+def test_fails_without_its_guard(
+    check: Callable[[], None], guard: Guard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guard.assert_needed(check, monkeypatch)

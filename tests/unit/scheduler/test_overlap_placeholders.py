@@ -1,0 +1,311 @@
+"""Placeholders for tokens that are still in flight, and what may be done with them by mistake.
+
+The pitfalls of design §3 and the first four of roseinfer's six. Every `check_*` drives the
+scheduler or the worker into one dangerous situation and says what is right. It is run as it is,
+and without each of its guards, where it has to fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.protocol.messages import (
+    ForwardMode,
+    GenerationBatchResult,
+    ModelWorkerBatch,
+    SampleMasks,
+)
+from engine.scheduler.micro_batch import MicroBatch
+from engine.scheduler.running_batch import RunningBatch
+from engine.scheduler.scheduler import Scheduler
+from engine.worker.base import LaunchedForward, ModelWorker, PendingResult
+from engine.worker.forward_batch import ForwardBatch
+from engine.worker.future_map import FutureMap
+from engine.worker.step_queue import StepQueue
+from tests.support.fake_worker import reference
+from tests.support.guards import Guard, TakeOut, checks_of, guarded_by, guards_of, replaced, without
+from tests.support.overlap import Overlap, Reader, tiny_tokenizer, two_running
+from tests.support.scheduler_harness import VOCAB, Harness
+
+NONE = np.zeros(0, np.int32)
+EXTRA_TOKEN_KEPT = without(Scheduler, "_commit", ("if req.status is finished:", "if False:"))
+
+
+def written_placeholders(*edits: tuple[str, str]) -> TakeOut:
+    """roseinfer's way: launching a step appends a placeholder, its result replaces it."""
+
+    def apply(patch: pytest.MonkeyPatch) -> None:
+        launch = Scheduler._launch
+
+        def append(
+            self: Scheduler, mb: MicroBatch, additions: Any, *, with_decode: bool
+        ) -> ModelWorkerBatch:
+            batch = launch(self, mb, additions, with_decode=with_decode)
+            for req in mb.in_flight[-1].sampled:
+                req.output_ids.append(-1)
+            return batch
+
+        patch.setattr(Scheduler, "_launch", append)
+        replace = ("output.append(token)", "output[output.index(-1)] = token")
+        without(Scheduler, "_commit", replace, *edits)(patch)
+
+    return apply
+
+
+@guarded_by(written_placeholders(), AssertionError, "one more item")
+def check_placeholders_do_not_count_as_output() -> None:
+    """Roseinfer's 2nd: tokens in flight would end a request too early."""
+    h = Overlap(request_timeout_s=1.0)
+    for rid in (1, 2):
+        h.add(rid, [rid, 2, 3], 10)
+    h.run()
+    for rid in (1, 2):
+        end = h.finished[("c", rid)]
+        assert (end.reason, end.num_output) == ("length", 10)
+    h.add(3, [7, 8, 9], 40)
+    for _ in range(5):
+        h.step()
+    h.now += 2.0
+    h.launch()
+    h.collect()
+    end = h.finished[("c", 3)]
+    assert end.status == 408 and end.num_output == len(h.tokens[("c", 3)]) == 5
+    h.run()
+
+
+@guarded_by(
+    without(RunningBatch, "append", ("len(r.output_ids) > 1", "len(r.output_ids) > 0")),
+    AssertionError,
+    "beyond the limit",
+)
+@guarded_by(
+    without(RunningBatch, "advance", ("self.remaining = self.remaining - 1", "pass")),
+    AssertionError,
+    "beyond the limit",
+)
+def check_no_step_beyond_the_last_token() -> None:
+    """The other half: what is in flight does count where more is launched."""
+    for max_tokens in (1, 2, 7):
+        h = Overlap()
+        h.add(1, [1, 2, 3], max_tokens)
+        h.run()
+        assert h.scheduler.stats.steps_total == max_tokens, "a step for a token beyond the limit"
+
+
+@guarded_by(
+    written_placeholders(
+        ("len(output) >= ", "sum(t >= 0 for t in output) >= "),
+        (
+            "self.outputs.close_step(step.step, rids, tokens, clients)",
+            "self.outputs.close_step(step.step, rids, "
+            "np.asarray([r.output_ids[-1] for r in step.sampled]), clients)",
+        ),
+    ),
+    OverflowError,
+    "too small",
+)
+def check_placeholders_never_reach_the_detokenizer() -> None:
+    """Roseinfer's 3rd."""
+    h = Reader([1, 2, 3], 20)
+    h.drain()
+    assert h.text == tiny_tokenizer().decode(reference([1, 2, 3], 20, VOCAB))
+    assert h.end == ("length", None)
+
+
+@guarded_by(
+    without(Scheduler, "_commit", (" and i in ", " and i < 0 and i in ")),
+    KeyError,
+    "'c', 1",
+)
+@guarded_by(EXTRA_TOKEN_KEPT, AssertionError, "token after the end")
+def check_tokens_of_a_failed_row_are_no_output() -> None:
+    """A row of NaN samples a token that means nothing; the next one is in flight already."""
+    h = two_running()
+    run = h.worker.run
+
+    def poisoned() -> GenerationBatchResult:
+        result = run()
+        result.row_errors = {0: "NaN"}
+        return result
+
+    h.worker.run = poisoned  # type: ignore[method-assign]
+    h.process()
+    h.worker.run = run  # type: ignore[method-assign]
+    end = h.finished[("c", 1)]
+    assert end.status == 500 and end.num_output == len(h.tokens[("c", 1)]) == 1
+    h.check_in_flight()
+    del h.expected[("c", 1)]
+    h.run()
+    assert h.released == {1: 1, 2: 1}
+
+
+@guarded_by(replaced(FutureMap, "resolve", lambda self, batch: None), AssertionError, "-1, 40] == ")
+@guarded_by(
+    without(FutureMap, "resolve", ("torch.where(inputs < 0, known, inputs)", "known")),
+    AssertionError,
+    "22, 11] == ",
+)
+@guarded_by(
+    without(
+        FutureMap,
+        "resolve",
+        ("inputs.copy_(", "batch.input_ids = torch.cat((batch.input_ids[:2], "),
+        ("known, inputs))", "known, inputs)))"),
+    ),
+    AssertionError,
+    "-1, 40] == ",
+)
+def check_input_is_the_token_of_the_step_before() -> None:
+    """Roseinfer's 4th, and its 1st: the buffer that a captured graph reads is filled in place."""
+    futures = FutureMap(4, torch.device("cpu"))
+    futures.store(torch.tensor([1, 2]), torch.tensor([11, 22]))
+    mixed = ModelWorkerBatch(
+        step=2,
+        micro_batch=0,
+        forward_mode=ForwardMode.MIXED,
+        num_extend=1,
+        req_pool_indices=np.array([3, 2, 1], np.int32),
+        seq_lens=np.array([2, 5, 9], np.int32),
+        extend_lens=np.array([2], np.int32),
+        input_ids=np.array([5, 6, -1, 40], np.int32),
+        out_cache_loc=np.arange(4, dtype=np.int32),
+        prefix_rows=NONE,
+        prefix_lens=NONE,
+        prefix_locs=NONE,
+        sample_rows=np.arange(3, dtype=np.int32),
+        new_slots=[],
+    )
+    forward = ForwardBatch.from_worker_batch(mixed, torch.device("cpu"))
+    captured = forward.input_ids
+    futures.resolve(forward)
+    futures.store(forward.req_pool_indices, torch.tensor([33, 23, 12]))
+    assert captured.tolist() == [5, 6, 22, 40]
+    assert futures.tokens[1:].tolist() == [12, 23, 33]
+
+
+@guarded_by(
+    without(
+        RunningBatch,
+        "_keep",
+        (
+            "self.rows = self.rows[kept]",
+            "self.rows[: len(kept)] = self.rows[kept]; self.rows = self.rows[: len(kept)]",
+        ),
+    ),
+    AssertionError,
+    "req_pool_indices changed",
+)
+def check_messages_keep_their_inputs() -> None:
+    """Roseinfer's 4th on the scheduler's side: composing step t + 1 changes nothing in step t.
+
+    A worker in the same process may still hold the message itself.
+    """
+    h = Overlap()
+    held: list[tuple[ModelWorkerBatch, ModelWorkerBatch]] = []
+    launch = h.worker.launch
+
+    def hold(batch: ModelWorkerBatch) -> None:
+        held.append((batch, deepcopy(batch)))
+        launch(batch)
+
+    h.worker.launch = hold  # type: ignore[method-assign]
+    for rid in (1, 2, 3):
+        h.add(rid, [rid, 2, 3], 4 * rid)
+    for turn in range(30):
+        if turn == 3:
+            h.abort(2)
+        h.step()
+    for batch, before in held:
+        for name in batch.__struct_fields__:
+            assert np.array_equal(getattr(batch, name), getattr(before, name)), f"{name} changed"
+    h.run()
+
+
+@guarded_by(
+    without(Scheduler, "next_batch", (">= self.config.lookahead", ">= 2")),
+    AssertionError,
+    "'c', 1",
+)
+def check_sent_tokens_are_the_last_ones() -> None:
+    """Stages before the last one get the token itself: no step of theirs before it is known."""
+    assert EngineConfig(pp_size=2).lookahead == 1
+    h = Harness(lookahead=1, num_micro_batches=2, pp_size=2, max_micro_batch_size=4)
+    h.add(1, [1, 2, 3], 10)
+    h.launch()
+    h.process()
+    h.launch()
+    h.launch()
+    h.run()
+
+
+@dataclass
+class EchoWorker(ModelWorker):
+    """Its next token is the input plus one; the only slot's last token is 10."""
+
+    last: dict[int, int] = field(default_factory=lambda: {1: 10})
+
+    def forward(self, batch: ModelWorkerBatch) -> LaunchedForward:
+        return EchoForward(batch, self, self.last[int(batch.req_pool_indices[0])])
+
+
+@dataclass
+class EchoForward(LaunchedForward):
+    worker: EchoWorker
+    input_id: int
+
+    def sample(self, masks: SampleMasks | None) -> PendingResult:
+        self.worker.last[int(self.batch.req_pool_indices[0])] = self.input_id + 1
+        return EchoResult(self.batch.step, self.input_id + 1)
+
+
+@dataclass
+class EchoResult(PendingResult):
+    step: int
+    token: int
+
+    def seconds_left(self) -> float:
+        return 0.0
+
+    def collect(self) -> GenerationBatchResult:
+        return GenerationBatchResult(self.step, [self.token])
+
+
+@guarded_by(
+    replaced(StepQueue, "_depends_on_unsampled", lambda self, batch: False),
+    AssertionError,
+    "older than its last",
+)
+def check_forward_waits_for_the_token_of_a_delayed_sample() -> None:
+    """Step t + 1 comes while step t still waits for its mask: its input isn't there yet."""
+    queue = StepQueue(EchoWorker())
+    one, first = np.array([1], np.int32), np.array([0], np.int32)
+    for step in (1, 2):
+        length = one + step
+        decode = ModelWorkerBatch(
+            step, 0, ForwardMode.DECODE, 0, one, length, NONE, -one, length, NONE, NONE, NONE,
+            first, [], delayed_sample=step == 1,
+        )  # fmt: skip
+        queue.launch(decode)
+    queue.apply(SampleMasks(1, NONE, np.zeros((0, 2), np.uint32)))
+    tokens = [result.next_token_ids[0] for result in queue.take_ready()]
+    assert tokens == [11, 12], "a step read a token older than its last"
+
+
+@pytest.mark.parametrize("check", checks_of(globals()))
+def test_right(check: Callable[[], None]) -> None:
+    check()
+
+
+@pytest.mark.parametrize(("check", "guard"), guards_of(globals()))
+def test_fails_without_its_guard(
+    check: Callable[[], None], guard: Guard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guard.assert_needed(check, monkeypatch)

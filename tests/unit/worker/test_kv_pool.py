@@ -1,0 +1,80 @@
+"""The KV cache's memory: what is written is what is read, rounded where the type is smaller."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.config import EngineConfig, ResolvedConfig, load_config
+from engine.errors import ConfigError
+from engine.worker.kv_pool import MHATokenToKVPool, resolve_kv_dtype
+from engine.worker.sizing.estimate import kv_bytes_per_token, profile_max_tokens
+from engine.worker.worker_config import make_worker_config
+
+CPU = torch.device("cpu")
+FP8 = torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP8])
+def test_gather_returns_what_was_set(dtype: torch.dtype) -> None:
+    pool = MHATokenToKVPool(32, 4, 2, 3, 8, dtype, CPU)
+    model_dtype = torch.float32 if dtype == FP8 else dtype
+    k, v = (torch.randn(5, 3, 8).to(model_dtype) for _ in range(2))
+    slots = torch.tensor([4, 9, 33, 7, 35])
+    pool.set_kv(1, slots, k, v)
+    order = torch.tensor([2, 0, 4], dtype=torch.int32)
+    found = pool.gather(1, slots[order.long()].int(), model_dtype)
+    assert torch.equal(found.k, pool.as_stored(k)[order.long()])
+    assert torch.equal(found.v, pool.as_stored(v)[order.long()])
+    assert found.k.dtype == model_dtype
+    assert not pool.gather(0, slots, model_dtype).k.any()
+    assert pool.num_bytes == 36 * MHATokenToKVPool.bytes_per_token(2, 3, 8, dtype)
+
+
+def test_float8_rounds_and_clamps() -> None:
+    pool = MHATokenToKVPool(4, 1, 1, 1, 4, FP8, CPU)
+    x = torch.tensor([[[0.1, -3.3, 1e6, -1e6]]])
+    stored = pool.as_stored(x)
+    assert stored.flatten().tolist()[2:] == [448.0, -448.0]
+    torch.testing.assert_close(stored[..., :2], x[..., :2], rtol=1 / 16, atol=0)
+    assert stored.flatten().tolist()[:2] != x.flatten().tolist()[:2]
+
+
+def test_words() -> None:
+    assert resolve_kv_dtype("auto", torch.bfloat16) is torch.bfloat16
+    assert resolve_kv_dtype("fp8_e4m3", torch.bfloat16) is FP8
+    with pytest.raises(ConfigError, match="auto or fp8_e4m3"):
+        resolve_kv_dtype("int4", torch.bfloat16)
+
+
+def resolved(**values: object) -> ResolvedConfig:
+    config = {"model": "models/manta-small", "device": "cpu", **values}
+    return load_config(EngineConfig, config).resolve()
+
+
+def test_float8_holds_more_tokens() -> None:
+    model = resolved().model
+    assert kv_bytes_per_token(model, FP8, 1, 1) * 4 == kv_bytes_per_token(model, "float32", 1, 1)
+    plain = profile_max_tokens(model, "float32", 1, 1, 0.5)
+    small = profile_max_tokens(model, "float32", 1, 1, 0.5, "fp8_e4m3")
+    # On a CPU the contiguous float32 copies stay: 8 bytes a number become 5.
+    assert small > 1.4 * plain
+    assert make_worker_config(resolved(kv_cache_dtype="fp8_e4m3")).kv_cache_dtype == "fp8_e4m3"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("attention_backend", "flashinfer"),
+        ("attention_backend", "flashinfer-fa3"),
+        ("sampling_backend", "flashinfer"),
+    ],
+)
+def test_flashinfer_needs_a_gpu(key: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{key} {value} needs a GPU.*{key}: auto or torch"):
+        make_worker_config(resolved(**{key: value}))
+
+
+def test_auto_is_torch_on_cpu() -> None:
+    config = make_worker_config(resolved())
+    assert (config.attention_backend, config.sampling_backend) == ("torch", "torch")
