@@ -10,6 +10,7 @@ __all__ = [
     "PEERS",
     "REPO_ROOT",
     "StolenTime",
+    "completion_body",
     "environment",
     "finish",
     "percentiles",
@@ -19,6 +20,19 @@ __all__ = [
 REPO_ROOT = Path(__file__).resolve().parents[1]
 PEERS = REPO_ROOT / ".peers"
 """Environments and models of other engines; git ignores it."""
+
+
+def completion_body(prompt: list[int], max_tokens: int, **more: object) -> dict[str, object]:
+    """A streaming request to `/v1/completions` for exactly `max_tokens` tokens, with usage."""
+    return {
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        **more,
+    }
 
 
 class StolenTime:

@@ -76,7 +76,7 @@ class EngineDriver:
             rid = self._next_rid
             self._next_rid += 1
             self._scheduler.send(
-                AddRequest(rid=rid, input_ids=prompt, params=sampling, client=self.inbox.address)
+                AddRequest(rid=rid, input_ids=prompt, params=sampling, reply_to=self.inbox.address)
             )
             rids.append(rid)
         return rids
@@ -104,7 +104,7 @@ class EngineDriver:
 
     def abort(self, rid: int) -> None:
         """End a request; no more output comes for it, except what is on its way."""
-        self._scheduler.send(AbortRequest(rid=rid, client=self.inbox.address))
+        self._scheduler.send(AbortRequest(rid=rid, reply_to=self.inbox.address))
 
     def stats(self) -> SchedulerStats:
         """Latest statistics of the scheduler."""

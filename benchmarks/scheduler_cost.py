@@ -139,7 +139,7 @@ def measure_manta(load: DecodeLoad, thrash: CacheThrash) -> Measured:
     gc.freeze()
     for rid, prompt in enumerate(load.prompts()):
         params = SamplingParams(max_tokens=MAX_TOKENS, seed=rid)
-        core.add(AddRequest(rid=rid, input_ids=prompt, params=params, client="tcp://client"))
+        core.add(AddRequest(rid=rid, input_ids=prompt, params=params, reply_to="tcp://client"))
 
     clock = time.thread_time_ns
     measured = Measured()
@@ -184,7 +184,7 @@ def manta_config(load: DecodeLoad) -> SchedulerConfig:
 
 def context_len(scheduler: Scheduler) -> float:
     """Mean tokens of the requests, prompt and output received; 0 without any."""
-    lens = [req.prompt_len + len(req.output_ids) for req in scheduler.reqs.values()]
+    lens = [req.prompt_len + len(req.output_ids) for req in scheduler.requests.by_key.values()]
     return statistics.fmean(lens) if lens else 0.0
 
 

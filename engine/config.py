@@ -6,20 +6,24 @@
 from __future__ import annotations
 
 import difflib
-import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from engine.attention.registry import ATTENTION_BACKENDS
 from engine.errors import ConfigError
+from engine.kvcache.eviction import EVICTION_POLICIES
 from engine.model_config import ModelConfig
+from engine.sampling.registry import SAMPLING_BACKENDS
+from engine.scheduler.schedule_policy import SCHEDULE_POLICIES
 from engine.shipped import shipped_root
 
 M = TypeVar("M", bound=BaseModel)
 
 MAX_MICRO_BATCHES = 16
-"""At most what a stage may have on its way to the next one (`MAX_PENDING_SENDS`)."""
+"""Hidden states that a stage may have on their way to the next one (`MAX_PENDING_SENDS`)."""
 
 
 class SimulatedDevice(BaseModel):
@@ -30,11 +34,11 @@ class SimulatedDevice(BaseModel):
 
     step_ms: float = Field(default=10.0, ge=0.0)
     token_us: float = Field(default=0.0, ge=0.0)
-    """Per input token of the step (prompt chunks and decode rows)."""
+    """Microseconds per input token of the step (prompt chunks and decode rows)."""
     context_ns: float = Field(default=0.0, ge=0.0)
-    """Per token in the KV cache of the step's rows."""
+    """Nanoseconds per token in the KV cache of the step's rows."""
     transfer_ms: float = Field(default=0.0, ge=0.0)
-    """From one pipeline stage to the next."""
+    """Milliseconds of a transfer from one pipeline stage to the next."""
 
     def seconds(self, num_tokens: int, num_context: int) -> float:
         """Length of a step with `num_tokens` inputs whose rows hold `num_context` tokens."""
@@ -64,7 +68,7 @@ class EngineConfig(BaseModel):
     load_format: Literal["auto", "dummy"] = "auto"
     """dummy: random weights (benchmarks)."""
     seed: int = 0
-    """Of dummy weights."""
+    """Seed of dummy weights."""
     tp_size: int = Field(1, ge=1)
     pp_size: int = Field(1, ge=1)
     cpu_threads: int | None = Field(None, ge=1)
@@ -88,7 +92,7 @@ class EngineConfig(BaseModel):
     """Shorter chunks behind longer prefixes, so that all take equally long."""
     enable_mixed_chunk: bool = True
     """Decode rows ride in prefill steps."""
-    schedule_policy: Literal["lpm", "fcfs", "priority"] = "lpm"
+    schedule_policy: Literal[*SCHEDULE_POLICIES] = "lpm"  # type: ignore[valid-type]
     schedule_conservativeness: float = Field(1.0, gt=0.0, le=10.0)
     """Scales new_token_ratio: higher admits fewer requests and retracts less."""
     enable_priority_preemption: bool = False
@@ -97,14 +101,14 @@ class EngineConfig(BaseModel):
     """Compose and send step t+1 while step t runs. With pp_size > 1: run several micro-batches, so
     that all stages work at once. False: one step at a time."""
     enable_prefix_cache: bool = True
-    eviction_policy: Literal["lru", "lfu", "fifo", "priority"] = "lru"
+    eviction_policy: Literal[*EVICTION_POLICIES] = "lru"  # type: ignore[valid-type]
     enable_kv_events: bool = False
     """Tell subscribers what enters and leaves the prefix cache; the application switches it on
     where replicas are chosen by what they hold."""
     kv_cache_dtype: Literal["auto", "fp8_e4m3"] = "auto"
     """auto: the model's."""
-    attention_backend: Literal["auto", "torch", "flashinfer", "flashinfer-fa3"] = "auto"
-    sampling_backend: Literal["auto", "torch", "flashinfer"] = "auto"
+    attention_backend: Literal["auto", *ATTENTION_BACKENDS] = "auto"  # type: ignore[valid-type]
+    sampling_backend: Literal["auto", *SAMPLING_BACKENDS] = "auto"  # type: ignore[valid-type]
     enable_cuda_graphs: bool = True
     """On CUDA: decode steps are captured when the engine starts and launched as a whole."""
     cuda_graph_max_batch_size: int | None = Field(None, ge=1)
@@ -120,12 +124,12 @@ class EngineConfig(BaseModel):
 
     @property
     def world_size(self) -> int:
-        """Workers of one engine."""
+        """Number of workers of one engine."""
         return self.tp_size * self.pp_size
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches that the scheduler cycles through (design: one loop for all modes)."""
+        """Micro-batches that the scheduler cycles through."""
         if self.pp_size == 1 or not self.enable_overlap:
             return 1
         return self.pp_size + self.pp_async_depth
@@ -145,21 +149,20 @@ class EngineConfig(BaseModel):
                 f"max_model_len ({max_len}) is longer than the model allows "
                 f"({model.max_position_embeddings}); lower it or leave it out."
             )
-        _check_parallel(self, model)
-        if self.max_total_tokens is not None and self.max_total_tokens < 2 * self.page_size:
-            raise ConfigError(
-                f"max_total_tokens ({self.max_total_tokens}) holds fewer than two pages of "
-                f"{self.page_size} tokens; raise it or lower page_size."
-            )
-        if self.max_total_tokens is not None and self.max_model_len is not None:
+        model.check_split(self.tp_size, self.pp_size)
+        if self.max_total_tokens is not None:
             usable = self.max_total_tokens // self.page_size * self.page_size
-            if usable < self.max_model_len:
+            if self.max_total_tokens < 2 * self.page_size:
+                raise ConfigError(
+                    f"max_total_tokens ({self.max_total_tokens}) holds fewer than two pages of "
+                    f"{self.page_size} tokens; raise it or lower page_size."
+                )
+            if self.max_model_len is not None and usable < self.max_model_len:
                 raise ConfigError(
                     f"max_total_tokens ({self.max_total_tokens}) can't hold one request of "
                     f"max_model_len ({self.max_model_len}) tokens; raise it or lower max_model_len."
                 )
-        if self.max_total_tokens is not None:
-            max_len = min(max_len, self.max_total_tokens // self.page_size * self.page_size)
+            max_len = min(max_len, usable)
         chunk = self.chunked_prefill_size
         if chunk > 0 and chunk < self.page_size:
             raise ConfigError(
@@ -179,8 +182,7 @@ class EngineConfig(BaseModel):
             )
         if self.simulated != SimulatedDevice() and self.device != "simulated":
             raise ConfigError("simulated needs device: simulated; set it or leave simulated out.")
-        micro = self.pp_max_micro_batch_size
-        if micro is not None and self.pp_size == 1:
+        if self.pp_max_micro_batch_size is not None and self.pp_size == 1:
             raise ConfigError("pp_max_micro_batch_size needs pp_size > 1; leave it out.")
         if self.pp_async_depth and not self.enable_overlap:
             raise ConfigError("pp_async_depth needs enable_overlap: true; set it to 0.")
@@ -205,13 +207,14 @@ class EngineConfig(BaseModel):
         return ResolvedConfig(engine=self, model=model, max_model_len=max_len)
 
 
+@dataclass(frozen=True)
 class ResolvedConfig:
     """An `EngineConfig` together with the model that it was checked against."""
 
-    def __init__(self, engine: EngineConfig, model: ModelConfig, max_model_len: int) -> None:
-        self.engine = engine
-        self.model = model
-        self.max_model_len = max_model_len
+    engine: EngineConfig
+    model: ModelConfig
+    max_model_len: int
+    """Longest prompt + output, in tokens."""
 
 
 def load_config(kind: type[M], values: dict[str, Any]) -> M:
@@ -248,25 +251,6 @@ def resolve_model_path(model: str) -> Path:
     )
 
 
-def _check_parallel(config: EngineConfig, model: ModelConfig) -> None:
-    tp, pp = config.tp_size, config.pp_size
-    if model.num_heads % tp:
-        raise ConfigError(
-            f"tp_size ({tp}) must divide the model's {model.num_heads} attention heads."
-        )
-    if model.num_kv_heads % tp and tp % model.num_kv_heads:
-        raise ConfigError(
-            f"tp_size ({tp}) must divide the model's {model.num_kv_heads} key/value heads, or be "
-            "a multiple of them."
-        )
-    if model.intermediate_size % tp:
-        raise ConfigError(
-            f"tp_size ({tp}) must divide the model's intermediate size {model.intermediate_size}."
-        )
-    if pp > model.num_layers:
-        raise ConfigError(f"pp_size ({pp}) exceeds the model's {model.num_layers} layers.")
-
-
 def _explain(kind: type[BaseModel], error: Any) -> str:
     key = ".".join(str(part) for part in error["loc"]) or "configuration"
     if error["type"] == "extra_forbidden":
@@ -274,10 +258,3 @@ def _explain(kind: type[BaseModel], error: Any) -> str:
         hint = f"did you mean '{close[0]}'?" if close else "see docs/configuration.md."
         return f"unknown key '{key}': {hint}"
     return f"{key}: {error['msg']} (got {error['input']!r}); see docs/configuration.md."
-
-
-def available_cores() -> int:
-    """CPU cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

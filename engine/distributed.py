@@ -38,11 +38,11 @@ class ParallelState:
     tp_group: dist.ProcessGroup | None = None
     world_group: dist.ProcessGroup | None = None
     recv_group: dist.ProcessGroup | None = None
-    """With the previous stage."""
+    """Shared with the previous stage."""
     send_group: dist.ProcessGroup | None = None
-    """With the next stage."""
+    """Shared with the next stage."""
     recv_stream: torch.cuda.Stream | None = None
-    """CUDA: where hidden states arrive."""
+    """The stream on which hidden states arrive; CUDA only."""
     _sends: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque, repr=False)
 
     @classmethod

@@ -1,10 +1,10 @@
 """`EngineCore`: the one loop around a `Scheduler` and an `Executor`.
 
-    receive -> add/abort        (by whoever owns the core)
+    receive -> add/abort        (by the owner of the core)
     launch_ready                compose and send every step that may be in flight, and the masks
                                 of delayed samples
     process_one                 wait for the oldest result, commit it
-    take_outputs                per client, to be sent on
+    take_outputs                per reader, to be sent on
 
 Normal, overlap and pipeline modes differ only in how many steps `launch_ready` may send.
 """
@@ -36,18 +36,18 @@ class EngineCore:
         self.trace: TraceRing[StepSpan] = trace if trace is not None else TraceRing()
         self._sent: dict[int, tuple[ModelWorkerBatch, float, float]] = {}
         self._committed: list[tuple[int, float, float]] = []
-        """(step, received, committed) of steps that the trace lacks: outputs don't wait for it."""
+        """(step, received, committed) of steps to be traced once their outputs are on their way."""
 
     def add(self, request: AddRequest) -> None:
         """Queue a request; a refusal comes out as an output."""
         self.scheduler.add(request, self.clock())
 
     def abort(self, request: AbortRequest) -> None:
-        """End a request."""
+        """End a request in any state; see `Scheduler.abort`."""
         self.scheduler.abort(request)
 
     def launch_ready(self) -> int:
-        """Send every step that may be launched now; how many."""
+        """Send every step that may be launched now; returns how many were."""
         self._record()
         count = 0
         while True:
@@ -75,7 +75,10 @@ class EngineCore:
         return True
 
     def step(self) -> list[tuple[str, StepOutputs]]:
-        """One turn for callers without sockets; an empty list does not mean idle."""
+        """One turn of the loop, for callers without sockets: what it gave to each reader.
+
+        An empty list doesn't mean idle.
+        """
         self.launch_ready()
         if not self.process_one():
             self.scheduler.on_idle()
@@ -105,5 +108,5 @@ class EngineCore:
         self._committed.clear()
 
     def shutdown(self) -> None:
-        """Stop the workers."""
+        """Stop the workers; the core can't be used afterwards."""
         self.executor.shutdown()

@@ -215,7 +215,7 @@ class LLM:
             return _absorb_ids(out, running)
         deltas, stopped = detokenizer.process(out)
         for rid in stopped:
-            self.core.abort(AbortRequest(rid=rid, reason="stop"))
+            self.core.abort(AbortRequest(rid=rid))
         ended = []
         for delta in deltas:
             _apply(delta, running[delta.rid])

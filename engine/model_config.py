@@ -11,14 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError
+from engine.models.registry import MODELS
 from engine.quantization import refuse_quantized
-
-SUPPORTED_ARCHITECTURES = (
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-)
 
 
 @dataclass(frozen=True)
@@ -58,11 +52,37 @@ class ModelConfig:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
 
-    @property
-    def sliding_window(self) -> int | None:
-        """The widest window if every layer has one, else None."""
-        windows = [w for w in self.layer_windows if w is not None]
-        return max(windows) if len(windows) == self.num_layers else None
+    def check_split(self, tp_size: int, pp_size: int) -> None:
+        """Raise `ConfigError` unless the model can be divided over this many ranks."""
+        if self.num_heads % tp_size:
+            raise ConfigError(
+                f"tp_size ({tp_size}) must divide the model's {self.num_heads} attention heads."
+            )
+        if self.num_kv_heads % tp_size and tp_size % self.num_kv_heads:
+            raise ConfigError(
+                f"tp_size ({tp_size}) must divide the model's {self.num_kv_heads} key/value heads, "
+                "or be a multiple of them."
+            )
+        if self.intermediate_size % tp_size:
+            raise ConfigError(
+                f"tp_size ({tp_size}) must divide the model's intermediate size "
+                f"{self.intermediate_size}."
+            )
+        if pp_size > self.num_layers:
+            raise ConfigError(f"pp_size ({pp_size}) exceeds the model's {self.num_layers} layers.")
+
+    def local_kv_heads(self, tp_size: int) -> int:
+        """Key/value heads that each of `tp_size` ranks holds; several ranks may hold the same."""
+        return max(1, self.num_kv_heads // tp_size)
+
+    def stage_layers(self, pp_size: int) -> list[range]:
+        """Layers of each pipeline stage: as even as possible, the remainder to the first stages.
+
+        (The last stage also has the output head.)
+        """
+        size, extra = divmod(self.num_layers, pp_size)
+        starts = [stage * size + min(stage, extra) for stage in range(pp_size + 1)]
+        return [range(starts[stage], starts[stage + 1]) for stage in range(pp_size)]
 
     @classmethod
     def from_pretrained(cls, path: str | Path) -> ModelConfig:
@@ -76,14 +96,14 @@ class ModelConfig:
             raise ConfigError(
                 f"{folder}/config.json has 'auto_map': the checkpoint wants to run its own code, "
                 "which Manta never does. Use a checkpoint of a built-in architecture: "
-                f"{', '.join(SUPPORTED_ARCHITECTURES)}."
+                f"{', '.join(MODELS)}."
             )
         architectures = config.get("architectures") or []
         architecture = architectures[0] if architectures else "(none named)"
-        if architecture not in SUPPORTED_ARCHITECTURES:
+        if architecture not in MODELS:
             raise ConfigError(
                 f"architecture {architecture} of {folder} is not supported; "
-                f"supported are {', '.join(SUPPORTED_ARCHITECTURES)}."
+                f"supported are {', '.join(MODELS)}."
             )
         modelopt = "hf_quant_config.json"
         refuse_quantized(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 MAX_TICK_S = 0.5
-"""An observer that slept longer than this between two looks was itself stopped or starved; the
-rest of that time says nothing about the peer."""
+"""Seconds that count at most between two looks. An observer that slept longer was itself stopped or
+starved, and the rest of that time says nothing about the peer."""
 
 
 class Pulse:

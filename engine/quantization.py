@@ -97,7 +97,7 @@ def refuse_type(folder: Path, name: str, type_name: str, names: Iterable[str]) -
 
 
 def sign_of(name: str, names: Iterable[str]) -> str:
-    """Which quantization the tensors beside weight `name` speak of; "" if none."""
+    """The method whose tensors lie beside weight `name`; "" if there are none."""
     beside = name.removesuffix("weight")
     present = {other.removeprefix(beside) for other in names if other.startswith(beside)}
     return next((method for suffix, method in _SIGNS if suffix in present), "")

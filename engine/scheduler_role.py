@@ -1,8 +1,8 @@
 """`SchedulerRole`: an `EngineCore` as a server of messages.
 
-clients and replicas  --AddRequest, AbortRequest, ClientGone-->  here
+engine replicas      --AddRequest, AbortRequest, ReaderGone-->  here
 here  --ModelWorkerBatch-->  workers  --GenerationBatchResult-->  here
-here  --StepOutputs, one per step-->  each client (tokenizer)
+here  --StepOutputs, one per step-->  each reader (tokenizer)
 here  --RequestsDone-->  each owner (engine replica)
 replicas  --SubscribeKVEvents-->  here  --KVSnapshot, KVEvents-->  each subscriber (ingress)
 """
@@ -15,19 +15,19 @@ from collections.abc import Callable
 from typing import Any
 
 from engine.engine_core import EngineCore
-from engine.errors import EngineDeadError
 from engine.executor.message_executor import MessageExecutor, ReadyWorkers
 from engine.kvcache.kv_publisher import KVPublisher
 from engine.protocol.messages import (
     AbortRequest,
     AddRequest,
-    ClientGone,
+    ReaderGone,
     RequestsDone,
     Shutdown,
     SubscribeKVEvents,
     UnsubscribeKVEvents,
 )
-from engine.protocol.transport import Inbox, Outbox, Waiter
+from engine.protocol.outboxes import Outboxes
+from engine.protocol.transport import Inbox, Waiter
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.scheduler_config import SchedulerConfig
 from engine.scheduler.stats import SchedulerStats
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 IDLE_POLL_S = 1.0
 WAITING_POLL_S = 0.05
-"""While requests wait, timeouts must be noticed soon."""
+"""Shorter while requests wait, as their time limits must be noticed soon."""
 
 
 class SchedulerRole:
@@ -54,11 +54,11 @@ class SchedulerRole:
         self.last_turn = time.monotonic()
         self.trace: TraceRing[StepSpan] = TraceRing()
         self.stats = SchedulerStats()
-        """Snapshot for other threads, at most 0.1 s old, and exact when idle."""
+        """A copy for other threads: at most 0.1 s old, exact when idle."""
         self._stats_due = 0.0
         self._publisher = KVPublisher(self.scheduler.kv.tree, self._send)
         self._waiter = Waiter(inbox, results)
-        self._outboxes: dict[str, Outbox] = {}
+        self._outboxes = Outboxes()
         self._owners: dict[tuple[str, int], str] = {}
         self._stopping = False
 
@@ -74,8 +74,7 @@ class SchedulerRole:
                 self._turn(core)
         finally:
             core.shutdown()
-            for outbox in self._outboxes.values():
-                outbox.close()
+            self._outboxes.close()
             self.inbox.close()
             self.results.close()
 
@@ -87,7 +86,7 @@ class SchedulerRole:
         self._deliver(core)
         if self.last_turn >= self._stats_due or core.scheduler.num_in_flight == 0:
             self._stats_due = self.last_turn + 0.1
-            self.stats = SchedulerStats(**_as_dict(core.scheduler.snapshot_stats()))
+            self.stats = core.scheduler.snapshot_stats()
         self._publisher.publish(self.last_turn, is_idle=not core.scheduler.num_in_flight)
         if core.scheduler.num_in_flight:
             ready = self._waiter.wait(IDLE_POLL_S)
@@ -97,7 +96,7 @@ class SchedulerRole:
                 core.process_one(0.0)  # nothing for a second: notices a dead worker
         else:
             core.scheduler.on_idle()
-            pause = WAITING_POLL_S if core.scheduler.waiting_queue else IDLE_POLL_S
+            pause = WAITING_POLL_S if core.scheduler.requests.waiting else IDLE_POLL_S
             self._waiter.wait(pause)
 
     def _receive(self, core: EngineCore) -> None:
@@ -105,13 +104,13 @@ class SchedulerRole:
             match message:
                 case AddRequest():
                     if message.owner:
-                        self._owners[(message.client, message.rid)] = message.owner
+                        self._owners[(message.reply_to, message.rid)] = message.owner
                     core.add(message)
                 case AbortRequest():
                     core.abort(message)
-                    self._done([(message.client, message.rid)])
-                case ClientGone():
-                    self._drop_client(message.client)
+                    self._done([(message.reply_to, message.rid)])
+                case ReaderGone():
+                    self._drop_reader(message.reply_to)
                 case SubscribeKVEvents():
                     self._publisher.subscribe(message)
                 case UnsubscribeKVEvents():
@@ -122,13 +121,13 @@ class SchedulerRole:
                     raise TypeError(f"a scheduler can't take a {type(message).__name__}")
 
     def _deliver(self, core: EngineCore) -> None:
-        for client, out in core.scheduler.take_outputs():
+        for reply_to, out in core.scheduler.take_outputs():
             if out.started:
                 out.scheduler = self.inbox.address
-            if not self._send(client, out):
-                self._drop_client(client)
+            if not self._send(reply_to, out):
+                self._drop_reader(reply_to)
             if out.finished:
-                self._done([(client, end.rid) for end in out.finished])
+                self._done([(reply_to, end.rid) for end in out.finished])
 
     def _done(self, ended: list[tuple[str, int]]) -> None:
         by_owner: dict[str, list[tuple[str, int]]] = {}
@@ -139,26 +138,14 @@ class SchedulerRole:
         for owner, keys in by_owner.items():
             self._send(owner, RequestsDone(keys))
 
-    def _drop_client(self, client: str) -> None:
-        logger.warning("client %s is gone; aborting its requests", client.partition("#")[0])
-        self.scheduler.abort_client(client)
-        self._done([key for key in self._owners if key[0] == client])
-        outbox = self._outboxes.pop(client, None)
-        if outbox is not None:
-            outbox.close()
+    def _drop_reader(self, reply_to: str) -> None:
+        logger.warning("reader %s is gone; aborting its requests", reply_to.partition("#")[0])
+        self.scheduler.abort_reader(reply_to)
+        self._done([key for key in self._owners if key[0] == reply_to])
+        self._outboxes.drop(reply_to)
 
     def _send(self, address: str, message: Any) -> bool:
-        outbox = self._outboxes.get(address)
-        if outbox is None:
-            outbox = self._outboxes[address] = Outbox(address)
-        try:
-            outbox.send(message)
-        except EngineDeadError:
-            del self._outboxes[address]
-            outbox.close()
-            return False
-        return True
-
-
-def _as_dict(stats: SchedulerStats) -> dict[str, Any]:
-    return {name: getattr(stats, name) for name in stats.__struct_fields__}
+        sent = self._outboxes.send(address, message)
+        if not sent:
+            self._outboxes.drop(address)
+        return sent

@@ -18,7 +18,7 @@ S = TypeVar("S")
 
 CAPACITY = 8192
 SPANS_PER_PIECE = 32
-"""Spans that are rendered at once: about half a millisecond, for streams wait meanwhile."""
+"""Spans that are rendered at once: about half a millisecond, during which streams wait."""
 
 
 class StepSpan(NamedTuple):
@@ -77,13 +77,15 @@ _unpacker = msgspec.msgpack.Decoder(RoleTrace)
 
 
 def pack(trace: RoleTrace) -> bytes:
-    """For the way between processes. 8,192 steps take 0.5 ms to pack and 3.2 to unpack; pickle took
-    14 and 7."""
+    """A trace as bytes, for the way between processes.
+
+    8,192 steps take 0.5 ms to pack and 3.2 to unpack; pickle took 14 and 7.
+    """
     return _packer.encode(trace)
 
 
 def unpack(packed: bytes) -> RoleTrace:
-    """What `pack` was given."""
+    """The trace that `pack` made bytes of."""
     return _unpacker.decode(packed)
 
 
@@ -117,8 +119,10 @@ def chrome_trace(engines: dict[str, list[RoleTrace]]) -> dict[str, Any]:
 
 
 def chrome_trace_json(engines: dict[str, list[RoleTrace]]) -> Iterator[bytes]:
-    """`chrome_trace` as JSON, in pieces of `SPANS_PER_PIECE` spans: whoever renders a trace of
-    megabytes on an event loop lets the others in between."""
+    """`chrome_trace` as JSON, in pieces of `SPANS_PER_PIECE` spans.
+
+    An event loop that sends a trace of megabytes can serve others between two pieces.
+    """
     start = _first_event_us(engines)
     yield b'{"traceEvents":['
     between = b""
@@ -143,7 +147,7 @@ def _first_event_us(engines: dict[str, list[RoleTrace]]) -> float:
 
 
 def _events(engines: dict[str, list[RoleTrace]], start: float) -> Iterator[list[dict[str, Any]]]:
-    """Never an empty piece. `start`: microseconds of wall-clock time at which the trace begins."""
+    """Events in pieces, none of them empty; `start`: the trace's begin, wall-clock microseconds."""
     for pid, (name, roles) in enumerate(sorted(engines.items()), start=1):
         yield [_meta("process_name", pid, 0, name)]
         for role in roles:

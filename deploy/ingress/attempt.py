@@ -140,7 +140,7 @@ class Attempts:
             if self.router is not None:
                 self.router.taken(rid, replica)
         else:  # cancelling its call came too late; if it has ended, this means nothing
-            self.abort(replica, AbortRequest(rid=rid, client=self.tokenizer.address))
+            self.abort(replica, AbortRequest(rid=rid, reply_to=self.tokenizer.address))
 
     def fail_all(self, error: Exception) -> None:
         """Nothing more comes of any attempt that is open now."""
@@ -174,7 +174,7 @@ class Attempt:
         self._attempts = attempts
         self._trial = trial
         """Held until the first text."""
-        self._client = ""
+        self._reply_to = ""
         self._call: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._is_over = False
@@ -210,10 +210,10 @@ class Attempt:
             raise AttemptLostError(Loss.TOKENIZER, "it was lost") from error
         if registered.error:
             raise RequestError(registered.error, status=500)
-        self._client = attempts.tokenizer.address
-        if not self._client:
+        self._reply_to = attempts.tokenizer.address
+        if not self._reply_to:
             raise AttemptLostError(Loss.TOKENIZER, "it was lost")
-        add = progress.add_request(self.rid, self._client)
+        add = progress.add_request(self.rid, self._reply_to)
         actor = ""
         if attempts.router is not None:
             actor, add.page_hashes = attempts.router.route(
@@ -283,7 +283,7 @@ class Attempt:
         attempts.tokenizer.send(tm.Unregister(self.rid))
         if self._call is None:
             return
-        abort = AbortRequest(rid=self.rid, client=self._client)
+        abort = AbortRequest(rid=self.rid, reply_to=self._reply_to)
         # A message costs a hundredth of cancelling a call, which returns once it is obeyed. It's
         # sent even if the call is over: one that was cancelled may have left the request behind.
         if not self.replica or not attempts.abort(self.replica, abort):

@@ -15,7 +15,7 @@ from ray.serve.exceptions import RayServeException
 
 from engine.actors.actor_process import ActorProcess
 from engine.errors import EngineDeadError
-from engine.protocol.messages import AbortRequest, ClientGone, Ping, Pong
+from engine.protocol.messages import AbortRequest, Ping, Pong, ReaderGone
 from engine.protocol.transport import Outbox
 from engine.pulse import Pulse
 
@@ -104,10 +104,10 @@ class EngineWatch:
         """Abort a request that the replica took; False if the replica is not known any more."""
         return self.send(address, request)
 
-    def client_gone(self, client: str) -> None:
-        """Tell all replicas that nobody reads this client's tokens any more."""
+    def reader_gone(self, reply_to: str) -> None:
+        """Tell all replicas that nobody reads the tokens sent to this address any more."""
         for replica in self._replicas.values():
-            self._send(replica, ClientGone(client))
+            self._send(replica, ReaderGone(reply_to))
 
     def _send(self, replica: _Replica, message: Any) -> bool:
         try:

@@ -113,7 +113,7 @@ class Progress:
             return params
         return msgspec.structs.replace(params, prompt_logprobs=None)
 
-    def add_request(self, rid: int, client: str) -> AddRequest:
+    def add_request(self, rid: int, reply_to: str) -> AddRequest:
         """The next attempt as an engine takes it."""
         request = self.request
         timeout_s = request.timeout_s
@@ -121,7 +121,7 @@ class Progress:
             timeout_s = max(timeout_s - (self.clock() - self._begun), 1e-3)
         return AddRequest(
             rid=rid,
-            client=client,
+            reply_to=reply_to,
             request_id=request.request_id,
             input_ids=np.asarray(request.prompt_ids, np.int32),
             params=self.params,

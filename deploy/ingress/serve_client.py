@@ -252,8 +252,8 @@ class ServeEngineClient(EngineClient):
         if self._router is not None:
             self._router.vanished(replica)
 
-    def _on_tokenizer_lost(self, client: str) -> None:
-        self._watch.client_gone(client)
+    def _on_tokenizer_lost(self, address: str) -> None:
+        self._watch.reader_gone(address)
         self._attempts.fail_all(AttemptLostError(Loss.TOKENIZER, "it was lost"))
 
     async def _end_streams_in_time(self) -> None:

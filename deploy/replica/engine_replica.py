@@ -30,9 +30,9 @@ from engine.protocol.async_inbox import AsyncInbox
 from engine.protocol.messages import (
     AbortRequest,
     AddRequest,
-    ClientGone,
     Ping,
     Pong,
+    ReaderGone,
     RequestsDone,
     RequestTaken,
     SubscribeKVEvents,
@@ -99,7 +99,7 @@ class EngineReplica:
 
         `actor` is the choice that `ChosenReplicaRouter` obeys on the way here.
 
-        Its tokens go straight to `AddRequest.client`; `ingress` is told by message that it was
+        Its tokens go straight to `AddRequest.reply_to`; `ingress` is told by message that it was
         taken, and may abort it by message. Cancelling the call aborts it too. Raises
         `EngineDeadError` when the engine is lost meanwhile, `EngineDrainingError` when the
         request can't be finished here.
@@ -112,16 +112,16 @@ class EngineReplica:
         message = encoding.decode([request], AddRequest)
         message.owner = self._inbox.address
         self._heard(ingress)
-        done = self._open.open(message.client, message.rid, ingress)
+        done = self._open.open(message.reply_to, message.rid, ingress)
         try:
             self._scheduler.send(message)
             self._ingresses.send(ingress, RequestTaken(message.rid, self._inbox.address))
             await done
         except (asyncio.CancelledError, EngineDrainingError):
-            self._scheduler.send(AbortRequest(rid=message.rid, client=message.client))
+            self._scheduler.send(AbortRequest(rid=message.rid, reply_to=message.reply_to))
             raise
         finally:
-            self._open.close(message.client, message.rid)
+            self._open.close(message.reply_to, message.rid)
 
     async def introduce(self, ingress: str) -> None:
         """Tell an ingress by message who this replica is, so that it can watch it."""
@@ -191,7 +191,7 @@ class EngineReplica:
             case Ping():
                 self._heard(message.reply_to)
                 self._ingresses.send(message.reply_to, self._pong)
-            case AbortRequest() | ClientGone():
+            case AbortRequest() | ReaderGone():
                 # From an ingress. The scheduler answers with `RequestsDone`.
                 self._tell_scheduler(message)
             case SubscribeKVEvents():
@@ -224,8 +224,8 @@ class EngineReplica:
             await asyncio.sleep(INGRESS_LOOK_S)
             for ingress in self._ingresses.drop_silent(time.monotonic(), self._hang_timeout_s):
                 lost = self._open.abandon(ingress)
-                for client, rid in lost:
-                    self._tell_scheduler(AbortRequest(rid=rid, client=client))
+                for reply_to, rid in lost:
+                    self._tell_scheduler(AbortRequest(rid=rid, reply_to=reply_to))
                 logger.warning("an ingress is gone; its %d requests are dropped", len(lost))
                 self._tell_scheduler(UnsubscribeKVEvents(ingress))
 

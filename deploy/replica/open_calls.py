@@ -13,7 +13,7 @@ class _Call(NamedTuple):
 
 
 class OpenCalls:
-    """By (client, rid); a call is awaited by its handler and ended from elsewhere.
+    """By (reply_to, rid); a call is awaited by its handler and ended from elsewhere.
 
     Calls of an ingress that is gone are abandoned: they stay open, whatever becomes of the request.
     To end one, Ray (2.60) waits for its caller to take the answer, with the replica's event loop
@@ -33,15 +33,15 @@ class OpenCalls:
         """Those that nobody waits for."""
         return len(self._calls) - len(self)
 
-    def open(self, client: str, rid: int, ingress: str) -> asyncio.Future[None]:
+    def open(self, reply_to: str, rid: int, ingress: str) -> asyncio.Future[None]:
         """Resolves when the request has ended; raises what `fail` is given."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._calls[(client, rid)] = _Call(ingress, done)
+        self._calls[(reply_to, rid)] = _Call(ingress, done)
         return done
 
-    def close(self, client: str, rid: int) -> None:
+    def close(self, reply_to: str, rid: int) -> None:
         """The handler is through with the request."""
-        self._calls.pop((client, rid), None)
+        self._calls.pop((reply_to, rid), None)
 
     def end(self, keys: Iterable[tuple[str, int]]) -> None:
         """The scheduler is done with these requests; unknown ones are ignored."""

@@ -23,7 +23,7 @@ class ActorProcess(NamedTuple):
 
     @classmethod
     def of_this_actor(cls) -> ActorProcess:
-        """Called within the actor."""
+        """The process of the actor that calls this."""
         pid = os.getpid()
         return cls(_this_node(), pid, _started(pid))
 
@@ -31,7 +31,7 @@ class ActorProcess(NamedTuple):
         """End the actor even if it is stopped (SIGSTOP).
 
         `ray.kill` alone does that too, but only after 5 s, when the raylet gives up waiting
-        (Ray 2.60, measured); it has to do for processes on other nodes.
+        (Ray 2.60, measured). For a process on another node it is all there is.
         """
         if self.node_id == _this_node() and _started(self.pid) == self.started:
             try:

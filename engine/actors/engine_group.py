@@ -28,7 +28,7 @@ from engine.worker.worker_config import WorkerConfig
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 1800.0
-"""Large checkpoints come from slow disks."""
+"""Enough to read a large checkpoint from a slow disk."""
 STOP_TIMEOUT_S = 5.0
 PING_TIMEOUT_S = 5.0
 MAX_REASON = 2000
@@ -130,10 +130,10 @@ class EngineGroup:
         return float(idle), stats
 
     async def scheduler_pid(self) -> int:
-        """Process id of the scheduler, for measurements on its node."""
-        if self._scheduler is None:
+        """Process id of the scheduler. Measurements on its node need it."""
+        if "scheduler" not in self._processes:
             raise EngineDeadError("the engine hasn't started")
-        return int(await _await(self._scheduler.pid.remote()))
+        return self._processes["scheduler"].pid
 
     async def trace(self, last: int) -> list[bytes]:
         """What the scheduler and every worker did in their last steps: a packed `RoleTrace` of
@@ -171,7 +171,7 @@ class EngineGroup:
                 process.kill(actor)
 
     def _actors(self) -> dict[str, ActorHandle[Any]]:
-        """By name, those that were started."""
+        """The actors that were started, by name."""
         actors = {f"worker {rank}": worker for rank, worker in enumerate(self._workers)}
         if self._scheduler is not None:
             actors["scheduler"] = self._scheduler
@@ -212,7 +212,7 @@ class EngineGroup:
         return list(range(1, 1 + config.world_size))
 
     def _start_worker(self, rank: int, bundle: int) -> ActorHandle[Any]:
-        # A worker on CUDA owns a GPU; `auto` was decided by whoever made the placement group.
+        # A worker on CUDA owns a GPU; `auto` was decided when the placement group was made.
         gpus = 1 if self.config.device == "cuda" else 0
         threads = str(self.config.cpu_threads or 1)
         actor: ActorHandle[Any] = RemoteWorkerActor.options(

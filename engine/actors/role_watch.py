@@ -17,13 +17,15 @@ logger = logging.getLogger(__name__)
 PING_PERIOD_S = 0.3
 LOOK_PERIOD_S = 0.2
 UNWELL_S = 1.0
-"""A role that leaves a ping unanswered for so long makes the engine unwell."""
+"""Seconds that a role may leave a ping unanswered before the engine counts as unwell."""
 
 
 class RoleWatch:
-    """Pings go to each actor's `pulse` method, which a thread of its own answers: a long step
-    doesn't delay it, a stopped or wedged process does. `pulse` returns for how many seconds the
-    actor's loop has stood still, as far as it can tell.
+    """Calls each actor's `pulse` method again and again.
+
+    A thread of its own answers there. A long step doesn't delay the answer; a stopped or wedged
+    process does. `pulse` returns for how many seconds the actor's loop has stood still, as far as
+    it can tell.
     """
 
     def __init__(self, roles: dict[str, ActorHandle[Any]], hang_timeout_s: float) -> None:
@@ -71,7 +73,7 @@ class RoleWatch:
             try:
                 self._stuck[name] = float(await actor.pulse.remote())
             except RayError as error:
-                # Dead: whoever holds the reference of its `run` learns that.
+                # Dead: `EngineGroup`, which holds the reference of its `run`, learns that.
                 logger.debug("no more pings to %s: %s", name, type(error).__name__)
                 return
             finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import threading
 import time
 from typing import Any
@@ -74,18 +73,13 @@ class SchedulerActor:
 
     @ray.method(concurrency_group="control")
     def pulse(self) -> float:
-        """Seconds that the loop stands still: its longest rest is not counted."""
+        """For how many seconds the loop has stood still, beyond its longest rest."""
         return max(0.0, time.monotonic() - self._get_role().last_turn - IDLE_POLL_S)
 
     @ray.method(concurrency_group="control")
     def process(self) -> ActorProcess:
         """Where this actor runs."""
         return ActorProcess.of_this_actor()
-
-    @ray.method(concurrency_group="control")
-    def pid(self) -> int:
-        """This actor's process id."""
-        return os.getpid()
 
     @ray.method(concurrency_group="control")
     def trace(self, last: int) -> bytes:

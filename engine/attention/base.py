@@ -38,7 +38,7 @@ class AttentionInputs:
     num_kv_heads: int
     head_dim: int
     query_dtype: torch.dtype | None = None
-    """The model's; None: the pool's."""
+    """Type of the queries; None: the pool's."""
 
 
 class AttentionBackend(ABC):

@@ -77,8 +77,10 @@ class _Group:
     """The decode rows of one bucket in one step, places [0, n)."""
 
     bucket: _Bucket
-    rows: Tensor | None
-    """int64 [n]: decode row of each place; None if place i is row i and there are no others."""
+    rows: Tensor
+    """int64 [n]: decode row of each place."""
+    is_whole_step: bool
+    """Place i is decode row i, and there are no others."""
     layouts: dict[int | None, _Layout]
 
 
@@ -108,7 +110,7 @@ class DecodeWorkspace:
         self._buckets: dict[tuple[int, int], _Bucket] = {}
 
     def invalidate(self, rows: Int64Array) -> None:
-        """Forget the copies of request rows that got other tokens than by decoding."""
+        """Forget the copies of request `rows`, whose tokens changed other than by decoding."""
         self._copied[rows] = -1
 
     def plan(self, rows: Int64Array, seq_lens: Int64Array, micro_batch: int) -> DecodePlan:
@@ -192,10 +194,10 @@ class DecodeWorkspace:
         order[places] = members
         ordered_lens = seq_lens[order]
         new_places = np.sort(places[~stays]).tolist()
-        identity = n == len(rows) and bool((order == np.arange(n)).all())
         return _Group(
             bucket=bucket,
-            rows=None if identity else torch.from_numpy(order),
+            rows=torch.from_numpy(order),
+            is_whole_step=n == len(rows) and bool((order == np.arange(n)).all()),
             layouts={
                 window: self._layout(
                     _columns(bucket.capacity, window), window, ordered_lens, new_places, rows[order]

@@ -40,7 +40,8 @@ INT_WORKSPACE_BYTES = 8 << 20
 STEPS_IN_FLIGHT = 3
 """Steps whose plans may not have reached the device: two of the overlap and one to spare."""
 TENSOR_CORE_GROUP = 4
-"""From so many query heads per key/value head on, decoding is faster with tensor cores (SGLang)."""
+"""With at least this many query heads per key/value head, decoding is faster on tensor cores
+(SGLang)."""
 
 
 class _Variant(NamedTuple):
@@ -70,9 +71,14 @@ class _GraphBuffers:
     """int32 [largest batch * pages that a row can read]"""
     int_workspace: Tensor
     wrappers: dict[int, Any] = field(default_factory=dict)
-    """By batch size."""
+    """Decode wrappers by batch size."""
     planned: set[int] = field(default_factory=set)
     """Batch sizes that have been planned in full once."""
+
+
+def make_fa3_attention(inputs: AttentionInputs) -> FlashInferAttentionBackend:
+    """The backend with FlashAttention 3's prefill kernels (Hopper only)."""
+    return FlashInferAttentionBackend(inputs, prefill_backend="fa3")
 
 
 class FlashInferAttentionBackend(AttentionBackend):
@@ -206,7 +212,7 @@ class FlashInferAttentionBackend(AttentionBackend):
         seq_lens: Int64Array,
         window: int | None,
     ) -> PageTable:
-        """Pages of rows with `query_lens` new tokens each, None: one."""
+        """Pages that rows with `query_lens` new tokens each can see; None means one token each."""
         return page_table(
             rows,
             seq_lens * 0 + 1 if query_lens is None else query_lens,
@@ -271,12 +277,12 @@ class FlashInferAttentionBackend(AttentionBackend):
             )
 
     def _sizes(self) -> tuple[int, int, int, int]:
-        """What every plan takes after the pages."""
+        """Arguments that every plan takes after the pages."""
         inputs = self.inputs
         return inputs.num_heads, inputs.num_kv_heads, inputs.head_dim, self.pool.page_size
 
     def _options(self, variant: _Variant) -> dict[str, Any]:
-        """What every plan takes by name."""
+        """Arguments that every plan takes by name."""
         return {
             "window_left": variant.window_left,
             "q_data_type": self.query_dtype,

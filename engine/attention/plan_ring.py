@@ -4,20 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-
-class Event(Protocol):
-    """What of `torch.cuda.Event` is needed."""
-
-    def record(self) -> None: ...
-
-    def query(self) -> bool: ...
-
-    def synchronize(self) -> None: ...
+from engine.pinned import Event
 
 
 class PlanRing:
@@ -43,7 +34,6 @@ class PlanRing:
             torch.empty(num_bytes, dtype=torch.uint8, pin_memory=on_cuda) for _ in range(depth)
         ]
         self._events = [make_event() for _ in range(depth)] if make_event is not None else []
-        self._used = [False] * depth
         self._next = 0
         self.waits = 0
         """How often a buffer was asked for before its copy had been made."""
@@ -53,10 +43,10 @@ class PlanRing:
         """A free buffer, uint8 [num_bytes]; at the end its copy must be on the current stream."""
         index = self._next
         self._next = (index + 1) % len(self._buffers)
-        if self._events and self._used[index] and not self._events[index].query():
+        # An event that was never recorded counts as past.
+        if self._events and not self._events[index].query():
             self.waits += 1
             self._events[index].synchronize()
         yield self._buffers[index]
         if self._events:
             self._events[index].record()
-            self._used[index] = True

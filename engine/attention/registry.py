@@ -3,45 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-import torch
+from engine.registry import Registry
 
-from engine.attention.base import AttentionBackend, AttentionInputs
-from engine.attention.torch_backend import TorchAttentionBackend
-from engine.errors import ConfigError
-from engine.flashinfer_loader import flashinfer_installed, supports_attention
+if TYPE_CHECKING:
+    import torch
 
+    from engine.attention.base import AttentionBackend, AttentionInputs
 
-def _flashinfer(inputs: AttentionInputs) -> AttentionBackend:
-    from engine.attention.flashinfer_backend import FlashInferAttentionBackend
-
-    return FlashInferAttentionBackend(inputs)
-
-
-def _flashinfer_fa3(inputs: AttentionInputs) -> AttentionBackend:
-    from engine.attention.flashinfer_backend import FlashInferAttentionBackend
-
-    return FlashInferAttentionBackend(inputs, prefill_backend="fa3")
-
-
-_BACKENDS: dict[str, Callable[[AttentionInputs], AttentionBackend]] = {
-    "torch": TorchAttentionBackend,
-    "flashinfer": _flashinfer,
-    "flashinfer-fa3": _flashinfer_fa3,
-}
-
-
-def create_attention_backend(name: str, inputs: AttentionInputs) -> AttentionBackend:
-    """Raises `ConfigError` naming the known backends, or what a known one lacks."""
-    if name not in _BACKENDS:
-        raise ConfigError(
-            f"attention_backend '{name}' is not known; available: {', '.join(_BACKENDS)}."
-        )
-    return _BACKENDS[name](inputs)
+ATTENTION_BACKENDS: Registry[Callable[[AttentionInputs], AttentionBackend]] = Registry(
+    "attention_backend",
+    {
+        "torch": "engine.attention.torch_backend:make_torch_attention",
+        "flashinfer": "engine.attention.flashinfer_backend:FlashInferAttentionBackend",
+        "flashinfer-fa3": "engine.attention.flashinfer_backend:make_fa3_attention",
+    },
+)
 
 
 def auto_attention_backend(device: str, dtype: torch.dtype, head_dim: int) -> str:
     """What `attention_backend: auto` means: flashinfer where it is installed and has kernels."""
+    from engine.flashinfer_loader import flashinfer_installed, supports_attention
+
     if device == "cuda" and supports_attention(dtype, head_dim) and flashinfer_installed():
         return "flashinfer"
     return "torch"

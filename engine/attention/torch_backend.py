@@ -1,13 +1,14 @@
 """Paged attention in plain torch: CPU, and any GPU where no faster backend is installed.
 
-Extend rows attend one by one with scaled_dot_product_attention. Decode rows on CPU attend in
-batches over contiguous copies (`DecodeWorkspace`); elsewhere, or when the copies' budget is spent,
-one by one over keys and values gathered from the pool. Grouped queries never copy keys: the group
-is a stride-0 dimension (extend) or part of the query's length (decode).
+Every row attends by itself with scaled_dot_product_attention, over keys and values gathered from
+the pool. On CPU most decode rows attend in batches instead, over contiguous copies of their keys
+and values (`DecodeWorkspace`). Grouped queries never copy keys: the group is a stride-0 dimension
+(extend) or part of the query's length (decode).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -31,31 +32,31 @@ class _ExtendRow:
     length: int
     prefix: int
     slots: Tensor | None
-    """int32 [prefix + length] pool slots if prefix > 0"""
+    """int32 [prefix + length]: the pool slots, if prefix > 0."""
 
 
 @dataclass
 class _StepPlan:
     extends: list[_ExtendRow] = field(default_factory=list)
-    decode: DecodePlan = field(default_factory=DecodePlan)
-    rest_slots: list[Tensor] = field(default_factory=list)
-    """Pool slots of each row in `decode.rest`."""
+    decodes: list[tuple[int, Tensor]] = field(default_factory=list)
+    """Decode rows that attend one by one, with their pool slots."""
     masks: dict[tuple[int, int, int | None], Tensor] = field(default_factory=dict)
     """Masks by (queries, keys, window), shared by the step's rows and layers."""
 
 
+def make_torch_attention(inputs: AttentionInputs) -> TorchAttentionBackend:
+    """The backend that is fastest on the device of `inputs`."""
+    on_cpu = inputs.req_to_token.device.type == "cpu"
+    return CpuAttentionBackend(inputs) if on_cpu else TorchAttentionBackend(inputs)
+
+
 class TorchAttentionBackend(AttentionBackend):
-    """Attention over `MHATokenToKVPool` with torch's own operators."""
+    """Attention over `MHATokenToKVPool` with torch's own operators, row by row."""
 
     def __init__(self, inputs: AttentionInputs) -> None:
         self.inputs = inputs
         self.pool = inputs.pool
         self.group = inputs.num_heads // inputs.num_kv_heads
-        self.workspace: DecodeWorkspace | None = None
-        if inputs.req_to_token.device.type == "cpu":
-            # One more KV cache: enough unless requests share most of their prefixes.
-            budget = self.pool.num_bytes * 4 // self.pool.dtype.itemsize
-            self.workspace = DecodeWorkspace(inputs, budget)
         self._plan = _StepPlan()
 
     def init_forward(self, batch: ForwardBatch) -> None:
@@ -70,15 +71,9 @@ class TorchAttentionBackend(AttentionBackend):
             slots = req_to_token[int(rows[i]), :total] if prefixes[i] else None
             plan.extends.append(_ExtendRow(starts[i], length, prefixes[i], slots))
         decode_rows, decode_lens = rows[num_extend:], batch.seq_lens_cpu[num_extend:]
-        if self.workspace is not None:
-            self.workspace.invalidate(rows[:num_extend])
-            self.workspace.invalidate(batch.prefix_rows_cpu)
-            if len(decode_rows):
-                plan.decode = self.workspace.plan(decode_rows, decode_lens, batch.micro_batch)
-        else:
-            plan.decode.rest.extend(range(len(decode_rows)))
-        for row in plan.decode.rest:
-            plan.rest_slots.append(req_to_token[int(decode_rows[row]), : int(decode_lens[row])])
+        for row in self._single_decodes(batch):
+            slots = req_to_token[int(decode_rows[row]), : int(decode_lens[row])]
+            plan.decodes.append((row, slots))
         self._plan = plan
 
     def forward(
@@ -101,6 +96,10 @@ class TorchAttentionBackend(AttentionBackend):
                 q[num_extend_tokens:], k[num_extend_tokens:], v[num_extend_tokens:], layer
             )
         return out
+
+    def _single_decodes(self, batch: ForwardBatch) -> Iterable[int]:
+        """Which of the decode rows attend one by one."""
+        return range(batch.batch_size - batch.num_extend)
 
     def _extend(
         self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, row: _ExtendRow
@@ -127,33 +126,11 @@ class TorchAttentionBackend(AttentionBackend):
 
     def _decode(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer) -> Tensor:
         """Attention of single tokens: q [n, Hq, D] -> [n, Hq * D]."""
-        plan = self._plan.decode
         n, _, dim = q.shape
         grouped = q.view(n, self.inputs.num_kv_heads, self.group, dim)
         window = layer.sliding_window
-        out = torch.empty(0)
-        if self.workspace is not None and plan.groups:
-            scaled = grouped.float().mul(layer.scale)
-            wide_k, wide_v = k.float().contiguous(), v.float().contiguous()
-            for part in plan.groups:
-                if part.rows is None:
-                    return self.workspace.attend(
-                        part, layer.layer_id, window, scaled, wide_k, wide_v
-                    ).to(q.dtype)
-                if not out.numel():
-                    out = q.new_empty((n, self.inputs.num_heads * dim))
-                result = self.workspace.attend(
-                    part,
-                    layer.layer_id,
-                    window,
-                    scaled.index_select(0, part.rows),
-                    wide_k.index_select(0, part.rows),
-                    wide_v.index_select(0, part.rows),
-                )
-                out.index_copy_(0, part.rows, result.to(q.dtype))
-        if not out.numel():
-            out = q.new_empty((n, self.inputs.num_heads * dim))
-        for row, all_slots in zip(plan.rest, self._plan.rest_slots, strict=True):
+        out = q.new_empty((n, self.inputs.num_heads * dim))
+        for row, all_slots in self._plan.decodes:
             slots = all_slots if window is None else all_slots[-window:]
             kv = self.pool.gather(layer.layer_id, slots, q.dtype)
             out[row] = F.scaled_dot_product_attention(
@@ -201,3 +178,42 @@ class TorchAttentionBackend(AttentionBackend):
                 hidden |= key <= query - window
             masks[index] = like.new_zeros((queries, keys)).masked_fill_(hidden, -torch.inf)
         return masks[index]
+
+
+class CpuAttentionBackend(TorchAttentionBackend):
+    """Decode rows attend in batches, except those that `DecodeWorkspace` has no room for."""
+
+    def __init__(self, inputs: AttentionInputs) -> None:
+        super().__init__(inputs)
+        # One more KV cache: enough unless requests share most of their prefixes.
+        budget = self.pool.num_bytes * 4 // self.pool.dtype.itemsize
+        self.workspace = DecodeWorkspace(inputs, budget)
+        self._batched = DecodePlan()
+
+    def _single_decodes(self, batch: ForwardBatch) -> Iterable[int]:
+        rows = batch.req_pool_indices_cpu
+        self.workspace.invalidate(rows[: batch.num_extend])
+        self.workspace.invalidate(batch.prefix_rows_cpu)
+        self._batched = DecodePlan()
+        if batch.num_extend < batch.batch_size:
+            self._batched = self.workspace.plan(
+                rows[batch.num_extend :], batch.seq_lens_cpu[batch.num_extend :], batch.micro_batch
+            )
+        return self._batched.rest
+
+    def _decode(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer) -> Tensor:
+        groups = self._batched.groups
+        if not groups:
+            return super()._decode(q, k, v, layer)
+        n, _, dim = q.shape
+        grouped = q.view(n, self.inputs.num_kv_heads, self.group, dim)
+        qkv = (grouped.float().mul(layer.scale), k.float().contiguous(), v.float().contiguous())
+        where = layer.layer_id, layer.sliding_window
+        if groups[0].is_whole_step:
+            return self.workspace.attend(groups[0], *where, *qkv).to(q.dtype)
+        out = super()._decode(q, k, v, layer)
+        for group in groups:
+            picked = (x.index_select(0, group.rows) for x in qkv)
+            result = self.workspace.attend(group, *where, *picked)
+            out.index_copy_(0, group.rows, result.to(q.dtype))
+        return out

@@ -52,7 +52,7 @@ class Constraint(ABC):
 
 
 def mask_words(vocab_size: int) -> int:
-    """Words of a mask."""
+    """Number of 32-bit words in a mask over `vocab_size` tokens."""
     return -(-vocab_size // 32)
 
 

@@ -1,21 +1,24 @@
-"""Constraints by the word of their spec."""
+"""The kind that a `ConstraintSpec` names -> the constraint."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from types import MappingProxyType
+from collections.abc import Collection
+from functools import partial
 
 from engine.constraints.base import Constraint
 from engine.constraints.spec import ConstraintSpec
 from engine.constraints.token_choice import TokenChoice
 from engine.errors import RequestError
+from engine.registry import Registry
 
-CONSTRAINTS: Mapping[str, type[Constraint]] = MappingProxyType({"token_choice": TokenChoice})
+CONSTRAINTS: Registry[type[Constraint]] = Registry(
+    "constraint.kind", {"token_choice": TokenChoice}, partial(RequestError, param="constraint")
+)
 
 
 def verify_constraint(spec: ConstraintSpec, vocab_size: int) -> None:
-    """Raise `RequestError` if there is no such kind or its payload is wrong. Cheap."""
-    _kind(spec).verify(spec.payload, vocab_size)
+    """Raise `RequestError` if the kind is unknown or its payload is wrong. Cheap."""
+    CONSTRAINTS[spec.kind].verify(spec.payload, vocab_size)
 
 
 def create_constraint(
@@ -25,14 +28,4 @@ def create_constraint(
 
     `eos_token_ids`: tokens that end the request, see `Constraint.create`.
     """
-    return _kind(spec).create(spec.payload, vocab_size, eos_token_ids)
-
-
-def _kind(spec: ConstraintSpec) -> type[Constraint]:
-    kind = CONSTRAINTS.get(spec.kind)
-    if kind is None:
-        known = ", ".join(sorted(CONSTRAINTS))
-        raise RequestError(
-            f"constraint: there is no kind {spec.kind!r}; choose one of: {known}", "constraint"
-        )
-    return kind
+    return CONSTRAINTS[spec.kind].create(spec.payload, vocab_size, eos_token_ids)

@@ -34,4 +34,4 @@ class Executor(ABC):
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Stop the workers."""
+        """Stop the workers. No method may be called afterwards."""

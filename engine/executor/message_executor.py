@@ -1,4 +1,4 @@
-"""`MessageExecutor`: workers behind sockets, whoever started them."""
+"""`MessageExecutor`: workers behind sockets, however they were started."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class ReadyWorkers(NamedTuple):
 class MessageExecutor(Executor):
     """Workers behind sockets: plans are encoded once and sent to each."""
 
-    def __init__(self, results: Inbox, workers: ReadyWorkers, alive: Callable[[], str]) -> None:
-        """`alive` says who died, or ""."""
+    def __init__(self, results: Inbox, workers: ReadyWorkers, dead: Callable[[], str]) -> None:
+        """Takes steps' results from `results`. `dead` names a lost worker, or "" if all live."""
         self.results = results
         self.num_kv_tokens = workers.num_kv_tokens
         self.outboxes = [Outbox(address) for address in workers.addresses]
-        self._alive = alive
+        self._lost = dead
 
     def launch(self, batch: ModelWorkerBatch) -> None:
         self._send(batch)
@@ -53,9 +53,9 @@ class MessageExecutor(Executor):
                 if result.error is not None:
                     raise EngineDeadError(f"a worker failed: {result.error}")
                 return result
-            dead = self._alive()
-            if dead:
-                raise EngineDeadError(dead)
+            lost = self._lost()
+            if lost:
+                raise EngineDeadError(lost)
             waited += slice_s
             if timeout_s is not None and waited >= timeout_s:
                 return None

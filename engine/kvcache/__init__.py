@@ -4,23 +4,13 @@ from __future__ import annotations
 
 from engine.kvcache.allocator import TokenToKVPoolAllocator
 from engine.kvcache.errors import KVPoolError
-from engine.kvcache.eviction import EVICTION_POLICIES, EvictionPolicy
 from engine.kvcache.page_hash import hash_pages
-from engine.kvcache.radix_cache import InsertResult, MatchResult, RadixCache
+from engine.kvcache.radix_cache import RadixCache
 from engine.kvcache.req_to_token_pool import ReqToTokenPool
 from engine.kvcache.tree_node import TreeNode
-from engine.protocol.messages import AllCleared, BlockRemoved, BlockStored, KVEvent
 
 __all__ = [
-    "EVICTION_POLICIES",
-    "AllCleared",
-    "BlockRemoved",
-    "BlockStored",
-    "EvictionPolicy",
-    "InsertResult",
-    "KVEvent",
     "KVPoolError",
-    "MatchResult",
     "RadixCache",
     "ReqToTokenPool",
     "TokenToKVPoolAllocator",

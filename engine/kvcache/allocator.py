@@ -1,4 +1,4 @@
-"""The free pages of the KV cache."""
+"""`TokenToKVPoolAllocator`: the free pages of the KV cache."""
 
 from __future__ import annotations
 
@@ -21,12 +21,8 @@ class TokenToKVPoolAllocator:
     buffers need (num_pages + 1) * page_size places. The page at the end of a request is
     filled before a new one is taken; what is left of it stays with the request.
 
-    Free pages are a stack (last in, first out) in a numpy array, so that a step's pages
-    come off in one slice whatever the batch size.
-
-    Args:
-        num_tokens: KV room in tokens, rounded down to whole pages.
-        page_size: tokens a page.
+    Free pages are a stack (last in, first out) in a numpy array, so that a step's pages come off
+    in one slice whatever the batch size. `num_tokens` is rounded down to pages of `page_size`.
     """
 
     def __init__(self, num_tokens: int, page_size: int) -> None:
@@ -47,7 +43,7 @@ class TokenToKVPoolAllocator:
         self.clear()
 
     def clear(self) -> None:
-        """Make every page free, whoever held it."""
+        """Make every page free, also those that somebody holds."""
         # Descending, so that a fresh pool hands out ascending pages.
         self._stack[:] = np.arange(self.num_pages, 0, -1, dtype=np.int32)
         self._is_free[:] = True
@@ -59,13 +55,13 @@ class TokenToKVPoolAllocator:
         return self._num_free * self.page_size
 
     def pages_needed_extend(self, prefix_lens: ArrayLike, seq_lens: ArrayLike) -> int:
-        """New pages that alloc_extend takes for these lengths [B]."""
+        """New pages that `alloc_extend` takes for these lengths [B]."""
         prefix = np.asarray(prefix_lens, dtype=np.int64)
         seq = np.asarray(seq_lens, dtype=np.int64)
         return int((self._num_pages_of(seq) - self._num_pages_of(prefix)).sum())
 
     def pages_needed_decode(self, seq_lens: ArrayLike) -> int:
-        """New pages that alloc_decode takes; seq_lens [B] count the token being added."""
+        """New pages that `alloc_decode` takes; `seq_lens` [B] count the token being added."""
         seq = np.asarray(seq_lens)
         if self.page_size == 1:
             return len(seq)
@@ -76,17 +72,11 @@ class TokenToKVPoolAllocator:
     ) -> Int32Array | None:
         """Slots for the tokens prefix..seq of each request: first the rest of its last page.
 
-        Args:
-            prefix_lens: [B] tokens that have slots already.
-            seq_lens: [B] tokens after this call, at least prefix_lens.
-            last_locs: [B] slot of token prefix - 1; any value where the prefix ends a page.
-
-        Returns:
-            int32 [sum(seq - prefix)] in request order, or None and no change when there
-            are too few free pages.
-
-        Raises:
-            KVPoolError: a length shrinks, or a last_loc isn't where such a prefix ends.
+        `prefix_lens` [B] tokens have slots already, `seq_lens` [B] will; `last_locs` [B] is the
+        slot of token prefix - 1, any value where the prefix ends a page. Returns
+        int32 [sum(seq - prefix)] in request order, or None and changes nothing when there are too
+        few free pages. Raises `KVPoolError` if a length shrinks, or a last slot isn't where such
+        a prefix ends.
         """
         prefix = np.asarray(prefix_lens, dtype=np.int64)
         seq = np.asarray(seq_lens, dtype=np.int64)
@@ -120,17 +110,11 @@ class TokenToKVPoolAllocator:
         return slots
 
     def alloc_decode(self, seq_lens: ArrayLike, last_locs: ArrayLike) -> Int32Array | None:
-        """One slot for each request's next token.
+        """One slot for each request's next token, int32 [B].
 
-        Args:
-            seq_lens: [B] lengths with the new token, at least 1.
-            last_locs: [B] slot of the token before; any value where a new page begins.
-
-        Returns:
-            int32 [B], or None and no change when there are too few free pages.
-
-        Raises:
-            KVPoolError: a last_loc isn't where such a sequence ends.
+        `seq_lens` [B] count the new token; `last_locs` [B] is the slot of the token before, any
+        value where a new page begins. Returns None and changes nothing when there are too few
+        free pages. Raises `KVPoolError` if a last slot isn't where such a sequence ends.
         """
         size = self.page_size
         seq = np.asarray(seq_lens)
@@ -151,10 +135,8 @@ class TokenToKVPoolAllocator:
     def free(self, slots: NDArray[np.integer]) -> None:
         """Free every page that the slots touch; several slots of one page free it once.
 
-        Raises:
-            KVPoolError: a page is free already (a double free), a slot is out of range or
-                in the padding page, or, with page_size 1, a slot comes twice. Nothing is
-                freed then.
+        Raises `KVPoolError`, and frees nothing, if a page is free already, a slot is out of range
+        or in the padding page, or, with page_size 1, a slot comes twice.
         """
         if slots.size == 0:
             return
@@ -185,11 +167,7 @@ class TokenToKVPoolAllocator:
         return np.sort(self._stack[: self._num_free])
 
     def check_integrity(self) -> None:
-        """Compare the stack with the bitmap.
-
-        Raises:
-            KVPoolError: they differ.
-        """
+        """Compare the stack with the bitmap. Raises `KVPoolError` if they differ."""
         by_bitmap = np.flatnonzero(self._is_free)
         if not np.array_equal(self.free_pages(), by_bitmap):
             raise KVPoolError(

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import heapq
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 from engine.kvcache.tree_node import TreeNode
+from engine.registry import Registry
 
 EvictionKey: TypeAlias = tuple[int, ...]
 
@@ -43,29 +42,22 @@ class FIFOPolicy(EvictionPolicy):
 
 
 class PriorityPolicy(EvictionPolicy):
-    """The leaf whose requests had the lowest priority at most, then LRU."""
+    """The leaf whose requests' largest `priority` is the smallest, then LRU."""
 
     def key(self, node: TreeNode) -> EvictionKey:
         return (node.priority, node.last_access)
 
 
-EVICTION_POLICIES: Final[Mapping[str, type[EvictionPolicy]]] = MappingProxyType(
-    {"lru": LRUPolicy, "lfu": LFUPolicy, "fifo": FIFOPolicy, "priority": PriorityPolicy}
+EVICTION_POLICIES: Registry[type[EvictionPolicy]] = Registry(
+    "eviction_policy",
+    {"lru": LRUPolicy, "lfu": LFUPolicy, "fifo": FIFOPolicy, "priority": PriorityPolicy},
+    ValueError,
 )
 
 
 def get_eviction_policy(name: str) -> EvictionPolicy:
-    """The policy that a configuration word names.
-
-    Raises:
-        ValueError: no such policy.
-    """
-    policy = EVICTION_POLICIES.get(name)
-    if policy is None:
-        raise ValueError(
-            f"eviction_policy {name!r} is unknown; choose one of {', '.join(EVICTION_POLICIES)}"
-        )
-    return policy()
+    """The policy of the config's word. Raises `ValueError` for an unknown one."""
+    return EVICTION_POLICIES[name]()
 
 
 class EvictionQueue:

@@ -10,11 +10,8 @@ from engine.protocol.messages import AllCleared, BlockRemoved, BlockStored, KVEv
 class KVEventLog:
     """Events since the last drain, numbered 1, 2, 3, ... without gaps.
 
-    A log that nobody drains drops its oldest events, which the reader sees as a gap in the
-    numbers and answers by asking for a snapshot.
-
-    Args:
-        max_pending: events kept between two drains.
+    A log that nobody drains keeps the last `max_pending`. The reader sees a gap in the numbers,
+    and asks for a snapshot.
     """
 
     def __init__(self, max_pending: int = 100_000) -> None:
@@ -22,12 +19,15 @@ class KVEventLog:
         self._pending: deque[KVEvent] = deque(maxlen=max_pending)
 
     def stored(self, block_hashes: list[int], parent_hash: int, namespace: str) -> None:
+        """Note pages that entered the tree, as in `BlockStored`."""
         self._pending.append(BlockStored(self._next(), block_hashes, parent_hash, namespace))
 
     def removed(self, block_hashes: list[int]) -> None:
+        """Note pages that left the tree."""
         self._pending.append(BlockRemoved(self._next(), block_hashes))
 
     def cleared(self) -> None:
+        """Note that the tree is empty."""
         self._pending.append(AllCleared(self._next()))
 
     @property

@@ -15,9 +15,9 @@ from engine.protocol.messages import KVEvents, KVSnapshot, SubscribeKVEvents
 logger = logging.getLogger(__name__)
 
 PERIOD_S = 0.01
-"""Events of so long travel together while steps run."""
+"""While steps run, events are gathered for this long and sent together."""
 HEARTBEAT_S = 1.0
-"""Subscribers hear of this engine at least so often."""
+"""At most this long apart, subscribers hear of this engine, events or not."""
 
 
 class KVPublisher:
@@ -37,7 +37,7 @@ class KVPublisher:
         self.epoch = time.time_ns()
 
     def __len__(self) -> int:
-        """Subscribers."""
+        """How many subscribe."""
         return len(self._replicas)
 
     def subscribe(self, request: SubscribeKVEvents) -> None:
@@ -53,7 +53,7 @@ class KVPublisher:
             self._replicas[request.reply_to] = request.replica
 
     def unsubscribe(self, reply_to: str) -> None:
-        """Unknown subscribers are ignored."""
+        """Send nothing more to `reply_to`. Unknown subscribers are ignored."""
         self._replicas.pop(reply_to, None)
 
     def publish(self, now: float, *, is_idle: bool) -> None:

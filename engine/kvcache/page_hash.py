@@ -15,7 +15,7 @@ def root_hash(namespace: str = "") -> int:
 
 
 def chain_hashes(token_bytes: bytes, page_size: int, parent_hash: int) -> list[int]:
-    """Hashes of the whole pages in token_bytes (int32, little endian), continuing a chain."""
+    """Hashes of the whole pages in `token_bytes` (int32, little endian), continuing a chain."""
     stride = page_size * TOKEN_BYTES
     hashes: list[int] = []
     previous = parent_hash
@@ -31,17 +31,13 @@ def hash_pages(
 ) -> NDArray[np.uint64]:
     """Hash each whole page of a prompt together with everything before it.
 
-    A page's hash is xxh3_64(hash of the page before, 8 bytes little endian + the page's
-    token ids, int32 little endian); the first page follows the hash of the namespace. So
-    equal hashes mean equal prefixes, and an index of hashes can be searched from the left.
-    (The chaining is vLLM's and nano-vllm's; the hash is not Python's, which differs between
-    processes.)
+    A page's hash is xxh3_64(hash of the page before, 8 bytes little endian + the page's token ids,
+    int32 little endian); the first page follows the hash of the namespace. So equal hashes mean
+    equal prefixes, and an index of hashes can be searched from the left. (The chaining is vLLM's
+    and nano-vllm's; the hash is not Python's, which differs between processes.)
 
-    Args:
-        token_ids: [num_tokens]; a last partial page has no hash.
-
-    Returns:
-        uint64 [num_tokens // page_size].
+    From token_ids [num_tokens] to uint64 [num_tokens // page_size]: a last partial page has no
+    hash.
     """
     token_bytes = np.asarray(token_ids).astype("<i4", copy=False).tobytes()
     hashes = chain_hashes(token_bytes, page_size, root_hash(namespace))

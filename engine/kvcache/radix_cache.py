@@ -1,4 +1,4 @@
-"""The prefix cache: KV pages of past requests, found again by their tokens."""
+"""`RadixCache`: KV pages of past requests, found again by their tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.kvcache.eviction import EvictionQueue, get_eviction_policy
 from engine.kvcache.kv_events import KVEventLog
 from engine.kvcache.page_hash import TOKEN_BYTES, chain_hashes, root_hash
 from engine.kvcache.radix_integrity import check_tree
-from engine.kvcache.tree_node import EVICTED, TreeNode
+from engine.kvcache.tree_node import EVICTED, TreeNode, common_bytes
 from engine.protocol.messages import BlockStored, KVEvent
 
 
@@ -36,20 +36,13 @@ class RadixCache:
     """A radix tree over token ids whose edges own the KV pages of their tokens.
 
     (RadixAttention, arXiv:2312.07104; paged as in SGLang's and mini-sglang's trees.)
-    Everything is in whole pages: a match is rounded down to one, edges split between pages
-    and a request's partial last page stays with the request. Each namespace has a tree of
-    its own, so equal tokens under different cache salts or adapters never meet.
+    Everything is in whole pages: a match is rounded down to one, edges split between pages,
+    and a request's partial last page stays with the request. Each namespace has a tree of its
+    own, so equal tokens under different cache salts or adapters never meet.
 
-    A node is protected while lock_ref > 0, which holds for every ancestor of a locked node.
-    Unlocked leaves are evictable, least recently used first; their ancestors follow.
-    Time is a counter of operations: no clock is read.
-
-    Args:
-        allocator: takes evicted pages back.
-        page_size: tokens a page; the allocator's.
-        disable: hold nothing. Matches are empty, insert leaves all slots with the caller.
-        eviction_policy: a word of ``EVICTION_POLICIES``.
-        enable_events: log what enters and leaves the tree, see ``drain_events``.
+    A node is protected while `lock_ref` > 0, which holds for every ancestor of a locked node.
+    Unlocked leaves are evictable, least recently used first; their ancestors follow. Time is a
+    counter of operations: no clock is read.
     """
 
     def __init__(
@@ -61,6 +54,12 @@ class RadixCache:
         eviction_policy: str = "lru",
         enable_events: bool = False,
     ) -> None:
+        """Evicted pages go back to `allocator`, whose pages have `page_size` tokens too.
+
+        With `disable` nothing is held: matches are empty, `insert` leaves all slots with the
+        caller. `eviction_policy` is a word of `EVICTION_POLICIES`. With `enable_events` what
+        enters and leaves the tree is logged for `drain_events`.
+        """
         if page_size != allocator.page_size:
             raise ValueError(f"page_size {page_size} isn't the allocator's {allocator.page_size}")
         self.allocator = allocator
@@ -76,7 +75,7 @@ class RadixCache:
         self._no_indices = np.empty(0, dtype=np.int32)
         # What empty matches end on, in any namespace. Its only use is to be locked for
         # nothing; it never has children.
-        self.root = self._new_node(None, b"", self._no_indices, "")
+        self.root = TreeNode(self._new_id(), None, b"", self._no_indices, "")
         self._namespaces: dict[str, TreeNode] = {}
 
     @property
@@ -95,14 +94,10 @@ class RadixCache:
         return self._evictable_size + self._protected_size
 
     def match_prefix(self, token_ids: NDArray[np.int32], namespace: str = "") -> MatchResult:
-        """Find the longest cached prefix in whole pages, and mark it as used now.
+        """Find the longest cached prefix of `token_ids` (int32 [num_tokens]), in whole pages.
 
-        May split the node in which the match ends. The slots are the tree's: lock last_node
-        before the next evict, and keep it locked while they're in use.
-
-        Args:
-            token_ids: int32 [num_tokens].
-            namespace: where to look.
+        It counts as used now. The node in which the match ends may be split. The slots are the
+        tree's: lock `last_node` before the next `evict`, and keep it locked while they're in use.
         """
         top = self._namespaces.get(namespace)
         if top is None:
@@ -120,21 +115,16 @@ class RadixCache:
         priority: int = 0,
         page_hashes: Sequence[int] = (),
     ) -> InsertResult:
-        """Give the whole pages of a request to the tree.
+        """Give the whole pages of a request to the tree: `token_ids` and their slots, `indices`.
 
         With aligned = len(token_ids) rounded down to pages, the tree now owns
         indices[prefix_len:aligned], which it copies. indices[:prefix_len] aren't taken: those
-        that aren't the tree's own slots are duplicates, for the caller to free. The tail
-        beyond aligned stays with the caller. When the cache is disabled nothing is taken at
-        all, and prefix_len is 0.
+        that aren't the tree's own slots are duplicates, for the caller to free. The tail beyond
+        aligned stays with the caller. A disabled cache takes nothing, and prefix_len is 0.
 
-        Args:
-            token_ids: int32 [num_tokens].
-            indices: int32, the tokens' slots; at least aligned many.
-            namespace: where to store.
-            priority: for the policy "priority"; the highest of a node's requests counts.
-            page_hashes: of the first pages, if somebody has computed them already (see
-                hash_pages); the others are computed when events need them.
+        `priority` is for the policy of that name; the highest of a node's requests counts.
+        `page_hashes` are those of the first pages if somebody has computed them already (see
+        `hash_pages`); events need them all. Raises `ValueError` if there are too few slots.
         """
         if self.disable:
             return InsertResult(0, self.root)
@@ -146,7 +136,7 @@ class RadixCache:
             return InsertResult(0, self.root)
         top = self._namespaces.get(namespace)
         if top is None:
-            top = self._new_node(None, b"", self._no_indices, namespace)
+            top = TreeNode(self._new_id(), None, b"", self._no_indices, namespace)
             if self._events is not None:
                 top.hashes = [root_hash(namespace)]
             self._namespaces[namespace] = top
@@ -164,11 +154,7 @@ class RadixCache:
         return InsertResult(prefix_len, last)
 
     def inc_lock_ref(self, node: TreeNode) -> None:
-        """Protect the path to this node from eviction.
-
-        Raises:
-            KVPoolError: the node has been evicted.
-        """
+        """Protect the path to this node. Raises `KVPoolError` if it has been evicted."""
         if node.lock_ref == EVICTED:
             raise KVPoolError(f"inc_lock_ref: node {node.node_id} has been evicted")
         parent = node.parent
@@ -182,11 +168,7 @@ class RadixCache:
             parent = node.parent
 
     def dec_lock_ref(self, node: TreeNode) -> None:
-        """Take back one inc_lock_ref.
-
-        Raises:
-            KVPoolError: the node isn't locked, or was evicted.
-        """
+        """Take back one `inc_lock_ref`. Raises `KVPoolError` if the node isn't locked."""
         parent = node.parent
         # Ancestors hold at least their children's locks, so this check covers the path.
         if parent is not None and node.lock_ref <= 0:
@@ -203,13 +185,9 @@ class RadixCache:
             parent = node.parent
 
     def evict(self, num_tokens: int) -> int:
-        """Free unlocked leaves, in the policy's order, until num_tokens are free.
+        """Free unlocked leaves in the policy's order until `num_tokens` are free; how many are.
 
-        Whole nodes are freed, so that it may be more; it's less when everything left is
-        locked.
-
-        Returns:
-            Tokens given back to the allocator.
+        Whole nodes are freed, so that it may be more. It is less when everything left is locked.
         """
         victims: list[TreeNode] = []
         freed = 0
@@ -228,11 +206,7 @@ class RadixCache:
         return freed
 
     def reset(self) -> None:
-        """Free everything.
-
-        Raises:
-            KVPoolError: something is locked; nothing is freed then.
-        """
+        """Free everything, or nothing and raise `KVPoolError` if something is locked."""
         if self._protected_size:
             raise KVPoolError(f"reset: {self._protected_size} tokens are locked")
         self.allocator.free(self.all_indices())
@@ -269,13 +243,9 @@ class RadixCache:
     def snapshot(self) -> tuple[int, list[BlockStored]]:
         """The tree as it stands, for a reader that missed events.
 
-        Returns:
-            The number of the last event that the snapshot contains, which its BlockStored
-            also carry, and those, parents first. The reader drops what it knew, applies
-            them, and goes on with events of higher numbers.
-
-        Raises:
-            KVPoolError: events are off.
+        The number of the last event that it contains, which its `BlockStored` also carry, and
+        those, parents first. The reader drops what it knew, applies them, and goes on with
+        events of higher numbers. Raises `KVPoolError` if events are off.
         """
         if self._events is None:
             raise KVPoolError("snapshot: the cache was built without enable_events")
@@ -287,10 +257,9 @@ class RadixCache:
         return seq, stored
 
     def check_integrity(self) -> None:
-        """Walk the tree and compare it with the counters, the queue and the allocator.
+        """Compare the tree with the counters, the queue and the allocator.
 
-        Raises:
-            KVPoolError: what is wrong.
+        Raises `KVPoolError`, which says what is wrong.
         """
         check_tree(self._namespaces, self.page_size, self._events is not None)
         nodes = list(self._nodes())
@@ -313,15 +282,14 @@ class RadixCache:
             raise KVPoolError("the tree holds a page that the allocator calls free")
 
     def _aligned_bytes(self, token_ids: NDArray[np.int32]) -> bytes:
-        """The whole pages of token_ids as int32 bytes."""
+        """The whole pages of `token_ids` as int32 bytes."""
         aligned = len(token_ids) // self.page_size * self.page_size
         return token_ids[:aligned].astype(np.int32, copy=False).tobytes()
 
     def _descend(self, top: TreeNode, data: bytes) -> tuple[list[TreeNode], int]:
-        """Follow data down from top, splitting the last node if it ends inside.
+        """The nodes that match `data` below `top`, and the bytes of it that they match.
 
-        Returns:
-            The nodes of the matched path without top, and its length in bytes of data.
+        The last node is split if the match ends inside.
         """
         self._clock += 1
         clock = self._clock
@@ -335,7 +303,8 @@ class RadixCache:
                 break
             whole = data.startswith(child.key, offset)
             if not whole:
-                child = self._split(child, self._common_bytes(child.key, data, offset))
+                at = common_bytes(child.key, data, offset, page_bytes)
+                child = child.split(self._new_id(), at, page_bytes)
             child.last_access = clock
             path.append(child)
             offset += len(child.key)
@@ -343,40 +312,6 @@ class RadixCache:
                 break
             node = child
         return path, offset
-
-    def _common_bytes(self, key: bytes, data: bytes, offset: int) -> int:
-        """Length of the whole pages that key and data[offset:] share; not all of key."""
-        count = min(len(key), len(data) - offset) // TOKEN_BYTES
-        differs = np.frombuffer(key, np.int32, count) != np.frombuffer(
-            data, np.int32, count, offset
-        )
-        first = int(differs.argmax())
-        common = first if differs[first] else count
-        return common // self.page_size * self._page_bytes
-
-    def _split(self, node: TreeNode, at: int) -> TreeNode:
-        """Put a new node with the first ``at`` bytes of node above it, and return that.
-
-        The caller is using the new node, and sets its last_access.
-        """
-        parent = node.parent
-        assert parent is not None
-        tokens = at // TOKEN_BYTES
-        # Copies: a slice of an array would keep the whole of it alive.
-        head = self._new_node(parent, node.key[:at], node.indices[:tokens].copy(), node.namespace)
-        head.lock_ref = node.lock_ref
-        head.created = node.created
-        head.hits = node.hits
-        head.priority = node.priority
-        pages = tokens // self.page_size
-        head.hashes = node.hashes[:pages]
-        node.hashes = node.hashes[pages:]
-        node.key = node.key[at:]
-        node.indices = node.indices[tokens:].copy()
-        node.parent = head
-        head.children[node.key[: self._page_bytes]] = node
-        parent.children[head.key[: self._page_bytes]] = head
-        return head
 
     def _add_leaf(
         self,
@@ -386,7 +321,7 @@ class RadixCache:
         priority: int,
         known_hashes: Sequence[int],
     ) -> TreeNode:
-        leaf = self._new_node(parent, key, indices, parent.namespace)
+        leaf = TreeNode(self._new_id(), parent, key, indices, parent.namespace)
         leaf.last_access = leaf.created = self._clock
         leaf.hits = 1
         leaf.priority = priority
@@ -413,11 +348,9 @@ class RadixCache:
             # Salts come and go; an empty namespace must not stay behind.
             del self._namespaces[parent.namespace]
 
-    def _new_node(
-        self, parent: TreeNode | None, key: bytes, indices: NDArray[np.int32], namespace: str
-    ) -> TreeNode:
+    def _new_id(self) -> int:
         self._next_node_id += 1
-        return TreeNode(self._next_node_id, parent, key, indices, namespace)
+        return self._next_node_id
 
     def _nodes(self) -> Iterator[TreeNode]:
         """All nodes but the namespaces' tops, parents before children."""

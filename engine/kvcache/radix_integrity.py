@@ -15,13 +15,8 @@ from engine.kvcache.tree_node import TreeNode
 def check_tree(tops: Mapping[str, TreeNode], page_size: int, has_hashes: bool) -> None:
     """Check links, keys, page alignment, locks, hashes and that no slot comes twice.
 
-    Args:
-        tops: the root of each namespace.
-        page_size: tokens a page.
-        has_hashes: nodes must carry their pages' hashes.
-
-    Raises:
-        KVPoolError: what is wrong, with the node's number.
+    `tops` are the roots by namespace, pages have `page_size` tokens, and with `has_hashes` nodes
+    must carry their pages' hashes. Raises `KVPoolError`, which says what is wrong and where.
     """
     slots: list[NDArray[np.int32]] = []
     for namespace, top in tops.items():

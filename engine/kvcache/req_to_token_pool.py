@@ -10,15 +10,11 @@ PADDING_ROW = 0
 
 
 class ReqToTokenPool:
-    """Rows of KV slot numbers, one row for each running request.
+    """Rows of KV slot numbers, one for each of up to `size` running requests.
 
-    ``req_to_token[row, i]`` is the slot of the request's token i, valid for i below the
-    request's length; what lies beyond is stale. Row 0 is the padding row of captured CUDA
-    graphs and is never handed out, so usable rows are 1..size.
-
-    Args:
-        size: requests that can run at once.
-        max_context_len: tokens a row can hold.
+    `req_to_token[row, i]` is the slot of the request's token i (below `max_context_len`), valid
+    for i below the request's length; what lies beyond is stale. Row 0 is the padding row of
+    captured CUDA graphs and is never handed out, so usable rows are 1..size.
     """
 
     def __init__(self, size: int, max_context_len: int) -> None:
@@ -45,11 +41,7 @@ class ReqToTokenPool:
         return idx
 
     def free(self, idx: int) -> None:
-        """Give a row back.
-
-        Raises:
-            KVPoolError: the row is free already, or was never handed out.
-        """
+        """Give a row back. Raises `KVPoolError` if it is free already, or none of ours."""
         if not PADDING_ROW < idx <= self.size:
             raise KVPoolError(f"row {idx} isn't a request row (1..{self.size})")
         if self._is_free[idx]:

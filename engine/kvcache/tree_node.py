@@ -1,6 +1,8 @@
-"""One edge of the radix tree."""
+"""`TreeNode`: one edge of the radix tree."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,71 +12,83 @@ from engine.kvcache.page_hash import TOKEN_BYTES
 EVICTED = -1
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class TreeNode:
     """A run of whole pages that every path through it shares.
 
-    Callers hold nodes only as handles for locking. A split puts a new node above this one
-    and leaves this object the tail, so that a handle keeps standing for the same prefix.
-
-    Fields:
-        key: the tokens as int32 bytes. Bytes compare and slice several times faster than
-            small numpy arrays, and a page of them is the children's dict key.
-        indices: int32 [num_tokens] slots, owned by the tree.
-        hashes: one per page, empty unless the cache has events.
-        lock_ref: locks on this node or below; at least that of each child. EVICTED after
-            the node has left the tree.
-        last_access, created: ticks of the cache's logical clock.
-        hits: inserts that passed, i.e. about once for each request that used it.
-        queued: the node has an entry in the eviction queue.
+    Callers hold nodes only as handles for locking. A split puts a new node above this one and
+    leaves this object the tail, so that a handle keeps standing for the same prefix.
     """
 
-    __slots__ = (
-        "children",
-        "created",
-        "hashes",
-        "hits",
-        "indices",
-        "key",
-        "last_access",
-        "lock_ref",
-        "namespace",
-        "node_id",
-        "parent",
-        "priority",
-        "queued",
-    )
-
-    def __init__(
-        self,
-        node_id: int,
-        parent: TreeNode | None,
-        key: bytes,
-        indices: NDArray[np.int32],
-        namespace: str,
-    ) -> None:
-        self.node_id = node_id
-        self.parent = parent
-        self.key = key
-        self.indices = indices
-        self.namespace = namespace
-        self.children: dict[bytes, TreeNode] = {}
-        self.hashes: list[int] = []
-        self.lock_ref = 0
-        self.last_access = 0
-        self.created = 0
-        self.hits = 0
-        self.priority = 0
-        self.queued = False
+    node_id: int
+    parent: TreeNode | None
+    key: bytes
+    """The tokens as int32 bytes. Bytes compare and slice several times faster than small numpy
+    arrays, and a page of them is the key in the parent's `children`."""
+    indices: NDArray[np.int32]
+    """int32 [num_tokens]: their slots, owned by the tree."""
+    namespace: str
+    children: dict[bytes, TreeNode] = field(default_factory=dict)
+    hashes: list[int] = field(default_factory=list)
+    """One per page; empty unless the cache has events."""
+    lock_ref: int = 0
+    """Locks on this node or below, at least those of each child. `EVICTED` after the node has
+    left the tree."""
+    last_access: int = 0
+    """Tick of the cache's logical clock, as is `created`."""
+    created: int = 0
+    hits: int = 0
+    """Inserts that passed: about one for each request that used it."""
+    priority: int = 0
+    queued: bool = False
+    """The node has an entry in the eviction queue."""
 
     @property
     def num_tokens(self) -> int:
+        """Tokens of the run."""
         return len(self.key) // TOKEN_BYTES
 
     @property
     def is_root(self) -> bool:
+        """Whether it is the top of a namespace, which holds no tokens."""
         return self.parent is None
 
     @property
     def is_evictable(self) -> bool:
-        """A leaf that nobody has locked."""
+        """Whether it is a leaf that nobody has locked."""
         return self.lock_ref == 0 and not self.children and self.parent is not None
+
+    def split(self, head_id: int, at: int, page_bytes: int) -> TreeNode:
+        """Put a new node with the first `at` bytes of this one above it, and return that.
+
+        The caller is using the new node, and sets its `last_access`.
+        """
+        parent = self.parent
+        assert parent is not None
+        tokens = at // TOKEN_BYTES
+        # Copies: a slice of an array would keep the whole of it alive.
+        head = TreeNode(
+            head_id, parent, self.key[:at], self.indices[:tokens].copy(), self.namespace
+        )
+        head.lock_ref = self.lock_ref
+        head.created = self.created
+        head.hits = self.hits
+        head.priority = self.priority
+        pages = at // page_bytes
+        head.hashes = self.hashes[:pages]
+        self.hashes = self.hashes[pages:]
+        self.key = self.key[at:]
+        self.indices = self.indices[tokens:].copy()
+        self.parent = head
+        head.children[self.key[:page_bytes]] = self
+        parent.children[head.key[:page_bytes]] = head
+        return head
+
+
+def common_bytes(key: bytes, data: bytes, offset: int, page_bytes: int) -> int:
+    """Length of the whole pages that `key` and `data[offset:]` share; not all of `key`."""
+    count = min(len(key), len(data) - offset) // TOKEN_BYTES
+    differs = np.frombuffer(key, np.int32, count) != np.frombuffer(data, np.int32, count, offset)
+    first = int(differs.argmax())
+    common = first if differs[first] else count
+    return common * TOKEN_BYTES // page_bytes * page_bytes

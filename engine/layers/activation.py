@@ -9,7 +9,7 @@ from engine.layers.fused_ops import FusedOps
 
 
 class SiluAndMul:
-    """silu(gate) * up (SwiGLU, Shazeer 2020)."""
+    """Computes silu(gate) * up (SwiGLU, Shazeer 2020)."""
 
     def __init__(self, fused: FusedOps | None = None) -> None:
         self.fused = fused

@@ -24,7 +24,7 @@ class VocabShard:
         self.end = self.start + self.rows
 
     def load(self, source: WeightSource, name: str, hidden_size: int) -> Tensor:
-        """[rows, hidden_size], zeros in the padding."""
+        """This rank's rows of the tensor `name`, [rows, hidden_size], with zeros in the padding."""
         start = min(self.start, self.vocab_size)
         count = min(self.end, self.vocab_size) - start
         if count == 0:

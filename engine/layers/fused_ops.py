@@ -15,7 +15,7 @@ from engine.flashinfer_loader import HALF_DTYPES, flashinfer_installed, load_fla
 
 
 class FusedOps:
-    """Tensors are float16 or bfloat16 on CUDA with a contiguous last dimension."""
+    """The kernels. Tensors are float16 or bfloat16 on CUDA with a contiguous last dimension."""
 
     def __init__(self) -> None:
         """Raises `ConfigError` if FlashInfer is missing."""

@@ -6,83 +6,55 @@ import torch
 from torch import Tensor
 
 from engine.distributed import ParallelState
-from engine.errors import ConfigError
 from engine.layers.linear_kernel import LinearKernel, make_linear_kernel
+from engine.model_config import ModelConfig
 from engine.models.weights import WeightSource
-
-
-def shard(name: str, size: int, parts: int) -> int:
-    """`size / parts`; raises `ConfigError` naming `name` if it doesn't divide."""
-    if size % parts:
-        raise ConfigError(
-            f"{name} ({size}) can't be split over tp_size {parts}; choose one that divides it."
-        )
-    return size // parts
-
-
-def _rows(
-    source: WeightSource, prefix: str, full: tuple[int, int], start: int, count: int, bias: bool
-) -> tuple[Tensor, Tensor | None]:
-    weight = source.get(f"{prefix}.weight", full, dim=0, start=start, count=count)
-    if not bias:
-        return weight, None
-    return weight, source.get(f"{prefix}.bias", full[:1], dim=0, start=start, count=count)
 
 
 class MergedColumnParallelLinear:
     """Several projections of one input as one matrix; each rank owns a share of each's outputs.
 
-    `sizes` are the full output sizes; the output is [N, sum(sizes) / tp_size], in that order.
+    `sizes` are the full output sizes, which tp_size divides (`ModelConfig.check_split`). With
+    `copies`, that many ranks hold the same share of the projection. The output is
+    [N, sum(local_sizes)], in the order of `sizes`.
     """
 
     kernel: LinearKernel
 
     def __init__(
         self,
-        name: str,
         in_size: int,
         sizes: tuple[int, ...],
         bias: bool,
         parallel: ParallelState,
+        copies: tuple[int, ...] | None = None,
     ) -> None:
         self.in_size = in_size
         self.sizes = sizes
         self.bias = bias
         self.parallel = parallel
-        self.local_sizes = tuple(shard(name, size, parallel.tp_size) for size in sizes)
+        self.copies = copies or (1,) * len(sizes)
+        self.local_sizes = tuple(
+            size * count // parallel.tp_size for size, count in zip(sizes, self.copies, strict=True)
+        )
 
     def load(self, source: WeightSource, prefixes: tuple[str, ...]) -> None:
-        """Read this rank's rows of the checkpoint's matrices named `prefixes`."""
-        parts = [
-            self._part(source, prefix, size, local)
-            for prefix, size, local in zip(prefixes, self.sizes, self.local_sizes, strict=True)
-        ]
-        self.process_weights_after_loading(parts)
-
-    def process_weights_after_loading(self, parts: list[tuple[Tensor, Tensor | None]]) -> None:
-        """Merge the parts and bring them into the form that multiplies fastest."""
-        weight = torch.cat([weight for weight, _ in parts]) if len(parts) > 1 else parts[0][0]
-        biases = [bias for _, bias in parts if bias is not None]
-        self.kernel = make_linear_kernel(weight, torch.cat(biases) if biases else None)
+        """Read this rank's rows of the checkpoint's matrices named `prefixes`, and merge them."""
+        weights, biases = [], []
+        for prefix, size, local, count in zip(
+            prefixes, self.sizes, self.local_sizes, self.copies, strict=True
+        ):
+            start = self.parallel.tp_rank // count * local
+            weights.append(
+                source.get(f"{prefix}.weight", (size, self.in_size), start=start, count=local)
+            )
+            if self.bias:
+                biases.append(source.get(f"{prefix}.bias", (size,), start=start, count=local))
+        self.kernel = make_linear_kernel(torch.cat(weights), torch.cat(biases) if biases else None)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[N, in_size] -> [N, sum(local_sizes)]"""
         return self.kernel(x)
-
-    def _part(
-        self, source: WeightSource, prefix: str, size: int, local: int
-    ) -> tuple[Tensor, Tensor | None]:
-        start = self.parallel.tp_rank * local
-        return _rows(source, prefix, (size, self.in_size), start, local, self.bias)
-
-
-class ColumnParallelLinear(MergedColumnParallelLinear):
-    """One projection whose outputs are split over the ranks."""
-
-    def __init__(
-        self, name: str, in_size: int, out_size: int, bias: bool, parallel: ParallelState
-    ) -> None:
-        super().__init__(name, in_size, (out_size,), bias, parallel)
 
 
 class QKVParallelLinear(MergedColumnParallelLinear):
@@ -92,36 +64,18 @@ class QKVParallelLinear(MergedColumnParallelLinear):
     ranks.
     """
 
-    def __init__(
-        self,
-        hidden_size: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        bias: bool,
-        parallel: ParallelState,
-    ) -> None:
-        self.in_size = hidden_size
-        self.bias = bias
-        self.parallel = parallel
-        self.num_heads = shard("num_attention_heads", num_heads, parallel.tp_size)
-        self.num_kv_heads = local_kv_heads(num_kv_heads, parallel.tp_size)
-        self.replicas = max(1, parallel.tp_size // num_kv_heads)
-        self.head_dim = head_dim
-        self.sizes = (num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim)
-        kv = self.num_kv_heads * head_dim
-        self.local_sizes = (self.num_heads * head_dim, kv, kv)
-
-    def load(self, source: WeightSource, prefixes: tuple[str, ...]) -> None:
-        """`prefixes`: the names of the q, k and v projections."""
-        ranks = (self.parallel.tp_rank,) + (self.parallel.tp_rank // self.replicas,) * 2
-        parts = [
-            _rows(source, prefix, (size, self.in_size), rank * local, local, self.bias)
-            for prefix, size, local, rank in zip(
-                prefixes, self.sizes, self.local_sizes, ranks, strict=True
-            )
-        ]
-        self.process_weights_after_loading(parts)
+    def __init__(self, config: ModelConfig, parallel: ParallelState) -> None:
+        kv_size = config.num_kv_heads * config.head_dim
+        kv_copies = max(1, parallel.tp_size // config.num_kv_heads)
+        super().__init__(
+            config.hidden_size,
+            (config.num_heads * config.head_dim, kv_size, kv_size),
+            config.qkv_bias,
+            parallel,
+            (1, kv_copies, kv_copies),
+        )
+        self.num_heads = config.num_heads // parallel.tp_size
+        self.num_kv_heads = config.local_kv_heads(parallel.tp_size)
 
 
 class RowParallelLinear:
@@ -129,44 +83,23 @@ class RowParallelLinear:
 
     kernel: LinearKernel
 
-    def __init__(
-        self, name: str, in_size: int, out_size: int, bias: bool, parallel: ParallelState
-    ) -> None:
+    def __init__(self, in_size: int, out_size: int, bias: bool, parallel: ParallelState) -> None:
         self.in_size = in_size
         self.out_size = out_size
         self.bias = bias
         self.parallel = parallel
-        self.local_size = shard(name, in_size, parallel.tp_size)
+        self.local_size = in_size // parallel.tp_size
 
     def load(self, source: WeightSource, prefix: str) -> None:
         """Read this rank's columns."""
         start = self.parallel.tp_rank * self.local_size
-        weight = source.get(
-            f"{prefix}.weight",
-            (self.out_size, self.in_size),
-            dim=1,
-            start=start,
-            count=self.local_size,
-        )
+        full = (self.out_size, self.in_size)
+        weight = source.get(f"{prefix}.weight", full, dim=1, start=start, count=self.local_size)
         bias: Tensor | None = None
         if self.bias and self.parallel.tp_rank == 0:  # added once, not once per rank
             bias = source.get(f"{prefix}.bias", (self.out_size,))
-        self.process_weights_after_loading(weight, bias)
-
-    def process_weights_after_loading(self, weight: Tensor, bias: Tensor | None) -> None:
-        """Bring the weight into the form that multiplies fastest."""
         self.kernel = make_linear_kernel(weight, bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[N, in_size / tp_size] -> [N, out_size], the same on every rank."""
         return self.parallel.all_reduce(self.kernel(x))
-
-
-def local_kv_heads(num_kv_heads: int, tp_size: int) -> int:
-    """Key/value heads that one rank holds. Raises `ConfigError` if they can't be shared evenly."""
-    if num_kv_heads % tp_size and tp_size % num_kv_heads:
-        raise ConfigError(
-            f"num_key_value_heads ({num_kv_heads}) and tp_size {tp_size}: one must divide the "
-            "other; choose another tp_size."
-        )
-    return max(1, num_kv_heads // tp_size)

@@ -9,36 +9,17 @@ from torch import Tensor
 
 from engine.attention.base import AttentionBackend, AttentionLayer
 from engine.distributed import ParallelState
-from engine.errors import ConfigError
 from engine.layers.activation import SiluAndMul
 from engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from engine.layers.fused_ops import FusedOps, fused_ops
 from engine.layers.layernorm import RMSNorm
-from engine.layers.linear import (
-    MergedColumnParallelLinear,
-    QKVParallelLinear,
-    RowParallelLinear,
-)
+from engine.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from engine.layers.rotary import RotaryEmbedding, StepRope
 from engine.model_config import ModelConfig
 from engine.models.weights import WeightSource
 from engine.worker.forward_batch import ForwardBatch
 
 EMBEDDING = "model.embed_tokens.weight"
-
-
-def stage_layers(num_layers: int, pp_size: int) -> list[range]:
-    """Layers of each pipeline stage: as even as possible, the remainder to the first stages.
-
-    (The last stage also has the output head.) Raises `ConfigError` if a stage would be empty.
-    """
-    if pp_size > num_layers:
-        raise ConfigError(
-            f"pp_size {pp_size} exceeds the model's {num_layers} layers; lower pp_size."
-        )
-    size, extra = divmod(num_layers, pp_size)
-    starts = [stage * size + min(stage, extra) for stage in range(pp_size + 1)]
-    return [range(starts[stage], starts[stage + 1]) for stage in range(pp_size)]
 
 
 class Attention:
@@ -52,20 +33,9 @@ class Attention:
         fused: FusedOps | None,
     ) -> None:
         self.layer = layer
-        self.qkv = QKVParallelLinear(
-            config.hidden_size,
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-            config.qkv_bias,
-            parallel,
-        )
+        self.qkv = QKVParallelLinear(config, parallel)
         self.o = RowParallelLinear(
-            "num_attention_heads * head_dim",
-            config.num_heads * config.head_dim,
-            config.hidden_size,
-            config.o_bias,
-            parallel,
+            config.num_heads * config.head_dim, config.hidden_size, config.o_bias, parallel
         )
         self.num_heads = self.qkv.num_heads
         self.num_qk_heads = self.qkv.num_heads + self.qkv.num_kv_heads
@@ -100,18 +70,16 @@ class Attention:
 
 
 class MLP:
-    """down(silu(gate(x)) * up(x))"""
+    """The feed-forward block: down(silu(gate(x)) * up(x))."""
 
     def __init__(
         self, config: ModelConfig, parallel: ParallelState, fused: FusedOps | None
     ) -> None:
         size = config.intermediate_size
         self.gate_up = MergedColumnParallelLinear(
-            "intermediate_size", config.hidden_size, (size, size), config.mlp_bias, parallel
+            config.hidden_size, (size, size), config.mlp_bias, parallel
         )
-        self.down = RowParallelLinear(
-            "intermediate_size", size, config.hidden_size, config.mlp_bias, parallel
-        )
+        self.down = RowParallelLinear(size, config.hidden_size, config.mlp_bias, parallel)
         self.act = SiluAndMul(fused)
 
     def load(self, source: WeightSource, prefix: str) -> None:
@@ -152,7 +120,7 @@ class DecoderLayer:
         backend: AttentionBackend,
         batch: ForwardBatch,
     ) -> tuple[Tensor, Tensor]:
-        """(output not yet added, residual), each [T, hidden]"""
+        """The output, not yet added, and the residual, each [T, hidden]."""
         x, residual = self.input_norm.add_and_norm(x, residual)
         x = self.attention(x, rope, backend, batch)
         x, residual = self.post_norm.add_and_norm(x, residual)
@@ -173,7 +141,7 @@ class LlamaModel:
         self.config = config
         self.dtype = dtype
         self.parallel = parallel
-        self.layer_range = stage_layers(config.num_layers, parallel.pp_size)[parallel.pp_rank]
+        self.layer_range = config.stage_layers(parallel.pp_size)[parallel.pp_rank]
         self.attention_layers = tuple(
             AttentionLayer(local, config.head_dim**-0.5, config.layer_windows[index])
             for local, index in enumerate(self.layer_range)

@@ -8,10 +8,10 @@ import torch
 
 from engine.distributed import ParallelState
 from engine.errors import ConfigError
-from engine.model_config import ModelConfig
 from engine.models.llama import LlamaModel
-from engine.models.registry import model_class
+from engine.models.registry import MODELS
 from engine.models.weights import DummySource, SafetensorsSource, WeightSource
+from engine.worker.worker_config import WorkerConfig
 
 _DTYPES = {
     "float32": torch.float32,
@@ -20,38 +20,34 @@ _DTYPES = {
 }
 
 
-def resolve_dtype(dtype: str, config: ModelConfig) -> torch.dtype:
-    """torch's type for `dtype`; "auto" is the checkpoint's. Raises `ConfigError` on other words."""
-    name = config.dtype if dtype == "auto" else dtype
+def resolve_dtype(name: str) -> torch.dtype:
+    """torch's type for the config's word. Raises `ConfigError` on other words."""
     if name not in _DTYPES:
         raise ConfigError(f"dtype '{name}' is not supported; use auto, {', '.join(_DTYPES)}.")
     return _DTYPES[name]
 
 
 def load_model(
-    config: ModelConfig,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
+    config: WorkerConfig,
     parallel: ParallelState,
-    max_positions: int,
-    load_format: str = "auto",
-    seed: int = 0,
+    device: torch.device,
     progress: Callable[[int, int], None] | None = None,
 ) -> LlamaModel:
     """The model's stage and shard of `parallel`, with weights.
 
-    `load_format`: "auto" reads the folder's safetensors, "dummy" makes random weights from
-    `seed`. `progress(done, total)` is called after each decoder layer. Raises `ConfigError` if
-    the checkpoint or the split doesn't fit.
+    `load_format` "auto" reads the folder's safetensors, "dummy" makes random weights from `seed`.
+    `progress(done, total)` is called after each decoder layer. Raises `ConfigError` if the
+    checkpoint doesn't fit its config.json.
     """
+    dtype = resolve_dtype(config.dtype)
     source: WeightSource
-    if load_format == "auto":
-        source = SafetensorsSource(config.path, dtype, device)
-    elif load_format == "dummy":
-        source = DummySource(seed, dtype, device)
+    if config.load_format == "auto":
+        source = SafetensorsSource(config.model.path, dtype, device)
+    elif config.load_format == "dummy":
+        source = DummySource(config.seed, dtype, device)
     else:
-        raise ConfigError(f"load_format '{load_format}' is not known; use auto or dummy.")
-    model = model_class(config.architecture)(config, dtype, device, parallel, max_positions)
+        raise ConfigError(f"load_format '{config.load_format}' is not known; use auto or dummy.")
+    build = MODELS[config.model.architecture]
+    model = build(config.model, dtype, device, parallel, config.max_model_len)
     model.load(source, progress)
     return model

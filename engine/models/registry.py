@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from engine.errors import ConfigError
-from engine.models.llama import LlamaModel
+from typing import TYPE_CHECKING
+
+from engine.registry import Registry
+
+if TYPE_CHECKING:
+    from engine.models.llama import LlamaModel
 
 # One decoder with switches in ModelConfig: biases, norms of q and k, sliding windows.
-_MODELS: dict[str, type[LlamaModel]] = {
-    "LlamaForCausalLM": LlamaModel,
-    "MistralForCausalLM": LlamaModel,
-    "Qwen2ForCausalLM": LlamaModel,
-    "Qwen3ForCausalLM": LlamaModel,
-}
+_LLAMA = "engine.models.llama:LlamaModel"
 
-
-def model_class(architecture: str) -> type[LlamaModel]:
-    """Raises `ConfigError` naming the supported architectures."""
-    try:
-        return _MODELS[architecture]
-    except KeyError as error:
-        raise ConfigError(
-            f"architecture {architecture} is not supported; supported are {', '.join(_MODELS)}."
-        ) from error
+MODELS: Registry[type[LlamaModel]] = Registry(
+    "architecture",
+    {
+        "LlamaForCausalLM": _LLAMA,
+        "MistralForCausalLM": _LLAMA,
+        "Qwen2ForCausalLM": _LLAMA,
+        "Qwen3ForCausalLM": _LLAMA,
+    },
+)

@@ -1,4 +1,4 @@
-"""An `Inbox` read by an asyncio loop: one wake-up per burst, not one per message."""
+"""`AsyncInbox`: an `Inbox` read by an asyncio loop, with one wake-up per burst of messages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class AsyncInbox:
         for fd in self._fds:
             self._loop.add_reader(fd, self._on_readable, fd)
         self._going_on = True
-        """Whether the loop will call `_drain` anyway, so that readers leave it to that."""
+        """The loop will call `_drain` anyway, so that `_on_readable` has nothing to do."""
         self._loop.call_soon(self._drain)
 
     @property
@@ -32,7 +32,7 @@ class AsyncInbox:
         return self._inbox.address
 
     def close(self) -> None:
-        """Stop reading."""
+        """Stop reading; unread messages are dropped."""
         for fd in self._fds:
             self._loop.remove_reader(fd)
         self._inbox.close()

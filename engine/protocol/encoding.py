@@ -85,7 +85,7 @@ def _header(char: str, shape: tuple[int, ...]) -> bytes:
 
 @lru_cache(maxsize=4096)
 def _parse(header: bytes) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    """What `_header` was made of."""
+    """dtype and shape of which `_header` made the bytes."""
     sizes = (header[i : i + 4] for i in range(2, 2 + 4 * header[1], 4))
     return np.dtype(chr(header[0])), tuple(int.from_bytes(size, "little") for size in sizes)
 

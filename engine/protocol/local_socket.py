@@ -1,9 +1,9 @@
 """Datagrams between processes of one node: the fast lane beside the transport's ZeroMQ.
 
-A datagram wakes its receiver and nobody else, where ZeroMQ also wakes a thread on either side; on
-busy cores each wake-up waits its turn. Abstract Unix sockets leave no file behind, exist per
-network namespace (whoever can't connect is elsewhere, as far as this is concerned), never lose a
-message and refuse one at once when their queue is full.
+A datagram wakes its receiver and nobody else, where ZeroMQ also wakes a thread on either side. On
+busy cores each wake-up waits its turn. Abstract Unix sockets leave no file behind, never lose a
+message, and refuse one at once when their queue is full. They exist per network namespace: who
+can't connect counts as being on another node.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import sys
 from collections.abc import Sequence
 
 MAX_BYTES = 64 * 1024
-"""Of a message's frames; larger messages gain nothing here."""
+"""Limit for the frames of a message. Larger messages gain nothing here."""
 BUFFER_BYTES = 2 * MAX_BYTES
-"""Holds a datagram: head, sizes of the frames if they are several, frames."""
+"""Room for any datagram: head, sizes of the frames if there are several, frames."""
 
 
 def bind(secret: bytes) -> socket.socket | None:
-    """Where messages for the holder of `secret` arrive; None where there are no such sockets."""
+    """A socket for messages to the holder of `secret`; None where there are no such sockets."""
     if sys.platform != "linux":
         return None
     inbox = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
@@ -30,7 +30,7 @@ def bind(secret: bytes) -> socket.socket | None:
 
 
 def connect(secret: bytes) -> socket.socket | None:
-    """To the socket bound with `secret`; None if there is none on this node."""
+    """A socket that sends to the one bound with `secret`; None if there is none on this node."""
     if sys.platform != "linux":
         return None
     outbox = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
@@ -61,7 +61,7 @@ def send(outbox: socket.socket, head: bytes, frames: Sequence[bytes | memoryview
 def receive(inbox: socket.socket, buffer: memoryview) -> memoryview | None:
     """The next datagram; None if none waits.
 
-    `buffer` (`BUFFER_BYTES`) is the caller's, for a new one costs more than the rest of this.
+    `buffer` (`BUFFER_BYTES`) is the caller's: to make one takes longer than the rest of this.
     """
     try:
         size = inbox.recv_into(buffer)

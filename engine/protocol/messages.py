@@ -1,8 +1,8 @@
 """Messages between the roles: msgspec structs with numpy arrays, never pickle.
 
-    client (tokenizer actor, engine.LLM)  --AddRequest, AbortRequest-->  scheduler
+    engine replica, engine.LLM  --AddRequest, AbortRequest-->  scheduler
     scheduler  --ModelWorkerBatch-->  workers  --GenerationBatchResult-->  scheduler
-    scheduler  --StepOutputs, one per step and client-->  client
+    scheduler  --StepOutputs, one per step and reader-->  reader (tokenizer, engine.LLM)
 
 `engine.protocol.encoding` turns them into bytes.
 """
@@ -19,7 +19,6 @@ from engine.sampling_params import SamplingParams
 
 IntArray = np.ndarray[Any, np.dtype[np.int32]]
 Int64Array = np.ndarray[Any, np.dtype[np.int64]]
-FloatArray = np.ndarray[Any, np.dtype[np.float32]]
 
 
 class ForwardMode(IntEnum):
@@ -131,15 +130,15 @@ class GenerationBatchResult(msgspec.Struct, array_like=True):
 class AddRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A request as the scheduler receives it.
 
-    `rid` is unique per `client`; `client` is the address that outputs go to ("" = in process).
-    `output_ids` are tokens that the request already emitted elsewhere (resume): they count as
-    output for limits, penalties and seeds, and are not sent again.
+    Its outputs go to the inbox at `reply_to` ("" = in process), the request's reader. `rid` is
+    unique per reader. `output_ids` are tokens that the request already emitted elsewhere (resume):
+    they count as output for limits, penalties and seeds, and are not sent again.
     """
 
     rid: int
     input_ids: np.ndarray
     params: SamplingParams
-    client: str = ""
+    reply_to: str = ""
     owner: str = ""
     """Address that learns of the end by `RequestsDone` (the engine replica), if any."""
     request_id: str = ""
@@ -153,15 +152,13 @@ class AddRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class AbortRequest(msgspec.Struct, kw_only=True):
-    """Stop a request in whatever state it is; no more output is sent for it.
+    """End a request in whatever state it is; its reader gets nothing more of it, not even its end.
 
-    `reason` "stop" is a stop string found by the detokenizer (the request counts as finished);
-    "abort" a client that went away.
+    Sent when nobody reads it any more, and when the detokenizer has found a stop string.
     """
 
     rid: int
-    client: str = ""
-    reason: str = "abort"
+    reply_to: str = ""
 
 
 class FinishedReq(msgspec.Struct, array_like=True):
@@ -183,7 +180,7 @@ class FinishedReq(msgspec.Struct, array_like=True):
 
 
 class StepOutputs(msgspec.Struct, array_like=True):
-    """What one step gave to one client: at most one token per request, then the ends."""
+    """What one step gave to one reader: at most one token per request, then the ends."""
 
     step: int
     rids: list[int]
@@ -205,7 +202,7 @@ class RequestsDone(msgspec.Struct, array_like=True):
     """Requests of one owner that ended, however they did."""
 
     rids: list[tuple[str, int]]
-    """(client, rid)"""
+    """(reply_to, rid)"""
 
 
 class Shutdown(msgspec.Struct):
@@ -224,10 +221,10 @@ class WorkerReady(msgspec.Struct):
     """Why it can't, if it can't."""
 
 
-class ClientGone(msgspec.Struct):
-    """All requests of `client` are to be aborted: nobody reads their output."""
+class ReaderGone(msgspec.Struct):
+    """All requests with this `reply_to` are to be aborted: nobody reads their output."""
 
-    client: str
+    reply_to: str
 
 
 class RequestTaken(msgspec.Struct, array_like=True):
@@ -298,7 +295,7 @@ class SubscribeKVEvents(msgspec.Struct, array_like=True):
 
 
 class UnsubscribeKVEvents(msgspec.Struct, array_like=True):
-    """The subscriber is gone."""
+    """The subscriber at `reply_to` is gone: send it nothing more."""
 
     reply_to: str
 

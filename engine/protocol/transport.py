@@ -29,7 +29,7 @@ from engine.protocol import encoding, local_socket, messages, tokenizer_messages
 logger = logging.getLogger(__name__)
 
 SEND_LIMIT = 10_000
-"""Messages queued for a receiver that doesn't read; beyond it the receiver counts as dead."""
+"""A receiver that has more messages unread counts as dead."""
 
 _KINDS: tuple[type[Any], ...] = (
     messages.AddRequest,
@@ -40,7 +40,7 @@ _KINDS: tuple[type[Any], ...] = (
     messages.StepOutputs,
     messages.Shutdown,
     messages.WorkerReady,
-    messages.ClientGone,
+    messages.ReaderGone,
     messages.RequestsDone,
     messages.RequestTaken,
     messages.Ping,
@@ -90,7 +90,7 @@ class Inbox:
         for fd in self.fds:
             self._signals.register(fd, select.POLLIN)
         self._zmq_may_have = True
-        """ZeroMQ's descriptor tells of changes alone: once it has, ask until the answer is no."""
+        """ZeroMQ's descriptor only tells of changes: after one, ask until the answer is no."""
         self.address = f"tcp://{host}:{port}#{self._secret.hex()}"
         self.refused = 0
         """Messages dropped for a wrong secret or shape."""
@@ -106,7 +106,7 @@ class Inbox:
     def has_message(self) -> bool:
         """Whether `recv` has one to give at once."""
         while not self._due:
-            # One call of the system, which mostly says no; asking ZeroMQ takes ten times as long.
+            # One system call, which mostly says no. Asking ZeroMQ takes ten times as long.
             if not self._receive([fd for fd, _ in self._signals.poll(0)]):
                 return False
         return True
@@ -151,7 +151,7 @@ class Inbox:
         return True
 
     def _take(self, head: memoryview, body: Sequence[memoryview]) -> None:
-        """Take a message; `body` holds its frames, or one frame with all of a datagram's."""
+        """Take a message; `body` holds its frames, or a datagram's frames joined to one."""
         if len(head) != _HEAD.size:
             self._refuse("wrong shape")
             return
@@ -212,7 +212,7 @@ class _Order:
 
 
 class Waiter:
-    """Waits for several inboxes at once."""
+    """Waits for the first message at any of several inboxes."""
 
     def __init__(self, *inboxes: Inbox) -> None:
         self._inboxes = inboxes
@@ -222,8 +222,10 @@ class Waiter:
                 self._poll.register(fd, select.POLLIN)
 
     def wait(self, timeout_s: float | None) -> list[Inbox]:
-        """Those that have a message, as soon as one does; none after `timeout_s` or up to a
-        millisecond less: never more, for steps are timed by it."""
+        """The inboxes that have a message, as soon as one does; none if `timeout_s` passes first.
+
+        That may be up to a millisecond early, never late: steps are timed by it.
+        """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         ready = [inbox for inbox in self._inboxes if inbox.has_message()]
         while not ready:

@@ -66,13 +66,3 @@ def compute_logprobs(
         torch.cat(top) if top else empty,
         num_top,
     )
-
-
-def prompt_logprobs(
-    logits: Tensor, next_token_ids: Tensor, num_top: int, order: TokenOrder
-) -> LogprobTensors:
-    """Log-probabilities of the tokens that follow each prompt position.
-
-    `logits` float32 [n, vocab] of n consecutive positions, `next_token_ids` int64 [n].
-    """
-    return compute_logprobs(logits, next_token_ids, [num_top] * logits.shape[0], order)

@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.pinned import to_device
 from engine.protocol.messages import SlotParams
-from engine.sampling.plan import PenaltyGroup, to_device
+from engine.sampling.plan import PenaltyGroup
 
 
 class PenaltyPool:

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.pinned import to_device
+
 
 class Draw(IntEnum):
     """How a slot's token is chosen."""
@@ -85,12 +87,12 @@ class SamplingPlan:
     """Row groups and flags of one batch composition; a feature that no row uses is None."""
 
     draws: dict[Draw, RowGroup]
-    uses_min_p: bool
-    max_top_k: int
-    penalties: PenaltyGroup | None
-    bias: SparseBias | None
-    banned: BannedTokens | None
-    logprobs: LogprobGroup | None
+    uses_min_p: bool = False
+    max_top_k: int = 0
+    penalties: PenaltyGroup | None = None
+    bias: SparseBias | None = None
+    banned: BannedTokens | None = None
+    logprobs: LogprobGroup | None = None
 
 
 def row_group(chosen: np.ndarray, device: torch.device) -> RowGroup | None:
@@ -101,14 +103,3 @@ def row_group(chosen: np.ndarray, device: torch.device) -> RowGroup | None:
     if len(rows) == len(chosen):
         return RowGroup(None, len(rows))
     return RowGroup(to_device(rows, device), len(rows))
-
-
-def to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """Copy `array` to `device` without waiting for it.
-
-    For what a step needs now and then; torch keeps the page-locked memory until it was read.
-    """
-    tensor = torch.from_numpy(array)
-    if device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from engine.protocol.messages import TokenLogprobs
-from engine.sampling.logprobs import LogprobTensors, compute_logprobs, prompt_logprobs
+from engine.sampling.logprobs import LogprobTensors, compute_logprobs
 from engine.sampling.plan import SamplingPlan
-from engine.sampling.registry import create_sampling_backend
+from engine.sampling.registry import SAMPLING_BACKENDS
 from engine.sampling.state import SamplingState
 from engine.sampling.token_order import TokenOrder
 
@@ -24,7 +24,7 @@ class HostTokens(NamedTuple):
     nan_rows: np.ndarray
     """bool [S]"""
     logprobs: list[TokenLogprobs | None] | None
-    """[S] if any row asked for log-probabilities."""
+    """[S], None for rows that asked for none; None if no row asked."""
 
 
 class SampledTokens(NamedTuple):
@@ -64,7 +64,7 @@ class Sampler:
     def __init__(self, state: SamplingState, sampling_backend: str = "torch") -> None:
         """Raises `ConfigError` for an unknown `sampling_backend`."""
         self.state = state
-        self._backend = create_sampling_backend(sampling_backend, state)
+        self._backend = SAMPLING_BACKENDS[sampling_backend](state)
         self._order = TokenOrder(state.vocab_size, state.device)
 
     @torch.inference_mode()
@@ -110,7 +110,7 @@ class Sampler:
 
         `logits` float32 [n, vocab] isn't changed.
         """
-        return prompt_logprobs(logits, next_token_ids, num_top, self._order)
+        return compute_logprobs(logits, next_token_ids, [num_top] * len(logits), self._order)
 
     def _adjust(
         self,

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.pinned import to_device
 from engine.protocol.messages import SlotParams
 from engine.sampling.hash_noise import mix_seed
 from engine.sampling.penalties import PenaltyPool
@@ -20,7 +21,6 @@ from engine.sampling.plan import (
     SamplingPlan,
     SparseBias,
     row_group,
-    to_device,
 )
 from engine.sampling_params import SamplingParams
 

@@ -40,7 +40,6 @@ class TorchSampling(SamplingBackend):
         self._rows_at_once = max(1, elements // state.vocab_size)
 
     def sample(self, logits: Tensor, plan: SamplingPlan, slots: Tensor, positions: Tensor) -> Drawn:
-        """See `SamplingBackend.sample`."""
         greedy = plan.draws.get(Draw.GREEDY)
         if greedy is not None and greedy.index is None:
             return _greedy(logits)
@@ -109,7 +108,7 @@ class TorchSampling(SamplingBackend):
         unsure = (mass_before < limit).logical_not_().squeeze(1).nonzero().squeeze(1)
         if len(unsure):
             ids[unsure] = self._draw_ordered(
-                rows.select(unsure), row_max[unsure], vocab_size, uses_min_p
+                rows.pick(unsure), row_max[unsure], vocab_size, uses_min_p
             )
         return ids
 
@@ -149,15 +148,11 @@ class Rows(NamedTuple):
         if total <= rows_at_once:
             return [self]
         return [
-            self._pick(slice(start, start + rows_at_once))
-            for start in range(0, total, rows_at_once)
+            self.pick(slice(start, start + rows_at_once)) for start in range(0, total, rows_at_once)
         ]
 
-    def select(self, index: Tensor) -> Rows:
-        """The rows with numbers `index` int64."""
-        return self._pick(index)
-
-    def _pick(self, which: slice | Tensor) -> Rows:
+    def pick(self, which: slice | Tensor) -> Rows:
+        """The rows with numbers `which`; a tensor is int64."""
         params = RowParams(*(values[which] for values in self.params))
         return Rows(self.logits[which], params, self.keys[which])
 

@@ -50,9 +50,8 @@ def make_req(
     timeout = request.timeout_s or config.request_timeout_s
     return Req(
         rid=request.rid,
-        client=request.client,
+        reply_to=request.reply_to,
         request_id=request.request_id,
-        owner=request.owner,
         origin_input_ids=np.asarray(request.input_ids, np.int32),
         params=params,
         max_new_tokens=max_new,

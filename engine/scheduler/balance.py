@@ -3,11 +3,11 @@
 The fullest micro-batch sets the pace: its steps pass the stages one after another, and the others
 wait for it (vLLM #41682: all requests in the first micro-batch, and pipelining gives nothing).
 
-A request joins the micro-batch whose step computes the end of its prompt, so prompts never wait for
-"their" micro-batch. That alone would be lopsided: prompts of four chunks with four micro-batches
-all end in the same one. Hence a request may move to another micro-batch when its step is back, at
-the price of waiting for the other one's turn once: at most as long as the others take for a step
-each.
+A request joins the micro-batch whose step computes the end of its prompt, so that a prompt never
+waits for one certain micro-batch. That alone would be lopsided: prompts of four chunks with four
+micro-batches all end in the same one. Hence a request may move to another micro-batch when its
+step is back. The price is that it waits for the other one's turn once: at most as long as the
+others take for a step each.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from engine.scheduler.micro_batch import LaunchedStep, MicroBatch
 from engine.scheduler.req import Req, ReqStatus
 
 LOPSIDED = 2
-"""Decoding requests are moved if theirs has so many more, and half more, than its share."""
+"""A micro-batch is lopsided if it holds this many requests more than its share, and half its share
+more. Then decoding requests are moved away too."""
 
 
 def fair_share(num_reqs: int, micro_batches: Sequence[MicroBatch]) -> int:
@@ -26,12 +27,21 @@ def fair_share(num_reqs: int, micro_batches: Sequence[MicroBatch]) -> int:
     return -(-num_reqs // len(micro_batches))
 
 
+def open_places(num_held: int, share: int, limit: int) -> int:
+    """Requests that a step may admit whose micro-batch holds `num_held`; at most `limit` in all.
+
+    A burst is spread by `share`, so that all stages get work at once. One request may always
+    come: it needn't wait for an emptier micro-batch, `rebalance` moves it there.
+    """
+    return min(limit - num_held, max(share - num_held, 1))
+
+
 def rebalance(
     micro_batches: Sequence[MicroBatch], mb: MicroBatch, step: LaunchedStep, limit: int
 ) -> None:
     """Move requests of `step`, just committed, from `mb` to emptier micro-batches.
 
-    Requests that have just started always move if that helps; those that decode only from a
+    Requests that have just started always move if that helps. Those that decode move only from a
     micro-batch that is lopsided or above its `limit`, or to one that would stay idle.
     """
     counts = [len(m.running) for m in micro_batches]

@@ -1,4 +1,4 @@
-"""Builds the message of a step from what was decided: allocates its slots, fills its arrays."""
+"""Builds the message of a step from what was decided. Allocates its slots, fills its arrays."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def build_batch(
     sampled_idx = [i for i, a in enumerate(additions) if a.last]
     sampled = [reqs[i] for i in sampled_idx]
     rids = np.array([r.rid for r in sampled], np.int64)
-    clients = _ints([r.client_no for r in sampled])
+    readers = _ints([r.reader_no for r in sampled])
     all_reqs: list[Req] = reqs
     input_ids = np.concatenate(chunks)
     sample_rows = _ints(sampled_idx)
@@ -64,7 +64,7 @@ def build_batch(
         sampled = sampled + decode.reqs
         all_reqs = reqs + decode.reqs
         rids = np.concatenate([rids, decode.rids])
-        clients = np.concatenate([clients, decode.clients])
+        readers = np.concatenate([readers, decode.readers])
     batch = ModelWorkerBatch(
         step=step,
         micro_batch=micro_batch,
@@ -88,11 +88,10 @@ def build_batch(
         req.installed = True
     launched = LaunchedStep(
         step,
-        micro_batch,
         all_reqs,
         sampled,
         rids,
-        clients,
+        readers,
         num_landed=len(sampled_idx),
         chunk=(lens[0], reqs[0].kv_len - lens[0]) if len(all_reqs) == 1 else None,
     )
@@ -120,9 +119,7 @@ def _decode_only(
         np.arange(len(decode), dtype=np.int32),
         [],
     )
-    launched = LaunchedStep(
-        step, micro_batch, decode.reqs, decode.reqs, decode.rids, decode.clients
-    )
+    launched = LaunchedStep(step, decode.reqs, decode.reqs, decode.rids, decode.readers)
     return batch, launched, []
 
 

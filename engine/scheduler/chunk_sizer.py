@@ -1,7 +1,7 @@
 """`ChunkSizer`: shorter prompt chunks behind longer prefixes, so that every chunk takes as long.
 
-Attention reads the whole prefix, so equal chunks of one long prompt take longer and longer: a
-pipeline's stages then wait for each other, and decode rows that ride along get slower tokens.
+Attention reads the whole prefix, so equal chunks of one long prompt take longer and longer. Then a
+pipeline's stages wait for each other, and decode rows in the same steps get slower tokens.
 
 Source: SGLang's dynamic chunking (lmsys.org/blog/2026-01-15-chunked-pipeline). The time to prefill
 L tokens is fitted as f(L) = a L^2 + b L + c and the next chunk behind a prefix of L tokens is the x
@@ -32,10 +32,10 @@ REFIT_EVERY = 8
 SMOOTHING = 0.5
 """Share of the way that the coefficients move at each fit."""
 OUTLIER_MADS = 5.0
-"""Residuals above so many median absolute deviations are left out (a busy host, a page fault)."""
+"""Observations with a residual of more median absolute deviations are left out (a busy host)."""
 MAX_TRIMS = 3
 SHORTEST_S, LONGEST_S = 1e-6, 3600.0
-"""No step takes less or more: other times are a clock's fault, and would overflow in the fit."""
+"""Other times can only be a clock's fault. They are ignored: they would overflow in the fit."""
 
 FloatMatrix = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -77,7 +77,7 @@ class ChunkSizer:
         self._observed = 0
 
     def observe(self, num_tokens: int, prefix_len: int, seconds: float) -> None:
-        """A step that held one chunk of `num_tokens` behind `prefix_len` took `seconds`."""
+        """Learn that a step with one chunk of `num_tokens` behind `prefix_len` took `seconds`."""
         if num_tokens < 1 or not SHORTEST_S <= seconds <= LONGEST_S:
             return
         self._observed += 1
@@ -101,10 +101,6 @@ class ChunkSizer:
         if size >= base:
             return base
         return max(size // self.unit * self.unit, self.min_size)
-
-    def next_size(self, prefix_len: int, remaining: int) -> int:
-        """Tokens of the next chunk of a prompt with `remaining` (at least 1) tokens to go."""
-        return min(self.size_behind(prefix_len), remaining)
 
     def _refit(self) -> None:
         points = np.array(self._points, np.float64)

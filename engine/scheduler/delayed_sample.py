@@ -1,7 +1,7 @@
 """`DelayedSamples`: the launched steps whose sampling waits for masks (SGLang's delayed sample).
 
-A constrained request's mask depends on all tokens before, of which the last may be in flight: its
-step is launched at once and sampled when the mask follows.
+A constrained request's mask depends on all tokens before. The last of them may be in flight. So
+the step is launched at once, and sampled when the mask follows.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import numpy as np
 from engine.kvcache import KVPoolError, RadixCache, ReqToTokenPool, TokenToKVPoolAllocator
 from engine.protocol.messages import IntArray
 from engine.scheduler.req import Req
+from engine.scheduler.scheduler_config import SchedulerConfig
 
 
 class KVManager:
@@ -20,32 +21,22 @@ class KVManager:
     Invariant: total = free + evictable + locked + held by requests (see `check`).
     """
 
-    def __init__(
-        self,
-        num_tokens: int,
-        page_size: int,
-        max_requests: int,
-        max_len: int,
-        *,
-        enable_prefix_cache: bool = True,
-        eviction_policy: str = "lru",
-        enable_events: bool = False,
-    ) -> None:
-        self.page_size = page_size
-        self.rows = ReqToTokenPool(max_requests, max_len)
-        self.allocator = TokenToKVPoolAllocator(num_tokens, page_size)
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.page_size = config.page_size
+        self.enable_prefix_cache = config.enable_prefix_cache
+        self.rows = ReqToTokenPool(config.max_running_requests, config.max_model_len)
+        self.allocator = TokenToKVPoolAllocator(config.num_kv_tokens, config.page_size)
         self.tree = RadixCache(
             self.allocator,
-            page_size,
-            disable=not enable_prefix_cache,
-            eviction_policy=eviction_policy,
-            enable_events=enable_events,
+            config.page_size,
+            disable=not config.enable_prefix_cache,
+            eviction_policy=config.eviction_policy,
+            enable_events=config.enable_kv_events,
         )
-        self.enable_prefix_cache = enable_prefix_cache
 
     @property
     def total_size(self) -> int:
-        """KV slots in all."""
+        """KV slots in all, free or not."""
         return self.allocator.total_size
 
     @property

@@ -24,19 +24,18 @@ class ConstrainedRow(NamedTuple):
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """A step that was sent and whose result is still to come. Keeps nothing that changes."""
+    """A step that was sent and whose result is still to come. What it keeps never changes."""
 
     step: int
-    micro_batch: int
     reqs: Sequence[Req]
     """All rows."""
     sampled: Sequence[Req]
     """Rows that sample, in the order of the result's tokens."""
     rids: Int64Array
-    clients: IntArray
+    readers: IntArray
     """Of the sampled rows."""
     num_landed: int = 0
-    """The first so many of `sampled` are requests whose prompt this step completes."""
+    """How many of `sampled`, from the first on, are requests whose prompt this step completes."""
     chunk: tuple[int, int] | None = None
     """(tokens, prefix length) of the only row, if it is a prompt chunk."""
     constrained: Sequence[ConstrainedRow] = ()

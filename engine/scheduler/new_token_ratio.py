@@ -36,7 +36,7 @@ class NewTokenRatio:
         self.value = min(1.0, max(decoded / allowed, self.value))
 
     def reset(self) -> None:
-        """The engine is idle."""
+        """The engine is idle: begin again at the initial value."""
         self.value = self.initial
 
     def reserve(self, req: Req) -> int:

@@ -1,4 +1,4 @@
-"""Collects what steps give to clients: one `StepOutputs` per step and client."""
+"""`OutputCollector`: what steps give to readers, one `StepOutputs` per step and reader."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine.scheduler.req import Req
 
 
 @dataclass
-class _ClientOutputs:
+class _ReaderOutputs:
     finished: list[FinishedReq] = field(default_factory=list)
     started: list[tuple[int, int]] = field(default_factory=list)
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
@@ -20,50 +20,50 @@ class _ClientOutputs:
 
 
 class OutputCollector:
-    """Outputs since the last `take`. Clients are numbered so that rows group as arrays."""
+    """Outputs since the last `take`. Readers are numbered so that rows group as arrays."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
         self._names: list[str] = []
-        self._pending: dict[int, _ClientOutputs] = {}
+        self._pending: dict[int, _ReaderOutputs] = {}
         self._ready: list[tuple[str, StepOutputs]] = []
 
-    def client_no(self, client: str) -> int:
-        """Number of a client, given on first sight."""
-        number = self._numbers.get(client)
+    def reader_no(self, reply_to: str) -> int:
+        """Number of a reader, given on first sight."""
+        number = self._numbers.get(reply_to)
         if number is None:
-            number = self._numbers[client] = len(self._names)
-            self._names.append(client)
+            number = self._numbers[reply_to] = len(self._names)
+            self._names.append(reply_to)
         return number
 
     def start(self, req: Req) -> None:
         """The first token of `req` is in this step."""
-        entry = self._entry(req.client_no)
+        entry = self._entry(req.reader_no)
         entry.started.append((req.rid, req.num_cached or 0))
         if req.params.prompt_logprobs is not None:
             entry.prompt_logprobs[req.rid] = req.prompt_logprobs[: req.prompt_len]
 
     def logprobs(self, req: Req, logprobs: TokenLogprobs) -> None:
         """Log-probabilities of the token of `req` in this step."""
-        self._entry(req.client_no).logprobs[req.rid] = logprobs
+        self._entry(req.reader_no).logprobs[req.rid] = logprobs
 
-    def finish(self, client_no: int, finished: FinishedReq) -> None:
-        """A request ended."""
-        self._entry(client_no).finished.append(finished)
+    def finish(self, reader_no: int, finished: FinishedReq) -> None:
+        """A request of this reader ended."""
+        self._entry(reader_no).finished.append(finished)
 
-    def close_step(self, step: int, rids: Int64Array, tokens: list[int], clients: IntArray) -> None:
-        """The tokens of a step, [N] each; makes the messages of every client concerned."""
+    def close_step(self, step: int, rids: Int64Array, tokens: list[int], readers: IntArray) -> None:
+        """Make the step's message for every reader concerned; rids, tokens and readers are [N]."""
         if len(self._names) <= 1:
             self._emit(step, 0, rids.tolist(), tokens)
         else:
             array = np.asarray(tokens, np.int32)
-            for number in np.unique(clients).tolist():
-                mask = clients == number
+            for number in np.unique(readers).tolist():
+                mask = readers == number
                 self._emit(step, number, rids[mask].tolist(), array[mask].tolist())
         self._close_rest(step)
 
     def take(self, step: int = -1) -> list[tuple[str, StepOutputs]]:
-        """(client, message) pairs in order, including ends that no step carried."""
+        """(reply_to, message) pairs in order, including ends that no step carried."""
         self._close_rest(step)
         ready, self._ready = self._ready, []
         return ready
@@ -93,5 +93,5 @@ class OutputCollector:
         )
         self._ready.append((self._names[number], message))
 
-    def _entry(self, number: int) -> _ClientOutputs:
-        return self._pending.setdefault(number, _ClientOutputs())
+    def _entry(self, number: int) -> _ReaderOutputs:
+        return self._pending.setdefault(number, _ReaderOutputs())

@@ -5,8 +5,8 @@ Budgets, in tokens (SGLang's PrefillAdder):
   rem_now     KV room for what this step itself allocates
   rem_chunk   prompt tokens that the step may compute (chunked_prefill_size or max_prefill_tokens)
 
-With a `ChunkSizer`, rem_chunk counts tokens without a prefix, and a token behind a long prefix
-takes as much of it as it takes longer.
+With a `ChunkSizer`, rem_chunk is in tokens without a prefix. A token behind a long prefix, which
+takes more time, takes as much more of it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from engine.scheduler.chunk_sizer import ChunkSizer
 from engine.scheduler.kv_manager import KVManager
 from engine.scheduler.new_token_ratio import NewTokenRatio
 from engine.scheduler.req import Req
+from engine.scheduler.scheduler_config import SchedulerConfig
 
 SHARE_WINDOW = 32
-"""Requests whose next this many uncached tokens equal another's wait for its prefill."""
+"""A request waits for another's prefill if this many of their next uncached tokens are equal."""
 
 
 class AddResult(Enum):
-    """What became of a request offered to the adder."""
+    """What became of a request that was offered to the adder."""
 
     ADDED = "added"
     DEFERRED = "deferred"
@@ -52,20 +53,19 @@ class PrefillAdder:
         kv: KVManager,
         ratio: NewTokenRatio,
         running: Iterable[Req],
+        config: SchedulerConfig,
         *,
-        chunk_size: int | None,
-        max_prefill_tokens: int,
         num_decode: int,
         decode_need: int,
         sizer: ChunkSizer | None = None,
     ) -> None:
-        """`num_decode` rows ride along (mixed) and allocate `decode_need` tokens before."""
+        """`num_decode` decode rows are in the step too (mixed); they need `decode_need` tokens."""
         self.kv = kv
         self.ratio = ratio
         self.sizer = sizer
-        self.chunking = chunk_size is not None
-        budget = (chunk_size if chunk_size is not None else max_prefill_tokens) - num_decode
-        self.rem_chunk = max(budget, kv.page_size)
+        self.chunking = config.chunked_prefill_size is not None
+        budget = config.chunked_prefill_size or config.max_prefill_tokens
+        self.rem_chunk = max(budget - num_decode, kv.page_size)
         reserved = sum(ratio.reserve(r) for r in running)
         self.rem_total = kv.room - decode_need - reserved
         self.rem_now = kv.room - decode_need
@@ -77,7 +77,7 @@ class PrefillAdder:
         left = len(req.fill_ids) - req.kv_len
         num = min(left, self._allowed(req.kv_len))
         if num < left:
-            num = self._page_floor(req, num)
+            num = self._page_floor(req.kv_len, num)
         if num <= 0:
             return AddResult.OTHER
         if self._pages(req.kv_len, req.kv_len + num) > self.rem_now:
@@ -107,7 +107,7 @@ class PrefillAdder:
         num = extend
         allowed = self._allowed(req.cached_len)
         if extend > allowed and (self.chunking or self.additions):
-            num = self._page_floor_at(req.cached_len, allowed) if self.chunking else 0
+            num = self._page_floor(req.cached_len, allowed) if self.chunking else 0
             if num <= 0:
                 self.kv.tree.dec_lock_ref(req.last_node)
                 return AddResult.OTHER
@@ -144,10 +144,7 @@ class PrefillAdder:
     def _pages(self, start: int, end: int) -> int:
         return self.kv.round_up(end) - self.kv.round_up(start)
 
-    def _page_floor(self, req: Req, num: int) -> int:
-        return self._page_floor_at(req.kv_len, num)
-
-    def _page_floor_at(self, start: int, num: int) -> int:
+    def _page_floor(self, start: int, num: int) -> int:
         """A middle chunk ends at a page boundary, so that its pages can be shared."""
         return (start + num) // self.kv.page_size * self.kv.page_size - start
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from engine.constraints import Constraint
-from engine.protocol.messages import IntArray, TokenLogprobs
+from engine.protocol.messages import FinishedReq, IntArray, TokenLogprobs
 from engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Req:
     """
 
     rid: int
-    client: str
+    reply_to: str
     request_id: str
     origin_input_ids: IntArray
     params: SamplingParams
@@ -46,9 +46,8 @@ class Req:
     """Output tokens in all, resumed ones included."""
     stop_ids: frozenset[int]
     """Token ids that end the request: eos (unless ignored) and stop_token_ids."""
-    client_no: int = 0
-    """`client` as a small number, for grouping outputs."""
-    owner: str = ""
+    reader_no: int = 0
+    """`reply_to` as a small number, for grouping outputs."""
     priority: int = 0
     namespace: str = ""
     page_hashes: list[int] = field(default_factory=list)
@@ -57,7 +56,7 @@ class Req:
     deadline: float | None = None
     queue_deadline: float | None = None
     constraint: Constraint | None = None
-    """Its state always equals `output_ids`: what is in flight isn't known to it."""
+    """Its state follows `output_ids`: it doesn't know tokens in flight."""
 
     output_ids: list[int] = field(default_factory=list)
     status: ReqStatus = ReqStatus.WAITING
@@ -76,12 +75,11 @@ class Req:
     """Its first token (since it came here) was sent."""
     num_cached: int | None = None
     """Prompt tokens found in the prefix cache at its first admission."""
-    num_retractions: int = 0
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
 
     @property
     def prompt_len(self) -> int:
-        """Prompt tokens."""
+        """Tokens of the prompt."""
         return len(self.origin_input_ids)
 
     @property
@@ -103,7 +101,22 @@ class Req:
             self.fill_ids = self.origin_input_ids
         self.prompt_logprobs = []
 
+    def finish(
+        self, reason: str, matched_token: int | None = None, message: str = "", status: int = 0
+    ) -> FinishedReq:
+        """What its reader is told if it ends now, for the `reason` given."""
+        return FinishedReq(
+            self.rid,
+            reason,
+            self.prompt_len,
+            len(self.output_ids),
+            self.num_cached or 0,
+            matched_token,
+            message,
+            status,
+        )
+
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Prompt log-probabilities still owed: the prefix cache can't give them."""
+        """Whether prompt log-probabilities are still owed. The prefix cache can't give them."""
         return self.params.prompt_logprobs is not None and not self.started

@@ -31,8 +31,8 @@ class RunningBatch:
         self.remaining: IntArray = _NONE
         """int32 [B]: output tokens that may still be launched."""
         self.rids: Int64Array = np.zeros(0, np.int64)
-        self.clients: IntArray = _NONE
-        """int32 [B]: `Req.client_no`."""
+        self.readers: IntArray = _NONE
+        """int32 [B]: `Req.reader_no`."""
         self.num_constrained = 0
         """Rows whose request has a `Constraint`."""
 
@@ -57,7 +57,7 @@ class RunningBatch:
         left = _ints((r.max_new_tokens - len(r.output_ids) - 1 for r in new), n)
         self.remaining = np.concatenate([self.remaining, left])
         self.rids = np.concatenate([self.rids, np.fromiter((r.rid for r in new), np.int64, n)])
-        self.clients = np.concatenate([self.clients, _ints((r.client_no for r in new), n)])
+        self.readers = np.concatenate([self.readers, _ints((r.reader_no for r in new), n)])
         self.num_constrained += sum(r.constraint is not None for r in new)
 
     def advance(self, locs: IntArray) -> None:
@@ -90,7 +90,7 @@ class RunningBatch:
         target.last_locs = np.concatenate([target.last_locs, self.last_locs[at]])
         target.remaining = np.concatenate([target.remaining, self.remaining[at]])
         target.rids = np.concatenate([target.rids, self.rids[at]])
-        target.clients = np.concatenate([target.clients, self.clients[at]])
+        target.readers = np.concatenate([target.readers, self.readers[at]])
         target.num_constrained += sum(r.constraint is not None for r in moved)
         self._keep(~mask)
 
@@ -111,7 +111,7 @@ class RunningBatch:
         self.last_locs = self.last_locs[kept]
         self.remaining = self.remaining[kept]
         self.rids = self.rids[kept]
-        self.clients = self.clients[kept]
+        self.readers = self.readers[kept]
 
 
 def _ints(values: Iterable[int], count: int) -> IntArray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
-from engine.errors import ConfigError
+from engine.registry import Registry
 from engine.scheduler.req import Req
 
 LPM_QUEUE_LIMIT = 128
@@ -18,7 +18,7 @@ class SchedulePolicy(ABC):
 
     @abstractmethod
     def sort(self, queue: list[Req], match: Callable[[Req], None]) -> bool:
-        """Returns whether every request in the queue was matched on the way."""
+        """Sort `queue`; True if every request in it was matched on the way."""
 
 
 class FCFS(SchedulePolicy):
@@ -55,11 +55,11 @@ def _arrival(req: Req) -> tuple[float, int]:
     return (req.arrival, req.rid)
 
 
-_POLICIES: dict[str, type[SchedulePolicy]] = {"fcfs": FCFS, "lpm": LPM, "priority": Priority}
+SCHEDULE_POLICIES: Registry[type[SchedulePolicy]] = Registry(
+    "schedule_policy", {"lpm": LPM, "fcfs": FCFS, "priority": Priority}
+)
 
 
 def make_policy(name: str) -> SchedulePolicy:
     """The policy of the config's word. Raises `ConfigError` for an unknown one."""
-    if name not in _POLICIES:
-        raise ConfigError(f"schedule_policy '{name}' is unknown; use {', '.join(_POLICIES)}.")
-    return _POLICIES[name]()
+    return SCHEDULE_POLICIES[name]()

@@ -14,6 +14,7 @@ import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
 
+import msgspec
 import numpy as np
 
 from engine.protocol.messages import (
@@ -26,7 +27,7 @@ from engine.protocol.messages import (
     StepOutputs,
 )
 from engine.scheduler.admission import make_req
-from engine.scheduler.balance import fair_share, rebalance
+from engine.scheduler.balance import fair_share, open_places, rebalance
 from engine.scheduler.batch_builder import build_batch
 from engine.scheduler.chunk_sizer import ChunkSizer
 from engine.scheduler.delayed_sample import DelayedSamples
@@ -36,6 +37,7 @@ from engine.scheduler.new_token_ratio import NewTokenRatio
 from engine.scheduler.outputs import OutputCollector
 from engine.scheduler.prefill_adder import Addition, AddResult, PrefillAdder
 from engine.scheduler.req import Req, ReqStatus
+from engine.scheduler.requests import Requests
 from engine.scheduler.schedule_policy import make_policy
 from engine.scheduler.scheduler_config import SchedulerConfig
 from engine.scheduler.stats import SchedulerStats
@@ -45,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 EXPIRE_INTERVAL_S = 0.05
 FULL_RETRY_STEPS = 16
-"""Steps until a batch that was full is offered requests again (new_token_ratio decays)."""
+"""Steps after which a full batch is offered requests again: `NewTokenRatio` decays meanwhile."""
 
 
 class Scheduler:
@@ -53,15 +55,7 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        self.kv = KVManager(
-            config.num_kv_tokens,
-            config.page_size,
-            config.max_running_requests,
-            config.max_model_len,
-            enable_prefix_cache=config.enable_prefix_cache,
-            eviction_policy=config.eviction_policy,
-            enable_events=config.enable_kv_events,
-        )
+        self.kv = KVManager(config)
         self.policy = make_policy(config.schedule_policy)
         self.ratio = NewTokenRatio(config.schedule_conservativeness)
         self.sizer: ChunkSizer | None = None
@@ -71,47 +65,37 @@ class Scheduler:
         self.delayed = DelayedSamples(config.vocab_size)
         self.stats = SchedulerStats(kv_total_tokens=self.kv.total_size)
         self.micro_batches = [MicroBatch(i) for i in range(config.num_micro_batches)]
-        self.reqs: dict[tuple[str, int], Req] = {}
-        self.waiting_queue: list[Req] = []
-        self.chunked_req: Req | None = None
-        """The one request whose prompt is partly launched, shared by all micro-batches."""
-        self._leaving: list[Req] = []
-        """Ended or retracting, but a step in flight still holds them."""
+        self.requests = Requests(self.kv, self.micro_batches, self.outputs, self.stats)
         self._next_micro_batch = 0
         self._step = 0
-        self._full_until = 0
         self._next_expire = -math.inf
 
     # Requests
 
     def add(self, request: AddRequest, now: float) -> None:
-        """Queue a request; a refusal goes out as its `FinishedReq` (reason "error")."""
-        number = self.outputs.client_no(request.client)
-        key = (request.client, request.rid)
-        if key in self.reqs:
-            raise ValueError(f"request id {request.rid} of {request.client!r} is in use")
-        made = make_req(request, self.config, len(self.waiting_queue), now)
+        """Queue a request at time `now`. A refusal goes out as `FinishedReq` (reason "error")."""
+        number = self.outputs.reader_no(request.reply_to)
+        if (request.reply_to, request.rid) in self.requests.by_key:
+            raise ValueError(f"request id {request.rid} of {request.reply_to!r} is in use")
+        made = make_req(request, self.config, len(self.requests.waiting), now)
         if isinstance(made, FinishedReq):
             self.outputs.finish(number, made)
             return
-        made.client_no = number
-        self.reqs[key] = made
-        self.waiting_queue.append(made)
-        self._full_until = min(self._full_until, self._step + 1)
+        made.reader_no = number
+        self.requests.add(made)
+        self.requests.full_until = min(self.requests.full_until, self._step + 1)
 
     def abort(self, request: AbortRequest) -> None:
-        """End a request in any state; unknown ids (it just ended) are ignored.
-
-        Its client gets no more output for it, not even the end, if it went away ("abort").
-        """
-        req = self.reqs.get((request.client, request.rid))
+        """End a request in any state, silently. Unknown ids (it just ended) are ignored."""
+        req = self.requests.by_key.get((request.reply_to, request.rid))
         if req is not None and not req.finished:
-            self._finish(req, request.reason, silent=True)
+            self.requests.end_now(req)
 
-    def abort_client(self, client: str) -> None:
-        """End every request of a client that is gone."""
-        for req in [r for r in self.reqs.values() if r.client == client and not r.finished]:
-            self._finish(req, "abort", silent=True)
+    def abort_reader(self, reply_to: str) -> None:
+        """End every request of a reader that is gone."""
+        for req in list(self.requests.by_key.values()):
+            if req.reply_to == reply_to and not req.finished:
+                self.requests.end_now(req)
 
     # The loop's side
 
@@ -123,20 +107,19 @@ class Scheduler:
     @property
     def is_idle(self) -> bool:
         """No request in any state and no step in flight."""
-        return not self.reqs and self.num_in_flight == 0
+        return not self.requests.by_key and self.num_in_flight == 0
 
     def next_batch(self, now: float) -> ModelWorkerBatch | None:
         """Compose the next step of the next micro-batch that may launch one.
 
-        None: nothing to do, or only results can change that.
+        None if there is nothing to do, or nothing before the next result. `now` in seconds.
         """
         if now >= self._next_expire:
             self._next_expire = now + EXPIRE_INTERVAL_S
-            self._expire(now)
+            self.requests.expire(now)
         count = len(self.micro_batches)
-        retry = True
-        while retry:
-            sent_back = self.stats.preemptions_total + self.stats.retractions_total
+        while True:
+            num_waiting = len(self.requests.waiting)
             for offset in range(count):
                 mb = self.micro_batches[(self._next_micro_batch + offset) % count]
                 if len(mb.in_flight) >= self.config.lookahead:
@@ -145,10 +128,9 @@ class Scheduler:
                 if batch is not None:
                     self._next_micro_batch = (mb.index + 1) % count
                     return batch
-            # With nothing in flight no result would bring the room that was just made to use.
-            made_room = self.stats.preemptions_total + self.stats.retractions_total > sent_back
-            retry = made_room and self.num_in_flight == 0
-        return None
+            # A retraction made room. With nothing in flight no result would bring it to use.
+            if self.num_in_flight or len(self.requests.waiting) == num_waiting:
+                return None
 
     def process_result(self, result: GenerationBatchResult) -> None:
         """Commit the tokens of the oldest step in flight of the result's micro-batch."""
@@ -165,13 +147,12 @@ class Scheduler:
         if self.sizer is not None and step.chunk is not None and result.device_s is not None:
             self.sizer.observe(*step.chunk, result.device_s)
         self._commit(mb, step, result)
-        if self._leaving:
-            self._settle_leaving()
+        self.requests.settle()
         if len(self.micro_batches) > 1:
             rebalance(self.micro_batches, mb, step, self.config.max_micro_batch_size)
 
     def take_outputs(self) -> list[tuple[str, StepOutputs]]:
-        """(client, message) pairs since the last call."""
+        """(reply_to, message) pairs since the last call."""
         return self.outputs.take(self._step)
 
     def take_masks(self) -> list[SampleMasks]:
@@ -182,20 +163,20 @@ class Scheduler:
         return self.delayed.take()
 
     def flush_cache(self) -> bool:
-        """Forget all cached prefixes; only when idle, else False."""
+        """Forget all cached prefixes; False, and nothing is done, unless the engine is idle."""
         if not self.is_idle:
             return False
         self.kv.reset()
         return True
 
     def check_invariants(self) -> str | None:
-        """What breaks design §3's invariant, or None."""
+        """What breaks the invariant of `KVManager`, or None."""
         for mb in self.micro_batches:
             mb.running.sync_lens()
-        return self.kv.check(self.reqs.values())
+        return self.kv.check(self.requests.by_key.values())
 
     def on_idle(self) -> None:
-        """Nothing to do: check for leaks (reported, counted, repaired) and rest."""
+        """Call when there is nothing to do. Leaks are looked for, logged, counted and repaired."""
         self.ratio.reset()
         if not self.is_idle:
             return
@@ -206,15 +187,17 @@ class Scheduler:
             self.kv.reset()
 
     def snapshot_stats(self) -> SchedulerStats:
-        """Current statistics."""
-        stats = self.stats
-        stats.num_waiting = len(self.waiting_queue)
-        stats.num_running = len(self.reqs) - stats.num_waiting
-        stats.waiting_tokens = sum(r.prompt_len + len(r.output_ids) for r in self.waiting_queue)
-        stats.kv_cached_tokens = self.kv.tree.evictable_size
-        stats.kv_used_tokens = self.kv.total_size - self.kv.room
-        stats.new_token_ratio = self.ratio.value
-        return stats
+        """A copy of the statistics, with gauges as they are now."""
+        waiting = self.requests.waiting
+        return msgspec.structs.replace(
+            self.stats,
+            num_waiting=len(waiting),
+            num_running=len(self.requests.by_key) - len(waiting),
+            waiting_tokens=sum(r.prompt_len + len(r.output_ids) for r in waiting),
+            kv_cached_tokens=self.kv.tree.evictable_size,
+            kv_used_tokens=self.kv.total_size - self.kv.room,
+            new_token_ratio=self.ratio.value,
+        )
 
     # Composing a step
 
@@ -228,8 +211,8 @@ class Scheduler:
         return self._launch(mb, [], with_decode=True)
 
     def _new_prefill(self, mb: MicroBatch) -> list[Addition]:
-        full = self._step < self._full_until
-        if self.chunked_req is None and (full or not self.waiting_queue):
+        full = self._step < self.requests.full_until
+        if self.requests.chunked is None and (full or not self.requests.waiting):
             return []
         mixed = self.config.enable_mixed_chunk
         num_decode = len(mb.running) if mixed else 0
@@ -240,30 +223,33 @@ class Scheduler:
             self.kv,
             self.ratio,
             (r for m in self.micro_batches for r in m.running.reqs),
-            chunk_size=self.config.chunked_prefill_size,
-            max_prefill_tokens=self.config.max_prefill_tokens,
+            self.config,
             num_decode=num_decode,
             decode_need=decode_need,
             sizer=self.sizer,
         )
-        if self.chunked_req is not None:
-            added = adder.add_chunked(self.chunked_req)
+        if self.requests.chunked is not None:
+            added = adder.add_chunked(self.requests.chunked)
             if added is not AddResult.ADDED:
                 return []
             if not adder.additions[0].last:
                 return adder.additions
-            self.chunked_req = None
+            self.requests.chunked = None
         if not full:
             self._add_waiting(mb, adder)
         return adder.additions
 
     def _add_waiting(self, mb: MicroBatch, adder: PrefillAdder) -> None:
-        slots = self._open_slots(len(mb.running) + sum(a.last for a in adder.additions))
+        slots = self.kv.rows.available_size()
+        if len(self.micro_batches) > 1:
+            held = len(mb.running) + sum(a.last for a in adder.additions)
+            share = fair_share(len(self.requests.by_key), self.micro_batches)
+            slots = min(slots, open_places(held, share, self.config.max_micro_batch_size))
         if slots <= 0 and not self.config.enable_priority_preemption:
             return
-        matched = self.policy.sort(self.waiting_queue, self.kv.match)
+        matched = self.policy.sort(self.requests.waiting, self.kv.match)
         admitted: list[Req] = []
-        for req in self.waiting_queue:
+        for req in self.requests.waiting:
             if not matched:
                 req.begin_round()
                 self.kv.match(req)
@@ -275,37 +261,16 @@ class Scheduler:
             if added is AddResult.DEFERRED:
                 continue
             if added is AddResult.NO_TOKEN and not self._preempt_for(req):
-                self._full_until = self._step + FULL_RETRY_STEPS
+                self.requests.full_until = self._step + FULL_RETRY_STEPS
             if added is not AddResult.ADDED:
                 break
             self.kv.admit(req)
-            self._on_admitted(req)
             admitted.append(req)
             if not adder.additions[-1].last:
-                self.chunked_req = req
+                self.requests.chunked = req
                 break
         if admitted:
-            taken = {id(r) for r in admitted}
-            self.waiting_queue = [r for r in self.waiting_queue if id(r) not in taken]
-
-    def _on_admitted(self, req: Req) -> None:
-        req.status = ReqStatus.RUNNING
-        self.stats.prompt_tokens_total += len(req.fill_ids)
-        self.stats.cached_tokens_total += req.cached_len
-        if req.num_cached is None:
-            req.num_cached = min(req.cached_len, req.prompt_len)
-
-    def _open_slots(self, num_held: int) -> int:
-        """Requests that a step may admit whose micro-batch has `num_held`.
-
-        A burst is spread over the micro-batches, so that all stages get work at once. One request
-        may always come: it needn't wait for an emptier micro-batch, `rebalance` moves it there.
-        """
-        rows = self.kv.rows.available_size()
-        if len(self.micro_batches) == 1:
-            return rows
-        share = fair_share(len(self.reqs), self.micro_batches)
-        return min(rows, self.config.max_micro_batch_size - num_held, max(share - num_held, 1))
+            self.requests.admit(admitted)
 
     def _nothing_runs(self) -> bool:
         return self.num_in_flight == 0 and all(len(m.running) == 0 for m in self.micro_batches)
@@ -342,7 +307,7 @@ class Scheduler:
         tokens = result.next_token_ids
         ended: list[Req] = []
         dropped: list[int] = []
-        finished = ReqStatus.FINISHED
+        requests, finished = self.requests, ReqStatus.FINISHED
         errors: Mapping[int, str] | None = result.row_errors
         terminated: Collection[int] = ()
         if step.constrained:
@@ -354,7 +319,7 @@ class Scheduler:
             if errors is not None and i in errors:
                 dropped.append(i)
                 ended.append(req)
-                self._end(req, "error", message=errors[i], status=500)
+                requests.end(req, req.finish("error", message=errors[i], status=500))
                 continue
             output = req.output_ids
             output.append(token)
@@ -367,155 +332,58 @@ class Scheduler:
                     self.outputs.logprobs(req, logprobs)
             if token in req.stop_ids:
                 ended.append(req)
-                self._end(req, "stop", matched_token=token)
+                requests.end(req, req.finish("stop", matched_token=token))
             elif len(output) >= req.max_new_tokens:
                 ended.append(req)
-                self._end(req, "stop" if i in terminated else "length")
+                requests.end(req, req.finish("stop" if i in terminated else "length"))
         for i in terminated:
             req = step.sampled[i]
             if not req.finished:
                 ended.append(req)
-                self._end(req, "stop")
+                requests.end(req, req.finish("stop"))
         self.stats.generation_tokens_total += len(tokens) - len(dropped)
-        rids, clients = step.rids, step.clients
+        rids, readers = step.rids, step.readers
         if dropped:
-            rids, clients = np.delete(rids, dropped), np.delete(clients, dropped)
+            rids, readers = np.delete(rids, dropped), np.delete(readers, dropped)
             tokens = np.delete(tokens, dropped).tolist()
-        self.outputs.close_step(step.step, rids, tokens, clients)
+        self.outputs.close_step(step.step, rids, tokens, readers)
         if ended:
             mb.running.remove(ended)
             for req in ended:
-                self._release_or_wait(req)
-
-    # Ends
-
-    def _finish(
-        self,
-        req: Req,
-        reason: str,
-        *,
-        silent: bool = False,
-        message: str = "",
-        status: int = 0,
-    ) -> None:
-        """End a request now, from whatever state."""
-        if req.status is ReqStatus.WAITING:
-            self.waiting_queue = [r for r in self.waiting_queue if r is not req]
-        for mb in self.micro_batches:
-            mb.running.remove([req])
-        self._end(req, reason, silent=silent, message=message, status=status)
-        self._release_or_wait(req)
-
-    def _end(
-        self,
-        req: Req,
-        reason: str,
-        *,
-        silent: bool = False,
-        matched_token: int | None = None,
-        message: str = "",
-        status: int = 0,
-    ) -> None:
-        req.status = ReqStatus.FINISHED
-        self.stats.requests_finished_total += 1
-        if self.chunked_req is req:
-            self.chunked_req = None
-        if not silent:
-            self.outputs.finish(
-                req.client_no,
-                FinishedReq(
-                    req.rid,
-                    reason,
-                    req.prompt_len,
-                    len(req.output_ids),
-                    req.num_cached or 0,
-                    matched_token,
-                    message,
-                    status,
-                ),
-            )
-
-    def _release_or_wait(self, req: Req) -> None:
-        """Free a request's memory, or remember to once no step in flight holds it."""
-        if self._is_in_flight(req):
-            if not any(r is req for r in self._leaving):
-                self._leaving.append(req)
-        else:
-            self._release(req)
-
-    def _release(self, req: Req) -> None:
-        if self._leaving:
-            self._leaving = [r for r in self._leaving if r is not req]
-        self.kv.release(req, insert=True)
-        self._full_until = 0
-        if req.status is ReqStatus.RETRACTING:
-            req.status = ReqStatus.WAITING
-            self.waiting_queue.append(req)
-        else:
-            del self.reqs[(req.client, req.rid)]
-
-    def _settle_leaving(self) -> None:
-        for req in list(self._leaving):
-            if not self._is_in_flight(req):
-                self._release(req)
-
-    def _is_in_flight(self, req: Req) -> bool:
-        return any(r is req for mb in self.micro_batches for s in mb.in_flight for r in s.reqs)
-
-    def _expire(self, now: float) -> None:
-        late: list[tuple[Req, str, int]] = []
-        for req in self.waiting_queue:
-            if req.queue_deadline is not None and now > req.queue_deadline and not req.started:
-                late.append((req, "no capacity: the request waited too long in the queue", 503))
-        for req in self.reqs.values():
-            if req.deadline is not None and now > req.deadline and not req.finished:
-                late.append((req, "the request took longer than its time limit", 408))
-        for req, message, status in late:
-            if not req.finished:
-                self._finish(req, "error", message=message, status=status)
+                requests.let_go(req)
 
     # Out of room
 
     def _has_decode_room(self, mb: MicroBatch) -> bool:
-        """Make room for one token of every running row, retracting requests if need be.
+        """Make room for one token of every running row, by retracting requests if need be.
 
-        False: skip this step, a result in flight is about to free what is missing.
+        False if this step is to be skipped: a result in flight is about to free what is missing.
         """
         while True:
             need = self.kv.decode_need(mb.running.seq_lens + 1)
             if need <= self.kv.room:
                 return True
-            if self._leaving or ends_in_flight(self.micro_batches):
+            if self.requests.leaving or ends_in_flight(self.micro_batches):
                 return False
-            victim = retraction_victim(mb, self.micro_batches, self.chunked_req)
+            victim = retraction_victim(mb, self.micro_batches, self.requests.chunked)
             if victim is None:
                 if self.num_in_flight:
                     return False
                 raise RuntimeError(
                     "out of KV room with one request left: max_total_tokens is too small"
                 )
-            self._retract(victim)
+            self.requests.retract(victim)
             self.ratio.on_retract([r for m in self.micro_batches for r in m.running.reqs])
             self.stats.retractions_total += 1
             if len(mb.running) == 0:
                 return False
-
-    def _retract(self, req: Req) -> None:
-        """Send a running request back to the queue; its tokens so far are kept."""
-        for mb in self.micro_batches:
-            mb.running.remove([req])
-        if self.chunked_req is req:
-            self.chunked_req = None
-        req.status = ReqStatus.RETRACTING
-        req.num_retractions += 1
-        self._release_or_wait(req)
 
     def _preempt_for(self, req: Req) -> bool:
         """Retract running requests of lower priority until `req` would fit; all or nothing.
 
         `req` itself is admitted by a later step, when the room is there.
         """
-        if not self.config.enable_priority_preemption or self._leaving:
+        if not self.config.enable_priority_preemption or self.requests.leaving:
             return False
         for mb in self.micro_batches:
             mb.running.sync_lens()
@@ -525,6 +393,6 @@ class Scheduler:
         if not chosen:
             return False
         for victim in chosen:
-            self._retract(victim)
+            self.requests.retract(victim)
             self.stats.preemptions_total += 1
         return True

@@ -28,7 +28,6 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str) -> None:
-        self.source = source
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True,
             lstrip_blocks=True,

@@ -105,6 +105,9 @@ class WindowDetokenizer(IncrementalDetokenizer):
     replace every byte of a run of byte tokens as soon as one byte of the run is invalid. The
     exception: a run longer than `MAX_HELD_TOKENS` that turns invalid later, where the characters
     sent before stay.
+
+    `tokenizers.DecodeStream` is faster but does less: on random runs of byte tokens it raises
+    "Invalid prefix" or gives other text than `decode`, and it has no flush (0.23.3).
     """
 
     __slots__ = ("_prefix", "_read", "_skip", "_tokenizer", "_window")

@@ -1,4 +1,4 @@
-"""Turns the scheduler's token ids into text deltas, for all the requests of a client."""
+"""`DetokenizerManager`: from the scheduler's token ids to text deltas, for a reader's requests."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class _Request:
 
 
 class DetokenizerManager:
-    """Holds the text state of every running request of one client.
+    """Holds the text state of every running request of one reader.
 
     A request leaves when it finishes, when its stop string is found, or by `abort`; what the
     scheduler still sends of it then is ignored.
@@ -71,6 +71,7 @@ class DetokenizerManager:
         self._pieces: dict[int, tuple[str, list[int]]] = {}
 
     def __len__(self) -> int:
+        """Requests under way."""
         return len(self._requests)
 
     def add(
@@ -117,7 +118,7 @@ class DetokenizerManager:
     def process(self, out: StepOutputs) -> tuple[list[TextDelta], list[int]]:
         """Deltas of one step, and the rids that a stop string ended here.
 
-        The caller tells the scheduler of the latter (`AbortRequest`, reason "stop"). A request
+        The caller tells the scheduler of the latter (`AbortRequest`). A request
         whose step brought no text that may go out has no delta; its token ids and logprobs come
         with the next one.
         """

@@ -1,4 +1,4 @@
-"""Tokenizer of one model: text to token ids and back, and the bytes behind each id.
+"""`Tokenizer`: text to token ids and back, and the bytes behind each id.
 
 Reads `tokenizer.json` with the `tokenizers` package. transformers would give the same ids, but
 importing it takes 5 to 9 s and brings torch along; it is only the way in for other formats.
@@ -116,6 +116,7 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
+        """Whether the model folder has any."""
         return bool(self._templates)
 
     def render_chat(

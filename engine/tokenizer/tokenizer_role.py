@@ -12,11 +12,12 @@ import logging
 from collections import Counter, defaultdict
 from typing import Any
 
-from engine.errors import EngineDeadError, MantaError, RequestError
+from engine.errors import MantaError, RequestError
 from engine.protocol import tokenizer_messages as tm
 from engine.protocol.messages import AbortRequest, Shutdown, StepOutputs
+from engine.protocol.outboxes import Outboxes
 from engine.protocol.tokenizer_messages import TextDelta
-from engine.protocol.transport import Inbox, Outbox
+from engine.protocol.transport import Inbox
 from engine.tokenizer.detokenizer_manager import DetokenizerManager
 from engine.tokenizer.tokenizer import Tokenizer
 
@@ -30,7 +31,7 @@ class TokenizerRole:
         self.tokenizer = Tokenizer.from_pretrained(model_path)
         self.manager = DetokenizerManager(self.tokenizer)
         self.inbox = Inbox(host)
-        self._outboxes: dict[str, Outbox] = {}
+        self._outboxes = Outboxes()
         self._ingress: dict[int, str] = {}
         """rid -> address of the ingress that reads it."""
         self._scheduler: dict[int, str] = {}
@@ -40,11 +41,11 @@ class TokenizerRole:
 
     @property
     def address(self) -> str:
-        """Where to send messages; also the `client` of the requests detokenized here."""
+        """Where to send messages; also the `reply_to` of the requests detokenized here."""
         return self.inbox.address
 
     def run(self) -> None:
-        """Serve until `Shutdown` comes."""
+        """Answer messages until `Shutdown` comes."""
         # A vocabulary is a large heap, whose collection would hold all streams up.
         gc.collect()
         gc.freeze()
@@ -53,8 +54,7 @@ class TokenizerRole:
             if isinstance(message, Shutdown):
                 break
             self.handle(message)
-        for outbox in self._outboxes.values():
-            outbox.close()
+        self._outboxes.close()
         self.inbox.close()
 
     def handle(self, message: Any) -> None:
@@ -67,10 +67,8 @@ class TokenizerRole:
             case tm.Unregister():
                 self.manager.abort(message.rid)
                 self._forget(message.rid)
-            case tm.EncodeRequest():
+            case tm.EncodeRequest() | tm.ChatRequest():
                 self._encode(message)
-            case tm.ChatRequest():
-                self._chat(message)
             case tm.DecodeRequest():
                 self._decode(message)
             case _:
@@ -87,27 +85,25 @@ class TokenizerRole:
         self._ingress[m.rid] = m.reply_to
         self._send(m.reply_to, tm.Registered(m.call))
 
-    def _encode(self, m: tm.EncodeRequest) -> None:
+    def _encode(self, m: tm.EncodeRequest | tm.ChatRequest) -> None:
         try:
-            ids = self.tokenizer.encode_batch(m.texts, m.add_special_tokens)
+            if isinstance(m, tm.EncodeRequest):
+                ids = self.tokenizer.encode_batch(m.texts, m.add_special_tokens)
+            else:
+                ids = [
+                    self.tokenizer.apply_chat_template(
+                        m.messages,
+                        add_generation_prompt=m.add_generation_prompt,
+                        continue_final_message=m.continue_final_message,
+                        chat_template=m.chat_template,
+                        tools=m.tools,
+                        template_kwargs=m.template_kwargs,
+                    )
+                ]
             reply = tm.EncodeReply(m.call, ids)
         except MantaError as error:
-            reply = _failed(m.call, error)
-        self._send(m.reply_to, reply)
-
-    def _chat(self, m: tm.ChatRequest) -> None:
-        try:
-            ids = self.tokenizer.apply_chat_template(
-                m.messages,
-                add_generation_prompt=m.add_generation_prompt,
-                continue_final_message=m.continue_final_message,
-                chat_template=m.chat_template,
-                tools=m.tools,
-                template_kwargs=m.template_kwargs,
-            )
-            reply = tm.EncodeReply(m.call, [ids])
-        except MantaError as error:
-            reply = _failed(m.call, error)
+            param = error.param if isinstance(error, RequestError) else None
+            reply = tm.EncodeReply(m.call, [], str(error), param)
         self._send(m.reply_to, reply)
 
     def _decode(self, m: tm.DecodeRequest) -> None:
@@ -124,7 +120,7 @@ class TokenizerRole:
         for rid in stopped:
             scheduler = self._scheduler.get(rid)
             if scheduler is not None:
-                self._send(scheduler, AbortRequest(rid=rid, client=self.address, reason="stop"))
+                self._send(scheduler, AbortRequest(rid=rid, reply_to=self.address))
         by_ingress: defaultdict[str, list[TextDelta]] = defaultdict(list)
         for delta in deltas:
             by_ingress[self._ingress[delta.rid]].append(delta)
@@ -141,24 +137,9 @@ class TokenizerRole:
             if not self._running[scheduler]:
                 # It may be gone for good: a connection would try to reach it for ever.
                 del self._running[scheduler]
-                self._close(scheduler)
+                self._outboxes.drop(scheduler)
 
     def _send(self, address: str, message: Any) -> None:
-        outbox = self._outboxes.get(address)
-        if outbox is None:
-            outbox = self._outboxes[address] = Outbox(address)
-        try:
-            outbox.send(message)
-        except EngineDeadError:
+        if not self._outboxes.send(address, message):
             logger.warning("a peer stopped reading; closing its connection")
-            self._close(address)
-
-    def _close(self, address: str) -> None:
-        outbox = self._outboxes.pop(address, None)
-        if outbox is not None:
-            outbox.close()
-
-
-def _failed(call: int, error: MantaError) -> tm.EncodeReply:
-    param = error.param if isinstance(error, RequestError) else None
-    return tm.EncodeReply(call, [], str(error), param)
+            self._outboxes.drop(address)

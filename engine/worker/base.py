@@ -13,7 +13,7 @@ class PendingResult(ABC):
 
     @abstractmethod
     def seconds_left(self) -> float:
-        """Until it is worth asking again; 0.0 once `collect` won't block."""
+        """Seconds until it is worth asking again; 0.0 once `collect` won't block."""
 
     @abstractmethod
     def collect(self) -> GenerationBatchResult:

@@ -2,79 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.protocol.messages import ForwardMode, Int64Array, IntArray, ModelWorkerBatch
-from engine.sampling.plan import to_device
+from engine.pinned import to_device
+from engine.protocol.messages import Int64Array, ModelWorkerBatch
 from engine.worker.device.clock import StepTiming
 
+A = TypeVar("A")
 
-class StepArrays(NamedTuple):
-    """What the device needs to know of a step, on the host; sizes as in `ForwardBatch`."""
 
-    input_ids: Int64Array
-    positions: Int64Array
-    out_cache_loc: Int64Array
-    req_pool_indices: Int64Array
-    logits_rows: Int64Array
-    sample_slots: Int64Array
-    sample_lens: Int64Array
-    seq_lens: IntArray
+class StepInputs(NamedTuple, Generic[A]):
+    """What the device needs to know of a step: numpy arrays, or tensors made of them."""
 
-    @classmethod
-    def of(cls, batch: ModelWorkerBatch) -> StepArrays:
-        """Of one step."""
-        starts = token_starts(batch)
-        rows = batch.req_pool_indices.astype(np.int64)
-        seq_lens = batch.seq_lens.astype(np.int64)
-        query_lens = np.diff(starts)
-        sampled = batch.sample_rows
-        return cls(
-            input_ids=batch.input_ids.astype(np.int64),
-            positions=np.arange(starts[-1]) + np.repeat(seq_lens - starts[1:], query_lens),
-            out_cache_loc=batch.out_cache_loc.astype(np.int64),
-            req_pool_indices=rows,
-            logits_rows=starts[1:][sampled] - 1,
-            sample_slots=rows[sampled],
-            sample_lens=seq_lens[sampled],
-            seq_lens=batch.seq_lens.astype(np.int32),
-        )
+    input_ids: A
+    """int64 [T]; -1 entries must be resolved before the forward."""
+    positions: A
+    """int64 [T]: of each token in its request."""
+    out_cache_loc: A
+    """int64 [T]: the KV slot of each token."""
+    req_pool_indices: A
+    """int64 [B]: row of `req_to_token` of each request."""
+    logits_rows: A
+    """int64 [S]: index into the T tokens of each sampled row's last token."""
+    sample_slots: A
+    """int64 [S]: `req_pool_indices` of the sampled rows."""
+    sample_lens: A
+    """int64 [S]: `seq_lens` of the sampled rows."""
+    seq_lens: A
+    """int32 [B]: tokens in the cache once the step is done."""
+
+
+def step_inputs(batch: ModelWorkerBatch) -> StepInputs[np.ndarray]:
+    """The inputs of one step, on the host."""
+    starts = token_starts(batch)
+    rows = batch.req_pool_indices.astype(np.int64)
+    seq_lens = batch.seq_lens.astype(np.int64)
+    query_lens = np.diff(starts)
+    sampled = batch.sample_rows
+    return StepInputs(
+        input_ids=batch.input_ids.astype(np.int64),
+        positions=np.arange(starts[-1]) + np.repeat(seq_lens - starts[1:], query_lens),
+        out_cache_loc=batch.out_cache_loc.astype(np.int64),
+        req_pool_indices=rows,
+        logits_rows=starts[1:][sampled] - 1,
+        sample_slots=rows[sampled],
+        sample_lens=seq_lens[sampled],
+        seq_lens=batch.seq_lens.astype(np.int32),
+    )
 
 
 @dataclass
 class ForwardBatch:
     """Rows and tokens as in `ModelWorkerBatch`: T tokens, B rows, the first `num_extend` extend.
 
-    Fields ending in `_cpu` are host copies, so that planning never reads the device.
+    Tensors are those of `StepInputs`. Fields ending in `_cpu` are host copies, so that planning
+    never reads the device.
     """
 
-    step: int
     micro_batch: int
-    forward_mode: ForwardMode
     num_extend: int
     num_extend_tokens: int
     input_ids: Tensor
-    """int64 [T]; -1 entries must be resolved before the forward."""
     positions: Tensor
-    """int64 [T]"""
     out_cache_loc: Tensor
-    """int64 [T]"""
     req_pool_indices: Tensor
-    """int64 [B]"""
-    seq_lens: Tensor
-    """int32 [B]: tokens in the cache once the step is done."""
     logits_rows: Tensor
-    """int64 [S]: index into the T tokens of each sampled row's last token."""
     sample_slots: Tensor
-    """int64 [S]: `req_pool_indices` of the sampled rows."""
     sample_lens: Tensor
-    """int64 [S]: `seq_lens` of the sampled rows."""
+    seq_lens: Tensor
     req_pool_indices_cpu: Int64Array
     seq_lens_cpu: Int64Array
     extend_lens_cpu: Int64Array
@@ -89,7 +89,7 @@ class ForwardBatch:
     """Extend rows (indices < num_extend) whose chunk's logits will be asked for; set before the
     forward."""
     timing: StepTiming | None = None
-    """Begun when the stage has its inputs."""
+    """The step's time on the device; begins when the stage has its inputs."""
 
     @property
     def num_tokens(self) -> int:
@@ -100,39 +100,20 @@ class ForwardBatch:
         return len(self.seq_lens_cpu)
 
     @classmethod
-    def from_arrays(
-        cls, batch: ModelWorkerBatch, arrays: StepArrays, tensors: Sequence[Tensor]
+    def on_device(
+        cls, batch: ModelWorkerBatch, host: StepInputs[np.ndarray], device: StepInputs[Tensor]
     ) -> ForwardBatch:
-        """`tensors`: what became of `arrays` on the device, in their order."""
+        """`host` holds the inputs of `batch`, `device` the same on the device."""
         num_extend = batch.num_extend
         starts = token_starts(batch)
         seq_lens = batch.seq_lens.astype(np.int64)
         extend_lens = np.diff(starts[: num_extend + 1])
-        (
-            input_ids,
-            positions,
-            out_cache_loc,
-            req_pool_indices,
-            logits_rows,
-            sample_slots,
-            sample_lens,
-            device_seq_lens,
-        ) = tensors
         return cls(
-            step=batch.step,
+            **device._asdict(),
             micro_batch=batch.micro_batch,
-            forward_mode=batch.forward_mode,
             num_extend=num_extend,
             num_extend_tokens=int(starts[num_extend]),
-            input_ids=input_ids,
-            positions=positions,
-            out_cache_loc=out_cache_loc,
-            req_pool_indices=req_pool_indices,
-            seq_lens=device_seq_lens,
-            logits_rows=logits_rows,
-            sample_slots=sample_slots,
-            sample_lens=sample_lens,
-            req_pool_indices_cpu=arrays.req_pool_indices,
+            req_pool_indices_cpu=host.req_pool_indices,
             seq_lens_cpu=seq_lens,
             extend_lens_cpu=extend_lens,
             prefix_lens_cpu=seq_lens[:num_extend] - extend_lens,
@@ -143,8 +124,9 @@ class ForwardBatch:
     @classmethod
     def from_worker_batch(cls, batch: ModelWorkerBatch, device: torch.device) -> ForwardBatch:
         """Lay out `batch` for `device`, array by array (a worker uses its `DeviceQueue`)."""
-        arrays = StepArrays.of(batch)
-        return cls.from_arrays(batch, arrays, [to_device(array, device) for array in arrays])
+        inputs = step_inputs(batch)
+        on_device = StepInputs(*(to_device(array, device) for array in inputs))
+        return cls.on_device(batch, inputs, on_device)
 
 
 def token_starts(batch: ModelWorkerBatch) -> Int64Array:

@@ -16,7 +16,7 @@ _UNSET = -1
 
 
 class FutureMap:
-    """Tokens int64 [max_slots]; slot 0 is padding."""
+    """The last token of each slot: `tokens` int64 [max_slots]. Slot 0 is padding."""
 
     def __init__(self, max_slots: int, device: torch.device) -> None:
         self.tokens = torch.full((max_slots,), _UNSET, dtype=torch.int64, device=device)

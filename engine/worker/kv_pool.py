@@ -103,5 +103,5 @@ class MHATokenToKVPool:
 
 
 def _to_fp8(x: Tensor) -> Tensor:
-    """Clamped first: the conversion makes NaN of numbers beyond the range."""
+    """`x` as float8. It is clamped first: the conversion makes NaN of numbers beyond the range."""
     return x.clamp(-_FP8_MAX, _FP8_MAX).to(_FP8)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -10,16 +9,17 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import AttentionBackend, AttentionInputs
-from engine.attention.registry import create_attention_backend
+from engine.attention.registry import ATTENTION_BACKENDS
 from engine.distributed import ParallelState
 from engine.errors import ConfigError
-from engine.layers.linear import local_kv_heads, shard
-from engine.model_config import ModelConfig
-from engine.models.loader import load_model, resolve_dtype
+from engine.models.load_progress import LoadProgress
+from engine.models.loader import load_model
 from engine.protocol.messages import Int64Array, IntArray, ModelWorkerBatch
 from engine.worker.device.queue import make_queue
-from engine.worker.forward_batch import ForwardBatch, StepArrays, token_starts
+from engine.worker.forward_batch import ForwardBatch, StepInputs, step_inputs, token_starts
 from engine.worker.kv_pool import MHATokenToKVPool, resolve_kv_dtype
+from engine.worker.sizing.kv_sizing import MemoryMeter
+from engine.worker.worker_config import WorkerConfig
 
 
 class ForwardOutput(NamedTuple):
@@ -45,103 +45,79 @@ class TableUpdate(NamedTuple):
 class ModelRunner:
     """The model with its KV cache and attention backend.
 
-    `num_kv_slots` in tokens, without the padding page; `resize_kv_cache` changes it before the
-    first step. `req_to_token`, int32 [max_running_requests + 1, max_model_len + page_size],
-    mirrors the scheduler's table; row 0 is for rows that only fill up a batch. Raises
-    `ConfigError` if the model, the split or the sizes don't fit.
+    `req_to_token`, int32 [max_running_requests + 1, max_model_len + page_size], mirrors the
+    scheduler's table; row 0 is for rows that only fill up a batch.
     """
 
     def __init__(
-        self,
-        model_config: ModelConfig,
-        *,
-        dtype: str,
-        device: str,
-        page_size: int,
-        num_kv_slots: int,
-        max_running_requests: int,
-        max_model_len: int,
-        attention_backend: str,
-        kv_cache_dtype: str = "auto",
-        parallel: ParallelState,
-        load_format: str = "auto",
-        seed: int = 0,
-        progress: Callable[[int, int], None] | None = None,
-        on_loaded: Callable[[], None] | None = None,
+        self, config: WorkerConfig, parallel: ParallelState, meter: MemoryMeter | None = None
     ) -> None:
-        """`progress(done, total)` after each layer's weights, `on_loaded()` after all of them,
-        before anything else is allocated."""
-        if max_model_len > model_config.max_position_embeddings:
+        """Load this rank's weights and allocate what steps need.
+
+        A `meter` is told when the weights are there and nothing else. Until `resize_kv_cache` the
+        KV cache then has only its padding page; without one it has the size of `config`. Raises
+        `ConfigError` if the checkpoint or the sizes don't fit.
+        """
+        longest = config.model.max_position_embeddings
+        if config.max_model_len > longest:
             raise ConfigError(
-                f"max_model_len ({max_model_len}) exceeds the model's max_position_embeddings "
-                f"({model_config.max_position_embeddings})."
+                f"max_model_len ({config.max_model_len}) exceeds the model's "
+                f"max_position_embeddings ({longest})."
             )
-        self.model_config = model_config
+        self.config = config
         self.parallel = parallel
-        self.device = torch.device(device)
+        self.device = torch.device(config.device)
         self.queue = make_queue(self.device)
-        self.dtype = resolve_dtype(dtype, model_config)
-        self.page_size = page_size
-        self.attention_backend = attention_backend
-        self.kv_dtype = resolve_kv_dtype(kv_cache_dtype, self.dtype)
-        self.num_heads = shard("num_attention_heads", model_config.num_heads, parallel.tp_size)
-        self.num_kv_heads = local_kv_heads(model_config.num_kv_heads, parallel.tp_size)
-        self.model = load_model(
-            model_config,
-            dtype=self.dtype,
-            device=self.device,
-            parallel=parallel,
-            max_positions=max_model_len,
-            load_format=load_format,
-            seed=seed,
-            progress=progress,
-        )
-        if on_loaded is not None:
-            on_loaded()
+        progress = LoadProgress() if parallel.rank == 0 else None
+        self.model = load_model(config, parallel, self.device, progress)
+        self.dtype = self.model.dtype
+        if meter is not None:
+            meter.loaded()
         self.req_to_token = torch.zeros(
-            (max_running_requests + 1, max_model_len + page_size),
+            (config.max_running_requests + 1, config.max_model_len + config.page_size),
             dtype=torch.int32,
             device=self.device,
         )
-        self.kv_pool = self._make_kv_pool(num_kv_slots)
-        self.attention = self._make_attention()
+        self._make_kv_cache((config.num_kv_tokens or 0) if meter is None else 0)
 
     def resize_kv_cache(self, num_kv_slots: int) -> None:
-        """Replace the KV cache by an empty one of another size, and the backend that reads it."""
+        """Replace the KV cache by an empty one of `num_kv_slots` tokens, and the backend with it.
+
+        Before the first step.
+        """
         # The old ones go before the new ones come: there may be no room for both.
         del self.attention, self.kv_pool
-        self.kv_pool = self._make_kv_pool(num_kv_slots)
-        self.attention = self._make_attention()
+        self._make_kv_cache(num_kv_slots)
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """What one slot takes on this rank."""
-        return self.kv_pool.num_bytes // (self.kv_pool.num_slots + self.page_size)
+        """Bytes that one slot takes on this rank."""
+        return self.kv_pool.num_bytes // (self.kv_pool.num_slots + self.config.page_size)
 
-    def _make_kv_pool(self, num_slots: int) -> MHATokenToKVPool:
-        return MHATokenToKVPool(
+    def _make_kv_cache(self, num_slots: int) -> None:
+        """A KV cache of `num_slots` tokens beside the padding page, and the backend on it."""
+        config, model = self.config, self.config.model
+        num_heads = model.num_heads // self.parallel.tp_size
+        num_kv_heads = model.local_kv_heads(self.parallel.tp_size)
+        self.kv_pool = MHATokenToKVPool(
             num_slots,
-            self.page_size,
+            config.page_size,
             len(self.model.layers),
-            self.num_kv_heads,
-            self.model_config.head_dim,
-            self.kv_dtype,
+            num_kv_heads,
+            model.head_dim,
+            resolve_kv_dtype(config.kv_cache_dtype, self.dtype),
             self.device,
         )
-
-    def _make_attention(self) -> AttentionBackend:
-        return create_attention_backend(
-            self.attention_backend,
-            AttentionInputs(
-                self.kv_pool,
-                self.req_to_token,
-                self.model.attention_layers,
-                self.num_heads,
-                self.num_kv_heads,
-                self.model_config.head_dim,
-                self.dtype,
-            ),
+        inputs = AttentionInputs(
+            self.kv_pool,
+            self.req_to_token,
+            self.model.attention_layers,
+            num_heads,
+            num_kv_heads,
+            model.head_dim,
+            self.dtype,
         )
+        self.attention: AttentionBackend = ATTENTION_BACKENDS[config.attention_backend](inputs)
 
     def prepare(self, batch: ModelWorkerBatch) -> ForwardBatch:
         """Device tensors of a step; brings `req_to_token` up to date with it.
@@ -149,11 +125,11 @@ class ModelRunner:
         Batches must be prepared in the order in which the scheduler made them. -1 entries of the
         result's `input_ids` are the caller's to resolve before `forward`.
         """
-        arrays = StepArrays.of(batch)
-        update = self.table_update(batch, arrays)
-        *tensors, cells, locs = self.queue.upload([*arrays, *update])
+        inputs = step_inputs(batch)
+        update = self.table_update(batch, inputs)
+        *tensors, cells, locs = self.queue.upload([*inputs, *update])
         self.write_table(cells, locs)
-        return ForwardBatch.from_arrays(batch, arrays, tensors)
+        return ForwardBatch.on_device(batch, inputs, StepInputs(*tensors))
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> ForwardOutput | None:
@@ -165,7 +141,7 @@ class ModelRunner:
         received: Tensor | None = None
         if not self.parallel.is_first_stage:
             received = self.parallel.recv_hidden(
-                batch.num_tokens, self.model_config.hidden_size, self.dtype, self.device
+                batch.num_tokens, self.config.model.hidden_size, self.dtype, self.device
             )
         batch.timing = self.queue.begin()
         self.attention.init_forward(batch)
@@ -188,11 +164,11 @@ class ModelRunner:
         start, end = batch.token_starts_cpu[row : row + 2].tolist()
         return self.model.compute_logits(output.hidden[start:end])
 
-    def table_update(self, batch: ModelWorkerBatch, arrays: StepArrays) -> TableUpdate:
+    def table_update(self, batch: ModelWorkerBatch, inputs: StepInputs[np.ndarray]) -> TableUpdate:
         """What a step changes in `req_to_token`: its new tokens, and replaced prefixes."""
         width = self.req_to_token.shape[1]
-        token_rows = np.repeat(arrays.req_pool_indices, np.diff(token_starts(batch)))
-        cells = token_rows * width + arrays.positions
+        token_rows = np.repeat(inputs.req_pool_indices, np.diff(token_starts(batch)))
+        cells = token_rows * width + inputs.positions
         locs = batch.out_cache_loc.astype(np.int32)
         if len(batch.prefix_rows) == 0:
             return TableUpdate(cells, locs)

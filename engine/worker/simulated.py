@@ -23,6 +23,7 @@ from engine.distributed import ParallelState
 from engine.protocol.messages import GenerationBatchResult, IntArray, ModelWorkerBatch, SampleMasks
 from engine.trace import StageSpan, TraceRing
 from engine.worker.base import LaunchedForward, ModelWorker, PendingResult
+from engine.worker.forward_batch import token_starts
 from engine.worker.worker_config import WorkerConfig
 
 
@@ -91,9 +92,8 @@ class SimulatedWorker(ModelWorker):
         if not self.parallel.is_last_stage:
             self._hand_over(self._free_at + self.device.transfer_ms / 1e3)
             return None
-        ends = np.cumsum(np.append(batch.extend_lens, np.ones(_num_decode(batch), np.int64))) - 1
         rows = batch.sample_rows
-        last_ids = batch.input_ids[ends[rows]]
+        last_ids = batch.input_ids[token_starts(batch)[1:][rows] - 1]
         known = self._last[batch.req_pool_indices[rows]]
         last_ids = np.where(last_ids < 0, known, last_ids)
         return SimulatedForward(batch, self, last_ids, self._free_at, cost)
@@ -134,7 +134,3 @@ def hash_tokens(tokens: IntArray, positions: np.ndarray) -> np.ndarray:
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed: np.ndarray = x ^ (x >> np.uint64(31))
     return mixed
-
-
-def _num_decode(batch: ModelWorkerBatch) -> int:
-    return len(batch.req_pool_indices) - batch.num_extend

@@ -77,7 +77,7 @@ class StepQueue:
         return None
 
     def seconds_left(self) -> float | None:
-        """Until the next result may be ready; None if only a message can change anything."""
+        """Seconds until the next result may be ready; None if that depends on a message."""
         waits = [p.seconds_left() for _, p in self._launched.values() if p is not None]
         return min(waits, default=None)
 

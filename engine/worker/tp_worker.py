@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from engine.distributed import ParallelState
-from engine.models.load_progress import LoadProgress
+from engine.pinned import to_device
 from engine.protocol.messages import (
     GenerationBatchResult,
     ModelWorkerBatch,
     PromptLogprobs,
     SampleMasks,
 )
-from engine.sampling import SampledTokens, Sampler, SamplingState
 from engine.sampling.logprobs import LogprobTensors
-from engine.sampling.plan import to_device
+from engine.sampling.sampler import SampledTokens, Sampler
+from engine.sampling.state import SamplingState
 from engine.trace import StageSpan, TraceRing
 from engine.worker.base import LaunchedForward, ModelWorker, PendingResult
 from engine.worker.device.clock import StepTiming
@@ -46,9 +46,9 @@ class PromptLogprobTensors(NamedTuple):
     """Log-probabilities of a chunk whose request asked for them."""
 
     row: int
-    """Extend row."""
+    """Number of the extend row."""
     start: int
-    """Position of the first."""
+    """Position in the prompt of the chunk's first token."""
     logprobs: LogprobTensors
 
 
@@ -60,7 +60,7 @@ class TpPendingResult(PendingResult):
     sampled: SampledTokens
     prompt_logprobs: list[PromptLogprobTensors]
     download: Download
-    """Of `_result_tensors`."""
+    """The tensors of `_result_tensors`, on their way to the host."""
     timing: StepTiming
     note_spans: Callable[[], None]
 
@@ -100,7 +100,7 @@ def _result_tensors(sampled: SampledTokens, prompt: list[PromptLogprobTensors]) 
 
 
 def _on_host(sampled: SampledTokens, tensors: Iterator[Tensor]) -> SampledTokens:
-    """The same with the next of `tensors`, which came from `_result_tensors`."""
+    """`sampled` with its tensors replaced by the next of `tensors`, made by `_result_tensors`."""
     ids, nan_rows = next(tensors), next(tensors)
     logprobs = sampled.logprobs
     if logprobs is not None:
@@ -121,7 +121,7 @@ class TpLaunchedForward(LaunchedForward):
     output: ForwardOutput
     prompt_logprobs: list[PromptLogprobTensors]
     graph_size: int | None
-    """Of the captured decode that made the logits."""
+    """Size of the captured decode that made the logits; None if none did."""
 
     def sample(self, masks: SampleMasks | None) -> PendingResult:
         return self.worker.sample(self, masks)
@@ -156,11 +156,9 @@ class TpModelWorker(ModelWorker):
         self.parallel = parallel
         memory = None if meter is None else meter.memory
         if memory is not None:
-            check_weights_fit(
-                stage_weight_bytes(config.model, config.dtype, parallel), config, memory
-            )
+            check_weights_fit(stage_weight_bytes(config, parallel), config, memory)
         with out_of_memory_advice(WEIGHTS, config, memory):
-            self.runner = self._load(config, meter)
+            self.runner = ModelRunner(config, parallel, meter)
         self.queue = self.runner.queue
         self.graphs: DecodeGraphs | None = None
         self._trace: TraceRing[StageSpan] | None = None
@@ -182,26 +180,6 @@ class TpModelWorker(ModelWorker):
         self.graphs = self._capture(config.cuda_graph_max_batch_size, graph_backend)
         self.queue.join()
         self._trace = trace
-
-    def _load(self, config: WorkerConfig, meter: MemoryMeter | None) -> ModelRunner:
-        """The model; with a `meter` on a KV cache that is still to be sized."""
-        progress = LoadProgress() if self.parallel.rank == 0 else None
-        return ModelRunner(
-            config.model,
-            dtype=config.dtype,
-            device=config.device,
-            page_size=config.page_size,
-            num_kv_slots=(config.num_kv_tokens or 0) if meter is None else 0,
-            max_running_requests=config.max_running_requests,
-            max_model_len=config.max_model_len,
-            attention_backend=config.attention_backend,
-            kv_cache_dtype=config.kv_cache_dtype,
-            parallel=self.parallel,
-            load_format=config.load_format,
-            seed=config.seed,
-            progress=progress,
-            on_loaded=None if meter is None else meter.loaded,
-        )
 
     def _size_kv_cache(self, config: WorkerConfig, meter: MemoryMeter) -> None:
         runner = self.runner
@@ -304,7 +282,7 @@ class TpModelWorker(ModelWorker):
         return sampled
 
     def _end(self, batch: ModelWorkerBatch, forward: ForwardBatch) -> StepTiming:
-        """The stage has launched all of a step."""
+        """Note that the stage has launched all of a step."""
         timing = forward.timing
         if timing is None:
             raise ValueError(f"step {batch.step} ended before its forward")

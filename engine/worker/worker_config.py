@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
 
-from engine.config import EngineConfig, ResolvedConfig, SimulatedDevice, available_cores
+from engine.attention.registry import auto_attention_backend
+from engine.config import EngineConfig, ResolvedConfig, SimulatedDevice
 from engine.errors import ConfigError
 from engine.model_config import ModelConfig
+from engine.sampling.registry import auto_sampling_backend
 
 MAX_GRAPH_ROWS = 256
 """Larger decode batches keep a GPU busy without graphs."""
@@ -25,12 +28,12 @@ class WorkerConfig:
     num_kv_tokens: int | None
     """Stated, or estimated (CPU); None: measured once the weights are loaded (CUDA)."""
     max_kv_tokens: int
-    """Every request at full length: more can never be used."""
+    """Every request at full length, in whole pages: more can never be used."""
     memory_fraction: float
     max_running_requests: int
     max_model_len: int
     max_step_tokens: int
-    """Of the largest step that the scheduler may send."""
+    """Tokens of the largest step that the scheduler may send."""
     kv_cache_dtype: str
     attention_backend: str
     sampling_backend: str
@@ -68,34 +71,14 @@ def make_worker_config(config: ResolvedConfig, *, share: int = 1) -> WorkerConfi
     threads = engine.cpu_threads
     if threads is None:
         threads = _auto_threads(config.model, engine.world_size * share)
-    num_kv_tokens = engine.max_total_tokens
-    # Every request at full length, in whole pages: more can never be used.
     pages = -(-config.max_model_len // engine.page_size)
-    most = engine.max_running_requests * pages * engine.page_size
-    if num_kv_tokens is None and device == "simulated":
-        num_kv_tokens = most
-    elif num_kv_tokens is None and device == "cpu":
-        # torch is imported here: config checks elsewhere must not pay for it.
-        from engine.worker.sizing.estimate import profile_max_tokens
-
-        room = profile_max_tokens(
-            config.model,
-            dtype,
-            engine.tp_size,
-            engine.pp_size,
-            engine.memory_fraction / share,
-            engine.kv_cache_dtype,
-        )
-        num_kv_tokens = min(room, most)
-    if num_kv_tokens is not None:
-        num_kv_tokens = num_kv_tokens // engine.page_size * engine.page_size
-    return WorkerConfig(
+    worker = WorkerConfig(
         model=config.model,
         dtype=dtype,
         device=device,
         page_size=engine.page_size,
-        num_kv_tokens=num_kv_tokens,
-        max_kv_tokens=most,
+        num_kv_tokens=engine.max_total_tokens,
+        max_kv_tokens=engine.max_running_requests * pages * engine.page_size,
         memory_fraction=engine.memory_fraction,
         max_running_requests=engine.max_running_requests,
         max_model_len=config.max_model_len,
@@ -111,11 +94,28 @@ def make_worker_config(config: ResolvedConfig, *, share: int = 1) -> WorkerConfi
         simulated=engine.simulated,
         cuda_graph_max_batch_size=graph_max_batch_size(engine) if device == "cuda" else 0,
     )
+    return replace(worker, num_kv_tokens=_num_kv_tokens(worker, share))
+
+
+def _num_kv_tokens(config: WorkerConfig, share: int) -> int | None:
+    """Whole pages: the stated size, or an estimate on CPU. None on CUDA if no size is stated."""
+    tokens = config.num_kv_tokens
+    if tokens is None and config.device == "simulated":
+        tokens = config.max_kv_tokens
+    elif tokens is None and config.device == "cpu":
+        # torch is imported here: config checks elsewhere must not pay for it.
+        from engine.worker.sizing.estimate import profile_max_tokens
+
+        tokens = min(profile_max_tokens(config, share), config.max_kv_tokens)
+    return None if tokens is None else tokens // config.page_size * config.page_size
 
 
 def max_step_tokens(engine: EngineConfig, max_model_len: int) -> int:
-    """Tokens of the largest step: a full chunk, or beside every request's decode row one page of
-    a prompt; without chunking a long prompt, which goes alone, however long it is."""
+    """Tokens of the largest step that the scheduler may send.
+
+    That is a full chunk, or one page of a prompt beside a decode row of every request. Without
+    chunking it is a long prompt, which goes alone.
+    """
     chunk, rows = engine.chunked_prefill_size, engine.max_running_requests
     budget = chunk if chunk > 0 else max(engine.max_prefill_tokens, max_model_len + rows)
     return max(budget, rows + engine.page_size)
@@ -132,37 +132,31 @@ def graph_max_batch_size(engine: EngineConfig) -> int:
 
 
 def _attention_backend(name: str, model: ModelConfig, dtype: str, device: str) -> str:
-    if name != "auto":
-        _check_needs_cuda("attention_backend", name, device)
-        return name
     if device != "cuda":
-        return "torch"
-    from engine.attention.registry import auto_attention_backend
+        return _backend_without_gpu("attention_backend", name, device)
+    if name != "auto":
+        return name
     from engine.models.loader import resolve_dtype
 
-    return auto_attention_backend(device, resolve_dtype(dtype, model), model.head_dim)
+    return auto_attention_backend(device, resolve_dtype(dtype), model.head_dim)
 
 
 def _sampling_backend(name: str, device: str) -> str:
-    if name != "auto":
-        _check_needs_cuda("sampling_backend", name, device)
-        return name
     if device != "cuda":
-        return "torch"
-    from engine.sampling.registry import auto_sampling_backend
-
-    return auto_sampling_backend(device)
+        return _backend_without_gpu("sampling_backend", name, device)
+    return auto_sampling_backend(device) if name == "auto" else name
 
 
-def _check_needs_cuda(key: str, name: str, device: str) -> None:
-    if name.startswith("flashinfer") and device != "cuda":
+def _backend_without_gpu(key: str, name: str, device: str) -> str:
+    if name.startswith("flashinfer"):
         raise ConfigError(
             f"{key} {name} needs a GPU and the device is '{device}'; set {key}: auto or torch."
         )
+    return "torch" if name == "auto" else name
 
 
 def detect_device() -> str:
-    """ "cuda" if torch sees a GPU, else "cpu"."""
+    """The device that `auto` means: "cuda" if torch sees a GPU, else "cpu"."""
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -177,7 +171,9 @@ def _auto_threads(model: ModelConfig, workers: int) -> int:
     """
     if model.hidden_size * model.intermediate_size < SMALL_MATRIX:
         return 1
-    return max(1, available_cores() // workers)
+    if hasattr(os, "sched_getaffinity"):
+        return max(1, len(os.sched_getaffinity(0)) // workers)
+    return max(1, (os.cpu_count() or 1) // workers)
 
 
 def _auto_dtype(model: ModelConfig, device: str) -> str:

@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 INIT_TIMEOUT_S = 1800.0
-"""Also for every later call: a rank may load its weights for so much longer than another. A dead
-one is noticed by who started the ranks, not by this."""
+"""Also for every later call: one rank may take much longer than another to load its weights. A dead
+rank is noticed by whoever started the ranks, not by this timeout."""
 SPIN_S = 200e-6
-"""A sleeping thread wakes up late by about so much; the last bit before a result is polled."""
+"""A sleeping thread wakes up late by about this, so the last part of a wait is spent polling."""
 
 
 def run_worker(

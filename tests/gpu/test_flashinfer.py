@@ -18,7 +18,8 @@ from engine.layers.rotary import RotaryEmbedding
 from engine.model_config import RopeConfig
 from engine.models.weights import DummySource
 from engine.protocol.messages import ForwardMode, ModelWorkerBatch
-from engine.sampling import Sampler, SamplingState
+from engine.sampling.sampler import Sampler
+from engine.sampling.state import SamplingState
 from engine.worker.forward_batch import ForwardBatch
 from engine.worker.kv_pool import MHATokenToKVPool
 from tests.support.sampler_rows import Row, many_rows

@@ -88,7 +88,7 @@ class Engine:
                     if rid >= 0:
                         out[rid].append(token)
                         if len(out[rid]) == stop_after.get(rid):
-                            core.abort(AbortRequest(rid=rid, reason="stop"))
+                            core.abort(AbortRequest(rid=rid))
                         if message.logprobs and i in message.logprobs:
                             self.logprobs.setdefault(rid, []).append(message.logprobs[i])
                 self.cached.update(message.started)
@@ -96,7 +96,7 @@ class Engine:
             if retract_every and step % retract_every == 0:
                 running = [r for m in core.scheduler.micro_batches for r in m.running.reqs]
                 if running:
-                    core.scheduler._retract(running[step % len(running)])
+                    core.scheduler.requests.retract(running[step % len(running)])
                     self.retractions += 1
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.attention import registry
 from engine.attention.base import AttentionInputs, AttentionLayer
+from engine.attention.registry import ATTENTION_BACKENDS
 from engine.attention.torch_backend import TorchAttentionBackend
 from engine.sampling import torch_backend
 from engine.worker.forward_batch import ForwardBatch
@@ -101,7 +101,6 @@ class CapturableAttention(TorchAttentionBackend):
 
     def __init__(self, inputs: AttentionInputs) -> None:
         super().__init__(inputs)
-        self.workspace = None
         self.graph_sizes: list[int] = []
         self.planned: list[int] = []
         """Sizes that `plan_graph` was called for."""
@@ -138,7 +137,7 @@ class CapturableAttention(TorchAttentionBackend):
 
 def use_capturable_attention(patch: pytest.MonkeyPatch) -> None:
     """`attention_backend: torch` is `CapturableAttention`, and the sampler leaves numpy alone."""
-    patch.setitem(registry._BACKENDS, "torch", CapturableAttention)
+    patch.setitem(ATTENTION_BACKENDS._entries, "torch", CapturableAttention)
     patch.setattr(torch_backend, "argmax", lambda values: values.argmax(-1))
     patch.setattr(torch_backend, "argmin", lambda values: values.argmin(-1))
 

@@ -9,13 +9,13 @@ import importlib.util
 
 import pytest
 
-from engine.attention import registry
+from engine.attention.registry import ATTENTION_BACKENDS
 from tests.support.fake_graphs import CapturableAttention
 
 
 def graph_attention(patch: pytest.MonkeyPatch) -> str:
     """An `attention_backend` whose decodes can be captured here."""
-    if "flashinfer" in registry._BACKENDS and importlib.util.find_spec("flashinfer") is not None:
+    if importlib.util.find_spec("flashinfer") is not None:
         return "flashinfer"
-    patch.setitem(registry._BACKENDS, "torch", CapturableAttention)
+    patch.setitem(ATTENTION_BACKENDS._entries, "torch", CapturableAttention)
     return "torch"

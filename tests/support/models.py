@@ -7,6 +7,11 @@ from typing import Any
 
 import torch
 
+from engine.config import SimulatedDevice
+from engine.distributed import ParallelState
+from engine.model_config import ModelConfig
+from engine.worker.worker_config import WorkerConfig
+
 _SMALL: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -60,3 +65,32 @@ def make_model(
                 parameter.copy_(noise * (2.0 / parameter.shape[1] ** 0.5))
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
+
+
+def make_config(
+    folder: Path | str, parallel: ParallelState | None = None, **changes: Any
+) -> WorkerConfig:
+    """A worker's configuration on CPU with sizes for tests; `changes` are its fields."""
+    parallel = parallel or ParallelState.single()
+    values: dict[str, Any] = dict(
+        model=ModelConfig.from_pretrained(folder),
+        dtype="float32",
+        device="cpu",
+        page_size=1,
+        num_kv_tokens=1024,
+        max_kv_tokens=1024,
+        memory_fraction=0.85,
+        max_running_requests=8,
+        max_model_len=256,
+        max_step_tokens=512,
+        kv_cache_dtype="auto",
+        attention_backend="torch",
+        sampling_backend="torch",
+        load_format="auto",
+        seed=0,
+        tp_size=parallel.tp_size,
+        pp_size=parallel.pp_size,
+        cpu_threads=1,
+        simulated=SimulatedDevice(),
+    )
+    return WorkerConfig(**{**values, **changes})

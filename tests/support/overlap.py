@@ -37,7 +37,7 @@ class Overlap(Harness):
         self.scheduler.kv.release = counted  # type: ignore[method-assign]
 
     def req(self, rid: int) -> Req:
-        return self.scheduler.reqs[("c", rid)]
+        return self.scheduler.requests.by_key[("c", rid)]
 
     def launch(self) -> bool:
         launched = super().launch()
@@ -55,9 +55,9 @@ class Overlap(Harness):
         super().process()
         del self.touched[step]
 
-    def abort(self, rid: int, reason: str = "abort") -> None:
+    def abort(self, rid: int) -> None:
         self.aborted.add(("c", rid))
-        self.scheduler.abort(AbortRequest(rid=rid, client="c", reason=reason))
+        self.scheduler.abort(AbortRequest(rid=rid, reply_to="c"))
 
     def steps_with(self, rid: int) -> int:
         """Steps in flight that hold the request."""

@@ -16,8 +16,8 @@ from transformers import (
 )
 
 from engine.protocol.messages import SlotParams
-from engine.sampling import SampledTokens, Sampler
 from engine.sampling.hash_noise import HashNoise, mix_seed
+from engine.sampling.sampler import SampledTokens, Sampler
 from engine.sampling_params import SamplingParams
 
 VOCAB = 512

@@ -20,7 +20,7 @@ VOCAB = 50
 
 
 class Harness:
-    """Scheduler, fake worker, and a record of what every client got."""
+    """Scheduler, fake worker, and a record of what every reader got."""
 
     def __init__(self, **overrides: Any) -> None:
         values: dict[str, Any] = dict(
@@ -57,7 +57,7 @@ class Harness:
         prompt: list[int],
         max_tokens: int = 8,
         *,
-        client: str = "c",
+        reply_to: str = "c",
         stop: list[int] | None = None,
         priority: int = 0,
         salt: str = "",
@@ -72,14 +72,14 @@ class Harness:
         stop_ids = frozenset(stop or ()) | frozenset(eos)
         out = reference(prompt, limit, VOCAB, stop_ids, choices, eos)
         resume = min(resume, len(out) - 1)
-        self.expected[(client, rid)] = out[resume:]
+        self.expected[(reply_to, rid)] = out[resume:]
         whole = choices is not None and not allowed_tokens(out, choices, eos)
         stopped = out[-1] in stop_ids or whole
-        self.reasons[(client, rid)] = "stop" if stopped else "length"
+        self.reasons[(reply_to, rid)] = "stop" if stopped else "length"
         self.scheduler.add(
             AddRequest(
                 rid=rid,
-                client=client,
+                reply_to=reply_to,
                 input_ids=np.asarray(prompt, np.int32),
                 params=SamplingParams(
                     max_tokens=max_tokens,
@@ -120,16 +120,16 @@ class Harness:
             self.worker.sample(masks)
 
     def collect(self) -> None:
-        for client, out in self.scheduler.take_outputs():
+        for reply_to, out in self.scheduler.take_outputs():
             for rid, cached in out.started:
-                self.cached[(client, rid)] = cached
+                self.cached[(reply_to, rid)] = cached
             for rid, token in zip(out.rids, out.token_ids, strict=True):
-                key = (client, rid)
+                key = (reply_to, rid)
                 assert key not in self.finished, "token after the end"
                 assert key not in self.aborted, "token after abort"
                 self.tokens[key].append(token)
             for end in out.finished:
-                key = (client, end.rid)
+                key = (reply_to, end.rid)
                 assert key not in self.finished, "ended twice"
                 self.finished[key] = end
 

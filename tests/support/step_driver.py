@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 
 from engine.distributed import ParallelState
-from engine.model_config import ModelConfig
 from engine.protocol.messages import ForwardMode, ModelWorkerBatch
 from engine.worker.model_runner import ForwardOutput, ModelRunner
+from tests.support.models import make_config
 
 
 @dataclass
@@ -126,29 +127,11 @@ class StepDriver:
 
 
 def make_runner(
-    folder: str,
-    *,
-    page_size: int = 1,
-    num_kv_slots: int = 1024,
-    max_running_requests: int = 8,
-    max_model_len: int = 256,
-    dtype: str = "float32",
-    load_format: str = "auto",
-    parallel: ParallelState | None = None,
+    folder: str, *, parallel: ParallelState | None = None, **changes: Any
 ) -> ModelRunner:
-    """A CPU runner with sizes for tests."""
-    return ModelRunner(
-        ModelConfig.from_pretrained(folder),
-        dtype=dtype,
-        device="cpu",
-        page_size=page_size,
-        num_kv_slots=num_kv_slots,
-        max_running_requests=max_running_requests,
-        max_model_len=max_model_len,
-        attention_backend="torch",
-        parallel=parallel or ParallelState.single(),
-        load_format=load_format,
-    )
+    """A CPU runner with sizes for tests; `changes` are fields of `WorkerConfig`."""
+    parallel = parallel or ParallelState.single()
+    return ModelRunner(make_config(folder, parallel, **changes), parallel)
 
 
 def _ints(values: object) -> np.ndarray:

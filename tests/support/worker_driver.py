@@ -14,9 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.config import SimulatedDevice
 from engine.distributed import ParallelState
-from engine.model_config import ModelConfig
 from engine.protocol.messages import (
     ForwardMode,
     GenerationBatchResult,
@@ -28,7 +26,7 @@ from engine.sampling_params import SamplingParams
 from engine.worker.graphs.backend import GraphBackend
 from engine.worker.step_queue import StepQueue
 from engine.worker.tp_worker import TpModelWorker
-from engine.worker.worker_config import WorkerConfig
+from tests.support.models import make_config
 
 MakeParams = Callable[[int], SamplingParams]
 
@@ -61,26 +59,17 @@ def make_worker(
     load_format: str = "auto",
 ) -> TpModelWorker:
     parallel = parallel or ParallelState.single()
-    config = WorkerConfig(
-        model=ModelConfig.from_pretrained(str(folder)),
-        dtype=dtype,
-        device=device,
-        page_size=page_size,
+    config = make_config(
+        folder,
+        parallel,
         num_kv_tokens=max_running_requests * max_model_len,
-        max_kv_tokens=max_running_requests * max_model_len,
-        memory_fraction=0.85,
         max_running_requests=max_running_requests,
         max_model_len=max_model_len,
-        max_step_tokens=512,
-        kv_cache_dtype="auto",
+        page_size=page_size,
+        device=device,
+        dtype=dtype,
         attention_backend=attention_backend,
-        sampling_backend="torch",
         load_format=load_format,
-        seed=0,
-        tp_size=parallel.tp_size,
-        pp_size=parallel.pp_size,
-        cpu_threads=1,
-        simulated=SimulatedDevice(),
         cuda_graph_max_batch_size=max_batch_size,
     )
     return TpModelWorker(config, parallel, graph_backend=graph_backend)

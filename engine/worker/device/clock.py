@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from engine.worker.device.staging import Event
+from engine.pinned import Event
 
 ANCHOR_MAX_AGE_S = 60.0
 
@@ -28,7 +28,7 @@ class TimedEvent(Event, Protocol):
 
 
 class Span(NamedTuple):
-    """Monotonic seconds of this process."""
+    """Start and end in monotonic seconds of this process."""
 
     started_at: float
     ended_at: float
@@ -39,7 +39,7 @@ class StepTiming(ABC):
 
     @abstractmethod
     def end(self) -> None:
-        """The step's last kernel has been launched."""
+        """Note that the step's last kernel has been launched."""
 
     @abstractmethod
     def is_over(self) -> bool:
@@ -47,11 +47,11 @@ class StepTiming(ABC):
 
     @abstractmethod
     def span(self) -> Span:
-        """Only once it `is_over`."""
+        """When the device ran the step. To be called only once it `is_over`."""
 
 
 class HostTiming(StepTiming):
-    """On a device that computes while it is called."""
+    """For a device whose work is done when the call returns."""
 
     def __init__(self) -> None:
         self._started_at = self._ended_at = time.monotonic()
@@ -73,7 +73,7 @@ class _Anchor(NamedTuple):
 
 @dataclass
 class EventTiming(StepTiming):
-    """Between two events of one stream."""
+    """The time between two events of one stream."""
 
     clock: DeviceClock
     anchor: _Anchor
@@ -114,12 +114,12 @@ class DeviceClock:
         return EventTiming(self, self._anchor, started, self._make_event())
 
     def ended(self, timing: EventTiming) -> None:
-        """The end of `timing` has been launched."""
+        """Note that the end of `timing` has been launched."""
         self._open -= 1
         self._newest_end = timing.ended
 
     def seen(self, event: TimedEvent) -> None:
-        """`event` has just been found to have come to pass."""
+        """Note that `event` has just been seen to have come to pass."""
         now = time.monotonic()
         if self._anchor is None or now - self._anchor.at > ANCHOR_MAX_AGE_S:
             self._anchor = _Anchor(event, now)

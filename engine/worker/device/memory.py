@@ -28,23 +28,23 @@ class DeviceMemory(ABC):
 
     @abstractmethod
     def total(self) -> int:
-        """Of the device."""
+        """Memory of the device."""
 
     @abstractmethod
     def free(self) -> int:
-        """What no process holds."""
+        """Memory that no process holds."""
 
     @abstractmethod
     def allocated(self) -> int:
-        """By this process's tensors now."""
+        """What this process's tensors take now."""
 
     @abstractmethod
     def reserved(self) -> int:
-        """By this process's torch now."""
+        """What this process's torch holds now."""
 
     @abstractmethod
     def peak(self) -> int:
-        """The most that was allocated since `reset_peak`."""
+        """The largest value of `allocated` since `reset_peak`."""
 
     @abstractmethod
     def reset_peak(self) -> None:
@@ -64,7 +64,7 @@ class DeviceMemory(ABC):
 
 
 class CudaMemory(DeviceMemory):
-    """Of this process's current CUDA device."""
+    """Memory of one CUDA device, as torch and the driver tell it."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

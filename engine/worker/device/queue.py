@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.pinned import Event
 from engine.worker.device.clock import DeviceClock, HostTiming, StepTiming
-from engine.worker.device.staging import Event, Part, ResultBuffer, ResultBuffers, StagingRing, pack
+from engine.worker.device.staging import Part, ResultBuffer, ResultBuffers, StagingRing, pack
 
 
 class Download(ABC):
@@ -32,7 +33,7 @@ class Download(ABC):
 
     @abstractmethod
     def release(self) -> None:
-        """Their memory may be used again. Once."""
+        """Give the memory back. To be called once."""
 
 
 class DeviceQueue(ABC):
@@ -40,15 +41,15 @@ class DeviceQueue(ABC):
 
     @abstractmethod
     def stream(self) -> contextlib.AbstractContextManager[object]:
-        """Everything launched inside runs in order with everything ever launched inside."""
+        """A context: what is launched inside runs after all that was launched inside before."""
 
     @abstractmethod
     def join(self) -> None:
-        """What is launched inside from now on comes after what was launched outside so far."""
+        """Make later work inside `stream` wait for what was launched outside of it so far."""
 
     @abstractmethod
     def upload(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
-        """Copies of `arrays`, all by one transfer."""
+        """Copies of `arrays` on the device, made by one transfer."""
 
     @abstractmethod
     def fill(self, parts: Sequence[Part], target: Tensor) -> None:
@@ -68,7 +69,7 @@ class DeviceQueue(ABC):
 
 
 class CpuDownload(Download):
-    """Copies: their originals may be buffers of the next step."""
+    """Copies, because the next step may overwrite the originals."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = [tensor.clone() for tensor in tensors]
@@ -84,7 +85,7 @@ class CpuDownload(Download):
 
 
 class CpuQueue(DeviceQueue):
-    """The host itself."""
+    """The host as its own device: work is done when the call returns."""
 
     def stream(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()
@@ -113,7 +114,7 @@ class CpuQueue(DeviceQueue):
 
 
 class BufferDownload(Download):
-    """Copies that end at an event."""
+    """Copies into a pinned buffer, complete when an event has come to pass."""
 
     def __init__(self, buffer: ResultBuffer, done: Event) -> None:
         self._buffer = buffer
@@ -132,7 +133,7 @@ class BufferDownload(Download):
 
 
 class StagedQueue(DeviceQueue):
-    """Uploads through a ring of buffers: what CUDA needs, without a call to it."""
+    """Uploads through a ring of pinned buffers. Calls CUDA only through its arguments."""
 
     def __init__(
         self,
@@ -203,7 +204,7 @@ def make_queue(device: torch.device) -> DeviceQueue:
 
 
 def torch_dtype(array: np.ndarray) -> torch.dtype:
-    """torch's word for `array`'s type."""
+    """torch's type for the elements of `array`."""
     return torch.from_numpy(np.empty(0, array.dtype)).dtype
 
 

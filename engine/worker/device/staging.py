@@ -8,29 +8,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
+
+from engine.pinned import Event
 
 ALIGNMENT = 16
 _SMALLEST = 1 << 14
 
 MakeBuffer = Callable[[int], Tensor]
 """Bytes -> uint8 [bytes] of page-locked memory."""
-
-
-class Event(Protocol):
-    """A point in a stream (`torch.cuda.Event`)."""
-
-    def record(self) -> None:
-        """Put it behind everything launched so far on the current stream."""
-
-    def query(self) -> bool:
-        """Whether the device has come past it."""
-
-    def synchronize(self) -> None:
-        """Wait until it has."""
 
 
 class Part(NamedTuple):
@@ -52,7 +41,7 @@ def pack(sizes: Sequence[int]) -> tuple[list[int], int]:
 class _HostBuffer(NamedTuple):
     tensor: Tensor
     array: np.ndarray
-    """The same memory."""
+    """The memory of `tensor` as uint8."""
 
 
 def _make(make_buffer: MakeBuffer, size: int) -> _HostBuffer:
@@ -129,5 +118,5 @@ class ResultBuffer(NamedTuple):
     free: list[_HostBuffer]
 
     def give_back(self) -> None:
-        """The tensors will be overwritten from now on. Once per buffer."""
+        """Let the tensors be overwritten from now on. To be called once."""
         self.free.append(self.buffer)

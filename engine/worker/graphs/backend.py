@@ -24,7 +24,7 @@ class GraphBackend(ABC):
 
     @abstractmethod
     def free_bytes(self) -> int:
-        """Device memory that nobody has taken."""
+        """Bytes of device memory that nobody has taken."""
 
 
 class CudaGraphBackend(GraphBackend):

@@ -1,9 +1,9 @@
-"""Memory that captured decodes read and write: made once, at the same addresses for ever."""
+"""Memory that captured decodes read and write, at addresses that never change."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,13 +11,12 @@ from torch import Tensor
 
 from engine.worker.device.queue import DeviceQueue
 from engine.worker.device.staging import Part, pack
-from engine.worker.forward_batch import StepArrays
+from engine.worker.forward_batch import StepInputs
 from engine.worker.model_runner import ModelRunner, TableUpdate
 
 
-@dataclass
-class GraphOutputs:
-    """What graphs of one size write, on the stages that have it."""
+class GraphOutputs(NamedTuple):
+    """What graphs of one size write; None on stages that don't have it."""
 
     hidden_in: Tensor | None
     """[size, hidden]: from the previous stage; not an output, but it lives here too."""
@@ -31,19 +30,8 @@ class GraphOutputs:
     """bool [size]"""
 
     def front(self, size: int) -> GraphOutputs:
-        """The first `size` rows of all."""
-        return GraphOutputs(
-            *(
-                None if whole is None else whole[:size]
-                for whole in (
-                    self.hidden_in,
-                    self.hidden_out,
-                    self.logits,
-                    self.token_ids,
-                    self.nan_rows,
-                )
-            )
-        )
+        """The first `size` rows of each."""
+        return GraphOutputs(*(None if whole is None else whole[:size] for whole in self))
 
 
 class GraphBuffers:
@@ -53,7 +41,7 @@ class GraphBuffers:
         self.max_size = max_size
         self._queue: DeviceQueue = runner.queue
         # A decode has one token per row, so every array has as many elements as the batch rows.
-        kinds = [torch.int64] * 7 + [torch.int32]  # StepArrays
+        kinds = [torch.int64] * 7 + [torch.int32]  # StepInputs
         kinds += [torch.int64, torch.int32]  # TableUpdate
         self._offsets, total = pack([max_size * kind.itemsize for kind in kinds])
         device = runner.device
@@ -62,7 +50,7 @@ class GraphBuffers:
             self._memory[offset : offset + max_size * kind.itemsize].view(kind)
             for offset, kind in zip(self._offsets, kinds, strict=True)
         ]
-        config, parallel = runner.model_config, runner.parallel
+        config, parallel = runner.config.model, runner.parallel
         hidden = (max_size, config.hidden_size)
         last = parallel.is_last_stage
         self._outputs = GraphOutputs(
@@ -75,18 +63,18 @@ class GraphBuffers:
             torch.zeros(max_size, dtype=torch.bool, device=device) if last else None,
         )
 
-    def inputs(self, size: int) -> tuple[list[Tensor], Tensor, Tensor]:
-        """Device tensors of `StepArrays` and of a `TableUpdate`, [size] each."""
-        *arrays, cells, locs = (whole[:size] for whole in self._inputs)
-        return arrays, cells, locs
+    def inputs(self, size: int) -> tuple[StepInputs[Tensor], Tensor, Tensor]:
+        """Device tensors of `StepInputs` and of a `TableUpdate`, [size] each."""
+        *inputs, cells, locs = (whole[:size] for whole in self._inputs)
+        return StepInputs(*inputs), cells, locs
 
     def outputs(self, size: int) -> GraphOutputs:
-        """[size] each."""
+        """What graphs of `size` rows write, [size] each."""
         return self._outputs.front(size)
 
-    def write(self, arrays: StepArrays, update: TableUpdate) -> None:
+    def write(self, inputs: StepInputs[np.ndarray], update: TableUpdate) -> None:
         """Copy a step's inputs to where graphs read them, by one transfer."""
-        pieces: Sequence[np.ndarray] = [*arrays, *update]
+        pieces: Sequence[np.ndarray] = [*inputs, *update]
         self._queue.fill(
             [Part(*pair) for pair in zip(self._offsets, pieces, strict=True)], self._memory
         )

@@ -28,10 +28,11 @@ from tqdm import tqdm
 
 from engine.errors import ConfigError
 from engine.protocol.messages import ForwardMode, ModelWorkerBatch
-from engine.sampling import SampledTokens, SamplingState
 from engine.sampling.plan import Draw, RowGroup, SamplingPlan
+from engine.sampling.sampler import SampledTokens
+from engine.sampling.state import SamplingState
 from engine.sampling.torch_backend import TorchSampling
-from engine.worker.forward_batch import ForwardBatch, StepArrays
+from engine.worker.forward_batch import ForwardBatch, StepInputs, step_inputs
 from engine.worker.future_map import FutureMap
 from engine.worker.graphs.backend import GraphBackend
 from engine.worker.graphs.buffers import GraphBuffers, GraphOutputs
@@ -43,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 CAPTURE_MAX_SECONDS = 180.0
 KEEP_FREE_BYTES = 512 << 20
-"""Of the device's memory, for prefills' activations."""
+"""Device memory that captures leave for the activations of prefills."""
 _LOG_EVERY_S = 10.0
 
 
@@ -69,11 +70,10 @@ class _Graph:
     """What was captured for one batch size."""
 
     size: int
-    inputs: list[Tensor]
-    """As `StepArrays`."""
+    inputs: StepInputs[Tensor]
     cells: Tensor
     locs: Tensor
-    """A `TableUpdate`."""
+    """`cells` and `locs` are a `TableUpdate`."""
     outputs: GraphOutputs
     forward: Callable[[], None]
     sample: dict[Variant, Callable[[], None]]
@@ -157,7 +157,7 @@ class DecodeGraphs:
         graph = self._graphs[prepared.batch_size]
         if graph.outputs.hidden_in is not None:
             received = runner.parallel.recv_hidden(
-                num_rows, runner.model_config.hidden_size, runner.dtype, runner.device
+                num_rows, runner.config.model.hidden_size, runner.dtype, runner.device
             )
             graph.outputs.hidden_in[:num_rows].copy_(received)
         prepared.timing = runner.queue.begin()
@@ -182,12 +182,12 @@ class DecodeGraphs:
         return SampledTokens(token_ids[:num_rows], nan_rows[:num_rows], None, None)
 
     def _load(
-        self, padded: ModelWorkerBatch, inputs: list[Tensor], cells: Tensor, locs: Tensor
+        self, padded: ModelWorkerBatch, inputs: StepInputs[Tensor], cells: Tensor, locs: Tensor
     ) -> ForwardBatch:
-        arrays = StepArrays.of(padded)
-        self._buffers.write(arrays, self.runner.table_update(padded, arrays))
+        host = step_inputs(padded)
+        self._buffers.write(host, self.runner.table_update(padded, host))
         self.runner.write_table(cells, locs)
-        return ForwardBatch.from_arrays(padded, arrays, inputs)
+        return ForwardBatch.on_device(padded, host, inputs)
 
     @torch.inference_mode()
     def _capture_all(self, limits: CaptureLimits) -> None:
@@ -263,7 +263,8 @@ class DecodeGraphs:
         if logits is None or token_ids is None or nan_rows is None:
             raise ValueError("only the last pipeline stage samples")
         slots, positions = batch.sample_slots, batch.sample_lens
-        greedy, full = (_plan(kind, batch.batch_size) for kind in (Draw.GREEDY, Draw.FULL))
+        everything = RowGroup(None, batch.batch_size)
+        greedy, full = (SamplingPlan({kind: everything}) for kind in (Draw.GREEDY, Draw.FULL))
 
         def run() -> None:
             ids, row_max = self._sampling.sample(logits, greedy, slots, positions)
@@ -301,15 +302,3 @@ def _nothing_but_padding(size: int) -> ModelWorkerBatch:
         new_slots=[],
     )
     return pad_decode(empty, size)
-
-
-def _plan(kind: Draw, rows: int) -> SamplingPlan:
-    return SamplingPlan(
-        draws={kind: RowGroup(None, rows)},
-        uses_min_p=False,
-        max_top_k=0,
-        penalties=None,
-        bias=None,
-        banned=None,
-        logprobs=None,
-    )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import msgspec
 import numpy as np
 
 from engine.protocol.messages import IntArray, ModelWorkerBatch
 
 MAX_PADDING = 2
-"""A graph takes batches from its size / this on: smaller ones run eagerly."""
+"""A graph takes batches of at least its size / MAX_PADDING rows; smaller ones run eagerly."""
 
 
 def graph_sizes(largest: int) -> list[int]:
@@ -38,19 +39,12 @@ def pad_decode(batch: ModelWorkerBatch, size: int) -> ModelWorkerBatch:
     They are row 0's first token at KV slot 0, padding both: whatever they compute and write
     touches no request.
     """
-    return ModelWorkerBatch(
-        step=batch.step,
-        micro_batch=batch.micro_batch,
-        forward_mode=batch.forward_mode,
-        num_extend=0,
+    return msgspec.structs.replace(
+        batch,
         req_pool_indices=_padded(batch.req_pool_indices, size, 0),
         seq_lens=_padded(batch.seq_lens, size, 1),
-        extend_lens=batch.extend_lens,
         input_ids=_padded(batch.input_ids, size, 0),
         out_cache_loc=_padded(batch.out_cache_loc, size, 0),
-        prefix_rows=batch.prefix_rows,
-        prefix_lens=batch.prefix_lens,
-        prefix_locs=batch.prefix_locs,
         sample_rows=np.arange(size, dtype=np.int32),
         new_slots=[],
     )

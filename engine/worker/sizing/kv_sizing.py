@@ -40,11 +40,11 @@ class MemoryMeter:
     weights: int = 0
 
     def __post_init__(self) -> None:
-        """Before anything is allocated."""
+        """Must run before anything is allocated."""
         self.elsewhere = self.memory.elsewhere()
 
     def loaded(self) -> None:
-        """The weights are there and nothing else."""
+        """Note that the weights are there and nothing else."""
         self.memory.release()
         self.weights = self.memory.allocated()
 

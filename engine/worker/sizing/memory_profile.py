@@ -27,13 +27,13 @@ class MemoryProfile:
     buffers: int
     """Tensors that live as long as the engine: tables, workspaces, sampling state."""
     activations: int
-    """Of the largest step, at its peak."""
+    """What the largest step takes at its peak."""
     libraries: int
     """What this process took outside torch since it started."""
     graphs: int
     headroom: int
     bytes_per_token: int
-    """KV cache of one token on this rank."""
+    """What one token takes in the KV cache of this rank."""
 
     @property
     def limit(self) -> int:
@@ -42,17 +42,17 @@ class MemoryProfile:
 
     @property
     def kv_bytes(self) -> int:
-        """Left for the KV cache; negative if the rest doesn't fit."""
+        """Bytes left for the KV cache; negative if the rest doesn't fit."""
         taken = self.weights + self.buffers + self.activations + self.libraries
         return self.limit - taken - self.graphs - self.headroom
 
     @property
     def kv_tokens(self) -> int:
-        """As many as fit, at least 0."""
+        """Tokens that fit into `kv_bytes`, at least 0."""
         return max(0, self.kv_bytes) // self.bytes_per_token
 
     def describe(self, num_kv_tokens: int) -> str:
-        """One line: where the memory goes with a KV cache of so many tokens."""
+        """One line: where the memory goes with a KV cache of `num_kv_tokens` tokens."""
         kv = num_kv_tokens * self.bytes_per_token
         used = self.limit - self.kv_bytes + kv
         return (
@@ -66,5 +66,5 @@ class MemoryProfile:
 
 
 def gib(num_bytes: int) -> str:
-    """For people."""
+    """`num_bytes` in GiB, for messages."""
     return f"{num_bytes / GIB:.2f} GiB"

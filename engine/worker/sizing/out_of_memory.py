@@ -40,7 +40,7 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 
 
 def advice(phase: str, config: WorkerConfig, memory: DeviceMemory) -> str:
-    """One line with figures of the device now."""
+    """One line: what was asked for in `phase`, who holds the memory, and which keys help."""
     return (
         f"the GPU ran out of memory while {phase}: it has {gib(memory.total())}, this worker's "
         f"tensors take {gib(memory.allocated())} and {gib(memory.elsewhere())} are held outside "

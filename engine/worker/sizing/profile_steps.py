@@ -65,5 +65,5 @@ def _extend_step(
 
 
 def _even(total: int, parts: int, most: int) -> list[int]:
-    """`total` over `parts`, none above `most`."""
+    """`total` divided evenly over `parts`, none of them above `most`."""
     return [min(most, total // parts + (i < total % parts)) for i in range(parts)]

@@ -12,7 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.attention.base import AttentionInputs, AttentionLayer
-from engine.attention.torch_backend import QUERY_BLOCK, TorchAttentionBackend
+from engine.attention.torch_backend import (
+    QUERY_BLOCK,
+    CpuAttentionBackend,
+    TorchAttentionBackend,
+    make_torch_attention,
+)
 from engine.protocol.messages import ForwardMode, ModelWorkerBatch
 from engine.worker.forward_batch import ForwardBatch
 from engine.worker.kv_pool import MHATokenToKVPool
@@ -53,7 +58,15 @@ class Simulation:
     """A backend with two layers (the second may have a window) and the truth beside it."""
 
     def __init__(
-        self, *, page_size: int, heads: int, kv_heads: int, dim: int, window: int | None, seed: int
+        self,
+        *,
+        page_size: int,
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        window: int | None,
+        seed: int,
+        backend: type[TorchAttentionBackend] = CpuAttentionBackend,
     ) -> None:
         self.random = random.Random(seed)
         torch.manual_seed(seed)
@@ -62,7 +75,7 @@ class Simulation:
         self.pool = MHATokenToKVPool(NUM_SLOTS, page_size, 2, kv_heads, dim, torch.float32, CPU)
         self.table = torch.zeros(MAX_ROWS + 1, MAX_LEN, dtype=torch.int32)
         inputs = AttentionInputs(self.pool, self.table, self.layers, heads, kv_heads, dim)
-        self.backend = TorchAttentionBackend(inputs)
+        self.backend = backend(inputs)
         self.page_size = page_size
         pages = list(range(1, NUM_SLOTS // page_size))
         self.random.shuffle(pages)
@@ -164,8 +177,8 @@ def test_random_histories(
     simulation = Simulation(
         page_size=page_size, heads=heads, kv_heads=kv_heads, dim=dim, window=window, seed=seed
     )
+    assert isinstance(simulation.backend, CpuAttentionBackend)
     workspace = simulation.backend.workspace
-    assert workspace is not None
     if budget is not None:
         workspace.budget_bytes = budget
     choose = simulation.random
@@ -201,6 +214,26 @@ def test_chunks_longer_than_a_query_block(window: int | None) -> None:
     simulation.step([(first, QUERY_BLOCK + 1), (second, 1)], [])
     simulation.step([(second, 2)], [first])
     simulation.step([], [first, second])
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_row_by_row(window: int | None) -> None:
+    """What a GPU without FlashInfer does."""
+    simulation = Simulation(
+        page_size=4,
+        heads=4,
+        kv_heads=2,
+        dim=8,
+        window=window,
+        seed=3,
+        backend=TorchAttentionBackend,
+    )
+    assert isinstance(make_torch_attention(simulation.backend.inputs), CpuAttentionBackend)
+    first, second = simulation.start(), simulation.start()
+    simulation.step([(first, 30), (second, 3)], [])
+    for _ in range(12):
+        simulation.step([], [second, first])
+    simulation.step([(simulation.start(), 5)], [first, second])
 
 
 def test_decode_across_bucket_sizes() -> None:

@@ -16,8 +16,8 @@ from engine.attention import flashinfer_backend
 from engine.attention.base import AttentionBackend, AttentionInputs, AttentionLayer
 from engine.attention.flashinfer_backend import FlashInferAttentionBackend
 from engine.attention.plan_ring import PlanRing
-from engine.attention.registry import auto_attention_backend, create_attention_backend
-from engine.attention.torch_backend import TorchAttentionBackend
+from engine.attention.registry import ATTENTION_BACKENDS, auto_attention_backend
+from engine.attention.torch_backend import CpuAttentionBackend
 from engine.errors import ConfigError
 from engine.protocol.messages import ForwardMode, ModelWorkerBatch
 from engine.worker.forward_batch import ForwardBatch
@@ -88,7 +88,7 @@ class Pair:
             )
             for _ in range(2)
         ]
-        self.torch: AttentionBackend = TorchAttentionBackend(self.inputs[0])
+        self.torch: AttentionBackend = CpuAttentionBackend(self.inputs[0])
         self.flashinfer = FlashInferAttentionBackend(self.inputs[1])
         pages = list(range(1, NUM_SLOTS // page_size))
         self.random.shuffle(pages)
@@ -401,14 +401,14 @@ def test_windows_leave_pages_out(device: Device) -> None:
 
 def test_refusals(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = Pair().inputs[1]
-    assert isinstance(create_attention_backend("flashinfer", inputs), FlashInferAttentionBackend)
-    fa3 = create_attention_backend("flashinfer-fa3", inputs)
+    assert isinstance(ATTENTION_BACKENDS["flashinfer"](inputs), FlashInferAttentionBackend)
+    fa3 = ATTENTION_BACKENDS["flashinfer-fa3"](inputs)
     assert isinstance(fa3, FlashInferAttentionBackend)
     with pytest.raises(ConfigError, match="kv_cache_dtype"):
-        create_attention_backend("flashinfer-fa3", Pair(kv_dtype=torch.float8_e4m3fn).inputs[1])
+        ATTENTION_BACKENDS["flashinfer-fa3"](Pair(kv_dtype=torch.float8_e4m3fn).inputs[1])
     monkeypatch.undo()
     with pytest.raises(ConfigError, match=r"no kernels for dtype torch.float32 with head_dim 8"):
-        create_attention_backend("flashinfer", inputs)
+        ATTENTION_BACKENDS["flashinfer"](inputs)
 
 
 def test_missing_package_gives_advice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -423,6 +423,6 @@ def test_missing_package_gives_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert auto_attention_backend("cuda", torch.bfloat16, 80) == "torch"
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     with pytest.raises(ConfigError, match=r"manta-serve\[gpu\].*attention_backend"):
-        create_attention_backend("flashinfer", inputs)
+        ATTENTION_BACKENDS["flashinfer"](inputs)
     monkeypatch.setattr(flashinfer_loader.importlib.util, "find_spec", lambda name: None)
     assert auto_attention_backend("cuda", torch.bfloat16, 128) == "torch"

@@ -83,7 +83,7 @@ def test_mask_bits_at_word_borders() -> None:
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        (ConstraintSpec("regexp", {}), "no kind 'regexp'; choose one of: token_choice"),
+        (ConstraintSpec("regexp", {}), "kind 'regexp' is unknown; choose one of token_choice"),
         (ConstraintSpec("token_choice", {}), "missing required field `choices`"),
         (ConstraintSpec("token_choice", {"choices": [[1]], "x": 1}), "unknown field `x`"),
         (ConstraintSpec("token_choice", {"choices": [1]}), r"\$.choices\[0\]"),
@@ -107,7 +107,7 @@ def test_bad_specs_are_refused_by_name(spec: ConstraintSpec, words: str) -> None
 def test_choices_must_not_hold_the_token_that_ends_them() -> None:
     h = Harness(eos_token_ids=(7,))
     params = SamplingParams(seed=0, constraint=token_choice([1, 7, 2]))
-    h.scheduler.add(AddRequest(rid=1, client="c", input_ids=ints([1]), params=params), 0.0)
+    h.scheduler.add(AddRequest(rid=1, reply_to="c", input_ids=ints([1]), params=params), 0.0)
     h.collect()
     end = h.finished[("c", 1)]
     assert (end.reason, end.status, end.param) == ("error", 400, "constraint")
@@ -164,7 +164,7 @@ def test_overlap_launches_before_the_mask_and_masks_after_the_result() -> None:
     h.scheduler.process_result(h.worker.run())
     (masks,) = h.scheduler.take_masks()
     assert masks.step == second.step
-    token = h.scheduler.reqs[("c", 1)].output_ids[0]
+    token = h.scheduler.requests.by_key[("c", 1)].output_ids[0]
     expected = np.zeros(mask_words(VOCAB), np.uint32)
     allow_tokens(expected, {20: [21, 22], 21: [20]}[token])
     assert masks.masks.tolist() == [expected.tolist()]
@@ -185,7 +185,7 @@ def test_only_batches_that_sample_a_constrained_row_are_delayed(mode: dict[str, 
     h.add(2, prompt(random.Random(1), 24), 20, choices=[[20, 21]])
     while ("c", 2) not in h.finished:
         h.step()
-        req = h.scheduler.reqs.get(("c", 2))
+        req = h.scheduler.requests.by_key.get(("c", 2))
         if req is not None and req.kv_len < 24:
             assert all(not b.delayed_sample for b in h.worker.pending)
     h.step()
@@ -208,7 +208,7 @@ def test_rows_are_numbered_among_the_sampled() -> None:
     batch = launch(h)
     (masks,) = h.scheduler.take_masks()
     slots = batch.req_pool_indices[batch.sample_rows][masks.rows]
-    assert slots.tolist() == [h.scheduler.reqs[("c", 2)].req_pool_idx]
+    assert slots.tolist() == [h.scheduler.requests.by_key[("c", 2)].req_pool_idx]
     assert len(batch.sample_rows) == 2 and len(batch.req_pool_indices) == 3
     h.worker.sample(masks)
     h.run()
@@ -229,7 +229,7 @@ def test_ended_request_leaves_its_row_and_the_step_still_gets_masks(
     assert last.delayed_sample and h.scheduler.take_masks() == []
     if how == "abort":
         h.aborted.add(("c", 1))
-        h.scheduler.abort(AbortRequest(rid=1, client="c"))
+        h.scheduler.abort(AbortRequest(rid=1, reply_to="c"))
     h.scheduler.process_result(h.worker.run())
     (masks,) = h.scheduler.take_masks()
     assert masks.step == last.step
@@ -247,11 +247,11 @@ def test_retracting_request_keeps_its_token_in_flight(mode: dict[str, Any]) -> N
         h.step()
     while h.launch():
         pass
-    req = h.scheduler.reqs[("c", 1)]
+    req = h.scheduler.requests.by_key[("c", 1)]
     before = len(req.output_ids)
     steps = sum(req in s.sampled for m in h.scheduler.micro_batches for s in m.in_flight)
     assert steps
-    h.scheduler._retract(req)
+    h.scheduler.requests.retract(req)
     while h.scheduler.num_in_flight:
         h.process()
     assert len(req.output_ids) == before + steps
@@ -308,7 +308,7 @@ def test_forbidden_token_ends_its_request_alone(
     h.step()
     while h.launch():
         pass
-    req = h.scheduler.reqs[("c", 1)]
+    req = h.scheduler.requests.by_key[("c", 1)]
     while len(req.output_ids) < 3:
         step = next(
             s
@@ -357,7 +357,7 @@ def test_resumed_output_that_is_whole_or_wrong(
     h = Harness(eos_token_ids=eos)
     request = AddRequest(
         rid=1,
-        client="c",
+        reply_to="c",
         input_ids=ints([1, 2]),
         params=SamplingParams(seed=0, constraint=token_choice([20])),
         output_ids=ints(resumed),

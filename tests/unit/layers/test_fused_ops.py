@@ -17,7 +17,6 @@ from engine.layers.rotary import RotaryEmbedding
 from engine.model_config import RopeConfig
 from engine.models import llama
 from engine.models.weights import DummySource
-from engine.worker.model_runner import ModelRunner
 from tests.support.fake_flashinfer import install
 from tests.support.models import LLAMA3_ROPE, make_model
 from tests.support.step_driver import DrivenReq, StepDriver, make_runner
@@ -111,7 +110,7 @@ def test_a_stage_leaves_its_input_alone(tmp_path: Path, monkeypatch: pytest.Monk
     driver = StepDriver(runner)
     batch = runner.prepare(driver.build([(driver.add([1, 2, 3]), 3)], []))
     runner.attention.init_forward(batch)
-    hidden = torch.randn(3, runner.model_config.hidden_size)
+    hidden = torch.randn(3, runner.config.model.hidden_size)
     before = hidden.clone()
     out = runner.model.forward(batch, runner.attention, hidden)
     assert torch.equal(hidden, before)
@@ -138,17 +137,7 @@ def test_whole_models_give_the_same_tokens(
     monkeypatch.setattr(flashinfer_backend, "FLOAT_WORKSPACE_BYTES", 1024)
     monkeypatch.setattr(flashinfer_backend, "INT_WORKSPACE_BYTES", 4096)
     monkeypatch.setattr(llama, "fused_ops", lambda device, dtype: FusedOps())
-    fast = ModelRunner(
-        plain.model_config,
-        dtype="float32",
-        device="cpu",
-        page_size=page_size,
-        num_kv_slots=1024,
-        max_running_requests=8,
-        max_model_len=256,
-        attention_backend="flashinfer",
-        parallel=ParallelState.single(),
-    )
+    fast = make_runner(folder, page_size=page_size, attention_backend="flashinfer")
     assert isinstance(fast.attention, flashinfer_backend.FlashInferAttentionBackend)
     tokens = []
     for runner in (plain, fast):

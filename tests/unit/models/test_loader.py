@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.attention.base import AttentionInputs, AttentionLayer
-from engine.attention.registry import create_attention_backend
+from engine.attention.registry import ATTENTION_BACKENDS
+from engine.config import EngineConfig
 from engine.distributed import ParallelState
 from engine.errors import ConfigError
 from engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from engine.layers.linear import QKVParallelLinear, RowParallelLinear, local_kv_heads
+from engine.layers.linear import QKVParallelLinear, RowParallelLinear
 from engine.layers.linear_kernel import (
     TRANSPOSED_MAX_NUMEL,
     DenseKernel,
@@ -29,7 +31,7 @@ from engine.models.loader import load_model, resolve_dtype
 from engine.models.weights import DummySource, SafetensorsSource
 from engine.worker.kv_pool import MHATokenToKVPool
 from engine.worker.sizing.estimate import kv_bytes_per_token, profile_max_tokens
-from tests.support.models import make_model
+from tests.support.models import make_config, make_model
 from tests.support.step_driver import StepDriver, make_runner
 
 CPU = torch.device("cpu")
@@ -165,21 +167,14 @@ def test_dummy_weights_are_seeded_and_split_alike(folder: Path) -> None:
 
 def test_progress_is_reported(folder: Path) -> None:
     seen: list[tuple[int, int]] = []
-    load_model(
-        ModelConfig.from_pretrained(folder),
-        dtype=torch.float32,
-        device=CPU,
-        parallel=SINGLE,
-        max_positions=16,
-        progress=lambda done, total: seen.append((done, total)),
-    )
+    config = make_config(folder, max_model_len=16)
+    load_model(config, SINGLE, CPU, lambda done, total: seen.append((done, total)))
     assert seen == [(1, 3), (2, 3), (3, 3)]
 
 
 def test_unknown_words_are_refused(folder: Path) -> None:
-    config = ModelConfig.from_pretrained(folder)
     with pytest.raises(ConfigError, match="int4"):
-        resolve_dtype("int4", config)
+        resolve_dtype("int4")
     with pytest.raises(ConfigError, match="load_format 'gguf'"):
         make_runner(str(folder), load_format="gguf")
     with pytest.raises(ConfigError, match="max_model_len"):
@@ -188,23 +183,24 @@ def test_unknown_words_are_refused(folder: Path) -> None:
     pool = MHATokenToKVPool(1, 1, 1, 1, 1, torch.float32, CPU)
     inputs = AttentionInputs(pool, torch.zeros(1, 1, dtype=torch.int32), (layer,), 1, 1, 1)
     with pytest.raises(ConfigError, match=r"'flashattention9'.*torch"):
-        create_attention_backend("flashattention9", inputs)
+        ATTENTION_BACKENDS["flashattention9"](inputs)
 
 
 @pytest.mark.parametrize("tp_size", [2, 4])
 def test_splits_add_up(folder: Path, tp_size: int) -> None:
     """Column shards side by side and row shards summed give the whole layer's result."""
     source = SafetensorsSource(folder, torch.float32, CPU)
+    config = ModelConfig.from_pretrained(folder)
     x = torch.randn(5, 32)
     names = tuple(f"model.layers.0.self_attn.{n}_proj" for n in "qkv")
 
     def qkv(parallel: ParallelState) -> list[torch.Tensor]:
-        layer = QKVParallelLinear(32, 4, 2, 8, False, parallel)
+        layer = QKVParallelLinear(config, parallel)
         layer.load(source, names)
         return list(layer(x).split(list(layer.local_sizes), dim=1))
 
     def down(parallel: ParallelState, part: torch.Tensor) -> torch.Tensor:
-        layer = RowParallelLinear("intermediate_size", 48, 32, False, parallel)
+        layer = RowParallelLinear(48, 32, False, parallel)
         layer.load(source, "model.layers.0.mlp.down_proj")
         return layer.kernel(part)
 
@@ -238,11 +234,16 @@ def test_vocabulary_is_padded_to_the_ranks(folder: Path) -> None:
 
 
 def test_impossible_splits_are_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"num_attention_heads \(4\).*tp_size 3"):
-        make_runner(str(folder), parallel=ParallelState(0, 3, 0, 1))
-    with pytest.raises(ConfigError, match=r"num_key_value_heads \(4\).*tp_size 6"):
-        local_kv_heads(4, 6)
-    assert [local_kv_heads(4, n) for n in (1, 2, 4, 8)] == [4, 2, 1, 1]
+    config = EngineConfig(model=str(folder), tp_size=3)
+    with pytest.raises(ConfigError, match=r"tp_size \(3\).*4 attention heads"):
+        config.resolve()
+    model = replace(ModelConfig.from_pretrained(folder), num_heads=12, num_kv_heads=4)
+    with pytest.raises(ConfigError, match=r"tp_size \(6\).*4 key/value heads, or be a multiple"):
+        model.check_split(6, 1)
+    with pytest.raises(ConfigError, match=r"tp_size \(32\).*intermediate size 48"):
+        replace(model, num_heads=32).check_split(32, 1)
+    model.check_split(12, 3)
+    assert [model.local_kv_heads(n) for n in (1, 2, 4, 8)] == [4, 2, 1, 1]
 
 
 @pytest.mark.parametrize("shape", [(48, 32), (1200, 1024)])
@@ -267,11 +268,12 @@ def test_linear_kernels_agree(shape: tuple[int, int], dtype: torch.dtype, bias: 
 
 
 def test_memory_sizing(folder: Path) -> None:
-    config = ModelConfig.from_pretrained(folder)
+    config = make_config(folder, memory_fraction=0.5)
     # 3 layers, 2 key/value heads of 8, keys and values, 4 bytes
-    assert kv_bytes_per_token(config, "float32", 1, 1) == 3 * 2 * 8 * 2 * 4
-    assert kv_bytes_per_token(config, "bfloat16", 2, 3) == 1 * 1 * 8 * 2 * 2
-    tokens = profile_max_tokens(config, "float32", 1, 1, 0.5)
+    assert kv_bytes_per_token(config, torch.float32) == 3 * 2 * 8 * 2 * 4
+    split = replace(config, tp_size=2, pp_size=3)
+    assert kv_bytes_per_token(split, torch.bfloat16) == 1 * 1 * 8 * 2 * 2
+    tokens = profile_max_tokens(config)
     assert 0 < tokens * 2 * 384 <= 4 << 30
     with pytest.raises(ConfigError, match="no room for a KV cache"):
-        profile_max_tokens(config, "float32", 1, 1, 0.0)
+        profile_max_tokens(replace(config, memory_fraction=0.0))

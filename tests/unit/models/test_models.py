@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.models.llama import stage_layers
 from engine.worker.model_runner import ModelRunner
 from tests.support.models import LLAMA3_ROPE, make_model
 from tests.support.step_driver import DrivenReq, StepDriver, make_runner
@@ -166,6 +167,8 @@ def test_same_tokens_in_any_micro_batch(runner: ModelRunner, oracle: Any) -> Non
 
 
 def test_earlier_stages_get_the_remaining_layers() -> None:
-    assert stage_layers(7, 3) == [range(0, 3), range(3, 5), range(5, 7)]
-    with pytest.raises(ConfigError, match="pp_size 4 exceeds"):
-        stage_layers(3, 4)
+    model = EngineConfig().resolve().model
+    stages = replace(model, num_layers=7).stage_layers(3)
+    assert stages == [range(0, 3), range(3, 5), range(5, 7)]
+    with pytest.raises(ConfigError, match=r"pp_size \(4\) exceeds"):
+        replace(model, num_layers=3).check_split(1, 4)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from engine.errors import EngineDeadError
 from engine.protocol import encoding, local_socket, messages
-from engine.protocol.messages import AbortRequest, AddRequest, ClientGone
+from engine.protocol.messages import AbortRequest, AddRequest, ReaderGone
 from engine.protocol.transport import _HEAD, Inbox, Outbox, Waiter, _Order
 from engine.sampling_params import SamplingParams
 
@@ -44,8 +44,8 @@ def test_inbox_takes_only_messages_with_its_secret(context: Context) -> None:
     stranger.send(messages.Shutdown())
     raw.send(b"hello")
     raw.send_multipart([b"x" * _HEAD.size, b"y"])
-    friend.send(ClientGone("c"))
-    assert inbox.recv(5.0) == ClientGone("c")
+    friend.send(ReaderGone("c"))
+    assert inbox.recv(5.0) == ReaderGone("c")
     assert inbox.recv(0.3) is None
     assert inbox.refused == 3
     raw.close(0)
@@ -66,8 +66,8 @@ def test_datagrams_without_the_secret_are_refused() -> None:
         raw.send(data)
     assert local_socket.send(raw, b"short", [b""])
     friend = Outbox(inbox.address)
-    friend.send(ClientGone("c"))
-    assert inbox.recv(5.0) == ClientGone("c")
+    friend.send(ReaderGone("c"))
+    assert inbox.recv(5.0) == ReaderGone("c")
     assert inbox.recv(0.0) is None
     assert inbox.refused == 5
     for end in (stranger, friend, inbox, others):

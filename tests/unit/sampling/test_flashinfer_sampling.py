@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import ConfigError
-from engine.sampling import SampledTokens, Sampler, SamplingState
 from engine.sampling.registry import auto_sampling_backend
+from engine.sampling.sampler import SampledTokens, Sampler
+from engine.sampling.state import SamplingState
 from engine.sampling.torch_backend import CPU_ELEMENTS
 from engine.sampling_params import SamplingParams
 from tests.support.fake_flashinfer import install

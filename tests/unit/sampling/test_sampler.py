@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from engine.errors import ConfigError
 from engine.protocol.messages import SlotParams, TokenLogprobs
-from engine.sampling import SampledTokens, Sampler, SamplingState, create_sampling_backend
+from engine.sampling.registry import SAMPLING_BACKENDS
+from engine.sampling.sampler import SampledTokens, Sampler
+from engine.sampling.state import SamplingState
 from engine.sampling.torch_backend import CPU_ELEMENTS
 from engine.sampling_params import SamplingParams
 from tests.support.sampler_rows import (
@@ -447,7 +449,7 @@ def test_bad_install_is_refused_and_changes_nothing(item: SlotParams, message: s
 
 def test_unknown_backend_is_refused() -> None:
     state = SamplingState(1, VOCAB, CPU)
-    with pytest.raises(ConfigError, match=r"sampling_backend.*choose one of: flashinfer, torch"):
-        create_sampling_backend("magic", state)
+    with pytest.raises(ConfigError, match=r"sampling_backend.*choose one of torch, flashinfer"):
+        SAMPLING_BACKENDS["magic"](state)
     with pytest.raises(ConfigError):
         Sampler(state, "magic")

@@ -36,7 +36,7 @@ def calibrated(
     for _ in range(10):
         left, prefix = rng.randrange(4 * base, 12 * base), 0
         while left:
-            n = sizer.next_size(prefix, left)
+            n = min(sizer.size_behind(prefix), left)
             late = 8.0 if noise and rng.random() < 0.03 else 1.0 + noise * rng.random()
             sizer.observe(n, prefix, cost(*coefficients, prefix, n) * late)
             prefix, left = prefix + n, left - n
@@ -148,7 +148,7 @@ def test_whatever_was_observed_sizes_are_in_bounds_and_prompts_end(
         sizer.observe(n, prefix, seconds)
     prefix = 0
     while prefix < total:
-        size = sizer.next_size(prefix, total - prefix)
+        size = min(sizer.size_behind(prefix), total - prefix)
         last = prefix + size == total
         assert last or (size % page == 0 and size * 4 >= sizer.base_size)
         assert 0 < size <= base
@@ -272,12 +272,12 @@ def test_storm_with_dynamic_chunks(mode: dict[str, Any], page_size: int) -> None
             h.check()
         running = [r for m in h.scheduler.micro_batches for r in m.running.reqs]
         if running and rng.random() < 0.2:
-            h.scheduler._retract(rng.choice(running))
-        alive = [k for k, r in h.scheduler.reqs.items() if not r.finished]
+            h.scheduler.requests.retract(rng.choice(running))
+        alive = [k for k, r in h.scheduler.requests.by_key.items() if not r.finished]
         if alive and rng.random() < 0.1:
             key = rng.choice(alive)
             h.aborted.add(key)
-            h.scheduler.abort(AbortRequest(rid=key[1], client=key[0]))
+            h.scheduler.abort(AbortRequest(rid=key[1], reply_to=key[0]))
     h.run()
 
 

@@ -74,7 +74,7 @@ class Pipeline(Harness):
         ids = random.Random(rid).choices(range(VOCAB), k=num_prompt)
         params = SamplingParams(max_tokens=num_output, ignore_eos=True, seed=0)
         self.scheduler.add(
-            AddRequest(rid=rid, client="c", input_ids=np.asarray(ids, np.int32), params=params),
+            AddRequest(rid=rid, reply_to="c", input_ids=np.asarray(ids, np.int32), params=params),
             self.now,
         )
 
@@ -173,10 +173,10 @@ def test_a_long_tail_is_spread_out(pipeline: tuple[int, int]) -> None:
         h.start(i, 2)
     h.steps(4 * h.num)
     keep = {id(r) for r in h.scheduler.micro_batches[1].running.reqs}
-    for key, req in list(h.scheduler.reqs.items()):
+    for key, req in list(h.scheduler.requests.by_key.items()):
         if id(req) not in keep:
             h.aborted.add(key)
-            h.scheduler.abort(AbortRequest(rid=key[1], client=key[0]))
+            h.scheduler.abort(AbortRequest(rid=key[1], reply_to=key[0]))
     assert sorted(h.counts)[-2:] == [0, 8]
     h.steps(2 * h.num)
     assert h.spread <= 1, h.counts
@@ -189,8 +189,8 @@ def test_arrivals_go_to_the_emptiest(pipeline: tuple[int, int], mixed: bool) -> 
     h.steps(6 * h.num)
     # One micro-batch loses a little: not enough to move requests that are decoding.
     for req in h.scheduler.micro_batches[1].running.reqs[:2]:
-        h.aborted.add((req.client, req.rid))
-        h.scheduler.abort(AbortRequest(rid=req.rid, client=req.client))
+        h.aborted.add((req.reply_to, req.rid))
+        h.scheduler.abort(AbortRequest(rid=req.rid, reply_to=req.reply_to))
     h.steps(2 * h.num)
     assert h.counts[1] == 4 and h.spread == 2
     for i in range(2):
@@ -222,7 +222,7 @@ def test_retracted_requests_come_back_balanced(pipeline: tuple[int, int], mixed:
         h.start(i, 10)
     h.steps(8 * h.num)
     for req in list(h.scheduler.micro_batches[0].running.reqs):
-        h.scheduler._retract(req)
+        h.scheduler.requests.retract(req)
     h.steps(8 * h.num)
     assert sum(h.counts) == 5 * h.num
     assert h.spread <= 1, h.counts
@@ -263,7 +263,7 @@ def test_chunks_of_one_prompt_fill_the_pipeline(pipeline: tuple[int, int]) -> No
     chunks = 3 * h.num
     h.add(1, prompt(random.Random(12), 32 * chunks), 4)
     in_flight = []
-    while h.scheduler.chunked_req is not None or not in_flight:
+    while h.scheduler.requests.chunked is not None or not in_flight:
         while h.launch():
             pass
         in_flight.append(h.scheduler.num_in_flight)

@@ -19,6 +19,7 @@ from engine.protocol.messages import AbortRequest
 from engine.scheduler import scheduler as scheduler_module
 from engine.scheduler.kv_manager import KVManager
 from engine.scheduler.req import ReqStatus
+from engine.scheduler.requests import Requests
 from engine.scheduler.running_batch import RunningBatch
 from engine.scheduler.scheduler import Scheduler
 from engine.tokenizer import DetokenizerManager
@@ -27,7 +28,7 @@ from tests.support.guards import Guard, checks_of, guarded_by, guards_of, replac
 from tests.support.overlap import AnyOrder, Overlap, Reader, tiny_tokenizer, two_running
 from tests.support.scheduler_harness import VOCAB
 
-FREED_AT_ONCE = replaced(Scheduler, "_is_in_flight", lambda self, req: False)
+FREED_AT_ONCE = replaced(Requests, "is_in_flight", lambda self, req: False)
 EXTRA_TOKEN_KEPT = without(Scheduler, "_commit", ("if req.status is finished:", "if False:"))
 
 
@@ -44,14 +45,14 @@ def check_aborted_request_keeps_its_memory() -> None:
     h.check_in_flight()
     assert h.steps_with(1) == 1
     h.process()
-    assert ("c", 1) not in h.scheduler.reqs
+    assert ("c", 1) not in h.scheduler.requests.by_key
     h.run()
     assert h.released == {1: 1, 2: 1}
 
 
 @guarded_by(FREED_AT_ONCE, AssertionError, "row of a step")
 @guarded_by(
-    without(Scheduler, "_end", ("self.chunked_req = None", "pass")),
+    without(Requests, "end", ("self.chunked = None", "pass")),
     AssertionError,
     r"43 == \(32 \+ 3\)",
 )
@@ -84,7 +85,7 @@ def check_finished_request_keeps_its_memory() -> None:
     h.check_in_flight()
     assert h.steps_with(1) == 1
     h.process()
-    assert ("c", 1) not in h.scheduler.reqs
+    assert ("c", 1) not in h.scheduler.requests.by_key
     h.run()
     assert h.finished[("c", 1)].num_output == len(h.tokens[("c", 1)]) == out.index(out[6]) + 1
     assert h.scheduler.stats.generation_tokens_total == sum(map(len, h.tokens.values()))
@@ -103,8 +104,10 @@ def check_retracted_request_keeps_its_memory() -> None:
         h.launch()
     assert h.scheduler.num_in_flight > 0
     h.check_in_flight()
-    (victim,) = [r for r in h.scheduler.reqs.values() if r.status is ReqStatus.RETRACTING]
-    assert victim not in h.scheduler.waiting_queue
+    (victim,) = [
+        r for r in h.scheduler.requests.by_key.values() if r.status is ReqStatus.RETRACTING
+    ]
+    assert victim not in h.scheduler.requests.waiting
     h.run()
     assert h.scheduler.stats.retractions_total == 1
     assert sum(h.released.values()) == 3
@@ -115,14 +118,14 @@ def check_token_in_flight_outlives_retraction() -> None:
     """The token in flight is output like any other: it isn't computed and sent again."""
     h = two_running()
     h.process()
-    h.scheduler._retract(h.req(1))
+    h.scheduler.requests.retract(h.req(1))
     h.launch()
     h.run()
 
 
 @guarded_by(FREED_AT_ONCE, AssertionError, "row of a step")
 @guarded_by(
-    without(Scheduler, "_retract", ("self.chunked_req = None", "pass")), AssertionError, "Counter"
+    without(Requests, "retract", ("self.chunked = None", "pass")), AssertionError, "Counter"
 )
 def check_retracted_chunk_starts_over() -> None:
     """A request that is retracted in the middle of its prompt."""
@@ -130,7 +133,7 @@ def check_retracted_chunk_starts_over() -> None:
     h.add(1, list(range(40)), 5)
     h.launch()
     h.launch()
-    h.scheduler._retract(h.req(1))
+    h.scheduler.requests.retract(h.req(1))
     h.check_in_flight()
     h.run()
     assert h.released == {1: 2}
@@ -175,7 +178,7 @@ def late_device(leave: Callable[[AnyOrder], None], **request: Any) -> None:
 def check_late_step_of_an_aborted_request() -> None:
     def leave(h: AnyOrder) -> None:
         h.aborted.add(("c", 1))
-        h.scheduler.abort(AbortRequest(rid=1, client="c"))
+        h.scheduler.abort(AbortRequest(rid=1, reply_to="c"))
 
     late_device(leave)
 
@@ -190,7 +193,7 @@ def check_late_step_of_a_finished_request() -> None:
 
 @guarded_by(FREED_AT_ONCE, AssertionError, "'c', [12]")
 def check_late_step_of_a_retracted_request() -> None:
-    late_device(lambda h: h.scheduler._retract(h.scheduler.reqs[("c", 1)]))
+    late_device(lambda h: h.scheduler.requests.retract(h.scheduler.requests.by_key[("c", 1)]))
 
 
 @guarded_by(
@@ -224,7 +227,7 @@ def check_stop_string_in_flight() -> None:
         h.step()
     h.step()
     assert h.steps_with(1) == 1
-    h.abort(1, reason="stop")
+    h.abort(1)
     h.check_in_flight()
     h.drain()
     h.check()
@@ -237,15 +240,13 @@ def check_stop_string_in_flight() -> None:
 
 
 @guarded_by(
-    without(
-        Scheduler, "_release_or_wait", ("if not any(r is req for r in self._leaving):", "if True:")
-    ),
+    without(Requests, "let_go", ("not any(r is req for r in self.leaving)", "True")),
     KeyError,
     "'c', 1",
 )
 def check_abort_of_a_retracting_request_frees_once() -> None:
     h = two_running()
-    h.scheduler._retract(h.req(1))
+    h.scheduler.requests.retract(h.req(1))
     h.abort(1)
     h.check_in_flight()
     h.run()
@@ -254,9 +255,9 @@ def check_abort_of_a_retracting_request_frees_once() -> None:
 
 @guarded_by(
     without(
-        Scheduler,
+        Requests,
         "_release",
-        ("self._leaving = [r for r in self._leaving if r is not req]", "pass"),
+        ("self.leaving = [r for r in self.leaving if r is not req]", "pass"),
     ),
     KeyError,
     "'c', 1",
@@ -269,7 +270,7 @@ def check_retracting_request_that_ends_is_freed_once() -> None:
     h.add(2, [6, 7, 8], 20)
     while len(h.tokens[("c", 1)]) < 2:
         h.step()
-    h.scheduler._retract(h.req(1))
+    h.scheduler.requests.retract(h.req(1))
     h.run()
     assert h.finished[("c", 1)].reason == "stop"
     assert h.released == {1: 1, 2: 1}
@@ -286,7 +287,7 @@ def check_abort_after_the_end_ends_nothing_twice() -> None:
         h.step()
     assert h.steps_with(1) == 1
     for _ in range(2):
-        h.scheduler.abort(AbortRequest(rid=1, client="c"))
+        h.scheduler.abort(AbortRequest(rid=1, reply_to="c"))
     h.run()
     assert h.scheduler.stats.requests_finished_total == 1, "ended twice"
     assert h.released == {1: 1}
@@ -350,7 +351,7 @@ def check_decode_waits_for_a_request_that_ends_in_flight() -> None:
 
 
 @guarded_by(
-    without(Scheduler, "_has_decode_room", ("if self._leaving or ", "if ")),
+    without(Scheduler, "_has_decode_room", ("if self.requests.leaving or ", "if ")),
     AssertionError,
     "retracted for room",
 )
@@ -364,7 +365,7 @@ def check_decode_waits_for_a_leaving_request() -> None:
 
 
 @guarded_by(
-    without(Scheduler, "_preempt_for", (" or self._leaving", "")),
+    without(Scheduler, "_preempt_for", (" or self.requests.leaving", "")),
     AssertionError,
     "preempted for a row",
 )

@@ -104,9 +104,9 @@ def check_no_step_beyond_the_last_token() -> None:
     written_placeholders(
         ("len(output) >= ", "sum(t >= 0 for t in output) >= "),
         (
-            "self.outputs.close_step(step.step, rids, tokens, clients)",
+            "self.outputs.close_step(step.step, rids, tokens, readers)",
             "self.outputs.close_step(step.step, rids, "
-            "np.asarray([r.output_ids[-1] for r in step.sampled]), clients)",
+            "np.asarray([r.output_ids[-1] for r in step.sampled]), readers)",
         ),
     ),
     OverflowError,

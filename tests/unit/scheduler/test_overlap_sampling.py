@@ -21,7 +21,7 @@ from engine import LLM, SamplingParams
 from engine.protocol.messages import AbortRequest, AddRequest
 from engine.sampling.penalties import PenaltyPool
 from engine.sampling.state import SamplingState
-from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.requests import Requests
 from engine.worker.future_map import FutureMap
 from tests.support.guards import Guard, checks_of, guarded_by, guards_of, replaced, without
 from tests.support.models import make_model
@@ -174,7 +174,7 @@ def check_extra_token_leaves_no_trace(model: Model) -> None:
 
 
 @guarded_by(
-    replaced(Scheduler, "_is_in_flight", lambda self, req: False), AssertionError, "index 0 diff"
+    replaced(Requests, "is_in_flight", lambda self, req: False), AssertionError, "index 0 diff"
 )
 def check_retraction(model: Model) -> None:
     """The token in flight is among those that the penalties start from again."""
@@ -187,7 +187,7 @@ def check_retraction(model: Model) -> None:
         if left and done == left[0]:
             left.pop(0)
             assert scheduler.num_in_flight == 1
-            scheduler._retract(scheduler.reqs[("", 0)])
+            scheduler.requests.retract(scheduler.requests.by_key[("", 0)])
 
     outputs, _ = run(llm, model.penalised, after_step)
     assert not left

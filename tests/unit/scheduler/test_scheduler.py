@@ -119,7 +119,7 @@ def test_resume_of_a_complete_request_just_ends() -> None:
     h.scheduler.add(
         AddRequest(
             rid=1,
-            client="c",
+            reply_to="c",
             input_ids=np.asarray([1, 2], np.int32),
             params=SamplingParams(max_tokens=5, seed=0),
             output_ids=np.asarray(out, np.int32),
@@ -159,7 +159,7 @@ def test_bad_requests_are_refused_by_name(
     h.scheduler.add(
         AddRequest(
             rid=1,
-            client="c",
+            reply_to="c",
             input_ids=np.asarray(ids, np.int32),
             params=SamplingParams(**{"seed": 0, **params}),
         ),
@@ -196,10 +196,10 @@ def test_timeouts() -> None:
     h.run()
 
 
-def test_outputs_are_grouped_by_client(mode: dict[str, Any]) -> None:
+def test_outputs_are_grouped_by_reader(mode: dict[str, Any]) -> None:
     h = Harness(**mode)
     for i in range(6):
-        h.add(i // 2, [i, i + 1, i + 2], 6, client=f"c{i % 2}")
+        h.add(i // 2, [i, i + 1, i + 2], 6, reply_to=f"c{i % 2}")
     h.run()
     assert len(h.finished) == 6
 
@@ -217,20 +217,20 @@ def test_abort_in_every_state(mode: dict[str, Any]) -> None:
                 h.process()
         for rid in (0, 3):
             h.aborted.add(("c", rid))
-            h.scheduler.abort(AbortRequest(rid=rid, client="c"))
+            h.scheduler.abort(AbortRequest(rid=rid, reply_to="c"))
             h.check()
         h.run()
 
 
-def test_abort_client_drops_all_of_it(mode: dict[str, Any]) -> None:
+def test_abort_reader_drops_all_of_it(mode: dict[str, Any]) -> None:
     h = Harness(**mode)
     for i in range(5):
-        h.add(i, [i, 1, 2], 30, client="gone")
+        h.add(i, [i, 1, 2], 30, reply_to="gone")
     h.add(1, [9, 9], 10)
     for _ in range(4):
         h.step()
     h.aborted.update(("gone", i) for i in range(5))
-    h.scheduler.abort_client("gone")
+    h.scheduler.abort_reader("gone")
     h.run()
 
 
@@ -271,16 +271,16 @@ def test_random_storm(mode: dict[str, Any], page_size: int, policy: str, seed: i
     live: list[tuple[str, int]] = []
     for _ in range(400):
         action = rng.random()
-        if action < 0.15 and len(h.scheduler.reqs) < 30:
+        if action < 0.15 and len(h.scheduler.requests.by_key) < 30:
             stem = rng.choice(stems)[: rng.randrange(1, 50)]
             ids = stem + prompt(rng, rng.randrange(0, 20))
-            client = rng.choice(["a", "b"])
+            reply_to = rng.choice(["a", "b"])
             stop = [rng.choice([rng.randrange(VOCAB), 21])] if rng.random() < 0.5 else None
             h.add(
                 next_rid,
                 ids,
                 rng.randrange(1, 40),
-                client=client,
+                reply_to=reply_to,
                 stop=stop,
                 priority=rng.randrange(3),
                 salt=rng.choice(["", "", "x"]),
@@ -288,17 +288,17 @@ def test_random_storm(mode: dict[str, Any], page_size: int, policy: str, seed: i
                 choices=random_choices(rng) if rng.random() < 0.4 else None,
                 ignore_eos=rng.random() < 0.3,
             )
-            live.append((client, next_rid))
+            live.append((reply_to, next_rid))
             next_rid += 1
         elif action < 0.19 and live:
             key = live.pop(rng.randrange(len(live)))
             if key not in h.finished:
                 h.aborted.add(key)
-                h.scheduler.abort(AbortRequest(rid=key[1], client=key[0]))
+                h.scheduler.abort(AbortRequest(rid=key[1], reply_to=key[0]))
         elif action < 0.20:
             running = [r for m in h.scheduler.micro_batches for r in m.running.reqs]
             if running:
-                h.scheduler._retract(rng.choice(running))
+                h.scheduler.requests.retract(rng.choice(running))
         elif action < 0.21:
             h.scheduler.kv.tree.evict(rng.randrange(1, 40))
         elif action < 0.60:

@@ -61,7 +61,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         self.next_rid = 0
 
-    @precondition(lambda self: len(self.h.scheduler.reqs) < 20)
+    @precondition(lambda self: len(self.h.scheduler.requests.by_key) < 20)
     @rule(
         stem=st.sampled_from(STEMS),
         shared=st.integers(1, 50),
@@ -70,7 +70,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         stop=st.none() | st.integers(0, VOCAB - 1),
         priority=st.integers(0, 2),
         resume=st.sampled_from([0, 0, 1, 5]),
-        client=st.sampled_from(["a", "b"]),
+        reply_to=st.sampled_from(["a", "b"]),
         choices=st.sampled_from(CHOICES),
     )
     def add(
@@ -82,7 +82,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         stop: int | None,
         priority: int,
         resume: int,
-        client: str,
+        reply_to: str,
         choices: list[list[int]] | None,
     ) -> None:
         prompt = stem[:shared] + [(self.next_rid + 3 * k) % VOCAB for k in range(tail)]
@@ -90,7 +90,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.next_rid,
             prompt,
             max_tokens,
-            client=client,
+            reply_to=reply_to,
             choices=choices,
             stop=None if stop is None else [stop],
             priority=priority,
@@ -100,17 +100,17 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        alive = [k for k, r in self.h.scheduler.reqs.items() if not r.finished]
+        alive = [k for k, r in self.h.scheduler.requests.by_key.items() if not r.finished]
         if alive:
             key = data.draw(st.sampled_from(alive))
             self.h.aborted.add(key)
-            self.h.scheduler.abort(AbortRequest(rid=key[1], client=key[0]))
+            self.h.scheduler.abort(AbortRequest(rid=key[1], reply_to=key[0]))
 
     @rule(data=st.data())
     def retract(self, data: st.DataObject) -> None:
         running = [r for m in self.h.scheduler.micro_batches for r in m.running.reqs]
         if running:
-            self.h.scheduler._retract(data.draw(st.sampled_from(running)))
+            self.h.scheduler.requests.retract(data.draw(st.sampled_from(running)))
 
     @rule(tokens=st.integers(1, 64))
     def evict(self, tokens: int) -> None:

@@ -25,8 +25,6 @@ from tests.support.guards import without
 from tests.support.models import make_model
 from tests.support.worker_driver import MakeParams, Steps, drain, make_worker, run_step
 
-NAN_TOKEN = 5
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -382,7 +380,7 @@ def test_no_graphs_without_a_backend_that_allows_them(
 
 
 def decode(steps: Steps, rows: int) -> ModelWorkerBatch:
-    """The next step of decode rows only, of so many."""
+    """The next step that has only decode rows, and `rows` of them."""
     while True:
         batch, _ = steps.next(rows)
         if batch.num_extend == 0 and len(batch.req_pool_indices) == rows:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -53,10 +55,10 @@ def resolved(**values: object) -> ResolvedConfig:
 
 
 def test_float8_holds_more_tokens() -> None:
-    model = resolved().model
-    assert kv_bytes_per_token(model, FP8, 1, 1) * 4 == kv_bytes_per_token(model, "float32", 1, 1)
-    plain = profile_max_tokens(model, "float32", 1, 1, 0.5)
-    small = profile_max_tokens(model, "float32", 1, 1, 0.5, "fp8_e4m3")
+    config = make_worker_config(resolved(dtype="float32", memory_fraction=0.5))
+    assert kv_bytes_per_token(config, FP8) * 4 == kv_bytes_per_token(config, torch.float32)
+    plain = profile_max_tokens(config)
+    small = profile_max_tokens(replace(config, kv_cache_dtype="fp8_e4m3"))
     # On a CPU the contiguous float32 copies stay: 8 bytes a number become 5.
     assert small > 1.4 * plain
     assert make_worker_config(resolved(kv_cache_dtype="fp8_e4m3")).kv_cache_dtype == "fp8_e4m3"

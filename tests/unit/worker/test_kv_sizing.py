@@ -19,7 +19,7 @@ from engine.errors import ConfigError
 from engine.protocol.messages import ModelWorkerBatch
 from engine.sampling_params import MAX_LOGPROBS
 from engine.scheduler.scheduler_config import SchedulerConfig
-from engine.worker import tp_worker, worker_config
+from engine.worker import model_runner, tp_worker, worker_config
 from engine.worker.device.memory import CudaMemory, DeviceProcess, parse_processes
 from engine.worker.sizing.estimate import stage_weight_bytes
 from engine.worker.sizing.kv_sizing import MemoryMeter, agree_on_kv_tokens, check_weights_fit
@@ -302,12 +302,15 @@ def test_stated_size_is_named_when_allocating_fails() -> None:
         raise torch.OutOfMemoryError("no")
 
 
-@pytest.mark.parametrize("target", ["_load", "profile"])
-def test_worker_start_says_what_to_change(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("owner", "target"), [(model_runner, "load_model"), (MemoryMeter, "profile")]
+)
+def test_worker_start_says_what_to_change(
+    owner: object, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*args: object, **kwargs: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    owner = TpModelWorker if target == "_load" else MemoryMeter
     monkeypatch.setattr(owner, target, fail)
     config = make_config()
     with pytest.raises(ConfigError, match="Change one of"):
@@ -320,7 +323,7 @@ def test_weights_that_cannot_fit_are_refused_unread(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(tp_worker, "ModelRunner", read)
     config = make_config()
-    needed = stage_weight_bytes(config.model, config.dtype, SINGLE)
+    needed = stage_weight_bytes(config, SINGLE)
     memory = FakeMemory(size=needed)
     check_weights_fit(needed, config, memory)
     memory.size -= 1
@@ -334,15 +337,10 @@ def test_weights_are_counted_as_loaded() -> None:
     stored = np.frombuffer((folder / "model.safetensors").read_bytes()[:8], np.uint64)[0]
     data = (folder / "model.safetensors").stat().st_size - 8 - int(stored)
     as_float32 = 2 * data  # stored as bfloat16
-    assert stage_weight_bytes(config.model, config.dtype, SINGLE) == pytest.approx(
-        as_float32, rel=0.01
-    )
-    halves = [
-        stage_weight_bytes(config.model, config.dtype, ParallelState(0, 2, stage, 2))
-        for stage in (0, 1)
-    ]
+    assert stage_weight_bytes(config, SINGLE) == pytest.approx(as_float32, rel=0.01)
+    halves = [stage_weight_bytes(config, ParallelState(0, 2, stage, 2)) for stage in (0, 1)]
     table = config.model.vocab_size * config.model.hidden_size * 4
-    assert 2 * sum(halves) == stage_weight_bytes(config.model, config.dtype, SINGLE) + table
+    assert 2 * sum(halves) == stage_weight_bytes(config, SINGLE) + table
 
 
 def test_processes_of_the_driver_are_read() -> None:

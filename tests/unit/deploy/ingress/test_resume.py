@@ -180,7 +180,7 @@ class World:
             logprobs,
             prompt,
         )
-        if add.client != self.address:
+        if add.reply_to != self.address:
             return False  # its tokenizer is gone
         deltas, stopped = self.manager.process(out)
         # As over a socket: the reader gets its own copies.

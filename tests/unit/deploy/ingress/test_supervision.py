@@ -28,7 +28,7 @@ from engine.actors.role_watch import RoleWatch
 from engine.errors import EngineDeadError, EngineDrainingError, RequestError
 from engine.protocol import tokenizer_messages as tm
 from engine.protocol.async_inbox import AsyncInbox
-from engine.protocol.messages import AbortRequest, ClientGone, Ping, Pong, RequestTaken, Shutdown
+from engine.protocol.messages import AbortRequest, Ping, Pong, ReaderGone, RequestTaken, Shutdown
 from engine.protocol.transport import Inbox
 from engine.pulse import MAX_TICK_S, Pulse
 
@@ -296,10 +296,10 @@ def engine_watch_run(
             patch.setattr(engine_watch, "_kill", lambda pong: killed.append(pong.actor))
             watch = EngineWatch(FakeHandle(replica), inbox.address, 0.3)
             watch.start()
-            abort = AbortRequest(rid=1, client="c")
+            abort = AbortRequest(rid=1, reply_to="c")
             await until(lambda: watch.abort(replica.inbox.address, abort))
-            watch.client_gone("c")
-            await until(lambda: ClientGone("c") in replica.got)
+            watch.reader_gone("c")
+            await until(lambda: ReaderGone("c") in replica.got)
             assert not asked
             replica.answers = False
             watch._engines = FakeHandle(FakeReplica())
@@ -317,7 +317,7 @@ def engine_watch_run(
 def test_engine_watch_ends_and_forgets_a_replica_that_hangs(fast: None) -> None:
     known, killed, got = engine_watch_run(answers_ray=False)
     assert not known and len(killed) == 1
-    assert AbortRequest(rid=1, client="c") in got
+    assert AbortRequest(rid=1, reply_to="c") in got
 
 
 @pytest.mark.parametrize(("answers_ray", "comes_back"), [(True, False), (False, True)])

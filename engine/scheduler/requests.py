@@ -1,0 +1,130 @@
+"""`Requests`: every request of the engine, from its arrival to the release of its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.protocol.messages import FinishedReq
+from engine.scheduler.kv_manager import KVManager
+from engine.scheduler.micro_batch import MicroBatch
+from engine.scheduler.outputs import OutputCollector
+from engine.scheduler.req import Req, ReqStatus
+from engine.scheduler.stats import SchedulerStats
+
+
+class Requests:
+    """Who waits, who runs, who is leaving. Composing steps from them is the `Scheduler`'s part.
+
+    A request that ends or is retracted leaves its batch at once. It keeps its row and KV memory,
+    and is listed as leaving, until no step in flight holds it. Then it is gone, or waits again.
+    """
+
+    def __init__(
+        self,
+        kv: KVManager,
+        micro_batches: Sequence[MicroBatch],
+        outputs: OutputCollector,
+        stats: SchedulerStats,
+    ) -> None:
+        self._kv = kv
+        self._micro_batches = micro_batches
+        self._outputs = outputs
+        self._stats = stats
+        self.by_key: dict[tuple[str, int], Req] = {}
+        """By (reply_to, rid)."""
+        self.waiting: list[Req] = []
+        self.chunked: Req | None = None
+        """The one request whose prompt is partly launched, shared by all micro-batches."""
+        self.leaving: list[Req] = []
+        """Ended or retracting, but a step in flight still holds them."""
+        self.full_until = 0
+        """Waiting requests are left alone before the step of this number: no room for them is
+        expected. A release sets it to 0."""
+
+    def add(self, req: Req) -> None:
+        """Queue a new request."""
+        self.by_key[(req.reply_to, req.rid)] = req
+        self.waiting.append(req)
+
+    def admit(self, reqs: Sequence[Req]) -> None:
+        """Waiting requests run from now on: they have their rows."""
+        for req in reqs:
+            req.status = ReqStatus.RUNNING
+            self._stats.prompt_tokens_total += len(req.fill_ids)
+            self._stats.cached_tokens_total += req.cached_len
+            if req.num_cached is None:
+                req.num_cached = min(req.cached_len, req.prompt_len)
+        taken = {id(r) for r in reqs}
+        self.waiting = [r for r in self.waiting if id(r) not in taken]
+
+    def end(self, req: Req, told: FinishedReq | None) -> None:
+        """Decide that a request has ended. `told` is what its reader gets, None if nothing.
+
+        The caller takes the request out of its batch and calls `let_go`.
+        """
+        req.status = ReqStatus.FINISHED
+        self._stats.requests_finished_total += 1
+        if self.chunked is req:
+            self.chunked = None
+        if told is not None:
+            self._outputs.finish(req.reader_no, told)
+
+    def end_now(self, req: Req, told: FinishedReq | None = None) -> None:
+        """End a request from whatever state. `told` as in `end`."""
+        if req.status is ReqStatus.WAITING:
+            self.waiting = [r for r in self.waiting if r is not req]
+        self._leave_batch(req)
+        self.end(req, told)
+        self.let_go(req)
+
+    def expire(self, now: float) -> None:
+        """End the requests whose time in the queue, or in all, is over at time `now`."""
+        late: list[tuple[Req, str, int]] = []
+        for req in self.waiting:
+            if req.queue_deadline is not None and now > req.queue_deadline and not req.started:
+                late.append((req, "no capacity: the request waited too long in the queue", 503))
+        for req in self.by_key.values():
+            if req.deadline is not None and now > req.deadline and not req.finished:
+                late.append((req, "the request took longer than its time limit", 408))
+        for req, message, status in late:
+            if not req.finished:
+                self.end_now(req, req.finish("error", message=message, status=status))
+
+    def retract(self, req: Req) -> None:
+        """Send a running request back to the queue. Its tokens so far are kept."""
+        self._leave_batch(req)
+        if self.chunked is req:
+            self.chunked = None
+        req.status = ReqStatus.RETRACTING
+        self.let_go(req)
+
+    def let_go(self, req: Req) -> None:
+        """Release a request, or list it as leaving while a step in flight holds it."""
+        if not self.is_in_flight(req):
+            self._release(req)
+        elif not any(r is req for r in self.leaving):
+            self.leaving.append(req)
+
+    def settle(self) -> None:
+        """A step is back: release the leaving requests that no other step holds."""
+        for req in list(self.leaving):
+            if not self.is_in_flight(req):
+                self._release(req)
+
+    def is_in_flight(self, req: Req) -> bool:
+        """Whether a step in flight holds the request."""
+        return any(r is req for mb in self._micro_batches for s in mb.in_flight for r in s.reqs)
+
+    def _leave_batch(self, req: Req) -> None:
+        for mb in self._micro_batches:
+            mb.running.remove([req])
+
+    def _release(self, req: Req) -> None:
+        self.leaving = [r for r in self.leaving if r is not req]
+        self._kv.release(req, insert=True)
+        self.full_until = 0
+        if req.status is ReqStatus.RETRACTING:
+            req.status = ReqStatus.WAITING
+            self.waiting.append(req)
+        else:
+            del self.by_key[(req.reply_to, req.rid)]

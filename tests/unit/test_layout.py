@@ -1,0 +1,44 @@
+"""Rules about the source files themselves."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+MAX_LINES = 400
+
+
+def python_files(*folders: str) -> list[Path]:
+    """Relative to the repository."""
+    return [path.relative_to(ROOT) for name in folders for path in (ROOT / name).rglob("*.py")]
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    """What a file may import, as dotted names; `from a import b` gives both a and a.b."""
+    for node in ast.walk(ast.parse((ROOT / path).read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(path.parts[: -node.level]) if node.level else ""
+            module = ".".join(filter(None, (base, node.module)))
+            yield module
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def test_no_test_file_is_imported() -> None:
+    """What several tests share lives in tests/support."""
+    files = python_files("tests", "benchmarks", "scripts")
+    tests = {".".join(p.with_suffix("").parts) for p in files if p.name.startswith("test_")}
+    assert tests
+    wrong = {str(path): found for path in files if (found := tests & set(imports_of(path)))}
+    assert wrong == {}
+
+
+def test_no_file_is_long() -> None:
+    """A file that is longer usually holds two things."""
+    files = python_files("engine", "deploy", "benchmarks")
+    lengths = {str(path): len((ROOT / path).read_text().splitlines()) for path in files}
+    assert lengths
+    assert {path: n for path, n in lengths.items() if n > MAX_LINES} == {}
