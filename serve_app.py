@@ -9,7 +9,7 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 
-from deploy.http.api import ApiSettings
+from deploy.http.settings import ApiSettings
 from deploy.ingress.ingress import build_ingress
 from deploy.ingress.resume import ResumeLimits
 from deploy.ingress.serve_client import RoutingOptions

@@ -6,7 +6,8 @@ from typing import Any
 
 from ray import serve
 
-from deploy.http.api import ApiSettings, build_api
+from deploy.http.api import build_api
+from deploy.http.settings import ApiSettings
 from deploy.ingress.resume import ResumeLimits
 from deploy.ingress.serve_client import RoutingOptions, ServeEngineClient
 from deploy.serve_state import serve_log

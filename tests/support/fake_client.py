@@ -97,6 +97,8 @@ class FakeEngineClient(EngineClient):
                 "template_kwargs": template_kwargs,
             }
         )
+        check_template_kwargs(template_kwargs or {})
+        messages = [normalize_message(message) for message in messages]
         if messages[-1]["role"] == "assistant" and not continue_final_message:
             raise RequestError("the template wants a user's message last", "messages")
         return list("".join(f"[{m['role']}]{m['content']}" for m in messages).encode())

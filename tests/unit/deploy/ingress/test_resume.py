@@ -573,16 +573,3 @@ def test_tokenizer_lost_while_registering(tokenizer: Tokenizer) -> None:
     world = Flaky(tokenizer)
     assert read(world) == read(World(tokenizer))
     assert len(world.calls) == 1 and world.resumes == {"tokenizer": 1}
-
-
-def test_time_limit_is_of_the_whole_request() -> None:
-    now = 100.0
-    request = GenerateRequest("r", PROMPT, SamplingParams(), timeout_s=10.0)
-    progress = Progress(request, ResumeLimits(), Counter(), clock=lambda: now)
-    assert progress.add_request(1, "c").timeout_s == 10.0
-    now = 104.0
-    progress.lost(AttemptLostError(Loss.ENGINE, ""))
-    assert progress.add_request(2, "c").timeout_s == 6.0
-    now = 200.0
-    timeout_s = progress.add_request(2, "c").timeout_s
-    assert timeout_s is not None and 0 < timeout_s < 0.1
