@@ -11,6 +11,7 @@ from typing import Any
 from deploy.http.engine_client import EngineClient, EngineHealth, GenerateRequest, ModelInfo
 from engine.errors import RequestError
 from engine.protocol.tokenizer_messages import LogprobEntry, TextDelta
+from engine.tokenizer.tokenizer import check_template_kwargs, normalize_message
 from engine.trace import RoleTrace, StepSpan, TraceRing, scheduler_trace
 
 BOS, EOS = 256, 257

@@ -16,7 +16,7 @@ import pytest
 from deploy.http.api import build_api
 from deploy.ingress import engine_watch, tokenizer_link
 from deploy.ingress.resume import ResumeLimits
-from deploy.ingress.serve_client import RoutingOptions, ServeEngineClient
+from deploy.ingress.serve_client import IngressOptions, ServeEngineClient
 from deploy.replica import engine_replica
 from deploy.replica.engine_replica import EngineReplica
 from engine.executor.message_executor import ReadyWorkers
@@ -146,19 +146,12 @@ def files_of_a_request(
         )
         monkeypatch.setattr(engine_replica, "EngineGroup", lambda *_: group)
         replica = EngineReplica({"model": model_path}, 1, "WARNING", 10.0, 1.0)
-        client = ServeEngineClient(
-            Replicas(replica),
-            model_path,
-            "m",
-            64,
-            ResumeLimits(),
-            1e6,
-            1.0,
-            RoutingOptions("prefix_aware", 4),
+        options = IngressOptions(
+            model_path, "m", 64, VOCAB, "WARNING", ResumeLimits(), 1e6, 1.0, "prefix_aware", 4
         )
-        await client.start(VOCAB)
+        client = await ServeEngineClient.create(Replicas(replica), options)
         await asyncio.sleep(0.5)
-        app = build_api(lambda: client)
+        app = build_api(ServeEngineClient.current)
         for route in app.routes:
             if getattr(route, "path", "") == "/v1/completions":
                 handler = route
