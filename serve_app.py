@@ -9,10 +9,10 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 
-from deploy.http.api import ApiSettings
+from deploy.http.settings import ApiSettings
 from deploy.ingress.ingress import build_ingress
 from deploy.ingress.resume import ResumeLimits
-from deploy.ingress.serve_client import RoutingOptions
+from deploy.ingress.serve_client import IngressOptions
 from deploy.replica.engine_replica import EngineReplica
 from deploy.replica.request_router import ChosenReplicaRouter
 from deploy.serve_state.drain_watch import HANDOVER_S, HEALTH_PERIOD_S
@@ -81,15 +81,18 @@ def build_app(args: dict[str, Any]) -> Application:
     )
     return ingress.bind(
         engines,
-        str(config.resolved.model.path),
-        config.model_name,
-        config.resolved.max_model_len,
-        config.resolved.model.vocab_size,
-        server.log_level,
-        ResumeLimits(server.resume_wait_s, server.max_resumes),
-        server.hang_timeout_s,
-        server.drain_timeout_s,
-        RoutingOptions(config.routing_policy, engine.page_size),
+        IngressOptions(
+            model_path=str(config.resolved.model.path),
+            model_name=config.model_name,
+            max_model_len=config.resolved.max_model_len,
+            vocab_size=config.resolved.model.vocab_size,
+            log_level=server.log_level,
+            resume=ResumeLimits(server.resume_wait_s, server.max_resumes),
+            hang_timeout_s=server.hang_timeout_s,
+            drain_timeout_s=server.drain_timeout_s,
+            routing_policy=config.routing_policy,
+            page_size=engine.page_size,
+        ),
     )
 
 

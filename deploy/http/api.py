@@ -4,7 +4,6 @@
 import asyncio
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Query, Request, Response
@@ -19,29 +18,14 @@ from deploy.http.header_guard import REQUEST_ID
 from deploy.http.metrics import ServerMetrics
 from deploy.http.openai.chat import ChatEndpoint
 from deploy.http.openai.completions import CompletionEndpoint
-from deploy.http.openai.endpoint import Endpoint
 from deploy.http.openai.errors import ErrorReply, error_reply, reply_to
-from deploy.http.openai.limits import check_model
-from deploy.http.openai.protocol import ChatCompletionRequest, CompletionRequest
-from deploy.http.openai.response import GenerationResponse
+from deploy.http.openai.generation import check_model
+from deploy.http.openai.request import GenerationRequest
 from deploy.http.openai.sse import encode_json
+from deploy.http.settings import ApiSettings
 from engine import __version__
 from engine.errors import EngineDeadError, RequestError
 from engine.trace import CAPACITY, chrome_trace_json
-
-
-@dataclass(frozen=True)
-class ApiSettings:
-    """Limits and choices of the HTTP layer."""
-
-    max_body_bytes: int = 32 * 2**20
-    stall_timeout_s: float = 120.0
-    """A stream that its client doesn't read for so long is aborted."""
-    allow_request_chat_templates: bool = False
-    """Take `chat_template` from requests. Templates are programs: a loop in one stalls the
-    tokenizer for everybody, so only for clients you trust."""
-    add_request_id_header: bool = True
-    """Answer with `X-Request-Id`. False behind Ray Serve's Python proxy, which adds its own."""
 
 
 def build_api(
@@ -53,6 +37,8 @@ def build_api(
     """
     settings = settings or ApiSettings()
     metrics = ServerMetrics()
+    completions = CompletionEndpoint(client_provider, metrics, settings)
+    chat = ChatEndpoint(client_provider, metrics, settings)
     app = _Api(settings.add_request_id_header, title="Manta", version=__version__)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(RequestValidationError, _on_bad_query)
@@ -60,26 +46,9 @@ def build_api(
     app.add_exception_handler(EngineDeadError, _on_error)
     app.add_exception_handler(Exception, _on_error)
 
-    def generate(endpoint: Endpoint, request: Request) -> Response:
-        return GenerationResponse(
-            endpoint,
-            client_provider,
-            metrics,
-            request.state.request_id,
-            settings.max_body_bytes,
-            settings.stall_timeout_s,
-        )
-
-    completion = CompletionEndpoint()
-    chat = ChatEndpoint(settings.allow_request_chat_templates)
-
-    @app.post("/v1/completions", openapi_extra=_body_schema(CompletionRequest))
-    async def create_completion(request: Request) -> Response:
-        return generate(completion, request)
-
-    @app.post("/v1/chat/completions", openapi_extra=_body_schema(ChatCompletionRequest))
-    async def create_chat_completion(request: Request) -> Response:
-        return generate(chat, request)
+    for path, endpoint in (("/v1/completions", completions), ("/v1/chat/completions", chat)):
+        schema = _body_schema(endpoint.body)
+        app.post(path, name=endpoint.name, openapi_extra=schema)(endpoint.handle)
 
     @app.get("/v1/models")
     async def list_models() -> Response:
@@ -173,7 +142,7 @@ def _describe_model(info: ModelInfo) -> dict[str, Any]:
     }
 
 
-def _body_schema(kind: type[CompletionRequest] | type[ChatCompletionRequest]) -> dict[str, Any]:
+def _body_schema(kind: type[GenerationRequest]) -> dict[str, Any]:
     """For /docs: the handlers read bodies themselves, so FastAPI doesn't know them."""
     schema = kind.model_json_schema()
     return {"requestBody": {"content": {"application/json": {"schema": schema}}}}

@@ -36,7 +36,6 @@ class GenerateRequest:
     params: SamplingParams
     priority: int = 0
     cache_salt: str = ""
-    timeout_s: float | None = None
     return_token_ids: bool = False
     """Every token's delta is needed at once, text or not."""
 

@@ -9,6 +9,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import (
@@ -178,10 +179,6 @@ class ServerMetrics:
         self.resumes = Resumes()
         self.registry.register(self.resumes)
 
-    def track(self, endpoint: str) -> RequestTracker:
-        """Begin to measure a request."""
-        return RequestTracker(self, endpoint)
-
     async def render(self, client_provider: Callable[[], EngineClient]) -> bytes:
         """The text of a scrape."""
         await self.engine_stats.fetch(client_provider)
@@ -190,37 +187,37 @@ class ServerMetrics:
         return generate_latest(self.registry)
 
 
+@dataclass
 class RequestTracker:
-    """Measures one request. Sequences are numbered as its choices."""
+    """Measures one request of an endpoint from now on. Sequences are numbered as its choices."""
 
-    def __init__(self, metrics: ServerMetrics, endpoint: str) -> None:
-        self._metrics = metrics
-        self._endpoint = endpoint
-        self._start = time.perf_counter()
-        self._last: dict[int, tuple[float, int]] = {}
-        self._first_token = metrics.time_to_first_token.series(endpoint)
-        self._inter_token = metrics.inter_token_latency.series(endpoint)
-        metrics.in_flight.labels(endpoint).inc()
+    metrics: ServerMetrics
+    endpoint: str
+    _start: float = field(default_factory=time.perf_counter)
+    _last: dict[int, tuple[float, int]] = field(default_factory=dict)
+    """When each sequence gave its last delta, and its tokens until then."""
 
     def delta(self, index: int, delta: TextDelta) -> None:
         """Note progress of a sequence; called for every delta."""
         now = time.perf_counter()
         last = self._last.get(index)
         if last is None:
+            metrics = self.metrics
+            self._inter_token = metrics.inter_token_latency.series(self.endpoint)
             if delta.num_output > 0:
-                LatencyHistogram.observe(self._first_token, now - self._start)
-            self._metrics.prompt_tokens.inc(delta.num_prompt)
-            self._metrics.cached_prompt_tokens.inc(delta.num_cached)
+                series = metrics.time_to_first_token.series(self.endpoint)
+                LatencyHistogram.observe(series, now - self._start)
+            metrics.prompt_tokens.inc(delta.num_prompt)
+            metrics.cached_prompt_tokens.inc(delta.num_cached)
         elif (tokens := delta.num_output - last[1]) > 0:
             LatencyHistogram.observe(self._inter_token, (now - last[0]) / tokens, tokens)
         self._last[index] = (now, delta.num_output)
         if delta.finish_reason is not None:
-            self._metrics.sequences.labels(self._endpoint, delta.finish_reason).inc()
+            self.metrics.sequences.labels(self.endpoint, delta.finish_reason).inc()
 
     def end(self, status: int) -> None:
         """The request is over, whatever came of it."""
-        metrics, endpoint = self._metrics, self._endpoint
-        metrics.in_flight.labels(endpoint).dec()
+        metrics, endpoint = self.metrics, self.endpoint
         metrics.requests.labels(endpoint, str(status)).inc()
         metrics.generation_tokens.inc(sum(tokens for _, tokens in self._last.values()))
         if status == 200:

@@ -7,16 +7,17 @@ import contextvars
 import copy
 import itertools
 import logging
-from collections.abc import Callable, Coroutine, Iterable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import grpc
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 
+from deploy.ingress.engine_watch import EngineWatch
 from deploy.ingress.replica_router import ReplicaRouter, input_of
 from deploy.ingress.resume import AttemptLostError, Loss, Progress
-from deploy.ingress.tokenizer_link import TokenizerLostError
+from deploy.ingress.tokenizer_link import TokenizerLink, TokenizerLostError
 from engine.errors import EngineDeadError, EngineDrainingError, RequestError
 from engine.protocol import encoding
 from engine.protocol import tokenizer_messages as tm
@@ -29,38 +30,24 @@ END_TIMEOUT_S = 10.0
 """After the engine said a request ended, its last text must arrive within this."""
 
 
-class Tokenizer(Protocol):
-    """What an attempt needs of `TokenizerLink`."""
-
-    @property
-    def address(self) -> str: ...
-
-    async def ask_once(self, make: Callable[[int], Any], wait_s: float) -> Any: ...
-
-    def send(self, message: Any) -> None: ...
-
-
 class Attempts:
-    """The open attempts of one ingress: messages find theirs by its request id.
-
-    `call_engine` opens the unary Serve call of an encoded `AddRequest` to the replica whose actor
-    is named ("": whichever Serve takes); cancelling it cancels the call. `abort` tells the replica
-    with that address to abort, and whether it could.
-    """
+    """The open attempts of one ingress: messages find theirs by its request id."""
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
-        call_engine: Callable[[bytes, str], Coroutine[Any, Any, None]],
-        abort: Callable[[str, AbortRequest], bool],
-        reply_to: str,
+        tokenizer: TokenizerLink,
+        engines: Any,
+        watch: EngineWatch,
+        address: str,
         router: ReplicaRouter | None = None,
     ) -> None:
+        """`engines`: Serve's handle; `address`: the ingress' inbox. Without a `router`, Serve
+        chooses the replica."""
         self.tokenizer = tokenizer
-        self.call_engine = call_engine
-        self.abort = abort
-        self.reply_to = reply_to
+        self.watch = watch
+        self.address = address
         self.router = router
+        self._engines = engines
         self._rids = itertools.count(1)
         self._open: dict[int, Attempt] = {}
         self._due: list[list[TextDelta]] = []
@@ -140,17 +127,32 @@ class Attempts:
             if self.router is not None:
                 self.router.taken(rid, replica)
         else:  # cancelling its call came too late; if it has ended, this means nothing
-            self.abort(replica, AbortRequest(rid=rid, reply_to=self.tokenizer.address))
+            self.watch.send(replica, AbortRequest(rid=rid, reply_to=self.tokenizer.address))
 
     def fail_all(self, error: Exception) -> None:
         """Nothing more comes of any attempt that is open now."""
         for attempt in self._open.values():
             attempt.fail(copy.copy(error))  # a raised exception gathers tracebacks
 
-    def hold(self, call: asyncio.Future[None]) -> None:
-        """Keep a call until it returns."""
+    def call_engine(self, request: bytes, actor: str) -> asyncio.Task[None]:
+        """Open the Serve call of an encoded `AddRequest`: to the replica whose actor is named, or
+        to any if `actor` is "". The call lasts until the scheduler has let go of the request.
+        """
+        # In the HTTP request's context Serve would take the call for that request's child, and
+        # cancel it when the client leaves, before we know.
+        loop = asyncio.get_running_loop()
+        call = loop.create_task(self._call(request, actor), context=contextvars.Context())
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
+        return call
+
+    async def _call(self, request: bytes, actor: str) -> None:
+        response = self._engines.generate.remote(request, self.address, actor)
+        try:
+            await response
+        except asyncio.CancelledError:
+            response.cancel()
+            raise
 
 
 class Attempt:
@@ -196,7 +198,7 @@ class Attempt:
         def register(call: int) -> tm.Register:
             return tm.Register(
                 call,
-                attempts.reply_to,
+                attempts.address,
                 self.rid,
                 progress.params,
                 request.prompt_ids,
@@ -219,12 +221,7 @@ class Attempt:
             actor, add.page_hashes = attempts.router.route(
                 self.rid, input_of(add.input_ids, add.output_ids), add.cache_salt
             )
-        # The call crosses Ray as one byte string. In the HTTP request's context Serve would take
-        # it for that request's child and cancel it when the client leaves, before we know.
-        self._call = loop.create_task(
-            attempts.call_engine(encoding.encode_inline(add), actor), context=contextvars.Context()
-        )
-        attempts.hold(self._call)
+        self._call = attempts.call_engine(encoding.encode_inline(add), actor)
         self._call.add_done_callback(self._on_call_end)
         self._timer = loop.call_later(progress.wait_left_s, self._check_taken)
 
@@ -286,7 +283,7 @@ class Attempt:
         abort = AbortRequest(rid=self.rid, reply_to=self._reply_to)
         # A message costs a hundredth of cancelling a call, which returns once it is obeyed. It's
         # sent even if the call is over: one that was cancelled may have left the request behind.
-        if not self.replica or not attempts.abort(self.replica, abort):
+        if not self.replica or not attempts.watch.send(self.replica, abort):
             self._call.cancel()
 
     def _end_trial(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +12,10 @@ import ray
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
+from deploy.ingress.listener import IngressListener
 from engine.actors.actor_process import ActorProcess
 from engine.errors import EngineDeadError
-from engine.protocol.messages import AbortRequest, Ping, Pong, ReaderGone
+from engine.protocol.messages import Ping, Pong, ReaderGone
 from engine.protocol.transport import Outbox
 from engine.pulse import Pulse
 
@@ -54,15 +54,12 @@ class EngineWatch:
         engines: Any,
         address: str,
         hang_timeout_s: float,
-        on_pong: Callable[[Pong], None] = lambda pong: None,
-        on_forgotten: Callable[[str], None] = lambda replica: None,
+        listener: IngressListener,
     ) -> None:
-        """`engines`: Serve's handle; `address`: this ingress's inbox. The callbacks tell of
-        replicas that live, and of those that don't any more (by their inboxes' addresses)."""
+        """`engines`: Serve's handle; `address`: this ingress' inbox."""
         self.quiet: set[str] = set()
         """Replicas that are silent, if only for a moment."""
-        self._on_pong = on_pong
-        self._on_forgotten = on_forgotten
+        self._listener = listener
         self._engines = engines
         self._address = address
         self._suspicious_s = hang_timeout_s - CONFIRM_S
@@ -93,16 +90,12 @@ class EngineWatch:
         self.quiet.discard(address)
         if pong is not None:
             replica.pong = pong
-            self._on_pong(pong)
+            self._listener.replica_alive(pong)
 
     def send(self, address: str, message: Any) -> bool:
         """Send to a replica; False if it is not known any more."""
         replica = self._replicas.get(address)
         return replica is not None and self._send(replica, message)
-
-    def abort(self, address: str, request: AbortRequest) -> bool:
-        """Abort a request that the replica took; False if the replica is not known any more."""
-        return self.send(address, request)
 
     def reader_gone(self, reply_to: str) -> None:
         """Tell all replicas that nobody reads the tokens sent to this address any more."""
@@ -139,7 +132,7 @@ class EngineWatch:
             replica.outbox.close()
             del self._replicas[address]
             self.quiet.discard(address)
-            self._on_forgotten(address)
+            self._listener.replica_lost(address)
             if pong is not None:
                 await asyncio.to_thread(_kill, pong)
         replica.suspected = False

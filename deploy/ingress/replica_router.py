@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from deploy.ingress.engine_watch import EngineWatch
 from deploy.routing import ApplyResult, NoReplicaError, RouteRequest, RoutingPolicy
 from engine.protocol.messages import IntArray, KVEvents, KVSnapshot, Pong, SubscribeKVEvents
 
@@ -32,9 +32,8 @@ class Route(NamedTuple):
 class ReplicaRouter:
     """A routing policy, kept informed. Replicas go by their inbox addresses; one event loop.
 
-    `send(replica, message)` says whether the replica is known. `quiet` are replicas that haven't
-    answered lately: with them as with those to be avoided, it costs less to pass over one that is
-    well than to wait for one that isn't.
+    Replicas that haven't answered lately, and those to be avoided, are passed over: it costs less
+    to pass over one that is well than to wait for one that isn't.
     """
 
     def __init__(
@@ -42,14 +41,12 @@ class ReplicaRouter:
         policy: RoutingPolicy,
         page_size: int,
         address: str,
-        send: Callable[[str, Any], bool],
-        quiet: Callable[[], set[str]],
+        watch: EngineWatch,
     ) -> None:
         self.policy = policy
         self._page_size = page_size
         self._address = address
-        self._send = send
-        self._quiet = quiet
+        self._watch = watch
         self._actors: dict[str, str] = {}
         self._avoided: dict[str, float] = {}
         """Until when."""
@@ -141,7 +138,7 @@ class ReplicaRouter:
 
     def _subscribe(self, replica: str, now: float) -> None:
         self._heard[replica] = now
-        if not self._send(replica, SubscribeKVEvents(self._address)):
+        if not self._watch.send(replica, SubscribeKVEvents(self._address)):
             logger.warning("a replica can't be asked what its cache holds")
 
     def _avoid(self, replica: str) -> None:
@@ -150,7 +147,7 @@ class ReplicaRouter:
 
     def _unfit(self) -> set[str]:
         """Replicas to pass over; none if that would leave none."""
-        unfit = self._quiet()
+        unfit = self._watch.quiet
         if self._avoided:
             now = self.policy.clock()
             self._avoided = {r: until for r, until in self._avoided.items() if until > now}

@@ -92,7 +92,7 @@ class Progress:
     _output_at_loss: int = 0
 
     def __post_init__(self) -> None:
-        self._begun = self._waiting_since = self.clock()
+        self._waiting_since = self.clock()
 
     @property
     def is_suspect(self) -> bool:
@@ -116,9 +116,6 @@ class Progress:
     def add_request(self, rid: int, reply_to: str) -> AddRequest:
         """The next attempt as an engine takes it."""
         request = self.request
-        timeout_s = request.timeout_s
-        if timeout_s is not None:
-            timeout_s = max(timeout_s - (self.clock() - self._begun), 1e-3)
         return AddRequest(
             rid=rid,
             reply_to=reply_to,
@@ -128,7 +125,6 @@ class Progress:
             output_ids=np.asarray(self.output_ids, np.int32) if self.output_ids else None,
             priority=request.priority,
             cache_salt=request.cache_salt,
-            timeout_s=timeout_s,
         )
 
     def take(self, delta: TextDelta) -> None:

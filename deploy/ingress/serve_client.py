@@ -12,11 +12,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from deploy.http.engine_client import EngineClient, EngineHealth, GenerateRequest, ModelInfo
 from deploy.ingress.attempt import Attempts
 from deploy.ingress.engine_watch import EngineWatch
+from deploy.ingress.listener import IngressListener
 from deploy.ingress.replica_router import ReplicaRouter
 from deploy.ingress.resume import AttemptLostError, Loss, Progress, ResumeLimits
 from deploy.ingress.tokenizer_link import TokenizerLink
@@ -39,71 +40,76 @@ HEALTH_TIMEOUT_S = 0.8
 
 
 HASHES_EVERY_TOKENS = 16
-"""The index of cached pages keeps about one hash for so many tokens, however small pages are."""
+"""The index of cached pages keeps about one hash for this many tokens, however small pages are."""
 
 
 @dataclass(frozen=True)
-class RoutingOptions:
-    """`policy`: how replicas are chosen, a word of `ROUTING_POLICIES`; "" leaves it to Serve.
-    `page_size`: tokens a page."""
+class IngressOptions:
+    """What an ingress must know of the configuration. Times in seconds, sizes in tokens."""
 
-    policy: str
+    model_path: str
+    model_name: str
+    max_model_len: int
+    vocab_size: int
+    log_level: str
+    resume: ResumeLimits
+    hang_timeout_s: float
+    drain_timeout_s: float
+    routing_policy: str
+    """How replicas are chosen; "" leaves it to Serve."""
     page_size: int
 
 
-class ServeEngineClient(EngineClient):
+class ServeEngineClient(EngineClient, IngressListener):
     """One per ingress replica; owns its tokenizer actor."""
 
-    def __init__(
-        self,
-        engines: Any,
-        model_path: str,
-        name: str,
-        max_model_len: int,
-        limits: ResumeLimits,
-        hang_timeout_s: float,
-        drain_timeout_s: float,
-        routing: RoutingOptions,
-    ) -> None:
-        self._engines = engines
-        self._name = name
-        self._max_model_len = max_model_len
-        self._limits = limits
-        self._hang_timeout_s = hang_timeout_s
-        self._drain_timeout_s = drain_timeout_s
-        self._routing = routing
-        self._router: ReplicaRouter | None = None
-        self._tokenizer = TokenizerLink(model_path, hang_timeout_s, self._on_tokenizer_lost)
-        self._info: ModelInfo | None = None
-        self._drain = DrainWatch()
-        self._resumes: Counter[str] = Counter()
+    _current: ClassVar[ServeEngineClient | None] = None
 
-    async def start(self, vocab_size: int) -> None:
-        """Start the tokenizer and wait until it answers. `vocab_size` is the model's."""
-        await self._tokenizer.start()
+    def __init__(self, engines: Any, options: IngressOptions) -> None:
+        """`engines`: Serve's handle. Use `create`, which also starts the parts."""
+        self._engines = engines
+        self._resume = options.resume
+        self._drain_timeout_s = options.drain_timeout_s
+        self._info = ModelInfo(
+            options.model_name, options.max_model_len, options.vocab_size, int(time.time())
+        )
+        self._resumes: Counter[str] = Counter()
+        self._drain = DrainWatch()
         self._inbox = AsyncInbox(node_ip(), self._on_message)
-        self._watch = EngineWatch(
-            self._engines,
-            self._inbox.address,
-            self._hang_timeout_s,
-            self._on_pong,
-            self._on_replica_forgotten,
-        )
-        self._router = self._make_router()
-        self._attempts = Attempts(
-            self._tokenizer,
-            self._call_engine,
-            self._watch.abort,
-            self._inbox.address,
-            self._router,
-        )
-        self._watch.start()
-        self._leaving = asyncio.get_running_loop().create_task(self._end_streams_in_time())
-        self._info = ModelInfo(self._name, self._max_model_len, vocab_size, int(time.time()))
+        hang_timeout_s, address = options.hang_timeout_s, self._inbox.address
+        self._tokenizer = TokenizerLink(options.model_path, hang_timeout_s, self)
+        self._watch = EngineWatch(engines, address, hang_timeout_s, self)
+        self._router = _make_router(options, address, self._watch)
+        self._attempts = Attempts(self._tokenizer, engines, self._watch, address, self._router)
+        self._leaving: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def create(cls, engines: Any, options: IngressOptions) -> ServeEngineClient:
+        """The client of this process, complete and running. Raises what keeps the tokenizer from
+        starting."""
+        client = cls(engines, options)
+        try:
+            await client._tokenizer.start()
+        except BaseException:
+            client.stop()
+            raise
+        client._watch.start()
+        loop = asyncio.get_running_loop()
+        client._leaving = loop.create_task(client._end_streams_in_time())
+        cls._current = client
+        return client
+
+    @classmethod
+    def current(cls) -> ServeEngineClient:
+        """The client of this process. Raises `EngineDeadError` until there is one."""
+        if cls._current is None:
+            raise EngineDeadError("the server is still starting")
+        return cls._current
 
     def stop(self) -> None:
-        """Stop the tokenizer."""
-        self._leaving.cancel()
+        """Stop the tokenizer and the watch, and close the inbox."""
+        if self._leaving is not None:
+            self._leaving.cancel()
         self._watch.close()
         self._tokenizer.stop()
         self._inbox.close()
@@ -115,8 +121,6 @@ class ServeEngineClient(EngineClient):
 
     @property
     def model_info(self) -> ModelInfo:
-        if self._info is None:
-            raise EngineDeadError("the server is still starting")
         return self._info
 
     @property
@@ -126,14 +130,14 @@ class ServeEngineClient(EngineClient):
     async def encode(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
         reply = await self._tokenizer.ask(
             lambda call: tm.EncodeRequest(call, self._inbox.address, texts, add_special_tokens),
-            self._limits.wait_s,
+            self._resume.wait_s,
         )
         return _ids(reply)
 
     async def decode(self, token_ids: list[int]) -> str:
         reply = await self._tokenizer.ask(
             lambda call: tm.DecodeRequest(call, self._inbox.address, token_ids),
-            self._limits.wait_s,
+            self._resume.wait_s,
         )
         return str(reply.text)
 
@@ -158,44 +162,16 @@ class ServeEngineClient(EngineClient):
                 tools,
                 template_kwargs,
             ),
-            self._limits.wait_s,
+            self._resume.wait_s,
         )
         return _ids(reply)[0]
 
     async def generate(
         self, request: GenerateRequest, read: Callable[[list[TextDelta]], None]
     ) -> None:
-        await self._attempts.generate(Progress(request, self._limits, self._resumes), read)
-
-    def _make_router(self) -> ReplicaRouter | None:
-        routing = self._routing
-        if not routing.policy:
-            return None
-        policy = make_policy(
-            routing.policy,
-            time.monotonic,
-            sample_every=max(1, HASHES_EVERY_TOKENS // routing.page_size),
-        )
-        return ReplicaRouter(
-            policy,
-            routing.page_size,
-            self._inbox.address,
-            self._watch.send,
-            lambda: self._watch.quiet,
-        )
-
-    async def _call_engine(self, request: bytes, actor: str) -> None:
-        """The call that stays open for as long as an engine works on the request."""
-        response = self._engines.generate.remote(request, self._inbox.address, actor)
-        try:
-            await response
-        except asyncio.CancelledError:
-            response.cancel()
-            raise
+        await self._attempts.generate(Progress(request, self._resume, self._resumes), read)
 
     async def health(self) -> EngineHealth:
-        if self._info is None:
-            return EngineHealth(False, "starting")
         try:
             replies = await self._ask_engines("health", HEALTH_TIMEOUT_S)
             async with asyncio.timeout(HEALTH_TIMEOUT_S):
@@ -244,15 +220,15 @@ class ServeEngineClient(EngineClient):
             case tm.EncodeReply() | tm.DecodeReply() | tm.Registered():
                 self._tokenizer.answer(message.call, message)
 
-    def _on_pong(self, pong: Pong) -> None:
+    def replica_alive(self, pong: Pong) -> None:
         if self._router is not None:
             self._router.appeared(pong)
 
-    def _on_replica_forgotten(self, replica: str) -> None:
+    def replica_lost(self, replica: str) -> None:
         if self._router is not None:
             self._router.vanished(replica)
 
-    def _on_tokenizer_lost(self, address: str) -> None:
+    def tokenizer_lost(self, address: str) -> None:
         self._watch.reader_gone(address)
         self._attempts.fail_all(AttemptLostError(Loss.TOKENIZER, "it was lost"))
 
@@ -262,6 +238,17 @@ class ServeEngineClient(EngineClient):
         self._attempts.fail_all(
             RequestError("The server is being stopped.", status=503, code="server_stopping")
         )
+
+
+def _make_router(options: IngressOptions, address: str, watch: EngineWatch) -> ReplicaRouter | None:
+    if not options.routing_policy:
+        return None
+    policy = make_policy(
+        options.routing_policy,
+        time.monotonic,
+        sample_every=max(1, HASHES_EVERY_TOKENS // options.page_size),
+    )
+    return ReplicaRouter(policy, options.page_size, address, watch)
 
 
 def _ids(reply: tm.EncodeReply) -> list[list[int]]:

@@ -11,6 +11,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from deploy.ingress.listener import IngressListener
 from engine.actors.actor_process import ActorProcess
 from engine.actors.role_watch import RoleWatch
 from engine.actors.tokenizer_actor import RemoteTokenizerActor
@@ -34,15 +35,13 @@ class TokenizerLostError(MantaError):
 
 
 class TokenizerLink:
-    """Owns the actor. Its requests and their texts are the actor's; the caller registers them
-    anew when told (`on_lost`, given the address of the lost one) that it is gone."""
+    """Owns the actor. Requests and their texts are registered with the actor; they are lost with
+    it, which the listener is told."""
 
-    def __init__(
-        self, model_path: str, hang_timeout_s: float, on_lost: Callable[[str], None]
-    ) -> None:
+    def __init__(self, model_path: str, hang_timeout_s: float, listener: IngressListener) -> None:
         self._model_path = model_path
         self._hang_timeout_s = hang_timeout_s
-        self._on_lost = on_lost
+        self._listener = listener
         self._up = asyncio.Event()
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_ids = itertools.count(1)
@@ -181,7 +180,7 @@ class TokenizerLink:
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(TokenizerLostError())
-        self._on_lost(address)
+        self._listener.tokenizer_lost(address)
 
     def _close_outbox(self) -> None:
         if self._outbox is not None:

@@ -111,10 +111,10 @@ class EngineReplica:
             raise EngineDeadError(f"the engine is down: {self._group.death}")
         message = encoding.decode([request], AddRequest)
         message.owner = self._inbox.address
+        self._scheduler.send(message)
         self._heard(ingress)
         done = self._open.open(message.reply_to, message.rid, ingress)
         try:
-            self._scheduler.send(message)
             self._ingresses.send(ingress, RequestTaken(message.rid, self._inbox.address))
             await done
         except (asyncio.CancelledError, EngineDrainingError):

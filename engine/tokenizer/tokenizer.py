@@ -20,6 +20,14 @@ from engine.tokenizer.loading import TokenizerFiles, load_tokenizer_files
 
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _MAX_COMPILED_TEMPLATES = 16
+RESERVED_TEMPLATE_KEYS = frozenset(
+    {
+        *("messages", "tools", "documents", "chat_template", "tokenize", "add_generation_prompt"),
+        *("continue_final_message", "return_tensors", "return_dict", "padding", "truncation"),
+        "max_length",
+    }
+)
+"""Names that transformers' `apply_chat_template` takes itself."""
 
 
 class Tokenizer:
@@ -145,13 +153,8 @@ class Tokenizer:
             )
         template = self._choose_template(chat_template, tools)
         variables = {**self._special_tokens, **(template_kwargs or {})}
-        for name in ("messages", "tools", "documents", "add_generation_prompt"):
-            if name in variables:
-                raise RequestError(
-                    f"'{name}' can't be set as an argument of the chat template",
-                    "chat_template_kwargs",
-                )
-        chat = [_normalize(message) for message in messages]
+        check_template_kwargs(template_kwargs or {})
+        chat = [normalize_message(message) for message in messages]
         try:
             return template.render(
                 chat,
@@ -230,7 +233,20 @@ class Tokenizer:
         return text[1:].encode()
 
 
-def _normalize(message: Mapping[str, Any]) -> dict[str, Any]:
+def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
+    """Raise `RequestError` for names that a template's variables can't have."""
+    for name in kwargs:
+        if name in RESERVED_TEMPLATE_KEYS or not name.isidentifier():
+            raise RequestError(
+                f"chat_template_kwargs must not set {name[:40]!r}.", "chat_template_kwargs"
+            )
+
+
+def normalize_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """What templates read: text parts of the content are joined by newlines, as vLLM does.
+
+    Raises `RequestError` for content that isn't text.
+    """
     if not isinstance(message, Mapping):
         raise RequestError("each message must be an object with a role and content", "messages")
     content = message.get("content")

@@ -11,6 +11,7 @@ from typing import Any
 from deploy.http.engine_client import EngineClient, EngineHealth, GenerateRequest, ModelInfo
 from engine.errors import RequestError
 from engine.protocol.tokenizer_messages import LogprobEntry, TextDelta
+from engine.tokenizer.tokenizer import check_template_kwargs, normalize_message
 from engine.trace import RoleTrace, StepSpan, TraceRing, scheduler_trace
 
 BOS, EOS = 256, 257
@@ -97,6 +98,8 @@ class FakeEngineClient(EngineClient):
                 "template_kwargs": template_kwargs,
             }
         )
+        check_template_kwargs(template_kwargs or {})
+        messages = [normalize_message(message) for message in messages]
         if messages[-1]["role"] == "assistant" and not continue_final_message:
             raise RequestError("the template wants a user's message last", "messages")
         return list("".join(f"[{m['role']}]{m['content']}" for m in messages).encode())

@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 import uvicorn
 
-from deploy.http.api import ApiSettings, build_api
+from deploy.http.api import build_api
+from deploy.http.settings import ApiSettings
 from tests.support.fake_client import FakeEngineClient
 
 

@@ -1,37 +1,166 @@
 """`POST /v1/chat/completions`."""
 
-from __future__ import annotations
+# No `from __future__ import annotations`: pydantic reads the annotations of the request.
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
-import time
-from typing import Any
+from pydantic import Field, field_validator, model_validator
 
-from deploy.http.engine_client import EngineClient, GenerateRequest
+from deploy.http.engine_client import EngineClient
 from deploy.http.metrics import RequestTracker
-from deploy.http.openai.body import parse_request
 from deploy.http.openai.endpoint import Endpoint
-from deploy.http.openai.generation import Generation, Output, Plan
-from deploy.http.openai.limits import (
+from deploy.http.openai.generation import (
     Fields,
+    Generation,
+    Output,
+    Prompt,
     check_model,
     check_text_length,
     check_token_ids,
-    request_seeds,
+    make_plan,
     resolve_max_tokens,
 )
 from deploy.http.openai.logprobs import chat_logprobs, prompt_logprobs
-from deploy.http.openai.protocol import ChatCompletionRequest
+from deploy.http.openai.request import (
+    UNSUPPORTED,
+    GenerationRequest,
+    Strict,
+    parse_request,
+    refusal,
+)
 from deploy.http.openai.sse import ChunkEncoder, encode_json
 from engine.errors import RequestError
 from engine.protocol.tokenizer_messages import TextDelta
+from engine.sampling_params import MAX_LOGPROBS
+
+
+class TextPart(Strict):
+    """A piece of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(Strict):
+    """One message of the conversation, as given or as an earlier reply was returned."""
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "tool_calls": ([],),
+        "tool_call_id": (),
+        "function_call": (),
+        "audio": (),
+        "refusal": ("",),
+    }
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart] = ""
+    name: str | None = None
+    reasoning_content: str | None = None
+    annotations: list[Any] = Field(default_factory=list)
+    """Of an earlier reply; templates don't know it."""
+
+    @field_validator("role", mode="before")
+    @classmethod
+    def _refuse_tool_roles(cls, value: Any) -> Any:
+        if value in ("tool", "function"):
+            raise refusal(f"messages of role {value} are not supported yet.")
+        return value
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _refuse_media(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return value
+        if not isinstance(value, list):
+            raise refusal("content of a message must be a string or a list of text parts.")
+        for part in value:
+            kind = part.get("type") if isinstance(part, dict) else None
+            if isinstance(kind, str) and kind != "text":
+                raise refusal(f"content of type {kind[:40]} is not supported yet.")
+        return value
+
+    @model_validator(mode="after")
+    def _check_content(self) -> "ChatMessage":
+        if "content" not in self.model_fields_set and self.role != "assistant":
+            raise refusal(f"A {self.role} message must have content.", "content")
+        return self
+
+    @property
+    def text(self) -> str:
+        """The content without its parts' borders."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
+
+    def as_template_input(self) -> dict[str, Any]:
+        """What the tokenizer takes; it joins the parts."""
+        parts = self.content
+        content = parts if isinstance(parts, str) else [part.model_dump() for part in parts]
+        # Templates know "system"; "developer" is OpenAI's newer word for it.
+        role = "system" if self.role == "developer" else self.role
+        message: dict[str, Any] = {"role": role, "content": content}
+        if self.name is not None:
+            message["name"] = self.name
+        if self.reasoning_content is not None:
+            message["reasoning_content"] = self.reasoning_content
+        return message
+
+
+class ChatCompletionRequest(GenerationRequest):
+    """Body of `POST /v1/chat/completions`."""
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **UNSUPPORTED,
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+        "parallel_tool_calls": (True, False),
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "audio": (),
+        "modalities": (["text"],),
+        "prediction": (),
+        "moderation": (),
+        "reasoning_effort": ("none",),
+        "thinking_token_budget": (),
+        "include_reasoning": (True,),
+        "verbosity": ("medium",),
+        "web_search_options": (),
+        "documents": ([],),
+        "mm_processor_kwargs": (),
+        "echo": (False,),
+        "add_special_tokens": (False,),
+    }
+
+    messages: list[ChatMessage]
+    max_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
+    max_completion_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
+    add_generation_prompt: bool | None = None
+    """Default: unless the final message is to be continued."""
+    continue_final_message: bool = False
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _check_chat(self) -> "ChatCompletionRequest":
+        if not self.messages:
+            raise refusal("messages must not be empty.", "messages")
+        if self.top_logprobs and not self.logprobs:
+            raise refusal("top_logprobs is only allowed with logprobs: true.", "top_logprobs")
+        if self.add_generation_prompt and self.continue_final_message:
+            raise refusal(
+                "add_generation_prompt and continue_final_message exclude each other.",
+                "continue_final_message",
+            )
+        return self
 
 
 class ChatEndpoint(Endpoint):
     """Renders the conversation with the model's chat template and generates the reply."""
 
     name = "chat_completions"
-
-    def __init__(self, allow_request_templates: bool) -> None:
-        self._allow_request_templates = allow_request_templates
+    body = ChatCompletionRequest
 
     async def prepare(
         self, client: EngineClient, body: bytes, request_id: str, tracker: RequestTracker
@@ -39,53 +168,32 @@ class ChatEndpoint(Endpoint):
         request = parse_request(body, ChatCompletionRequest)
         info = client.model_info
         check_model(request.model, info)
-        if request.chat_template is not None and not self._allow_request_templates:
+        if request.chat_template is not None and not self.settings.allow_request_chat_templates:
             raise RequestError(
                 "chat_template in requests is switched off on this server: templates are "
                 "programs; use the model's own.",
                 "chat_template",
             )
         messages = [message.as_template_input() for message in request.messages]
-        check_text_length("".join(m["content"] for m in messages), info, "messages")
+        check_text_length("".join(message.text for message in request.messages), info, "messages")
         add_generation_prompt = request.add_generation_prompt
         if add_generation_prompt is None:
             add_generation_prompt = not request.continue_final_message
-        seeds = request_seeds(request.seed, request.n)
-        prompt_ids = await client.render_chat(
+        ids = await client.render_chat(
             messages,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=request.continue_final_message,
             chat_template=request.chat_template,
             template_kwargs=request.chat_template_kwargs or None,
         )
-        check_token_ids(prompt_ids, info, "messages")
+        check_token_ids(ids, info, "messages")
         by_new_name = request.max_completion_tokens is not None
         fields = Fields("messages", "max_completion_tokens" if by_new_name else "max_tokens")
         asked = request.max_completion_tokens if by_new_name else request.max_tokens
-        max_tokens = resolve_max_tokens(len(prompt_ids), asked, None, info, fields)
-
+        prompt = Prompt(ids, resolve_max_tokens(len(ids), asked, None, info, fields))
         request_id = f"chatcmpl-{request.request_id or request_id}"
-        sequences = []
-        for copy, seed in enumerate(seeds):
-            params = request.sampling_params(
-                max_tokens,
-                seed,
-                request.top_logprobs if request.logprobs else None,
-                request.prompt_logprobs,
-            )
-            if copy == 0:
-                params.verify(info.vocab_size)
-            sequences.append(
-                GenerateRequest(
-                    request_id=f"{request_id}-{copy}" if request.n > 1 else request_id,
-                    prompt_ids=prompt_ids,
-                    params=params,
-                    priority=request.priority,
-                    cache_salt=request.cache_salt,
-                    return_token_ids=request.return_token_ids,
-                )
-            )
-        plan = Plan(request_id, int(time.time()), info.name, request.n, sequences)
+        top = request.top_logprobs if request.logprobs else None
+        plan = make_plan(request, request_id, info, [prompt], top, request.prompt_logprobs)
         return ChatGeneration(client, request, plan, tracker)
 
 

@@ -1,27 +1,98 @@
 """`POST /v1/completions`."""
 
-from __future__ import annotations
+# No `from __future__ import annotations`: pydantic reads the annotations of the request.
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, NamedTuple
 
-import time
-from typing import Any, NamedTuple
+from pydantic import PlainValidator, WithJsonSchema, model_validator
 
-from deploy.http.engine_client import EngineClient, GenerateRequest, ModelInfo
+from deploy.http.engine_client import EngineClient, ModelInfo
 from deploy.http.metrics import RequestTracker
-from deploy.http.openai.body import parse_request
 from deploy.http.openai.endpoint import Endpoint
-from deploy.http.openai.generation import Generation, Output, Plan
-from deploy.http.openai.limits import (
+from deploy.http.openai.generation import (
     Fields,
+    Generation,
+    Output,
+    Plan,
+    Prompt,
     check_model,
     check_text_length,
     check_token_ids,
-    request_seeds,
+    make_plan,
     resolve_max_tokens,
 )
 from deploy.http.openai.logprobs import completion_logprobs, echoed_logprobs, prompt_logprobs
-from deploy.http.openai.protocol import COMPLETION_MAX_TOKENS, CompletionRequest
+from deploy.http.openai.request import UNSUPPORTED, GenerationRequest, parse_request, refusal
 from deploy.http.openai.sse import ChunkEncoder, encode_json
 from engine.protocol.tokenizer_messages import LogprobEntry, TextDelta
+
+MAX_PROMPTS = 2048
+COMPLETION_MAX_TOKENS = 16
+"""OpenAI's default for completions; chats may use the rest of the context."""
+
+
+def _check_prompt(value: Any) -> list[str] | list[list[int]]:
+    """A prompt or a list of prompts, as texts or token ids, to a list of prompts."""
+    if isinstance(value, str):
+        value = [value]
+    if not isinstance(value, list):
+        raise refusal(
+            "prompt must be a string, a list of strings, a list of token ids, or a list of lists "
+            "of token ids."
+        )
+    kinds = set(map(type, value))
+    if kinds == {int}:
+        return [value]
+    if len(value) > MAX_PROMPTS:
+        raise refusal(f"prompt takes at most {MAX_PROMPTS} prompts.")
+    if not value or (kinds <= {str, list} and not all(value)):
+        raise refusal("prompt must not be empty.")
+    if kinds == {str} or (kinds == {list} and all(set(map(type, ids)) == {int} for ids in value)):
+        return value
+    raise refusal("prompt must hold either strings or whole-number token ids.")
+
+
+Prompts = Annotated[
+    list[str] | list[list[int]],
+    PlainValidator(_check_prompt),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}},
+                {"type": "array", "items": {"type": "integer"}},
+                {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
+            ]
+        }
+    ),
+]
+
+
+class CompletionRequest(GenerationRequest):
+    """Body of `POST /v1/completions`."""
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **UNSUPPORTED,
+        "suffix": ("",),
+        "prompt_embeds": (),
+    }
+
+    prompt: Prompts
+    echo: bool = False
+    logprobs: int | None = None
+    best_of: int | None = None
+    add_special_tokens: bool = True
+
+    @model_validator(mode="after")
+    def _check_completion(self) -> "CompletionRequest":
+        if self.best_of is not None and self.best_of != self.n:
+            raise refusal("best_of other than n is not supported yet.", "best_of")
+        if self.max_tokens == 0 and not self.echo:
+            raise refusal("max_tokens must be at least 1 (0 only with echo).", "max_tokens")
+        if self.n * len(self.prompt) > MAX_PROMPTS:
+            raise refusal(f"n times prompts must not exceed {MAX_PROMPTS}.", "n")
+        return self
+
 
 _FIELDS = Fields("prompt", "max_tokens")
 
@@ -30,6 +101,7 @@ class CompletionEndpoint(Endpoint):
     """Goes on from texts or token ids."""
 
     name = "completions"
+    body = CompletionRequest
 
     async def prepare(
         self, client: EngineClient, body: bytes, request_id: str, tracker: RequestTracker
@@ -37,40 +109,19 @@ class CompletionEndpoint(Endpoint):
         request = parse_request(body, CompletionRequest)
         info = client.model_info
         check_model(request.model, info)
-        seeds = request_seeds(request.seed, request.n)
-        prompts = await _encode(client, request, info)
-        request_id = f"cmpl-{request.request_id or request_id}"
+        ids = await _encode(client, request, info)
         # A sequence always makes a token; one that nobody asked for is dropped again.
         asked = 1 if request.max_tokens == 0 else request.max_tokens
+        default = COMPLETION_MAX_TOKENS
+        prompts = [
+            Prompt(i, resolve_max_tokens(len(i), asked, default, info, _FIELDS)) for i in ids
+        ]
         prompt_top = request.prompt_logprobs
         if request.echo and request.logprobs is not None:
             prompt_top = max(request.logprobs, -1 if prompt_top is None else prompt_top)
-        sequences: list[GenerateRequest] = []
-        for prompt_ids in prompts:
-            max_tokens = resolve_max_tokens(
-                len(prompt_ids), asked, COMPLETION_MAX_TOKENS, info, _FIELDS
-            )
-            if request.seed is None and sequences:
-                seeds = request_seeds(None, request.n)
-            for seed in seeds:
-                params = request.sampling_params(max_tokens, seed, request.logprobs, prompt_top)
-                if not sequences or params.max_tokens != sequences[-1].params.max_tokens:
-                    params.verify(info.vocab_size)
-                sequences.append(
-                    GenerateRequest(
-                        request_id=request_id,
-                        prompt_ids=prompt_ids,
-                        params=params,
-                        priority=request.priority,
-                        cache_salt=request.cache_salt,
-                        return_token_ids=request.return_token_ids,
-                    )
-                )
-        if len(sequences) > 1:
-            for index, sequence in enumerate(sequences):
-                sequence.request_id = f"{request_id}-{index}"
-        echoes = await _echoes(client, request, prompts) if request.echo else []
-        plan = Plan(request_id, int(time.time()), info.name, request.n, sequences)
+        request_id = f"cmpl-{request.request_id or request_id}"
+        plan = make_plan(request, request_id, info, prompts, request.logprobs, prompt_top)
+        echoes = await _echoes(client, request, ids) if request.echo else []
         return CompletionGeneration(client, request, plan, tracker, echoes)
 
 

@@ -1,23 +1,220 @@
-"""What an endpoint that generates must do."""
+"""`Endpoint`: one generating route, from an HTTP request to the last byte of its answer.
+
+The answer ends with its client. uvicorn reports a disconnect through `receive`, Ray Serve cancels
+the request's task. Either way every engine stream is closed before the response returns.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import re
+import time
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from deploy.http.engine_client import EngineClient
-from deploy.http.metrics import RequestTracker
+from deploy.http.metrics import RequestTracker, ServerMetrics
+from deploy.http.openai.errors import ErrorReply, reply_to
+from deploy.http.openai.event_stream import EventStream
 from deploy.http.openai.generation import Generation
+from deploy.http.openai.request import GenerationRequest
+from deploy.http.settings import ApiSettings
+from engine.errors import RequestError
+
+logger = logging.getLogger(__name__)
+
+CLIENT_GONE = 499
+"""Status in metrics of requests whose client left (nginx's number; nobody receives it)."""
+
+
+def check_content_type(headers: Headers) -> None:
+    """Raise `RequestError` (415) unless the body is said to be JSON.
+
+    What any web page may send to any server without being asked first (text/plain, forms, no type
+    at all) is refused: a page could make a server on the reader's own machine compute.
+    """
+    given = headers.get("content-type", "")
+    media_type = given.partition(";")[0].strip().lower()
+    if media_type == "application/json" or re.fullmatch(r"application/[\w.-]+\+json", media_type):
+        return
+    named = f"not {given[:100]!a}" if given else "and the request has no Content-Type"
+    raise RequestError(
+        f"The body must be application/json, {named}.", status=415, code="unsupported_media_type"
+    )
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The request body. Raises `RequestError` (413) beyond `limit` bytes, `ClientDisconnect`."""
+    length = request.headers.get("content-length", "")
+    size, chunks = int(length) if length.isdigit() else 0, []
+    if size <= limit:
+        size = 0
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > limit:
+                break
+            chunks.append(chunk)
+    if size > limit:
+        message = f"The request body is larger than {limit} bytes."
+        raise RequestError(message, status=413, code="request_too_large")
+    return b"".join(chunks)
 
 
 class Endpoint(ABC):
-    """From the body of a request to a generation; stateless, so it can be shipped to replicas."""
+    """A route; subclasses know its fields. Ray Serve ships it to each ingress replica."""
 
     name: ClassVar[str]
     """In metrics."""
+    body: ClassVar[type[GenerationRequest]]
+
+    def __init__(
+        self,
+        client_provider: Callable[[], EngineClient],
+        metrics: ServerMetrics,
+        settings: ApiSettings,
+    ) -> None:
+        self.client_provider = client_provider
+        self.metrics = metrics
+        self.settings = settings
+
+    async def handle(self, request: Request) -> Response:
+        """The HTTP handler. Reading the body and answering is the response's work."""
+        return GenerationResponse(self, request.state.request_id)
 
     @abstractmethod
     async def prepare(
         self, client: EngineClient, body: bytes, request_id: str, tracker: RequestTracker
     ) -> Generation:
         """Check, tokenize, plan. Raises `RequestError`; nothing runs yet."""
+
+
+class GenerationResponse(Response):
+    """Reads the body, runs the endpoint and sends the reply or the stream.
+
+    A stream is given up when its client has read nothing for `stall_timeout_s`.
+    """
+
+    def __init__(self, endpoint: Endpoint, request_id: str) -> None:
+        super().__init__()
+        self._endpoint = endpoint
+        self._request_id = request_id
+        self._stream: EventStream | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._send_chunk: Send = scope["state"]["send"]
+        name, metrics = self._endpoint.name, self._endpoint.metrics
+        tracker = RequestTracker(metrics, name)
+        status = CLIENT_GONE
+        with metrics.in_flight.labels(name).track_inprogress():
+            try:
+                status = await self._answer(scope, receive, send, tracker)
+            except (ClientDisconnect, OSError):
+                pass  # nobody is left to tell; counted as CLIENT_GONE
+            finally:
+                tracker.end(status)
+
+    async def _answer(
+        self, scope: Scope, receive: Receive, send: Send, tracker: RequestTracker
+    ) -> int:
+        try:
+            check_content_type(Headers(scope=scope))
+            limit = self._endpoint.settings.max_body_bytes
+            body = await read_body(Request(scope, receive), limit)
+        except RequestError as exception:
+            return await _send_error(send, reply_to(exception, self._request_id))
+        return await self._run(body, tracker, receive, send)
+
+    async def _run(self, body: bytes, tracker: RequestTracker, receive: Receive, send: Send) -> int:
+        """Serve until done, or until the client is gone or stalls. Returns the final status."""
+        work = asyncio.create_task(self._serve(body, tracker, send))
+        gone = asyncio.create_task(_wait_for_disconnect(receive))
+        watch = asyncio.create_task(self._watch_stall())
+        tasks = (work, gone, watch)
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                return work.result()
+            return CLIENT_GONE
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _serve(self, body: bytes, tracker: RequestTracker, send: Send) -> int:
+        try:
+            client = self._endpoint.client_provider()
+            generation = await self._endpoint.prepare(client, body, self._request_id, tracker)
+            if not generation.stream:
+                reply = await generation.result()
+        except Exception as exception:
+            return await _send_error(send, reply_to(exception, self._request_id))
+        if generation.stream:
+            return await self._send_stream(generation, send)
+        await _send_json(send, 200, reply, {})
+        return 200
+
+    async def _send_stream(self, generation: Generation, send: Send) -> int:
+        """Send events as they come. An error before the first is answered with its status."""
+        self._stream = stream = EventStream(send, self._send_chunk)
+        status = 200
+        try:
+            try:
+                last_event = await generation.send_events(stream)
+            except ClientDisconnect:
+                raise
+            except Exception as exception:
+                error = reply_to(exception, self._request_id)
+                if not stream.has_begun:
+                    return await _send_error(send, error)
+                status, last_event = error.status, error.event
+            await stream.end(last_event)
+        finally:
+            await stream.close()
+        return status
+
+    async def _watch_stall(self) -> None:
+        """Return when something to send has waited too long for the client to read."""
+        while True:
+            since = self._stream.waiting_since if self._stream is not None else None
+            waited = time.monotonic() - since if since is not None else 0.0
+            left = self._endpoint.settings.stall_timeout_s - waited
+            if left <= 0:
+                return
+            await asyncio.sleep(left)
+
+
+async def _send_error(send: Send, error: ErrorReply) -> int:
+    await _send_json(send, error.status, error.body, error.headers)
+    return error.status
+
+
+async def _send_json(send: Send, status: int, body: bytes, headers: dict[str, str]) -> None:
+    headers = {
+        "content-type": "application/json",
+        "content-length": str(len(body)),
+        **headers,
+    }
+    await send({"type": "http.response.start", "status": status, "headers": _raw(headers)})
+    await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def _raw(headers: dict[str, str]) -> list[tuple[bytes, bytes]]:
+    return Headers(headers).raw
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
+    try:
+        while True:
+            message: Any = await receive()
+            if message["type"] == "http.disconnect":
+                return
+    except Exception as exception:
+        # Serve's way to say it: `receive` fails with TaskCancelledError when the client has left.
+        logger.debug("client lost: %s", type(exception).__name__)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -119,7 +120,8 @@ def test_router_knows_what_the_tree_holds(data: st.DataObject) -> None:
         engine.publisher.subscribe(message)
         return True
 
-    router = ReplicaRouter(policy, PAGE, "router", send, set)
+    watch = SimpleNamespace(send=send, quiet=set())
+    router = ReplicaRouter(policy, PAGE, "router", watch)
     inbox = engine.sent
 
     def read(*, losing: bool) -> None:

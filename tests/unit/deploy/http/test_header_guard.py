@@ -8,8 +8,9 @@ from typing import Any
 import httpx
 import pytest
 
-from deploy.http.api import ApiSettings, build_api
+from deploy.http.api import build_api
 from deploy.http.header_guard import IMPORT_PATH, HeaderGuard
+from deploy.http.settings import ApiSettings
 from tests.support.api_calls import COMPLETIONS
 from tests.support.fake_client import FakeEngineClient
 

@@ -9,7 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from deploy.http.api import ApiSettings, build_api
+from deploy.http.api import build_api
+from deploy.http.settings import ApiSettings
 from engine.errors import EngineDeadError, RequestError
 from engine.trace import CAPACITY
 from tests.support.api_calls import (

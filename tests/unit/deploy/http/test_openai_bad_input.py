@@ -11,8 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from deploy.http.api import ApiSettings, build_api
-from deploy.http.openai.protocol import ChatCompletionRequest, CompletionRequest
+from deploy.http.api import build_api
+from deploy.http.openai.chat import ChatCompletionRequest
+from deploy.http.openai.completions import CompletionRequest
+from deploy.http.settings import ApiSettings
 from tests.support.api_calls import CHAT, COMPLETIONS, JSON, USER, call, error_of, events, post
 from tests.support.fake_client import FakeEngineClient
 

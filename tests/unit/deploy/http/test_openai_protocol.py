@@ -8,13 +8,21 @@ from typing import Any
 import pytest
 
 from deploy.http.engine_client import ModelInfo
-from deploy.http.openai.body import parse_request
-from deploy.http.openai.limits import Fields, check_token_ids, request_seeds, resolve_max_tokens
+from deploy.http.openai.chat import ChatCompletionRequest
+from deploy.http.openai.completions import CompletionRequest
+from deploy.http.openai.generation import (
+    Fields,
+    Prompt,
+    check_token_ids,
+    make_plan,
+    resolve_max_tokens,
+)
 from deploy.http.openai.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
-from deploy.http.openai.protocol import ChatCompletionRequest, CompletionRequest
+from deploy.http.openai.request import parse_request
 from deploy.http.openai.sse import ChunkEncoder, encode_json
 from engine.errors import RequestError
 from engine.protocol.tokenizer_messages import LogprobEntry
+from engine.tokenizer.tokenizer import normalize_message
 
 USER = {"role": "user", "content": "hi"}
 INFO = ModelInfo("m", max_model_len=100, vocab_size=50, created=0)
@@ -102,7 +110,8 @@ def test_text_parts_are_joined_and_developer_becomes_system() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     request = chat(messages=[{"role": "developer", "content": parts, "name": "n"}, USER])
     first = request.messages[0].as_template_input()
-    assert first == {"role": "system", "content": "a\nb", "name": "n"}
+    assert normalize_message(first) == {"role": "system", "content": "a\nb", "name": "n"}
+    assert request.messages[0].text == "ab"
 
 
 def test_logit_bias_takes_string_keys_and_sampling_params_get_every_field() -> None:
@@ -121,12 +130,14 @@ def test_logit_bias_takes_string_keys_and_sampling_params_get_every_field() -> N
         include_stop_str_in_output=True,
         ignore_eos=True,
         skip_special_tokens=False,
+        n=2,
+        seed=11,
     )
-    params = request.sampling_params(9, 11, 2, 3)
+    params = request.sampling_params(9, 2, 3)
     params.verify(50)
     got = {name: getattr(params, name) for name in params.__struct_fields__}
     assert got == {
-        "n": 1,
+        "n": 2,
         "constraint": None,
         "max_tokens": 9,
         "min_tokens": 2,
@@ -229,14 +240,23 @@ def test_token_ids_at_the_edges() -> None:
             check_token_ids(ids, INFO, "prompt")
 
 
+def seeds_of(**fields: Any) -> list[int | None]:
+    request = completion(**fields)
+    plan = make_plan(request, "id", INFO, [Prompt([1, 2], 4)], None, None)
+    assert all(sequence.params.n == 1 for sequence in plan.sequences)
+    return [sequence.params.seed for sequence in plan.sequences]
+
+
 def test_seeds_count_up_wrap_and_differ() -> None:
-    assert request_seeds(7, 3) == [7, 8, 9]
-    assert request_seeds(2**63 - 1, 2) == [2**63 - 1, -(2**63)]
-    seeds = request_seeds(None, 100)
+    assert seeds_of(seed=7, n=3) == [7, 8, 9]
+    assert seeds_of(seed=2**63 - 1, n=2) == [2**63 - 1, -(2**63)]
+    seeds = seeds_of(n=100)
     assert len(set(seeds)) == 100
-    assert all(0 <= seed < 2**63 for seed in seeds)
-    with pytest.raises(RequestError):
-        request_seeds(2**63, 1)
+    assert all(seed is not None and 0 <= seed < 2**63 for seed in seeds)
+    with pytest.raises(RequestError, match="seed"):
+        seeds_of(seed=2**63)
+    with pytest.raises(RequestError, match="n must be between 1 and 128"):
+        seeds_of(n=129)
 
 
 ENTRIES = [

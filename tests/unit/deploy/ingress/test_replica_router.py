@@ -36,12 +36,12 @@ class Setting:
         self.quiet: set[str] = set()
         self.sent: list[tuple[str, Any]] = []
         policy = make_policy("prefix_aware", lambda: self.now)
-        self.router = ReplicaRouter(policy, PAGE, "me", self._send, lambda: self.quiet)
+        self.router = ReplicaRouter(policy, PAGE, "me", self)
         self._rid = 0
         for number in range(count):
             self.appear(number)
 
-    def _send(self, replica: str, message: Any) -> bool:
+    def send(self, replica: str, message: Any) -> bool:
         self.sent.append((replica, message))
         return True
 

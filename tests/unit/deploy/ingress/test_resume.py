@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -80,7 +81,7 @@ class World:
     def __post_init__(self) -> None:
         self.ids = self.tokenizer.encode(TEXT, add_special_tokens=False)
         self.manager = DetokenizerManager(self.tokenizer)
-        self.attempts = Attempts(self, self.call, self.abort, "ingress")
+        self.attempts = Attempts(self, self.handle, self.watch, "ingress")
         self.hung = asyncio.Event()
 
     # The tokenizer's side
@@ -109,6 +110,18 @@ class World:
         self.attempts.fail_all(AttemptLostError(Loss.TOKENIZER, "it died"))
 
     # The engines' side
+
+    @property
+    def handle(self) -> Any:
+        return SimpleNamespace(generate=SimpleNamespace(remote=self._remote))
+
+    @property
+    def watch(self) -> Any:
+        return SimpleNamespace(send=self.abort)
+
+    def _remote(self, request: bytes, ingress: str, actor: str) -> asyncio.Task[None]:
+        assert ingress == "ingress"
+        return asyncio.get_running_loop().create_task(self.call(request, actor))
 
     def abort(self, replica: str, request: AbortRequest) -> bool:
         if self.knows_replicas:
@@ -573,16 +586,3 @@ def test_tokenizer_lost_while_registering(tokenizer: Tokenizer) -> None:
     world = Flaky(tokenizer)
     assert read(world) == read(World(tokenizer))
     assert len(world.calls) == 1 and world.resumes == {"tokenizer": 1}
-
-
-def test_time_limit_is_of_the_whole_request() -> None:
-    now = 100.0
-    request = GenerateRequest("r", PROMPT, SamplingParams(), timeout_s=10.0)
-    progress = Progress(request, ResumeLimits(), Counter(), clock=lambda: now)
-    assert progress.add_request(1, "c").timeout_s == 10.0
-    now = 104.0
-    progress.lost(AttemptLostError(Loss.ENGINE, ""))
-    assert progress.add_request(2, "c").timeout_s == 6.0
-    now = 200.0
-    timeout_s = progress.add_request(2, "c").timeout_s
-    assert timeout_s is not None and 0 < timeout_s < 0.1

@@ -12,11 +12,13 @@ from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from deploy.ingress import engine_watch, tokenizer_link
 from deploy.ingress.engine_watch import EngineWatch
+from deploy.ingress.listener import IngressListener
 from deploy.ingress.tokenizer_link import TokenizerLink
 from deploy.replica.ingress_links import IngressLinks
 from deploy.replica.open_calls import OpenCalls
@@ -294,10 +296,10 @@ def engine_watch_run(
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(engine_watch, "_answers_ray", answers)
             patch.setattr(engine_watch, "_kill", lambda pong: killed.append(pong.actor))
-            watch = EngineWatch(FakeHandle(replica), inbox.address, 0.3)
+            watch = EngineWatch(FakeHandle(replica), inbox.address, 0.3, Mock(IngressListener))
             watch.start()
             abort = AbortRequest(rid=1, reply_to="c")
-            await until(lambda: watch.abort(replica.inbox.address, abort))
+            await until(lambda: watch.send(replica.inbox.address, abort))
             watch.reader_gone("c")
             await until(lambda: ReaderGone("c") in replica.got)
             assert not asked
@@ -305,7 +307,7 @@ def engine_watch_run(
             watch._engines = FakeHandle(FakeReplica())
             await until(lambda: asked if answers_ray or comes_back else killed)
             await asyncio.sleep(0.05)
-            known = watch.abort(replica.inbox.address, abort)
+            known = watch.send(replica.inbox.address, abort)
             watch.close()
         inbox.close()
         replica.close()
@@ -335,6 +337,7 @@ class FakeTokenizers:
         self.made: list[FakeTokenizer] = []
         self.failing = 0
         self.lost: list[str] = []
+        self.listener = Mock(IngressListener, tokenizer_lost=self.lost.append)
         monkeypatch.setattr(tokenizer_link, "RemoteTokenizerActor", self)
         monkeypatch.setattr(tokenizer_link.ray, "kill", lambda _: None)
         monkeypatch.setattr(tokenizer_link, "START_PAUSE_S", 0.0)
@@ -346,7 +349,7 @@ class FakeTokenizers:
         return tokenizer
 
     def link(self) -> TokenizerLink:
-        return TokenizerLink("model", 1e9, self.lost.append)
+        return TokenizerLink("model", 1e9, self.listener)
 
     def close(self) -> None:
         for tokenizer in self.made:

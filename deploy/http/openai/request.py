@@ -1,23 +1,122 @@
-"""What the two generating endpoints have in common: sampling fields and how they are checked."""
+"""Request bodies of the generating endpoints: from bytes to checked fields."""
 
 # No `from __future__ import annotations`: pydantic reads the annotations of these classes.
+import json
+import math
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
+import msgspec
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
     PlainValidator,
+    ValidationError,
     WithJsonSchema,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
-from engine.sampling_params import SamplingParams
+from engine.errors import RequestError
+from engine.sampling_params import MAX_N, SamplingParams
 
-MAX_N = 128
 _MAX_INT = 2**31 - 1
+M = TypeVar("M", bound=BaseModel)
+
+_SENTENCES = {
+    "missing": "You must provide {param}.",
+    "extra_forbidden": "Unrecognized request argument supplied: {param}",
+}
+
+
+def parse_request(body: bytes, kind: type[M]) -> M:
+    """Decode and check a request. Raises `RequestError` naming the field, or the place in JSON."""
+    data = decode_json(body)
+    if not isinstance(data, dict):
+        raise RequestError("The request body must be a JSON object.")
+    try:
+        return kind.model_validate(data)
+    except ValidationError as exception:
+        raise _first_error(exception) from None
+
+
+def decode_json(body: bytes) -> Any:
+    """The value of a JSON text. Raises `RequestError` saying where it is broken."""
+    if not body.strip():
+        raise RequestError("The request body is empty; it must be a JSON object.")
+    try:
+        return msgspec.json.decode(body)
+    except RecursionError:
+        raise RequestError("The request body is nested too deeply.") from None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as exception:
+        raise _broken_json(body, str(exception)) from None
+
+
+def _broken_json(body: bytes, reason: str) -> RequestError:
+    """Explain what msgspec refused: the standard library's parser is slower but says where.
+
+    It also reads NaN, Infinity and 1e999, which aren't JSON, so that the field can be named.
+    """
+    try:
+        value = json.loads(body.decode())
+    except json.JSONDecodeError as exception:
+        return RequestError(
+            f"The request body is not valid JSON: {exception.msg} at line {exception.lineno}, "
+            f"column {exception.colno}."
+        )
+    except UnicodeDecodeError as exception:
+        return RequestError(f"The request body is not UTF-8 at byte {exception.start}.")
+    except RecursionError:
+        return RequestError("The request body is nested too deeply.")
+    except ValueError:
+        return RequestError("The request body has an integer of too many digits.")
+    path = _find_non_finite(value, ())
+    if path is not None:
+        return RequestError(f"{_param(path)} must be a finite number.", _param(path))
+    return RequestError(f"The request body is not valid JSON: {reason}.")
+
+
+def _find_non_finite(value: Any, path: tuple[str | int, ...]) -> tuple[str | int, ...] | None:
+    if isinstance(value, float):
+        return None if math.isfinite(value) else path
+    if isinstance(value, dict):
+        items = list(value.items())
+    elif isinstance(value, list):
+        items = list(enumerate(value))
+    else:
+        return None
+    for key, item in items:
+        found = _find_non_finite(item, (*path, key))
+        if found is not None:
+            return found
+    return None
+
+
+def _first_error(exception: ValidationError) -> RequestError:
+    error = exception.errors(include_url=False, include_input=False)[0]
+    path, kind = error["loc"], error["type"]
+    if kind == "refused":
+        context = error["ctx"]
+        if context["field"]:
+            path = (*path, context["field"])
+        return RequestError(context["message"], _param(path), code=context["code"] or None)
+    param = _param(path)
+    message = error["msg"][:1].lower() + error["msg"][1:]
+    sentence = _SENTENCES.get(kind, "Invalid value for {param}: {message}.")
+    return RequestError(
+        sentence.format(param=param, message=message),
+        param,
+        code="unknown_parameter" if kind == "extra_forbidden" else None,
+    )
+
+
+def _param(path: tuple[str | int, ...]) -> str:
+    """`("messages", 0, "content")` as `messages[0].content`."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text[:200]
 
 
 def refusal(message: str, field: str = "", code: str = "") -> PydanticCustomError:
@@ -127,7 +226,7 @@ class GenerationRequest(Strict):
 
     model: str = ""
     """The only served model may be left out."""
-    n: int = Field(1, ge=1, le=MAX_N)
+    n: int = Field(1, json_schema_extra={"minimum": 1, "maximum": MAX_N})
     max_tokens: int | None = Field(None, ge=0, le=_MAX_INT)
     min_tokens: int = 0
     temperature: float = 1.0
@@ -171,17 +270,18 @@ class GenerationRequest(Strict):
         return self
 
     def sampling_params(
-        self, max_tokens: int, seed: int, logprobs: int | None, prompt_logprobs: int | None
+        self, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None
     ) -> SamplingParams:
-        """Parameters of one sequence."""
+        """Parameters of the `n` copies of one prompt."""
         return SamplingParams(
+            n=self.n,
             max_tokens=max_tokens,
             min_tokens=self.min_tokens,
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
             min_p=self.min_p,
-            seed=seed,
+            seed=self.seed,
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             repetition_penalty=self.repetition_penalty,
