@@ -139,7 +139,8 @@ def measure_manta(load: DecodeLoad, thrash: CacheThrash) -> Measured:
     gc.freeze()
     for rid, prompt in enumerate(load.prompts()):
         params = SamplingParams(max_tokens=MAX_TOKENS, seed=rid)
-        core.add(AddRequest(rid=rid, input_ids=prompt, params=params, reply_to="tcp://client"))
+        request = AddRequest(rid=rid, input_ids=prompt, params=params, reply_to="tcp://client")
+        core.scheduler.add(request, core.clock())
 
     clock = time.thread_time_ns
     measured = Measured()

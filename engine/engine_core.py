@@ -1,6 +1,6 @@
 """`EngineCore`: the one loop around a `Scheduler` and an `Executor`.
 
-    receive -> add/abort        (by the owner of the core)
+    receive                     scheduler.add and scheduler.abort, by the owner of the core
     launch_ready                compose and send every step that may be in flight, and the masks
                                 of delayed samples
     process_one                 wait for the oldest result, commit it
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 
 from engine.executor.base import Executor
-from engine.protocol.messages import AbortRequest, AddRequest, ModelWorkerBatch, StepOutputs
+from engine.protocol.messages import ModelWorkerBatch, StepOutputs
 from engine.scheduler.scheduler import Scheduler
 from engine.trace import StepSpan, TraceRing
 
@@ -37,14 +37,6 @@ class EngineCore:
         self._sent: dict[int, tuple[ModelWorkerBatch, float, float]] = {}
         self._committed: list[tuple[int, float, float]] = []
         """(step, received, committed) of steps to be traced once their outputs are on their way."""
-
-    def add(self, request: AddRequest) -> None:
-        """Queue a request; a refusal comes out as an output."""
-        self.scheduler.add(request, self.clock())
-
-    def abort(self, request: AbortRequest) -> None:
-        """End a request in any state; see `Scheduler.abort`."""
-        self.scheduler.abort(request)
 
     def launch_ready(self) -> int:
         """Send every step that may be launched now; returns how many were."""

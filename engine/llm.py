@@ -179,7 +179,8 @@ class LLM:
                 if detokenizer is not None:
                     detokenizer.add(rid, copy, ids, return_token_ids=True)
                 array = np.asarray(ids, np.int32)
-                self.core.add(AddRequest(rid=rid, input_ids=array, params=copy))
+                request = AddRequest(rid=rid, input_ids=array, params=copy)
+                self.core.scheduler.add(request, self.core.clock())
         bar = tqdm(
             total=len(running),
             disable=not use_tqdm,
@@ -198,7 +199,7 @@ class LLM:
         finally:
             # Interrupted: leave nothing running behind.
             for rid in open_rids:
-                self.core.abort(AbortRequest(rid=rid))
+                self.core.scheduler.abort(AbortRequest(rid=rid))
             while self.core.scheduler.num_in_flight:
                 self.core.process_one()
             self.core.scheduler.take_outputs()
@@ -215,7 +216,7 @@ class LLM:
             return _absorb_ids(out, running)
         deltas, stopped = detokenizer.process(out)
         for rid in stopped:
-            self.core.abort(AbortRequest(rid=rid))
+            self.core.scheduler.abort(AbortRequest(rid=rid))
         ended = []
         for delta in deltas:
             _apply(delta, running[delta.rid])

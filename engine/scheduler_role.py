@@ -105,9 +105,9 @@ class SchedulerRole:
                 case AddRequest():
                     if message.owner:
                         self._owners[(message.reply_to, message.rid)] = message.owner
-                    core.add(message)
+                    core.scheduler.add(message, time.monotonic())
                 case AbortRequest():
-                    core.abort(message)
+                    core.scheduler.abort(message)
                     self._done([(message.reply_to, message.rid)])
                 case ReaderGone():
                     self._drop_reader(message.reply_to)

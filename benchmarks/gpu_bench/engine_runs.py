@@ -227,7 +227,8 @@ class EngineRuns:
         try:
             started = core.clock()
             for rid, input_ids in enumerate(ids):
-                core.add(AddRequest(rid=rid, input_ids=input_ids, params=params))
+                request = AddRequest(rid=rid, input_ids=input_ids, params=params)
+                core.scheduler.add(request, core.clock())
             num_tokens = _run_to_end(core, len(prompts))
             wall_s = core.clock() - started
         finally:

@@ -14,9 +14,8 @@ from ray.serve.exceptions import RayServeException
 
 from deploy.ingress.listener import IngressListener
 from engine.actors.actor_process import ActorProcess
-from engine.errors import EngineDeadError
 from engine.protocol.messages import Ping, Pong, ReaderGone
-from engine.protocol.transport import Outbox
+from engine.protocol.outboxes import Outboxes
 from engine.pulse import Pulse
 
 logger = logging.getLogger(__name__)
@@ -35,7 +34,6 @@ QUIET_S = 1.2
 
 @dataclass
 class _Replica:
-    outbox: Outbox
     pulse: Pulse
     pong: Pong | None = None
     suspected: bool = False
@@ -64,6 +62,7 @@ class EngineWatch:
         self._address = address
         self._suspicious_s = hang_timeout_s - CONFIRM_S
         self._replicas: dict[str, _Replica] = {}
+        self._outboxes = Outboxes()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
@@ -75,17 +74,15 @@ class EngineWatch:
         """Stop watching."""
         for task in self._tasks:
             task.cancel()
-        for replica in self._replicas.values():
-            replica.outbox.close()
+        self._outboxes.close()
         self._replicas.clear()
 
     def heard(self, address: str, pong: Pong | None = None) -> None:
         """The replica with this inbox lives."""
         replica = self._replicas.get(address)
         if replica is None:
-            replica = _Replica(Outbox(address), Pulse(time.monotonic()))
-            self._replicas[address] = replica
-            self._send(replica, Ping(self._address))
+            replica = self._replicas[address] = _Replica(Pulse(time.monotonic()))
+            self.send(address, Ping(self._address))
         replica.pulse.beat()
         self.quiet.discard(address)
         if pong is not None:
@@ -93,28 +90,21 @@ class EngineWatch:
             self._listener.replica_alive(pong)
 
     def send(self, address: str, message: Any) -> bool:
-        """Send to a replica; False if it is not known any more."""
-        replica = self._replicas.get(address)
-        return replica is not None and self._send(replica, message)
+        """Send to a replica. False if it isn't known any more, or has 10,000 unread messages: its
+        silence will be noticed."""
+        return address in self._replicas and self._outboxes.send(address, message)
 
     def reader_gone(self, reply_to: str) -> None:
         """Tell all replicas that nobody reads the tokens sent to this address any more."""
-        for replica in self._replicas.values():
-            self._send(replica, ReaderGone(reply_to))
-
-    def _send(self, replica: _Replica, message: Any) -> bool:
-        try:
-            replica.outbox.send(message)
-        except EngineDeadError:
-            return False  # 10,000 unread messages: its silence will be noticed
-        return True
+        for address in self._replicas:
+            self.send(address, ReaderGone(reply_to))
 
     async def _ping_all(self) -> None:
         while True:
             await asyncio.sleep(PING_PERIOD_S)
             now = time.monotonic()
             for address, replica in self._replicas.items():
-                self._send(replica, Ping(self._address))
+                self.send(address, Ping(self._address))
                 silent_s = replica.pulse.tick(now)
                 if silent_s >= QUIET_S:
                     self.quiet.add(address)
@@ -129,8 +119,8 @@ class EngineWatch:
             logger.warning("replica %s answers Ray, but not by message", pong.actor)
             replica.pulse.beat()
         if replica.pulse.silent_s >= self._suspicious_s:
-            replica.outbox.close()
             del self._replicas[address]
+            self._outboxes.drop(address)
             self.quiet.discard(address)
             self._listener.replica_lost(address)
             if pong is not None:

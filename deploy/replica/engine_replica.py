@@ -11,6 +11,7 @@ import os
 import time
 from typing import Any
 
+import msgspec
 import ray
 from ray import serve
 from ray.util import get_current_placement_group
@@ -39,7 +40,6 @@ from engine.protocol.messages import (
     UnsubscribeKVEvents,
 )
 from engine.protocol.transport import Outbox
-from engine.scheduler.stats import SchedulerStats
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +138,7 @@ class EngineReplica:
         """Latest scheduler statistics, with the replica's name and the loop's age in seconds."""
         await self.start()
         age, stats = await self._group.ping()
-        return {"replica": _replica_name(), "loop_age_s": age, **_numbers(stats)}
+        return {"replica": _replica_name(), "loop_age_s": age, **msgspec.structs.asdict(stats)}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Called by Serve, which hands the figures to `EngineLoadPolicy`."""
@@ -255,7 +255,3 @@ def _introduction(inbox: str) -> Pong:
 
 def _replica_name() -> str:
     return serve.get_replica_context().replica_id.unique_id
-
-
-def _numbers(stats: SchedulerStats) -> dict[str, float]:
-    return {name: float(getattr(stats, name)) for name in stats.__struct_fields__}

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from engine.errors import EngineDeadError
-from engine.protocol.transport import Outbox
+from engine.protocol.outboxes import Outboxes
 from engine.pulse import Pulse
 
 logger = logging.getLogger(__name__)
@@ -17,7 +16,7 @@ class IngressLinks:
     Ray doesn't cancel the calls of a caller that died (2.60, measured)."""
 
     def __init__(self) -> None:
-        self._outboxes: dict[str, Outbox] = {}
+        self._outboxes = Outboxes()
         self._pulses: dict[str, Pulse] = {}
 
     def heard(self, ingress: str, now: float) -> None:
@@ -25,26 +24,22 @@ class IngressLinks:
         pulse = self._pulses.get(ingress)
         if pulse is None:
             self._pulses[ingress] = Pulse(now)
-            self._outboxes[ingress] = Outbox(ingress)
         else:
             pulse.beat()
 
     def send(self, ingress: str, message: Any) -> None:
         """Send to an ingress that was heard."""
-        try:
-            self._outboxes[ingress].send(message)
-        except EngineDeadError as error:
-            logger.warning("an ingress doesn't read its messages: %s", error)
+        if not self._outboxes.send(ingress, message):
+            logger.warning("ingress %s doesn't read its messages", ingress.partition("#")[0])
 
     def drop_silent(self, now: float, limit_s: float) -> list[str]:
         """Forget the ingresses that have been silent for `limit_s`, and tell which."""
         silent = [i for i, pulse in self._pulses.items() if pulse.tick(now) >= limit_s]
         for ingress in silent:
             del self._pulses[ingress]
-            self._outboxes.pop(ingress).close()
+            self._outboxes.drop(ingress)
         return silent
 
     def close(self) -> None:
         """Close all connections."""
-        for outbox in self._outboxes.values():
-            outbox.close()
+        self._outboxes.close()

@@ -58,14 +58,15 @@ class Engine:
         # Workers insist on increasing steps? They don't, but results are matched by step.
         core = EngineCore(sched, self.executor)
         for i, ids in enumerate(warm):
-            core.add(_request(-1 - i, ids, SamplingParams(max_tokens=1, temperature=0)))
+            warm = _request(-1 - i, ids, SamplingParams(max_tokens=1, temperature=0))
+            core.scheduler.add(warm, core.clock())
         self._drain(core, {}, 0, {})
         out: dict[int, list[int]] = {i: [] for i in range(len(prompts))}
         self.cached, self.logprobs, self.prompt_logprobs = {}, {}, {}
         self.retractions = 0
         for i, ids in enumerate(prompts):
             p = params if isinstance(params, SamplingParams) else params[i]
-            core.add(_request(i, ids, p))
+            core.scheduler.add(_request(i, ids, p), core.clock())
         self._drain(core, out, retract_every, stop_after or {})
         leak = sched.check_invariants()
         assert leak is None, leak
@@ -88,7 +89,7 @@ class Engine:
                     if rid >= 0:
                         out[rid].append(token)
                         if len(out[rid]) == stop_after.get(rid):
-                            core.abort(AbortRequest(rid=rid))
+                            core.scheduler.abort(AbortRequest(rid=rid))
                         if message.logprobs and i in message.logprobs:
                             self.logprobs.setdefault(rid, []).append(message.logprobs[i])
                 self.cached.update(message.started)
