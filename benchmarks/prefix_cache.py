@@ -11,19 +11,18 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import random
 import statistics
 import sys
-import time
 from pathlib import Path
 
 import aiohttp
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.common import finish, print_table, save_result
+from benchmarks.common import completion_body, finish, print_table, save_result
 from benchmarks.servers import manta_server
+from deploy.bench.client import RequestRecord, analyse, stream
 
 PREFIX, TAIL, ROUNDS, VOCAB = 1500, 8, 15, 4096
 
@@ -32,27 +31,13 @@ async def first_token(
     session: aiohttp.ClientSession, url: str, prompt: list[int]
 ) -> tuple[float, int]:
     """(seconds until the first text chunk, cached tokens that the reply reports)."""
-    body = {
-        "prompt": prompt,
-        "max_tokens": 2,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        "return_token_ids": True,
-        "stream_options": {"include_usage": True},
-    }
-    started = time.perf_counter()
-    ttft, cached = 0.0, 0
-    async with session.post(f"{url}/v1/completions", json=body) as reply:
-        reply.raise_for_status()
-        async for line in reply.content:
-            if not line.startswith(b"data: {"):
-                continue
-            ttft = ttft or time.perf_counter() - started
-            usage = json.loads(line[6:]).get("usage")
-            if usage:
-                cached = usage["prompt_tokens_details"]["cached_tokens"]
-    return ttft, cached
+    body = completion_body(prompt, 2, return_token_ids=True)
+    record = RequestRecord()
+    await stream(session, f"{url}/v1/completions", body, record)
+    result = analyse(record, expected_tokens=2)
+    if result.error is not None:
+        raise RuntimeError(result.error)
+    return result.ttft, result.cached_tokens
 
 
 async def measure(url: str) -> tuple[list[float], list[float], bool]:

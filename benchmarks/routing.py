@@ -43,8 +43,8 @@ from benchmarks.routing_sim.decision_cost import (
     measure_decisions,
 )
 from benchmarks.routing_sim.loads import RATES_H, RATES_L, calibrate_h, calibrate_l
+from benchmarks.routing_sim.policies import POLICIES
 from benchmarks.routing_sim.workloads import WORKLOADS
-from deploy.routing import ROUTING_POLICIES
 
 SIZES = (8, 64)
 SEEDS = {8: (2, 3, 4), 64: (2,)}
@@ -105,7 +105,7 @@ def full_cells(sizes: Sequence[int], workloads: Sequence[str]) -> Iterator[Cell]
             for number, seed in enumerate(SEEDS[size]):
                 variants = [Variant(BASELINE), Variant()]
                 if number == 0:
-                    variants += [Variant(p) for p in ROUTING_POLICIES if p not in (BASELINE, OURS)]
+                    variants += [Variant(p) for p in POLICIES if p not in (BASELINE, OURS)]
                 if workload in STALE_WORKLOADS[size]:
                     variants.append(STALE)
                 if workload in UNRESERVED_WORKLOADS:

@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
 import statistics
 import sys
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,11 +22,14 @@ import aiohttp
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.common import REPO_ROOT, finish, print_table, save_result
+from benchmarks.common import REPO_ROOT, completion_body, finish, print_table, save_result
+from benchmarks.routing_sim.policies import POLICIES
 from benchmarks.servers import manta_server
+from deploy.bench.client import analyse
+from deploy.bench.load import run_requests
 
 RESULT = REPO_ROOT / "benchmarks/results/routing-real.json"
-POLICIES = (
+MEASURED = (
     "prefix_aware",
     "serve",
     "power_of_two",
@@ -85,37 +86,20 @@ def arrivals(seed: int) -> list[Arrival]:
 
 async def drive(url: str, plan: list[Arrival]) -> Outcome:
     """Send each request at its time, whatever became of those before."""
-    outcome = Outcome()
+    bodies = [completion_body(a.prompt, a.output, return_token_ids=True) for a in plan]
+    offsets = [arrival.at_s for arrival in plan]
     timeout = aiohttp.ClientTimeout(total=300)
     async with aiohttp.ClientSession(timeout=timeout) as session:
-        start = time.perf_counter()
-
-        async def one(number: int, arrival: Arrival) -> None:
-            await asyncio.sleep(start + arrival.at_s - time.perf_counter())
-            begun = time.perf_counter()
-            body = {
-                "prompt": arrival.prompt,
-                "max_tokens": arrival.output,
-                "temperature": 0,
-                "ignore_eos": True,
-                "stream": True,
-                "return_token_ids": True,
-                "stream_options": {"include_usage": True},
-            }
-            first, usage = 0.0, None
-            async with session.post(f"{url}/v1/completions", json=body) as reply:
-                reply.raise_for_status()
-                async for line in reply.content:
-                    if line.startswith(b"data: {"):
-                        first = first or time.perf_counter() - begun
-                        usage = json.loads(line[6:]).get("usage") or usage
-            assert usage is not None, "the stream ended without its usage"
-            if number >= WARM_UP:
-                outcome.prompt += usage["prompt_tokens"]
-                outcome.cached += usage["prompt_tokens_details"]["cached_tokens"]
-                outcome.ttft_s.append(first)
-
-        await asyncio.gather(*(one(n, arrival) for n, arrival in enumerate(plan)))
+        records = await run_requests(session, f"{url}/v1/completions", bodies, offsets, None)
+    outcome = Outcome()
+    for number, (record, arrival) in enumerate(zip(records, plan, strict=True)):
+        result = analyse(record, expected_tokens=arrival.output)
+        if result.error is not None:
+            raise RuntimeError(result.error)
+        if number >= WARM_UP:
+            outcome.prompt += result.prompt_tokens
+            outcome.cached += result.cached_tokens
+            outcome.ttft_s.append(result.ttft)
     return outcome
 
 
@@ -123,7 +107,7 @@ def run(policy: str, replicas: int, seed: int) -> Outcome:
     """One policy on a server of its own."""
     overrides = {
         "num_replicas": replicas,
-        "routing_policy": policy,
+        "routing_policy": POLICIES.get(policy, policy),
         "max_total_tokens": KV_TOKENS,
         "cpu_threads": 1,
         "dtype": "float32",
@@ -134,7 +118,7 @@ def run(policy: str, replicas: int, seed: int) -> Outcome:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--policies", default=",".join(POLICIES))
+    parser.add_argument("--policies", default=",".join(MEASURED))
     parser.add_argument("--replicas", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--save", action="store_true", help=f"write {RESULT.name}")

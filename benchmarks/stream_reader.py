@@ -1,22 +1,24 @@
 """A client that reads many token streams at little cost: raw HTTP/1.1 on asyncio protocols.
 
-It shares the cores with the server under test, so it parses next to nothing: it counts the chunks
-that carry text by searching for bytes, and notes when they came.
+It shares the cores with the server under test, so it parses nothing: it counts the chunks with text
+by searching for bytes, and notes when they came. That takes 0.3 to 0.7 µs a chunk. SSEDecoder would
+take 1.2 to 1.4 µs, and would need the body without HTTP's chunk sizes first.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import cast
 
+from deploy.bench import sse_decoder
+
 CHUNK_MARK = b'"index":0,"text":'
 """In every chunk of `/v1/completions` with one choice, and nowhere else."""
-DONE = b"data: [DONE]"
+DONE = b"data: " + sse_decoder.DONE
 _STATUS = re.compile(rb"HTTP/1\.1 (\d+)")
 _USAGE = re.compile(rb'"completion_tokens":\s*(\d+)')
 _KEEP = max(len(CHUNK_MARK), len(DONE)) - 1
@@ -111,20 +113,6 @@ class Connection(asyncio.Protocol):
             self.closed.set_exception(StreamError(message))
         if self._transport is not None:
             self._transport.abort()
-
-
-def completion_body(prompt: list[int], max_tokens: int, **more: object) -> bytes:
-    """A streaming request for exactly `max_tokens` tokens."""
-    body = {
-        "prompt": prompt,
-        "max_tokens": max_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        **more,
-    }
-    return json.dumps(body).encode()
 
 
 async def connect(port: int, next_body: Callable[[], bytes | None]) -> Connection:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
+import json
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -15,8 +16,9 @@ from typing import NamedTuple
 import numpy as np
 import uvloop
 
+from benchmarks.common import completion_body
 from benchmarks.servers import ManagedServer
-from benchmarks.stream_reader import Connection, Stream, completion_body, connect
+from benchmarks.stream_reader import Connection, Stream, connect
 
 PROMPT_LEN = 16
 VOCAB = range(10, 4000)
@@ -175,7 +177,7 @@ def _bodies(output_len: int, **more: object) -> Iterator[bytes]:
     rng = random.Random(0)
     for number in itertools.count():
         prompt = rng.choices(VOCAB, k=PROMPT_LEN)
-        yield completion_body(prompt, output_len, user=str(number), **more)
+        yield json.dumps(completion_body(prompt, output_len, user=str(number), **more)).encode()
 
 
 def _spread(seconds: np.ndarray) -> Spread:

@@ -12,12 +12,14 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from engine.attention.registry import ATTENTION_BACKENDS
 from engine.errors import ConfigError
-from engine.kvcache.eviction import EVICTION_POLICIES
 from engine.model_config import ModelConfig
-from engine.sampling.registry import SAMPLING_BACKENDS
-from engine.scheduler.schedule_policy import SCHEDULE_POLICIES
+from engine.registry import (
+    ATTENTION_BACKENDS,
+    EVICTION_POLICIES,
+    SAMPLING_BACKENDS,
+    SCHEDULE_POLICIES,
+)
 from engine.shipped import shipped_root
 
 M = TypeVar("M", bound=BaseModel)

@@ -25,7 +25,8 @@ from engine.scheduler.scheduler_config import SchedulerConfig
 from engine.tokenizer.detokenizer_manager import DetokenizerManager
 from engine.tokenizer.tokenizer import Tokenizer
 from engine.trace import chrome_trace, scheduler_trace, stage_trace
-from engine.worker.worker_config import WorkerConfig, make_worker_config
+from engine.worker.auto_config import make_worker_config
+from engine.worker_config import WorkerConfig
 
 Prompt = str | Sequence[int]
 

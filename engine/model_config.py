@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError
-from engine.models.registry import MODELS
 from engine.quantization import refuse_quantized
+from engine.registry import MODELS
 
 
 @dataclass(frozen=True)

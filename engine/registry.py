@@ -1,10 +1,13 @@
-"""`Registry`: the words that one configuration key knows, and what each of them stands for."""
+"""The words that configuration keys know, and the class that each of them stands for.
+
+All are listed here, so that `engine.config` can check them in processes that must not import torch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from engine.errors import ConfigError
 
@@ -14,8 +17,7 @@ T = TypeVar("T")
 class Registry(Generic[T]):
     """Maps each word of a key to a class or a function, in the order given.
 
-    An entry may be "module:name": it is imported when its word is first looked up. The words can
-    then be listed and checked in processes that must not import torch.
+    An entry may be "module:name": it is imported when its word is looked up.
     """
 
     def __init__(
@@ -43,3 +45,59 @@ class Registry(Generic[T]):
         module, name = entry.split(":")
         found: T = getattr(import_module(module), name)
         return found
+
+
+ATTENTION_BACKENDS: Registry[Any] = Registry(
+    "attention_backend",
+    {
+        "torch": "engine.attention.torch_backend:make_torch_attention",
+        "flashinfer": "engine.attention.flashinfer_backend:FlashInferAttentionBackend",
+        "flashinfer-fa3": "engine.attention.flashinfer_backend:make_fa3_attention",
+    },
+)
+"""Calls that take `AttentionInputs` and return an `AttentionBackend`."""
+
+SAMPLING_BACKENDS: Registry[Any] = Registry(
+    "sampling_backend",
+    {
+        "torch": "engine.sampling.torch_backend:TorchSampling",
+        "flashinfer": "engine.sampling.flashinfer_backend:FlashInferSampling",
+    },
+)
+"""Calls that take a `SamplingState` and return a `SamplingBackend`."""
+
+SCHEDULE_POLICIES: Registry[Any] = Registry(
+    "schedule_policy",
+    {
+        "lpm": "engine.scheduler.schedule_policy:LPM",
+        "fcfs": "engine.scheduler.schedule_policy:FCFS",
+        "priority": "engine.scheduler.schedule_policy:Priority",
+    },
+)
+"""Subclasses of `SchedulePolicy`."""
+
+EVICTION_POLICIES: Registry[Any] = Registry(
+    "eviction_policy",
+    {
+        "lru": "engine.kvcache.eviction:LRUPolicy",
+        "lfu": "engine.kvcache.eviction:LFUPolicy",
+        "fifo": "engine.kvcache.eviction:FIFOPolicy",
+        "priority": "engine.kvcache.eviction:PriorityPolicy",
+    },
+    ValueError,
+)
+"""Subclasses of `EvictionPolicy`."""
+
+# One decoder with switches in `ModelConfig`: biases, norms of q and k, sliding windows.
+_LLAMA = "engine.models.llama:LlamaModel"
+
+MODELS: Registry[Any] = Registry(
+    "architecture",
+    {
+        "LlamaForCausalLM": _LLAMA,
+        "MistralForCausalLM": _LLAMA,
+        "Qwen2ForCausalLM": _LLAMA,
+        "Qwen3ForCausalLM": _LLAMA,
+    },
+)
+"""Models by their name in config.json."""

@@ -30,8 +30,8 @@ from engine.sampling_params import SamplingParams
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.scheduler_config import SchedulerConfig
 from engine.trace import StageSpan, StepSpan
+from engine.worker.auto_config import make_worker_config
 from engine.worker.tp_worker import TpModelWorker
-from engine.worker.worker_config import make_worker_config
 
 
 @dataclass

@@ -8,10 +8,10 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from benchmarks.routing_sim.policies import POLICIES
 from benchmarks.routing_sim.replica import Replica, RunRecord
 from benchmarks.routing_sim.trace import PAGE_SIZE, Trace, TraceRequest
-from deploy.routing import ApplyResult, RouteRequest, RoutingPolicy
-from deploy.routing.registry import ROUTING_POLICIES, make_policy
+from deploy.routing import ApplyResult, RouteRequest, RoutingPolicy, find_policy, make_policy
 from engine.protocol.messages import KVEvent
 
 NOTICE_S = 0.005
@@ -32,7 +32,7 @@ class Scenario:
     """A fleet and its routers.
 
     Fields:
-        policy: a word of ROUTING_POLICIES.
+        policy: a name in POLICIES.
         num_replicas, cache_tokens: the fleet.
         num_routers: ingress replicas, each with a policy of its own that knows only what it
             sent itself; requests come to them at random. Cache events reach all.
@@ -70,7 +70,7 @@ class Simulator:
         self.scenario = scenario
         self.trace = trace
         self.clock = SimClock()
-        events = ROUTING_POLICIES[scenario.policy].uses_index
+        events = find_policy(POLICIES[scenario.policy]).uses_index
         self.replicas = [
             Replica(number, scenario.cache_tokens, enable_events=events)
             for number in range(scenario.num_replicas)
@@ -170,7 +170,8 @@ class Simulator:
 
     def _policy(self, number: int) -> RoutingPolicy:
         scenario = self.scenario
-        policy = make_policy(scenario.policy, self.clock, seed=1000 * scenario.seed + number)
+        word = POLICIES[scenario.policy]
+        policy = make_policy(word, self.clock, seed=1000 * scenario.seed + number)
         for replica in self.replicas:
             policy.add_replica(str(replica.number))
         return policy

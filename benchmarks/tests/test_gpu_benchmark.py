@@ -20,7 +20,7 @@ from engine.executor.in_process import InProcessExecutor
 from engine.trace import TraceRing
 from engine.worker.step_queue import StepQueue
 from engine.worker.tp_worker import TpModelWorker
-from engine.worker.worker_config import WorkerConfig
+from engine.worker_config import WorkerConfig
 from tests.support.fake_graphs import CapturableAttention, RecordedGraphs, use_capturable_attention
 
 H100 = CardRates(bytes_per_s=3.0e12, flop_per_s=798e12)

@@ -15,11 +15,11 @@ from benchmarks.routing_sim.cell import OURS, STALE, UNRESERVED, Cell, Run, Vari
 from benchmarks.routing_sim.criteria import criteria
 from benchmarks.routing_sim.decision_cost import DecisionCost
 from benchmarks.routing_sim.figures import Figures, pooled_hit_rate, queued_tokens, summarize
+from benchmarks.routing_sim.policies import POLICIES
 from benchmarks.routing_sim.replica import RunRecord
 from benchmarks.routing_sim.simulator import Scenario, Simulator
 from benchmarks.routing_sim.trace import Trace
 from benchmarks.routing_sim.workloads import WORKLOADS
-from deploy.routing import ROUTING_POLICIES
 
 REPLICAS = 3
 CACHE_TOKENS = 60_000
@@ -36,7 +36,7 @@ def simulate(trace: Trace, policy: str, **changes: float) -> tuple[Simulator, li
     return simulator, simulator.run()
 
 
-@pytest.mark.parametrize("policy", sorted(ROUTING_POLICIES))
+@pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_every_request_ends_once_and_nothing_is_negative(trace: Trace, policy: str) -> None:
     simulator, records = simulate(trace, policy)
     seen = Counter(record.request.number for record in records)

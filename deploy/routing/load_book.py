@@ -1,4 +1,4 @@
-"""A router's own account of what it has sent where and what hasn't come back."""
+"""A router's own account of the load of each replica."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 SPEED_MEMORY: Final = 0.9
-"""Weight of all earlier prefills beside the latest in the estimate of a replica's speed."""
+"""What earlier prefills weigh in a replica's speed after each new one."""
 
 
 @dataclass(slots=True)
 class _Line:
-    """Requests sent to one replica whose first token hasn't come, in order of dispatch.
+    """Requests at one replica that have no first token yet, in order of dispatch.
 
     Fields:
         tokens: uncached prompt tokens by request.
-        done_tokens, done_s: prefills seen lately and the time they took; their ratio is the
-            replica's speed.
+        done_tokens, done_s: tokens of recent prefills, and the seconds they took. The ratio is
+            the replica's speed.
     """
 
     tokens: OrderedDict[str, int] = field(default_factory=OrderedDict)
@@ -30,18 +30,21 @@ class _Line:
 
 
 class LoadBook:
-    """Queued tokens and requests in flight by replica, booked at dispatch.
+    """Queued tokens and requests in flight of each replica, counted at dispatch.
 
-    Not when a replica reports: reports are late, and until one arrives every request would
-    go to the same idle replica (p99 time to first token is several times higher then).
+    Reports of the replicas would come too late. Until one arrives, every request would go to the
+    same idle replica, and p99 time to first token would be several times as high.
 
     Args:
         clock: seconds that only go forward.
 
-    Fields, float64 [capacity] by slot, inf in free slots so that a minimum never falls on one:
-        queued: uncached prompt tokens sent whose first token hasn't come.
-        inflight: unfinished requests.
-        last_used: int64, the tick of the latest dispatch, for breaking ties.
+    Fields, each [capacity] by slot:
+        queued: float64, uncached prompt tokens of requests without a first token.
+        inflight: float64, unfinished requests.
+        last_used: int64, when the replica last got a request, as a count of dispatches; for
+            ties.
+
+    queued and inflight are inf in free slots, so that a minimum never falls on one.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -52,7 +55,7 @@ class LoadBook:
         self.queued: NDArray[np.float64] = np.empty(0)
         self.inflight: NDArray[np.float64] = np.empty(0)
         self.last_used: NDArray[np.int64] = np.empty(0, dtype=np.int64)
-        # The request at the head of each line: its tokens, since when, and how fast it goes.
+        # Of each line's first request: tokens, start in seconds, tokens/s.
         self._head: NDArray[np.float64] = np.empty(0)
         self._head_since: NDArray[np.float64] = np.empty(0)
         self._speed: NDArray[np.float64] = np.empty(0)
@@ -62,7 +65,7 @@ class LoadBook:
         return len(self._slot_of)
 
     def add(self, slot: int) -> None:
-        """Open an account in a slot that was free."""
+        """A replica has this slot now. The slot was free."""
         while len(self._lines) <= slot:
             self._grow()
         self._lines[slot] = _Line()
@@ -70,7 +73,7 @@ class LoadBook:
             column[slot] = 0
 
     def remove(self, slot: int) -> None:
-        """Close the account; notices about its requests mean nothing from now on."""
+        """The slot is free again. From now on notices about its requests are ignored."""
         self._slot_of = {key: at for key, at in self._slot_of.items() if at != slot}
         self._lines[slot] = _Line()
         self._head[slot] = 0.0
@@ -78,7 +81,7 @@ class LoadBook:
         self.inflight[slot] = np.inf
 
     def dispatched(self, request_id: str, slot: int, uncached_tokens: int) -> None:
-        """A request was sent. One that is known already was resubmitted, and counts once."""
+        """A request was sent. If it is known already, it only counts here from now on."""
         self.finished(request_id)
         self._tick += 1
         self._slot_of[request_id] = slot
@@ -97,18 +100,18 @@ class LoadBook:
             self._leave_line(request_id, slot, prefilled=True)
 
     def finished(self, request_id: str) -> None:
-        """It ended, in whatever way. Unknown requests are ignored."""
+        """It ended, well or not. Unknown requests are ignored."""
         slot = self._slot_of.pop(request_id, None)
         if slot is not None:
             self._leave_line(request_id, slot, prefilled=False)
             self.inflight[slot] -= 1
 
     def remaining(self) -> NDArray[np.float64]:
-        """queued, less what should be done by now of the prefill at the head of each line.
+        """`queued`, less the part of each line's first prefill that should be done by now.
 
-        A line's head was started when the one before it got its first token, and goes as
-        fast as the replica's latest prefills. It's never taken to be more than done, so that
-        a wrong guess, or a replica with another order, is off by one request at most.
+        This prefill began when the one before it got its first token, and is taken to be as fast
+        as the replica's recent prefills. At most all of it counts as done. So if the guess is
+        wrong, or the replica works in another order, the error is one request at most.
         """
         done = self._clock() - self._head_since
         done *= self._speed
@@ -116,12 +119,14 @@ class LoadBook:
         return np.subtract(self.queued, done, out=done)
 
     def least(self, load: NDArray[np.float64], among: NDArray[np.intp] | None = None) -> int:
-        """Slot with the least load [capacity]; ties: fewer queued tokens, then least recently used.
+        """The slot with the least load.
 
-        Ties matter: always taking the lowest slot sends a quiet fleet's requests to one replica.
+        Ties go to the slot with fewer queued tokens, then to the one used longest ago. If the
+        lowest slot won them, a quiet fleet's requests would all go to one replica.
 
         Args:
-            among: slots to choose from, at least one; None for all.
+            load: [capacity].
+            among: slots to choose from, at least one; None: all.
         """
         if among is not None:
             load = load[among]

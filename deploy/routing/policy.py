@@ -25,21 +25,26 @@ class NoReplicaError(LookupError):
 class RoutingPolicy(ABC):
     """Chooses a replica for each request, and is told what becomes of it.
 
-    Pure: no I/O, no thread, no clock but the one it's given, so that the Serve router and the
-    simulator run the same object. The caller tells it of replicas (add_replica,
-    remove_replica), of their cache events (``index.apply``, where uses_index is set) and of
-    every request, in this order: choose, on_dispatched in the same turn of the event loop (what
-    isn't booked, the next choice doesn't see), on_first_token, on_finished. A request that is
-    resubmitted comes again under the same id and counts from then on where it goes now.
+    A policy does no I/O, starts no thread, and reads no clock but the one it is given. So the
+    ingress and the simulator run the same object. The caller tells it of replicas (add_replica,
+    remove_replica), of their cache events (index.apply, if uses_index is set), and of every
+    request, in this order: choose, on_dispatched, on_first_token, on_finished. on_dispatched
+    follows in the same turn of the event loop: the next choice has to know of this one. A request
+    that is sent a second time comes again under the same id; from then on it counts at its new
+    replica only.
+
+    `routing_policy: module:Class` serves a subclass. A subclass with a constructor of its own
+    takes these four arguments and passes them on.
 
     Args:
-        slots: empty; the index's.
+        slots: empty; the index uses the same.
         index: empty.
         clock: see Clock.
-        seed: for policies that draw lots.
+        seed: for policies that draw random numbers.
     """
 
     uses_index: ClassVar[bool] = False
+    """Whether the index is fed: with cache events by the caller, with bookings by the policy."""
 
     def __init__(self, slots: ReplicaSlots, index: PrefixIndex, clock: Clock, seed: int = 0):
         self.slots = slots
@@ -50,30 +55,30 @@ class RoutingPolicy(ABC):
 
     @abstractmethod
     def choose(self, request: RouteRequest, exclude: Collection[str] = ()) -> str:
-        """The replica for this request; books nothing.
+        """The replica for this request. Nothing is booked yet.
 
         Args:
             request: what to place.
-            exclude: replicas that mustn't get it (they refused it, or failed with it).
+            exclude: replicas that must not get it, because they refused it or failed with it.
 
         Raises:
             NoReplicaError: there's no replica, or all are excluded.
         """
 
     def add_replica(self, replica: str) -> None:
-        """A replica has appeared, its cache empty as far as is known."""
+        """A replica has appeared; its cache is taken to be empty."""
         if replica not in self.slots:
             self.loads.add(self.slots.add(replica))
             self.index.add(replica)
 
     def remove_replica(self, replica: str) -> None:
-        """A replica has gone; notices about its requests are ignored from now on."""
+        """A replica has gone. From now on notices about its requests are ignored."""
         if replica in self.slots:
             self.index.forget(replica)
             self.loads.remove(self.slots.remove(replica))
 
     def on_dispatched(self, request: RouteRequest, replica: str) -> None:
-        """The request goes to this replica, be it the chosen one or not.
+        """The request goes to this replica, which may be another than the chosen one.
 
         Raises:
             KeyError: the replica is unknown.
@@ -94,13 +99,13 @@ class RoutingPolicy(ABC):
             self.index.settle(request_id, self.clock())
 
     def on_finished(self, request_id: str) -> None:
-        """The request has left its replica: done, cancelled or lost. Unknown ones are ignored."""
+        """The request is done, cancelled or lost. Unknown requests are ignored."""
         self.loads.finished(request_id)
         if self.uses_index:
             self.index.cancel(request_id)
 
     def _open_to(self, load: NDArray[np.float64], exclude: Collection[str]) -> NDArray[np.float64]:
-        """load [capacity] with inf for excluded replicas.
+        """load [capacity], with inf for excluded replicas.
 
         Raises:
             NoReplicaError: nothing finite is left.

@@ -1,4 +1,4 @@
-"""Manta's own policy: the cheapest place for a prompt, its queue included."""
+"""Manta's own policy: the replica where a prompt costs least, its queue included."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deploy.routing.policy import Clock, RoutingPolicy
-from deploy.routing.prefix_index import PrefixIndex, PrefixMatch
+from deploy.routing.prefix_index import PrefixIndex
+from deploy.routing.prefix_match import PrefixMatch
 from deploy.routing.replica_slots import ReplicaSlots
 from deploy.routing.route_request import RouteRequest
 from deploy.routing.waiting_prefixes import WaitingPrefixes
 
 _FEW = 12
-"""Replicas that are looked at one by one."""
+"""The most replicas whose scores are computed one by one; larger sets are narrowed first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +25,11 @@ class PrefixAwareWeights:
     """Weights of PrefixAwarePolicy's score, chosen on one seed of benchmarks/routing.py.
 
     Fields:
-        uncached: queued tokens that one token of extra prefill may save; above 1, because a
-            duplicate also evicts, and delays whoever comes next.
-        uncached_max: where that weight stops growing.
-        backlog_tokens: it grows by 1 for each so many tokens that the shortest queue holds.
-        inflight_tokens: queued tokens that an unfinished request counts as.
+        uncached: w where some replica has no queue. It is above 1, because a second copy of a
+            page also evicts another page, and delays the requests that come next.
+        uncached_max: the most that w grows to.
+        backlog_tokens: w grows by 1 when the shortest queue grows by this number of tokens.
+        inflight_tokens: an unfinished request counts as this number of queued tokens.
     """
 
     uncached: float = 2.0
@@ -38,23 +39,33 @@ class PrefixAwareWeights:
 
 
 class PrefixAwarePolicy(RoutingPolicy):
-    """The least  w / s * missing tokens + tokens queued + 64 * requests in flight.
+    """The replica with the least score, in tokens:
 
-    Missing tokens are those that this replica would have to compute although another holds
-    them, by the index; tokens queued are those of others that it would have to compute first;
-    requests in flight keep decodes from piling up where prompts are short. (What nobody holds
-    costs the same everywhere.)
+        score = w / s * missing + queued + 64 * in_flight
+        w     = min(8, 2 + shortest queue / 1000)
+        s     = 1 + waiting / holders
 
-    w = min(8, 2 + shortest queue / 1000): when every replica is backed up, extra work is what
-    must be avoided. s = 1 + waiting / holders: of the requests that begin with the part that is
-    known and have no first token yet, so many wait at each of its copies; one more copy is made
-    for as many, and they share its price. That makes a prefix spread as fast as it gets popular.
+    missing: tokens that this replica would have to compute although another replica holds them.
+    Tokens that no replica holds cost the same everywhere and don't count.
 
-    Ties go to the shorter queue, then to the replica used longest ago. The result is the argmin
-    over all replicas, found without looking at each: only those that hold a part of the prompt
-    can beat the one with the least load, and each score that is known excludes those that hold
-    too little or are too busy to have a lower one. (Measured with the simulator,
-    benchmarks/routing.py.)
+    queued: uncached tokens of earlier requests, which the replica has to compute first.
+
+    in_flight: unfinished requests of the replica. Without them decodes would pile up where
+    prompts are short.
+
+    w: the price of computing a token again. When every queue is long, the fleet can't afford work
+    that is done twice, so the price is higher.
+
+    s: the number of requests that share the price of a new copy. `waiting` requests begin with the
+    known prefix of this prompt and have no first token yet. `holders` replicas hold this prefix,
+    so waiting / holders requests wait at each of them. A new copy will serve the same number, and
+    this request. So the more requests wait for a prefix, the sooner it is copied.
+
+    Ties go to the shorter queue, then to the replica used longest ago. The result is the least
+    score of all replicas, but few scores are computed. A replica that holds nothing can't have a
+    lower score than the one with the least load. Of the others, those that hold most come first.
+    Each score found excludes the replicas that hold too little, or have too much load, for a
+    lower score. (Measured with the simulator, benchmarks/routing.py.)
     """
 
     uses_index = True
@@ -109,13 +120,20 @@ class PrefixAwarePolicy(RoutingPolicy):
         return min(weights.uncached_max, weights.uncached + backlog / weights.backlog_tokens)
 
     def _sharers(self, request: RouteRequest, depth: int, holders: int) -> float:
-        """Requests that one more copy of the prompt's known part (depth pages) would serve."""
+        """s of the score; the known prefix has `depth` pages."""
         return 1 + self.waiting.count(request, depth) / holders.bit_count()
 
     def _least_score(
         self, match: PrefixMatch, page_cost: float, load: NDArray[np.float64], idlest: int
     ) -> int:
-        """Slot with the least load + page_cost * pages that the deepest holders have beyond it."""
+        """Slot with the least load + page_cost * missing pages.
+
+        Args:
+            match: not empty.
+            page_cost: price of a missing page, in tokens.
+            load: [capacity], the rest of the score; inf where no replica may be chosen.
+            idlest: the slot with the least load; it doesn't hold the whole match.
+        """
         ends, holders = match.ends, match.holders
         depth = ends[-1]
         best = idlest
@@ -123,7 +141,9 @@ class PrefixAwarePolicy(RoutingPolicy):
         best_score = floor + page_cost * depth
         last_used = self.loads.last_used
         others = holders(0)
-        low = top = last = len(ends) - 1  # Who holds most comes first.
+        # Each round looks at the replicas whose deepest level is in low..top. Those with more
+        # are done. `others` are the replicas that aren't done or excluded yet.
+        low = top = last = len(ends) - 1
         while low <= top:
             least_cost = page_cost * (depth - ends[top])
             fresh = holders(low) & others
@@ -146,7 +166,7 @@ class PrefixAwarePolicy(RoutingPolicy):
                 slot_load = load.item(slot)
                 if slot_load + least_cost > best_score:
                     continue
-                # With less than ends[enough] pages it costs more than the best.
+                # It beats the best only if it holds this level.
                 enough = bisect_left(ends, depth - (best_score - slot_load) / page_cost, low, top)
                 if not holders(enough) & bit:
                     continue
@@ -157,13 +177,14 @@ class PrefixAwarePolicy(RoutingPolicy):
                 ):
                     best, best_score = slot, score
             top = low - 1
-            # Who holds fewer than ends[low] pages costs too much even if it's idle.
+            # A replica without this level costs too much, even with the least load of all.
             low = bisect_right(ends, depth - (best_score - floor) / page_cost, 0, top + 1)
         return best
 
 
 def _last_with(bit: int, holders: Callable[[int], int], low: int, high: int) -> int:
-    """Last level in low..high where the bit is set: at low it is, and not after a gap."""
+    """Last level in low..high where the bit is set. It is set at low, and from there on without
+    a gap."""
     while low < high:
         middle = (low + high + 1) // 2
         if holders(middle) & bit:
@@ -174,10 +195,11 @@ def _last_with(bit: int, holders: Callable[[int], int], low: int, high: int) -> 
 
 
 def _mask_of(flags: NDArray[np.bool_]) -> int:
-    """Bits by slot."""
+    """flags [capacity] as bits by slot."""
     return int.from_bytes(np.packbits(flags, bitorder="little").tobytes(), "little")
 
 
 def _flags_of(mask: int, count: int) -> NDArray[np.bool_]:
+    """[count], the opposite of _mask_of."""
     packed = np.frombuffer(mask.to_bytes(-(-count // 8), "little"), np.uint8)
     return np.unpackbits(packed, count=count, bitorder="little").view(np.bool_)

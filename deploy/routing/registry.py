@@ -2,55 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Final
+import importlib
+import inspect
+from typing import Any, Final
 
-from deploy.routing.consistent_hash import BoundedConsistentHashPolicy, ConsistentHashPolicy
-from deploy.routing.least_tokens import LeastTokensPolicy
 from deploy.routing.policy import Clock, RoutingPolicy
-from deploy.routing.power_of_two import PowerOfTwoPolicy
 from deploy.routing.prefix_aware import PrefixAwarePolicy
 from deploy.routing.prefix_index import PrefixIndex
 from deploy.routing.replica_slots import ReplicaSlots
-from deploy.routing.round_robin import RoundRobinPolicy
-from deploy.routing.text_tree import RayPrefixTreePolicy, SGLangPrefixTreePolicy
+from engine.errors import ConfigError
+from engine.registry import Registry
 
-ROUTING_POLICIES: Final[Mapping[str, type[RoutingPolicy]]] = MappingProxyType(
-    {
-        "prefix_aware": PrefixAwarePolicy,
-        "round_robin": RoundRobinPolicy,
-        "power_of_two": PowerOfTwoPolicy,
-        "least_tokens": LeastTokensPolicy,
-        "consistent_hash": ConsistentHashPolicy,
-        "bounded_consistent_hash": BoundedConsistentHashPolicy,
-        "ray_prefix_tree": RayPrefixTreePolicy,
-        "sglang_prefix_tree": SGLangPrefixTreePolicy,
-    }
+
+def _unknown(message: str) -> ConfigError:
+    return ConfigError(
+        f"{message} Or `serve` for Ray Serve's own router, or `module:Class` for a policy of your "
+        "own; see docs/routing.md."
+    )
+
+
+ROUTING_POLICIES: Final[Registry[type[RoutingPolicy]]] = Registry(
+    "routing_policy", {"prefix_aware": PrefixAwarePolicy}, _unknown
 )
 
 
-def make_policy(
-    name: str, clock: Clock, *, seed: int = 0, sample_every: int = 1, max_pages: int = 4_000_000
-) -> RoutingPolicy:
-    """A fresh policy that knows no replica yet.
+def find_policy(word: str) -> type[RoutingPolicy]:
+    """The class that `routing_policy` names.
 
     Args:
-        name: a word of ROUTING_POLICIES.
+        word: one of ROUTING_POLICIES, or `module:Class` for a subclass of RoutingPolicy with
+            RoutingPolicy's constructor. The module is imported.
+
+    Raises:
+        ConfigError: there is no such policy; the message says why.
+    """
+    module, colon, name = word.partition(":")
+    if not colon:
+        return ROUTING_POLICIES[word]
+    try:
+        found: Any = getattr(importlib.import_module(module), name)
+    except Exception as error:  # the module is the user's: it may fail in any way
+        raise _refusal(word, f"{type(error).__name__}: {error}") from error
+    if not (inspect.isclass(found) and issubclass(found, RoutingPolicy)):
+        raise _refusal(word, f"{name} is no subclass of deploy.routing.RoutingPolicy")
+    if inspect.isabstract(found):
+        missing = ", ".join(sorted(found.__abstractmethods__))
+        raise _refusal(word, f"{name} doesn't define {missing}")
+    return found
+
+
+def make_policy(
+    word: str, clock: Clock, *, seed: int = 0, sample_every: int = 1, max_pages: int = 4_000_000
+) -> RoutingPolicy:
+    """A new policy that knows no replica yet.
+
+    Args:
+        word: see find_policy.
         clock: seconds, e.g. time.monotonic.
-        seed: for policies that draw lots.
-        sample_every: see PrefixIndex; 16 // page_size, at least 1, keeps its cost independent
-            of the page size.
+        seed: for policies that draw random numbers.
+        sample_every: see PrefixIndex. With max(1, 16 // page_size) the cost of the index doesn't
+            depend on the page size.
         max_pages: see PrefixIndex.
 
     Raises:
-        ValueError: no such policy.
+        ConfigError: as find_policy.
     """
-    policy = ROUTING_POLICIES.get(name)
-    if policy is None:
-        raise ValueError(
-            f"routing policy {name!r} is unknown; choose one of {', '.join(ROUTING_POLICIES)}"
-        )
+    policy = find_policy(word)
     slots = ReplicaSlots()
     index = PrefixIndex(slots, max_pages=max_pages, sample_every=sample_every)
     return policy(slots, index, clock, seed)
+
+
+def _refusal(word: str, reason: str) -> ConfigError:
+    return ConfigError(f"routing_policy {word!r} can't be used: {reason}; see docs/routing.md.")

@@ -1,10 +1,10 @@
-"""Small numbers for replicas, so that sets of them are bits and their loads are arrays."""
+"""A small number for each replica: its bit in a set, its place in an array of loads."""
 
 from __future__ import annotations
 
 
 class ReplicaSlots:
-    """Replica names to slots 0, 1, 2, ...; a removed replica's slot is the next one's."""
+    """Gives replicas slots 0, 1, 2, ... A new replica gets the lowest free slot."""
 
     def __init__(self) -> None:
         self._slot_of: dict[str, int] = {}
@@ -18,7 +18,7 @@ class ReplicaSlots:
 
     @property
     def capacity(self) -> int:
-        """Slots ever used at once; the highest one in use is below."""
+        """The most slots that were in use at once; each slot is below it."""
         return len(self._name_of)
 
     @property
@@ -27,7 +27,7 @@ class ReplicaSlots:
         return list(self._slot_of)
 
     def add(self, replica: str) -> int:
-        """The replica's slot, the lowest free one if it's new."""
+        """The replica's slot; it gets one if it has none."""
         slot = self._slot_of.get(replica)
         if slot is None:
             if len(self._slot_of) < len(self._name_of):

@@ -15,13 +15,11 @@ class RouteRequest:
     """One attempt to place a request.
 
     Fields:
-        request_id: stays the same when the request is resubmitted elsewhere.
-        token_ids: int32 [num_tokens], the whole input: a resubmitted request's contains the
-            tokens that were emitted already.
-        page_size: tokens a page; every replica's.
-        page_hashes: uint64 [num_pages], hash of each whole page, as engine.kvcache.page_hash
-            makes them (from the namespace on, so that equal tokens under another cache_salt are
-            other pages).
+        request_id: stays the same when the request is sent to another replica.
+        token_ids: int32 [num_tokens], the prompt and the tokens that were generated already.
+        page_size: tokens per page, the same at every replica.
+        page_hashes: uint64 [num_pages], the hash of each whole page, by engine.kvcache.hash_pages.
+            It starts from the cache_salt: equal tokens under another salt are other pages.
     """
 
     request_id: str
@@ -33,7 +31,7 @@ class RouteRequest:
     def from_tokens(
         cls, request_id: str, token_ids: NDArray[np.int32], page_size: int, namespace: str = ""
     ) -> RouteRequest:
-        """Hash the pages (about 0.3 µs each), once: they travel with the request from here."""
+        """Hash the pages, which takes about 0.3 µs each. This is done once for a request."""
         hashes = hash_pages(token_ids, page_size, namespace)
         return cls(request_id, token_ids, page_size, hashes)
 
@@ -43,5 +41,5 @@ class RouteRequest:
 
     @property
     def reusable_pages(self) -> int:
-        """Pages that a cache can spare: the engine always computes the last token."""
+        """Pages that can come from a cache. The engine always computes the last token."""
         return (len(self.token_ids) - 1) // self.page_size

@@ -1,4 +1,4 @@
-"""Which prefixes the requests that still wait for their first token begin with."""
+"""How many requests wait for their first token, by the prefixes of their prompts."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Final
 from deploy.routing.route_request import RouteRequest
 
 STEP_TOKENS: Final = 256
-"""Prefixes are told apart at multiples of this length."""
+"""Only prefixes of a multiple of this length are counted."""
 
 
 class WaitingPrefixes:
     """Counts requests without a first token by the prefixes of their prompts.
 
-    A prefix is known by the chained hash of its last page. Counting one page in STEP_TOKENS
-    tokens instead of each makes it some microseconds for the longest prompts.
+    The chained hash of a prefix's last page stands for the prefix. One page in STEP_TOKENS tokens
+    is counted, not each, so that the longest prompts cost some microseconds.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class WaitingPrefixes:
         return len(self._waiting)
 
     def add(self, request: RouteRequest, replica: str) -> None:
-        """It was sent to this replica. One that is known already was resubmitted."""
+        """It was sent to this replica. If it is known already, its old entry goes."""
         self.remove(request.request_id)
         step = _step(request)
         prefixes: list[int] = request.page_hashes[step - 1 :: step].tolist()
@@ -51,12 +51,13 @@ class WaitingPrefixes:
             self.remove(request_id)
 
     def count(self, request: RouteRequest, num_pages: int) -> int:
-        """Requests that begin with the first num_pages pages of this one, less a step's rest."""
+        """Requests that begin with the first num_pages pages of this one, rounded down to a
+        multiple of STEP_TOKENS."""
         step = _step(request)
         last = num_pages // step * step - 1
         return self._counts.get(request.page_hashes.item(last), 0) if last >= 0 else 0
 
 
 def _step(request: RouteRequest) -> int:
-    """Pages."""
+    """STEP_TOKENS in pages, at least 1."""
     return max(STEP_TOKENS // request.page_size, 1)

@@ -10,6 +10,8 @@ from typing import Any
 
 import httpx
 
+from deploy.bench.sse_decoder import DONE, SSEDecoder
+
 TIMEOUT = httpx.Timeout(10.0, read=600.0)
 HELP = "Ctrl-C stops an answer, /reset begins anew, /quit or Ctrl-D ends."
 
@@ -76,15 +78,11 @@ class Chat:
         with http.stream("POST", "/v1/chat/completions", json=body) as reply:
             if reply.status_code != 200:
                 raise ChatError(_message_of(reply.read()) or f"status {reply.status_code}")
-            for line in reply.iter_lines():
-                data = line.removeprefix("data:").strip()
-                if not line.startswith("data:") or data == "[DONE]":
-                    continue
-                chunk = json.loads(data)
-                if "error" in chunk:
-                    raise ChatError(chunk["error"]["message"])
-                for choice in chunk["choices"]:
-                    yield choice["delta"].get("content") or ""
+            decoder = SSEDecoder()
+            for part in reply.iter_bytes():
+                for data in decoder.feed(part):
+                    if data != DONE:
+                        yield _text_of(data)
 
 
 class ChatError(Exception):
@@ -100,6 +98,14 @@ def _next_line() -> str | None:
             return None
         except KeyboardInterrupt:
             print()
+
+
+def _text_of(data: bytes) -> str:
+    """What an event adds to the answer. Raises ChatError if it says what went wrong instead."""
+    chunk = json.loads(data)
+    if "error" in chunk:
+        raise ChatError(chunk["error"]["message"])
+    return "".join(choice["delta"].get("content") or "" for choice in chunk["choices"])
 
 
 def _message_of(body: bytes) -> str:

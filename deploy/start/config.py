@@ -1,12 +1,12 @@
 """The application's configuration: `args` of a Serve config file in `configs/`."""
 
 # No `from __future__ import annotations`: pydantic reads the annotations.
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from deploy.replica.autoscaling import EngineLoadPolicy
-from deploy.routing import ROUTING_POLICIES
+from deploy.routing import find_policy
 from engine.config import EngineConfig, ResolvedConfig, load_config
 from engine.errors import ConfigError
 
@@ -40,8 +40,9 @@ class ServerOptions(BaseModel):
     """Engines (data parallel)."""
     autoscaling: AutoscalingOptions | None = None
     """Instead of num_replicas."""
-    routing_policy: Literal["serve", *ROUTING_POLICIES] = "prefix_aware"  # type: ignore[valid-type]
-    """Which engine replica gets a request; serve: by Ray Serve's own router."""
+    routing_policy: str = "prefix_aware"
+    """Which engine replica gets a request: a word of `ROUTING_POLICIES`, `module:Class` for a
+    policy from elsewhere, or `serve` for Ray Serve's own router."""
     ingress_replicas: int = Field(1, ge=1, le=64)
     max_ongoing_requests: int = Field(4096, ge=1)
     """Requests that one engine replica may hold, running and queued."""
@@ -81,6 +82,8 @@ class AppConfig:
         server = load_config(ServerOptions, {k: v for k, v in args.items() if k in known})
         rest = {k: v for k, v in args.items() if k not in known}
         engine = load_config(EngineConfig, rest)
+        if server.routing_policy != "serve":
+            find_policy(server.routing_policy)
         scaling = server.autoscaling
         if scaling is not None and scaling.max_replicas < scaling.min_replicas:
             raise ConfigError(

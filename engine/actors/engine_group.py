@@ -23,7 +23,7 @@ from engine.openmp import wait_policy
 from engine.protocol.messages import Shutdown
 from engine.protocol.transport import Outbox
 from engine.scheduler.stats import SchedulerStats
-from engine.worker.worker_config import WorkerConfig
+from engine.worker_config import WorkerConfig
 
 logger = logging.getLogger(__name__)
 

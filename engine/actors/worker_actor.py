@@ -10,8 +10,8 @@ from engine.actors.actor_process import ActorProcess
 from engine.actors.ray_types import actor_class, node_ip
 from engine.config import EngineConfig
 from engine.trace import StageSpan, TraceRing, pack, stage_trace
-from engine.worker.worker_config import WorkerConfig, make_worker_config
 from engine.worker.worker_loop import log_as_worker, preload, run_worker
+from engine.worker_config import WorkerConfig
 
 
 class WorkerActor:
@@ -30,6 +30,9 @@ class WorkerActor:
 
         Returns the config for all ranks, and host and port of the store.
         """
+        # Imported here: it loads torch, and other processes import this class.
+        from engine.worker.auto_config import make_worker_config
+
         worker = make_worker_config(EngineConfig(**config).resolve(), share=share)
         host = node_ip()
         if worker.world_size == 1:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from engine.worker.forward_batch import ForwardBatch
-    from engine.worker.kv_pool import MHATokenToKVPool
+    from engine.attention.forward_batch import ForwardBatch
+    from engine.attention.kv_pool import MHATokenToKVPool
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import AttentionBackend, AttentionInputs, AttentionLayer
+from engine.attention.forward_batch import ForwardBatch
 from engine.attention.page_table import PageTable, page_indices, page_table
 from engine.attention.plan_ring import PlanRing
 from engine.errors import ConfigError
@@ -31,7 +32,6 @@ from engine.flashinfer_loader import (
     supports_attention,
 )
 from engine.protocol.messages import Int64Array
-from engine.worker.forward_batch import ForwardBatch
 
 FLOAT_WORKSPACE_BYTES = 128 << 20
 """Partial results of split sequences; FlashInfer's advice. One for all: calls follow each other."""

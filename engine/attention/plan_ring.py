@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from engine.pinned import Event
+from engine.device.pinned import Event
 
 
 class PlanRing:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.attention.base import AttentionBackend, AttentionInputs, AttentionLayer
 from engine.attention.decode_workspace import DecodePlan, DecodeWorkspace
-from engine.worker.forward_batch import ForwardBatch
+from engine.attention.forward_batch import ForwardBatch
 
 # Query tokens per call when keys precede the chunk: bounds the mask at QUERY_BLOCK x context, and
 # keys that a block can't see are never multiplied.

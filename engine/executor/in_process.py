@@ -8,7 +8,7 @@ from engine.protocol.messages import GenerationBatchResult, ModelWorkerBatch, Sa
 from engine.trace import StageSpan, TraceRing
 from engine.worker.factory import make_worker
 from engine.worker.step_queue import StepQueue
-from engine.worker.worker_config import WorkerConfig
+from engine.worker_config import WorkerConfig
 
 
 class InProcessExecutor(Executor):

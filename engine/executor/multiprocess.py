@@ -18,8 +18,8 @@ from engine.errors import ConfigError, EngineDeadError
 from engine.executor.message_executor import MessageExecutor, collect_ready
 from engine.openmp import set_wait_policy
 from engine.protocol.transport import Inbox
-from engine.worker.worker_config import WorkerConfig
 from engine.worker.worker_loop import log_as_worker, run_worker
+from engine.worker_config import WorkerConfig
 
 STOP_TIMEOUT_S = 10.0
 _PR_SET_PDEATHSIG = 1

@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from typing import TypeAlias
 
 from engine.kvcache.tree_node import TreeNode
-from engine.registry import Registry
 
 EvictionKey: TypeAlias = tuple[int, ...]
 
@@ -46,18 +45,6 @@ class PriorityPolicy(EvictionPolicy):
 
     def key(self, node: TreeNode) -> EvictionKey:
         return (node.priority, node.last_access)
-
-
-EVICTION_POLICIES: Registry[type[EvictionPolicy]] = Registry(
-    "eviction_policy",
-    {"lru": LRUPolicy, "lfu": LFUPolicy, "fifo": FIFOPolicy, "priority": PriorityPolicy},
-    ValueError,
-)
-
-
-def get_eviction_policy(name: str) -> EvictionPolicy:
-    """The policy of the config's word. Raises `ValueError` for an unknown one."""
-    return EVICTION_POLICIES[name]()
 
 
 class EvictionQueue:

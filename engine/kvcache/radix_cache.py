@@ -10,12 +10,13 @@ from numpy.typing import NDArray
 
 from engine.kvcache.allocator import TokenToKVPoolAllocator
 from engine.kvcache.errors import KVPoolError
-from engine.kvcache.eviction import EvictionQueue, get_eviction_policy
+from engine.kvcache.eviction import EvictionQueue
 from engine.kvcache.kv_events import KVEventLog
 from engine.kvcache.page_hash import TOKEN_BYTES, chain_hashes, root_hash
 from engine.kvcache.radix_integrity import check_tree
 from engine.kvcache.tree_node import EVICTED, TreeNode, common_bytes
 from engine.protocol.messages import BlockStored, KVEvent
+from engine.registry import EVICTION_POLICIES
 
 
 class MatchResult(NamedTuple):
@@ -66,7 +67,7 @@ class RadixCache:
         self.page_size = page_size
         self.disable = disable
         self._page_bytes = page_size * TOKEN_BYTES
-        self._queue = EvictionQueue(get_eviction_policy(eviction_policy))
+        self._queue = EvictionQueue(EVICTION_POLICIES[eviction_policy]())
         self._events = KVEventLog() if enable_events else None
         self._clock = 0
         self._next_node_id = 0

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.distributed import ParallelState
 from engine.layers.linear_kernel import LinearKernel, SharedRowsKernel, make_linear_kernel
-from engine.models.weights import WeightSource
+from engine.layers.weights import WeightSource
 
 
 class VocabShard:

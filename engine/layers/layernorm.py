@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.layers.fused_ops import FusedOps
-from engine.models.weights import WeightSource
+from engine.layers.weights import WeightSource
 
 
 class RMSNorm:

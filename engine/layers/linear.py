@@ -7,8 +7,8 @@ from torch import Tensor
 
 from engine.distributed import ParallelState
 from engine.layers.linear_kernel import LinearKernel, make_linear_kernel
+from engine.layers.weights import WeightSource
 from engine.model_config import ModelConfig
-from engine.models.weights import WeightSource
 
 
 class MergedColumnParallelLinear:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import AttentionBackend, AttentionLayer
+from engine.attention.forward_batch import ForwardBatch
 from engine.distributed import ParallelState
 from engine.layers.activation import SiluAndMul
 from engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
@@ -15,9 +16,8 @@ from engine.layers.fused_ops import FusedOps, fused_ops
 from engine.layers.layernorm import RMSNorm
 from engine.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from engine.layers.rotary import RotaryEmbedding, StepRope
+from engine.layers.weights import WeightSource
 from engine.model_config import ModelConfig
-from engine.models.weights import WeightSource
-from engine.worker.forward_batch import ForwardBatch
 
 EMBEDDING = "model.embed_tokens.weight"
 

@@ -8,10 +8,10 @@ import torch
 
 from engine.distributed import ParallelState
 from engine.errors import ConfigError
+from engine.layers.weights import DummySource, SafetensorsSource, WeightSource
 from engine.models.llama import LlamaModel
-from engine.models.registry import MODELS
-from engine.models.weights import DummySource, SafetensorsSource, WeightSource
-from engine.worker.worker_config import WorkerConfig
+from engine.registry import MODELS
+from engine.worker_config import WorkerConfig
 
 _DTYPES = {
     "float32": torch.float32,
@@ -48,6 +48,6 @@ def load_model(
     else:
         raise ConfigError(f"load_format '{config.load_format}' is not known; use auto or dummy.")
     build = MODELS[config.model.architecture]
-    model = build(config.model, dtype, device, parallel, config.max_model_len)
+    model: LlamaModel = build(config.model, dtype, device, parallel, config.max_model_len)
     model.load(source, progress)
     return model

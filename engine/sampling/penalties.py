@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.pinned import to_device
+from engine.device.pinned import to_device
 from engine.protocol.messages import SlotParams
 from engine.sampling.plan import PenaltyGroup
 

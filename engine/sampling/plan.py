@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.pinned import to_device
+from engine.device.pinned import to_device
 
 
 class Draw(IntEnum):

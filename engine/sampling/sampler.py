@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from engine.protocol.messages import TokenLogprobs
+from engine.registry import SAMPLING_BACKENDS
 from engine.sampling.logprobs import LogprobTensors, compute_logprobs
 from engine.sampling.plan import SamplingPlan
-from engine.sampling.registry import SAMPLING_BACKENDS
 from engine.sampling.state import SamplingState
 from engine.sampling.token_order import TokenOrder
 

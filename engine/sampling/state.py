@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.pinned import to_device
+from engine.device.pinned import to_device
 from engine.protocol.messages import SlotParams
 from engine.sampling.hash_noise import mix_seed
 from engine.sampling.penalties import PenaltyPool

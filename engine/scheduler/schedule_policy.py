@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
-from engine.registry import Registry
 from engine.scheduler.req import Req
 
 LPM_QUEUE_LIMIT = 128
@@ -53,13 +52,3 @@ class Priority(SchedulePolicy):
 
 def _arrival(req: Req) -> tuple[float, int]:
     return (req.arrival, req.rid)
-
-
-SCHEDULE_POLICIES: Registry[type[SchedulePolicy]] = Registry(
-    "schedule_policy", {"lpm": LPM, "fcfs": FCFS, "priority": Priority}
-)
-
-
-def make_policy(name: str) -> SchedulePolicy:
-    """The policy of the config's word. Raises `ConfigError` for an unknown one."""
-    return SCHEDULE_POLICIES[name]()

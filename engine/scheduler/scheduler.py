@@ -26,6 +26,7 @@ from engine.protocol.messages import (
     SampleMasks,
     StepOutputs,
 )
+from engine.registry import SCHEDULE_POLICIES
 from engine.scheduler.admission import make_req
 from engine.scheduler.balance import fair_share, open_places, rebalance
 from engine.scheduler.batch_builder import build_batch
@@ -38,7 +39,7 @@ from engine.scheduler.outputs import OutputCollector
 from engine.scheduler.prefill_adder import Addition, AddResult, PrefillAdder
 from engine.scheduler.req import Req, ReqStatus
 from engine.scheduler.requests import Requests
-from engine.scheduler.schedule_policy import make_policy
+from engine.scheduler.schedule_policy import SchedulePolicy
 from engine.scheduler.scheduler_config import SchedulerConfig
 from engine.scheduler.stats import SchedulerStats
 from engine.scheduler.victims import ends_in_flight, preemption_victims, retraction_victim
@@ -56,7 +57,7 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self.kv = KVManager(config)
-        self.policy = make_policy(config.schedule_policy)
+        self.policy: SchedulePolicy = SCHEDULE_POLICIES[config.schedule_policy]()
         self.ratio = NewTokenRatio(config.schedule_conservativeness)
         self.sizer: ChunkSizer | None = None
         if config.enable_dynamic_chunking and config.chunked_prefill_size is not None:

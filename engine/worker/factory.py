@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import torch
 
+from engine.device.memory import CudaMemory
 from engine.distributed import ParallelState
 from engine.trace import StageSpan, TraceRing
 from engine.worker.base import ModelWorker
-from engine.worker.device.memory import CudaMemory
 from engine.worker.simulated import SimulatedWorker
 from engine.worker.sizing.kv_sizing import MemoryMeter
 from engine.worker.sizing.memory_profile import GRAPH_RESERVE_BYTES
 from engine.worker.tp_worker import TpModelWorker
-from engine.worker.worker_config import WorkerConfig
+from engine.worker_config import WorkerConfig
 
 
 def make_worker(

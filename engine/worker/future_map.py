@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.worker.forward_batch import ForwardBatch
+from engine.attention.forward_batch import ForwardBatch
 
 _UNSET = -1
 

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import AttentionBackend, AttentionInputs
-from engine.attention.registry import ATTENTION_BACKENDS
+from engine.attention.forward_batch import ForwardBatch, StepInputs, step_inputs, token_starts
+from engine.attention.kv_pool import MHATokenToKVPool, resolve_kv_dtype
+from engine.device.queue import make_queue
 from engine.distributed import ParallelState
 from engine.errors import ConfigError
 from engine.models.load_progress import LoadProgress
 from engine.models.loader import load_model
 from engine.protocol.messages import Int64Array, IntArray, ModelWorkerBatch
-from engine.worker.device.queue import make_queue
-from engine.worker.forward_batch import ForwardBatch, StepInputs, step_inputs, token_starts
-from engine.worker.kv_pool import MHATokenToKVPool, resolve_kv_dtype
+from engine.registry import ATTENTION_BACKENDS
 from engine.worker.sizing.kv_sizing import MemoryMeter
-from engine.worker.worker_config import WorkerConfig
+from engine.worker_config import WorkerConfig
 
 
 class ForwardOutput(NamedTuple):

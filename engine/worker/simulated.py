@@ -19,12 +19,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from engine.attention.forward_batch import token_starts
 from engine.distributed import ParallelState
 from engine.protocol.messages import GenerationBatchResult, IntArray, ModelWorkerBatch, SampleMasks
 from engine.trace import StageSpan, TraceRing
 from engine.worker.base import LaunchedForward, ModelWorker, PendingResult
-from engine.worker.forward_batch import token_starts
-from engine.worker.worker_config import WorkerConfig
+from engine.worker_config import WorkerConfig
 
 
 @dataclass

@@ -12,8 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.attention.forward_batch import ForwardBatch
+from engine.device.clock import StepTiming
+from engine.device.pinned import to_device
+from engine.device.queue import Download
 from engine.distributed import ParallelState
-from engine.pinned import to_device
 from engine.protocol.messages import (
     GenerationBatchResult,
     ModelWorkerBatch,
@@ -25,9 +28,6 @@ from engine.sampling.sampler import SampledTokens, Sampler
 from engine.sampling.state import SamplingState
 from engine.trace import StageSpan, TraceRing
 from engine.worker.base import LaunchedForward, ModelWorker, PendingResult
-from engine.worker.device.clock import StepTiming
-from engine.worker.device.queue import Download
-from engine.worker.forward_batch import ForwardBatch
 from engine.worker.future_map import FutureMap
 from engine.worker.graphs.backend import CudaGraphBackend, GraphBackend
 from engine.worker.graphs.decode_graphs import DecodeGraphs
@@ -35,7 +35,7 @@ from engine.worker.model_runner import ForwardOutput, ModelRunner
 from engine.worker.sizing.estimate import stage_weight_bytes
 from engine.worker.sizing.kv_sizing import MemoryMeter, agree_on_kv_tokens, check_weights_fit
 from engine.worker.sizing.out_of_memory import ALLOCATE, PROFILE, WEIGHTS, out_of_memory_advice
-from engine.worker.worker_config import WorkerConfig
+from engine.worker_config import WorkerConfig
 
 logger = logging.getLogger(__name__)
 

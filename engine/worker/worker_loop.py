@@ -23,7 +23,7 @@ from engine.protocol.transport import Inbox, Outbox
 from engine.trace import StageSpan, TraceRing
 from engine.worker.base import ModelWorker
 from engine.worker.step_queue import StepQueue
-from engine.worker.worker_config import WorkerConfig
+from engine.worker_config import WorkerConfig
 
 if TYPE_CHECKING:
     from engine.distributed import ParallelState

@@ -22,10 +22,9 @@ import aiohttp
 import httpx
 import pytest
 
-from deploy.start.processes import marked_processes
 from tests.support.chaos_load import Load, make_cases
 from tests.support.cluster import ROLES, Cluster, Struck
-from tests.support.http_server import manta, metric, streams
+from tests.support.http_server import manta_leaving_nothing, metric, streams, wait_idle
 from tests.support.processes import actor_pids, resident_mib, socket_count
 
 CONFIGS = {1: "configs/llama.yaml", 2: "configs/llama-dp2.yaml"}
@@ -39,14 +38,9 @@ PATIENT_S = 90.0
 def cluster(num_replicas: int, **args: Any) -> Iterator[Cluster]:
     """A server; once it is stopped nothing of it may be left."""
     args = {"dtype": "float32", "max_total_tokens": 32768, **args}
-    shared = set(os.listdir("/dev/shm"))
     config = CONFIGS[num_replicas]
-    with manta(config, **args) as server:
-        running = Cluster(server, config, num_replicas, **args)
-        yield running
-    assert not server.killed, "the server had to be killed to stop"
-    assert marked_processes(running.mark) == [], "processes left behind"
-    assert set(os.listdir("/dev/shm")) <= shared, "shared memory left behind"
+    with manta_leaving_nothing(config, **args) as server:
+        yield Cluster(server, config, num_replicas, **args)
 
 
 async def under_load(
@@ -69,18 +63,8 @@ async def under_load(
         async with asyncio.timeout(180):
             await streaming
     assert load.failures == []
-    await_idle(running.url)
+    wait_idle(running.url, 5.0)
     return load
-
-
-def await_idle(url: str, limit_s: float = 5.0) -> None:
-    """All requests have let go of their memory."""
-    names = ("num_running", "num_waiting", "kv_used_tokens")
-    deadline = time.monotonic() + limit_s
-    while held := {n: v for n in names if (v := metric(url, f"manta_engine_{n}"))}:
-        assert time.monotonic() < deadline, held
-        time.sleep(0.05)
-    assert metric(url, "manta_engine_kv_leaks_total") == 0
 
 
 async def strikes(
@@ -222,7 +206,7 @@ def test_500_clients_cut_mid_stream() -> None:
     # Room for all at once: none may have to wait until others have ended.
     with cluster(1, max_running_requests=512, max_total_tokens=500 * 288) as running:
         last = asyncio.run(cut_mid_stream(running.url, bodies))
-        await_idle(running.url, 2.0)
+        wait_idle(running.url, 2.0)
         print(f"\n500 clients cut: idle and free {time.monotonic() - last:.2f} s after the last")
 
 
@@ -304,4 +288,4 @@ def test_requests_of_a_lost_ingress_end() -> None:
 
     with cluster(1, hang_timeout_s=4) as running:
         asyncio.run(work())
-        await_idle(running.url, 5.0)
+        wait_idle(running.url, 5.0)

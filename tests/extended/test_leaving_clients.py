@@ -5,43 +5,24 @@ With `make chaos` in every way, behind every proxy, and with a model that really
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from benchmarks.servers import ManagedServer
-from tests.support.leaving_servers import (
-    SERVERS,
-    behind,
-    check_covering,
-    check_early_cancels,
-    check_every_way,
-    check_headers,
-    long_model,
-)
+from tests.support.leaving_servers import CHECKS, SERVERS, behind, check_every_way, running
 
 
 @pytest.fixture(scope="module")
 def server(request: pytest.FixtureRequest) -> Iterator[ManagedServer]:
-    with long_model() as model, SERVERS[request.param](model) as running:
-        yield running
+    with running(request.param) as server:
+        yield server
 
 
 @behind("python", "pod")
-def test_a_request_ends_with_its_client(server: ManagedServer) -> None:
-    check_covering(server)
-
-
-@behind("python", "pod")
-def test_cancels_that_meet_the_answers_of_the_tokenizer_lose_no_request(
-    server: ManagedServer,
-) -> None:
-    check_early_cancels(server)
-
-
-@behind("python", "pod")
-def test_headers_that_serve_cannot_read(server: ManagedServer) -> None:
-    check_headers(server)
+@pytest.mark.parametrize("check", CHECKS)
+def test_clients_that_leave(server: ManagedServer, check: Callable[[ManagedServer], None]) -> None:
+    check(server)
 
 
 @pytest.mark.full_chaos

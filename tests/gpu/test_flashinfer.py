@@ -9,19 +9,19 @@ from torch import Tensor
 
 from engine.attention.base import AttentionInputs, AttentionLayer
 from engine.attention.flashinfer_backend import FlashInferAttentionBackend
+from engine.attention.forward_batch import ForwardBatch
+from engine.attention.kv_pool import MHATokenToKVPool
 from engine.attention.torch_backend import TorchAttentionBackend
 from engine.flashinfer_loader import flashinfer_installed
 from engine.layers.activation import SiluAndMul
 from engine.layers.fused_ops import FusedOps
 from engine.layers.layernorm import RMSNorm
 from engine.layers.rotary import RotaryEmbedding
+from engine.layers.weights import DummySource
 from engine.model_config import RopeConfig
-from engine.models.weights import DummySource
 from engine.protocol.messages import ForwardMode, ModelWorkerBatch
 from engine.sampling.sampler import Sampler
 from engine.sampling.state import SamplingState
-from engine.worker.forward_batch import ForwardBatch
-from engine.worker.kv_pool import MHATokenToKVPool
 from tests.support.sampler_rows import Row, many_rows
 
 if not torch.cuda.is_available() or not flashinfer_installed():

@@ -13,13 +13,14 @@ import torch
 
 from engine import LLM, SamplingParams
 from engine.config import EngineConfig
+from engine.device.memory import CudaMemory
 from engine.distributed import ParallelState
 from engine.errors import ConfigError
-from engine.models.weights import SafetensorsSource
-from engine.worker.device.memory import CudaMemory
+from engine.layers.weights import SafetensorsSource
+from engine.worker.auto_config import make_worker_config
 from engine.worker.factory import make_worker
 from engine.worker.tp_worker import TpModelWorker
-from engine.worker.worker_config import WorkerConfig, make_worker_config
+from engine.worker_config import WorkerConfig
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -7,23 +7,18 @@ import asyncio
 import os
 import signal
 import socket
-import sys
-import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import httpx
 import pytest
-import yaml
 
-from benchmarks.common import REPO_ROOT
-from benchmarks.servers import ManagedServer, free_port
+from benchmarks.servers import ManagedServer
 from deploy.start.processes import marked_processes
-from tests.support.http_server import manta, metric, stream, streams
+from tests.support.http_server import manta, metric, serve_run, stream, streams, wait_idle
 from tests.support.processes import actor_pids, launch_mark
 
 SETTINGS: dict[str, Any] = {
@@ -35,23 +30,7 @@ SETTINGS: dict[str, Any] = {
 LONG: dict[str, Any] = {"prompt": "def ", "max_tokens": 900, "ignore_eos": True, "temperature": 0}
 
 
-@contextmanager
-def plain_serve_run() -> Iterator[ManagedServer]:
-    """`serve run` of configs/llama.yaml with `SETTINGS`, without the launcher."""
-    port = free_port()
-    config = yaml.safe_load((REPO_ROOT / "configs/llama.yaml").read_text())
-    config["http_options"]["port"] = port
-    config["applications"][0]["args"] |= SETTINGS
-    serve = str(Path(sys.executable).with_name("serve"))
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
-        yaml.safe_dump(config, file)
-        file.flush()
-        command = [serve, "run", file.name]
-        with ManagedServer(command, None, port, timeout_s=180) as server:
-            yield server
-
-
-PROXIES = {"haproxy": lambda: manta(**SETTINGS), "serve run": plain_serve_run}
+PROXIES = {"haproxy": lambda: manta(**SETTINGS), "serve run": lambda: serve_run(**SETTINGS)}
 
 
 @pytest.fixture(scope="module", params=PROXIES)
@@ -65,19 +44,6 @@ def server(request: pytest.FixtureRequest) -> Iterator[ManagedServer]:
 @pytest.fixture(scope="module")
 def url(server: ManagedServer) -> str:
     return server.base_url
-
-
-def wait_idle(url: str, limit_s: float) -> None:
-    deadline = time.monotonic() + limit_s
-    while True:
-        left = [
-            metric(url, f"manta_engine_{name}")
-            for name in ("num_running", "num_waiting", "kv_used_tokens")
-        ]
-        if left == [0, 0, 0]:
-            return
-        assert time.monotonic() < deadline, left
-        time.sleep(0.1)
 
 
 def test_stream_and_reply_agree(url: str) -> None:

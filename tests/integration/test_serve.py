@@ -14,7 +14,8 @@ import pytest
 
 from benchmarks.servers import ManagedServer
 from tests.support.api_calls import JSON
-from tests.support.http_server import manta, metric, stream, streams
+from tests.support.chaos_load import make_cases
+from tests.support.http_server import manta, metric, stream, streams, wait_idle
 
 KV_TOKENS = 4096
 PROMPT, OUTPUT = 184, 24  # 208 tokens with pages: room for about 20 at once
@@ -41,17 +42,6 @@ def complete(url: str, **body: Any) -> dict[str, Any]:
     assert reply.status_code == 200, reply.text
     data: dict[str, Any] = reply.json()
     return data
-
-
-def wait_free(url: str, limit_s: float) -> tuple[float, float]:
-    """(running requests, KV tokens in use) once both are 0, or after `limit_s`."""
-    deadline = time.monotonic() + limit_s
-    while True:
-        running = metric(url, "manta_engine_num_running")
-        used = metric(url, "manta_engine_kv_used_tokens")
-        if (running, used) == (0, 0) or time.monotonic() > deadline:
-            return running, used
-        time.sleep(0.1)
 
 
 def test_openai_client(url: str) -> None:
@@ -97,7 +87,7 @@ def test_stop_string_ends_early_and_frees(url: str) -> None:
     out = complete(url, **body, stop=stop)["choices"][0]
     assert out["finish_reason"] == "stop"
     assert out["text"] == text[: text.index(stop)]
-    assert wait_free(url, 5.0) == (0, 0)
+    wait_idle(url, 5.0)
 
 
 def test_bad_requests_leave_the_server_well(url: str) -> None:
@@ -124,28 +114,14 @@ def test_bad_requests_leave_the_server_well(url: str) -> None:
 
 def test_200_streams_with_room_for_20(url: str) -> None:
     """All finish, each equal to its solo run; retraction and eviction are at work."""
-    rng = random.Random(2)
-    bodies, expected = [], []
-    while len(bodies) < 200:
-        body = dict(
-            prompt=ids(rng, PROMPT), max_tokens=OUTPUT, temperature=0, ignore_eos=True, logprobs=2
-        )
-        solo = complete(url, **body, return_token_ids=True)["choices"][0]
-        gaps = [
-            max(top.values()) - min(top.values()) if len(top) == 2 else 0.0
-            for top in solo["logprobs"]["top_logprobs"]
-        ]
-        # A batch rounds differently than a single row: leave out prompts where that decides.
-        if min(gaps) > 1e-4:
-            del body["logprobs"]
-            bodies.append(body)
-            expected.append(solo["token_ids"])
-    got = asyncio.run(streams(url, bodies))
+    cases = make_cases(url, 200, OUTPUT, seed=2, prompt_len=range(PROMPT, PROMPT + 1))
+    got = asyncio.run(streams(url, [case.body for case in cases]))
     assert [g.error for g in got if g.error] == []
     assert all(g.done and g.finish_reason == "length" for g in got)
-    wrong = [i for i, g in enumerate(got) if g.token_ids != expected[i]]
+    pairs = zip(got, cases, strict=True)
+    wrong = [i for i, (g, case) in enumerate(pairs) if g.token_ids != case.token_ids]
     assert wrong == []
-    assert wait_free(url, 5.0) == (0, 0)
+    wait_idle(url, 5.0)
 
 
 def test_50_clients_cut_mid_stream(url: str) -> None:
@@ -163,9 +139,7 @@ def test_50_clients_cut_mid_stream(url: str) -> None:
 
     asyncio.run(cut())
     assert time.monotonic() - started < 30
-    assert wait_free(url, 2.0) == (0, 0)
-    assert metric(url, "manta_engine_num_waiting") == 0
-    assert metric(url, "manta_engine_kv_leaks_total") == 0
+    wait_idle(url, 2.0)
 
 
 def test_shared_prefix_is_prefilled_once(url: str) -> None:

@@ -19,7 +19,7 @@ from engine.protocol.messages import AbortRequest, AddRequest, TokenLogprobs
 from engine.sampling_params import SamplingParams
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.scheduler_config import SchedulerConfig
-from engine.worker.worker_config import make_worker_config
+from engine.worker.auto_config import make_worker_config
 
 KV_TOKENS = 1024
 MAX_LEN = 256

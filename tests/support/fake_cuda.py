@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
-from engine.models.weights import DummySource
+from engine.device.clock import DeviceClock, StepTiming
+from engine.device.queue import BufferDownload, Download, StagedQueue
+from engine.layers.weights import DummySource
 from engine.worker import model_runner
-from engine.worker.device.clock import DeviceClock, StepTiming
-from engine.worker.device.queue import BufferDownload, Download, StagedQueue
 
 _READS_VALUES = {
     "aten::_local_scalar_dense",

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.attention.base import AttentionInputs, AttentionLayer
-from engine.attention.registry import ATTENTION_BACKENDS
+from engine.attention.forward_batch import ForwardBatch
 from engine.attention.torch_backend import TorchAttentionBackend
+from engine.registry import ATTENTION_BACKENDS
 from engine.sampling import torch_backend
-from engine.worker.forward_batch import ForwardBatch
 from engine.worker.graphs.backend import GraphBackend
 
 _READS_VALUES = {

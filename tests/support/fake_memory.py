@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engine.worker.device.memory import DeviceMemory, DeviceProcess
+from engine.device.memory import DeviceMemory, DeviceProcess
 
 GIB = 1 << 30
 

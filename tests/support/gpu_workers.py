@@ -9,7 +9,7 @@ import importlib.util
 
 import pytest
 
-from engine.attention.registry import ATTENTION_BACKENDS
+from engine.registry import ATTENTION_BACKENDS
 from tests.support.fake_graphs import CapturableAttention
 
 

@@ -1,21 +1,29 @@
-"""A running Manta for tests, and small HTTP helpers."""
+"""A running Manta for tests, and calls of it over HTTP."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import sys
+import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import httpx
+import yaml
 
+from benchmarks.common import REPO_ROOT
 from benchmarks.servers import ManagedServer, free_port
+from deploy.bench.sse_decoder import DONE, SSEDecoder
+from deploy.start.processes import marked_processes
+from tests.support.processes import launch_mark
 
 START_TIMEOUT_S = 180.0
 
@@ -32,6 +40,35 @@ def manta(
         cmd += ["--set", f"{key}={json.dumps(value)}"]
     with ManagedServer(cmd, None, port, timeout_s=START_TIMEOUT_S, stop_timeout_s=60.0) as server:
         yield server
+
+
+@contextmanager
+def manta_leaving_nothing(config: str, **overrides: Any) -> Iterator[ManagedServer]:
+    """As `manta`; once it is stopped, no process and no shared memory of it may be left."""
+    shared = set(os.listdir("/dev/shm"))
+    with manta(config, **overrides) as server:
+        mark = launch_mark(server.pid)
+        yield server
+    assert not server.killed, "the server had to be killed to stop"
+    assert marked_processes(mark) == [], "processes left behind"
+    leftover = set(os.listdir("/dev/shm")) - shared
+    assert not leftover, f"shared memory left behind: {leftover}"
+
+
+@contextmanager
+def serve_run(env: Mapping[str, str] | None = None, **overrides: Any) -> Iterator[ManagedServer]:
+    """Plain `serve run` of configs/llama.yaml, without the launcher. `env`: beside this process's
+    environment."""
+    config = yaml.safe_load((REPO_ROOT / "configs/llama.yaml").read_text())
+    config["http_options"]["port"] = port = free_port()
+    config["applications"][0]["args"] |= overrides
+    serve = str(Path(sys.executable).with_name("serve"))
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        yaml.safe_dump(config, file)
+        file.flush()
+        environ = {**os.environ, **(env or {})}
+        with ManagedServer([serve, "run", file.name], environ, port, timeout_s=180) as server:
+            yield server
 
 
 @dataclass
@@ -63,7 +100,7 @@ async def stream(
             return got
         seen = 0
         async for event in _events(reply):
-            if event == "[DONE]":
+            if event == DONE:
                 got.done = True
                 break
             got.times.append(time.monotonic())
@@ -83,11 +120,11 @@ async def stream(
     return got
 
 
-async def _events(reply: aiohttp.ClientResponse) -> AsyncIterator[str]:
-    async for raw in reply.content:
-        line = raw.decode().strip()
-        if line.startswith("data: "):
-            yield line[6:]
+async def _events(reply: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    decoder = SSEDecoder()
+    async for part in reply.content.iter_any():
+        for data in decoder.feed(part):
+            yield data
 
 
 async def streams(
@@ -112,3 +149,13 @@ def metric(url: str, name: str) -> float:
             return sum(float(v) for v in values)
         late = "\nmanta_engine_stats_up 0.0\n" in text and time.monotonic() < deadline
         assert late and name.startswith("manta_engine_"), f"{name} is not among:\n{text}"
+
+
+def wait_idle(url: str, limit_s: float) -> None:
+    """Within `limit_s` all requests have let go of their memory, and none of it is lost."""
+    names = ("num_running", "num_waiting", "kv_used_tokens")
+    deadline = time.monotonic() + limit_s
+    while held := {name: n for name in names if (n := metric(url, f"manta_engine_{name}"))}:
+        assert time.monotonic() < deadline, held
+        time.sleep(0.05)
+    assert metric(url, "manta_engine_kv_leaks_total") == 0

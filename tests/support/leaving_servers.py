@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,8 @@ import pytest
 import yaml
 
 from benchmarks.common import REPO_ROOT
-from benchmarks.servers import ManagedServer, free_port
-from tests.support.http_server import manta, metric
+from benchmarks.servers import ManagedServer
+from tests.support.http_server import manta, metric, serve_run
 from tests.support.leaving import WAYS, Client, Way, covering
 from tests.support.processes import cpu_seconds_by_process
 
@@ -54,22 +54,6 @@ def long_model() -> Iterator[str]:
 
 
 @contextmanager
-def serve_run(model: str, env: dict[str, str]) -> Iterator[ManagedServer]:
-    """Plain `serve run` with `env` beside this process's environment."""
-    config = yaml.safe_load((REPO_ROOT / "configs/llama.yaml").read_text())
-    config["http_options"]["port"] = port = free_port()
-    config["applications"][0]["args"] |= SETTINGS | {"model": model}
-    serve = str(Path(sys.executable).with_name("serve"))
-    with ExitStack() as stack:
-        file = stack.enter_context(tempfile.NamedTemporaryFile("w", suffix=".yaml"))
-        yaml.safe_dump(config, file)
-        file.flush()
-        yield stack.enter_context(
-            ManagedServer([serve, "run", file.name], {**os.environ, **env}, port, timeout_s=180)
-        )
-
-
-@contextmanager
 def as_in_a_pod(model: str) -> Iterator[ManagedServer]:
     """With the environment of the CPU manifest's worker. Only the place of the sources is another,
     and HAProxy's files have their own folder."""
@@ -83,7 +67,7 @@ def as_in_a_pod(model: str) -> Iterator[ManagedServer]:
         for name in ("CONFIG_FILE_LOC", "SOCKET_PATH", "METRICS_SOCKET_PATH", "SERVER_STATE_FILE"):
             env[f"RAY_SERVE_HAPROXY_{name}"] = f"{folder}/{name[:8].lower()}"
         env["RAY_SERVE_HAPROXY_SERVER_STATE_BASE"] = folder
-        with serve_run(model, env) as server:
+        with serve_run(env, model=model, **SETTINGS) as server:
             yield server
 
 
@@ -100,6 +84,13 @@ SERVERS: dict[str, Callable[[str], Any]] = {
     "computing": lambda model: manta(model=model, **COMPUTING),
 }
 """By name, from a model folder; "pod" has the environment of the CPU manifest."""
+
+
+@contextmanager
+def running(name: str) -> Iterator[ManagedServer]:
+    """One of `SERVERS` with the long model."""
+    with long_model() as model, SERVERS[name](model) as server:
+        yield server
 
 
 def behind(*names: str) -> pytest.MarkDecorator:
@@ -223,3 +214,10 @@ def check_every_way(server: ManagedServer) -> None:
         took = [asyncio.run(leave_at_once(server, way, 200)) for _ in range(10)]
         print(f"{way}: free after {min(took):.2f} to {max(took):.2f} s", flush=True)
     check_idle(server)
+
+
+CHECKS = (
+    pytest.param(check_covering, id="a-request-ends-with-its-client"),
+    pytest.param(check_early_cancels, id="early-cancels-lose-no-request"),
+    pytest.param(check_headers, id="headers-that-serve-cannot-read"),
+)

@@ -10,7 +10,7 @@ import torch
 from engine.config import SimulatedDevice
 from engine.distributed import ParallelState
 from engine.model_config import ModelConfig
-from engine.worker.worker_config import WorkerConfig
+from engine.worker_config import WorkerConfig
 
 _SMALL: dict[str, Any] = {
     "hidden_size": 32,

@@ -12,64 +12,67 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI, Request, Response
 
 from deploy.http.api import build_api
-from deploy.ingress import engine_watch, tokenizer_link
+from deploy.http.openai.endpoint import Endpoint
+from deploy.ingress import engine_watch, serve_client, tokenizer_link
 from deploy.ingress.resume import ResumeLimits
 from deploy.ingress.serve_client import IngressOptions, ServeEngineClient
 from deploy.replica import engine_replica
 from deploy.replica.engine_replica import EngineReplica
+from engine.actors import role_watch
 from engine.executor.message_executor import ReadyWorkers
-from engine.protocol.messages import Pong, Shutdown
+from engine.protocol.messages import AddRequest, Pong, Shutdown
 from engine.protocol.transport import Inbox, Outbox
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.scheduler_config import SchedulerConfig
 from engine.scheduler_role import SchedulerRole
 from engine.tokenizer.tokenizer_role import TokenizerRole
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 HOST = "127.0.0.1"
 VOCAB = 256
 
 
-class Files:
-    """The project's files in which a function was called, in order of the first call."""
+class ExecutedFiles:
+    """The project's files in which a function was called while this was on.
+
+    Counts this thread, and those that are started while it is installed.
+    """
 
     def __init__(self) -> None:
-        self.found: dict[str, None] = {}
-        self._on = False
+        self.found: set[str] = set()
+        self.is_on = False
 
-    def install(self) -> None:
-        """For this thread and those started from now on."""
+    def __enter__(self) -> ExecutedFiles:
         threading.setprofile(self._on_event)
         sys.setprofile(self._on_event)
+        return self
 
-    def remove(self) -> None:
+    def __exit__(self, *_: object) -> None:
         threading.setprofile(None)
         sys.setprofile(None)
 
-    def begin(self) -> None:
-        self._on = True
-
-    def end(self) -> None:
-        self._on = False
-
     def _on_event(self, frame: FrameType, event: str, _: Any) -> None:
-        if self._on and event == "call":
-            path = Path(frame.f_code.co_filename)
-            if path.is_relative_to(ROOT / "engine") or path.is_relative_to(ROOT / "deploy"):
-                self.found[str(path.relative_to(ROOT))] = None
+        if self.is_on and event == "call":
+            self.add(frame.f_code.co_filename)
+
+    def add(self, name: str) -> None:
+        path = Path(name)
+        if path.is_relative_to(ROOT / "engine") or path.is_relative_to(ROOT / "deploy"):
+            self.found.add(str(path.relative_to(ROOT)))
 
 
 class _Method:
-    """`.remote(...)` of an actor or a Serve handle."""
+    """`.remote(...)` of an actor or of a Serve handle."""
 
     def __init__(self, call: Any) -> None:
         self.remote = call
 
 
-class Replicas:
-    """Serve's handle to one engine replica in this process."""
+class _Handle:
+    """Serve's handle to one engine replica, which runs in this process."""
 
     def __init__(self, replica: EngineReplica) -> None:
         self._replica = replica
@@ -82,105 +85,130 @@ class Replicas:
         return SimpleNamespace(results_async=results_async)
 
 
-class TokenizerActor:
+class _TokenizerActor:
     """A `TokenizerRole` in a thread, with the methods of its actor."""
 
     def __init__(self, model_path: str) -> None:
-        role = TokenizerRole(model_path, HOST)
-        self._run: Future[None] = Future()
-        self._thread = threading.Thread(target=role.run)
+        self._role = TokenizerRole(model_path, HOST)
+        self._thread = threading.Thread(target=self._work)
         described: Future[Any] = Future()
-        described.set_result((role.address, SimpleNamespace(kill=lambda _: None)))
+        described.set_result((self._role.address, SimpleNamespace(kill=lambda _: None)))
         self.describe = _Method(lambda: SimpleNamespace(future=lambda: described))
         self.run = _Method(self._start)
         self.pulse = _Method(lambda: asyncio.sleep(0, 0.0))
+
+    def _work(self) -> None:
+        sys.setprofile(None)  # not on the request's way to the scheduler
+        self._role.run()
 
     def _start(self) -> Any:
         self._thread.start()
         return asyncio.get_running_loop().create_future()
 
 
-def files_of_a_request(
-    model_path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> list[str]:
-    """The project's files that a completion executes between its HTTP handler and
-    `Scheduler.add`, in the processes that hold it in turn: ingress, engine replica, scheduler."""
-    files, arrived = Files(), threading.Event()
-    add = Scheduler.add
+class _Group:
+    """An `EngineGroup` that is a scheduler's inbox."""
 
-    def traced(self: Scheduler, *args: Any) -> None:
-        files.end()
-        files.found["engine/scheduler/scheduler.py"] = None
+    death = unwell = ""
+
+    def __init__(self, scheduler_address: str) -> None:
+        self.scheduler_address = scheduler_address
+        self.dead = asyncio.Event()
+
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+
+def files_of_a_request(
+    model_path: str, body: dict[str, Any], routing_policy: str, monkeypatch: pytest.MonkeyPatch
+) -> set[str]:
+    """The project's files that a completion executes from its HTTP handler to `Scheduler.add`.
+
+    Counted are: the ingress until it calls the replica, the replica until it sends to the
+    scheduler, the scheduler until `add`. Not counted is what goes on beside: pings, the tokenizer's
+    thread, the news that the replica took the request.
+    """
+    files, arrived = ExecutedFiles(), threading.Event()
+    add, send = Scheduler.add, Outbox.send
+
+    def add_and_end(self: Scheduler, *args: Any) -> None:
+        files.is_on = False
+        files.found.add("engine/scheduler/scheduler.py")
         arrived.set()
         add(self, *args)
 
-    monkeypatch.setattr(Scheduler, "add", traced)
-    monkeypatch.setattr(engine_watch, "PING_PERIOD_S", 1e6)
-    monkeypatch.setattr(engine_replica, "INGRESS_LOOK_S", 1e6)
-    monkeypatch.setattr(tokenizer_link, "RemoteTokenizerActor", _Method(TokenizerActor))
+    def send_to_scheduler(self: Outbox, message: Any) -> None:
+        # In one process the ingress' loop would go on beside the scheduler's thread.
+        send(self, message)
+        if isinstance(message, AddRequest):
+            sys.setprofile(None)
+
+    async def handle(self: Endpoint, request: Request) -> Response:
+        files.is_on = True
+        return await begin(self, request)
+
+    begin = Endpoint.handle
+    monkeypatch.setattr(Scheduler, "add", add_and_end)
+    monkeypatch.setattr(Outbox, "send", send_to_scheduler)
+    monkeypatch.setattr(Endpoint, "handle", handle)
+    for module, name in (
+        (engine_watch, "PING_PERIOD_S"),
+        (role_watch, "PING_PERIOD_S"),
+        (role_watch, "LOOK_PERIOD_S"),
+    ):
+        monkeypatch.setattr(module, name, 1e6)
+    for module in (serve_client, engine_replica):
+        monkeypatch.setattr(module, "node_ip", lambda: HOST)
+    monkeypatch.setattr(tokenizer_link, "RemoteTokenizerActor", _Method(_TokenizerActor))
     monkeypatch.setattr(tokenizer_link.ray, "kill", lambda _: None)
-    monkeypatch.setattr("deploy.ingress.serve_client.node_ip", lambda: HOST)
-    monkeypatch.setattr(engine_replica, "node_ip", lambda: HOST)
     monkeypatch.setattr(engine_replica, "get_current_placement_group", lambda: None)
-    pong = ("replica", "test", "node", 0, 0)
+    monkeypatch.setattr(engine_replica, "EngineGroup", lambda *_: _Group(inbox.address))
+    pong = ("actor", "test", "node", 0, 0)
     monkeypatch.setattr(engine_replica, "_introduction", lambda inbox: Pong(inbox, *pong))
 
-    files.install()
+    async def run() -> None:
+        replica = EngineReplica({"model": model_path}, 1, "WARNING", 10.0, 1.0)
+        options = IngressOptions(
+            model_path, "m", 64, VOCAB, "WARNING", ResumeLimits(), 1e6, 1.0, routing_policy, 4
+        )
+        client = await ServeEngineClient.create(_Handle(replica), options)
+        await _until(lambda: client._watch._replicas)
+        try:
+            await _request(build_api(ServeEngineClient.current), body, arrived)
+            await _until(lambda: not len(replica._open))
+        finally:
+            client.stop()
+            await replica.__del__()
+
     inbox, results, worker = Inbox(HOST), Inbox(HOST), Inbox(HOST)
     config = SchedulerConfig(num_kv_tokens=256, max_model_len=64, vocab_size=VOCAB, page_size=4)
     role = SchedulerRole(config, inbox, ReadyWorkers([worker.address], 256), results)
     scheduler = threading.Thread(target=role.run, args=(lambda: "",))
-    scheduler.start()
+    with files:
+        scheduler.start()
+        try:
+            asyncio.run(run())
+        finally:
+            send(Outbox(inbox.address), Shutdown())
+            scheduler.join(10)
+            worker.close()
+    assert not scheduler.is_alive()
+    return files.found
 
-    async def started(*_: Any) -> None:
-        return None
 
-    async def run() -> None:
-        group = SimpleNamespace(
-            scheduler_address=inbox.address,
-            start=started,
-            death="",
-            dead=asyncio.Event(),
-            unwell="",
-            stop=started,
-        )
-        monkeypatch.setattr(engine_replica, "EngineGroup", lambda *_: group)
-        replica = EngineReplica({"model": model_path}, 1, "WARNING", 10.0, 1.0)
-        options = IngressOptions(
-            model_path, "m", 64, VOCAB, "WARNING", ResumeLimits(), 1e6, 1.0, "prefix_aware", 4
-        )
-        client = await ServeEngineClient.create(Replicas(replica), options)
-        await asyncio.sleep(0.5)
-        app = build_api(ServeEngineClient.current)
-        for route in app.routes:
-            if getattr(route, "path", "") == "/v1/completions":
-                handler = route
-        begin = handler.endpoint
+async def _request(app: FastAPI, body: dict[str, Any], arrived: threading.Event) -> None:
+    """Post a completion, and leave once it is with the scheduler."""
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+        call = asyncio.create_task(http.post("/v1/completions", json=body))
+        await _until(lambda: arrived.is_set() or call.done())
+        assert not call.done(), call.result().text
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
 
-        async def traced_handler(request: Any) -> Any:
-            files.begin()
-            return await begin(request)
 
-        handler.dependant.call = traced_handler
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
-            call = asyncio.create_task(http.post("/v1/completions", json=body))
-            try:
-                async with asyncio.timeout(5):
-                    while not arrived.is_set():
-                        assert not call.done(), call.result().text
-                        await asyncio.sleep(0.01)
-            finally:
-                call.cancel()
-                await asyncio.gather(call, return_exceptions=True)
-        client.stop()
-        await replica.__del__()
-
-    try:
-        asyncio.run(run())
-    finally:
-        files.remove()
-        Outbox(inbox.address).send(Shutdown())
-        scheduler.join(10)
-        worker.close()
-    return list(files.found)
+async def _until(condition: Any) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.01)

@@ -16,7 +16,7 @@ from engine.config import MAX_MICRO_BATCHES, EngineConfig
 from engine.distributed import MAX_PENDING_SENDS
 from engine.errors import ConfigError
 from engine.scheduler.scheduler_config import SchedulerConfig
-from engine.worker.worker_config import make_worker_config
+from engine.worker.auto_config import make_worker_config
 
 ROOT = Path(__file__).resolve().parents[2]
 LLAMA = str(ROOT / "configs" / "llama.yaml")

@@ -9,14 +9,16 @@ from typing import get_args
 
 import pytest
 
-from engine.attention.registry import ATTENTION_BACKENDS
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.kvcache.eviction import EVICTION_POLICIES
-from engine.models.registry import MODELS
-from engine.registry import Registry
-from engine.sampling.registry import SAMPLING_BACKENDS
-from engine.scheduler.schedule_policy import SCHEDULE_POLICIES
+from engine.registry import (
+    ATTENTION_BACKENDS,
+    EVICTION_POLICIES,
+    MODELS,
+    SAMPLING_BACKENDS,
+    SCHEDULE_POLICIES,
+    Registry,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.worker.device.queue import DeviceQueue
-from engine.worker.device.staging import Part, pack
-from engine.worker.forward_batch import StepInputs
+from engine.attention.forward_batch import StepInputs
+from engine.device.queue import DeviceQueue
+from engine.device.staging import Part, pack
 from engine.worker.model_runner import ModelRunner, TableUpdate
 
 

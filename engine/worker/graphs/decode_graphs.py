@@ -26,13 +26,13 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from engine.attention.forward_batch import ForwardBatch, StepInputs, step_inputs
 from engine.errors import ConfigError
 from engine.protocol.messages import ForwardMode, ModelWorkerBatch
 from engine.sampling.plan import Draw, RowGroup, SamplingPlan
 from engine.sampling.sampler import SampledTokens
 from engine.sampling.state import SamplingState
 from engine.sampling.torch_backend import TorchSampling
-from engine.worker.forward_batch import ForwardBatch, StepInputs, step_inputs
 from engine.worker.future_map import FutureMap
 from engine.worker.graphs.backend import GraphBackend
 from engine.worker.graphs.buffers import GraphBuffers, GraphOutputs

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import torch
 
+from engine.attention.kv_pool import MHATokenToKVPool, resolve_kv_dtype
 from engine.distributed import ParallelState
 from engine.errors import ConfigError
 from engine.host_memory import available_host_bytes
 from engine.models.loader import resolve_dtype
-from engine.worker.kv_pool import MHATokenToKVPool, resolve_kv_dtype
-from engine.worker.worker_config import WorkerConfig
+from engine.worker_config import WorkerConfig
 
 # Bytes of KV cache that one CPU worker takes unless `max_total_tokens` says otherwise: the host's
 # memory is shared with everything else on it.

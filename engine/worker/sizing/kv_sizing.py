@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.device.memory import DeviceMemory
 from engine.distributed import ParallelState
 from engine.errors import ConfigError
 from engine.worker.base import ModelWorker
-from engine.worker.device.memory import DeviceMemory
 from engine.worker.sizing.memory_profile import (
     GRAPH_RESERVE_BYTES,
     HEADROOM_BYTES,
@@ -24,7 +24,7 @@ from engine.worker.sizing.memory_profile import (
 )
 from engine.worker.sizing.out_of_memory import WEIGHTS, holders, remedies
 from engine.worker.sizing.profile_steps import largest_steps
-from engine.worker.worker_config import WorkerConfig
+from engine.worker_config import WorkerConfig
 
 logger = logging.getLogger(__name__)
 

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 
 import torch
 
+from engine.device.memory import DeviceMemory
 from engine.errors import ConfigError
-from engine.worker.device.memory import DeviceMemory
 from engine.worker.sizing.memory_profile import gib
-from engine.worker.worker_config import WorkerConfig
+from engine.worker_config import WorkerConfig
 
 _MARKS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED")
 """How CUDA's libraries say it when torch's own allocator doesn't."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from engine.protocol.messages import ForwardMode, ModelWorkerBatch, SlotParams
 from engine.sampling_params import MAX_LOGPROBS, SamplingParams
-from engine.worker.worker_config import WorkerConfig
+from engine.worker_config import WorkerConfig
 
 
 def largest_steps(config: WorkerConfig) -> list[ModelWorkerBatch]:

@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.attention.base import AttentionInputs, AttentionLayer
+from engine.attention.forward_batch import ForwardBatch
+from engine.attention.kv_pool import MHATokenToKVPool
 from engine.attention.torch_backend import (
     QUERY_BLOCK,
     CpuAttentionBackend,
@@ -19,8 +21,6 @@ from engine.attention.torch_backend import (
     make_torch_attention,
 )
 from engine.protocol.messages import ForwardMode, ModelWorkerBatch
-from engine.worker.forward_batch import ForwardBatch
-from engine.worker.kv_pool import MHATokenToKVPool
 
 CPU = torch.device("cpu")
 NUM_SLOTS = 2048

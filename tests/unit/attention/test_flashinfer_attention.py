@@ -15,13 +15,14 @@ from torch import Tensor
 from engine.attention import flashinfer_backend
 from engine.attention.base import AttentionBackend, AttentionInputs, AttentionLayer
 from engine.attention.flashinfer_backend import FlashInferAttentionBackend
+from engine.attention.forward_batch import ForwardBatch
+from engine.attention.kv_pool import MHATokenToKVPool
 from engine.attention.plan_ring import PlanRing
-from engine.attention.registry import ATTENTION_BACKENDS, auto_attention_backend
 from engine.attention.torch_backend import CpuAttentionBackend
 from engine.errors import ConfigError
 from engine.protocol.messages import ForwardMode, ModelWorkerBatch
-from engine.worker.forward_batch import ForwardBatch
-from engine.worker.kv_pool import MHATokenToKVPool
+from engine.registry import ATTENTION_BACKENDS
+from engine.worker.auto_config import auto_attention_backend
 from tests.support.fake_flashinfer import Device, install
 
 CPU = torch.device("cpu")

@@ -14,9 +14,9 @@ from engine.layers.activation import SiluAndMul
 from engine.layers.fused_ops import FusedOps, fused_ops
 from engine.layers.layernorm import RMSNorm
 from engine.layers.rotary import RotaryEmbedding
+from engine.layers.weights import DummySource
 from engine.model_config import RopeConfig
 from engine.models import llama
-from engine.models.weights import DummySource
 from tests.support.fake_flashinfer import install
 from tests.support.models import LLAMA3_ROPE, make_model
 from tests.support.step_driver import DrivenReq, StepDriver, make_runner

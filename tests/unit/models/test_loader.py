@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.attention.base import AttentionInputs, AttentionLayer
-from engine.attention.registry import ATTENTION_BACKENDS
+from engine.attention.kv_pool import MHATokenToKVPool
 from engine.config import EngineConfig
 from engine.distributed import ParallelState
 from engine.errors import ConfigError
@@ -26,10 +26,10 @@ from engine.layers.linear_kernel import (
     can_pack,
     make_linear_kernel,
 )
+from engine.layers.weights import DummySource, SafetensorsSource
 from engine.model_config import ModelConfig
 from engine.models.loader import load_model, resolve_dtype
-from engine.models.weights import DummySource, SafetensorsSource
-from engine.worker.kv_pool import MHATokenToKVPool
+from engine.registry import ATTENTION_BACKENDS
 from engine.worker.sizing.estimate import kv_bytes_per_token, profile_max_tokens
 from tests.support.models import make_config, make_model
 from tests.support.step_driver import StepDriver, make_runner

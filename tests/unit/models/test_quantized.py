@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.errors import ConfigError
+from engine.layers.weights import SafetensorsSource
 from engine.model_config import ModelConfig
 from engine.models.load_progress import LINE_PERIOD_S, LoadProgress
-from engine.models.weights import SafetensorsSource
 from tests.support.models import make_model
 
 CPU = torch.device("cpu")
@@ -134,7 +134,7 @@ def test_files_are_opened_for_the_device(plain: Path, monkeypatch: pytest.Monkey
         opened.append((Path(path).name, framework, device))
         return type("File", (), {"keys": lambda self: []})()
 
-    monkeypatch.setattr("engine.models.weights.safe_open", fake_open)
+    monkeypatch.setattr("engine.layers.weights.safe_open", fake_open)
     SafetensorsSource(plain, torch.bfloat16, torch.device("cuda"))
     assert opened == [("model.safetensors", "pt", "cuda")]
 

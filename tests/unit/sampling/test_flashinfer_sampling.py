@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import ConfigError
-from engine.sampling.registry import auto_sampling_backend
 from engine.sampling.sampler import SampledTokens, Sampler
 from engine.sampling.state import SamplingState
 from engine.sampling.torch_backend import CPU_ELEMENTS
 from engine.sampling_params import SamplingParams
+from engine.worker.auto_config import auto_sampling_backend
 from tests.support.fake_flashinfer import install
 from tests.support.sampler_rows import (
     CPU,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engine.errors import ConfigError
 from engine.protocol.messages import SlotParams, TokenLogprobs
-from engine.sampling.registry import SAMPLING_BACKENDS
+from engine.registry import SAMPLING_BACKENDS
 from engine.sampling.sampler import SampledTokens, Sampler
 from engine.sampling.state import SamplingState
 from engine.sampling.torch_backend import CPU_ELEMENTS

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from engine.attention.forward_batch import ForwardBatch
 from engine.config import EngineConfig
 from engine.protocol.messages import (
     ForwardMode,
@@ -27,7 +28,6 @@ from engine.scheduler.micro_batch import MicroBatch
 from engine.scheduler.running_batch import RunningBatch
 from engine.scheduler.scheduler import Scheduler
 from engine.worker.base import LaunchedForward, ModelWorker, PendingResult
-from engine.worker.forward_batch import ForwardBatch
 from engine.worker.future_map import FutureMap
 from engine.worker.step_queue import StepQueue
 from tests.support.fake_worker import reference

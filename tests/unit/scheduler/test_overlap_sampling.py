@@ -67,7 +67,9 @@ def token_by_token(llm: LLM, prompt: list[int], params: SamplingParams) -> list[
     for rid in count():
         resumed = np.asarray(output, np.int32) if output else None
         ids = np.asarray(prompt, np.int32)
-        core.add(AddRequest(rid=rid, input_ids=ids, params=params, output_ids=resumed))
+        core.scheduler.add(
+            AddRequest(rid=rid, input_ids=ids, params=params, output_ids=resumed), core.clock()
+        )
         token, ended = None, False
         while token is None:
             for _, out in core.step():
@@ -76,7 +78,7 @@ def token_by_token(llm: LLM, prompt: list[int], params: SamplingParams) -> list[
         output.append(token)
         if ended:
             return output
-        core.abort(AbortRequest(rid=rid))
+        core.scheduler.abort(AbortRequest(rid=rid))
         while not core.scheduler.is_idle:
             core.step()
     raise AssertionError
@@ -113,7 +115,7 @@ def run(
     core = llm.core
     for rid, case in enumerate(cases):
         ids = np.asarray(case.prompt, np.int32)
-        core.add(AddRequest(rid=rid, input_ids=ids, params=case.params))
+        core.scheduler.add(AddRequest(rid=rid, input_ids=ids, params=case.params), core.clock())
     tokens: dict[int, list[int]] = defaultdict(list)
     in_flight = 0
     while not core.scheduler.is_idle:

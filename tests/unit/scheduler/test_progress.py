@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from engine.config import EngineConfig, load_config
 from engine.errors import ConfigError
 from engine.scheduler.scheduler_config import SchedulerConfig
-from engine.worker.worker_config import make_worker_config
+from engine.worker.auto_config import make_worker_config
 from tests.support.scheduler_harness import VOCAB, Harness, TimedWorker, prompt
 
 

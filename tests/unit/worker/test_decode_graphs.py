@@ -14,12 +14,12 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.protocol.messages import GenerationBatchResult, ModelWorkerBatch
 from engine.sampling_params import SamplingParams
+from engine.worker.auto_config import graph_max_batch_size
 from engine.worker.graphs import sizes as sizes_module
 from engine.worker.graphs.decode_graphs import CaptureLimits, DecodeGraphs, Variant
 from engine.worker.graphs.sizes import capture_order, graph_sizes, pad_decode, smallest_fitting
 from engine.worker.step_queue import StepQueue
 from engine.worker.tp_worker import TpModelWorker
-from engine.worker.worker_config import graph_max_batch_size
 from tests.support.fake_graphs import CapturableAttention, RecordedGraphs, use_capturable_attention
 from tests.support.guards import without
 from tests.support.models import make_model

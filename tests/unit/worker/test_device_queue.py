@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from engine.worker.device import clock as device_clock
-from engine.worker.device.clock import DeviceClock
-from engine.worker.device.queue import BufferDownload, CpuQueue
-from engine.worker.device.staging import ALIGNMENT, Part, ResultBuffers, StagingRing, pack
+from engine.device import clock as device_clock
+from engine.device.clock import DeviceClock
+from engine.device.queue import BufferDownload, CpuQueue
+from engine.device.staging import ALIGNMENT, Part, ResultBuffers, StagingRing, pack
 from tests.support.fake_cuda import FakeCudaQueue, FakeEvent
 
 CPU = torch.device("cpu")

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from engine.attention.kv_pool import MHATokenToKVPool, resolve_kv_dtype
 from engine.config import EngineConfig, ResolvedConfig, load_config
 from engine.errors import ConfigError
-from engine.worker.kv_pool import MHATokenToKVPool, resolve_kv_dtype
+from engine.worker.auto_config import make_worker_config
 from engine.worker.sizing.estimate import kv_bytes_per_token, profile_max_tokens
-from engine.worker.worker_config import make_worker_config
 
 CPU = torch.device("cpu")
 FP8 = torch.float8_e4m3fn

@@ -14,20 +14,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.config import EngineConfig
+from engine.device.memory import CudaMemory, DeviceProcess, parse_processes
 from engine.distributed import ParallelState
 from engine.errors import ConfigError
 from engine.protocol.messages import ModelWorkerBatch
 from engine.sampling_params import MAX_LOGPROBS
 from engine.scheduler.scheduler_config import SchedulerConfig
-from engine.worker import model_runner, tp_worker, worker_config
-from engine.worker.device.memory import CudaMemory, DeviceProcess, parse_processes
+from engine.worker import auto_config, model_runner, tp_worker
+from engine.worker.auto_config import make_worker_config, max_step_tokens
 from engine.worker.sizing.estimate import stage_weight_bytes
 from engine.worker.sizing.kv_sizing import MemoryMeter, agree_on_kv_tokens, check_weights_fit
 from engine.worker.sizing.memory_profile import GRAPH_RESERVE_BYTES, HEADROOM_BYTES, MemoryProfile
 from engine.worker.sizing.out_of_memory import ALLOCATE, PROFILE, WEIGHTS, out_of_memory_advice
 from engine.worker.sizing.profile_steps import largest_steps
 from engine.worker.tp_worker import TpModelWorker
-from engine.worker.worker_config import WorkerConfig, make_worker_config, max_step_tokens
+from engine.worker_config import WorkerConfig
 from tests.support.fake_memory import GIB, FakeMemory
 
 SINGLE = ParallelState.single()
@@ -248,7 +249,7 @@ def test_ranks_agree_on_the_smallest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_cuda_leaves_the_size_to_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_config, "detect_device", lambda: "cuda")
+    monkeypatch.setattr(auto_config, "detect_device", lambda: "cuda")
     config = make_worker_config(EngineConfig(device="auto", max_running_requests=3).resolve())
     assert (config.device, config.num_kv_tokens) == ("cuda", None)
     assert config.max_kv_tokens == 3 * config.max_model_len

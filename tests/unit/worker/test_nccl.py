@@ -15,7 +15,7 @@ from engine.distributed import ParallelState, init_parallel
 from engine.errors import ConfigError
 from engine.executor import multiprocess
 from engine.worker import worker_loop
-from engine.worker.worker_config import make_worker_config
+from engine.worker.auto_config import make_worker_config
 
 
 @pytest.fixture
@@ -156,7 +156,7 @@ def test_processes_get_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-abc")
     assert [multiprocess._visible_device(rank) for rank in (0, 1)] == ["4", "GPU-abc"]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr("engine.worker.worker_config.detect_device", lambda: "cuda")
+    monkeypatch.setattr("engine.worker.auto_config.detect_device", lambda: "cuda")
     resolved = EngineConfig(device="cuda", tp_size=2, pp_size=2, max_total_tokens=256).resolve()
     config = make_worker_config(resolved)
     assert config.comm_backend == "nccl"

@@ -18,11 +18,11 @@ from engine.protocol.messages import (
     SampleMasks,
 )
 from engine.trace import StageSpan, TraceRing
+from engine.worker.auto_config import make_worker_config
 from engine.worker.base import LaunchedForward, ModelWorker, PendingResult
 from engine.worker.simulated import SimulatedWorker
 from engine.worker.step_queue import StepQueue
 from engine.worker.tp_worker import allowed_tokens
-from engine.worker.worker_config import make_worker_config
 
 NONE = np.zeros(0, np.int32)
 

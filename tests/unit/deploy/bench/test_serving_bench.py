@@ -21,33 +21,11 @@ from benchmarks import serving
 from benchmarks.peers import compare, vllm_cpu
 from benchmarks.servers import ManagedServer, ServerError, free_port
 from deploy.bench import command
-from deploy.bench.client import Event, RequestRecord, RequestResult, SSEDecoder, analyse
+from deploy.bench.client import Event, RequestRecord, RequestResult, analyse
 from deploy.bench.load import Workload, arrival_offsets, make_prompts
 from deploy.bench.report import RunReport, medians, summarise
 
 USAGE = {"prompt_tokens": 7, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 5}}
-
-
-# --- the event stream -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
-def test_events_do_not_depend_on_where_the_stream_is_cut(line_end: bytes) -> None:
-    text = 'data: {"a": "é"}\n\n: comment\n\ndata:two\ndata: lines\n\nevent: x\ndata: [DONE]\n\n'
-    stream = text.encode().replace(b"\n", line_end)
-    expected = ['{"a": "é"}'.encode(), b"two\nlines", b"[DONE]"]
-    for cut in range(len(stream) + 1):
-        decoder = SSEDecoder()
-        assert decoder.feed(stream[:cut]) + decoder.feed(stream[cut:]) == expected
-    decoder = SSEDecoder()
-    one_by_one = [decoder.feed(bytes([byte])) for byte in stream]
-    assert [event for events in one_by_one for event in events] == expected
-
-
-def test_an_unfinished_event_is_held_back() -> None:
-    decoder = SSEDecoder()
-    assert decoder.feed(b"data: half\n") == []
-    assert decoder.feed(b"\n") == [b"half"]
 
 
 # --- one request's figures ------------------------------------------------------------------------

@@ -1,58 +1,23 @@
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from deploy.routing import (
-    ROUTING_POLICIES,
-    NoReplicaError,
-    RouteRequest,
-    RoutingPolicy,
-    make_policy,
-)
-from deploy.routing.consistent_hash import LOAD_BOUND
+from benchmarks.routing_sim.policies import POLICIES
+from benchmarks.routing_sim.simulator import SimClock
+from deploy.routing import NoReplicaError, RouteRequest, RoutingPolicy
 from deploy.routing.load_book import LoadBook
 from deploy.routing.prefix_aware import PrefixAwarePolicy, PrefixAwareWeights
 from deploy.routing.waiting_prefixes import STEP_TOKENS, WaitingPrefixes
 from engine.protocol.messages import BlockStored
 from tests.support.prefix_depth import depth_of
+from tests.support.routing_policies import PAGE, finish, policy_of, request, send
 
-PAGE = 16
-every_policy = pytest.mark.parametrize("name", sorted(ROUTING_POLICIES))
+every_policy = pytest.mark.parametrize("name", sorted(POLICIES))
 relaxed = settings(max_examples=120)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def policy_of(name: str, replicas: Iterable[str], clock: Clock | None = None) -> RoutingPolicy:
-    policy = make_policy(name, clock or Clock(), seed=1)
-    for replica in replicas:
-        policy.add_replica(replica)
-    return policy
-
-
-def request(number: int, *parts: tuple[int, int]) -> RouteRequest:
-    """A prompt of (seed, tokens) parts: equal parts at its start are shared."""
-    tokens = [np.random.default_rng(seed).integers(0, 1000, count) for seed, count in parts]
-    return RouteRequest.from_tokens(str(number), np.concatenate(tokens).astype(np.int32), PAGE)
-
-
-def send(policy: RoutingPolicy, what: RouteRequest, exclude: Iterable[str] = ()) -> str:
-    replica = policy.choose(what, tuple(exclude))
-    policy.on_dispatched(what, replica)
-    return replica
 
 
 def held_pages(policy: RoutingPolicy, replica: str, page_hashes: NDArray[np.uint64]) -> int:
@@ -60,12 +25,7 @@ def held_pages(policy: RoutingPolicy, replica: str, page_hashes: NDArray[np.uint
     return depth_of(policy.index.match(page_hashes), policy.slots.slot(replica))
 
 
-def finish(policy: RoutingPolicy, number: int) -> None:
-    policy.on_first_token(str(number))
-    policy.on_finished(str(number))
-
-
-# --- what all of them promise
+# --- what every policy promises, those for comparison included
 
 
 @every_policy
@@ -150,11 +110,6 @@ def test_a_resubmitted_request_counts_where_it_goes_now(name: str) -> None:
     assert policy.loads.queued[1] == 530.0
 
 
-def test_unknown_policy() -> None:
-    with pytest.raises(ValueError, match="prefix_aware"):
-        make_policy("nearest", Clock())
-
-
 # --- queues, reservation and ties
 
 
@@ -175,38 +130,12 @@ def test_ties_go_to_the_replica_used_longest_ago(name: str) -> None:
     assert order == ["a", "b", "c"] * 3
 
 
-def test_round_robin_takes_turns_whatever_the_load() -> None:
-    policy = policy_of("round_robin", "abc")
-    sizes = [10, 5000, 10, 4000, 3000, 7]
-    chosen = [send(policy, request(i, (i, size))) for i, size in enumerate(sizes)]
-    assert chosen == list("abcabc")
-    assert send(policy, request(9, (9, 9)), "a") == "b"
-
-
-def test_least_tokens_counts_cached_prompts_as_short() -> None:
-    policy = policy_of("least_tokens", "ab")
-    long = request(0, (1, 3200), (2, 10))
-    policy.index.apply("a", 1, [BlockStored(1, long.page_hashes.tolist(), 0, "")])
-    policy.on_dispatched(long, "a")
-    policy.on_dispatched(request(1, (3, 100)), "b")
-    assert policy.loads.queued.tolist() == [10.0, 100.0]
-    assert policy.choose(request(2, (4, 50))) == "a"
-
-
 def test_the_last_token_is_always_computed() -> None:
     policy = policy_of("least_tokens", "a")
     whole = request(0, (1, 10 * PAGE))
     policy.index.apply("a", 1, [BlockStored(1, whole.page_hashes.tolist(), 0, "")])
     policy.on_dispatched(whole, "a")
     assert policy.loads.queued.tolist() == [float(PAGE)]
-
-
-def test_power_of_two_never_takes_the_fullest() -> None:
-    policy = policy_of("power_of_two", "abc")
-    for number in range(5):
-        policy.on_dispatched(request(number, (number, 10)), "b")
-    chosen = {policy.choose(request(9, (9, 10))) for _ in range(60)}
-    assert chosen == {"a", "c"}
 
 
 # --- prefixes
@@ -229,7 +158,7 @@ def test_pages_of_a_request_on_its_way_count_at_once() -> None:
 
 
 def test_booked_pages_wait_for_their_events_only_so_long() -> None:
-    clock = Clock()
+    clock = SimClock()
     policy = policy_of("prefix_aware", "ab", clock)
     first = send(policy, request(0, (1, 320)))
     finish(policy, 0)
@@ -270,7 +199,7 @@ fleets = st.fixed_dictionaries(
 def test_prefix_aware_finds_the_least_score_of_all(fleet: dict[str, float]) -> None:
     """Against every replica in turn; few and many holders, deep and ragged matches, hot ones."""
     rng = np.random.default_rng(int(fleet["seed"]))
-    clock = Clock()
+    clock = SimClock()
     names = [str(number) for number in range(int(fleet["replicas"]))]
     policy = policy_of("prefix_aware", names, clock)
     assert isinstance(policy, PrefixAwarePolicy)
@@ -403,62 +332,6 @@ def test_the_weights_are_those_that_were_measured() -> None:
     assert PrefixAwareWeights() == PrefixAwareWeights(2.0, 8.0, 1000.0, 64.0)
 
 
-# --- hashing
-
-
-def test_consistent_hashing_moves_only_what_has_to_move() -> None:
-    prompts = [request(number, (number, 300), (1, 100)) for number in range(200)]
-    policy = policy_of("consistent_hash", "abcde")
-    before = [policy.choose(prompt) for prompt in prompts]
-    assert set(before) == set("abcde")
-    policy.remove_replica("c")
-    for prompt, replica in zip(prompts, before, strict=True):
-        if replica != "c":
-            assert policy.choose(prompt) == replica
-    policy.add_replica("c")
-    assert [policy.choose(prompt) for prompt in prompts] == before
-    # Only the prompt's start decides.
-    start = request(0, (7, 256))
-    assert policy.choose(start) == policy.choose(request(1, (7, 256), (8, 1000)))
-
-
-def test_bounded_hashing_keeps_every_replica_under_its_bound() -> None:
-    policy = policy_of("bounded_consistent_hash", "abcd")
-    for number in range(100):
-        send(policy, request(number, (1, 300)))
-        assert policy.loads.inflight.max() <= math.ceil(LOAD_BOUND * (number + 1) / 4)
-
-
-# --- text trees
-
-
-def test_rays_rule_follows_a_match_whatever_the_queue() -> None:
-    policy = policy_of("ray_prefix_tree", "abc")
-    first = send(policy, request(0, (1, 800)))
-    for number in range(1, 100):
-        assert send(policy, request(number, (1, 800), (number, 100))) == first
-    # Less than a tenth in common is no match.
-    assert send(policy, request(200, (1, 48), (200, 900))) != first
-
-
-def test_sglangs_rule_drops_affinity_when_queues_differ() -> None:
-    policy = policy_of("sglang_prefix_tree", "ab")
-    first = send(policy, request(0, (1, 800)))
-    chosen = [send(policy, request(number, (1, 800))) for number in range(1, 70)]
-    assert chosen[:64] == [first] * 64
-    assert chosen[64] != first
-
-
-def test_a_removed_replica_leaves_the_text_tree() -> None:
-    policy = policy_of("ray_prefix_tree", "ab")
-    first = send(policy, request(0, (1, 800)))
-    other = "b" if first == "a" else "a"
-    policy.remove_replica(first)
-    assert send(policy, request(1, (1, 800))) == other
-    policy.add_replica("c")
-    assert send(policy, request(2, (1, 800))) == other
-
-
 # --- the books
 
 book_steps = st.lists(
@@ -475,7 +348,7 @@ book_steps = st.lists(
 @given(book_steps)
 @relaxed
 def test_books_equal_a_recount(steps: list[tuple[str, int, int, int]]) -> None:
-    clock = Clock()
+    clock = SimClock()
     book = LoadBook(clock)
     open_slots = {0, 1, 2, 3}
     for slot in open_slots:
@@ -530,7 +403,7 @@ def test_books_equal_a_recount(steps: list[tuple[str, int, int, int]]) -> None:
 
 
 def test_the_head_of_a_line_shrinks_at_the_speed_seen_so_far() -> None:
-    clock = Clock()
+    clock = SimClock()
     book = LoadBook(clock)
     book.add(0)
     book.dispatched("x", 0, 1000)

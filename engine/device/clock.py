@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from engine.pinned import Event
+from engine.device.pinned import Event
 
 ANCHOR_MAX_AGE_S = 60.0
 

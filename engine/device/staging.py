@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from engine.pinned import Event
+from engine.device.pinned import Event
 
 ALIGNMENT = 16
 _SMALLEST = 1 << 14

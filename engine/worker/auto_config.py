@@ -1,60 +1,24 @@
-"""What a worker needs of the configuration, with every `auto` decided."""
+"""Decides every `auto` of the configuration, on the machine that a worker runs on."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from engine.attention.registry import auto_attention_backend
-from engine.config import EngineConfig, ResolvedConfig, SimulatedDevice
+import torch
+
+from engine.config import EngineConfig, ResolvedConfig
 from engine.errors import ConfigError
+from engine.flashinfer_loader import flashinfer_installed, supports_attention
 from engine.model_config import ModelConfig
-from engine.sampling.registry import auto_sampling_backend
+from engine.models.loader import resolve_dtype
+from engine.worker.sizing.estimate import profile_max_tokens
+from engine.worker_config import WorkerConfig
 
 MAX_GRAPH_ROWS = 256
 """Larger decode batches keep a GPU busy without graphs."""
 SMALL_MATRIX = 2**20
 """Elements of an MLP matrix below which more than one thread doesn't pay on CPU."""
-
-
-@dataclass(frozen=True)
-class WorkerConfig:
-    """The same for all ranks of an engine. Sizes in tokens, requests and threads."""
-
-    model: ModelConfig
-    dtype: str
-    device: str
-    page_size: int
-    num_kv_tokens: int | None
-    """Stated, or estimated (CPU); None: measured once the weights are loaded (CUDA)."""
-    max_kv_tokens: int
-    """Every request at full length, in whole pages: more can never be used."""
-    memory_fraction: float
-    max_running_requests: int
-    max_model_len: int
-    max_step_tokens: int
-    """Tokens of the largest step that the scheduler may send."""
-    kv_cache_dtype: str
-    attention_backend: str
-    sampling_backend: str
-    load_format: str
-    seed: int
-    tp_size: int
-    pp_size: int
-    cpu_threads: int
-    simulated: SimulatedDevice
-    cuda_graph_max_batch_size: int = 0
-    """Largest decode batch that is captured; 0: none is."""
-
-    @property
-    def world_size(self) -> int:
-        """Ranks of the engine."""
-        return self.tp_size * self.pp_size
-
-    @property
-    def comm_backend(self) -> str:
-        """torch.distributed's backend for this device."""
-        return "nccl" if self.device == "cuda" else "gloo"
 
 
 def make_worker_config(config: ResolvedConfig, *, share: int = 1) -> WorkerConfig:
@@ -103,9 +67,6 @@ def _num_kv_tokens(config: WorkerConfig, share: int) -> int | None:
     if tokens is None and config.device == "simulated":
         tokens = config.max_kv_tokens
     elif tokens is None and config.device == "cpu":
-        # torch is imported here: config checks elsewhere must not pay for it.
-        from engine.worker.sizing.estimate import profile_max_tokens
-
         tokens = min(profile_max_tokens(config, share), config.max_kv_tokens)
     return None if tokens is None else tokens // config.page_size * config.page_size
 
@@ -136,15 +97,25 @@ def _attention_backend(name: str, model: ModelConfig, dtype: str, device: str) -
         return _backend_without_gpu("attention_backend", name, device)
     if name != "auto":
         return name
-    from engine.models.loader import resolve_dtype
-
     return auto_attention_backend(device, resolve_dtype(dtype), model.head_dim)
+
+
+def auto_attention_backend(device: str, dtype: torch.dtype, head_dim: int) -> str:
+    """What `attention_backend: auto` means: flashinfer where it is installed and has kernels."""
+    if device == "cuda" and supports_attention(dtype, head_dim) and flashinfer_installed():
+        return "flashinfer"
+    return "torch"
 
 
 def _sampling_backend(name: str, device: str) -> str:
     if device != "cuda":
         return _backend_without_gpu("sampling_backend", name, device)
     return auto_sampling_backend(device) if name == "auto" else name
+
+
+def auto_sampling_backend(device: str) -> str:
+    """What `sampling_backend: auto` means: flashinfer on a GPU where it is installed."""
+    return "flashinfer" if device == "cuda" and flashinfer_installed() else "torch"
 
 
 def _backend_without_gpu(key: str, name: str, device: str) -> str:
@@ -157,8 +128,6 @@ def _backend_without_gpu(key: str, name: str, device: str) -> str:
 
 def detect_device() -> str:
     """The device that `auto` means: "cuda" if torch sees a GPU, else "cpu"."""
-    import torch
-
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -184,8 +153,6 @@ def _auto_dtype(model: ModelConfig, device: str) -> str:
 
 def _cpu_has_bfloat16() -> bool:
     """Without AVX512-BF16 or AMX, bfloat16 matrix products run 2-5x slower than float32."""
-    import torch
-
     return any(
         getattr(torch.cpu, name, bool)()
         for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")

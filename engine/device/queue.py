@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.pinned import Event
-from engine.worker.device.clock import DeviceClock, HostTiming, StepTiming
-from engine.worker.device.staging import Part, ResultBuffer, ResultBuffers, StagingRing, pack
+from engine.device.clock import DeviceClock, HostTiming, StepTiming
+from engine.device.pinned import Event
+from engine.device.staging import Part, ResultBuffer, ResultBuffers, StagingRing, pack
 
 
 class Download(ABC):

@@ -9,11 +9,11 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.routing_sim.policies.routed_prefixes import RoutedMatch, RoutedPrefixes
 from deploy.routing.policy import Clock, RoutingPolicy
 from deploy.routing.prefix_index import PrefixIndex
 from deploy.routing.replica_slots import ReplicaSlots
 from deploy.routing.route_request import RouteRequest
-from deploy.routing.routed_prefixes import RoutedMatch, RoutedPrefixes
 
 RAY_MATCH_RATE: Final = 0.1
 SGLANG_CACHE_THRESHOLD: Final = 0.3

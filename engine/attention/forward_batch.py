@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.pinned import to_device
+from engine.device.clock import StepTiming
+from engine.device.pinned import to_device
 from engine.protocol.messages import Int64Array, ModelWorkerBatch
-from engine.worker.device.clock import StepTiming
 
 A = TypeVar("A")
 

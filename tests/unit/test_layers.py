@@ -1,0 +1,146 @@
+"""The table "Layers, and who may import whom" of docs/architecture.md, held against every file."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass
+class Layer:
+    """A row of the table. `may_import` includes the layer itself."""
+
+    name: str
+    paths: list[str]
+    may_import: set[str]
+    loads_torch: bool
+    loads_ray: bool
+
+    def holds(self, path: Path) -> bool:
+        return any(p == str(path) or (p[-1] == "/" and str(path).startswith(p)) for p in self.paths)
+
+
+def read_table() -> list[Layer]:
+    text = (ROOT / "docs/architecture.md").read_text().partition("## Layers, and who")[2]
+    rows = re.findall(r"^\| (.+?) \| (`.+?) \|(.*?)\| (yes|no) \| (yes|no) \|$", text, re.M)
+    layers: list[Layer] = []
+    for name, holds, may, torch, ray in rows:
+        above = [layer.name for layer in layers]
+        words = {word.strip() for word in may.split(",") if word.strip()}
+        if "all above" in may:
+            words = set(above) - {may.partition("except ")[2].strip()}
+        unknown = words - set(above)
+        assert not unknown, f"{name}: {unknown} stand in no row above it"
+        paths = re.findall(r"`(.+?)`", holds)
+        layers.append(Layer(name, paths, {name, *words}, torch == "yes", ray == "yes"))
+    return layers
+
+
+LAYERS = read_table()
+FILES = [
+    path.relative_to(ROOT)
+    for folder in ("engine", "deploy", ".")
+    for path in sorted((ROOT / folder).glob("serve_app.py" if folder == "." else "**/*.py"))
+]
+
+
+def dotted(path: Path) -> str:
+    parts = path.with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {dotted(path): path for path in FILES}
+
+
+def layer_of(path: Path) -> Layer:
+    (layer,) = (layer for layer in LAYERS if layer.holds(path))
+    return layer
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    """Modules of the project that a file imports, wherever in it."""
+    for node in ast.walk(ast.parse((ROOT / path).read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in MODULES)
+        elif isinstance(node, ast.ImportFrom) and node.module in MODULES:
+            assert node.level == 0, f"{path} has a relative import"
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                yield whole if whole in MODULES else node.module
+
+
+IMPORTS = {module: set(imports_of(path)) - {module} for module, path in MODULES.items()}
+
+
+def test_every_file_is_in_one_row() -> None:
+    assert len(LAYERS) > 20
+    for path in FILES:
+        rows = [layer.name for layer in LAYERS if layer.holds(path)]
+        assert len(rows) == 1, f"{path} is in {rows or 'no row'}"
+    for layer in LAYERS:
+        for name in layer.paths:
+            assert (ROOT / name).exists(), f"{layer.name}: {name} doesn't exist"
+
+
+def test_no_import_points_up() -> None:
+    wrong = [
+        f"{path} ({layer.name}) imports {name} ({layer_of(MODULES[name]).name})"
+        for module, path in MODULES.items()
+        for layer in [layer_of(path)]
+        for name in sorted(IMPORTS[module])
+        if layer_of(MODULES[name]).name not in layer.may_import
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_table_allows_no_more_than_is_used() -> None:
+    used: dict[str, set[str]] = {layer.name: {layer.name} for layer in LAYERS}
+    for module, path in MODULES.items():
+        used[layer_of(path).name] |= {layer_of(MODULES[name]).name for name in IMPORTS[module]}
+    table = (ROOT / "docs/architecture.md").read_text()
+    for layer in LAYERS:
+        if f"| {layer.name} |" in table and "all above" not in _row(table, layer.name):
+            assert layer.may_import == used[layer.name], layer.name
+
+
+def _row(table: str, name: str) -> str:
+    return next(line for line in table.splitlines() if line.startswith(f"| {name} | `"))
+
+
+def test_no_circle() -> None:
+    """Files that nothing left imports are taken away until none is left."""
+    left = {module: set(names) for module, names in IMPORTS.items()}
+    while left:
+        free = [module for module, names in left.items() if not names & left.keys()]
+        assert free, f"these import each other in a circle: {sorted(left)}"
+        for module in free:
+            del left[module]
+
+
+@pytest.mark.parametrize("package", ["torch", "ray"])
+def test_what_is_loaded(package: str) -> None:
+    """In one process per package: import all files of the rows that must not load it."""
+    modules = [
+        module
+        for module, path in MODULES.items()
+        if not (layer_of(path).loads_torch if package == "torch" else layer_of(path).loads_ray)
+    ]
+    assert len(modules) > 50
+    code = (
+        "import importlib, sys\n"
+        "for name in sys.argv[2:]:\n"
+        "    importlib.import_module(name)\n"
+        "    assert sys.argv[1] not in sys.modules, f'{name} loads {sys.argv[1]}'\n"
+    )
+    command = [sys.executable, "-c", code, package, *modules]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
