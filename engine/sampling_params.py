@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
+import numpy as np
 
 from engine.constraints import ConstraintSpec, verify_constraint
 from engine.errors import RequestError
@@ -101,11 +102,11 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
                 raise RequestError(
                     f"each stop string must have 1 to {MAX_STOP_LENGTH} characters", "stop"
                 )
-        for token in self.stop_token_ids:
-            _check_token("stop_token_ids", token, vocab_size)
-        for token, bias in (self.logit_bias or {}).items():
-            _check_token("logit_bias", token, vocab_size)
-            _check_number("logit_bias", bias, -100.0, 100.0)
+        _check_tokens("stop_token_ids", self.stop_token_ids, vocab_size)
+        if self.logit_bias:
+            _check_tokens("logit_bias", list(self.logit_bias), vocab_size)
+            for bias in self.logit_bias.values():
+                _check_number("logit_bias", bias, -100.0, 100.0)
         if self.constraint is not None:
             verify_constraint(self.constraint, vocab_size)
 
@@ -134,8 +135,23 @@ def _check_int(name: str, value: int, low: int, high: int) -> None:
         raise RequestError(f"{name} must be between {low} and {high}, not {value}", name)
 
 
-def _check_token(name: str, token: int, vocab_size: int) -> None:
-    if not 0 <= token < vocab_size:
+def check_prompt(ids: Sequence[int] | np.ndarray, vocab_size: int, field: str) -> None:
+    """Raise `RequestError` naming `field` for an empty prompt or ids outside the vocabulary."""
+    if len(ids) == 0:
+        raise RequestError(f"{field} must not be empty", field)
+    _check_tokens(field, ids, vocab_size)
+
+
+def _check_tokens(name: str, ids: Sequence[int] | np.ndarray, vocab_size: int) -> None:
+    if len(ids) == 0:
+        return
+    if isinstance(ids, np.ndarray):
+        low, high = int(ids.min()), int(ids.max())
+    else:
+        low, high = min(ids), max(ids)
+    if low < 0 or high >= vocab_size:
+        bad = low if low < 0 else high
+        shown = bad if abs(bad) < 2**63 else "of more than 64 bits"
         raise RequestError(
-            f"{name}: token id {token} is outside the vocabulary (0 to {vocab_size - 1})", name
+            f"{name}: token id {shown} is outside the vocabulary (0 to {vocab_size - 1})", name
         )

@@ -41,8 +41,9 @@ class RequestRecord:
 class RequestResult(NamedTuple):
     """One request's figures. Times are seconds; on an error only `error` and `e2e` mean anything.
 
-    `itl` holds the gap before each content chunk but the first, `chunk_tokens` the tokens of every
-    content chunk where the server tells (token ids or continuous usage), else nothing.
+    `itl` holds the gap before each content chunk but the first. `chunk_tokens` holds the number of
+    tokens of each content chunk; it is empty if the server reports neither token ids nor
+    continuous usage.
     """
 
     error: str | None
@@ -87,8 +88,7 @@ async def stream(
 async def list_models(base_url: str, headers: dict[str, str]) -> list[str]:
     """Ids from `/v1/models`.
 
-    Raises:
-        aiohttp.ClientError: the endpoint is not there or did not answer 200.
+    Raises `aiohttp.ClientError` if the endpoint is not there or does not answer with 200.
     """
     async with (
         aiohttp.ClientSession(headers=headers) as session,
@@ -101,12 +101,12 @@ async def list_models(base_url: str, headers: dict[str, str]) -> list[str]:
 def analyse(record: RequestRecord, expected_tokens: int | None = None) -> RequestResult:
     """Turn a record into figures.
 
-    A content chunk is one that carries text or token ids: the empty role chunk that opens a chat
-    stream and the final chunk with only a finish reason are none. The first content chunk gives
-    TTFT; TPOT = (last - first content chunk) / (output tokens - 1), None for one token.
+    A content chunk is one that carries text or token ids. The empty role chunk that opens a chat
+    stream and the final chunk with only a finish reason are not content chunks. The first content
+    chunk gives TTFT; TPOT = (last - first content chunk) / (output tokens - 1), None for one token.
 
-    A stream is an error if it carries an error event, lacks a finish reason, the usage or the
-    final [DONE], or has another number of tokens than `expected_tokens`.
+    A stream is an error if it carries an error event, if the finish reason, the usage or the final
+    [DONE] is missing, or if it has another number of tokens than `expected_tokens`.
     """
     content = _Content()
     error = record.error or _read_events(record.events, content)

@@ -35,7 +35,7 @@ WARMUP_SEED = 500_000
 
 
 class OwnServer(Protocol):
-    """A server that was started for the run."""
+    """A server that this process started for the run."""
 
     base_url: str
 
@@ -44,7 +44,7 @@ class OwnServer(Protocol):
 
 
 StartServer = Callable[[dict[str, str]], AbstractContextManager[OwnServer]]
-"""From overrides of its configuration."""
+"""Starts a server; its argument overrides keys of the server's configuration."""
 
 
 @dataclass(frozen=True)
@@ -90,11 +90,9 @@ def measure(
 ) -> RunReport:
     """Run `load` once against `target`, after `warmup` requests of the same kind.
 
-    Args:
-        seed: of prompts and arrivals; warm-up prompts come from another.
-        server: the server under test, where this process started it, to read its CPU time.
-
-    A failed warm-up request counts as a failure of the run.
+    `seed` fixes prompts and arrivals; warm-up prompts come from another seed. `server` is the
+    server under test if this process started it; its CPU time is read. A failed warm-up request
+    counts as a failure of the run.
     """
     return asyncio.run(_measure(target, load, seed, warmup, label, server))
 
@@ -149,7 +147,8 @@ async def _measure(
 def main(argv: list[str] | None = None, start_server: StartServer | None = None) -> int:
     """Measure and print. Exit status 1 if a request failed or there is nothing to measure.
 
-    start_server: used where no `--base-url` is given; without it, that is 127.0.0.1:8000.
+    Without `--base-url`, `start_server` starts the server under test; if there is no
+    `start_server` either, the server at 127.0.0.1:8000 is measured.
     """
     args = parse_arguments(sys.argv[1:] if argv is None else argv, start_server is not None)
     try:
@@ -165,7 +164,7 @@ def main(argv: list[str] | None = None, start_server: StartServer | None = None)
 
 
 class NoModelError(Exception):
-    """The endpoint serves none."""
+    """The endpoint lists no model."""
 
 
 def run(
@@ -173,8 +172,7 @@ def run(
 ) -> tuple[dict[str, object], bool]:
     """Run and print everything; return the figures and whether no request failed.
 
-    Raises:
-        aiohttp.ClientError: the endpoint does not answer.
+    Raises `aiohttp.ClientError` if the endpoint does not answer.
     """
     starts = start_server is not None and not args.base_url
     with start_server(dict(args.set)) if starts and start_server else nullcontext() as server:

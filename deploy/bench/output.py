@@ -23,7 +23,7 @@ def environment() -> dict[str, object]:
     """Machine, versions, commit and command of this run, ready for JSON.
 
     Packages that aren't installed are left out of ``versions``. ``commit`` is None outside a
-    git checkout or before the first commit; ``dirty`` then too.
+    git checkout or before the first commit; so is ``dirty``.
     """
     commit = _git("rev-parse", "--verify", "--quiet", "HEAD")
     status = _git("status", "--porcelain", "--untracked-files=no")
@@ -106,7 +106,7 @@ def _cell(value: object) -> str:
 
 
 def _plain(value: object) -> object:
-    """numpy scalars and arrays as JSON; anything else is the caller's mistake."""
+    """Turn numpy scalars and arrays into JSON; anything else is the caller's mistake."""
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, np.ndarray):

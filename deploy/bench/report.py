@@ -31,7 +31,7 @@ class RunReport:
     errors: dict[str, int]
     """The most frequent error messages and how often each occurred."""
     duration_s: float
-    """First request sent to last one ended."""
+    """Seconds from sending the first request to the end of the last one."""
     output_tok_s: float
     total_tok_s: float
     """Prompt and output tokens per second."""
@@ -42,7 +42,7 @@ class RunReport:
     """Gaps between content chunks; where `tokens_per_chunk` is not 1 a gap is not a token's."""
     e2e_ms: Distribution
     client_wait_ms: Distribution
-    """How late requests were sent at an offered rate: the wait for a place under `concurrency`."""
+    """How late requests were sent at an offered rate, because `concurrency` others were open."""
     prompt_tokens: int
     output_tokens: int
     cached_tokens: int

@@ -9,7 +9,7 @@ DONE: Final = b"[DONE]"
 
 
 class SSEDecoder:
-    """Splits a byte stream, cut anywhere, into the data of server-sent events.
+    """Splits a byte stream into the data of server-sent events; chunks may be cut anywhere.
 
     Follows the WHATWG event stream format as far as OpenAI streams use it: lines end in LF or
     CRLF, several `data:` lines are joined by LF, comments and other fields are ignored.

@@ -1,4 +1,4 @@
-"""The HTTP application: routes, and errors in OpenAI's shape for whatever goes wrong."""
+"""The HTTP application: its routes, and a reply in OpenAI's shape for every error."""
 
 # No `from __future__ import annotations`: FastAPI reads the annotations of the handlers.
 import asyncio
@@ -31,9 +31,9 @@ from engine.trace import CAPACITY, chrome_trace_json
 def build_api(
     client_provider: Callable[[], EngineClient], settings: ApiSettings | None = None
 ) -> FastAPI:
-    """The application, which asks `client_provider` at each request: it can be built before there
-    is a client. Ray Serve can ship it (`serve.ingress(build_api(...))`); each process then has
-    metrics of its own.
+    """Build the application. It asks `client_provider` at each request, so it can be built before
+    there is a client. Ray Serve can ship it (`serve.ingress(build_api(...))`); each process then
+    has metrics of its own.
     """
     settings = settings or ApiSettings()
     metrics = ServerMetrics()
@@ -95,15 +95,16 @@ class _Api(FastAPI):
         super().__init__(**options)
 
     def build_middleware_stack(self) -> ASGIApp:
-        # Outside of Starlette's own, whose answers to crashes have an id too.
+        # Outside of Starlette's own middleware: its answers to crashes need an id too.
         return RequestIdMiddleware(super().build_middleware_stack(), self._add_request_id_header)
 
 
 class RequestIdMiddleware:
     """Gives every request an id: the client's `X-Request-Id`, or a new one.
 
-    The request's state also gets `send` as it is here, outside of Starlette's wrappers, which have
-    nothing to do once a response has started: streams use it, for each costs every chunk.
+    It also stores `send` as it is here, outside of Starlette's wrappers, in the request's state.
+    The wrappers have nothing to do once a response has started, but each would cost time for every
+    chunk. So streams use the stored `send`.
     """
 
     def __init__(self, app: ASGIApp, add_header: bool) -> None:
@@ -143,13 +144,13 @@ def _describe_model(info: ModelInfo) -> dict[str, Any]:
 
 
 def _body_schema(kind: type[GenerationRequest]) -> dict[str, Any]:
-    """For /docs: the handlers read bodies themselves, so FastAPI doesn't know them."""
+    """The schema for /docs: handlers read bodies themselves, so FastAPI doesn't know the fields."""
     schema = kind.model_json_schema()
     return {"requestBody": {"content": {"application/json": {"schema": schema}}}}
 
 
 async def _gently(pieces: Iterable[bytes]) -> AsyncIterator[bytes]:
-    """Megabytes for one reader, and the streams of the others go on."""
+    """Yield megabytes to one reader in pieces, so that the streams of other readers go on."""
     for piece in pieces:
         yield piece
         await asyncio.sleep(0)

@@ -1,6 +1,6 @@
-"""Run a coroutine at once, as far as it goes without waiting: most never need a task.
+"""Run a coroutine at once, as far as it goes without waiting. Most coroutines then need no task.
 
-What Python 3.12 calls eager tasks (`asyncio.eager_task_factory`), for 3.11.
+Python 3.12 has this as eager tasks (`asyncio.eager_task_factory`); Manta also runs on 3.11.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 
 
 def run_eagerly(coroutine: Coroutine[Any, Any, None]) -> Awaitable[None] | None:
-    """None if the coroutine has ended; if it waits for something, what is to be awaited for it to
-    go on. Raises what the coroutine raises up to there."""
+    """Run the coroutine to its first wait. Returns None if it has ended, else an awaitable that
+    runs the rest. Raises what the coroutine raises before it first waits."""
     try:
         waits_for = coroutine.send(None)
     except StopIteration:
@@ -22,7 +22,8 @@ def run_eagerly(coroutine: Coroutine[Any, Any, None]) -> Awaitable[None] | None:
 
 @types.coroutine
 def _rest(coroutine: Coroutine[Any, Any, None], waits_for: Any) -> Generator[Any, Any, None]:
-    """Passes between a coroutine that has begun and the task what they say to each other."""
+    """Run the rest of a coroutine that waits for `waits_for`: hand each future that it waits for
+    to the task that runs this generator, and hand the task's answer back to the coroutine."""
     try:
         while True:
             try:

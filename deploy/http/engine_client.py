@@ -1,7 +1,7 @@
-"""What the HTTP layer needs of the engine, whatever carries it.
+"""What the HTTP layer needs of the engine, independent of the transport.
 
 `deploy.http` is written against this interface alone. `deploy.ingress.serve_client` implements it
-over the tokenizer actor and the engine replicas, tests implement it in process.
+over the tokenizer actor and the engine replicas. Tests implement it in process.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class GenerateRequest:
     priority: int = 0
     cache_salt: str = ""
     return_token_ids: bool = False
-    """Every token's delta is needed at once, text or not."""
+    """Every token's delta is needed at once, even if it adds no text."""
 
 
 @dataclass
 class EngineHealth:
-    """Whether requests can be served now, and in words why not."""
+    """Whether requests can be served now; if not, the reason in words."""
 
     ok: bool
     detail: str = ""
@@ -58,7 +58,7 @@ class EngineClient(ABC):
 
     @property
     def resumes(self) -> Mapping[str, int]:
-        """How often sequences were resumed, by what had been lost."""
+        """How often sequences were resumed; the keys say what had been lost."""
         return {}
 
     @abstractmethod
@@ -88,11 +88,11 @@ class EngineClient(ABC):
     ) -> None:
         """Run a sequence until a delta has a `finish_reason`.
 
-        `read` gets the deltas where they arrive, each time all that are here, at least one, so
-        that a path which is behind catches up. Being called back costs no wake-up of a task.
+        `read` is called where deltas arrive. Each call gets all deltas that are there, at least
+        one, so that a path which is behind catches up. A call costs no wake-up of a task.
 
         Raises `RequestError` if the engine refuses or fails the request, `EngineDeadError` if
-        there is none, and what `read` raises. Cancelling aborts the request.
+        there is no engine, and what `read` raises. Cancelling aborts the request.
         """
 
     @abstractmethod

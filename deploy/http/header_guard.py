@@ -1,9 +1,9 @@
-"""What Ray Serve reads from a client's headers, before it does.
+"""A guard that sees a client's headers before Ray Serve reads them.
 
-Serve (2.60) decodes some headers as UTF-8 before any of our code runs: what isn't UTF-8 there ends
-in its own plain 500 without a line in a log. And it answers with the client's `X-Request-Id`,
-whatever that holds. Named in `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH`, `middlewares` puts the
-guard outside of all that, in the Python proxy and in replicas behind HAProxy.
+Serve (2.60) decodes some headers as UTF-8 before any of our code runs. Bytes that aren't UTF-8 end
+in Serve's own plain 500, without a line in a log. Serve also answers with the client's
+`X-Request-Id` unchecked. `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` names `middlewares`, which
+puts the guard outside of Serve's code, in the Python proxy and in replicas behind HAProxy.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 IMPORT_PATH = "deploy.http.header_guard:middlewares"
 REQUEST_ID = re.compile(rb"[!-~]{1,128}")
-"""An `X-Request-Id` that is taken over; others are replaced by one of our own."""
+"""An `X-Request-Id` that is kept; others are dropped, and Serve makes one."""
 _ASCII = re.compile(rb"[ -~]*")
 _MODEL_ID = b"serve_multiplexed_model_id"
-"""Chooses among the models of a Serve replica; ours have one."""
+"""This header chooses among the models of a Serve replica; our replicas have one."""
 _READ_BY_SERVE = {
     b"x_request_timeout_seconds",
     b"x_request_disconnect_disabled",
@@ -33,13 +33,13 @@ _READ_BY_SERVE = {
 
 
 def middlewares() -> list[Middleware]:
-    """Called by Serve once per process."""
+    """The guard as a list, for Serve, which calls this once per process."""
     return [Middleware(HeaderGuard)]
 
 
 class HeaderGuard:
-    """Drops what Serve can't read: an `X-Request-Id` that isn't 1 to 128 printable ASCII characters
-    (Serve makes one then), other headers of Serve's that aren't ASCII, and model ids."""
+    """Drops headers that Serve can't read: an `X-Request-Id` that isn't 1 to 128 printable ASCII
+    characters (Serve then makes one), other headers for Serve that aren't ASCII, and model ids."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -54,7 +54,7 @@ class HeaderGuard:
 def _is_fine(name: bytes, value: bytes) -> bool:
     if name == b"x-request-id":
         return REQUEST_ID.fullmatch(value) is not None
-    name = name.replace(b"-", b"_")  # Serve takes them for the same
+    name = name.replace(b"-", b"_")  # Serve reads `-` and `_` as the same
     if name in _READ_BY_SERVE:
         return _ASCII.fullmatch(value) is not None
     return name != _MODEL_ID

@@ -31,7 +31,7 @@ _LATENCY_BUCKETS = [
     *(0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15),
     *(0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0),
 ]
-"""Seconds: fine where inter-token times lie, coarse up to long generations."""
+"""Bounds in seconds: fine where inter-token times lie, coarse up to long generations."""
 
 
 class LatencyHistogram(Collector):
@@ -46,7 +46,7 @@ class LatencyHistogram(Collector):
         self._series: dict[str, tuple[list[int], list[float]]] = {}
 
     def series(self, endpoint: str) -> tuple[list[int], list[float]]:
-        """Counts by bucket, and the sum in a list of one, to be given to `observe`."""
+        """Counts by bucket and the sum in a list of one element; `observe` takes both."""
         if endpoint not in self._series:
             self._series[endpoint] = ([0] * (len(_LATENCY_BUCKETS) + 1), [0.0])
         return self._series[endpoint]
@@ -83,7 +83,7 @@ class EngineStats(Collector):
             async with asyncio.timeout(STATS_TIMEOUT_S):
                 self._replicas = await client_provider().stats()
             self._fetched = True
-        except Exception as exception:  # whatever is wrong must not hide the other metrics
+        except Exception as exception:  # no error here may hide the other metrics
             logger.warning("no engine statistics: %s", type(exception).__name__)
 
     def collect(self) -> Iterable[Metric]:
@@ -180,7 +180,7 @@ class ServerMetrics:
         self.registry.register(self.resumes)
 
     async def render(self, client_provider: Callable[[], EngineClient]) -> bytes:
-        """The text of a scrape."""
+        """The metrics in Prometheus' text format."""
         await self.engine_stats.fetch(client_provider)
         with suppress(EngineDeadError):  # no client yet: nothing was resumed
             self.resumes.by_cause = dict(client_provider().resumes)
@@ -189,13 +189,13 @@ class ServerMetrics:
 
 @dataclass
 class RequestTracker:
-    """Measures one request of an endpoint from now on. Sequences are numbered as its choices."""
+    """Measures one request from now on. Its sequences are numbered as its choices."""
 
     metrics: ServerMetrics
     endpoint: str
     _start: float = field(default_factory=time.perf_counter)
     _last: dict[int, tuple[float, int]] = field(default_factory=dict)
-    """When each sequence gave its last delta, and its tokens until then."""
+    """By sequence: the time of its last delta, and its number of tokens until then."""
 
     def delta(self, index: int, delta: TextDelta) -> None:
         """Note progress of a sequence; called for every delta."""
@@ -216,7 +216,7 @@ class RequestTracker:
             self.metrics.sequences.labels(self.endpoint, delta.finish_reason).inc()
 
     def end(self, status: int) -> None:
-        """The request is over, whatever came of it."""
+        """The request is over; it may have succeeded, failed or been cancelled."""
         metrics, endpoint = self.metrics, self.endpoint
         metrics.requests.labels(endpoint, str(status)).inc()
         metrics.generation_tokens.inc(sum(tokens for _, tokens in self._last.values()))

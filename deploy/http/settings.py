@@ -13,7 +13,7 @@ class ApiSettings:
     stall_timeout_s: float = 120.0
     """A stream is aborted when its client has read nothing for this time."""
     allow_request_chat_templates: bool = False
-    """Take `chat_template` from requests. Templates are programs: a loop in one stalls the
-    tokenizer for everybody, so only for clients you trust."""
+    """Take `chat_template` from requests. Only for clients you trust: templates are programs, and
+    a loop in one stalls the tokenizer for everybody."""
     add_request_id_header: bool = True
     """Answer with `X-Request-Id`. False behind Ray Serve's Python proxy, which adds its own."""

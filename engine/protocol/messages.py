@@ -145,7 +145,6 @@ class AddRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     output_ids: np.ndarray | None = None
     priority: int = 0
     cache_salt: str = ""
-    timeout_s: float | None = None
     page_hashes: np.ndarray | None = None
     """uint64 [at most pages of input and output]: `engine.kvcache.hash_pages` of the first whole
     pages, by a router that needed them; reused when the pages enter the prefix cache."""

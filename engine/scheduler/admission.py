@@ -9,7 +9,7 @@ import numpy as np
 from engine.constraints import Constraint, create_constraint
 from engine.errors import RequestError
 from engine.protocol.messages import AddRequest, FinishedReq, IntArray
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import SamplingParams, check_prompt
 from engine.scheduler.req import Req
 from engine.scheduler.scheduler_config import SchedulerConfig
 
@@ -47,7 +47,7 @@ def make_req(
     stop_ids = frozenset(params.stop_token_ids) | (
         frozenset() if params.ignore_eos else frozenset(config.eos_token_ids)
     )
-    timeout = request.timeout_s or config.request_timeout_s
+    timeout = config.request_timeout_s
     return Req(
         rid=request.rid,
         reply_to=request.reply_to,
@@ -69,19 +69,13 @@ def make_req(
 
 def verify_prompt(ids: IntArray, max_model_len: int, vocab_size: int) -> None:
     """Raise `RequestError` if a prompt [n] is empty, too long, or not of this vocabulary."""
-    if len(ids) == 0:
-        raise RequestError("the prompt is empty", "prompt")
+    check_prompt(ids, vocab_size, "prompt")
     if len(ids) >= max_model_len:
         raise RequestError(
             f"the prompt has {len(ids)} tokens; with at least one token of output it must stay "
             f"below the context length of {max_model_len}",
             "prompt",
             code="context_length_exceeded",
-        )
-    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
-        raise RequestError(
-            f"the prompt holds a token id outside the vocabulary (0 to {vocab_size - 1})",
-            "prompt",
         )
 
 

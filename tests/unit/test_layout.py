@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,3 +43,11 @@ def test_no_file_is_long() -> None:
     lengths = {str(path): len((ROOT / path).read_text().splitlines()) for path in files}
     assert lengths
     assert {path: n for path, n in lengths.items() if n > MAX_LINES} == {}
+
+
+def test_paths_in_the_documentation_exist() -> None:
+    pages = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", *ROOT.glob("*/README.md")]
+    path = re.compile(r"`((?:engine|deploy|tests|benchmarks|scripts|configs|k8s)/[\w./*-]+)`")
+    named = [(page.name, found) for page in pages for found in path.findall(page.read_text())]
+    assert len(named) > 100
+    assert [(page, p) for page, p in named if not any(ROOT.glob(p.rstrip("/")))] == []

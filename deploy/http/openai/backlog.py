@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from engine.protocol.tokenizer_messages import TextDelta
 
 MAX_WAITING = 256
-"""Deltas that wait before they are made one."""
+"""When more deltas than this wait, they are joined."""
 
 
 class Backlog:
-    """Joins deltas when there are many, so that its memory is bounded by the text alone."""
+    """Joins deltas when many wait, so that the memory depends on the length of the text alone."""
 
     def __init__(self) -> None:
         self._deltas: list[TextDelta] = []
@@ -20,7 +20,6 @@ class Backlog:
         return len(self._deltas)
 
     def add(self, deltas: Iterable[TextDelta]) -> None:
-        """Keep them."""
         self._deltas += deltas
         if len(self._deltas) >= MAX_WAITING:
             self._deltas = [join(self._deltas)]
@@ -32,7 +31,7 @@ class Backlog:
 
 
 def join(deltas: Iterable[TextDelta]) -> TextDelta:
-    """Successive deltas of one request as one; they are used up."""
+    """Join successive deltas of one request; the deltas must not be used afterwards."""
     first, *others = deltas
     texts = [first.text]
     for delta in others:

@@ -16,7 +16,6 @@ from deploy.http.openai.generation import (
     Prompt,
     check_model,
     check_text_length,
-    check_token_ids,
     make_plan,
     resolve_max_tokens,
 )
@@ -31,7 +30,7 @@ from deploy.http.openai.request import (
 from deploy.http.openai.sse import ChunkEncoder, encode_json
 from engine.errors import RequestError
 from engine.protocol.tokenizer_messages import TextDelta
-from engine.sampling_params import MAX_LOGPROBS
+from engine.sampling_params import MAX_LOGPROBS, check_prompt
 
 
 class TextPart(Strict):
@@ -57,7 +56,7 @@ class ChatMessage(Strict):
     name: str | None = None
     reasoning_content: str | None = None
     annotations: list[Any] = Field(default_factory=list)
-    """Of an earlier reply; templates don't know it."""
+    """A field of an earlier reply; templates don't know it."""
 
     @field_validator("role", mode="before")
     @classmethod
@@ -87,13 +86,13 @@ class ChatMessage(Strict):
 
     @property
     def text(self) -> str:
-        """The content without its parts' borders."""
+        """The content, its parts joined."""
         if isinstance(self.content, str):
             return self.content
         return "".join(part.text for part in self.content)
 
     def as_template_input(self) -> dict[str, Any]:
-        """What the tokenizer takes; it joins the parts."""
+        """The message as the tokenizer takes it; the tokenizer joins the parts."""
         parts = self.content
         content = parts if isinstance(parts, str) else [part.model_dump() for part in parts]
         # Templates know "system"; "developer" is OpenAI's newer word for it.
@@ -137,7 +136,7 @@ class ChatCompletionRequest(GenerationRequest):
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
     add_generation_prompt: bool | None = None
-    """Default: unless the final message is to be continued."""
+    """None: true unless the final message is to be continued."""
     continue_final_message: bool = False
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -186,7 +185,7 @@ class ChatEndpoint(Endpoint):
             chat_template=request.chat_template,
             template_kwargs=request.chat_template_kwargs or None,
         )
-        check_token_ids(ids, info, "messages")
+        check_prompt(ids, info.vocab_size, "messages")
         by_new_name = request.max_completion_tokens is not None
         fields = Fields("messages", "max_completion_tokens" if by_new_name else "max_tokens")
         asked = request.max_completion_tokens if by_new_name else request.max_tokens

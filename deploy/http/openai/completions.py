@@ -17,7 +17,6 @@ from deploy.http.openai.generation import (
     Prompt,
     check_model,
     check_text_length,
-    check_token_ids,
     make_plan,
     resolve_max_tokens,
 )
@@ -25,6 +24,7 @@ from deploy.http.openai.logprobs import completion_logprobs, echoed_logprobs, pr
 from deploy.http.openai.request import UNSUPPORTED, GenerationRequest, parse_request, refusal
 from deploy.http.openai.sse import ChunkEncoder, encode_json
 from engine.protocol.tokenizer_messages import LogprobEntry, TextDelta
+from engine.sampling_params import check_prompt
 
 MAX_PROMPTS = 2048
 COMPLETION_MAX_TOKENS = 16
@@ -32,7 +32,7 @@ COMPLETION_MAX_TOKENS = 16
 
 
 def _check_prompt(value: Any) -> list[str] | list[list[int]]:
-    """A prompt or a list of prompts, as texts or token ids, to a list of prompts."""
+    """Turn a prompt or a list of prompts, as text or token ids, into a list of prompts."""
     if isinstance(value, str):
         value = [value]
     if not isinstance(value, list):
@@ -98,7 +98,7 @@ _FIELDS = Fields("prompt", "max_tokens")
 
 
 class CompletionEndpoint(Endpoint):
-    """Goes on from texts or token ids."""
+    """Continues prompts, which are texts or token ids."""
 
     name = "completions"
     body = CompletionRequest
@@ -110,7 +110,7 @@ class CompletionEndpoint(Endpoint):
         info = client.model_info
         check_model(request.model, info)
         ids = await _encode(client, request, info)
-        # A sequence always makes a token; one that nobody asked for is dropped again.
+        # A sequence always makes a token; with `max_tokens` 0 it is dropped again.
         asked = 1 if request.max_tokens == 0 else request.max_tokens
         default = COMPLETION_MAX_TOKENS
         prompts = [
@@ -136,12 +136,12 @@ async def _encode(
             check_text_length(text, info, "prompt")
         prompts = await client.encode(texts, request.add_special_tokens)
     for ids in prompts:
-        check_token_ids(ids, info, "prompt")
+        check_prompt(ids, info.vocab_size, "prompt")
     return prompts
 
 
 class Echo(NamedTuple):
-    """A prompt as it is put before its completions; `first_token` only for log-probabilities."""
+    """A prompt as its completions repeat it; `first_token` is set only for log-probabilities."""
 
     text: str
     first_token: str
@@ -181,7 +181,7 @@ class CompletionGeneration(Generation):
         self._drop_output = request.max_tokens == 0
         chunk_usage = request.stream_options.continuous_usage_stats
         self._is_plain = request.logprobs is None and not chunk_usage
-        """Chunks but the first and the last have nothing but text, and tokens if asked for."""
+        """All chunks between the first and the last hold only text, and tokens if asked for."""
 
     def _choice(self, index: int, output: Output) -> dict[str, Any]:
         request = self._request

@@ -1,7 +1,7 @@
 """`Endpoint`: one generating route, from an HTTP request to the last byte of its answer.
 
-The answer ends with its client. uvicorn reports a disconnect through `receive`, Ray Serve cancels
-the request's task. Either way every engine stream is closed before the response returns.
+The answer ends when its client leaves. uvicorn reports a disconnect through `receive`; Ray Serve
+cancels the request's task. In both cases every engine stream is closed before the response returns.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ CLIENT_GONE = 499
 
 
 def check_content_type(headers: Headers) -> None:
-    """Raise `RequestError` (415) unless the body is said to be JSON.
+    """Raise `RequestError` (415) unless `content-type` says that the body is JSON.
 
-    What any web page may send to any server without being asked first (text/plain, forms, no type
-    at all) is refused: a page could make a server on the reader's own machine compute.
+    Browsers let any web page send some types to any server without asking the server first
+    (text/plain, forms, no type at all). These are refused: otherwise a page could make a server on
+    the reader's own machine compute.
     """
     given = headers.get("content-type", "")
     media_type = given.partition(";")[0].strip().lower()
@@ -51,7 +52,8 @@ def check_content_type(headers: Headers) -> None:
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The request body. Raises `RequestError` (413) beyond `limit` bytes, `ClientDisconnect`."""
+    """The request body. Raises `RequestError` (413) if it is longer than `limit` bytes, and
+    `ClientDisconnect`."""
     length = request.headers.get("content-length", "")
     size, chunks = int(length) if length.isdigit() else 0, []
     if size <= limit:
@@ -71,7 +73,7 @@ class Endpoint(ABC):
     """A route; subclasses know its fields. Ray Serve ships it to each ingress replica."""
 
     name: ClassVar[str]
-    """In metrics."""
+    """The endpoint's label in metrics."""
     body: ClassVar[type[GenerationRequest]]
 
     def __init__(
@@ -85,14 +87,15 @@ class Endpoint(ABC):
         self.settings = settings
 
     async def handle(self, request: Request) -> Response:
-        """The HTTP handler. Reading the body and answering is the response's work."""
+        """The HTTP handler. The response that it returns reads the body and answers."""
         return GenerationResponse(self, request.state.request_id)
 
     @abstractmethod
     async def prepare(
         self, client: EngineClient, body: bytes, request_id: str, tracker: RequestTracker
     ) -> Generation:
-        """Check, tokenize, plan. Raises `RequestError`; nothing runs yet."""
+        """Check the request, tokenize it and plan its sequences. Raises `RequestError`; no
+        sequence runs yet."""
 
 
 class GenerationResponse(Response):
@@ -132,7 +135,8 @@ class GenerationResponse(Response):
         return await self._run(body, tracker, receive, send)
 
     async def _run(self, body: bytes, tracker: RequestTracker, receive: Receive, send: Send) -> int:
-        """Serve until done, or until the client is gone or stalls. Returns the final status."""
+        """Serve until the answer is complete or the client leaves or stalls. Returns the final
+        status."""
         work = asyncio.create_task(self._serve(body, tracker, send))
         gone = asyncio.create_task(_wait_for_disconnect(receive))
         watch = asyncio.create_task(self._watch_stall())
@@ -161,7 +165,7 @@ class GenerationResponse(Response):
         return 200
 
     async def _send_stream(self, generation: Generation, send: Send) -> int:
-        """Send events as they come. An error before the first is answered with its status."""
+        """Send events as they come. An error before the first event is answered with its status."""
         self._stream = stream = EventStream(send, self._send_chunk)
         status = 200
         try:
@@ -180,7 +184,7 @@ class GenerationResponse(Response):
         return status
 
     async def _watch_stall(self) -> None:
-        """Return when something to send has waited too long for the client to read."""
+        """Return when an event has waited too long for the client to read it."""
         while True:
             since = self._stream.waiting_since if self._stream is not None else None
             waited = time.monotonic() - since if since is not None else 0.0
@@ -216,5 +220,5 @@ async def _wait_for_disconnect(receive: Receive) -> None:
             if message["type"] == "http.disconnect":
                 return
     except Exception as exception:
-        # Serve's way to say it: `receive` fails with TaskCancelledError when the client has left.
+        # Under Serve, `receive` fails with TaskCancelledError when the client has left.
         logger.debug("client lost: %s", type(exception).__name__)

@@ -18,7 +18,7 @@ _TYPES = {
     429: "rate_limit_error",
 }
 RETRY_STATUSES = (429, 503)
-"""Answers that ask the client to come back (`Retry-After`)."""
+"""Statuses whose answers ask the client to try again (`Retry-After`)."""
 
 
 class ErrorReply(NamedTuple):
@@ -29,7 +29,7 @@ class ErrorReply(NamedTuple):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers that belong to the status."""
+        """Headers that the status needs."""
         return {"retry-after": "1"} if self.status in RETRY_STATUSES else {}
 
     @property
@@ -50,8 +50,8 @@ def error_reply(
 def reply_to(exception: BaseException, request_id: str) -> ErrorReply:
     """What the client is told about `exception`.
 
-    Of unexpected ones only that they happened: neither reply nor log holds the exception's text,
-    which may quote the prompt. The log has its type and stack.
+    Of an unexpected exception the client is told only that it happened. Neither the reply nor the
+    log holds its text, which may quote the prompt. The log has its type and stack.
     """
     if isinstance(exception, RequestError):
         return error_reply(exception.status, exception.message, exception.param, exception.code)

@@ -24,9 +24,9 @@ HEADERS = Headers(
 class EventStream:
     """Sends events where they arise, so that a token costs no wake-up of its request's task.
 
-    That is as long as the server takes them at once. When it makes us wait because the client
-    doesn't read, the stream is behind until a task of its own has sent what came meanwhile.
-    `send` begins and ends the reply, `send_chunk` is for all between.
+    This works as long as the server takes events at once. When the server makes us wait because
+    the client doesn't read, the stream is behind. A task of its own then sends what came meanwhile.
+    `send` begins and ends the reply; `send_chunk` sends everything between.
     """
 
     def __init__(self, send: Send, send_chunk: Send) -> None:
@@ -37,10 +37,10 @@ class EventStream:
         self.has_begun = False
         """Whether the status has been sent."""
         self.waiting_since: float | None = None
-        """Monotonic seconds: when the event began to be sent that the client doesn't take."""
+        """Monotonic seconds: since when an event waits for the client to take it; else None."""
 
     def write(self, events: bytes, catch_up: Callable[[], bytes]) -> None:
-        """Send events. If that means to wait, `catch_up` is asked for more until it has none.
+        """Send events. If sending has to wait, `catch_up` is then asked for more until it has none.
 
         Raises `ClientDisconnect`, as all methods do.
         """
@@ -75,7 +75,7 @@ class EventStream:
         self.waiting_since = None
 
     async def close(self) -> None:
-        """Send no more."""
+        """Send nothing more."""
         if self.catching_up is not None:
             self.catching_up.cancel()
             await asyncio.gather(self.catching_up, return_exceptions=True)

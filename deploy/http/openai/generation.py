@@ -43,7 +43,7 @@ def check_model(name: str, info: ModelInfo) -> None:
 
 
 def check_text_length(text: str, info: ModelInfo, field: str) -> None:
-    """Refuse text that can't fit whatever its tokens are, before time is spent on tokenizing."""
+    """Refuse text that is too long for any tokens it may have, before time is spent on them."""
     if len(text) > info.max_model_len * MAX_TOKEN_CHARS:
         raise RequestError(
             f"This model's maximum context length is {info.max_model_len} tokens. However, your "
@@ -53,27 +53,14 @@ def check_text_length(text: str, info: ModelInfo, field: str) -> None:
         )
 
 
-def check_token_ids(ids: list[int], info: ModelInfo, field: str) -> None:
-    """Raise `RequestError` for an empty prompt or ids outside the vocabulary."""
-    if not ids:
-        raise RequestError(f"{field} must not be empty", field)
-    low, high = min(ids), max(ids)
-    if low < 0 or high >= info.vocab_size:
-        bad = low if low < 0 else high
-        shown = bad if abs(bad) < 2**63 else "of more than 64 bits"
-        raise RequestError(
-            f"{field}: token id {shown} is outside the vocabulary (0 to {info.vocab_size - 1})",
-            field,
-        )
-
-
 def resolve_max_tokens(
     num_prompt: int, asked: int | None, default: int | None, info: ModelInfo, fields: Fields
 ) -> int:
-    """Output limit of a sequence: `asked`, or as much of `default` (None: all) as fits.
+    """Output limit of a sequence in tokens: `asked`; if that is None, `default` or what fits,
+    whichever is less (`default` None: what fits).
 
     Raises `RequestError` with code context_length_exceeded if the prompt leaves no room, or not
-    `asked` tokens of it.
+    enough for `asked` tokens.
     """
     room = info.max_model_len - num_prompt
     if room < 1:
@@ -100,7 +87,7 @@ def resolve_max_tokens(
 
 @dataclass
 class Output:
-    """What one choice has given so far; texts and tokens only for replies in one piece."""
+    """What one choice has given so far; texts and tokens are kept only for replies in one piece."""
 
     num_output: int = 0
     num_cached: int = 0
@@ -124,7 +111,7 @@ class Plan:
 
 
 class Prompt(NamedTuple):
-    """Token ids of one prompt, and the most tokens that each of its completions may have."""
+    """Token ids of one prompt, and how many tokens each of its completions may have."""
 
     ids: list[int]
     max_tokens: int
@@ -168,7 +155,7 @@ def make_plan(
 
 
 class Generation(ABC):
-    """Runs a plan; subclasses know the shapes of their endpoint."""
+    """Runs a plan. Subclasses know the reply and the chunks of their endpoint."""
 
     object_name: ClassVar[str]
     chunk_object_name: ClassVar[str]
@@ -184,7 +171,7 @@ class Generation(ABC):
         self._tracker = tracker
         self._outputs = [Output() for _ in plan.sequences]
         self._drop_output = False
-        """Only the prompt was asked for; the one token that comes with it is dropped."""
+        """True if only the prompt was asked for; the one token that comes with it is dropped."""
 
     async def result(self) -> bytes:
         """Body of the reply in one piece. Raises what `EngineClient.generate` raises."""
@@ -214,8 +201,8 @@ class Generation(ABC):
         return encode_json(body | self._reply_extra())
 
     async def send_events(self, stream: EventStream) -> bytes:
-        """Send server-sent events, all but the last, which is returned. Raises what
-        `EngineClient.generate` and `stream` raise; nothing is sent before the first text, so that
+        """Send all server-sent events but the last, which is returned. Raises what
+        `EngineClient.generate` and `stream` raise. Nothing is sent before the first text, so that
         an early error can still become an HTTP status."""
         plan = self._plan
         options = self._request.stream_options
@@ -252,12 +239,12 @@ class Generation(ABC):
         return DONE
 
     async def _run(self, read: Callable[[int, list[TextDelta]], None]) -> None:
-        """Run all sequences; `read` gets each one's deltas. The first error ends all."""
+        """Run all sequences; `read` gets their numbers and deltas. The first error ends all."""
         generates = [
             self._client.generate(sequence, partial(read, index))
             for index, sequence in enumerate(self._plan.sequences)
         ]
-        if len(generates) == 1:  # no task beside the request's
+        if len(generates) == 1:  # it needs no task besides the request's
             await generates[0]
             return
         runs = [asyncio.ensure_future(generate) for generate in generates]
@@ -269,8 +256,7 @@ class Generation(ABC):
             await asyncio.gather(*runs, return_exceptions=True)
 
     def _note(self, index: int, delta: TextDelta) -> None:
-        """Note the progress that a delta tells of. Raises `RequestError` if it tells of an
-        error."""
+        """Note the progress that a delta reports. Raises `RequestError` if it reports an error."""
         output = self._outputs[index]
         if self._drop_output:
             _drop_output(delta)
@@ -293,12 +279,13 @@ class Generation(ABC):
         return b"".join([self._chunk(encoder, index, delta) for delta in deltas])
 
     def _check_ended(self) -> None:
-        """Raise `RequestError` if a sequence has no end."""
+        """Raise `RequestError` if a sequence has no finish reason."""
         if any(output.finish_reason is None for output in self._outputs):
             raise RequestError("The engine ended a sequence early.", status=500)
 
     def _usage(self) -> dict[str, Any]:
-        """Prompt tokens count once per prompt, cached ones as its first copy found them."""
+        """The usage. Prompt tokens count once per prompt, cached ones as its first copy found
+        them."""
         plan = self._plan
         firsts = range(0, len(plan.sequences), plan.n)
         return usage(
@@ -319,7 +306,7 @@ class Generation(ABC):
         return {}
 
     def _opening(self, encoder: ChunkEncoder) -> bytes:
-        """Chunks before the first."""
+        """Chunks to send before the first delta."""
         return b""
 
     @abstractmethod
@@ -328,7 +315,7 @@ class Generation(ABC):
 
     @abstractmethod
     def _chunk(self, encoder: ChunkEncoder, index: int, delta: TextDelta) -> bytes:
-        """Events for one delta; empty if it has nothing to tell."""
+        """Events for one delta; empty if the client needs none."""
 
 
 def _drop_output(delta: TextDelta) -> None:
@@ -338,7 +325,7 @@ def _drop_output(delta: TextDelta) -> None:
 
 
 def usage(num_prompt: int, num_output: int, num_cached: int) -> dict[str, Any]:
-    """The `usage` object."""
+    """The `usage` object of a reply; the arguments are numbers of tokens."""
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_output,

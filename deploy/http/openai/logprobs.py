@@ -60,8 +60,8 @@ def echoed_logprobs(
 ) -> dict[str, list[Any]]:
     """`choices[].logprobs` of the echoed prompt, whose first token has no probability.
 
-    Offsets are into the echoed `text`: with it beginning in special tokens, which the entries'
-    offsets may leave out, they are moved so that the last token ends where the text does.
+    Offsets are into the echoed `text`. If `text` begins with special tokens, the entries' offsets
+    may leave these out; offsets are then moved so that the last token ends where the text does.
     """
     known = [entry for entry in entries if entry is not None]
     shift = 0
@@ -78,7 +78,7 @@ def echoed_logprobs(
 
 
 def prompt_logprobs(entries: Sequence[LogprobEntry | None]) -> list[dict[str, Any] | None]:
-    """vLLM's `prompt_logprobs`: for each prompt token its own and the likeliest, by token id.
+    """vLLM's `prompt_logprobs`: for each prompt token its own entry and the likeliest, by token id.
 
     `rank` is 1 for the likeliest and null for a token beyond those reported.
     """

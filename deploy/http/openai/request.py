@@ -54,9 +54,10 @@ def decode_json(body: bytes) -> Any:
 
 
 def _broken_json(body: bytes, reason: str) -> RequestError:
-    """Explain what msgspec refused: the standard library's parser is slower but says where.
+    """Explain what msgspec refused. The standard library's parser is slower but says where.
 
-    It also reads NaN, Infinity and 1e999, which aren't JSON, so that the field can be named.
+    That parser also reads NaN, Infinity and 1e999, which aren't JSON, so that the field can be
+    named.
     """
     try:
         value = json.loads(body.decode())
@@ -120,7 +121,7 @@ def _param(path: tuple[str | int, ...]) -> str:
 
 
 def refusal(message: str, field: str = "", code: str = "") -> PydanticCustomError:
-    """Error of a validator; `field` if it is one below the place where the validator stands."""
+    """Error of a validator. `field` names a field below the one that the validator checks."""
     context = {"message": message, "field": field, "code": code}
     return PydanticCustomError("refused", "{message}", context)
 
@@ -128,9 +129,9 @@ def refusal(message: str, field: str = "", code: str = "") -> PydanticCustomErro
 class Strict(BaseModel):
     """A JSON object whose types are taken literally: no number from a string, no int from true.
 
-    null means "not given", as OpenAI's clients send it. Other names than the declared are
-    refused. Names in `unsupported` are fields of OpenAI's or vLLM's API that Manta doesn't have:
-    they pass only with a value that switches them off, else they are refused by name.
+    null means "not given", as OpenAI's clients send it. Undeclared names are refused. Names in
+    `unsupported` are fields of OpenAI's or vLLM's API that Manta doesn't have: they pass only with
+    a value that switches them off, else they are refused by name.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, protected_namespaces=())
@@ -158,7 +159,7 @@ class Strict(BaseModel):
 
 
 class StreamOptions(Strict):
-    """`include_usage`: a last chunk with the usage; `continuous_usage_stats`: in every chunk."""
+    """`include_usage`: a last chunk holds the usage; `continuous_usage_stats`: every chunk does."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -222,10 +223,10 @@ UNSUPPORTED = {
 
 
 class GenerationRequest(Strict):
-    """Fields of both endpoints. Ranges of sampling fields: `SamplingParams.verify`."""
+    """Fields of both endpoints. `SamplingParams.verify` checks the ranges of sampling fields."""
 
     model: str = ""
-    """The only served model may be left out."""
+    """May be left out: only one model is served."""
     n: int = Field(1, json_schema_extra={"minimum": 1, "maximum": MAX_N})
     max_tokens: int | None = Field(None, ge=0, le=_MAX_INT)
     min_tokens: int = 0

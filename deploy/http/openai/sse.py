@@ -1,4 +1,4 @@
-"""Server-sent events of a stream, with everything that doesn't change encoded once."""
+"""Server-sent events of a stream; everything that doesn't change is encoded once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def encode_json(value: Any) -> bytes:
-    """JSON in one line, whatever the reader takes for a line end."""
+    """JSON in one line, also for readers that split lines at Unicode's line ends."""
     data = _encode(value)
     if data.isascii():
         return data
@@ -48,14 +48,14 @@ class ChunkEncoder:
             self._head + b',"choices":[{"index":%d,"%s":' % (index, self._payload)
             for index in range(n)
         ]
-        # With include_usage every chunk has the field, as OpenAI does.
+        # With include_usage every chunk has the field, as in OpenAI's streams.
         self._no_usage = b',"usage":null' if with_usage else b""
         self._nulls = b',"logprobs":null,"finish_reason":null,"stop_reason":null'
         self._end = b"}]" + self._no_usage + b"}\n\n"
         self._tail = self._nulls + self._end
 
     def chunk(self, index: int, payload: bytes, token_ids: list[int] | None = None) -> bytes:
-        """The chunk of most tokens: nothing but text, and its tokens if they were asked for."""
+        """The usual chunk: only text, and its tokens if they were asked for."""
         if token_ids is None:
             return self._choices[index] + payload + self._tail
         ids = b',"token_ids":' + _encode(token_ids)
@@ -74,7 +74,7 @@ class ChunkEncoder:
         chunk_extra: dict[str, Any] | None = None,
         usage: dict[str, Any] | None = None,
     ) -> bytes:
-        """A chunk with anything else. The extras are further fields of the choice or chunk."""
+        """A chunk with other fields. The extras are further fields of the choice or the chunk."""
         choice: dict[str, Any] = {
             "logprobs": logprobs,
             "finish_reason": finish_reason,
@@ -94,5 +94,5 @@ class ChunkEncoder:
         return b"".join(parts)
 
     def usage_chunk(self, usage: dict[str, Any]) -> bytes:
-        """The last chunk with `include_usage`: no choices."""
+        """The last chunk with `include_usage`; it has no choices."""
         return self._head + b',"choices":[],"usage":' + encode_json(usage) + b"}\n\n"

@@ -13,7 +13,6 @@ from deploy.http.openai.completions import CompletionRequest
 from deploy.http.openai.generation import (
     Fields,
     Prompt,
-    check_token_ids,
     make_plan,
     resolve_max_tokens,
 )
@@ -22,6 +21,7 @@ from deploy.http.openai.request import parse_request
 from deploy.http.openai.sse import ChunkEncoder, encode_json
 from engine.errors import RequestError
 from engine.protocol.tokenizer_messages import LogprobEntry
+from engine.sampling_params import check_prompt
 from engine.tokenizer.tokenizer import normalize_message
 
 USER = {"role": "user", "content": "hi"}
@@ -234,10 +234,10 @@ def test_context_limits() -> None:
 
 
 def test_token_ids_at_the_edges() -> None:
-    check_token_ids([0, 49], INFO, "prompt")
+    check_prompt([0, 49], INFO.vocab_size, "prompt")
     for ids in [[], [50], [-1, 3], [10**5000]]:
         with pytest.raises(RequestError):
-            check_token_ids(ids, INFO, "prompt")
+            check_prompt(ids, INFO.vocab_size, "prompt")
 
 
 def seeds_of(**fields: Any) -> list[int | None]:
