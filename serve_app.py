@@ -26,7 +26,7 @@ _ROUTER = RequestRouterConfig(request_router_class=ChosenReplicaRouter)
 def build_app(args: dict[str, Any]) -> Application:
     """Ingress and engine replicas from the `args` of a config file (docs/configuration.md).
 
-    Raises `ConfigError` with what to change when they can't be served.
+    Raises `ConfigError`, which says what to change, if they can't be served.
     """
     config = AppConfig.from_args(args)
     server = config.server
@@ -52,7 +52,7 @@ def build_app(args: dict[str, Any]) -> Application:
         health_check_timeout_s=server.hang_timeout_s,
         graceful_shutdown_timeout_s=server.drain_timeout_s + HANDOVER_S,
         graceful_shutdown_wait_loop_s=0.5,
-        # Its calls are our own, some of them every second; requests are in the ingress' log.
+        # The engines' calls are our own, some every second; the ingress' log has the requests.
         logging_config=LoggingConfig(enable_access_log=False),
         **({"request_router_config": _ROUTER} if config.routing_policy else {}),
         **config.replica_scaling(),
@@ -97,7 +97,7 @@ def build_app(args: dict[str, Any]) -> Application:
 
 
 def _device(config: AppConfig) -> str:
-    """Decide `device: auto` by what the cluster has: its GPUs must hold one whole engine."""
+    """Decide `device: auto` by the cluster: its GPUs must hold one whole engine."""
     if config.engine.device != "auto":
         return config.engine.device
     gpus = sum(node_gpus()) if ray.is_initialized() else 0

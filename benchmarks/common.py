@@ -1,4 +1,4 @@
-"""What every benchmark shares: where it ran, how a table prints, how a run ends."""
+"""Parts that all benchmarks share: where they ran, how a table prints, how a run ends."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ def completion_body(prompt: list[int], max_tokens: int, **more: object) -> dict[
 
 
 class StolenTime:
-    """How much of the machine's CPU time its host has given to others since this was made."""
+    """The share of CPU time that the machine's host has given to others since this was made."""
 
     def __init__(self) -> None:
         self._before = _cpu_ticks()
 
     @property
     def share(self) -> float:
-        """0 to 1; 0 where the system doesn't tell."""
+        """The share, 0 to 1; 0 if the system doesn't tell."""
         stolen, every = (a - b for a, b in zip(_cpu_ticks(), self._before, strict=True))
         return stolen / every if every else 0.0
 
 
 def _cpu_ticks() -> tuple[int, int]:
-    """(stolen, all) of all cores since boot."""
+    """(stolen ticks, all ticks) of all cores since boot."""
     try:
         first = Path("/proc/stat").read_text().splitlines()[0]
     except OSError:

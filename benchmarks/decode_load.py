@@ -1,6 +1,6 @@
-"""Steady decode that scheduler_cost.py gives to both schedulers, and what is measured of it.
+"""The steady decode that scheduler_cost.py gives to both schedulers, and its measurements.
 
-Nothing but numpy: it is imported in the peer's environment too.
+This imports only numpy, because the peer's environment imports it too.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ CACHE_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class DecodeLoad:
-    """Requests that all decode, none of which ends: prompts of 256 to 271 tokens, no two alike.
+    """Requests that all decode; none ends. Prompts have 256 to 271 tokens, and no two are alike.
 
-    Lengths are spread so that of pages of 16 tokens, 1/16 of the requests need one every step.
+    Lengths are spread, so that with pages of 16 tokens 1/16 of the requests need one every step.
     """
 
     num_requests: int
@@ -30,7 +30,7 @@ class DecodeLoad:
     cold: bool
     """Evict the CPU's caches before each part of a step."""
     tokens: tuple[int, int]
-    """Range of ids that prompts and outputs are drawn from: none that ends a request."""
+    """Range of ids for prompts and outputs; none of them ends a request."""
     warmup: int
     """Steps before the measured ones."""
     steps: int
@@ -43,44 +43,44 @@ class DecodeLoad:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of all prompts: a step's budget, so that all start together."""
+        """Tokens of all prompts. This is the budget of a step, so that all start together."""
         return sum(self.prompt_lens)
 
     @property
     def kv_tokens(self) -> int:
-        """KV slots that hold every request to its last token, in whole pages of any size here."""
+        """KV slots for every request up to its last token, in whole pages of any size used here."""
         return self.num_requests * (PROMPT_LEN + PROMPT_SPREAD + MAX_TOKENS)
 
     def prompts(self) -> list[NDArray[np.int32]]:
-        """Random ids."""
+        """Random token ids of each prompt, int32 [length]."""
         rng = self.rng()
         return [rng.integers(*self.tokens, n, dtype=np.int32) for n in self.prompt_lens]
 
     def rng(self) -> np.random.Generator:
-        """The load's generator, from the start."""
+        """A new generator with the load's seed."""
         return np.random.default_rng(self.seed)
 
 
 @dataclass
 class Measured:
-    """One measurement, us of thread CPU time; a step has two halves."""
+    """One measurement, in us of thread CPU time. A step has two halves."""
 
     launch_us: list[float] = field(default_factory=list)
-    """Of each measured step: composing it."""
+    """Time to compose each measured step."""
     result_us: list[float] = field(default_factory=list)
-    """Of each measured step: processing its result."""
+    """Time to process the result of each measured step."""
     context_len: list[float] = field(default_factory=list)
     """Mean tokens of a request before the first and after the last measured step."""
     sound: bool = True
-    """Every request got a token every step."""
+    """Whether every request got a token in every step."""
 
     @property
     def step_us(self) -> float:
-        """The median step."""
+        """Time of the median step, in us."""
         return statistics.median(map(sum, zip(self.launch_us, self.result_us, strict=True)))
 
     def figures(self) -> dict[str, object]:
-        """For the JSON."""
+        """The figures as plain values for the JSON."""
         return {
             "step_us": self.step_us,
             "launch_us": statistics.median(self.launch_us),
@@ -92,11 +92,10 @@ class Measured:
 
 
 class CacheThrash:
-    """Pushes everything else out of the CPU's caches by reading an array larger than they are."""
+    """Evicts all other data from the CPU's caches by reading an array larger than the caches."""
 
     def __init__(self) -> None:
         self._array = np.ones(CACHE_BYTES // 8)
 
     def run(self) -> None:
-        """Read all of it."""
         self._array.sum()

@@ -1,6 +1,6 @@
 """One engine's actors under Ray, without HTTP and Serve: what the engine alone can do.
 
-Requests and outputs are the scheduler's own messages, sent and received by this process as a
+Requests and outputs are the scheduler's own messages. This process sends and receives them, as a
 tokenizer would.
 """
 
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @dataclass
 class Arrivals:
-    """What came back from a load. Times are monotonic seconds of this process."""
+    """Outputs of a load. Times are monotonic seconds of this process."""
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
     """Output ids by request."""
@@ -44,7 +44,7 @@ class EngineDriver:
     """
 
     def __init__(self, **config: Any) -> None:
-        # Ray's default of 15 would put the engine behind everything else on the machine.
+        # With Ray's default of 15 the engine would run after all other programs of the machine.
         os.environ.setdefault("RAY_worker_niceness", "0")
         import ray
 
@@ -70,7 +70,7 @@ class EngineDriver:
         self._loop.close()
 
     def add(self, prompts: list[np.ndarray], params: list[SamplingParams]) -> list[int]:
-        """Send requests; their ids."""
+        """Send requests; returns their ids."""
         rids = []
         for prompt, sampling in zip(prompts, params, strict=True):
             rid = self._next_rid
@@ -88,7 +88,8 @@ class EngineDriver:
             self.receive(arrivals, timeout_s)
 
     def receive(self, arrivals: Arrivals, timeout_s: float = 300.0) -> list[int]:
-        """Take one message; the requests that end with it. Raises `RuntimeError` on an error."""
+        """Take one message. Returns the requests that end with it; raises `RuntimeError` on an
+        error."""
         message = self.inbox.recv(timeout_s)
         now = time.monotonic()
         if not isinstance(message, StepOutputs):
@@ -103,7 +104,7 @@ class EngineDriver:
         return [end.rid for end in message.finished]
 
     def abort(self, rid: int) -> None:
-        """End a request; no more output comes for it, except what is on its way."""
+        """End a request; only output that was already sent still comes."""
         self._scheduler.send(AbortRequest(rid=rid, reply_to=self.inbox.address))
 
     def stats(self) -> SchedulerStats:

@@ -43,7 +43,7 @@ Row = dict[str, object]
 
 @dataclass
 class Report:
-    """What was measured, what wasn't, and how long it may go on."""
+    """What was measured, what wasn't, and how much time is left."""
 
     budget_s: float
     started_at: float = field(default_factory=time.monotonic)
@@ -63,7 +63,7 @@ class Report:
         return True
 
     def note(self, text: str) -> None:
-        """Something that is missing."""
+        """Note that something is missing."""
         self.notes.append(text)
         print(text, file=sys.stderr, flush=True)
 
@@ -78,7 +78,7 @@ class Criterion(NamedTuple):
 
 
 def main(argv: list[str] | None = None) -> bool:
-    """Run; whether all criteria of the models that were asked for are met."""
+    """Run; returns whether all criteria of the models that were asked for are met."""
     args = parse(argv)
     device = torch.device(args.device)
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -95,12 +95,12 @@ def main(argv: list[str] | None = None) -> bool:
         with tempfile.TemporaryDirectory() as folder:
             for shape in shapes:
                 measure_engine(shape, plan, rates, report, Path(folder), device, dict(args.set))
-            # Last: what goes wrong or takes long here costs no figure of Manta's.
+            # This is last, so that an error or a long time here costs no figure of Manta's.
             if not args.skip_transformers:
                 for shape in shapes:
                     measure_peer(shape, plan, report, Path(folder), device)
     except Exception as error:
-        # Raised again once the figures so far are out: a GPU may not be at hand a second time.
+        # Raised again once the figures so far are written: there may be no GPU a second time.
         report.note(f"stopped by {type(error).__name__}: {error}")
         failure = error
     criteria = judge(shapes, report)
@@ -164,7 +164,7 @@ def measure_engine(
     device: torch.device,
     options: dict[str, str],
 ) -> None:
-    """Everything that an engine of `shape` does; its memory is free again afterwards."""
+    """Measure all that an engine of `shape` does; its memory is free again afterwards."""
     if not report.has_time(f"{shape.name}: loading"):
         return
     started = time.monotonic()
@@ -221,7 +221,7 @@ def measure_engine(
 def decode_row(engine: EngineRuns, shape: ModelShape, batch: int, rates: CardRates) -> Row:
     """Steps of `batch` rows with overlap, then the same kernels alone, then without overlap."""
     on = engine.decode(batch, overlap=True)
-    # Right away: the next run's requests overwrite the pages that it reads.
+    # Run this now: the next run's requests overwrite the pages that it reads.
     bare = bare_decode(engine.worker, on.last, engine.plan.steps)
     off = engine.decode(batch, overlap=False)
     roofline = shape.decode_s(batch, on.context, rates) * 1e3
@@ -248,7 +248,7 @@ def decode_row(engine: EngineRuns, shape: ModelShape, batch: int, rates: CardRat
 def measure_peer(
     shape: ModelShape, plan: Plan, report: Report, folder: Path, device: torch.device
 ) -> None:
-    """Adds `transformers_ms` to the rows of `shape`."""
+    """Add `transformers_ms` to the rows of `shape`."""
     rows = [r for r in report.decode if r["model"] == shape.name]
     rows = [r for r in rows if r["batch"] in plan.peer_batches]
     if not rows or not report.has_time(f"{shape.name}: transformers, loading"):
@@ -273,7 +273,7 @@ def judge(shapes: list[ModelShape], report: Report) -> list[Criterion]:
     def check(name: str, model: str, batch: int, key: str, limit: float) -> None:
         row = next((r for r in report.decode if (r["model"], r["batch"]) == (model, batch)), None)
         value = None if row is None else row[key]
-        # A loop of single launches is no bound of the card's.
+        # A loop of single launches doesn't show a bound of the card.
         if row is not None and key == "over_bare" and row["bare_graph_size"] is None:
             value = None
         number = value if isinstance(value, float) else None
@@ -289,7 +289,7 @@ def judge(shapes: list[ModelShape], report: Report) -> list[Criterion]:
 
 
 def print_report(rates: CardRates, report: Report, criteria: list[Criterion]) -> None:
-    """The tables."""
+    """Print the rates, the rows and the criteria as tables."""
     print(
         f"copy {rates.bytes_per_s / 1e12:.3g} TB/s read and written, bfloat16 matrix product "
         f"{rates.flop_per_s / 1e12:.3g} TFLOP/s"
@@ -354,6 +354,6 @@ def print_report(rates: CardRates, report: Report, criteria: list[Criterion]) ->
 
 
 if __name__ == "__main__":
-    # Where the memory goes, how long capturing took.
+    # Shows how memory is used and how long capturing took.
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
     main()

@@ -1,9 +1,9 @@
 """Time of one message from one process to another, by datagram and by ZeroMQ.
 
-A process sends small messages at the pace of a step (20 ms: whoever waits has gone to sleep) to an
-`Inbox` of another, which notes how long each took by the system's monotonic clock. The
-lanes take turns for several rounds. "datagrams" is what roles of one node use, "ZeroMQ" what roles
-of different nodes do (here both are on one).
+A process sends small messages to an `Inbox` of another process at the pace of steps (20 ms, so that
+the receiver has gone to sleep). The receiver notes how long each took by the system's monotonic
+clock. The lanes take turns for several rounds. Roles of one node use "datagrams", roles of
+different nodes "ZeroMQ" (here both are on one node).
 
 ok: every message came, in order.
 

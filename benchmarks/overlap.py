@@ -28,7 +28,7 @@ from engine.trace import RoleTrace, StageSpan
 RUNNING = 256
 """Running requests of one-stage cases."""
 PIPELINE_ROWS = 128
-"""Running requests per micro-batch of pipelines: the same rows a step with and without others."""
+"""Running requests per micro-batch of pipelines: steps have these rows with and without others."""
 PROMPT_LEN = 32
 CHUNK = 256
 LONG_PROMPT = 1920
@@ -43,7 +43,7 @@ PICTURE_MS = 60.0
 
 @dataclass
 class Case:
-    """One engine and one load. `needed`: lower bound of `busy`, None for those to compare with."""
+    """One engine and one load. `needed`: lower bound of `busy`; None for cases to compare with."""
 
     name: str
     load: str
@@ -138,11 +138,11 @@ def run(case: Case, steps: int) -> tuple[dict[str, float], list[RoleTrace]]:
 
 
 def measure(case: Case, roles: list[RoleTrace], arrivals: Arrivals) -> dict[str, float]:
-    """Busy share of every stage, throughput against its bound, and what the scheduler cost.
+    """Busy share of every stage, throughput against its bound, and the scheduler's cost.
 
-    Over the steady part: decode steps only, without the first and last tenth; for prefill all
-    chunks without the first and last tenth. Bound: a step ends at the slowest stage every
-    `step_ms`, each carrying the rows (decode) or tokens (prefill) that it really carried.
+    Only the steady part counts: decode steps without the first and last tenth; for prefill, all
+    chunks without the first and last tenth. The bound: a step ends at the slowest stage every
+    `step_ms`, with the rows (decode) or tokens (prefill) that it really had.
     """
     steps = [s for role in roles for s in role.steps]
     mode = "decode" if case.load == "decode" else "extend"
@@ -160,7 +160,7 @@ def measure(case: Case, roles: list[RoleTrace], arrivals: Arrivals) -> dict[str,
     inner = times[len(times) // 10 : -max(1, len(times) // 10)]
     gaps = np.diff(inner) * 1e3
     if case.load == "decode":
-        # A request has a token in every micro-batch's turn.
+        # A request gets a token at each turn of its micro-batch.
         batches = len({s.micro_batch for s in chosen})
         gaps = (inner[batches:] - inner[:-batches]) * 1e3
     scheduler = [(s.sent_at - s.composed_at) + (s.processed_at - s.received_at) for s in chosen]
@@ -177,7 +177,7 @@ def measure(case: Case, roles: list[RoleTrace], arrivals: Arrivals) -> dict[str,
 
 
 def share_busy(spans: list[StageSpan]) -> float:
-    """Part of the time from the first span's start to the last one's end that spans cover."""
+    """Share of the time from the first span's start to the last span's end that spans cover."""
     return sum(s.ended_at - s.started_at for s in spans) / (
         spans[-1].ended_at - spans[0].started_at
     )

@@ -27,7 +27,7 @@ from engine.sampling_params import SamplingParams
 CONCURRENCY = 32
 PROMPT_LEN = 64
 NOISE = 0.02
-"""A ratio of medians above 1 - NOISE counts as "not slower": medians of these runs scatter so."""
+"""A ratio of medians above 1 - NOISE counts as "not slower": medians of these runs vary by this."""
 RESULT = REPO_ROOT / "benchmarks" / "results" / "overlap-cpu.json"
 
 
@@ -107,7 +107,7 @@ def compare(model: str, threads: int, rounds: int, output_len: int) -> dict[str,
 
 
 def load(driver: EngineDriver, seed: int, output_len: int) -> tuple[float, list[list[int]]]:
-    """Output tokens/s of 32 requests at once, and the tokens."""
+    """Output tokens/s of 32 requests at once, and each request's tokens."""
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(10, 4000, PROMPT_LEN).astype(np.int32) for _ in range(CONCURRENCY)]
     params = SamplingParams(max_tokens=output_len, temperature=0.0, ignore_eos=True)

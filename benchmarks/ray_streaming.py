@@ -1,4 +1,4 @@
-"""What Manta's token path is compared with: Ray Serve's own way to stream tokens.
+"""Ray Serve's own way to stream tokens, with which Manta's token path is compared.
 
 An ingress deployment (FastAPI, `StreamingResponse`) iterates over the async generator of an engine
 deployment through its handle, one item per token. The engine is a timer: every `step_ms` each
@@ -79,7 +79,7 @@ class Engine:
 
 @serve.ingress(app)
 class Ingress:
-    """The HTTP side: as much of the API as the benchmark's client uses."""
+    """The HTTP side: only the part of the API that the benchmark's client uses."""
 
     def __init__(self, engine: DeploymentHandle) -> None:
         self._engine = engine

@@ -99,7 +99,7 @@ def main() -> None:
 
 
 def full_cells(sizes: Sequence[int], workloads: Sequence[str]) -> Iterator[Cell]:
-    """All policies on the first held-out seed; on the others ours and what it's compared with."""
+    """All policies on the first held-out seed; on other seeds ours and its baselines."""
     for size in sizes:
         for workload in workloads:
             for number, seed in enumerate(SEEDS[size]):
@@ -126,7 +126,7 @@ def quick_cell() -> Cell:
 
 
 def run_all(cells: Sequence[Cell], jobs: int) -> list[Run]:
-    """Every cell's runs, in the cells' order, whatever the number of processes."""
+    """Every cell's runs, in the cells' order for any number of processes."""
     runs: list[Run] = []
     start = time.monotonic()
     if jobs == 1:

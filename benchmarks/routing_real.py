@@ -41,14 +41,14 @@ MEASURED = (
 )
 TENANTS, PREFIX, TAIL, OUTPUT, VOCAB = 36, 640, (16, 200), (4, 32), 4000
 KV_TOKENS = 12288
-"""Of each replica: some 14 tenants' prompts beside what runs."""
+"""KV tokens of each replica: about 14 tenants' prompts besides the running requests."""
 REQUESTS, WARM_UP, RATE = 260, 60, 5.0
-"""Requests, of which the first don't count, and their arrivals a second."""
+"""Requests; the first `WARM_UP` of them, which don't count; arrivals per second."""
 
 
 @dataclass
 class Outcome:
-    """One run."""
+    """Results of one run."""
 
     prompt: int = 0
     cached: int = 0
@@ -85,7 +85,7 @@ def arrivals(seed: int) -> list[Arrival]:
 
 
 async def drive(url: str, plan: list[Arrival]) -> Outcome:
-    """Send each request at its time, whatever became of those before."""
+    """Send each request at its time, also if earlier ones failed."""
     bodies = [completion_body(a.prompt, a.output, return_token_ids=True) for a in plan]
     offsets = [arrival.at_s for arrival in plan]
     timeout = aiohttp.ClientTimeout(total=300)

@@ -59,9 +59,9 @@ MODEL = REPO_ROOT / "models" / "manta-small"
 WARMUP_STEPS = 16
 MAX_STEPS = MAX_TOKENS - WARMUP_STEPS - 4
 NEEDED = {256: 5.0, 1024: 8.0}
-"""vLLM / Manta, by number of requests."""
+"""Least ratio vLLM / Manta, by number of requests."""
 MAX_LEN_DIFFERENCE = 2.0
-"""Tokens; the engines commit a step's tokens at different points of it."""
+"""In tokens. The engines commit a step's tokens at different points of the step."""
 
 
 class Contender(NamedTuple):
@@ -78,7 +78,7 @@ class Contender(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """What rounds are medians over."""
+    """A group of measurements; the median is taken over its rounds."""
 
     num_requests: int
     cold: bool
@@ -94,7 +94,7 @@ CONTENDERS = (
     Contender("vllm", True, 16),
     Contender("vllm", False, 1),
 )
-"""In the order of a round: the engines take turns."""
+"""Contenders in the order of a round: the engines take turns."""
 
 
 class ScriptedWorker(Executor):
@@ -106,7 +106,7 @@ class ScriptedWorker(Executor):
         self._launched: deque[tuple[int, int]] = deque()
         self._answer: list[bytes] = []
         self.frames: list[bytes | memoryview] = []
-        """What the last step would have sent."""
+        """Frames that a worker would have sent for the last step."""
 
     def launch(self, batch: ModelWorkerBatch) -> None:
         self.frames = encoding.encode(batch)
@@ -116,7 +116,7 @@ class ScriptedWorker(Executor):
         self.frames = encoding.encode(masks)
 
     def answer(self) -> None:
-        """Make the oldest step's result; the part of the worker, so it isn't timed."""
+        """Make the oldest step's result. This is the worker's part, so it isn't timed."""
         step, count = self._launched.popleft()
         tokens = self._rng.integers(*self._tokens, count).tolist()
         result = GenerationBatchResult(step, tokens)
@@ -134,7 +134,7 @@ def measure_manta(load: DecodeLoad, thrash: CacheThrash) -> Measured:
     scheduler = Scheduler(manta_config(load))
     worker = ScriptedWorker(load)
     core = EngineCore(scheduler, worker)
-    # As the scheduler's actor starts.
+    # The scheduler's actor does the same at its start.
     gc.collect()
     gc.freeze()
     for rid, prompt in enumerate(load.prompts()):
@@ -173,7 +173,7 @@ def measure_manta(load: DecodeLoad, thrash: CacheThrash) -> Measured:
 
 
 def manta_config(load: DecodeLoad) -> SchedulerConfig:
-    """The server's defaults, but for sizes that let all requests run and start in one step."""
+    """The server's defaults, except for sizes: all requests must run and start in one step."""
     config = EngineConfig(
         model=str(MODEL),
         page_size=load.page_size,
@@ -225,7 +225,7 @@ def middle(rounds: Sequence[Measured]) -> float:
 
 
 def compare(results: Results) -> list[dict[str, object]]:
-    """Each of Manta's cells against the cheapest of vLLM's with as many requests."""
+    """Each of Manta's cells against the cheapest of vLLM's with the same number of requests."""
     rows: list[dict[str, object]] = []
     for cell, ours in results.items():
         theirs = {

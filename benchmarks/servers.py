@@ -36,11 +36,9 @@ class ManagedServer:
     """A command that serves HTTP on 127.0.0.1:`port` for as long as the `with` block lasts.
 
     Entering waits until `GET ready_path` answers 200. Leaving sends SIGINT to the process, as
-    Ctrl-C would, and after `stop_timeout_s` SIGKILL to its group and its other descendants.
-    What it prints goes to a temporary file, shown when it fails.
-
-    Raises:
-        ServerError: the command ended, or was not ready within `timeout_s` seconds.
+    Ctrl-C would, and after `stop_timeout_s` SIGKILL to its group and its other descendants. Its
+    output goes to a temporary file, which is shown when it fails. Raises `ServerError` if the
+    command ends or is not ready within `timeout_s` seconds.
     """
 
     def __init__(
@@ -58,7 +56,7 @@ class ManagedServer:
         self.ready_s = 0.0
         """Seconds from start to the first 200, set on entering."""
         self.killed = False
-        """Whether SIGKILL was needed, for the process or for some that outlived it."""
+        """Whether SIGKILL was needed, for the process or for others that outlived it."""
         self._env = None if env is None else dict(env)
         self._ready_url = self.base_url + ready_path
         self._timeout_s = timeout_s
@@ -173,8 +171,8 @@ def exit_on_sigterm() -> None:
 def free_port() -> int:
     """A TCP port on 127.0.0.1 that nothing listens on right now.
 
-    Below the ephemeral ports, of which any process may get one a moment later, and below those that
-    launches take for themselves.
+    It lies below the ephemeral ports, of which any process may get one a moment later, and below
+    the blocks that launches take.
     """
     for port in random.sample(PORTS, len(PORTS)):
         with socket.socket() as probe:
@@ -206,7 +204,7 @@ def manta_server(
 
 
 class _Process(NamedTuple):
-    """A running process as Linux tells of it; `started` makes a reused id recognisable."""
+    """A running process as Linux reports it. `started` shows whether its id was reused."""
 
     parent: int
     group: int
@@ -231,7 +229,8 @@ def _processes() -> dict[int, _Process]:
 
 
 def _heed_interrupts() -> None:
-    """Shells start what runs in their background with SIGINT ignored, and children inherit that."""
+    """Make this child obey SIGINT: shells start programs in their background with SIGINT ignored,
+    and children inherit that."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

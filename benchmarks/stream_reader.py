@@ -1,8 +1,8 @@
 """A client that reads many token streams at little cost: raw HTTP/1.1 on asyncio protocols.
 
-It shares the cores with the server under test, so it parses nothing: it counts the chunks with text
-by searching for bytes, and notes when they came. That takes 0.3 to 0.7 µs a chunk. SSEDecoder would
-take 1.2 to 1.4 µs, and would need the body without HTTP's chunk sizes first.
+It shares the cores with the server under test, so it parses nothing. It counts the chunks with text
+by searching for bytes, and notes when they came. That takes 0.3 to 0.7 µs per chunk. SSEDecoder
+would take 1.2 to 1.4 µs, and would first need the body without HTTP's chunk sizes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import cast
 from deploy.bench import sse_decoder
 
 CHUNK_MARK = b'"index":0,"text":'
-"""In every chunk of `/v1/completions` with one choice, and nowhere else."""
+"""Bytes in every chunk of `/v1/completions` with one choice, and nowhere else."""
 DONE = b"data: " + sse_decoder.DONE
 _STATUS = re.compile(rb"HTTP/1\.1 (\d+)")
 _USAGE = re.compile(rb'"completion_tokens":\s*(\d+)')
@@ -32,11 +32,11 @@ class Stream:
     arrivals: list[tuple[float, int]] = field(default_factory=list)
     ended: float = 0.0
     tokens: int = 0
-    """As the server's usage counts them; 0 until the stream has ended."""
+    """Tokens by the server's usage; 0 until the stream has ended."""
 
     @property
     def chunks(self) -> int:
-        """Chunks with text that came so far."""
+        """Number of chunks with text that came so far."""
         return sum(count for _, count in self.arrivals)
 
 
@@ -89,7 +89,7 @@ class Connection(asyncio.Protocol):
             self._fail(f"the server closed a connection: {exc}")
 
     def close(self) -> None:
-        """Cut the connection, whatever it is doing."""
+        """Cut the connection, also during a stream."""
         if not self.closed.done():
             self.closed.set_result(None)
         if self._transport is not None:

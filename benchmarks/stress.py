@@ -25,7 +25,7 @@ from engine.sampling_params import SamplingParams
 
 OUTSTANDING = 512
 WARM_UP = 0.1
-"""Part of the requests after which memory must stay where it is."""
+"""Share of the requests after which memory must not grow any more."""
 GROWTH_ALLOWED = 0.10
 ABORT_EVERY = 20
 RESULT = REPO_ROOT / "benchmarks" / "results" / "stress.json"
@@ -54,7 +54,8 @@ def main() -> None:
 
 
 def run(total: int, step_ms: float) -> dict[str, Any]:
-    """Send `total` requests, at most `OUTSTANDING` at a time; memory at every 50th part."""
+    """Send `total` requests, at most `OUTSTANDING` at a time. Returns the figures, with the memory
+    at every 50th part."""
     rng = np.random.default_rng(1)
     prefixes = [rng.integers(10, 4000, 200).astype(np.int32) for _ in range(16)]
     with EngineDriver(
@@ -92,7 +93,7 @@ def run(total: int, step_ms: float) -> dict[str, Any]:
                 if rid in open_requests:
                     open_requests.remove(rid)
                 else:
-                    # Its end crossed with our abort: counted once.
+                    # It ended before our abort arrived; count it once.
                     aborted -= 1
             arrivals.messages.clear()
             arrivals.tokens.clear()

@@ -1,4 +1,4 @@
-"""Loads for a token path: as many tokens as it carries, and tokens at an engine's own pace."""
+"""Loads for a token path: the most tokens that it carries, and tokens at an engine's own pace."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from benchmarks.stream_reader import Connection, Stream, connect
 PROMPT_LEN = 16
 VOCAB = range(10, 4000)
 PAUSE_S = 0.5
-"""After the last stream has begun and before the first ends, left out of paced figures."""
+"""Time after the last stream begins, and before the first one ends, left out of paced figures."""
 
 
 class Throughput(NamedTuple):
     """What a saturated path carried. CPU times are of all server processes, in microseconds."""
 
     tokens_s: float
-    """Chunks with text."""
+    """Chunks with text per second."""
     cpu_us_per_token: float
     server_cores: float
     client_cores: float
     tokens_per_chunk: float
-    """Of the streams that ended: more than 1 where a token has no text of its own, or where a
-    path that is behind sends several tokens as one chunk. They count as one token."""
+    """Mean over the streams that ended. It is above 1 if a token has no text of its own, or if a
+    path that is behind sends several tokens as one chunk. These count as one token."""
 
 
 class Spread(NamedTuple):
@@ -55,9 +55,9 @@ class Delays:
     tokens: int
     added: Spread
     client_gap: Spread
-    """Between two tokens of a stream at the client."""
+    """Time between two tokens of a stream at the client."""
     engine_gap: Spread
-    """Between the steps of the same tokens."""
+    """Time between the steps of the same tokens."""
 
 
 def saturate(
@@ -65,7 +65,7 @@ def saturate(
 ) -> Throughput:
     """Keep `streams` requests of `output_len` tokens open and measure for `window_s`.
 
-    Only finished streams, of the whole run, tell `tokens_per_chunk`.
+    `tokens_per_chunk` is taken from all streams of the run that finished.
     """
     return uvloop.run(_saturate(server, port, streams, output_len, warm_s, window_s))
 
@@ -103,7 +103,7 @@ async def _saturate(
 
 
 async def _run_for(connections: Sequence[Connection], seconds: float) -> None:
-    """Let streams run. Raises `StreamError` if one fails."""
+    """Let the streams run for `seconds`. Raises `StreamError` if one fails."""
     with _no_collection():
         done, _ = await asyncio.wait([c.closed for c in connections], timeout=seconds)
         for closed in done:
@@ -148,12 +148,9 @@ async def _pace(
 def delays(streams: Sequence[Stream], steps: Sequence[float], firsts: Sequence[int]) -> Delays:
     """Delays of the tokens that came while all streams ran.
 
-    Args:
-        steps: monotonic time at which each engine step ended.
-        firsts: index into `steps` of each stream's first token; the next one's is the next step.
-
-    Raises:
-        ValueError: streams never ran all at once.
+    `steps` is the monotonic time at which each engine step ended. `firsts` is the index into
+    `steps` of each stream's first token; each later token is one step later. Raises `ValueError` if
+    the streams never all ran at once.
     """
     times = [np.repeat(*map(np.asarray, zip(*s.arrivals, strict=True))) for s in streams]
     begin = max(t[0] for t in times) + PAUSE_S

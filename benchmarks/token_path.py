@@ -60,7 +60,7 @@ PACED_STREAMS, PACED_STEP_MS, PACED_OUTPUT_LEN = 48, 20.0, 600
 STAGGER_S = 0.05
 MAX_ADDED_P50_MS, MAX_ADDED_P99_MS = 3.0, 15.0
 MAX_GAP_EXCESS_MS = 10.0
-"""How much longer than an engine's own the 99th percentile of gaps at the client may be."""
+"""By how much the 99th percentile of gaps at the client may exceed that of the engine."""
 
 MODEL_STREAMS, MODEL_OUTPUT_LEN, MODEL_ROUNDS = 32, 128, 3
 MAX_MODEL_COST = 0.10
@@ -90,7 +90,7 @@ def main() -> int:
     return 0 if ok else 1
 
 
-# --- saturated: as many tokens as the path carries
+# --- saturated: the most tokens that the path carries
 
 
 def saturated(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
@@ -144,7 +144,7 @@ def saturated(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
 
 
 def paced(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
-    """Delays with HAProxy, an engine that isn't pressed; both ways in turn, medians of rounds."""
+    """Delays with HAProxy and a lightly loaded engine; both ways in turn, medians of rounds."""
     rounds: dict[str, list[Delays]] = {"manta": [], "ray": []}
     stolen: dict[str, list[float]] = {"manta": [], "ray": []}
     for number in range(args.rounds):
@@ -194,7 +194,7 @@ def median_delays(rounds: list[Delays]) -> Delays:
 
 
 def measure_delays(who: str, server: ManagedServer) -> Delays:
-    """One run of the paced streams. With Manta every token is asked for, text or not."""
+    """One run of the paced streams. Manta sends a chunk for every token, even without text."""
     more = {"return_token_ids": True} if who == "manta" else {}
     pace(server.port, 2, 50, 0.0, **more)
     began = time.monotonic()
@@ -211,7 +211,7 @@ def measure_delays(who: str, server: ManagedServer) -> Delays:
 def manta_steps(
     server: ManagedServer, streams: list[Stream], began: float
 ) -> tuple[list[float], list[int]]:
-    """Ends of the engine's steps, and each stream's first: where its row joined.
+    """Ends of the engine's steps, and each stream's first step, in which its row joined.
 
     Rows join in the order of the requests, one step or more apart, and stay until the first
     stream ends.
@@ -238,7 +238,7 @@ def manta_steps(
 
 
 def ray_steps(server: ManagedServer, streams: list[Stream]) -> tuple[list[float], list[int]]:
-    """The same of the fake engine, which keeps account of it; streams are named by number."""
+    """The same for the fake engine, which records it. Streams are named by number."""
     ended, first = httpx.get(f"{server.base_url}/steps", timeout=30).json()
     return ended, [first[str(number)] for number in range(len(streams))]
 

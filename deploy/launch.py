@@ -8,7 +8,7 @@ from deploy.start import cli
 
 
 def main(argv: list[str] | None = None) -> int:
-    """As `manta serve`."""
+    """Run `manta serve` with these arguments; returns its exit status."""
     return cli.main(["serve", *(sys.argv[1:] if argv is None else argv)])
 
 

@@ -1,4 +1,4 @@
-"""Engine configuration: every key, its default, and what is refused with which advice.
+"""Engine configuration: every key, its default, and the errors with their advice.
 
 `docs/configuration.md` is the reference; a test keeps the two in step.
 """
@@ -25,7 +25,7 @@ from engine.shipped import shipped_root
 M = TypeVar("M", bound=BaseModel)
 
 MAX_MICRO_BATCHES = 16
-"""Hidden states that a stage may have on their way to the next one (`MAX_PENDING_SENDS`)."""
+"""Hidden states that may be on their way from a stage to the next one (`MAX_PENDING_SENDS`)."""
 
 
 class SimulatedDevice(BaseModel):
@@ -62,7 +62,7 @@ class EngineConfig(BaseModel):
     model: str = "models/manta-small"
     """Model folder, or a hub id that is in the local Hugging Face cache."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """auto: the checkpoint's, but float32 on a CPU without bfloat16 instructions."""
+    """auto: the checkpoint's type, but float32 on a CPU without bfloat16 instructions."""
     device: Literal["auto", "cpu", "cuda", "simulated"] = "auto"
     """simulated: a device that takes a set time and computes nothing (benchmarks)."""
     simulated: SimulatedDevice = Field(default_factory=SimulatedDevice)
@@ -81,46 +81,46 @@ class EngineConfig(BaseModel):
     max_total_tokens: int | None = Field(None, ge=2, le=2**30)
     """KV cache size; None: from memory."""
     memory_fraction: float = Field(0.85, gt=0.0, le=1.0)
-    """CUDA: share of the device's memory that the engine may take. CPU: of the free memory, for the
-    KV cache."""
+    """CUDA: share of the device's memory that the engine may take. CPU: share of the free memory
+    for the KV cache."""
     max_running_requests: int = Field(256, ge=1, le=8192)
     max_queued_requests: int = Field(2048, ge=1)
-    """Waiting requests beyond which new ones are refused with 429."""
+    """With this number of requests waiting, new ones are refused with 429."""
     chunked_prefill_size: int = Field(512, ge=-1)
     """Prompt tokens per step; -1 or 0 switches chunking off."""
     max_prefill_tokens: int = Field(16384, ge=1)
     """Prompt tokens per step when chunking is off."""
     enable_dynamic_chunking: bool = False
-    """Shorter chunks behind longer prefixes, so that all take equally long."""
+    """Chunks behind longer prefixes are shorter, so that all chunks take the same time."""
     enable_mixed_chunk: bool = True
-    """Decode rows ride in prefill steps."""
+    """Prefill steps also run decode rows."""
     schedule_policy: Literal[*SCHEDULE_POLICIES] = "lpm"  # type: ignore[valid-type]
     schedule_conservativeness: float = Field(1.0, gt=0.0, le=10.0)
     """Scales new_token_ratio: higher admits fewer requests and retracts less."""
     enable_priority_preemption: bool = False
-    """With schedule_policy priority: a waiting request may push out running ones below it."""
+    """With schedule_policy priority: a waiting request may push out less important running ones."""
     enable_overlap: bool = True
     """Compose and send step t+1 while step t runs. With pp_size > 1: run several micro-batches, so
     that all stages work at once. False: one step at a time."""
     enable_prefix_cache: bool = True
     eviction_policy: Literal[*EVICTION_POLICIES] = "lru"  # type: ignore[valid-type]
     enable_kv_events: bool = False
-    """Tell subscribers what enters and leaves the prefix cache; the application switches it on
-    where replicas are chosen by what they hold."""
+    """Tell subscribers what enters and leaves the prefix cache. The application switches it on if
+    it chooses replicas by the contents of their caches."""
     kv_cache_dtype: Literal["auto", "fp8_e4m3"] = "auto"
-    """auto: the model's."""
+    """auto: the model's type."""
     attention_backend: Literal["auto", *ATTENTION_BACKENDS] = "auto"  # type: ignore[valid-type]
     sampling_backend: Literal["auto", *SAMPLING_BACKENDS] = "auto"  # type: ignore[valid-type]
     enable_cuda_graphs: bool = True
     """On CUDA: decode steps are captured when the engine starts and launched as a whole."""
     cuda_graph_max_batch_size: int | None = Field(None, ge=1)
-    """Decode batches above it run eagerly; None: max_running_requests, at most 256."""
+    """Larger decode batches run eagerly; None: max_running_requests, at most 256."""
     pp_async_depth: int = Field(0, ge=0, le=8)
     """Micro-batches in flight beyond pp_size."""
     pp_max_micro_batch_size: int | None = Field(None, ge=1)
     """Running requests per micro-batch; None: max_running_requests / micro-batches."""
     queue_timeout_s: float | None = Field(None, gt=0)
-    """Waiting longer than this ends a request with 503."""
+    """A request that waits longer than this ends with 503."""
     request_timeout_s: float | None = Field(None, gt=0)
     """A request older than this ends with 408."""
 
@@ -228,9 +228,9 @@ def load_config(kind: type[M], values: dict[str, Any]) -> M:
 
 
 def resolve_model_path(model: str) -> Path:
-    """Folder of `model`: itself, shipped with Manta, or from the local hub cache.
+    """Folder of `model`, which is a folder, shipped with Manta, or in the local hub cache.
 
-    Raises `ConfigError` when it is nowhere on this machine and can't be fetched.
+    Raises `ConfigError` if the model isn't on this machine and can't be fetched.
     """
     for candidate in (Path(model), shipped_root() / model):
         if candidate.is_dir():

@@ -2,10 +2,10 @@
 
 Ranks are ordered pipeline-major: `rank = pp_rank * tp_size + tp_rank`.
 
-gloo (CPU): the calls block until the data is there; a lost peer (closed connection, timeout) raises
-`RuntimeError` from the call that met it. NCCL (CUDA): the calls only order streams, the host never
-waits; the kernels of a lost peer's partners wait until the group's timeout, so whoever supervises
-the ranks has to end them all. Nothing here needs a barrier.
+gloo (CPU): the calls block until the data is there. If a peer is lost (closed connection, timeout),
+the call that needs it raises `RuntimeError`. NCCL (CUDA): the calls only order streams, and the
+host never waits. Kernels that need a lost peer wait until the group's timeout, so the process that
+supervises the ranks has to end them all. Nothing here needs a barrier.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from torch._C._distributed_c10d import Store
 
 from engine.errors import ConfigError
 
-# Hidden states that may be on their way to the next stage. At least the number of micro-batches
-# in flight, or a stage would wait for the next one's compute; each holds memory, because gloo
-# reports a send as completed only to a caller that waits for it.
+# Hidden states that may be on their way to the next stage. This must be at least the number of
+# micro-batches in flight, or a stage would wait for the next one's compute. Each holds memory:
+# gloo reports a send as completed only to a caller that waits for it.
 MAX_PENDING_SENDS = 16
 
 
@@ -89,7 +89,7 @@ class ParallelState:
     def send_hidden(self, hidden: Tensor) -> None:
         """Start sending [T, hidden] to the next stage; returns before it has received it.
 
-        NCCL sends once the current stream has computed it.
+        NCCL sends once the current stream has computed the tensor.
         """
         hidden = hidden.contiguous()
         work = dist.isend(hidden, self.rank + self.tp_size, group=self.send_group)
@@ -107,9 +107,9 @@ class ParallelState:
     ) -> Tensor:
         """Receive [num_tokens, hidden_size] from the previous stage.
 
-        gloo blocks until it is there; NCCL makes the current stream wait for it. It then arrives
-        on a stream of its own: on the current one the transfer would wait for this stage's earlier
-        steps, and with it the previous stage, which sends.
+        gloo blocks until it is there; NCCL makes the current stream wait for it. With NCCL it
+        arrives on a stream of its own. On the current stream the transfer, and with it the previous
+        stage that sends, would wait for this stage's earlier steps.
         """
         shape, source = (num_tokens, hidden_size), self.rank - self.tp_size
         if self.recv_stream is None:
@@ -136,8 +136,8 @@ class ParallelState:
 
 
 def open_store(host: str, port: int, *, master: bool) -> dist.TCPStore:  # type: ignore[name-defined]
-    """The key-value store that ranks meet at; the `master` listens (port 0: any free one) and
-    must be kept alive."""
+    """The key-value store through which ranks find each other. The `master` listens (port 0: any
+    free port); keep it alive."""
     return dist.TCPStore(host, port, None, master, wait_for_workers=False)  # type: ignore[attr-defined]
 
 
@@ -150,12 +150,12 @@ def init_parallel(
     timeout_s: float,
     store: Store | None = None,
 ) -> ParallelState:
-    """Join the engine's process group; blocks until all `tp_size * pp_size` ranks have.
+    """Join the engine's process group; blocks until all `tp_size * pp_size` ranks have joined.
 
-    `backend` is "gloo" (CPU) or "nccl" (on this process's current CUDA device), `init_method` e.g.
-    "tcp://host:port" (rank 0 opens the port), or "" with a `store` that somebody else holds.
-    `timeout_s` also bounds every later call.
-    Raises `torch.distributed.DistError` if the others don't come within `timeout_s` seconds.
+    `backend` is "gloo" (CPU) or "nccl" (on this process's current CUDA device). `init_method` is
+    e.g. "tcp://host:port" (rank 0 opens the port), or "" with a `store` that another process holds.
+    `timeout_s` also bounds every later call. Raises `torch.distributed.DistError` if the other
+    ranks don't join within `timeout_s` seconds.
     """
     world_size = tp_size * pp_size
     if not 0 <= rank < world_size:
@@ -182,8 +182,8 @@ def init_parallel(
         return ParallelState(
             tp_rank, tp_size, pp_rank, pp_size, tp_group, world, recv_group=world, send_group=world
         )
-    # A group for each boundary between stages: NCCL runs all transfers of a group one after the
-    # other, and a stage's sends must not hold up what it receives.
+    # Each boundary between stages has a group of its own: NCCL runs all transfers of a group one
+    # after the other, and a stage's sends must not delay what it receives.
     recv_group = send_group = world
     for stage in range(pp_size - 1):
         group = _group_of(rank, [stages[stage] + stages[stage + 1]], timeout)

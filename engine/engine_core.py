@@ -21,7 +21,7 @@ from engine.trace import StepSpan, TraceRing
 
 
 class EngineCore:
-    """Drives one engine; owns the clock, no sockets of its own."""
+    """Drives one engine. It owns the clock and has no sockets."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class EngineCore:
         self.trace: TraceRing[StepSpan] = trace if trace is not None else TraceRing()
         self._sent: dict[int, tuple[ModelWorkerBatch, float, float]] = {}
         self._committed: list[tuple[int, float, float]] = []
-        """(step, received, committed) of steps to be traced once their outputs are on their way."""
+        """(step, received, committed) of steps that are traced once their outputs are sent."""
 
     def launch_ready(self) -> int:
         """Send every step that may be launched now; returns how many were."""
@@ -67,9 +67,9 @@ class EngineCore:
         return True
 
     def step(self) -> list[tuple[str, StepOutputs]]:
-        """One turn of the loop, for callers without sockets: what it gave to each reader.
+        """One turn of the loop, for callers without sockets. Returns its outputs for each reader.
 
-        An empty list doesn't mean idle.
+        An empty list doesn't mean that the engine is idle.
         """
         self.launch_ready()
         if not self.process_one():

@@ -38,4 +38,5 @@ class EngineDeadError(MantaError):
 
 
 class EngineDrainingError(MantaError):
-    """The engine gives a request back unharmed: it is being stopped, or nobody read its output."""
+    """The engine gives a request back unharmed: the engine is being stopped, or nobody read the
+    request's output."""

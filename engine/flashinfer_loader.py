@@ -1,6 +1,6 @@
 """The one place that imports FlashInfer, an optional package.
 
-It stays outside mypy's sight: its classes are named where they are used, and
+mypy doesn't see FlashInfer: its classes are looked up by name where they are used, and
 `tests/support/fake_flashinfer.py` holds copies of the signatures that calls are checked against.
 """
 
@@ -16,10 +16,10 @@ import torch
 from engine.errors import ConfigError
 
 HEAD_DIMS = (64, 128, 256)
-"""What the prefill and decode kernels are both written for."""
+"""Head sizes that both the prefill and the decode kernels exist for."""
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 _ATTRIBUTES = ("_int_workspace_buffer", "_pin_memory_int_workspace_buffer")
-"""Of the wrappers, set by the attention backend; no public call does without waiting."""
+"""Attributes of the wrappers that the attention backend sets; all public ways to do so wait."""
 
 
 def flashinfer_installed() -> bool:
@@ -29,7 +29,8 @@ def flashinfer_installed() -> bool:
 
 def load_flashinfer() -> Any:
     """The module `flashinfer`. Raises `ConfigError` with advice if it is missing or broken."""
-    # Read at import: the default norm kernels need nvidia-cutlass-dsl, a 100 MB compiler.
+    # FlashInfer reads this at import. Its default norm kernels need a 100 MB compiler,
+    # nvidia-cutlass-dsl.
     os.environ.setdefault("FLASHINFER_USE_CUDA_NORM", "1")
     try:
         return importlib.import_module("flashinfer")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def available_host_bytes() -> int:
-    """Memory that can be taken without swapping, within the container's limit if it has one."""
+    """Bytes that can be taken without swapping, within the container's limit if it has one."""
     available = _meminfo("MemAvailable")
     limit = _number(Path("/sys/fs/cgroup/memory.max"))
     used = _number(Path("/sys/fs/cgroup/memory.current"))
@@ -23,8 +23,8 @@ def _meminfo(key: str) -> int:
 
 
 def _reclaimable() -> int:
-    """Page cache that counts as used, and goes when somebody needs the memory (as kubelet counts):
-    a model that was just downloaded, above all."""
+    """Bytes of page cache that count as used but are freed when a program needs the memory (as
+    kubelet counts). Most of it can be a model that was just downloaded."""
     try:
         lines = Path("/sys/fs/cgroup/memory.stat").read_text().splitlines()
     except OSError:

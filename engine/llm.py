@@ -47,7 +47,7 @@ class CompletionOutput:
 class RequestOutput:
     """A prompt and the `n` sequences generated for it.
 
-    `num_cached_tokens` of the prompt came from the prefix cache (for the first sequence).
+    `num_cached_tokens` tokens of the prompt came from the prefix cache (for the first sequence).
     """
 
     prompt: str | None
@@ -95,9 +95,9 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Complete prompts (texts or token ids); outputs in the order of `prompts`.
+        """Complete prompts (texts or token ids). Returns outputs in the order of `prompts`.
 
-        `sampling_params`: one for all or one per prompt. Raises `RequestError` for the first
+        `sampling_params` is one for all or one per prompt. Raises `RequestError` for the first
         prompt or parameter that can't be served, before anything runs.
         """
         if self.tokenizer is None and any(isinstance(p, str) for p in _as_list(prompts)):
@@ -198,7 +198,7 @@ class LLM:
                             open_rids.discard(rid)
                             bar.update(1)
         finally:
-            # Interrupted: leave nothing running behind.
+            # Interrupted: end the requests that still run.
             for rid in open_rids:
                 self.core.scheduler.abort(AbortRequest(rid=rid))
             while self.core.scheduler.num_in_flight:
@@ -212,7 +212,7 @@ class LLM:
         detokenizer: DetokenizerManager | None,
         running: dict[int, _Running],
     ) -> list[int]:
-        """Put a step's tokens where they belong; rids that ended."""
+        """Add a step's tokens to their results. Returns the rids that ended."""
         if detokenizer is None:
             return _absorb_ids(out, running)
         deltas, stopped = detokenizer.process(out)
@@ -235,7 +235,7 @@ def _make_executor(worker: WorkerConfig) -> Executor:
 
 
 def _load_tokenizer(path: Any) -> Tokenizer | None:
-    """None if the folder has no tokenizer at all: token ids in and out then."""
+    """The folder's tokenizer. None if it has none: then token ids go in and out."""
     names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
     return Tokenizer.from_pretrained(path) if any((path / n).exists() for n in names) else None
 

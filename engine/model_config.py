@@ -1,6 +1,6 @@
 """What Manta needs to know of a checkpoint, read from its Hugging Face `config.json`.
 
-Read without transformers: the ingress and the config check must stay light to import.
+It is read without transformers: the ingress and the config check must stay light to import.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class ModelConfig:
     def from_pretrained(cls, path: str | Path) -> ModelConfig:
         """Read `config.json` (and `generation_config.json` for the eos ids) of a model folder.
 
-        Raises `ConfigError` when the folder, the file, or what it describes can't be served.
+        Raises `ConfigError` if the folder, the file or the model that it describes can't be served.
         """
         folder = Path(path)
         config = _read_json(folder, "config.json")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 MAX_TICK_S = 0.5
-"""Seconds that count at most between two looks. An observer that slept longer was itself stopped or
-starved, and the rest of that time says nothing about the peer."""
+"""Between two looks, at most this many seconds count as silence. An observer that slept longer was
+itself stopped or starved, and the rest of that time says nothing about the peer."""
 
 
 class Pulse:
@@ -15,11 +15,11 @@ class Pulse:
         self._looked = now
 
     def beat(self) -> None:
-        """The peer was heard."""
+        """Note that the peer was heard."""
         self.silent_s = 0.0
 
     def tick(self, now: float) -> float:
-        """Look again at time `now`, at least every `MAX_TICK_S`; the silence so far."""
+        """Look again at time `now`, at least every `MAX_TICK_S`. Returns the silence in seconds."""
         self.silent_s += min(now - self._looked, MAX_TICK_S)
         self._looked = now
         return self.silent_s

@@ -1,4 +1,4 @@
-"""Recognising quantized checkpoints, to refuse them by name: none can be read so far."""
+"""Recognising quantized checkpoints, to refuse them by the method's name: none can be read yet."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ _SIGNS = (
     ("SCB", "bitsandbytes, 8 bits"),
     ("weight_blocks", "MXFP4"),
 )
-"""Tensors that lie beside a quantized weight, by which it is told when config.json says nothing."""
+"""Tensors that lie beside a quantized weight. They reveal it if config.json says nothing."""
 
 
 def refuse_quantized(folder: Path, config: dict[str, Any], modelopt: dict[str, Any] | None) -> None:
-    """Raise `ConfigError` with the method's name if `config` (config.json) is of a quantized
-    checkpoint. `modelopt`: what hf_quant_config.json holds, NVIDIA's place for it, if it exists.
+    """Raise `ConfigError` with the method's name if `config` (config.json) is that of a quantized
+    checkpoint. `modelopt` is the content of NVIDIA's hf_quant_config.json, if that exists.
     """
     described = config.get("quantization_config") or config.get("compression_config")
     method = ""

@@ -1,4 +1,4 @@
-"""The words that configuration keys know, and the class that each of them stands for.
+"""The words that configuration keys accept, and the class that each word stands for.
 
 All are listed here, so that `engine.config` can check them in processes that must not import torch.
 """
@@ -26,7 +26,7 @@ class Registry(Generic[T]):
         entries: Mapping[str, T | str],
         error: Callable[[str], Exception] = ConfigError,
     ) -> None:
-        """`error` makes the exception for an unknown word out of the message."""
+        """`error` makes the exception for an unknown word from its message."""
         self._key = key
         self._entries = dict(entries)
         self._error = error
@@ -35,7 +35,7 @@ class Registry(Generic[T]):
         return iter(self._entries)
 
     def __getitem__(self, word: str) -> T:
-        """What `word` stands for. Raises `error`, which names the known words, if it is unknown."""
+        """What `word` stands for. Raises `error`, which lists the known words, for other words."""
         entry = self._entries.get(word)
         if entry is None:
             known = ", ".join(self._entries)

@@ -28,8 +28,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     `logprobs`/`prompt_logprobs`: number of alternatives to report beside the token's own
     log-probability (0 = only its own, None = none). Log-probabilities are of the model's raw
     distribution, before penalties, bias, temperature and filters.
-    `constraint`: what the output may be (engine/constraints). `min_tokens` above what it allows
-    ends the request with an error.
+    `constraint`: what the output may be (engine/constraints). If `min_tokens` is more than the
+    constraint allows, the request ends with an error.
     """
 
     n: int = 1
@@ -112,7 +112,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
 
 
 def copy_seeds(seed: int | None, n: int, draw: Callable[[], int]) -> list[int]:
-    """Seeds of `n` copies of a request: counted up from `seed`, wrapping at 64 bits, else drawn."""
+    """Seeds of `n` copies: `seed`, `seed` + 1, ..., wrapping at 64 bits; drawn if it is None."""
     if seed is None:
         return [draw() for _ in range(n)]
     return [(seed + copy + 2**63) % 2**64 - 2**63 for copy in range(n)]

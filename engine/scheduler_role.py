@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 IDLE_POLL_S = 1.0
 WAITING_POLL_S = 0.05
-"""Shorter while requests wait, as their time limits must be noticed soon."""
+"""Longest sleep while requests wait: their time limits must be noticed soon."""
 
 
 class SchedulerRole:
@@ -46,7 +46,7 @@ class SchedulerRole:
     def __init__(
         self, config: SchedulerConfig, inbox: Inbox, workers: ReadyWorkers, results: Inbox
     ) -> None:
-        """Takes requests from `inbox` and steps' results from `results`; closes both at the end."""
+        """Requests come from `inbox`, steps' results from `results`; `run` closes both."""
         self.scheduler = Scheduler(config)
         self.inbox = inbox
         self.results = results
@@ -63,9 +63,9 @@ class SchedulerRole:
         self._stopping = False
 
     def run(self, dead: Callable[[], str]) -> None:
-        """Serve until `Shutdown`. `dead` names a lost worker, or "".
+        """Serve until `Shutdown`. `dead` names a lost worker; "" if all live.
 
-        Raises `EngineDeadError` when a worker is lost: the engine has to be restarted whole.
+        Raises `EngineDeadError` if a worker is lost: the engine has to be restarted whole.
         """
         executor = MessageExecutor(self.results, self._workers, dead)
         core = EngineCore(self.scheduler, executor, trace=self.trace)
@@ -93,7 +93,7 @@ class SchedulerRole:
             if self.results in ready and core.process_one(0.0):
                 self._deliver(core)
             elif not ready:
-                core.process_one(0.0)  # nothing for a second: notices a dead worker
+                core.process_one(0.0)  # nothing came for a second: this notices a dead worker
         else:
             core.scheduler.on_idle()
             pause = WAITING_POLL_S if core.scheduler.requests.waiting else IDLE_POLL_S

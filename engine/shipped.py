@@ -1,4 +1,4 @@
-"""Where `configs/` and `models/` lie, which Manta brings."""
+"""The folder with the `configs/` and `models/` that Manta brings."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def shipped_root() -> Path:
-    """The repository; where Manta was installed from a wheel, the folder that `setup.py` made."""
+    """The repository. If Manta was installed from a wheel: the folder that `setup.py` made."""
     root = Path(__file__).resolve().parent.parent
     packed = root / "manta_files"
     return packed if packed.is_dir() else root

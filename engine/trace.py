@@ -1,8 +1,8 @@
 """What every step did and when: rings of spans in each role, merged into a Chrome trace.
 
-Always on: a ring entry costs about a microsecond a step, and the last `CAPACITY` steps are there
-when somebody asks (`GET /debug/trace`, `engine.LLM.trace`). https://ui.perfetto.dev opens the
-result. Format: Chrome's "Trace Event Format". Rings hold sizes and times, never tokens.
+Tracing is always on: a ring entry costs about a microsecond per step. The last `CAPACITY` steps are
+there when somebody asks (`GET /debug/trace`, `engine.LLM.trace`). https://ui.perfetto.dev opens the
+result. Its format is Chrome's "Trace Event Format". Rings hold sizes and times, never tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ S = TypeVar("S")
 
 CAPACITY = 8192
 SPANS_PER_PIECE = 32
-"""Spans that are rendered at once: about half a millisecond, during which streams wait."""
+"""Spans that are rendered in one piece, which takes about half a millisecond. Streams wait
+meanwhile."""
 
 
 class StepSpan(NamedTuple):
@@ -77,7 +78,7 @@ _unpacker = msgspec.msgpack.Decoder(RoleTrace)
 
 
 def pack(trace: RoleTrace) -> bytes:
-    """A trace as bytes, for the way between processes.
+    """A trace as bytes, to send it to another process.
 
     8,192 steps take 0.5 ms to pack and 3.2 to unpack; pickle took 14 and 7.
     """
@@ -108,10 +109,10 @@ def _wall_offset() -> float:
 def chrome_trace(engines: dict[str, list[RoleTrace]]) -> dict[str, Any]:
     """Trace events of several engines, by engine name.
 
-    Per engine one process, with a track for the scheduler's work, one for each micro-batch (from
-    sent to received: where the step was), and one for each stage. Flow arrows follow a step from
-    the scheduler through the stages and back. Times are microseconds since the first event, which
-    was at the wall-clock time `otherData.first_event_us`.
+    Each engine is one process. It has a track for the scheduler's work, one for each micro-batch
+    (from sending a step to receiving its result), and one for each stage. Flow arrows follow a step
+    from the scheduler through the stages and back. Times are microseconds since the first event,
+    which was at the wall-clock time `otherData.first_event_us`.
     """
     start = _first_event_us(engines)
     events = [event for piece in _events(engines, start) for event in piece]
@@ -121,7 +122,7 @@ def chrome_trace(engines: dict[str, list[RoleTrace]]) -> dict[str, Any]:
 def chrome_trace_json(engines: dict[str, list[RoleTrace]]) -> Iterator[bytes]:
     """`chrome_trace` as JSON, in pieces of `SPANS_PER_PIECE` spans.
 
-    An event loop that sends a trace of megabytes can serve others between two pieces.
+    An event loop that sends a trace of megabytes can do other work between two pieces.
     """
     start = _first_event_us(engines)
     yield b'{"traceEvents":['
@@ -147,7 +148,8 @@ def _first_event_us(engines: dict[str, list[RoleTrace]]) -> float:
 
 
 def _events(engines: dict[str, list[RoleTrace]], start: float) -> Iterator[list[dict[str, Any]]]:
-    """Events in pieces, none of them empty; `start`: the trace's begin, wall-clock microseconds."""
+    """Events in pieces, none of them empty. `start` is the trace's begin in wall-clock microseconds
+    and equals `otherData.first_event_us`."""
     for pid, (name, roles) in enumerate(sorted(engines.items()), start=1):
         yield [_meta("process_name", pid, 0, name)]
         for role in roles:

@@ -17,9 +17,9 @@ class WorkerConfig:
     device: str
     page_size: int
     num_kv_tokens: int | None
-    """Stated, or estimated (CPU); None: measured once the weights are loaded (CUDA)."""
+    """KV tokens, stated or estimated (CPU). None: measured once the weights are loaded (CUDA)."""
     max_kv_tokens: int
-    """Every request at full length, in whole pages: more can never be used."""
+    """KV tokens of all requests at full length, in whole pages; more can never be used."""
     memory_fraction: float
     max_running_requests: int
     max_model_len: int
@@ -39,7 +39,7 @@ class WorkerConfig:
 
     @property
     def world_size(self) -> int:
-        """Ranks of the engine."""
+        """Number of ranks of the engine."""
         return self.tp_size * self.pp_size
 
     @property

@@ -3,12 +3,12 @@
     python scripts/build_kernels.py --out build/aot --head-dim 64 128 --dtype bfloat16 float16
     python scripts/build_kernels.py --install build/aot     # into this environment's flashinfer
 
-Needs flashinfer-python, ninja, nvcc (`CUDA_HOME`) and the headers of cuRAND and (for `norm`)
-cuBLAS, which a bare CUDA toolkit may lack: `pip install --no-deps --target DIR nvidia-curand
-nvidia-cublas` and `--include DIR/nvidia/cu13/include`. What is in `--out` already isn't built
-again. FlashInfer looks for a module at `<flashinfer>/data/aot/<name>/<name>.so` before it compiles,
-which is the layout written here; with FLASHINFER_DISABLE_JIT=1 a missing module is an error instead
-of a compilation.
+It needs flashinfer-python, ninja, nvcc (`CUDA_HOME`) and the headers of cuRAND and (for `norm`)
+cuBLAS. A bare CUDA toolkit may lack the headers: `pip install --no-deps --target DIR nvidia-curand
+nvidia-cublas` and `--include DIR/nvidia/cu13/include`. Modules in `--out` aren't built again.
+Before FlashInfer compiles a module, it looks for it at `<flashinfer>/data/aot/<name>/<name>.so`;
+this script writes that layout. With FLASHINFER_DISABLE_JIT=1 a missing module is an error and isn't
+compiled.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from benchmarks.common import environment
 
 @dataclass
 class BuiltModule:
-    """One shared library. `cpu_s`: of all compiler processes; `error`: their first complaint."""
+    """One shared library. `cpu_s`: CPU time of all compiler processes; `error`: the first error."""
 
     name: str
     cpu_s: float
@@ -93,7 +93,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _set_environment(options: argparse.Namespace, out: Path) -> None:
-    """What flashinfer reads when it is imported, and nvcc and the linker when they run."""
+    """Set what flashinfer reads when it is imported, and nvcc and the linker when they run."""
     work = out.parent / f"{out.name}-work"
     os.environ["FLASHINFER_CUDA_ARCH_LIST"] = options.arch
     os.environ["FLASHINFER_WORKSPACE_BASE"] = str(work)
@@ -104,7 +104,7 @@ def _set_environment(options: argparse.Namespace, out: Path) -> None:
         flags.append(extra)
     if flags:
         os.environ["FLASHINFER_EXTRA_CUDAFLAGS"] = " ".join(flags)
-    # The modules name libcuda.so.1, which comes with the driver; to link, an empty one will do.
+    # The modules need libcuda.so.1, which comes with the driver; an empty one is enough to link.
     stub = work / "stub"
     stub.mkdir(parents=True, exist_ok=True)
     (stub / "empty.c").write_text("")
@@ -118,7 +118,7 @@ def _set_environment(options: argparse.Namespace, out: Path) -> None:
 
 
 def _specs(options: argparse.Namespace) -> Iterator[Any]:
-    """The modules that the wrappers and functions which Manta calls will ask for."""
+    """The modules that the wrappers and functions called by Manta will load."""
     import torch
     from flashinfer.aot import gen_fa2, gen_fa3
     from flashinfer.jit.activation import gen_act_and_mul_module
@@ -169,7 +169,7 @@ def _children_cpu_s() -> float:
 
 
 def _first_error(text: str) -> str:
-    """The compiler's first complaint, without the folders of this machine."""
+    """The compiler's first error, without the folders of this machine."""
     lines = [line for line in text.splitlines() if "error" in line.lower()] or ["did not build"]
     words = (word.rsplit("/", 1)[-1] if word.startswith("/") else word for word in lines[0].split())
     return " ".join(words)[:300]

@@ -26,7 +26,7 @@ NO_CODE = {
 
 
 def code_lines(source: str) -> int:
-    """How many lines of a module hold code. A line of a docstring doesn't, other strings do."""
+    """Number of lines that hold code. Lines of a docstring don't count, other strings do."""
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in NO_CODE:

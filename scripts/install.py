@@ -4,8 +4,8 @@
     .venv/bin/python scripts/install.py --extras dev    # tests and lint, too
 
 Versions are those of constraints.txt. torch's ordinary build for Linux brings gigabytes of CUDA.
-So without an NVIDIA GPU its CPU build is taken from PyTorch's own index, unless pip is configured
-with a folder of wheels that has torch, or `--torch cuda` asks for CUDA.
+So without an NVIDIA GPU its CPU build is taken from PyTorch's own index. Exceptions: pip is
+configured with a folder of wheels that has torch, or `--torch cuda` asks for CUDA.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 CONSTRAINTS = ROOT / "constraints.txt"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-"""torch's CPU builds, as https://pytorch.org/get-started names it; `TORCH_INDEX` names another."""
+"""The index of torch's CPU builds (https://pytorch.org/get-started); `TORCH_INDEX` overrides it."""
 RETRIES = ("--retries", "1", "--timeout", "15")
 
 Pip = Callable[[Sequence[str]], int]
-"""Runs pip with arguments; its exit status."""
+"""Runs pip with arguments and returns its exit status."""
 
 
 def main(argv: Sequence[str] | None = None, pip: Pip | None = None) -> int:
-    """Exit status: pip's."""
+    """Install. Returns pip's exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--extras", default="", help="of pyproject.toml, separated by commas")
     parser.add_argument(
@@ -48,16 +48,16 @@ def main(argv: Sequence[str] | None = None, pip: Pip | None = None) -> int:
 
 
 def wants_cpu_torch(choice: str, has_gpu: bool) -> bool:
-    """Whether to look for a build without CUDA. Elsewhere than on Linux x86-64 it is the usual."""
+    """Whether to look for a build without CUDA. Except on Linux x86-64 the usual build has none."""
     if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
         return False
     return choice == "cpu" or (choice == "auto" and not has_gpu)
 
 
 def install_cpu_torch(pip: Pip) -> None:
-    """torch without CUDA; what it needs comes with the rest."""
+    """Install torch without CUDA; its dependencies come with the other packages."""
     torch = f"torch=={pinned_torch()}"
-    # A folder of wheels that pip is configured with is somebody's decision: nothing is fetched.
+    # If pip is configured with a folder of wheels, respect that: fetch nothing.
     offline = ["install", "--dry-run", "--quiet", "--no-index", "--no-deps", torch]
     if pip(offline) == 0:
         return
@@ -78,7 +78,7 @@ def pinned_torch() -> str:
 
 
 def has_nvidia_gpu() -> bool:
-    """Whether the kernel has a device for one; under WSL 2 it has another name."""
+    """Whether the kernel has a device for an NVIDIA GPU; under WSL 2 it has another name."""
     return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()
 
 

@@ -57,8 +57,8 @@ def serve_config(text: str) -> dict[str, object]:
 def render(manifest: str, name: str, config: str) -> str:
     """`manifest` with the block under `serveConfigV2: |` made from the text of `config`.
 
-    name: the config file's path, for the comment. Raises `ValueError` if the manifest doesn't have
-    exactly one such key.
+    `name` is the config file's path, for the comment. Raises `ValueError` if the manifest doesn't
+    have exactly one such key.
     """
     lines = manifest.splitlines(keepends=True)
     starts = [i for i, line in enumerate(lines) if line.lstrip() == KEY]

@@ -97,7 +97,7 @@ SYSTEM_PROMPTS = (
 
 
 class ChatPair(NamedTuple):
-    """One question kind about a named thing, and its answer."""
+    """One kind of question about a named object, and its answer."""
 
     kind: str
     name: str

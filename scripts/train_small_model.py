@@ -1,7 +1,7 @@
 """Train the small model that the repository carries (models/manta-small).
 
-Everything comes from one place: the text of the running interpreter's standard library. The
-script trains a byte-level BPE tokenizer on it, then a Llama of about 5 M parameters, and writes
+All text comes from one place: the running interpreter's standard library. The script trains a
+byte-level BPE tokenizer on it, then a Llama of about 5 M parameters, and writes
 a folder that transformers and the engine load. Data order, initial weights and questions are
 seeded; the losses still depend on the Python patch version and on the floating-point library.
 
@@ -95,7 +95,7 @@ def train_tokenizer(corpus: Corpus) -> PreTrainedTokenizerFast:
 def token_stream(
     corpus: Corpus, tokenizer: PreTrainedTokenizerFast, seed: str, min_tokens: int
 ) -> npt.NDArray[np.uint16]:
-    """Tokens of as many epochs as ``min_tokens`` takes; at least one."""
+    """Tokens of whole epochs, at least one, until there are ``min_tokens``."""
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     chunks: list[npt.NDArray[np.uint16]] = []
     total = epoch = 0
@@ -205,8 +205,8 @@ def accumulate_gradients(
 ) -> float:
     """Set the gradients of the mean loss over ``rows``; returns that loss.
 
-    Each row is one task for a single-threaded worker. Splitting every operation over the cores
-    instead waits at a barrier hundreds of times a step, which is slow on a busy machine. The
+    Each row is one task for a single-threaded worker. To split every operation over the cores
+    would mean to wait at a barrier hundreds of times a step, which is slow on a busy machine. The
     sum runs in row order, so the result does not depend on which worker was faster.
     """
     parameters = list(model.parameters())
@@ -244,7 +244,7 @@ def export(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Pat
         pad_token_id=tokenizer.pad_token_id,
     )
     copy.save_pretrained(out)
-    # CPUs with bfloat16 instructions are to give the same tokens as those without.
+    # CPUs with bfloat16 instructions must give the same tokens as those without.
     copy.config.dtype = torch.float32
     copy.config.save_pretrained(out)
     (out / "model.safetensors").chmod(0o644)
@@ -255,7 +255,7 @@ def export(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Pat
 def learning_rate_factor(step: int, steps: int) -> float:
     """Warm-up, a constant stage, and a cosine to almost zero over the last 60 % of the steps.
 
-    Up to there the run does not depend on ``steps``, so ``--resume`` may change them.
+    Before the cosine the run does not depend on ``steps``, so ``--resume`` may change them.
     """
     warmup = min(1.0, (step + 1) / 40)
     progress = max(0.0, (step / steps - 0.4) / 0.6)

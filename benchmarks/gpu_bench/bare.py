@@ -1,4 +1,4 @@
-"""The kernels of a decode step in a bare loop: what the step costs without engine around it."""
+"""The kernels of a decode step in a bare loop: what the step costs without the engine."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class BareFigures(NamedTuple):
 def bare_decode(worker: TpModelWorker, batch: ModelWorkerBatch, count: int) -> BareFigures:
     """Repeat a decode step that `worker` has run: forward and greedy sampling.
 
-    Planned once; nothing is composed, uploaded, downloaded or waited for in between. The requests
-    needn't live any more: their pages still hold what they held, as long as no other step ran.
+    The step is planned once; nothing is composed, uploaded, downloaded or waited for in between.
+    The requests may have ended: their pages keep their content as long as no other step runs.
     """
     graphs = worker.graphs
     size = None if graphs is None else graphs.size_for(batch)
@@ -41,7 +41,7 @@ def _captured(
 ) -> Callable[[], None]:
     prepared = graphs.prepare(batch, size)
     worker.runner.attention.plan_graph(prepared)
-    # Not `DecodeGraphs.forward`, which plans and takes the time on every call.
+    # Not `DecodeGraphs.forward`, which plans and measures the time on every call.
     graph = graphs._graphs[size]
     forward, sample = graph.forward, graph.sample[Variant.GREEDY]
 

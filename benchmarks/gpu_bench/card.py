@@ -1,4 +1,4 @@
-"""What the card does at best, and what it is."""
+"""The card's best rates, and its description."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _copy_rate(device: torch.device, num_bytes: int) -> float:
 
 
 def _product_rate(device: torch.device, size: int) -> float:
-    # Random numbers: with zeros a card computes faster than it ever does in use.
+    # Random numbers: with zeros a card computes faster than in real use.
     left, right = (torch.randn(size, size, device=device).to(torch.bfloat16) for _ in range(2))
     product = torch.empty_like(left)
     seconds = seconds_per_call(lambda: torch.mm(left, right, out=product), 20, device)
@@ -52,7 +52,7 @@ def _product_rate(device: torch.device, size: int) -> float:
 
 
 def release(device: torch.device) -> None:
-    """Give the device's memory back that torch keeps for itself."""
+    """Give back the device memory that torch keeps but doesn't use."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()

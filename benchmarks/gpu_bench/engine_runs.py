@@ -36,7 +36,7 @@ from engine.worker.tp_worker import TpModelWorker
 
 @dataclass
 class Recorder(Executor):
-    """Passes everything on to `inner`, and notes what the steps were."""
+    """Passes all calls on to `inner`, and records the steps."""
 
     inner: Executor
     context: dict[int, int] = field(default_factory=dict)
@@ -69,14 +69,14 @@ class Run(NamedTuple):
 
     wall_s: float
     num_tokens: int
-    """Generated."""
+    """Number of tokens generated."""
     spans: list[StepSpan]
     stage: dict[int, StageSpan]
-    """By step: when the device computed."""
+    """By step: when the device computed it."""
     record: Recorder
 
     def device_s(self, spans: list[StepSpan]) -> list[float]:
-        """Of each step, from the device's clock."""
+        """Seconds of each step, from the device's clock."""
         stage = self.stage
         return [stage[s.step].ended_at - stage[s.step].started_at for s in spans]
 
@@ -87,9 +87,9 @@ class DecodeFigures(NamedTuple):
     wall_ms: float
     """Median time from one step's result to the next one's."""
     tokens_per_s: float
-    """Of all these steps, slow ones included."""
+    """Rate over all these steps, slow ones included."""
     device_ms: float
-    """Median, from the device's clock."""
+    """Median time of a step, from the device's clock."""
     busy: float
     """Device time / wall time. An upper bound where the device waits for the host: a step's device
     time begins when the host starts to launch it."""
@@ -102,12 +102,12 @@ class PrefillFigures(NamedTuple):
     """One prompt on an idle engine."""
 
     wall_ms: float
-    """From composing its first chunk to its token, median."""
+    """Median time from composing its first chunk to its token."""
     device_ms: float
 
 
 class ServingFigures(NamedTuple):
-    """Many requests that came at once."""
+    """Figures of many requests that came at once."""
 
     tokens_per_s: float
     busy: float
@@ -169,7 +169,7 @@ class EngineRuns:
         }
 
     def decode(self, batch: int, *, overlap: bool) -> DecodeFigures:
-        """Steps of `batch` rows. Prompts are computed first, so that all rows are equally long."""
+        """Steps of `batch` rows. Prompts are computed first, so that rows have equal lengths."""
         plan = self.plan
         run = self._run(
             [plan.decode_prompt] * batch, plan.warmup + plan.steps + 2, overlap, mixed=False
@@ -180,7 +180,7 @@ class EngineRuns:
             raise RuntimeError(f"only {len(spans)} steps had all {batch} rows")
         received = np.array([s.received_at for s in spans])
         device_s = run.device_s(spans[1:])
-        # Between ends on the device: results are received later, and not always by as much.
+        # Measured between ends on the device: results arrive later, by delays that differ.
         device_wall_s = run.stage[spans[-1].step].ended_at - run.stage[spans[0].step].ended_at
         tokens = [run.record.context[s.step] for s in spans[1:]]
         return DecodeFigures(
@@ -210,7 +210,7 @@ class EngineRuns:
         return ServingFigures(run.num_tokens / run.wall_s, busy, len(run.spans))
 
     def warm_up(self) -> None:
-        """Prefill chunks, mixed steps and decodes once, so that no run meets a kernel first."""
+        """Run prefill chunks, mixed steps and decodes once, so that kernels are loaded."""
         plan = self.plan
         self._run([plan.input_len] * plan.concurrency, 4, overlap=True, mixed=True)
 
@@ -221,7 +221,7 @@ class EngineRuns:
         core = EngineCore(Scheduler(config), record)
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
         ids = [self._rng.integers(2, config.vocab_size, n).astype(np.int32) for n in prompts]
-        # As the scheduler's actor does: the collector doesn't walk what stays anyway.
+        # As in the scheduler's actor: the collector doesn't walk objects that stay anyway.
         gc.collect()
         gc.freeze()
         try:
@@ -241,7 +241,7 @@ class EngineRuns:
 
 
 def _run_to_end(core: EngineCore, num_requests: int) -> int:
-    """Step until all requests have ended; the number of their tokens."""
+    """Step until all requests have ended. Returns the number of their tokens."""
     num_tokens = 0
     while num_requests:
         for _, out in core.step():

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 BYTES = 2
-"""Of a bfloat16 number."""
+"""Size of a bfloat16 number."""
 
 
 class CardRates(NamedTuple):
-    """What the card does at best, measured in the same run."""
+    """The card's best rates, measured in the same run."""
 
     bytes_per_s: float
-    """Read and written by a copy."""
+    """Bytes that a copy reads and writes per second."""
     flop_per_s: float
-    """Of a bfloat16 matrix product."""
+    """Rate of a bfloat16 matrix product."""
 
 
 @dataclass(frozen=True)
@@ -36,23 +36,23 @@ class ModelShape:
 
     @property
     def linear_params(self) -> int:
-        """Of all layers' matrices."""
+        """Elements of all layers' matrices."""
         attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
         return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
 
     @property
     def head_params(self) -> int:
-        """Of the matrix that makes logits."""
+        """Elements of the matrix that makes logits."""
         return self.vocab_size * self.hidden_size
 
     @property
     def weight_bytes(self) -> int:
-        """Read by every decode step: layers and logits, not the table of embeddings."""
+        """Bytes that every decode step reads: layers and logits, not the table of embeddings."""
         return BYTES * (self.linear_params + self.head_params)
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Keys and values of all layers."""
+        """Bytes of a token's keys and values in all layers."""
         return BYTES * 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
     def decode_s(self, batch: int, context: float, rates: CardRates) -> float:
@@ -79,7 +79,7 @@ class ModelShape:
         return prefill + waves * (output_len - 1) * step
 
     def write(self, folder: Path, dtype: str) -> Path:
-        """Write the shape's config.json; weights and tokenizer there are none."""
+        """Write the shape's config.json, without weights or tokenizer."""
         config = {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -108,22 +108,22 @@ class ModelShape:
 LLAMA_8B = ModelShape("8b", 4096, 32, 32, 8, 128, 14336, 128256, tied=False)
 LLAMA_1B = ModelShape("1b", 2048, 16, 32, 8, 64, 8192, 128256, tied=True)
 TINY = ModelShape("tiny", 256, 2, 8, 2, 64, 512, 512, tied=True)
-"""For --quick: the smallest that FlashInfer has kernels for."""
+"""The shape for --quick: the smallest that FlashInfer has kernels for."""
 SHAPES = {shape.name: shape for shape in (LLAMA_1B, LLAMA_8B)}
 
 
 class Plan(NamedTuple):
-    """What is measured. Sizes in tokens, steps and requests."""
+    """What is measured. Sizes are tokens, steps and requests."""
 
     context: int
-    """Mean over the decode steps that count."""
+    """Mean tokens per row over the decode steps that count."""
     batches: tuple[int, ...]
     warmup: int
     steps: int
     prompts: tuple[int, ...]
     """Lengths of prefills."""
     repeats: int
-    """Of each prefill; the median counts."""
+    """Runs of each prefill; the median counts."""
     concurrency: int
     num_requests: int
     input_len: int
@@ -140,13 +140,13 @@ class Plan(NamedTuple):
 
     @property
     def longest_decode(self) -> int:
-        """Longest request of those that run together."""
+        """Length of the longest request that runs together with others."""
         decode = self.decode_prompt + self.warmup + self.steps
         return max(decode, self.input_len + self.output_len)
 
     @property
     def max_model_len(self) -> int:
-        """Longest request, with some room."""
+        """Length of the longest request, and some room."""
         return max(*self.prompts, self.longest_decode) + 16
 
 

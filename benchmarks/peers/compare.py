@@ -71,7 +71,7 @@ class Contender:
 
 
 class Cell(NamedTuple):
-    """What figures are grouped by: medians are taken over the rounds of a cell."""
+    """A group of figures: medians are taken over the rounds of a cell."""
 
     model: str
     concurrency: int
@@ -154,13 +154,11 @@ def contenders(args: argparse.Namespace) -> list[Contender]:
 def measure_all(
     args: argparse.Namespace, paths: Sequence[Path], results: Results, starts: list[object]
 ) -> None:
-    """Run every round, adding to `results` and `starts` as it goes: a failure keeps earlier ones.
+    """Run every round and add to `results` and `starts`, so that a failure keeps earlier figures.
 
-    `starts` tells of each server the load average before it started and when it was ready.
-
-    Raises:
-        ServerError: a server did not start.
-        PeerSetupError: the peer's environment could not be built.
+    `starts` has each server's load average before its start and the time until it was ready.
+    Raises `ServerError` if a server did not start, `PeerSetupError` if the peer's environment could
+    not be built.
     """
     for number, path, contender in product(range(args.rounds), paths, contenders(args)):
         name = f"{path.name} {contender.name} #{number + 1}"
@@ -206,7 +204,7 @@ def measure_server(
 
 
 def start(contender: Contender, model: Path, args: argparse.Namespace) -> ManagedServer:
-    """The contender's server for `model`, not entered yet."""
+    """The contender's server for `model`; the caller enters it."""
     if contender.engine == "manta":
         overrides: dict[str, object] = {
             "model": model,
@@ -236,9 +234,9 @@ def start(contender: Contender, model: Path, args: argparse.Namespace) -> Manage
 
 
 def compare(results: Results) -> list[dict[str, object]]:
-    """Manta over vLLM for each pair of cells that differ in nothing but the engine.
+    """Ratios Manta / vLLM for each pair of cells that differ only in the engine.
 
-    For throughput above 1 is better for Manta, for latencies below 1. `same_outputs` is the share
+    Manta is better above 1 for throughput, and below 1 for latencies. `same_outputs` is the share
     of requests whose output ids agree; near-ties of random weights make it less than 1.
     """
     ratios: list[dict[str, object]] = []

@@ -1,8 +1,8 @@
 """Models for comparisons: a Llama of 88 M parameters with random weights, built once.
 
-Speed does not depend on what a model says, so random weights do; a fixed seed makes them the same
-on every machine. They are stored as bfloat16, so a server that runs them in float32 and one that
-runs them in bfloat16 hold the same numbers.
+Speed does not depend on a model's output, so random weights are enough. A fixed seed makes them the
+same on every machine. They are stored as bfloat16, so a server that runs them in float32 and one
+that runs them in bfloat16 hold the same numbers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CHAT_TEMPLATE = (
 def llama_88m(folder: Path) -> Path:
     """Build the 88.1 M-parameter Llama (h768, 12 layers, 12/4 heads, vocabulary 8192) in `folder`.
 
-    Returns `folder` at once when the model is there already. Takes about a minute on two cores.
+    Returns `folder` at once if the model is there already. Takes about a minute on two cores.
     """
     if (folder / "config.json").exists():
         return folder

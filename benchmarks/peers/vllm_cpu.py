@@ -61,11 +61,9 @@ def write_version_stub(site_packages: Path) -> None:
 def setup(folder: Path) -> Path:
     """Build the peer's environment in `folder` unless it is complete, and return its python.
 
-    Takes a few minutes of network and 4 GB of disk. A half-built folder is started over.
-
-    Raises:
-        PeerSetupError: a step failed; torch's CPU build is not on PyPI itself, so an index that
-            has it must be configured for pip (`PIP_EXTRA_INDEX_URL`).
+    Takes a few minutes of network and 4 GB of disk. A half-built folder is built anew. Raises
+    `PeerSetupError` if a step failed. PyPI does not have torch's CPU build, so an index that has it
+    must be configured for pip (`PIP_EXTRA_INDEX_URL`).
     """
     python = folder / "bin" / "python"
     if (folder / MARKER).exists():
@@ -148,8 +146,7 @@ def _pip(python: Path, *arguments: str) -> None:
 def run(command: list[str]) -> None:
     """Run a step of the setup quietly.
 
-    Raises:
-        PeerSetupError: its status is not 0; the message has the end of what it printed.
+    Raises `PeerSetupError` if its status is not 0; the message has the end of its output.
     """
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:

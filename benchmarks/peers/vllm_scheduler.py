@@ -2,11 +2,11 @@
 
     python -m benchmarks.peers.vllm_scheduler MODEL
 
-reads one JSON object a line, a `DecodeLoad` and "asynchronous", and answers each with a `Measured`
-on one line: `schedule()` is the launch, `update_from_output()` the result. Neither serialisation
-nor the model runner's side is in it. Configured as `vllm serve` configures it on this machine, but
-for the number of requests, the block size, a token budget that takes all prompts in one step, and
-statistics, which are off (they would cost it more).
+reads one JSON object per line, a `DecodeLoad` and "asynchronous", and answers each with a
+`Measured` on one line. `schedule()` is the launch, `update_from_output()` the result; serialisation
+and the model runner's side are not included. The configuration is that of `vllm serve` on this
+machine, except for the number of requests, the block size, a token budget that takes all prompts in
+one step, and statistics, which are off (they would cost more).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ BlockHasher = Callable[[Request], list[Any]]
 
 
 def main() -> None:
-    # vLLM logs to standard output, which belongs to the answers.
+    # vLLM logs to standard output, where the answers have to go.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     thrash = CacheThrash()
@@ -71,7 +71,7 @@ def measure(model: str, load: DecodeLoad, asynchronous: bool, thrash: CacheThras
         max_num_batched_tokens=load.prompt_tokens,
     ).create_engine_config(UsageContext.OPENAI_API_SERVER)
     scheduler, hasher = make_scheduler(config, load, asynchronous)
-    # As the engine core ends its start.
+    # The engine core does the same at the end of its start.
     freeze_gc_heap()
     envs.enable_envs_cache()
     for prompt in load.prompts():
@@ -85,7 +85,7 @@ def measure(model: str, load: DecodeLoad, asynchronous: bool, thrash: CacheThras
     for step in range(-load.warmup, load.steps):
         if step == 0:
             measured.context_len.append(context_len(scheduler))
-        while len(in_flight) < depth:  # one step, but for the first
+        while len(in_flight) < depth:  # one step, except the first time
             if load.cold:
                 thrash.run()
             start = clock()
@@ -117,7 +117,7 @@ def make_scheduler(
 ) -> tuple[Scheduler, BlockHasher]:
     """A scheduler as `EngineCore` makes it, and its hasher of requests' blocks.
 
-    On the CPU vLLM itself never takes the asynchronous one; its subclass works all the same.
+    On CPU vLLM itself never uses the asynchronous one, but it works there too.
     """
     model = config.model_config
     spec = FullAttentionSpec(
@@ -150,7 +150,7 @@ def make_scheduler(
 
 
 def make_request(prompt: np.ndarray, config: VllmConfig, hasher: BlockHasher) -> Request:
-    """As the front end makes it: eos from the model, an id as the completions endpoint has."""
+    """A request as the front end makes it: eos from the model, an id like the endpoint's."""
     params = SamplingParams(max_tokens=MAX_TOKENS)
     eos = config.model_config.hf_config.eos_token_id
     params.update_from_generation_config(config.model_config.try_get_generation_config(), eos)

@@ -51,7 +51,7 @@ class VllmScheduler:
 
     def __exit__(self, *_: object) -> None:
         try:
-            self._process.communicate(timeout=10)  # closes its input, at which it ends
+            self._process.communicate(timeout=10)  # closes its input, so that it ends
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.communicate()

@@ -15,12 +15,12 @@ BASELINE: Final = "least_tokens"
 OURS: Final = "prefix_aware"
 STALE_S: Final = 2.0
 REPORT_S: Final = 0.05
-"""Age of load reports where a router doesn't book what it sends; cache events are as old."""
+"""Age of load reports where a router doesn't book what it sends; cache events have the same age."""
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A policy, and what is different from the usual case."""
+    """A policy, and its differences from the usual case."""
 
     policy: str = OURS
     event_delay_s: float = 0.05
@@ -34,7 +34,7 @@ UNRESERVED: Final = Variant(report_delay_s=REPORT_S)
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One trace and who is to run it. load: L or H, see loads; rate: requests a second."""
+    """One trace and its variants. load: L or H, see loads; rate: requests per second."""
 
     workload: str
     load: str
@@ -46,7 +46,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What came of one variant.
+    """Results of one variant.
 
     Fields:
         pooled_hit: U2, the hit rate of one cache of the fleet's size on the same trace.
@@ -65,7 +65,7 @@ class Run:
     queued_max_of_base: float
 
     def plain(self) -> dict[str, Any]:
-        """Flat, for JSON."""
+        """The run as a flat mapping, for JSON."""
         cell, rest = asdict(self.cell), asdict(self)
         del cell["variants"], rest["cell"]
         return {**cell, **rest.pop("variant"), **rest.pop("figures"), **rest}

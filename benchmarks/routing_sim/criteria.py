@@ -1,4 +1,4 @@
-"""What the prefix-aware policy must reach, and whether it does."""
+"""The figures that the prefix-aware policy must reach, and whether it does."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ LEAST_HIT: Final = {
     "chat_large": 0.95,
     "chat": 0.85,
 }
-"""Of the pooled cache's hit rate."""
+"""Least hit rate as a share of the pooled cache's hit rate."""
 MOST_TTFT: Final = {"burst": 0.7, "unshared": 1.05}
-"""p99 over that of the shortest queue; 1 elsewhere."""
+"""Most TTFT p99 relative to that of the shortest queue; 1 for other workloads."""
 MOST_QUEUED_P99: Final = {"unshared": 1.05}
 MOST_QUEUED_MAX: Final = 1.25
 LEAST_DONE_H: Final = 0.95
@@ -30,7 +30,7 @@ STALE_HIT_LOSS: Final = 0.01
 STALE_TTFT: Final = 1.15
 UNRESERVED_TTFT: Final = 1.5
 MOST_CHOOSE_US: Final = {(8, 1): 30.0, (64, 1): 30.0, (1024, 1): 60.0, (1024, 4): 60.0}
-"""By replicas and the index's sample_every."""
+"""Most microseconds per choice, by replicas and the index's sample_every."""
 MOST_UPDATE_US: Final = 0.5
 
 
@@ -39,8 +39,8 @@ class Criterion:
     """A bound that the mean over seeds has to keep; a single seed may miss it by chance.
 
     Fields:
-        least: the mean mustn't be below the limit; else not above.
-        values: by seed.
+        least: True if the mean mustn't be below the limit, False if it mustn't be above.
+        values: one for each seed.
     """
 
     name: str
@@ -63,12 +63,12 @@ class Criterion:
         return self.mean >= self.limit if self.least else self.mean <= self.limit
 
     def plain(self) -> dict[str, Any]:
-        """For JSON."""
+        """The criterion as plain values, for JSON."""
         return {**asdict(self), "mean": self.mean, "worst": self.worst, "ok": self.ok}
 
 
 def criteria(runs: Sequence[Run], costs: Sequence[DecisionCost]) -> list[Criterion]:
-    """All that these runs and costs have something to say on."""
+    """All criteria that these runs and costs can decide."""
     sizes = sorted({run.cell.num_replicas for run in runs})
     found: list[Criterion] = []
     for size in sizes:
@@ -138,7 +138,7 @@ def _stale(runs: Sequence[Run], workload: str, size: int) -> Iterator[Criterion]
 
 
 def _unreserved(runs: Sequence[Run], workload: str, size: int) -> Iterator[Criterion]:
-    """That these figures would betray a router that doesn't reserve."""
+    """Criteria that show that these figures would reveal a router that doesn't reserve."""
     pairs = _pairs(runs, workload, size, UNRESERVED)
     if pairs:
         ratio = tuple(late.ttft_ms_p99 / ours.ttft_ms_p99 for late, ours in pairs)
@@ -153,6 +153,6 @@ def _hits_of_pooled(runs: Sequence[Run]) -> tuple[float, ...]:
 def _pairs(
     runs: Sequence[Run], workload: str, size: int, variant: Variant
 ) -> list[tuple[Figures, Figures]]:
-    """The variant and ours as it is, seed by seed."""
+    """Pairs of the variant's run and of our unchanged policy's run, one for each seed."""
     ours = {run.cell.seed: run.figures for run in select(runs, workload, size)}
     return [(run.figures, ours[run.cell.seed]) for run in select(runs, workload, size, variant)]

@@ -30,9 +30,9 @@ class DecisionCost:
     Fields:
         sample_every: of the index, see PrefixIndex. Its default max_pages leads to 4 where 1,024
             replicas hold 200,000 tokens each.
-        choose: one choice for a prompt of 128 pages whose hashes are there.
+        choose: one choice for a prompt of 128 pages whose hashes are known.
         book: on_dispatched, on_first_token and on_finished of it, i.e. its own pages in and out.
-        update_page: one page of a cache event, stored and removed, half of both.
+        update_page: one page of a cache event, the mean of storing and removing it.
     """
 
     num_replicas: int
@@ -44,7 +44,7 @@ class DecisionCost:
 
 
 class Case(NamedTuple):
-    """Fields as DecisionCost's."""
+    """A case to measure; its fields are those of DecisionCost."""
 
     num_replicas: int
     sample_every: int
@@ -52,7 +52,7 @@ class Case(NamedTuple):
 
 
 def measure_decisions(cases: Sequence[Case], rounds: int) -> list[DecisionCost]:
-    """In turn, so that a slow minute of the machine is every case's."""
+    """Measure the cases in turn, so that a slow minute of the machine affects all of them."""
     works = [_prepare(*case) for case in cases]
     best = np.full((len(cases), 3), np.inf)
     for _ in range(rounds):
@@ -108,7 +108,7 @@ def _prepare(
 
 
 def hashing_us() -> float:
-    """The page hashes of a prompt of 2,048 tokens, for comparison: needed once a request."""
+    """Time of the page hashes of a prompt of 2,048 tokens, which each request needs once."""
     tokens = np.arange(PAGE_SIZE * NUM_PAGES, dtype=np.int32)
 
     def hash_all() -> None:

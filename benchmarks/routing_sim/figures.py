@@ -1,4 +1,4 @@
-"""What a simulated run adds up to."""
+"""The figures of a simulated run."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ GRID_S = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of the requests that arrive in the window, and of the replicas in it.
+    """Figures of the requests that arrive in the window, and of the replicas in it.
 
     Fields:
         hit_rate: cached prompt tokens / prompt tokens.
         ttft_ms_p50, ttft_ms_p99: arrival to first token.
         queued_p99: of uncached tokens queued or in prefill, over replicas and a grid of 20 ms.
-        queued_max: same, the most.
+        queued_max: the maximum of the same.
         busy: share of time that replicas prefill.
         done_ratio: requests that end in the window / that arrive in it.
     """
@@ -84,7 +84,7 @@ def pooled_hit_rate(trace: Trace, cache_tokens: int) -> float:
     """U2: the hit rate of one cache of this size that sees all requests, with no load at all.
 
     Each request touches it twice: at its arrival, and when its output would be complete at
-    20 ms a token. It's a reference and no strict maximum: caches apart, which see fewer
+    20 ms a token. It is a reference and no strict maximum: separate caches, which see fewer
     requests, sometimes forget less.
     """
     cache = CacheModel(cache_tokens)

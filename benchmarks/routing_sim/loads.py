@@ -1,4 +1,4 @@
-"""How many requests a second make a fleet as busy as a comparison needs it."""
+"""Requests per second that make a fleet as busy as a comparison needs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ RATES_H: Final[Mapping[int, Mapping[str, float]]] = MappingProxyType(
 
 
 def window_s(workload: str, num_replicas: int) -> tuple[float, float]:
-    """Seconds before measuring, and measured; shorter in large fleets, which see more requests."""
+    """Seconds before measuring and seconds measured. Both are shorter in large fleets, which see
+    more requests."""
     warm = WORKLOADS[workload].warm_s
     measured = 30.0
     if num_replicas > 8:

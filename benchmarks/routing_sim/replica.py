@@ -21,7 +21,7 @@ MAX_DECODES = 1024
 
 
 class _NoSlots(TokenToKVPoolAllocator):
-    """The pool of a tree whose slots don't matter: it gets all of them back, and loses them.
+    """The pool of a tree whose slots don't matter. It drops the slots that it gets back.
 
     Finding and freeing real slots would be a third of the simulation's time.
     """
@@ -36,8 +36,7 @@ class _NoSlots(TokenToKVPoolAllocator):
 class CacheModel:
     """The engine's RadixCache, kept to a size, fed with whole requests.
 
-    Simplification: what running requests hold isn't charged to it, as if their KV lay
-    elsewhere.
+    Simplification: KV of running requests isn't charged to it, as if that KV lay elsewhere.
     """
 
     def __init__(self, cache_tokens: int, *, enable_events: bool = False) -> None:
@@ -46,12 +45,13 @@ class CacheModel:
         self._slots = np.zeros(0, dtype=np.int32)
 
     def match(self, prompt: Tokens) -> tuple[int, TreeNode]:
-        """Cached tokens of a prompt, of which the engine always computes the last, and the node."""
+        """Cached tokens of a prompt, without its last, which the engine always computes; and the
+        node."""
         found = self.tree.match_prefix(prompt[:-1])
         return len(found.indices), found.last_node
 
     def insert(self, tokens: Tokens) -> None:
-        """Add what is missing of tokens, then evict down to the size."""
+        """Add the tokens that are missing, then evict down to the size."""
         if len(self._slots) < len(tokens):
             self._slots = np.zeros(2 * len(tokens), dtype=np.int32)
         self.tree.insert(tokens, self._slots)
@@ -62,7 +62,7 @@ class CacheModel:
 
 @dataclass(slots=True)
 class RunRecord:
-    """What became of a request. Times are seconds; replica is where it ran.
+    """The record of a request. Times are seconds; replica is where it ran.
 
     prompt: its tokens, empty from the first token on.
     """
@@ -104,7 +104,7 @@ class Replica:
         self._at = 0.0
 
     def try_prefill(self, now: float) -> float | None:
-        """Start the next prefill if there's one to start; its end in seconds."""
+        """Start the next prefill if there is one. Returns the time of its end in seconds."""
         if self.prefilling or not self.queue or len(self._decodes) >= MAX_DECODES:
             return None
         self._advance(now)
@@ -134,7 +134,7 @@ class Replica:
         return record
 
     def end_decodes(self, now: float) -> list[RunRecord]:
-        """Requests whose last token is out."""
+        """End the decodes whose last token is out; returns their records."""
         self._advance(now)
         ended = []
         # The clock's rounding must not leave a decode a millionth of a step short.

@@ -37,8 +37,8 @@ class Scenario:
         num_routers: ingress replicas, each with a policy of its own that knows only what it
             sent itself; requests come to them at random. Cache events reach all.
         event_delay_s: age of cache events when a router gets them.
-        report_delay_s: 0, a router books what it sends at once. Above, it doesn't, and hears of
-            it from the replica so much later, as of everything that follows.
+        report_delay_s: with 0, a router books what it sends at once. Above 0 it doesn't: it hears
+            of the request and of all that follows from the replica, with this delay.
         seed: of the policies and of the spread over routers.
     """
 
@@ -52,7 +52,7 @@ class Scenario:
 
 
 class _Kind(enum.IntEnum):
-    """Events in the order in which those of one instant happen."""
+    """Kinds of events, in the order in which events of one instant happen."""
 
     CACHE_EVENTS = 0
     DISPATCH_REPORT = 1
@@ -143,7 +143,8 @@ class Simulator:
         self._go_on(replica)
 
     def _go_on(self, replica: Replica) -> None:
-        """After any change of a replica: next prefill, next end of a decode, its cache events."""
+        """Schedule what follows a change of a replica: its next prefill, the next end of a decode,
+        its cache events."""
         now = self.clock.now
         end = replica.try_prefill(now)
         if end is not None:

@@ -42,18 +42,18 @@ class TraceRequest:
 
     @property
     def nominal_end(self) -> float:
-        """Seconds, on an idle replica."""
+        """Time of its end on an idle replica, in seconds."""
         return self.arrival + len(self.output) * MS_PER_STEP / 1e3
 
     def prompt(self) -> Tokens:
         return np.concatenate(self.segments)
 
     def whole(self) -> Tokens:
-        """Prompt and output."""
+        """All tokens: the prompt, then the output."""
         return np.concatenate([*self.segments, self.output])
 
     def page_hashes(self) -> NDArray[np.uint64]:
-        """The engine's own, computed once for all the policies that see this trace."""
+        """The engine's own hashes, computed once for all policies that see this trace."""
         if self._hashes is None:
             self._hashes = hash_pages(self.prompt(), PAGE_SIZE)
         return self._hashes

@@ -20,7 +20,7 @@ MAX_TURNS = 20
 
 Rng = np.random.Generator
 Maker = Callable[[Rng, float, float], list[TraceRequest]]
-"""(rng, requests a second, seconds) to requests, some of which may lie outside the seconds."""
+"""Makes requests of (rng, requests per second, seconds); some may lie outside the seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ def tenants(rng: Rng, rate: float, seconds: float) -> list[TraceRequest]:
 
 
 def burst(rng: Rng, rate: float, seconds: float) -> list[TraceRequest]:
-    """Tenants, and for 20 s a new prompt of 8,000 tokens under half of the requests.
+    """Tenants; for 20 s, half of the requests begin with a new prompt of 8,000 tokens.
 
     The window has to end BURST_AFTER_S + BURST_S after its start or later.
     """
@@ -67,8 +67,8 @@ def burst(rng: Rng, rate: float, seconds: float) -> list[TraceRequest]:
 def chat(rng: Rng, rate: float, seconds: float) -> list[TraceRequest]:
     """Conversations: a long first message, then short turns about every 20 s.
 
-    They begin long before the window, so that it sees all ages; the turns before it are not
-    in the trace, i.e. caches start cold.
+    They begin long before the window, so that it sees all ages. The turns before it are not in
+    the trace, i.e. caches start cold.
     """
     mean_turns = 8.0
     requests: list[TraceRequest] = []
@@ -87,8 +87,8 @@ def chat(rng: Rng, rate: float, seconds: float) -> list[TraceRequest]:
 def agents(rng: Rng, rate: float, seconds: float) -> list[TraceRequest]:
     """20 kinds of agent (3,000 tokens, Zipf 1.0) whose tasks branch four ways, twice.
 
-    A call's four children come within 100 ms when it has answered; each continues prompt
-    and answer. So a task is 1 + 4 + 16 calls.
+    A call's four children come within 100 ms after its answer; each continues prompt and
+    answer. So a task is 1 + 4 + 16 calls.
     """
     prompts = [_tokens(rng, 3000) for _ in range(20)]
     chosen = _zipf(rng, len(prompts))
@@ -157,7 +157,7 @@ def _tokens(rng: Rng, count: int) -> Tokens:
 
 
 def _tail(rng: Rng) -> Tokens:
-    """What a tenant's user adds."""
+    """The tokens that a tenant's user adds."""
     return _tokens(rng, _lognormal(rng, 600, 0.8, 32, 4000))
 
 

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 IMPORT_PATH = "deploy.http.header_guard:middlewares"
 REQUEST_ID = re.compile(rb"[!-~]{1,128}")
-"""An `X-Request-Id` that is kept; others are dropped, and Serve makes one."""
+"""An `X-Request-Id` that is kept; others are replaced by a new one."""
 _ASCII = re.compile(rb"[ -~]*")
 _MODEL_ID = b"serve_multiplexed_model_id"
 """This header chooses among the models of a Serve replica; our replicas have one."""

@@ -77,7 +77,7 @@ class EngineStats(Collector):
         self._fetched = False
 
     async def fetch(self, client_provider: Callable[[], EngineClient]) -> None:
-        """Ask the engines; if they don't answer in time, the scrape goes on without them."""
+        """Ask the engines. If they don't answer in time, the scrape goes on without them."""
         self._replicas, self._fetched = [], False
         try:
             async with asyncio.timeout(STATS_TIMEOUT_S):

@@ -27,11 +27,11 @@ from engine.protocol.tokenizer_messages import TextDelta
 logger = logging.getLogger(__name__)
 
 END_TIMEOUT_S = 10.0
-"""After the engine said a request ended, its last text must arrive within this."""
+"""After the engine said that a request has ended, its last text must arrive in this time."""
 
 
 class Attempts:
-    """The open attempts of one ingress: messages find theirs by its request id."""
+    """The open attempts of one ingress. The request id in a message tells which one it is for."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Attempts:
         address: str,
         router: ReplicaRouter | None = None,
     ) -> None:
-        """`engines`: Serve's handle; `address`: the ingress' inbox. Without a `router`, Serve
+        """`engines` is Serve's handle, `address` the ingress' inbox. Without a `router`, Serve
         chooses the replica."""
         self.tokenizer = tokenizer
         self.watch = watch
@@ -51,22 +51,23 @@ class Attempts:
         self._rids = itertools.count(1)
         self._open: dict[int, Attempt] = {}
         self._due: list[list[TextDelta]] = []
-        """Messages whose deltas the readers haven't got yet."""
+        """Messages whose deltas the readers have not been given yet."""
         self._at: dict[str, dict[int, Attempt]] = {}
-        """Those that a replica has taken, by its inbox."""
+        """Attempts that a replica has taken, by the replica's inbox and the request id."""
         self._trial = asyncio.Lock()
-        """Held by the one suspect that may run."""
+        """The lock that the one suspect request that may run holds."""
         self._calls: set[asyncio.Future[None]] = set()
-        """Calls outlive their attempts: they return when the scheduler has let go."""
+        """Open calls. They outlive their attempts: a call returns when the scheduler has let go of
+        the request."""
 
     def __len__(self) -> int:
         return len(self._open)
 
     async def generate(self, progress: Progress, read: Callable[[list[TextDelta]], None]) -> None:
-        """Run one sequence to its end, over as many attempts as it needs; `read` gets its deltas,
-        always all that are here.
+        """Run one sequence to its end, with further attempts where one is lost. Each call of `read`
+        gets all deltas that are there.
 
-        Raises `RequestError` if an engine refuses or fails it or if it can't go on,
+        Raises `RequestError` if an engine refuses or fails the request or if it can't go on,
         `EngineDeadError` if no engine takes it, and what `read` raises. Cancelling aborts it.
         """
         while True:
@@ -86,7 +87,8 @@ class Attempts:
             await asyncio.sleep(pause_s)
 
     async def _begin_trial(self, progress: Progress) -> asyncio.Lock | None:
-        """Wait until no other suspect runs; None if that takes longer than an engine may take."""
+        """Wait until no other suspect runs, and return the lock. None if the wait takes longer
+        than the request may wait for an engine."""
         try:
             async with asyncio.timeout(progress.wait_left_s):
                 await self._trial.acquire()
@@ -95,15 +97,15 @@ class Attempts:
         return self._trial
 
     def close(self, attempt: Attempt) -> None:
-        """Forget an attempt."""
+        """Forget an attempt; messages for it are dropped from now on."""
         self._open.pop(attempt.rid, None)
         there = self._at.get(attempt.replica, {})
         if there.pop(attempt.rid, None) is not None and not there:
             del self._at[attempt.replica]
 
     def deliver(self, deltas: list[TextDelta]) -> None:
-        """Text came; that of attempts already closed is dropped. Readers get it once all messages
-        that are here have been taken, so that those who are behind get it in one piece."""
+        """Take text that came; text of closed attempts is dropped. Readers get theirs once all
+        messages that are there have been taken, so that a reader who is behind gets one piece."""
         if not self._due:
             asyncio.get_running_loop().call_soon(self._hand_over)
         self._due.append(deltas)
@@ -122,24 +124,24 @@ class Attempts:
             attempt.replica = replica
             there = self._at.setdefault(replica, {})
             there[rid] = attempt
-            if len(there) > 1:  # the others know already, but for the first
+            if len(there) > 1:  # the first one learns it now, all others at once
                 attempt.in_company = next(iter(there.values())).in_company = True
             if self.router is not None:
                 self.router.taken(rid, replica)
-        else:  # cancelling its call came too late; if it has ended, this means nothing
+        else:  # its call was cancelled too late; if the request has ended, this has no effect
             self.watch.send(replica, AbortRequest(rid=rid, reply_to=self.tokenizer.address))
 
     def fail_all(self, error: Exception) -> None:
-        """Nothing more comes of any attempt that is open now."""
+        """Fail every attempt that is open now with a copy of `error`."""
         for attempt in self._open.values():
-            attempt.fail(copy.copy(error))  # a raised exception gathers tracebacks
+            attempt.fail(copy.copy(error))  # one exception raised by many gathers all tracebacks
 
     def call_engine(self, request: bytes, actor: str) -> asyncio.Task[None]:
-        """Open the Serve call of an encoded `AddRequest`: to the replica whose actor is named, or
-        to any if `actor` is "". The call lasts until the scheduler has let go of the request.
+        """Open the Serve call of an encoded `AddRequest`. It goes to the replica whose actor is
+        named, or to any if `actor` is "". It lasts until the scheduler has let go of the request.
         """
-        # In the HTTP request's context Serve would take the call for that request's child, and
-        # cancel it when the client leaves, before we know.
+        # The call gets a context of its own. In the HTTP request's context Serve would see it as a
+        # child of that request and cancel it when the client leaves, before we know.
         loop = asyncio.get_running_loop()
         call = loop.create_task(self._call(request, actor), context=contextvars.Context())
         self._calls.add(call)
@@ -156,7 +158,7 @@ class Attempts:
 
 
 class Attempt:
-    """Registered with the tokenizer under a request id of its own, with one open call."""
+    """One try. It has a request id of its own with the tokenizer, and one open call."""
 
     def __init__(
         self,
@@ -170,26 +172,26 @@ class Attempt:
         self.replica = ""
         """Inbox of the engine replica that took the request; "" until one has."""
         self.in_company = False
-        """That engine has had other requests of this ingress meanwhile."""
+        """Whether that engine has had other requests of this ingress meanwhile."""
         self._progress = progress
         self._read = read
         self._attempts = attempts
         self._trial = trial
-        """Held until the first text."""
+        """The trial's lock, held until the first text; None if this is no trial."""
         self._reply_to = ""
         self._call: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._is_over = False
-        """Nothing is left to abort."""
+        """True once there is nothing left to abort."""
         self._ended = asyncio.Event()
         self._error: Exception | None = None
         self._has_text = False
         self._is_lost = False
 
     async def start(self) -> None:
-        """Register and open the call.
+        """Register the request with the tokenizer and open the call.
 
-        Raises `AttemptLostError`, `EngineDeadError` if there is no tokenizer, `RequestError`.
+        Raises `AttemptLostError`, `RequestError`, and `EngineDeadError` if there is no tokenizer.
         """
         progress, attempts = self._progress, self._attempts
         request = progress.request
@@ -232,13 +234,13 @@ class Attempt:
             raise self._error
 
     def fail(self, error: Exception) -> None:
-        """The attempt is over, unless it had ended before."""
+        """End the attempt with `error`, unless it has ended already."""
         if not self._ended.is_set():
             self._error = error
             self._ended.set()
 
     def hand_over(self, deltas: list[TextDelta]) -> None:
-        """Give the reader what has come. Whatever goes wrong fails this attempt, no other."""
+        """Give the reader the deltas that have come. An error here fails only this attempt."""
         if self._ended.is_set() or self._is_over:
             return
         if not self._has_text:
@@ -260,13 +262,13 @@ class Attempt:
             try:
                 self._progress.take(delta)
             except (AttemptLostError, RequestError):
-                if count:  # what came before it is the reader's
+                if count:  # the reader still gets what came before it
                     self._read(deltas[:count])
                 raise
         self._read(deltas)
 
     def close(self) -> None:
-        """Let go of everything; the request is aborted if it hasn't ended."""
+        """Let go of everything. The request is aborted if it hasn't ended."""
         attempts = self._attempts
         attempts.close(self)
         self._end_trial()
@@ -281,8 +283,8 @@ class Attempt:
         if self._call is None:
             return
         abort = AbortRequest(rid=self.rid, reply_to=self._reply_to)
-        # A message costs a hundredth of cancelling a call, which returns once it is obeyed. It's
-        # sent even if the call is over: one that was cancelled may have left the request behind.
+        # A message costs a hundredth of cancelling the call; the call returns once the message is
+        # obeyed. It is sent even if the call is over: a cancelled call may have left the request.
         if not self.replica or not attempts.watch.send(self.replica, abort):
             self._call.cancel()
 
@@ -296,7 +298,7 @@ class Attempt:
             self.fail(AttemptLostError(Loss.NOT_TAKEN, "no engine took the request"))
 
     def _on_call_end(self, call: asyncio.Future[None]) -> None:
-        # Cancelled without being asked to: the replica's side of the call was.
+        # We did not cancel this call, so it was cancelled on the replica's side.
         error = asyncio.CancelledError() if call.cancelled() else call.exception()
         if self._is_over:
             return
@@ -308,7 +310,7 @@ class Attempt:
         self._timer = loop.call_later(END_TIMEOUT_S, self.fail, lost)
 
     def _loss_of(self, error: BaseException) -> Exception:
-        """What the end of the call by `error` means: mostly that its engine is lost."""
+        """What it means that the call ended by `error`: in most cases its engine is lost."""
         name = type(error).__name__
         if isinstance(error, EngineDrainingError):
             self._is_lost = True
@@ -320,14 +322,14 @@ class Attempt:
             assert isinstance(error, Exception)
             return error
         self._is_lost = True
-        # An engine that never took the request can't have been lost for its sake.
+        # An engine that never took the request can't have been lost because of it.
         if not self.replica:
             return AttemptLostError(Loss.NOT_TAKEN, name)
         return AttemptLostError(Loss.ENGINE, name, in_company=self.in_company)
 
 
 def _by_request(messages: list[list[TextDelta]]) -> Iterable[tuple[int, list[TextDelta]]]:
-    """Deltas of several messages by request, in order; a message has one of each at most."""
+    """Deltas of several messages by request, in order. A message has at most one per request."""
     if len(messages) == 1:  # nearly always
         return ((delta.rid, [delta]) for delta in messages[0])
     found: dict[int, list[TextDelta]] = {}

@@ -24,12 +24,12 @@ PING_PERIOD_S = 0.4
 INTRODUCE_TIMEOUT_S = 5.0
 INTRODUCE_PERIOD_S = 1.0
 INTRODUCE_PER_REPLICA_S = 0.1
-"""Serve's present replicas are asked to make themselves known after so many seconds, and so many
-more for each known one: the calls cost the same for few and many."""
+"""Serve's present replicas are asked to make themselves known again after `INTRODUCE_PERIOD_S`
+plus `INTRODUCE_PER_REPLICA_S` for each known replica. So the rate of these calls is bounded."""
 CONFIRM_S = 1.0
-"""So long before its time is up, a silent replica is asked through Ray whether it lives."""
+"""A silent replica is asked through Ray whether it lives, this long before its time is up."""
 QUIET_S = 1.2
-"""A replica that was silent for so long gets no new requests if there are others."""
+"""A replica that has been silent for this time gets no new requests if there are others."""
 
 
 @dataclass
@@ -40,11 +40,11 @@ class _Replica:
 
 
 class EngineWatch:
-    """Pings replicas, which also tells them that this ingress lives, and ends those that hang.
+    """Pings replicas and ends those that hang. A ping also tells that this ingress lives.
 
-    Replicas make themselves known when they take a request, and when asked through Serve. By
-    themselves Serve's health checks need three timeouts to see that a replica hangs, and then
-    give it the time to drain.
+    Replicas make themselves known when they take a request, and when asked through Serve. Serve's
+    health checks alone need three timeouts to see that a replica hangs, and then still give it
+    the time to drain.
     """
 
     def __init__(
@@ -54,9 +54,9 @@ class EngineWatch:
         hang_timeout_s: float,
         listener: IngressListener,
     ) -> None:
-        """`engines`: Serve's handle; `address`: this ingress' inbox."""
+        """`engines` is Serve's handle, `address` this ingress' inbox."""
         self.quiet: set[str] = set()
-        """Replicas that are silent, if only for a moment."""
+        """Inboxes of replicas that have been silent for `QUIET_S`."""
         self._listener = listener
         self._engines = engines
         self._address = address
@@ -66,19 +66,17 @@ class EngineWatch:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
-        """Begin to watch."""
         for watch in (self._ping_all(), self._ask_for_introductions()):
             self._spawn(watch)
 
     def close(self) -> None:
-        """Stop watching."""
         for task in self._tasks:
             task.cancel()
         self._outboxes.close()
         self._replicas.clear()
 
     def heard(self, address: str, pong: Pong | None = None) -> None:
-        """The replica with this inbox lives."""
+        """Note that the replica with this inbox lives."""
         replica = self._replicas.get(address)
         if replica is None:
             replica = self._replicas[address] = _Replica(Pulse(time.monotonic()))
@@ -90,8 +88,8 @@ class EngineWatch:
             self._listener.replica_alive(pong)
 
     def send(self, address: str, message: Any) -> bool:
-        """Send to a replica. False if it isn't known any more, or has 10,000 unread messages: its
-        silence will be noticed."""
+        """Send to a replica. False if it isn't known any more or has 10,000 unread messages. In
+        the second case its silence will be noticed."""
         return address in self._replicas and self._outboxes.send(address, message)
 
     def reader_gone(self, reply_to: str) -> None:
@@ -113,7 +111,7 @@ class EngineWatch:
                     self._spawn(self._judge(address, replica))
 
     async def _judge(self, address: str, replica: _Replica) -> None:
-        """A replica is silent: forget it and end it, unless it lives after all."""
+        """Ask Ray about a silent replica. Forget and end the replica unless it answers."""
         pong = replica.pong
         if pong is not None and await _answers_ray(pong):
             logger.warning("replica %s answers Ray, but not by message", pong.actor)
@@ -133,7 +131,7 @@ class EngineWatch:
                 asked = self._engines.broadcast("introduce", self._address)
                 await asked.results_async(timeout_s=INTRODUCE_TIMEOUT_S, return_exceptions=True)
             except (RayServeException, RayError, TimeoutError) as error:
-                # No replica, or one that doesn't answer: those that live have.
+                # There is no replica, or one doesn't answer. Those that live have answered.
                 logger.debug("not all replicas introduced themselves: %s", type(error).__name__)
             known = len(self._replicas)
             await asyncio.sleep(INTRODUCE_PERIOD_S + known * INTRODUCE_PER_REPLICA_S)

@@ -28,7 +28,7 @@ def build_ingress(settings: ApiSettings) -> Any:
             # in the loop that the handlers run in.
             if self._client is None:
                 self._client = await ServeEngineClient.create(self._engines, self._options)
-                # Ray leaves a large heap, whose collection would hold all streams up.
+                # Ray leaves a large heap. Collecting it later would delay all streams.
                 gc.collect()
                 gc.freeze()
             self._client.check()

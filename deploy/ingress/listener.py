@@ -8,13 +8,14 @@ from engine.protocol.messages import Pong
 
 
 class IngressListener(Protocol):
-    """Told in the ingress' event loop; replicas and tokenizers go by their inboxes' addresses."""
+    """Its methods are called in the ingress' event loop. Addresses of inboxes name replicas and
+    tokenizers."""
 
     def replica_alive(self, pong: Pong) -> None:
-        """An engine replica has answered. Called at each answer."""
+        """An engine replica has answered; called for each answer."""
 
     def replica_lost(self, replica: str) -> None:
-        """An engine replica hangs or is gone, and is forgotten."""
+        """An engine replica hangs or is gone; the watch has forgotten it."""
 
     def tokenizer_lost(self, address: str) -> None:
         """The tokenizer is dead; what it knew is gone. Another one is being started."""

@@ -15,25 +15,26 @@ from engine.protocol.messages import IntArray, KVEvents, KVSnapshot, Pong, Subsc
 logger = logging.getLogger(__name__)
 
 AVOID_S = 5.0
-"""A replica that lost a request, or wasn't given one by Serve, is passed over for so long."""
+"""A replica that lost a request, or to which Serve didn't give one, is avoided for this time."""
 SILENCE_S = 5.0
-"""A replica that has said nothing of its cache for so long is asked for all of it again; its
-scheduler says something every second."""
+"""A replica that has said nothing of its cache for this time is asked for a snapshot of all of it.
+Its scheduler says something every second."""
 
 
 class Route(NamedTuple):
-    """`actor`: name of the chosen replica's actor; "" leaves the choice to Serve.
-    `page_hashes`: uint64 [num_pages]."""
+    """`actor` is the name of the chosen replica's actor; "" leaves the choice to Serve.
+    `page_hashes` is uint64 [num_pages]."""
 
     actor: str
     page_hashes: NDArray[np.uint64]
 
 
 class ReplicaRouter:
-    """A routing policy, kept informed. Replicas go by their inbox addresses; one event loop.
+    """Keeps a routing policy informed and asks it. Replicas are named by their inbox addresses.
+    Use from one event loop.
 
-    Replicas that haven't answered lately, and those to be avoided, are passed over: it costs less
-    to pass over one that is well than to wait for one that isn't.
+    Replicas that haven't answered lately and those to be avoided are passed over: to pass over a
+    replica that is well costs less than to wait for one that isn't.
     """
 
     def __init__(
@@ -49,18 +50,19 @@ class ReplicaRouter:
         self._watch = watch
         self._actors: dict[str, str] = {}
         self._avoided: dict[str, float] = {}
-        """Until when."""
+        """By replica: the time until which it is avoided."""
         self._heard: dict[str, float] = {}
-        """When a replica last told of its cache, or was asked to."""
+        """By replica: when it last told of its cache, or was asked to."""
         self._open: dict[int, tuple[RouteRequest, str]] = {}
-        """Requests under way, and where they are believed to be."""
+        """Requests under way by request id, and the replica that is believed to hold each."""
 
     def __len__(self) -> int:
-        """Replicas that can be chosen."""
+        """Number of replicas that can be chosen."""
         return len(self._actors)
 
     def appeared(self, pong: Pong) -> None:
-        """A replica lives. To be repeated: that is when what is missing is asked for again."""
+        """Note that a replica lives. Call this at each answer: it also asks again for cache
+        contents that are missing."""
         now = self.policy.clock()
         if pong.replica not in self._actors:
             self._actors[pong.replica] = pong.actor
@@ -71,14 +73,15 @@ class ReplicaRouter:
             self._subscribe(pong.replica, now)
 
     def vanished(self, replica: str) -> None:
-        """A replica is gone; so is what it held."""
+        """Forget a replica that is gone, and its cache."""
         if self._actors.pop(replica, None) is not None:
             self.policy.remove_replica(replica)
         self._heard.pop(replica, None)
         self._avoided.pop(replica, None)
 
     def route(self, rid: int, input_ids: IntArray, namespace: str) -> Route:
-        """Choose for a request, and count it there at once. `input_ids` [n]: prompt and output."""
+        """Choose a replica for a request, and count the request there at once. `input_ids` [n] are
+        prompt and output."""
         request = RouteRequest.from_tokens(str(rid), input_ids, self._page_size, namespace)
         try:
             replica = self.policy.choose(request, self._unfit())
@@ -90,7 +93,7 @@ class ReplicaRouter:
         return Route(self._actors[replica], request.page_hashes)
 
     def taken(self, rid: int, replica: str) -> None:
-        """Where the request is for certain: Serve may have chosen another replica."""
+        """Note which replica has taken the request: Serve may have chosen another one."""
         request, chosen = self._open.get(rid, (None, ""))
         if request is None or replica == chosen or replica not in self._actors:
             return
@@ -100,18 +103,18 @@ class ReplicaRouter:
         self._open[rid] = (request, replica)
 
     def first_token(self, rid: int) -> None:
-        """Its prefill is done."""
+        """Note that the request's prefill is done."""
         self.policy.on_first_token(str(rid))
 
     def finished(self, rid: int, *, lost: bool = False) -> None:
-        """The attempt is over; `lost` if its replica failed it or gave it back."""
+        """Note that the attempt is over; `lost` if its replica failed it or gave it back."""
         _, replica = self._open.pop(rid, (None, ""))
         self.policy.on_finished(str(rid))
         if lost and replica:
             self._avoid(replica)
 
     def take_events(self, message: KVEvents) -> None:
-        """What has changed in a replica's cache."""
+        """Take what has changed in a replica's cache."""
         replica, index = message.replica, self.policy.index
         if replica not in self._actors:
             return
@@ -121,7 +124,7 @@ class ReplicaRouter:
         self._after(replica, result)
 
     def take_snapshot(self, message: KVSnapshot) -> None:
-        """All that a replica's cache holds."""
+        """Take all that a replica's cache holds."""
         if message.replica not in self._actors:
             return
         result = self.policy.index.load_snapshot(
@@ -146,7 +149,7 @@ class ReplicaRouter:
             self._avoided[replica] = self.policy.clock() + AVOID_S
 
     def _unfit(self) -> set[str]:
-        """Replicas to pass over; none if that would leave none."""
+        """Replicas to pass over; empty if that would leave no replica."""
         unfit = self._watch.quiet
         if self._avoided:
             now = self.policy.clock()
@@ -156,5 +159,5 @@ class ReplicaRouter:
 
 
 def input_of(prompt_ids: IntArray, output_ids: IntArray | None) -> IntArray:
-    """What a replica will have to compute or find in its cache, [prompt + output]."""
+    """Tokens that a replica must compute or find in its cache: prompt, then output, [n]."""
     return prompt_ids if output_ids is None else np.concatenate([prompt_ids, output_ids])

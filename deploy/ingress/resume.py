@@ -1,4 +1,4 @@
-"""`Progress`: what a sequence has given so far, over all its attempts, and whether it may go on.
+"""`Progress`: what a sequence has given over all its attempts, and whether it may go on.
 
 A request's tokens depend on nothing but the request (greedy, or noise hashed from seed and
 position), so an engine that is given prompt and output continues where another one stopped.
@@ -24,15 +24,15 @@ from engine.sampling_params import SamplingParams
 SUSPECT_LOSSES = 2
 """Engines lost without a new token in between that make a request suspect of ending them."""
 MAX_LOSSES_ALONE = 2
-"""It is given up after so many on which it was the only request,"""
+"""A request is given up after this number of engines lost on which it was the only request."""
 MAX_LOSSES = 4
-"""or after so many in all: of them it was on trial for two. One trial could be chance, where
-engines end for reasons of their own as soon as they have started."""
+"""A request is also given up after this number of engines lost in all. It was on trial for two of
+them: one trial could be chance if engines end for other reasons soon after their start."""
 RETRY_PAUSE_S = 0.3
 
 
 class Loss(StrEnum):
-    """Why an attempt ended before the request."""
+    """Why an attempt ended before its request had."""
 
     ENGINE = "engine"
     """An engine was lost while it held the request."""
@@ -46,14 +46,13 @@ class Loss(StrEnum):
 
 
 RESUMED = (Loss.ENGINE, Loss.TOKENIZER, Loss.DRAIN)
-"""Losses of work under way."""
+"""Losses of work under way; they count as resumes."""
 
 
 class AttemptLostError(Exception):
-    """The attempt is over; the request may go on with another.
+    """The attempt is over; the request may go on with another one.
 
-    Fields:
-        in_company: the engine held other requests too, any of which may have ended it.
+    `in_company`: the engine held other requests too, any of which may have ended it.
     """
 
     def __init__(self, loss: Loss, detail: str, *, in_company: bool = False) -> None:
@@ -67,8 +66,8 @@ class AttemptLostError(Exception):
 
 @dataclass(frozen=True)
 class ResumeLimits:
-    """`wait_s`: for how long a request waits for an engine that takes it. `max_resumes`: attempts
-    after the first."""
+    """`wait_s`: seconds that a request waits for an engine that takes it. `max_resumes`: attempts
+    after the first one."""
 
     wait_s: float = 60.0
     max_resumes: int = 16
@@ -76,14 +75,14 @@ class ResumeLimits:
 
 @dataclass
 class Progress:
-    """One sequence. `resumes` counts what it was resumed for, over all sequences."""
+    """The progress of one sequence. `resumes` counts resumes by loss, over all sequences."""
 
     request: GenerateRequest
     limits: ResumeLimits
     resumes: Counter[str]
     clock: Callable[[], float] = time.monotonic
     output_ids: list[int] = field(default_factory=list)
-    """Tokens that the reader has been given."""
+    """Tokens that the reader has got."""
     _num_cached: int | None = None
     _num_resumes: int = 0
     _num_losses: int = 0
@@ -96,25 +95,25 @@ class Progress:
 
     @property
     def is_suspect(self) -> bool:
-        """Engines were lost under it, one after the other, and it has given no token since. Its
-        next attempt is a trial, during which no other suspect runs."""
+        """Whether `SUSPECT_LOSSES` engines in a row were lost under the request without a new
+        token. Its next attempt is then a trial, during which no other suspect runs."""
         return self._num_losses >= SUSPECT_LOSSES and len(self.output_ids) == self._output_at_loss
 
     @property
     def wait_left_s(self) -> float:
-        """For how long the next attempt may wait until an engine takes it."""
+        """Seconds that the next attempt may wait until an engine takes it."""
         return max(0.0, self._waiting_since + self.limits.wait_s - self.clock())
 
     @property
     def params(self) -> SamplingParams:
-        """Parameters for the next attempt: what has been reported isn't asked for again."""
+        """Parameters for the next attempt. Prompt log-probabilities aren't asked for again."""
         params = self.request.params
         if params.prompt_logprobs is None or self._num_cached is None:
             return params
         return msgspec.structs.replace(params, prompt_logprobs=None)
 
     def add_request(self, rid: int, reply_to: str) -> AddRequest:
-        """The next attempt as an engine takes it."""
+        """The message that gives the next attempt to an engine."""
         request = self.request
         return AddRequest(
             rid=rid,
@@ -128,7 +127,7 @@ class Progress:
         )
 
     def take(self, delta: TextDelta) -> None:
-        """Note what the reader is about to be given, and let it continue what it was given.
+        """Note a delta before the reader gets it, and make it fit to what the reader got before.
 
         Raises `AttemptLostError` if tokens before it never arrived, `RequestError` if the engine
         refused or failed the request.
@@ -149,8 +148,8 @@ class Progress:
         raise RequestError(delta.error, delta.error_param, status=delta.error_status or 500)
 
     def lost(self, error: AttemptLostError) -> float:
-        """An attempt is lost: seconds until the next one. Raises what the reader is to be told
-        if there is none."""
+        """Note that an attempt is lost. Returns the seconds until the next attempt; raises the
+        reader's error if there is none."""
         loss = error.loss
         if loss not in RESUMED:
             if self.wait_left_s <= 0:

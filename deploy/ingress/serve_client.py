@@ -1,7 +1,8 @@
 """`ServeEngineClient`: the engine behind Ray Serve, as the HTTP layer sees it.
 
-Text and tokens travel by message (tokenizer actor), each request's life is one unary Serve call
-to an engine replica; what is lost with either is resumed (`deploy.ingress.resume`).
+Text and tokens travel by message, through the tokenizer actor. Each request also has one unary
+Serve call to an engine replica, which lasts as long as the request. If the tokenizer or the replica
+is lost, the request is resumed (`deploy.ingress.resume`).
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ logger = logging.getLogger(__name__)
 
 ANSWER_TIMEOUT_S = 5.0
 HEALTH_TIMEOUT_S = 0.8
-"""A replica that doesn't say in this time that it is well is not."""
+"""A replica counts as unwell if it doesn't say in this time that it is well."""
 
 
 HASHES_EVERY_TOKENS = 16
-"""The index of cached pages keeps about one hash for this many tokens, however small pages are."""
+"""The index of cached pages keeps about one hash for this many tokens, even if pages are small."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class ServeEngineClient(EngineClient, IngressListener):
     _current: ClassVar[ServeEngineClient | None] = None
 
     def __init__(self, engines: Any, options: IngressOptions) -> None:
-        """`engines`: Serve's handle. Use `create`, which also starts the parts."""
+        """`engines` is Serve's handle. Use `create`, which also starts the parts."""
         self._engines = engines
         self._resume = options.resume
         self._drain_timeout_s = options.drain_timeout_s
@@ -85,8 +86,8 @@ class ServeEngineClient(EngineClient, IngressListener):
 
     @classmethod
     async def create(cls, engines: Any, options: IngressOptions) -> ServeEngineClient:
-        """The client of this process, complete and running. Raises what keeps the tokenizer from
-        starting."""
+        """Make the client of this process and start it. Raises the error that keeps the tokenizer
+        from starting."""
         client = cls(engines, options)
         try:
             await client._tokenizer.start()
@@ -115,7 +116,7 @@ class ServeEngineClient(EngineClient, IngressListener):
         self._inbox.close()
 
     def check(self) -> None:
-        """Called by Serve's health checks. Raises `EngineDeadError` if no tokenizer can be had."""
+        """Serve's health checks call this. Raises `EngineDeadError` if no tokenizer can start."""
         self._drain.asked()
         self._tokenizer.check()
 
@@ -176,7 +177,7 @@ class ServeEngineClient(EngineClient, IngressListener):
             replies = await self._ask_engines("health", HEALTH_TIMEOUT_S)
             async with asyncio.timeout(HEALTH_TIMEOUT_S):
                 lost = await asyncio.to_thread(replicas_lost, len(replies))
-        except Exception as error:  # whatever failed, the answer is "not healthy", and why
+        except Exception as error:  # any failure is answered with "not healthy" and its reason
             return EngineHealth(False, f"{type(error).__name__}: {str(error)[:300]}")
         wrong = [self._tokenizer.unwell, lost]
         for reply in replies:
@@ -197,8 +198,8 @@ class ServeEngineClient(EngineClient, IngressListener):
         return {name: [unpack(role) for role in roles] for name, roles in replicas.items()}
 
     async def _ask_engines(self, method: str, timeout_s: float, *args: Any) -> list[Any]:
-        """Answers of every engine replica; the exception instead where one fails. Raises
-        `TimeoutError` if one doesn't answer."""
+        """Answers of every engine replica; where a call fails, its exception instead. Raises
+        `TimeoutError` if a replica doesn't answer."""
         answers: list[Any] = await self._engines.broadcast(method, *args).results_async(
             timeout_s=timeout_s, return_exceptions=True
         )
@@ -233,7 +234,7 @@ class ServeEngineClient(EngineClient, IngressListener):
         self._attempts.fail_all(AttemptLostError(Loss.TOKENIZER, "it was lost"))
 
     async def _end_streams_in_time(self) -> None:
-        """Being stopped: streams that haven't ended in time get an error instead of a cut."""
+        """When this process is stopped: give streams that don't end in time an error, not a cut."""
         await self._drain.wait(self._drain_timeout_s)
         self._attempts.fail_all(
             RequestError("The server is being stopped.", status=503, code="server_stopping")

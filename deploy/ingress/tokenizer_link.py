@@ -22,21 +22,21 @@ from engine.protocol.transport import Outbox
 logger = logging.getLogger(__name__)
 
 ASK_TIMEOUT_S = 120.0
-"""A question that isn't answered in this time never will be; the longest body takes some 20 s."""
+"""After this time a question counts as never answered; the longest body takes about 20 s."""
 MAX_ASKS = 2
-"""A question under which so many tokenizers died isn't asked again."""
+"""A question isn't asked again after this number of tokenizers died under it."""
 MAX_FAILED_STARTS = 5
 START_TIMEOUT_S = 120.0
 START_PAUSE_S = 1.0
 
 
 class TokenizerLostError(MantaError):
-    """The tokenizer died or hung; what it knew is gone. Another one is being started."""
+    """The tokenizer died or hung, and what it knew is lost. Another one is being started."""
 
 
 class TokenizerLink:
-    """Owns the actor. Requests and their texts are registered with the actor; they are lost with
-    it, which the listener is told."""
+    """Owns the tokenizer actor. Requests and their texts are registered with the actor and lost
+    with it; the listener is told of the loss."""
 
     def __init__(self, model_path: str, hang_timeout_s: float, listener: IngressListener) -> None:
         self._model_path = model_path
@@ -53,7 +53,7 @@ class TokenizerLink:
         self._broken: asyncio.Future[str] | None = None
         self._failed_starts = 0
         self.address = ""
-        """Where schedulers send tokens to; "" while there is no tokenizer."""
+        """The address that schedulers send tokens to; "" while there is no tokenizer."""
 
     @property
     def unwell(self) -> str:
@@ -68,12 +68,12 @@ class TokenizerLink:
             raise EngineDeadError(f"the tokenizer failed to start {self._failed_starts} times")
 
     async def start(self) -> None:
-        """Start the tokenizer, and keep one running. Raises what keeps the first from starting."""
+        """Start the tokenizer and keep one running. Raises the error if the first can't start."""
         run = await self._start_actor()
         self._keeper = asyncio.get_running_loop().create_task(self._keep(run))
 
     def stop(self) -> None:
-        """Stop the tokenizer."""
+        """Stop the tokenizer; no other is started."""
         if self._keeper is not None:
             self._keeper.cancel()
         self.send(Shutdown())
@@ -84,8 +84,8 @@ class TokenizerLink:
     async def ask(self, make: Callable[[int], Any], wait_s: float) -> Any:
         """The reply to the message that `make` makes of a call number.
 
-        Asked once more if the tokenizer dies under it. Raises `EngineDeadError` when there is no
-        tokenizer for `wait_s`, `RequestError` when it isn't answered.
+        If the tokenizer dies meanwhile, the question is asked once more. Raises `EngineDeadError`
+        if there is no tokenizer for `wait_s` seconds, `RequestError` if no reply comes.
         """
         for _ in range(MAX_ASKS):
             try:
@@ -115,7 +115,7 @@ class TokenizerLink:
             del self._calls[call]
 
     def answer(self, call: int, reply: Any) -> None:
-        """A reply came."""
+        """Hand a reply that came to its caller."""
         future = self._calls.get(call)
         if future is not None and not future.done():
             future.set_result(reply)
@@ -139,7 +139,7 @@ class TokenizerLink:
                 raise EngineDeadError("there is no tokenizer") from error
 
     async def _start_actor(self) -> Any:
-        """A reference that resolves when the new actor ends."""
+        """Start an actor. Returns a reference that resolves when the actor ends."""
         self._actor = RemoteTokenizerActor.remote(self._model_path)
         self._process = None
         described = asyncio.wrap_future(self._actor.describe.remote().future())
@@ -171,7 +171,7 @@ class TokenizerLink:
                     await asyncio.sleep(START_PAUSE_S)
 
     def _lose(self) -> None:
-        """Make sure that the tokenizer is dead, and tell everybody who waits for it."""
+        """Make sure that the tokenizer is dead, and tell all who wait for it."""
         address, self.address = self.address, ""
         self._up.clear()
         self._close_outbox()
@@ -194,13 +194,13 @@ async def _end(run: Any) -> str:
         await run
     except asyncio.CancelledError:
         raise
-    except Exception as error:  # every death of an actor arrives here, whatever its kind
+    except Exception as error:  # every death of an actor arrives here, as some exception
         return f"it died: {type(error).__name__}"
     return "it was told to stop"
 
 
 async def _first(*waits: Coroutine[Any, Any, str] | asyncio.Future[str]) -> str:
-    """The result of whichever is there first; the others are cancelled."""
+    """The result that is there first; the other waits are cancelled."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -19,11 +19,11 @@ def autoscaling_stats(stats: Any) -> dict[str, float]:
 
 
 class EngineLoadPolicy:
-    """As many replicas as the scarcest thing wants: requests, KV cache or the queue.
+    """Computes replicas by requests, by KV cache and by the queue; the largest number counts.
 
-    Requests alone say little of an engine's load: ten may hold as much KV as a thousand others.
-    `target_ongoing_requests`, `target_queued_tokens`: per replica; `target_kv_use`: share of a
-    replica's KV cache that running requests should hold. Delays and bounds are Serve's.
+    Requests alone say little of an engine's load: ten may hold the same KV as a thousand others.
+    `target_ongoing_requests` and `target_queued_tokens` are per replica. `target_kv_use` is the
+    share of a replica's KV cache that running requests should hold. Serve adds delays and bounds.
     """
 
     def __init__(
@@ -36,12 +36,12 @@ class EngineLoadPolicy:
         self._target_ongoing_requests = target_ongoing_requests
 
     def __call__(self, context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
-        """Replicas wanted (Serve rounds up), and no state."""
+        """Number of replicas wanted (Serve rounds up), and an empty state."""
         metrics: Mapping[str, Mapping[Any, float]] = context.aggregated_metrics or {}
         wanted = [context.total_num_requests / self._target_ongoing_requests]
         running = set(context.running_replicas)
         for name, target in self._targets.items():
-            # A replica that has gone may be remembered for a while.
+            # Serve may remember a replica that is gone for a while.
             values = [v for replica, v in metrics.get(name, {}).items() if replica in running]
             wanted.append(sum(values) / target)
         return max(wanted), {}

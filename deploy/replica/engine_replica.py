@@ -1,7 +1,7 @@
 """`EngineReplica`: Serve deployment that owns one engine (one data parallel rank).
 
 One unary call per request stays open until the request ends, so that Serve's queue lengths,
-draining and autoscaling see it; tokens never pass through here.
+draining and autoscaling see the request. Tokens never pass through here.
 """
 
 # No `from __future__ import annotations`: Ray Serve inspects the annotations.
@@ -49,7 +49,7 @@ EXIT_DELAY_S = 0.5
 
 
 class EngineReplica:
-    """Starts the engine, forwards requests to its scheduler, tells when they end."""
+    """Starts the engine, forwards requests to its scheduler, ends their calls when they end."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class EngineReplica:
         self._watchers: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Bring the engine up; concurrent callers wait for the same start."""
+        """Start the engine; concurrent callers wait for the same start."""
         if self._starting is None:
             self._starting = asyncio.get_running_loop().create_task(self._start())
         await asyncio.shield(self._starting)
@@ -99,9 +99,9 @@ class EngineReplica:
 
         `actor` is the choice that `ChosenReplicaRouter` obeys on the way here.
 
-        Its tokens go straight to `AddRequest.reply_to`; `ingress` is told by message that it was
-        taken, and may abort it by message. Cancelling the call aborts it too. Raises
-        `EngineDeadError` when the engine is lost meanwhile, `EngineDrainingError` when the
+        The request's tokens go straight to `AddRequest.reply_to`. `ingress` is told by message that
+        the request was taken, and may abort it by message. Cancelling the call aborts it too.
+        Raises `EngineDeadError` if the engine is lost meanwhile, `EngineDrainingError` if the
         request can't be finished here.
         """
         await self.start()
@@ -124,7 +124,7 @@ class EngineReplica:
             self._open.close(message.reply_to, message.rid)
 
     async def introduce(self, ingress: str) -> None:
-        """Tell an ingress by message who this replica is, so that it can watch it."""
+        """Tell an ingress by message who this replica is, so that the ingress can watch it."""
         await self.start()
         self._heard(ingress)
         self._ingresses.send(ingress, self._pong)
@@ -141,7 +141,7 @@ class EngineReplica:
         return {"replica": _replica_name(), "loop_age_s": age, **msgspec.structs.asdict(stats)}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Called by Serve, which hands the figures to `EngineLoadPolicy`."""
+        """The figures that Serve, which calls this, hands to `EngineLoadPolicy`."""
         await self.start()
         return autoscaling_stats((await self._group.ping())[1])
 
@@ -151,7 +151,7 @@ class EngineReplica:
         return _replica_name(), await self._group.trace(last)
 
     async def describe(self) -> dict[str, Any]:
-        """What the workers settled on: dtype, device, threads, KV tokens."""
+        """What the workers decided: dtype, device, threads, KV tokens."""
         await self.start()
         config = self._group.worker_config
         assert config is not None
@@ -164,10 +164,10 @@ class EngineReplica:
         }
 
     async def check_health(self) -> None:
-        """Called by Serve; also what makes a replica wait for its engine before it is ready.
+        """Serve's health check. It also makes a replica wait for its engine before it is ready.
 
-        A role that doesn't answer fails nothing here before the group counts as dead: until then
-        it may come back, and Serve would replace the replica.
+        The check passes until the group counts as dead, even if a role doesn't answer: the role may
+        come back, and Serve would replace the replica.
         """
         self._drain.asked()
         await self.start()
@@ -192,7 +192,7 @@ class EngineReplica:
                 self._heard(message.reply_to)
                 self._ingresses.send(message.reply_to, self._pong)
             case AbortRequest() | ReaderGone():
-                # From an ingress. The scheduler answers with `RequestsDone`.
+                # An ingress sent this. The scheduler answers with `RequestsDone`.
                 self._tell_scheduler(message)
             case SubscribeKVEvents():
                 assert self._inbox is not None
@@ -208,8 +208,8 @@ class EngineReplica:
         self._scheduler.send(message)
 
     async def _end_when_dead(self) -> None:
-        """Once the group is lost: fail what is open, kill what is left, and end this process, so
-        that Serve replaces it at once instead of after three failed health checks."""
+        """Once the group is lost: fail the open calls, kill the actors that are left, and end this
+        process. Serve then replaces it at once instead of after three failed health checks."""
         await self._group.dead.wait()
         lost = self._open.fail(EngineDeadError(f"the engine was lost: {self._group.death}"))
         logger.warning("%d requests were lost with the engine", lost)
@@ -219,7 +219,7 @@ class EngineReplica:
         os._exit(1)
 
     async def _drop_dead_ingresses(self) -> None:
-        """The requests of an ingress that is gone must not run on."""
+        """Abort the requests of ingresses that are gone."""
         while True:
             await asyncio.sleep(INGRESS_LOOK_S)
             for ingress in self._ingresses.drop_silent(time.monotonic(), self._hang_timeout_s):
@@ -230,15 +230,16 @@ class EngineReplica:
                 self._tell_scheduler(UnsubscribeKVEvents(ingress))
 
     async def _hand_over(self) -> None:
-        """Being stopped: what hasn't ended in time is given back, to be resumed elsewhere."""
+        """When this replica is stopped: give back requests that haven't ended in time; they are
+        resumed elsewhere."""
         await self._drain.wait(self._drain_timeout_s)
         self._is_leaving = True
         logger.warning("draining took too long; giving %d requests back", len(self._open))
         self._open.fail(EngineDrainingError("the engine is being stopped"))
 
     async def _leave_abandoned_calls(self) -> None:
-        """Being stopped, end once nobody waits for a request any more: Serve would wait for the
-        calls of ingresses that are gone, to the end of its patience."""
+        """When this replica is stopped: end the process once nobody waits for a request. Serve
+        would wait for the calls of ingresses that are gone, until its own timeout."""
         await self._drain.wait(0.0)
         while len(self._open) or not self._open.num_abandoned:
             await asyncio.sleep(INGRESS_LOOK_S)

@@ -13,11 +13,11 @@ class _Call(NamedTuple):
 
 
 class OpenCalls:
-    """By (reply_to, rid); a call is awaited by its handler and ended from elsewhere.
+    """Open calls by (reply_to, rid). A call's handler awaits it; it is ended from elsewhere.
 
-    Calls of an ingress that is gone are abandoned: they stay open, whatever becomes of the request.
-    To end one, Ray (2.60) waits for its caller to take the answer, with the replica's event loop
-    standing still: a second for each call of a dead caller, for ever with one that hangs.
+    Calls of an ingress that is gone are abandoned: they stay open even after the request's end. To
+    end a call, Ray (2.60) waits until the caller takes the answer, and the replica's event loop
+    stands still meanwhile: a second for each call of a dead caller, for ever if the caller hangs.
     """
 
     def __init__(self) -> None:
@@ -25,44 +25,45 @@ class OpenCalls:
         self._gone: set[str] = set()
 
     def __len__(self) -> int:
-        """Those that somebody waits for."""
+        """Number of calls that somebody waits for."""
         return sum(call.ingress not in self._gone for call in self._calls.values())
 
     @property
     def num_abandoned(self) -> int:
-        """Those that nobody waits for."""
+        """Number of calls that nobody waits for."""
         return len(self._calls) - len(self)
 
     def open(self, reply_to: str, rid: int, ingress: str) -> asyncio.Future[None]:
-        """Resolves when the request has ended; raises what `fail` is given."""
+        """Add a call. The result resolves when the request has ended; it raises what `fail` is
+        given."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._calls[(reply_to, rid)] = _Call(ingress, done)
         return done
 
     def close(self, reply_to: str, rid: int) -> None:
-        """The handler is through with the request."""
+        """Remove a call; its handler is done with the request."""
         self._calls.pop((reply_to, rid), None)
 
     def end(self, keys: Iterable[tuple[str, int]]) -> None:
-        """The scheduler is done with these requests; unknown ones are ignored."""
+        """End the calls of requests that the scheduler is done with; unknown keys are ignored."""
         for key in keys:
             call = self._calls.get(key)
             if call is not None and call.ingress not in self._gone and not call.done.done():
                 call.done.set_result(None)
 
     def abandon(self, ingress: str) -> list[tuple[str, int]]:
-        """The ingress is gone: the requests of its calls, which stay open."""
+        """Abandon the calls of an ingress that is gone; they stay open. Returns their keys."""
         self._gone.add(ingress)
         return [key for key, call in self._calls.items() if call.ingress == ingress]
 
     def recall(self, ingress: str, error: Exception) -> None:
-        """The ingress lives: if it was thought gone, its calls end with `error` after all."""
+        """End the abandoned calls of an ingress that lives after all, with `error`."""
         if ingress in self._gone:
             self._gone.discard(ingress)
             self._fail([call for call in self._calls.values() if call.ingress == ingress], error)
 
     def fail(self, error: Exception) -> int:
-        """End all calls that somebody waits for with copies of `error`; how many."""
+        """End all calls that somebody waits for with copies of `error`; returns how many."""
         return self._fail([c for c in self._calls.values() if c.ingress not in self._gone], error)
 
     def _fail(self, calls: list[_Call], error: Exception) -> int:

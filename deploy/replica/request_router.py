@@ -1,4 +1,4 @@
-"""`ChosenReplicaRouter`: Serve's router, which obeys the choice that a call carries."""
+"""`ChosenReplicaRouter`: a router for Serve that obeys the choice that a call carries."""
 
 # No `from __future__ import annotations`: Ray Serve may inspect the annotations.
 import logging
@@ -11,16 +11,16 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 logger = logging.getLogger(__name__)
 
 CHOICE_ARGUMENT = 2
-"""Position in the arguments of `EngineReplica.generate`."""
+"""Position of the choice in the arguments of `EngineReplica.generate`."""
 
 
 class ChosenReplicaRouter(RequestRouter):
-    """The replica whose actor's name is the call's third argument, if Serve would use it; else
+    """Chooses the replica whose actor the call's third argument names, if Serve would use it; else
     the less busy of two others.
 
     The choice itself is made where the prompt, the caches and the loads are known
-    (`deploy.ingress.replica_router`). Requests are fulfilled each by its own choice, never in order
-    (Serve's `FIFOMixin` would swap them).
+    (`deploy.ingress.replica_router`). Each request is fulfilled by its own choice, never in order
+    (Serve's `FIFOMixin` would swap requests).
     """
 
     async def choose_replicas(
@@ -32,7 +32,7 @@ class ChosenReplicaRouter(RequestRouter):
         hang."""
         if pending_request is None:
             return [list(candidate_replicas)]
-        # All are offered in each round, so the next one need not come at once.
+        # Each round offers all replicas, so the next round need not come at once.
         pending_request.routing_context.should_backoff = True
         try:
             return ranks(candidate_replicas, _choice(pending_request.args))
@@ -47,7 +47,7 @@ def _choice(args: Sequence[Any]) -> str:
 
 
 def ranks(replicas: Sequence[RunningReplica], actor: str) -> list[list[RunningReplica]]:
-    """[[the replica with this actor], [two others]], without what there isn't."""
+    """[[the replica with this actor], [two others]]; lists that would be empty are left out."""
     chosen = [r for r in replicas if r.replica_id.to_full_id_str() == actor] if actor else []
     others = [r for r in replicas if r not in chosen]
     return [rank for rank in (chosen, random.sample(others, min(2, len(others)))) if rank]

@@ -1,8 +1,8 @@
 """`DrainWatch`: how a replica learns that Serve is stopping it.
 
-Serve doesn't tell its replicas: it stops sending requests, waits until the open ones have ended
-and kills the process when that takes too long. But it also stops asking for the replica's health,
-which costs nothing to notice, and then the controller says for certain.
+Serve doesn't tell its replicas. It stops sending requests, waits until the open ones have ended
+and kills the process when that takes too long. But it also stops asking for the replica's health.
+A replica notices this at no cost, and then the controller says for certain.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ logger = logging.getLogger(__name__)
 HEALTH_PERIOD_S = 1.0
 """How often Serve is told to ask for a replica's health."""
 SILENCE_S = 3.0
-"""After so long without being asked, find out why."""
+"""A replica whose health wasn't asked for in this time finds out why."""
 HANDOVER_S = 8.0
 """Time that a replica has beyond `drain_timeout_s` to notice, and to give its requests back."""
 
 
 class DrainWatch:
-    """Of one replica; use from one loop. Call `asked` at each health check."""
+    """The watch of one replica; use from one loop. Call `asked` at each health check."""
 
     def __init__(self) -> None:
         self._asked = time.monotonic()
 
     def asked(self) -> None:
-        """Serve asked for this replica's health, so it isn't stopping it."""
+        """Note that Serve asked for this replica's health, so it isn't stopping the replica."""
         self._asked = time.monotonic()
 
     async def wait(self, drain_timeout_s: float) -> None:
@@ -47,7 +47,7 @@ class DrainWatch:
             return False
         try:
             return await asyncio.to_thread(_listed_as_stopping)
-        except Exception as error:  # whatever ails the controller, it is no reason to stop
+        except Exception as error:  # an error of the controller is no reason to stop
             logger.warning("can't ask Serve for this replica's state: %s", type(error).__name__)
             return False
 

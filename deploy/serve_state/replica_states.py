@@ -13,8 +13,8 @@ _COMING = ("STARTING", "UPDATING", "RECOVERING")
 def replicas_lost(num_engines: int) -> str:
     """Which replicas are lost, in words; "" if none is. Blocks for a call to the controller.
 
-    `num_engines` are known to live. Replicas that come or go because their number changes are no
-    loss.
+    `num_engines` engine replicas are known to live. A replica that comes or goes because their
+    number changes is no loss.
     """
     app = serve.get_replica_context().app_name
     deployments = serve.status().applications[app].deployments

@@ -1,5 +1,4 @@
-"""What a replica's process writes to its log: our own lines, and of Ray Serve's those that say
-something."""
+"""What a replica's process writes to its log: our own lines, and the useful ones of Ray Serve."""
 
 from __future__ import annotations
 
@@ -14,9 +13,10 @@ _PROBE = re.compile(r"(GET|HEAD) (/\S*)?/(health|metrics) ")
 
 
 def set_up(log_level: str) -> None:
-    """Our loggers print from `log_level` on, with their names. Serve's leave out access lines of
-    probes, which come every second or so, and tracebacks of requests that were given back or lost
-    with their engine: they go on elsewhere, and one line of ours says how many."""
+    """Our loggers print from `log_level` on, with their names. Serve's loggers leave out access
+    lines of probes, which come about every second. They also leave out tracebacks of requests that
+    were given back or lost with their engine: these requests go on elsewhere, and one line of ours
+    says how many."""
     for name in OURS:
         logger = logging.getLogger(name)
         logger.setLevel(log_level)

@@ -12,7 +12,7 @@ from engine import __version__
 
 
 def loading_lines(target: Target, log: Path | None, warnings: list[str]) -> list[str]:
-    """Before anything starts."""
+    """The lines to print before anything starts."""
     lines = [f"manta {__version__}: loading {describe(app)}" for app in target.applications]
     if log is not None:
         lines.append(f"log: {log}")
@@ -20,7 +20,7 @@ def loading_lines(target: Target, log: Path | None, warnings: list[str]) -> list
 
 
 def describe(app: Any) -> str:
-    """The model of an `AppConfig`, where it is, and how it is laid out."""
+    """The model of an `AppConfig`, its folder, and its parallel layout."""
     engine, model = app.engine, app.resolved.model
     replicas = f"{app.max_replicas} replicas of " if app.max_replicas > 1 else ""
     return (
@@ -30,7 +30,7 @@ def describe(app: Any) -> str:
 
 
 def ready_lines(target: Target, seconds: float) -> list[str]:
-    """Once requests are answered."""
+    """The lines to print once requests are answered."""
     host = reachable_host(str(target.http["host"]))
     address = f"[{host}]" if ":" in host else host
     app = target.config["applications"][0]
@@ -44,5 +44,5 @@ def ready_lines(target: Target, seconds: float) -> list[str]:
 
 
 def reachable_host(host: str) -> str:
-    """Where a program on this machine finds who listens on `host`."""
+    """The host by which a program on this machine reaches a server that listens on `host`."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)

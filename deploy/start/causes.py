@@ -9,14 +9,15 @@ from deploy.start.log_file import ANSI
 
 _RAISED = re.compile(r"^(?:\w+\.)*(\w*(?:Error|Exception))(?:\(\w+\))?: (.+)$")
 _OURS = re.compile(r"(?:engine\.errors\.|\b)(?:ConfigError|EngineDeadError|RequestError): ")
-"""Their text is a sentence for users; of others the name belongs to it."""
+"""The text of these exceptions is a sentence for users. Other exceptions are shown with their
+name."""
 _CONFIG_ERROR = re.compile(r"engine\.errors\.ConfigError: (.+)$")
 _BOUND = re.compile(r"cannot bind .*?\((.+?)\).*?\[([^\]]+)\]")
 
 
 def cause_of(message: str) -> str:
-    """The cause in a message of Serve's or the end of a log, which hold tracebacks: the last
-    exception of ours if there is one, else the last exception; "" if there is none."""
+    """The cause in a message of Serve's or in the end of a log; both hold tracebacks. The cause is
+    the last exception of ours if there is one, else the last exception; "" if there is none."""
     found = [m for line in _lines(message) if (m := _RAISED.match(line))]
     ours = [m[0] for m in found if _OURS.search(m[0])]
     if ours:
@@ -25,14 +26,14 @@ def cause_of(message: str) -> str:
 
 
 def config_error_in(line: str) -> str:
-    """What a line of the log says of the configuration; "" if it says nothing. Trying again, as
-    Serve does, won't help then."""
+    """The error of the configuration that a line of the log reports, else "". With such an error
+    trying again, as Serve does, won't help."""
     match = _CONFIG_ERROR.search(ANSI.sub("", line).strip())
     return _innermost(match[0]) if match else ""
 
 
 def _innermost(text: str) -> str:
-    """Without what was lost because of it: only the text of the last exception of ours."""
+    """Only the text of the last exception of ours, without exceptions that followed from it."""
     return _OURS.split(text)[-1].strip()
 
 

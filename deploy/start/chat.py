@@ -28,7 +28,7 @@ class Chat:
         self._messages: list[dict[str, str]] = []
 
     def run(self) -> int:
-        """Until the input ends. Exit status 1 if the server can't be talked to."""
+        """Chat until the input ends. Returns the exit status: 1 if the server can't be reached."""
         key = os.environ.get("OPENAI_API_KEY")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         with httpx.Client(base_url=self._url, headers=headers, timeout=TIMEOUT) as http:
@@ -56,7 +56,8 @@ class Chat:
         return status
 
     def _exchange(self, http: httpx.Client, line: str) -> int:
-        """One question and its answer; a failed one leaves no trace in the conversation."""
+        """Ask one question and print the answer. A failed question isn't kept in the conversation.
+        Returns the exit status."""
         asked = [*self._messages, {"role": "user", "content": line}]
         answer = ""
         try:
@@ -86,7 +87,7 @@ class Chat:
 
 
 class ChatError(Exception):
-    """The server said why it doesn't answer."""
+    """The server doesn't answer; the message is its reason."""
 
 
 def _next_line() -> str | None:
@@ -101,7 +102,7 @@ def _next_line() -> str | None:
 
 
 def _text_of(data: bytes) -> str:
-    """What an event adds to the answer. Raises ChatError if it says what went wrong instead."""
+    """The text that an event adds to the answer. Raises `ChatError` if the event is an error."""
     chunk = json.loads(data)
     if "error" in chunk:
         raise ChatError(chunk["error"]["message"])

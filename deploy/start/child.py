@@ -1,4 +1,4 @@
-"""`serve run` as the launcher's child: how it is started, what it prints, how it says it fares."""
+"""`serve run` as the launcher's child: its start, its output, and its status."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from deploy.start.log_file import LaunchLog
 
 OUR_WARNING = re.compile(r"\b(WARNING|ERROR|CRITICAL) ((?:engine|deploy)\.[\w.]+: .*)")
 NOISE = "Task ServeController.graceful_shutdown failed."
-"""Raylet's word for the end of Serve's controller, which ends itself whenever Serve stops."""
+"""What the raylet prints when Serve's controller ends; the controller ends itself with Serve."""
 LINES_KEPT = 50
 _PR_SET_PDEATHSIG = 1
 
@@ -67,9 +67,9 @@ class ServeRun:
 
 
 class _Output(threading.Thread):
-    """Copies what the child prints to the log, and what matters of it to the terminal.
+    """Copies what the child prints to the log, and the important lines to the terminal.
 
-    It reads on whatever happens: a child whose output nobody reads would stand still.
+    It reads on after any error: a child whose output nobody reads would stand still.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class _Output(threading.Thread):
         for line in self._process.stdout:
             try:
                 self._take(line)
-            except Exception:  # a full disk, a terminal that is gone: told where that is possible
+            except Exception:  # a full disk, a closed terminal: reported where that is possible
                 say(traceback.format_exc(), to=sys.stderr)
 
     def _take(self, line: str) -> None:
@@ -104,7 +104,7 @@ class _Output(threading.Thread):
 
 
 class _Status(threading.Thread):
-    """How the deployment fares, as the child tells."""
+    """Reads the status of the deployment that the child reports."""
 
     def __init__(self, fd: int) -> None:
         super().__init__(daemon=True)
@@ -135,8 +135,9 @@ def say(*lines: str, to: TextIO | None = None) -> None:
 
 
 def prepare_child() -> None:
-    """Let `serve run` hear Ctrl-C, also where the launcher was started with it ignored (as shells
-    start what runs in their background), and get it if the launcher itself is killed (Linux)."""
+    """Let `serve run` receive Ctrl-C (SIGINT) even if the launcher was started with it ignored, as
+    shells do for programs in the background. On Linux `serve run` also gets it if the launcher is
+    killed."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT)

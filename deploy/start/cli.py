@@ -14,7 +14,7 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status: 0; 1 if what was asked for failed; 2 if it can't be done as asked."""
+    """Run a command. Exit status: 0; 1 if the command failed; 2 if it can't be done as asked."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["bench"]:  # has a command line of its own
         from deploy.bench.command import main as bench
@@ -28,12 +28,12 @@ def main(argv: list[str] | None = None) -> int:
         target = getattr(options, "target", "")
         print(f"error: {target}: {error}" if target else f"error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:  # while it is still being checked, or a model downloaded
+    except KeyboardInterrupt:  # during the checks, or while a model is downloaded
         return 130
 
 
 def serve(options: argparse.Namespace) -> int:
-    """`manta serve`."""
+    """Run `manta serve`; returns the exit status."""
     from deploy.start import launch
     from deploy.start.target import load_target
 
@@ -42,7 +42,7 @@ def serve(options: argparse.Namespace) -> int:
 
 
 def check(options: argparse.Namespace) -> int:
-    """`manta check`: everything that `serve` checks, and nothing is started."""
+    """`manta check`: everything that `serve` checks, without starting anything."""
     from deploy.start import launch
     from deploy.start.banner import describe
     from deploy.start.preflight import GIB, memory_bytes
@@ -64,7 +64,7 @@ def check(options: argparse.Namespace) -> int:
 
 
 def chat(options: argparse.Namespace) -> int:
-    """`manta chat`."""
+    """Run `manta chat`; returns the exit status."""
     from deploy.start.chat import Chat
 
     return Chat(options.url, options.model, options.max_tokens, options.temperature).run()

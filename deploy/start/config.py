@@ -16,7 +16,7 @@ _CPU_PER_ACTOR = 0.02
 
 
 class AutoscalingOptions(BaseModel):
-    """Replicas between `min_replicas` and `max_replicas`, by requests, KV use and queue."""
+    """Sets the number of replicas between its bounds by requests, KV use and queue."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -30,16 +30,16 @@ class AutoscalingOptions(BaseModel):
 
 
 class ServerOptions(BaseModel):
-    """Keys of the application that the engine doesn't know."""
+    """Keys of the application that are not the engine's."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
     served_model_name: str | None = None
-    """Name in the API; None: the last part of `model`."""
+    """The model's name in the API; None: the last part of `model`."""
     num_replicas: int = Field(1, ge=1, le=256)
-    """Engines (data parallel)."""
+    """Number of engines (data parallel)."""
     autoscaling: AutoscalingOptions | None = None
-    """Instead of num_replicas."""
+    """Takes the place of `num_replicas`."""
     routing_policy: str = "prefix_aware"
     """Which engine replica gets a request: a word of `ROUTING_POLICIES`, `module:Class` for a
     policy from elsewhere, or `serve` for Ray Serve's own router."""
@@ -47,20 +47,20 @@ class ServerOptions(BaseModel):
     max_ongoing_requests: int = Field(4096, ge=1)
     """Requests that one engine replica may hold, running and queued."""
     stream_stall_timeout_s: float = Field(120.0, gt=0)
-    """A stream that its client doesn't read for so long is aborted."""
+    """A stream is aborted when its client has read nothing for this time."""
     allow_request_chat_templates: bool = False
     """Take `chat_template` from requests; only for trusted clients."""
     resume_wait_s: float = Field(60.0, ge=0)
-    """A request waits so long for an engine that takes it, at first or after a loss."""
+    """How long a request waits for an engine that takes it, at first or after a loss."""
     max_resumes: int = Field(16, ge=0)
-    """A request is resumed at most so often."""
+    """How often a request is resumed at most."""
     hang_timeout_s: float = Field(10.0, ge=2)
-    """A process that doesn't answer for so long counts as dead and is killed."""
+    """A process that doesn't answer for this time counts as dead and is killed."""
     drain_timeout_s: float = Field(30.0, ge=0)
-    """When a replica is stopped, its running requests get this long to end; then another replica
-    goes on with them."""
+    """When a replica is stopped, its running requests have this time to end. Then another replica
+    continues them."""
     gpu_wait_s: float | None = Field(600.0, ge=0)
-    """A cluster without the GPUs of one engine gets so long to grow, then the deployment fails;
+    """A cluster without the GPUs of one engine has this time to grow; then the deployment fails.
     None: Ray places the engine when it can. The launcher's own cluster can't grow: no wait."""
     log_level: str = Field("INFO", pattern="^(DEBUG|INFO|WARNING|ERROR)$")
 
@@ -107,7 +107,7 @@ class AppConfig:
 
     @property
     def routing_policy(self) -> str:
-        """How the ingress chooses replicas; "" if it is Serve's choice, or there is only one."""
+        """How the ingress chooses replicas; "" if Serve chooses or there is only one replica."""
         policy = self.server.routing_policy
         return "" if policy == "serve" or self.max_replicas == 1 else policy
 
@@ -125,11 +125,11 @@ class AppConfig:
         return {"autoscaling_config": {**options, "policy": policy}}
 
     def placement_bundles(self, *, use_gpu: bool) -> list[dict[str, float]]:
-        """Bundle 0: replica and scheduler; then one per worker, rank order."""
+        """Bundle 0 holds replica and scheduler; then comes one bundle per worker in rank order."""
         worker = {"GPU": 1.0, "CPU": 1.0} if use_gpu else {"CPU": _CPU_PER_ACTOR}
         return [{"CPU": _CPU_PER_ACTOR}] + [dict(worker) for _ in range(self.engine.world_size)]
 
     @property
     def cpu_per_actor(self) -> float:
-        """Logical CPUs reserved by the small actors."""
+        """Logical CPUs that each small actor reserves."""
         return _CPU_PER_ACTOR

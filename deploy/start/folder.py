@@ -21,7 +21,8 @@ LOCK = ".manta-launch.lock"
 
 
 class LaunchFolder(NamedTuple):
-    """`lock_fd` is open and locked: whoever inherits it keeps the folder from being removed."""
+    """`lock_fd` is open and locked. The folder isn't removed while a process that inherited
+    `lock_fd` lives."""
 
     path: Path
     lock_fd: int
@@ -29,7 +30,7 @@ class LaunchFolder(NamedTuple):
 
 @contextmanager
 def launch_folder() -> Iterator[LaunchFolder]:
-    """Make the folder, and remove those of launches that were killed before they could.
+    """Make the folder. Also remove folders that killed launches left behind.
 
     Raises `ConfigError` if there is no place for it.
     """
@@ -50,13 +51,13 @@ def launch_folder() -> Iterator[LaunchFolder]:
         new = Path(name) / "new"
         with new.open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            new.rename(Path(name) / LOCK)  # never there without being locked
+            new.rename(Path(name) / LOCK)  # the lock file is locked before it has its name
             yield LaunchFolder(Path(name), lock.fileno())
 
 
 def _is_forsaken(folder: Path) -> bool:
-    """Whether a launch of this user made the folder, and neither it nor its child lives any more:
-    nobody holds its lock."""
+    """Whether a launch of this user made the folder, and neither the launch nor its child lives any
+    more. Then nobody holds the folder's lock."""
     try:
         if folder.stat().st_uid != os.getuid():
             return False

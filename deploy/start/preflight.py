@@ -16,12 +16,12 @@ from engine.errors import ConfigError
 from engine.host_memory import available_host_bytes
 
 PROCESS_BYTES = 1_200 << 20
-"""What Ray, Serve and our own processes take beside a model, with one replica on CPU (measured:
-1.1 GiB for all of a pod)."""
+"""Memory that Ray, Serve and our own processes take besides the model, with one replica on CPU
+(measured: 1.1 GiB for a whole pod)."""
 REPLICA_BYTES = 300 << 20
-"""Processes of one more replica."""
+"""Memory that the processes of one more replica take."""
 SHARED_MEMORY_BYTES = 64 << 20
-"""Ray's object store needs so much of /dev/shm at least; it moves to the disk otherwise."""
+"""The least of /dev/shm that Ray's object store needs; with less it moves to the disk."""
 GIB = 1 << 30
 _INDEX = "model.safetensors.index.json"
 
@@ -45,7 +45,7 @@ def check_machine(target: Target) -> list[str]:
 
 
 def check_weights(folder: Path) -> None:
-    """Raise `ConfigError` unless the model folder has all its weights, in files that are whole."""
+    """Raise `ConfigError` unless the model folder has all its weights in complete files."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ConfigError(
@@ -74,8 +74,8 @@ def check_weights(folder: Path) -> None:
 
 
 def model_bytes(app: Any) -> int:
-    """About what the weights of an `AppConfig`, and its KV cache if its size is stated, take on
-    this machine's CPUs."""
+    """About how many bytes the weights of an `AppConfig` take on this machine's CPUs, with its KV
+    cache if the size of that is stated."""
     engine, model = app.engine, app.resolved.model
     wide = "float32" in (engine.dtype, model.dtype if engine.dtype == "auto" else "")
     item = 4 if wide else 2
@@ -88,7 +88,7 @@ def model_bytes(app: Any) -> int:
 
 
 def memory_bytes(app: Any) -> int:
-    """`model_bytes`, and what all processes take besides."""
+    """`model_bytes` and the memory that all processes take besides, in bytes."""
     return model_bytes(app) + PROCESS_BYTES + (app.max_replicas - 1) * REPLICA_BYTES
 
 
@@ -118,5 +118,5 @@ def _is_on_cpu(app: Any) -> bool:
 
 
 def has_nvidia_gpu() -> bool:
-    """Whether this machine has an NVIDIA GPU that programs may use; also under WSL 2."""
+    """Whether programs may use an NVIDIA GPU on this machine, also under WSL 2."""
     return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()

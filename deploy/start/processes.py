@@ -10,7 +10,7 @@ from pathlib import Path
 MARK = "MANTA_LAUNCH_ID"
 """Environment variable that every process of one launch inherits."""
 PATIENCE_S = 3.0
-"""Between asking a process to end and the next, ruder way."""
+"""Time between asking a process to end and the next, harder signal."""
 
 
 def marked_processes(mark: str) -> list[int]:

@@ -1,10 +1,10 @@
-"""The launcher's child: `serve run`, which also tells how the deployment fares.
+"""The launcher's child: `serve run`, which also reports the status of the deployment.
 
     python -m deploy.start.serve_run CONFIG STATUS_FD
 
-Plain `serve run` only prints. To `STATUS_FD` goes one line of JSON whenever the status changes:
+Plain `serve run` only prints. This writes one line of JSON to `STATUS_FD` when the status changes:
 `{"application name": {"status": ..., "message": ...}}`, with messages of the application and of its
-deployments, until all applications run or one has failed.
+deployments. It ends when all applications run or one has failed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ POLL_S = 0.25
 
 
 def main() -> None:
-    """Runs until SIGINT, as `serve run` does."""
+    """Run until SIGINT, as `serve run` does."""
     config, status_fd = sys.argv[1], int(sys.argv[2])
     from ray.serve.scripts import cli
 
@@ -58,7 +58,7 @@ def _states() -> dict[str, dict[str, str]]:
         applications = serve.status().applications
     except (RayError, RayServeException, ValueError):  # the controller isn't up yet
         return {}
-    except Exception:  # in the log, and asked again: the launcher waits for an answer
+    except Exception:  # log it and ask again: the launcher waits for an answer
         traceback.print_exc()
         return {}
     return {

@@ -1,4 +1,4 @@
-"""What `manta serve` is asked to serve: a config file, a model folder or a hub id."""
+"""The target of `manta serve`: a config file, a model folder or a hub id."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def load_target(
             raise ConfigError("each of `applications` must be a mapping with name and args.")
         unknown = set(app) - _APPLICATION_KEYS
         if unknown:
-            # Serve ignores unknown keys here without a word.
+            # Serve ignores unknown keys here and prints nothing.
             raise ConfigError(
                 f"unknown application key '{sorted(map(str, unknown))[0]}'; known are "
                 f"{', '.join(sorted(_APPLICATION_KEYS))}."
@@ -79,7 +79,7 @@ def load_target(
 
 
 def _mapping(parent: dict[str, Any], key: str) -> dict[str, Any]:
-    """`parent[key]`, made if it is missing or empty."""
+    """`parent[key]`; an empty mapping is put there if it is missing or empty."""
     value = parent.get(key)
     if value is None:
         value = parent[key] = {}
@@ -122,7 +122,7 @@ def _read(target: str) -> Any:
 
 
 def _config_of_model(model: str) -> dict[str, Any]:
-    """`DEFAULT` for another model, whose KV cache is as large as its memory allows."""
+    """`DEFAULT` for another model. Its KV cache is as large as memory allows."""
     config: dict[str, Any] = yaml.safe_load((shipped_root() / DEFAULT).read_text())
     args = config["applications"][0]["args"]
     for key in _SIZED_FOR_ITS_MODEL:
@@ -132,7 +132,8 @@ def _config_of_model(model: str) -> dict[str, Any]:
 
 
 def _find(target: str) -> Path | None:
-    """The file or folder: from here, or among what Manta brings. A link keeps its own name."""
+    """The file or folder `target`, relative to this folder or among the files that Manta brings.
+    None if there is none. A link keeps its own name."""
     for candidate in (Path(target), shipped_root() / target):
         try:
             if candidate.exists():
@@ -143,6 +144,6 @@ def _find(target: str) -> Path | None:
 
 
 def _absolute(model: str) -> str:
-    """A model folder as the server's processes find it, whatever folder they run in."""
+    """A model folder as an absolute path: the server's processes may run in another folder."""
     found = _find(model)
     return str(found) if found is not None and found.is_dir() else model

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class ActorProcess(NamedTuple):
-    """Where an actor runs. `started` tells a process id that was given out again."""
+    """Where an actor runs. `started` shows whether a later process got the same id."""
 
     node_id: str
     pid: int
@@ -31,7 +31,7 @@ class ActorProcess(NamedTuple):
         """End the actor even if it is stopped (SIGSTOP).
 
         `ray.kill` alone does that too, but only after 5 s, when the raylet gives up waiting
-        (Ray 2.60, measured). For a process on another node it is all there is.
+        (Ray 2.60, measured). For a process on another node there is only `ray.kill`.
         """
         if self.node_id == _this_node() and _started(self.pid) == self.started:
             try:

@@ -1,6 +1,6 @@
-"""The GPUs that a Ray cluster has, and whether an engine finds as many as it needs.
+"""The GPUs that a Ray cluster has, and whether they are enough for an engine.
 
-Asked of Ray, never of CUDA: the process that decides needs no GPU itself.
+Ray is asked, never CUDA: the process that decides needs no GPU itself.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from engine.actors.ray_types import live_nodes
 
 
 def node_gpus() -> list[int]:
-    """GPUs of each live node that has any, the most first; taken ones included."""
+    """Number of GPUs of each live node that has any, largest first; taken GPUs are included."""
     counts = [int(node["Resources"].get("GPU", 0)) for node in live_nodes()]
     return sorted((count for count in counts if count), reverse=True)
 
 
 def gpu_shortage(tp_size: int, pp_size: int, nodes: Sequence[int]) -> str:
-    """What is asked for and what there is, if `nodes` can't hold one engine; else ""."""
+    """If `nodes` can't hold one engine: the GPUs needed and the GPUs there, in words; else ""."""
     needed = tp_size * pp_size
     if sum(nodes) >= needed:
         return ""
@@ -30,7 +30,7 @@ def gpu_shortage(tp_size: int, pp_size: int, nodes: Sequence[int]) -> str:
 
 
 def placement_strategy(tp_size: int, pp_size: int, nodes: Sequence[int]) -> str:
-    """Ray's strategy for an engine on GPUs: one without a pipeline stays on one node if any is
-    large enough; PACK takes as few nodes as it can."""
+    """Ray's strategy for an engine on GPUs. An engine without a pipeline stays on one node if a
+    node is large enough; else PACK takes as few nodes as it can."""
     fits_one_node = bool(nodes) and max(nodes) >= tp_size * pp_size
     return "STRICT_PACK" if pp_size == 1 and fits_one_node else "PACK"

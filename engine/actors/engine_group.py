@@ -1,4 +1,4 @@
-"""`EngineGroup`: one engine's actors, started together, supervised, and lost together."""
+"""`EngineGroup`: one engine's actors; they start together, are watched, and end together."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ START_TIMEOUT_S = 1800.0
 STOP_TIMEOUT_S = 5.0
 PING_TIMEOUT_S = 5.0
 MAX_REASON = 2000
-"""Characters of an actor's error that are told."""
+"""Characters of an actor's error that the reason of a death holds at most."""
 
 
 class EngineGroup:
     """SchedulerActor and WorkerActor[pp][tp] of one engine, in one placement group.
 
-    Bundle 0 holds the owner and the scheduler, each other one a worker (`rank_order` says which).
-    Actors are children of the owner's process: they die with it. If one of them dies or hangs the
-    group is dead; it is never repaired, its owner restarts it whole.
+    Bundle 0 holds the owner and the scheduler, each other bundle a worker (`rank_order` says
+    which). Actors are children of the owner's process and die with it. If an actor dies or hangs,
+    the group is dead. It is never repaired; its owner restarts it whole.
     """
 
     def __init__(
@@ -50,20 +50,21 @@ class EngineGroup:
         share: int,
         hang_timeout_s: float = 10.0,
     ):
-        """`share`: engines that split this machine's cores and memory. An actor that doesn't
-        answer for `hang_timeout_s` counts as dead."""
+        """`share` is the number of engines that split this machine's cores and memory. An actor
+        that doesn't answer for `hang_timeout_s` counts as dead."""
         self.config = config
         self.share = share
         self.hang_timeout_s = hang_timeout_s
         self.scheduler_address = ""
         self.worker_config: WorkerConfig | None = None
         self.num_kv_tokens = 0
-        """Size of the KV cache, known once the engine has started."""
+        """Size of the KV cache in tokens, known once the engine has started."""
         self._pg = placement_group
         self._scheduler: ActorHandle[Any] | None = None
         self._workers: list[ActorHandle[Any]] = []
         self._runs: dict[Any, str] = {}
-        """Reference of each actor's `run` -> its name: resolves only when the actor ends."""
+        """Reference of each actor's `run` -> the actor's name. The reference resolves only when the
+        actor ends."""
         self._processes: dict[str, ActorProcess] = {}
         self._role_watch: RoleWatch | None = None
         self._watcher: asyncio.Task[None] | None = None
@@ -84,7 +85,8 @@ class EngineGroup:
         return self._role_watch.unwell
 
     async def start(self) -> None:
-        """Create, load, connect. Raises `EngineDeadError` saying which actor failed and why."""
+        """Create the actors, load the model, connect. Raises `EngineDeadError`, which says which
+        actor failed and why."""
         config = self.config.model_dump()
         bundles = self._worker_bundles()
         self._scheduler = RemoteSchedulerActor.options(scheduling_strategy=self._bundle(0)).remote()
@@ -136,8 +138,7 @@ class EngineGroup:
         return self._processes["scheduler"].pid
 
     async def trace(self, last: int) -> list[bytes]:
-        """What the scheduler and every worker did in their last steps: a packed `RoleTrace` of
-        each."""
+        """The last steps of the scheduler and of every worker: a packed `RoleTrace` of each."""
         if self._death or self._scheduler is None:
             raise EngineDeadError(self._death or "the engine hasn't started")
         tp_size = self.config.tp_size
@@ -161,7 +162,7 @@ class EngineGroup:
             ray.kill(actor)
 
     def kill(self) -> None:
-        """End all actors at once, those that hang too."""
+        """End all actors at once, also those that hang."""
         self._stop_watching()
         for name, actor in self._actors().items():
             process = self._processes.get(name)
@@ -183,12 +184,12 @@ class EngineGroup:
                 watcher.cancel()
 
     async def _watch_hangs(self) -> None:
-        """Note the first actor that hangs: it counts as dead."""
+        """Note the first actor that hangs as the group's death."""
         assert self._role_watch is not None
         self._on_death(await self._role_watch.run())
 
     async def _watch(self) -> None:
-        """Note the first actor that ends: without it the engine can't go on."""
+        """Note the first actor that ends as the group's death."""
         waits = {asyncio.ensure_future(_ended(ref)): name for ref, name in self._runs.items()}
         done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         first = next(iter(done))
@@ -201,7 +202,7 @@ class EngineGroup:
             self.dead.set()
 
     def _worker_bundles(self) -> list[int]:
-        """Bundle of each rank. Raises `ConfigError` where Ray would wait for GPUs for ever."""
+        """Bundle of each rank. Raises `ConfigError` if Ray would wait for GPUs for ever."""
         config = self.config
         if self._pg is not None:
             return bundle_order(self._pg, config.world_size, config.tp_size)
@@ -212,7 +213,7 @@ class EngineGroup:
         return list(range(1, 1 + config.world_size))
 
     def _start_worker(self, rank: int, bundle: int) -> ActorHandle[Any]:
-        # A worker on CUDA owns a GPU; `auto` was decided when the placement group was made.
+        # A worker on CUDA owns a GPU; `auto` was decided when the placement group was created.
         gpus = 1 if self.config.device == "cuda" else 0
         threads = str(self.config.cpu_threads or 1)
         actor: ActorHandle[Any] = RemoteWorkerActor.options(
@@ -238,7 +239,7 @@ async def _ended(ref: Any) -> str:
         await ref
     except asyncio.CancelledError:
         raise
-    except Exception as error:  # every death of an actor arrives here, whatever its kind
+    except Exception as error:  # every death of an actor arrives here, as some exception
         # The last line of Ray's text is the actor's own error; advice on memory needs its length.
         return f"{type(error).__name__}: {str(error).strip().splitlines()[-1][:MAX_REASON]}"
     return ""

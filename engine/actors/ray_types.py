@@ -1,4 +1,4 @@
-"""Ray calls whose annotations don't fit how they are used, in one place."""
+"""Ray calls whose annotations don't fit their use, in one place."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import ray
 
 
 def actor_class(kind: type[Any], **options: Any) -> Any:
-    """`kind` as a Ray actor class that is never restarted alone and reserves no CPU of its own
-    (placement groups reserve); `options` as for `ray.remote`."""
+    """`kind` as a Ray actor class that is never restarted alone and reserves no CPU of its own: the
+    placement group reserves. `options` are those of `ray.remote`."""
     remote: Any = ray.remote
     return remote(num_cpus=0, max_restarts=0, **options)(kind)
 
@@ -21,6 +21,6 @@ def node_ip() -> str:
 
 
 def live_nodes() -> list[dict[str, Any]]:
-    """Ray's account of the cluster's nodes that are up."""
+    """What Ray reports of each live node of the cluster."""
     nodes: Any = ray.nodes
     return [node for node in nodes() if node["Alive"]]

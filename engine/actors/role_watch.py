@@ -23,9 +23,9 @@ UNWELL_S = 1.0
 class RoleWatch:
     """Calls each actor's `pulse` method again and again.
 
-    A thread of its own answers there. A long step doesn't delay the answer; a stopped or wedged
-    process does. `pulse` returns for how many seconds the actor's loop has stood still, as far as
-    it can tell.
+    In the actor, a thread of its own answers. A long step doesn't delay the answer; a stopped or
+    hanging process does. `pulse` returns for how many seconds the actor's loop has stood still, as
+    far as the actor can tell.
     """
 
     def __init__(self, roles: dict[str, ActorHandle[Any]], hang_timeout_s: float) -> None:
@@ -42,7 +42,7 @@ class RoleWatch:
         return "; ".join(silent)
 
     async def run(self) -> str:
-        """Watch until a role is silent for `hang_timeout_s`; says which. Cancel to stop."""
+        """Watch until a role is silent for `hang_timeout_s`; returns which one. Cancel to stop."""
         pings = [asyncio.ensure_future(self._ping(*role)) for role in self._roles.items()]
         try:
             while True:
@@ -58,7 +58,7 @@ class RoleWatch:
                 ping.cancel()
 
     def _silences(self) -> dict[str, float]:
-        """Seconds by role, of those that are unwell."""
+        """Seconds of silence by role, for the roles that are unwell."""
         silent = {}
         for name in self._roles:
             pulse = self._open.get(name)
@@ -73,7 +73,7 @@ class RoleWatch:
             try:
                 self._stuck[name] = float(await actor.pulse.remote())
             except RayError as error:
-                # Dead: `EngineGroup`, which holds the reference of its `run`, learns that.
+                # The actor is dead. `EngineGroup`, which holds the reference of `run`, learns that.
                 logger.debug("no more pings to %s: %s", name, type(error).__name__)
                 return
             finally:

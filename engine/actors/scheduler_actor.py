@@ -21,7 +21,7 @@ from engine.trace import pack, scheduler_trace
 
 
 class SchedulerActor:
-    """`run` occupies one thread for the engine's life; the others answer control calls."""
+    """`run` occupies one thread as long as the engine lives; other threads answer control calls."""
 
     def __init__(self) -> None:
         self._config: ResolvedConfig | None = None
@@ -32,10 +32,10 @@ class SchedulerActor:
 
     @ray.method(concurrency_group="control")
     def prepare(self, config: dict[str, Any], num_kv_tokens: int | None) -> tuple[str, str]:
-        """Open the sockets; addresses of the request inbox and the result inbox.
+        """Open the sockets. Returns the addresses of the request inbox and the result inbox.
 
-        Raises `ConfigError` on impossible sizes, before any weight is read, if `num_kv_tokens` is
-        known already.
+        If `num_kv_tokens` is known already, raises `ConfigError` on impossible sizes, before any
+        weight is read.
         """
         self._config = EngineConfig(**config).resolve()
         if num_kv_tokens is not None:
@@ -45,14 +45,14 @@ class SchedulerActor:
 
     @ray.method(concurrency_group="loop")
     def run(self) -> None:
-        """Wait for the workers, then the loop; returns after `Shutdown`, raises when a worker is
+        """Wait for the workers, then run the loop. Returns after `Shutdown`; raises if a worker is
         lost or can't start."""
         if self._config is None or self._inbox is None or self._results is None:
             raise RuntimeError("prepare comes first")
         workers = collect_ready(self._results, self._config.engine.world_size, _nobody)
         config = SchedulerConfig.from_config(self._config, workers.num_kv_tokens)
         self._role = SchedulerRole(config, self._inbox, workers, self._results)
-        # Everything alive now lives as long as the process: keep it out of collections.
+        # All objects that live now live as long as the process: keep them out of collections.
         gc.collect()
         gc.freeze()
         self._ready.set()
@@ -73,7 +73,7 @@ class SchedulerActor:
 
     @ray.method(concurrency_group="control")
     def pulse(self) -> float:
-        """For how many seconds the loop has stood still, beyond its longest rest."""
+        """Seconds that the loop has stood still beyond its longest normal pause."""
         return max(0.0, time.monotonic() - self._get_role().last_turn - IDLE_POLL_S)
 
     @ray.method(concurrency_group="control")
@@ -93,7 +93,7 @@ class SchedulerActor:
 
 
 def _nobody() -> str:
-    """Who of the workers is lost: their owner learns that first, from Ray."""
+    """No lost worker: their owner, not this process, learns of a loss first, from Ray."""
     return ""
 
 

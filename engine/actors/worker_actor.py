@@ -25,10 +25,8 @@ class WorkerActor:
 
     @ray.method(concurrency_group="control")
     def prepare(self, config: dict[str, Any], share: int) -> tuple[WorkerConfig, tuple[str, int]]:
-        """On rank 0: decide every `auto` here, where the device is, and open the group's store
-        on this node.
-
-        Returns the config for all ranks, and host and port of the store.
+        """Called on rank 0: decide every `auto` here, where the device is, and open the group's
+        store on this node. Returns the config for all ranks, and host and port of the store.
         """
         # Imported here: it loads torch, and other processes import this class.
         from engine.worker.auto_config import make_worker_config
@@ -39,13 +37,13 @@ class WorkerActor:
             return worker, (host, 0)
         from engine.distributed import open_store
 
-        # Holding the store avoids the race of finding a free port first.
+        # Opening the store here avoids a race: a free port could be taken before it is used.
         self._store = open_store(host, 0, master=True)
         return worker, (host, self._store.port)
 
     @ray.method(concurrency_group="loop")
     def run(self, config: WorkerConfig, store: tuple[str, int], results_address: str) -> None:
-        """The worker's life; returns after `Shutdown`."""
+        """Run this rank's steps; returns after `Shutdown`."""
         log_as_worker(self.rank)
         host = node_ip()
         run_worker(config, self.rank, store, results_address, host, self._trace)

@@ -26,7 +26,7 @@ class AttentionLayer:
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """What lives as long as the engine: the KV cache and where each request's tokens are in it.
+    """What lives as long as the engine: the KV cache, and the table of each request's tokens in it.
 
     `req_to_token` is int32 [rows, positions] on the device; heads are this rank's.
     """
@@ -49,21 +49,21 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def init_forward(self, batch: ForwardBatch) -> None:
-        """Prepare what all layers share. Once per step, after `req_to_token` is up to date."""
+        """Prepare what all layers share. Call once per step, after `req_to_token` is up to date."""
 
     def init_graphs(self, batch_sizes: Sequence[int]) -> None:
-        """Allocate what captured decodes of these sizes will read, once, before any capture.
+        """Allocate what captured decodes of these sizes will read. Call once, before any capture.
 
         Raises `NotImplementedError` unless `supports_graphs`.
         """
         raise NotImplementedError(f"{type(self).__name__} can't be captured in CUDA graphs")
 
     def plan_graph(self, batch: ForwardBatch) -> None:
-        """As `init_forward`, for a captured decode; before its capture and before every replay.
+        """Do the work of `init_forward` for a captured decode, before its capture and each replay.
 
         `batch` has decode rows only and one of the sizes of `init_graphs`; its tensors are the
-        graph's own. Writes only to memory that graphs of this size read, and never waits for the
-        device. `forward` belongs to this plan until the next plan is made.
+        graph's own. This writes only to memory that graphs of this size read, and never waits for
+        the device. `forward` uses this plan until the next plan is made.
         """
         raise NotImplementedError(f"{type(self).__name__} can't be captured in CUDA graphs")
 

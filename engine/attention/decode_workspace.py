@@ -30,7 +30,7 @@ _FIRST_CAPACITY = 64
 
 
 def _capacities(longest: int) -> Int64Array:
-    """Four sizes per doubling, at least 16 apart, up to `longest` or just above."""
+    """Buckets' capacities: four per doubling, at least 16 apart, up to `longest` or just above."""
     sizes = [_FIRST_CAPACITY]
     while sizes[-1] < longest:
         octave = 1 << (sizes[-1].bit_length() - 1)
@@ -56,7 +56,7 @@ class _Bucket:
 
 @dataclass
 class _Layout:
-    """Where a group's tokens go in layers of one window: the same for all those layers."""
+    """Where a group's tokens go in all layers that have the same window."""
 
     key_cells: Tensor
     """int64 [n * Hkv * D]: cells of a bucket's flat keys where this step's token goes."""
@@ -74,13 +74,13 @@ class _Layout:
 
 @dataclass
 class _Group:
-    """The decode rows of one bucket in one step, places [0, n)."""
+    """The decode rows of one bucket in one step; they have places [0, n)."""
 
     bucket: _Bucket
     rows: Tensor
     """int64 [n]: decode row of each place."""
     is_whole_step: bool
-    """Place i is decode row i, and there are no others."""
+    """Whether place i is decode row i and the step has no other rows."""
     layouts: dict[int | None, _Layout]
 
 

@@ -34,11 +34,12 @@ from engine.flashinfer_loader import (
 from engine.protocol.messages import Int64Array
 
 FLOAT_WORKSPACE_BYTES = 128 << 20
-"""Partial results of split sequences; FlashInfer's advice. One for all: calls follow each other."""
+"""Holds partial results of split sequences; FlashInfer advises this size. All wrappers share one
+workspace, because their calls follow each other."""
 INT_WORKSPACE_BYTES = 8 << 20
-"""Of one plan, on the device and pinned; the size that the wrappers themselves take."""
+"""Size of one plan, on the device and pinned; the wrappers themselves take the same size."""
 STEPS_IN_FLIGHT = 3
-"""Steps whose plans may not have reached the device: two of the overlap and one to spare."""
+"""Steps whose plans may not have reached the device yet: two by the overlap and one to spare."""
 TENSOR_CORE_GROUP = 4
 """With at least this many query heads per key/value head, decoding is faster on tensor cores
 (SGLang)."""
@@ -212,7 +213,7 @@ class FlashInferAttentionBackend(AttentionBackend):
         seq_lens: Int64Array,
         window: int | None,
     ) -> PageTable:
-        """Pages that rows with `query_lens` new tokens each can see; None means one token each."""
+        """Pages that rows with `query_lens` new tokens each can see. None: one new token each."""
         return page_table(
             rows,
             seq_lens * 0 + 1 if query_lens is None else query_lens,
@@ -259,10 +260,10 @@ class FlashInferAttentionBackend(AttentionBackend):
     def _replan_graph(
         self, wrapper: Any, variant: _Variant, table: PageTable, indices: Tensor
     ) -> None:
-        """As `_plan_decode`, after it and without its copies: the buffers are up to date.
+        """Plan after `_plan_decode`, without its copies: the buffers are up to date.
 
-        With the host's lengths given it reads nothing from the device. It has no `o_data_type` and
-        no `seq_lens`: the first plan's type stays, lengths follow from the page table.
+        FlashInfer gets the host's lengths, so it reads nothing from the device. `o_data_type` and
+        `seq_lens` aren't passed: the first plan's type stays, lengths follow from the page table.
         """
         with self._ring.take() as pinned:
             wrapper._pin_memory_int_workspace_buffer = pinned

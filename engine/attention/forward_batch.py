@@ -86,7 +86,7 @@ class ForwardBatch:
     prefix_rows_cpu: Int64Array
     """Rows of `req_to_token` whose earlier content was replaced before this step."""
     prompt_logits_rows: list[int] = field(default_factory=list)
-    """Extend rows (indices < num_extend) whose chunk's logits will be asked for; set before the
+    """Extend rows (indices < num_extend) for whose chunks logits are needed; set this before the
     forward."""
     timing: StepTiming | None = None
     """The step's time on the device; begins when the stage has its inputs."""

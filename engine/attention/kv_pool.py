@@ -71,7 +71,7 @@ class MHATokenToKVPool:
         """Store k, v [N, num_kv_heads, head_dim] at slots `loc`, int64 [N]."""
         kv = self._layers[layer]
         if self.dtype == _FP8:
-            # torch indexes no float8 tensors, but bytes.
+            # torch can't index float8 tensors, but it can index bytes.
             kv.k.view(torch.uint8).index_copy_(0, loc, _to_fp8(k).view(torch.uint8))
             kv.v.view(torch.uint8).index_copy_(0, loc, _to_fp8(v).view(torch.uint8))
             return

@@ -69,8 +69,8 @@ def page_indices(
 ) -> Tensor:
     """Page numbers int32 [num_pages] on the device of `req_to_token` int32 [rows, width].
 
-    Written to the front of `out` if given. Made there, from two numbers a row, without waiting:
-    the whole list would be a copy of megabytes.
+    They are written to the front of `out` if it is given. The device computes them from two numbers
+    per row, without waiting; to copy the whole list would mean megabytes.
     """
     device = req_to_token.device
     n = len(table.first_cells)

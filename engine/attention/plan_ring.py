@@ -36,7 +36,7 @@ class PlanRing:
         self._events = [make_event() for _ in range(depth)] if make_event is not None else []
         self._next = 0
         self.waits = 0
-        """How often a buffer was asked for before its copy had been made."""
+        """How often `take` had to wait for the copy from a buffer."""
 
     @contextmanager
     def take(self) -> Iterator[Tensor]:

@@ -185,7 +185,7 @@ class CpuAttentionBackend(TorchAttentionBackend):
 
     def __init__(self, inputs: AttentionInputs) -> None:
         super().__init__(inputs)
-        # One more KV cache: enough unless requests share most of their prefixes.
+        # The size of one more KV cache is enough unless requests share most of their prefixes.
         budget = self.pool.num_bytes * 4 // self.pool.dtype.itemsize
         self.workspace = DecodeWorkspace(inputs, budget)
         self._batched = DecodePlan()

@@ -29,13 +29,13 @@ class Constraint(ABC):
     ) -> Constraint:
         """The state before the first output token. Raises `RequestError`.
 
-        `eos_token_ids` end the request: they are to be allowed where the output may end. None of
-        them if the model has none or the request ignores them.
+        `eos_token_ids` end the request: a constraint must allow them where the output may end. The
+        set is empty if the model has none or the request ignores them.
         """
 
     @abstractmethod
     def fill_mask(self, out: MaskArray) -> None:
-        """Write the tokens allowed next to `out` [mask_words(vocab_size)], whatever it held.
+        """Write the tokens allowed next to `out` [mask_words(vocab_size)]; its old content is lost.
 
         Bit t % 32 of word t // 32 is set if token t is allowed; at least one is, unless
         `is_terminated`.

@@ -1,4 +1,4 @@
-"""The kind that a `ConstraintSpec` names -> the constraint."""
+"""The constraints by the kind that a `ConstraintSpec` names."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import msgspec
 
 
 class ConstraintSpec(msgspec.Struct):
-    """Which constraint, and its particulars as plain data.
+    """Names a constraint and holds its details as plain data.
 
     `kind` is a key of `engine.constraints.registry.CONSTRAINTS`; each kind says in its class what
     `payload` holds.

@@ -12,7 +12,7 @@ from engine.constraints.base import Constraint, MaskArray, allow_tokens
 from engine.errors import RequestError
 
 MAX_CHOICE_TOKENS = 4096
-"""Of all choices together: the trie is built in the scheduler's loop, 5 to 15 ms at this size."""
+"""Tokens of all choices together. The scheduler's loop builds the trie: 5 to 15 ms at this size."""
 
 
 class TokenChoicePayload(msgspec.Struct, forbid_unknown_fields=True):
@@ -34,9 +34,9 @@ class _Node:
 class TokenChoice(Constraint):
     """Walks a trie of the choices.
 
-    After a choice the end-of-sequence token is allowed, and what goes on to a longer choice.
-    Without an end-of-sequence token the output ends where no longer choice goes on, so of two
-    choices of which one begins with the other only the longer one can come out.
+    After a choice, the end-of-sequence token is allowed, and the tokens that lead on to a longer
+    choice. Without an end-of-sequence token the output ends where no longer choice goes on. Then,
+    if one choice begins with another one, only the longer one can be the output.
     """
 
     def __init__(

@@ -1,10 +1,10 @@
 """When steps ran on the device, in the host's time.
 
-A CUDA event says only how long after another event it came to pass. The anchor is an event whose
-time on the host is known: the start of a step that was launched on an idle device, which begins at
-once. A device that is never idle gets a new anchor every `ANCHOR_MAX_AGE_S`, from the end of a step
-that was just seen: late by at most the time between two looks. Without it, the clocks' drift and
-the float32 milliseconds of `elapsed_time` would show.
+A CUDA event says only how long after another event it happened. The anchor is an event whose time
+on the host is known: the start of a step that was launched on an idle device, which begins at once.
+A device that is never idle gets a new anchor every `ANCHOR_MAX_AGE_S`: the end of a step that was
+just seen. That is late by at most the time between two looks. Without new anchors, the drift of the
+clocks and the float32 milliseconds of `elapsed_time` would make errors that can be seen.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class TimedEvent(Event, Protocol):
     """An event that keeps the device's time (`torch.cuda.Event(enable_timing=True)`)."""
 
     def elapsed_time(self, end_event: Any, /) -> float:
-        """Milliseconds from this event to `end_event` of its kind; both must have come to pass."""
+        """Milliseconds from this event to `end_event` of its kind; both must have happened."""
 
 
 class Span(NamedTuple):
@@ -47,11 +47,11 @@ class StepTiming(ABC):
 
     @abstractmethod
     def span(self) -> Span:
-        """When the device ran the step. To be called only once it `is_over`."""
+        """When the device ran the step. Call this only once it `is_over`."""
 
 
 class HostTiming(StepTiming):
-    """For a device whose work is done when the call returns."""
+    """Timing of a step on a device whose work is done when the call returns."""
 
     def __init__(self) -> None:
         self._started_at = self._ended_at = time.monotonic()
@@ -119,7 +119,7 @@ class DeviceClock:
         self._newest_end = timing.ended
 
     def seen(self, event: TimedEvent) -> None:
-        """Note that `event` has just been seen to have come to pass."""
+        """Note that the host has just seen that `event` happened."""
         now = time.monotonic()
         if self._anchor is None or now - self._anchor.at > ANCHOR_MAX_AGE_S:
             self._anchor = _Anchor(event, now)

@@ -23,8 +23,8 @@ class DeviceProcess(NamedTuple):
 
 
 class DeviceMemory(ABC):
-    """All figures in bytes. "Allocated" is what live tensors of this process take, "reserved" what
-    torch holds for them and for the next ones."""
+    """All figures are bytes. "Allocated" is what live tensors of this process take; "reserved" is
+    what torch holds for them and for later ones."""
 
     @abstractmethod
     def total(self) -> int:
@@ -56,10 +56,10 @@ class DeviceMemory(ABC):
 
     @abstractmethod
     def other_processes(self) -> list[DeviceProcess]:
-        """Who else holds memory, as far as the driver tells (not across containers)."""
+        """Other processes that hold memory, as far as the driver tells (not across containers)."""
 
     def elsewhere(self) -> int:
-        """Held by other processes, and by this one outside torch: CUDA's context, NCCL."""
+        """Bytes held by other processes, and by this one outside torch: CUDA's context, NCCL."""
         return max(0, self.total() - self.free() - self.reserved())
 
 
@@ -101,8 +101,8 @@ class CudaMemory(DeviceMemory):
 
 
 def parse_processes(text: str, own_pid: int) -> list[DeviceProcess]:
-    """From `torch.cuda.list_gpu_processes`, which tells nothing where NVML's bindings are missing;
-    without this process, the largest first."""
+    """Read the text of `torch.cuda.list_gpu_processes`, which says nothing if NVML's bindings are
+    missing. Returns the other processes, the largest first."""
     found = [
         DeviceProcess(int(pid), int(float(megabytes) * 2**20))
         for pid, megabytes in _PROCESS.findall(text)

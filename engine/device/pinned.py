@@ -20,17 +20,17 @@ class Event(Protocol):
         """Put it behind everything launched so far on the current stream."""
 
     def query(self) -> bool:
-        """Whether the device has come past it."""
+        """Whether the device has passed it."""
 
     def synchronize(self) -> None:
-        """Wait until it has."""
+        """Wait until the device has passed it."""
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     """Copy `array` to `device` without waiting for it.
 
-    For what a step needs now and then; torch keeps the pinned memory until it was read. What every
-    step needs goes through the worker's `DeviceQueue`.
+    Use this for arrays that a step needs now and then; torch keeps the pinned memory until it was
+    read. Arrays that every step needs go through the worker's `DeviceQueue`.
     """
     tensor = torch.from_numpy(array)
     if device.type == "cpu":

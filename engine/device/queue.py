@@ -2,7 +2,7 @@
 
 On CUDA all kernels of a worker run on one forward stream, in the order of its steps. Inputs come by
 one copy per step from page-locked memory; results leave by a second stream, so that the next step
-needn't wait for them. On CPU a call returns when its work is done and none of this costs anything.
+needn't wait for them. On CPU a call returns when its work is done, and none of this costs time.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class DeviceQueue(ABC):
 
     @abstractmethod
     def stream(self) -> contextlib.AbstractContextManager[object]:
-        """A context: what is launched inside runs after all that was launched inside before."""
+        """A context. Work launched inside runs after all work launched inside before."""
 
     @abstractmethod
     def join(self) -> None:
-        """Make later work inside `stream` wait for what was launched outside of it so far."""
+        """Make later work inside `stream` wait for work launched outside of it so far."""
 
     @abstractmethod
     def upload(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
@@ -53,7 +53,8 @@ class DeviceQueue(ABC):
 
     @abstractmethod
     def fill(self, parts: Sequence[Part], target: Tensor) -> None:
-        """Copy `parts` into `target`, uint8 [bytes], by one transfer; elsewhere it is undefined."""
+        """Copy `parts` into `target`, uint8 [bytes], by one transfer; its other bytes become
+        undefined."""
 
     @abstractmethod
     def download(self, tensors: Sequence[Tensor]) -> Download:
@@ -61,7 +62,8 @@ class DeviceQueue(ABC):
 
     @abstractmethod
     def protect_downloads(self) -> None:
-        """What is launched from now on may overwrite tensors that are being downloaded."""
+        """Let work launched from now on overwrite tensors that are being downloaded: it waits for
+        the downloads."""
 
     @abstractmethod
     def begin(self) -> StepTiming:
@@ -94,7 +96,7 @@ class CpuQueue(DeviceQueue):
         pass
 
     def upload(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
-        """The arrays' own memory."""
+        """Tensors on the arrays' own memory."""
         return [torch.from_numpy(array) for array in arrays]
 
     def fill(self, parts: Sequence[Part], target: Tensor) -> None:
@@ -114,7 +116,7 @@ class CpuQueue(DeviceQueue):
 
 
 class BufferDownload(Download):
-    """Copies into a pinned buffer, complete when an event has come to pass."""
+    """Copies into a pinned buffer; they are complete when an event has happened."""
 
     def __init__(self, buffer: ResultBuffer, done: Event) -> None:
         self._buffer = buffer

@@ -1,7 +1,7 @@
-"""Page-locked host memory on both sides of a device: inputs leave from it, results arrive in it.
+"""Page-locked host memory for a device: inputs leave from it, results arrive in it.
 
-Copies from and to pageable memory make the host wait for the device; these don't. Nothing here
-knows CUDA: who makes the buffers decides where they lie, so the bookkeeping is tested on CPU.
+Copies from and to pageable memory make the host wait for the device; these copies don't. Nothing
+here knows CUDA: the caller makes the buffers, so the bookkeeping can be tested on CPU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ALIGNMENT = 16
 _SMALLEST = 1 << 14
 
 MakeBuffer = Callable[[int], Tensor]
-"""Bytes -> uint8 [bytes] of page-locked memory."""
+"""Takes a number of bytes and returns uint8 [bytes] of page-locked memory."""
 
 
 class Part(NamedTuple):
@@ -30,7 +30,7 @@ class Part(NamedTuple):
 
 
 def pack(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Aligned offsets for pieces of `sizes` bytes, and the bytes of all."""
+    """Aligned offsets for pieces of `sizes` bytes, and the number of bytes in all."""
     offsets, end = [], 0
     for size in sizes:
         offsets.append(end)
@@ -53,8 +53,8 @@ def _make(make_buffer: MakeBuffer, size: int) -> _HostBuffer:
 class StagingRing:
     """Buffers that inputs are copied to the device from.
 
-    A buffer is used again once the device has read it. If the oldest hasn't been, one more is made
-    instead of waiting: as many exist as copies were ever under way at once.
+    A buffer is used again once the device has read it. If the oldest has not been read, one more is
+    made instead of waiting. Their number is the largest number of copies under way at once.
     """
 
     def __init__(self, make_buffer: MakeBuffer, make_event: Callable[[], Event]) -> None:
@@ -69,7 +69,7 @@ class StagingRing:
     def copy(self, parts: Sequence[Part], target: Tensor) -> None:
         """Start one copy that leaves every part in `target`, uint8 [bytes] on the device.
 
-        Between the parts undefined bytes are written. On the current stream.
+        Undefined bytes are written between the parts. The copy runs on the current stream.
         """
         size = target.numel()
         buffer, event = self._take(size)
@@ -85,7 +85,7 @@ class StagingRing:
             buffer, event = self._ring.popleft()
             if buffer.array.size >= size:
                 return buffer, event
-            # Too small for today's steps: it goes, a larger one comes.
+            # The buffer is too small for the present steps: a larger one replaces it.
         return _make(self._make_buffer, size), self._make_event()
 
 

@@ -15,11 +15,11 @@ class Executor(ABC):
     """Runs steps on all workers of one engine."""
 
     num_kv_tokens: int
-    """Size of the KV cache that the workers settled on."""
+    """Size of the KV cache in tokens, which the workers decided."""
 
     @abstractmethod
     def launch(self, batch: ModelWorkerBatch) -> None:
-        """Start a step. Doesn't wait for earlier ones. Raises `EngineDeadError`."""
+        """Start a step without waiting for earlier ones. Raises `EngineDeadError`."""
 
     @abstractmethod
     def sample(self, masks: SampleMasks) -> None:

@@ -1,4 +1,4 @@
-"""`MessageExecutor`: workers behind sockets, however they were started."""
+"""`MessageExecutor`: workers behind sockets, for any way of starting them."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ READY_TIMEOUT_S = 1800.0
 
 
 class ReadyWorkers(NamedTuple):
-    """What all ranks told when they were ready."""
+    """What all ranks reported when they were ready."""
 
     addresses: list[str]
-    """Of their inboxes, in rank order."""
+    """Addresses of their inboxes, in rank order."""
     num_kv_tokens: int
-    """KV cache that every rank has room for."""
+    """Size in tokens of the KV cache; every rank has room for it."""
 
 
 class MessageExecutor(Executor):
-    """Workers behind sockets: plans are encoded once and sent to each."""
+    """Workers behind sockets. A step's message is encoded once and sent to each worker."""
 
     def __init__(self, results: Inbox, workers: ReadyWorkers, dead: Callable[[], str]) -> None:
         """Takes steps' results from `results`. `dead` names a lost worker, or "" if all live."""

@@ -32,7 +32,7 @@ class MultiprocessExecutor(MessageExecutor):
         world_size = config.world_size
         if config.device == "cuda":
             _check_gpus(world_size)
-        # Holding the store here avoids the race of finding a free port first.
+        # Opening the store here avoids a race: a free port could be taken before it is used.
         self._store = open_store("127.0.0.1", 0, master=True)
         store = ("127.0.0.1", self._store.port)
         results = Inbox()
@@ -89,7 +89,7 @@ def _worker_main(config: WorkerConfig, rank: int, store: tuple[str, int], result
 
 
 def _die_with_parent() -> None:
-    """A parent that is killed can't stop its workers: the kernel does (Linux)."""
+    """Let the kernel (Linux) end this worker if its parent is killed and can't stop it."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

@@ -22,7 +22,7 @@ class TokenToKVPoolAllocator:
     filled before a new one is taken; what is left of it stays with the request.
 
     Free pages are a stack (last in, first out) in a numpy array, so that a step's pages come off
-    in one slice whatever the batch size. `num_tokens` is rounded down to pages of `page_size`.
+    in one slice for any batch size. `num_tokens` is rounded down to pages of `page_size`.
     """
 
     def __init__(self, num_tokens: int, page_size: int) -> None:
@@ -55,13 +55,13 @@ class TokenToKVPoolAllocator:
         return self._num_free * self.page_size
 
     def pages_needed_extend(self, prefix_lens: ArrayLike, seq_lens: ArrayLike) -> int:
-        """New pages that `alloc_extend` takes for these lengths [B]."""
+        """Number of new pages that `alloc_extend` takes for these lengths [B]."""
         prefix = np.asarray(prefix_lens, dtype=np.int64)
         seq = np.asarray(seq_lens, dtype=np.int64)
         return int((self._num_pages_of(seq) - self._num_pages_of(prefix)).sum())
 
     def pages_needed_decode(self, seq_lens: ArrayLike) -> int:
-        """New pages that `alloc_decode` takes; `seq_lens` [B] count the token being added."""
+        """Number of new pages that `alloc_decode` takes; `seq_lens` [B] count the new token."""
         seq = np.asarray(seq_lens)
         if self.page_size == 1:
             return len(seq)
@@ -70,13 +70,13 @@ class TokenToKVPoolAllocator:
     def alloc_extend(
         self, prefix_lens: ArrayLike, seq_lens: ArrayLike, last_locs: ArrayLike
     ) -> Int32Array | None:
-        """Slots for the tokens prefix..seq of each request: first the rest of its last page.
+        """Slots for the tokens prefix..seq of each request; the rest of its last page comes first.
 
-        `prefix_lens` [B] tokens have slots already, `seq_lens` [B] will; `last_locs` [B] is the
-        slot of token prefix - 1, any value where the prefix ends a page. Returns
-        int32 [sum(seq - prefix)] in request order, or None and changes nothing when there are too
-        few free pages. Raises `KVPoolError` if a length shrinks, or a last slot isn't where such
-        a prefix ends.
+        `prefix_lens` [B] tokens have slots already, `seq_lens` [B] tokens will have them.
+        `last_locs` [B] is the slot of token prefix - 1; any value where the prefix ends a page.
+        Returns int32 [sum(seq - prefix)] in request order. If there are too few free pages it
+        returns None and changes nothing. Raises `KVPoolError` if a length shrinks, or if a last
+        slot isn't where such a prefix ends.
         """
         prefix = np.asarray(prefix_lens, dtype=np.int64)
         seq = np.asarray(seq_lens, dtype=np.int64)
@@ -101,7 +101,7 @@ class TokenToKVPoolAllocator:
         for count, last_loc, room in zip(
             extend.tolist(), last.tolist(), (-prefix % size).tolist(), strict=True
         ):
-            # First the room left in the page of last_loc, then whole pages but for the end.
+            # First the room left in the page of last_loc, then pages; only the last may be partial.
             rest = max(count - room, 0)
             slots[done : done + count - rest] = np.arange(last_loc + 1, last_loc + 1 + count - rest)
             slots[done + count - rest : done + count] = fresh[used : used + rest]
@@ -112,9 +112,9 @@ class TokenToKVPoolAllocator:
     def alloc_decode(self, seq_lens: ArrayLike, last_locs: ArrayLike) -> Int32Array | None:
         """One slot for each request's next token, int32 [B].
 
-        `seq_lens` [B] count the new token; `last_locs` [B] is the slot of the token before, any
-        value where a new page begins. Returns None and changes nothing when there are too few
-        free pages. Raises `KVPoolError` if a last slot isn't where such a sequence ends.
+        `seq_lens` [B] count the new token. `last_locs` [B] is the slot of the token before; any
+        value where a new page begins. If there are too few free pages it returns None and changes
+        nothing. Raises `KVPoolError` if a last slot isn't where such a sequence ends.
         """
         size = self.page_size
         seq = np.asarray(seq_lens)
@@ -153,7 +153,7 @@ class TokenToKVPoolAllocator:
                 f"free: slots {int(slots.min())}..{int(slots.max())} aren't all within "
                 f"{self.page_size}..{self.total_size + self.page_size - 1}"
             )
-        # As intp once, since numpy would convert at each of the look-ups below.
+        # Convert to intp once; numpy would convert at each look-up below.
         distinct = self._distinct_pages(pages.astype(np.intp))
         if self.page_size == 1 and len(distinct) != len(pages):
             raise KVPoolError("free: a slot comes twice in one call")
@@ -197,8 +197,8 @@ class TokenToKVPoolAllocator:
     def _distinct_pages(self, pages: NDArray[np.intp]) -> NDArray[np.intp]:
         """The pages without repeats, in O(n): np.unique would sort.
 
-        Each place writes its position into its page's entry; whichever write won is the one
-        place of that page that reads its own position back.
+        Each place writes its position into its page's entry. Exactly one of a page's places then
+        reads its own position back: the one whose write won.
         """
         positions = np.arange(len(pages), dtype=np.int32)
         self._seen_at[pages] = positions

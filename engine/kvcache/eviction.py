@@ -1,4 +1,4 @@
-"""Which unused prefix goes first when KV room runs out."""
+"""Which unused prefix is evicted first when KV room runs out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ EvictionKey: TypeAlias = tuple[int, ...]
 
 
 class EvictionPolicy(ABC):
-    """An order on leaves."""
+    """An order in which leaves are evicted."""
 
     @abstractmethod
     def key(self, node: TreeNode) -> EvictionKey:
@@ -20,28 +20,28 @@ class EvictionPolicy(ABC):
 
 
 class LRUPolicy(EvictionPolicy):
-    """The leaf that was matched or inserted longest ago."""
+    """Evicts the leaf that was matched or inserted longest ago."""
 
     def key(self, node: TreeNode) -> EvictionKey:
         return (node.last_access,)
 
 
 class LFUPolicy(EvictionPolicy):
-    """The leaf that the fewest requests used, then LRU."""
+    """Evicts the leaf that the fewest requests used, then LRU."""
 
     def key(self, node: TreeNode) -> EvictionKey:
         return (node.hits, node.last_access)
 
 
 class FIFOPolicy(EvictionPolicy):
-    """The leaf that was stored first."""
+    """Evicts the leaf that was stored first."""
 
     def key(self, node: TreeNode) -> EvictionKey:
         return (node.created,)
 
 
 class PriorityPolicy(EvictionPolicy):
-    """The leaf whose requests' largest `priority` is the smallest, then LRU."""
+    """Evicts the leaf whose requests' largest `priority` is the smallest, then LRU."""
 
     def key(self, node: TreeNode) -> EvictionKey:
         return (node.priority, node.last_access)
@@ -50,11 +50,11 @@ class PriorityPolicy(EvictionPolicy):
 class EvictionQueue:
     """Evictable leaves, the next victim first, without ever walking the tree.
 
-    A heap with lazy repair. Every evictable leaf has exactly one entry; an entry may be
-    stale: its node was touched since (its key rose), locked, or got children. The entry is
-    put right when it surfaces. Because keys never fall, an entry's key is a lower bound of
-    its node's, so the first entry that is exact is the true minimum. Locking and touching
-    cost nothing here, and the heap never holds more entries than the tree has nodes.
+    A heap with lazy repair. Every evictable leaf has exactly one entry. An entry may be stale: its
+    node was touched since (its key rose), was locked, or got children. The entry is corrected when
+    it reaches the top. Because keys never fall, an entry's key is a lower bound of its node's key,
+    so the first entry that is exact is the true minimum. Locking and touching cost nothing here,
+    and the heap never holds more entries than the tree has nodes.
     """
 
     def __init__(self, policy: EvictionPolicy) -> None:
@@ -62,7 +62,7 @@ class EvictionQueue:
         self._heap: list[tuple[EvictionKey, int, TreeNode]] = []
 
     def __len__(self) -> int:
-        """Entries, stale ones included."""
+        """Number of entries, stale ones included."""
         return len(self._heap)
 
     def push(self, node: TreeNode) -> None:

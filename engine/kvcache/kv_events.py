@@ -10,8 +10,8 @@ from engine.protocol.messages import AllCleared, BlockRemoved, BlockStored, KVEv
 class KVEventLog:
     """Events since the last drain, numbered 1, 2, 3, ... without gaps.
 
-    A log that nobody drains keeps the last `max_pending`. The reader sees a gap in the numbers,
-    and asks for a snapshot.
+    A log that nobody drains keeps the last `max_pending` events. Its reader later sees a gap in the
+    numbers and asks for a snapshot.
     """
 
     def __init__(self, max_pending: int = 100_000) -> None:
@@ -36,7 +36,7 @@ class KVEventLog:
         return bool(self._pending)
 
     def drain(self) -> list[KVEvent]:
-        """The pending events in order; they're forgotten here."""
+        """The pending events in order; the log forgets them."""
         events = list(self._pending)
         self._pending.clear()
         return events

@@ -17,27 +17,27 @@ logger = logging.getLogger(__name__)
 PERIOD_S = 0.01
 """While steps run, events are gathered for this long and sent together."""
 HEARTBEAT_S = 1.0
-"""At most this long apart, subscribers hear of this engine, events or not."""
+"""Subscribers hear of this engine at least this often, also without events."""
 
 
 class KVPublisher:
-    """A snapshot for each new subscriber, then numbered events to all.
+    """Sends a snapshot to each new subscriber, then numbered events to all.
 
-    `send(address, message)` says whether the receiver still reads. Subscribers are told apart by
-    `reply_to`; what was missed is asked for by subscribing again.
+    `send(address, message)` returns whether the receiver still reads. `reply_to` identifies a
+    subscriber. A subscriber that missed events subscribes again.
     """
 
     def __init__(self, tree: RadixCache, send: Callable[[str, Any], bool]) -> None:
         self._tree = tree
         self._send = send
         self._replicas: dict[str, str] = {}
-        """Subscribers, and what they call this engine."""
+        """Subscribers, and the name that each uses for this engine."""
         self._due = 0.0
         self._seq = 0
         self.epoch = time.time_ns()
 
     def __len__(self) -> int:
-        """How many subscribe."""
+        """Number of subscribers."""
         return len(self._replicas)
 
     def subscribe(self, request: SubscribeKVEvents) -> None:
@@ -57,7 +57,8 @@ class KVPublisher:
         self._replicas.pop(reply_to, None)
 
     def publish(self, now: float, *, is_idle: bool) -> None:
-        """Send what has happened, if it is time to: at once when the loop is about to sleep."""
+        """Send the events so far, if `PERIOD_S` has passed or the loop is about to sleep. Without
+        events, send after `HEARTBEAT_S`."""
         pending = self._tree.has_pending_events
         if (pending and (is_idle or now >= self._due)) or now >= self._due + HEARTBEAT_S:
             self._due = now + PERIOD_S

@@ -36,8 +36,8 @@ def hash_pages(
     equal prefixes, and an index of hashes can be searched from the left. (The chaining is vLLM's
     and nano-vllm's; the hash is not Python's, which differs between processes.)
 
-    From token_ids [num_tokens] to uint64 [num_tokens // page_size]: a last partial page has no
-    hash.
+    Takes token_ids [num_tokens], returns uint64 [num_tokens // page_size]: a last partial page has
+    no hash.
     """
     token_bytes = np.asarray(token_ids).astype("<i4", copy=False).tobytes()
     hashes = chain_hashes(token_bytes, page_size, root_hash(namespace))

@@ -74,8 +74,8 @@ class RadixCache:
         self._evictable_size = 0
         self._protected_size = 0
         self._no_indices = np.empty(0, dtype=np.int32)
-        # What empty matches end on, in any namespace. Its only use is to be locked for
-        # nothing; it never has children.
+        # Empty matches end on this node, in any namespace. Callers lock it like any other node,
+        # which has no effect; it never has children.
         self.root = TreeNode(self._new_id(), None, b"", self._no_indices, "")
         self._namespaces: dict[str, TreeNode] = {}
 
@@ -86,7 +86,7 @@ class RadixCache:
 
     @property
     def protected_size(self) -> int:
-        """Tokens in locked nodes."""
+        """Tokens in locked nodes, which can't be evicted."""
         return self._protected_size
 
     @property
@@ -97,8 +97,9 @@ class RadixCache:
     def match_prefix(self, token_ids: NDArray[np.int32], namespace: str = "") -> MatchResult:
         """Find the longest cached prefix of `token_ids` (int32 [num_tokens]), in whole pages.
 
-        It counts as used now. The node in which the match ends may be split. The slots are the
-        tree's: lock `last_node` before the next `evict`, and keep it locked while they're in use.
+        The prefix counts as used now. The node in which the match ends may be split. The slots are
+        the tree's: lock `last_node` before the next `evict`, and keep it locked while the slots are
+        in use.
         """
         top = self._namespaces.get(namespace)
         if top is None:
@@ -119,13 +120,13 @@ class RadixCache:
         """Give the whole pages of a request to the tree: `token_ids` and their slots, `indices`.
 
         With aligned = len(token_ids) rounded down to pages, the tree now owns
-        indices[prefix_len:aligned], which it copies. indices[:prefix_len] aren't taken: those
-        that aren't the tree's own slots are duplicates, for the caller to free. The tail beyond
+        indices[prefix_len:aligned], which it copies. It doesn't take indices[:prefix_len]: slots
+        there that aren't the tree's own are duplicates, which the caller frees. The tail beyond
         aligned stays with the caller. A disabled cache takes nothing, and prefix_len is 0.
 
         `priority` is for the policy of that name; the highest of a node's requests counts.
-        `page_hashes` are those of the first pages if somebody has computed them already (see
-        `hash_pages`); events need them all. Raises `ValueError` if there are too few slots.
+        `page_hashes` are hashes of the first pages that were computed already (see `hash_pages`);
+        events need the hashes of all. Raises `ValueError` if there are too few slots.
         """
         if self.disable:
             return InsertResult(0, self.root)
@@ -155,7 +156,7 @@ class RadixCache:
         return InsertResult(prefix_len, last)
 
     def inc_lock_ref(self, node: TreeNode) -> None:
-        """Protect the path to this node. Raises `KVPoolError` if it has been evicted."""
+        """Protect the path to this node. Raises `KVPoolError` if the node has been evicted."""
         if node.lock_ref == EVICTED:
             raise KVPoolError(f"inc_lock_ref: node {node.node_id} has been evicted")
         parent = node.parent
@@ -186,9 +187,10 @@ class RadixCache:
             parent = node.parent
 
     def evict(self, num_tokens: int) -> int:
-        """Free unlocked leaves in the policy's order until `num_tokens` are free; how many are.
+        """Free unlocked leaves in the policy's order until `num_tokens` are free.
 
-        Whole nodes are freed, so that it may be more. It is less when everything left is locked.
+        Returns the number of tokens freed. Whole nodes are freed, so it may be more than
+        `num_tokens`. It is less if everything left is locked.
         """
         victims: list[TreeNode] = []
         freed = 0
@@ -220,7 +222,7 @@ class RadixCache:
             self._events.cleared()
 
     def num_nodes(self) -> int:
-        """Nodes in the tree; walks it."""
+        """Number of nodes; walks the whole tree."""
         return sum(1 for _ in self._nodes())
 
     def all_indices(self) -> NDArray[np.int32]:
@@ -244,8 +246,8 @@ class RadixCache:
     def snapshot(self) -> tuple[int, list[BlockStored]]:
         """The tree as it stands, for a reader that missed events.
 
-        The number of the last event that it contains, which its `BlockStored` also carry, and
-        those, parents first. The reader drops what it knew, applies them, and goes on with
+        Returns the number of the last event that the snapshot contains, and `BlockStored` events of
+        that number, parents first. The reader drops what it knew, applies them, and goes on with
         events of higher numbers. Raises `KVPoolError` if events are off.
         """
         if self._events is None:
@@ -338,7 +340,7 @@ class RadixCache:
         return leaf
 
     def _remove_leaf(self, node: TreeNode) -> None:
-        """Unlink an evicted leaf; its parent may be the next."""
+        """Unlink an evicted leaf. Its parent may become evictable."""
         parent = node.parent
         assert parent is not None
         del parent.children[node.key[: self._page_bytes]]

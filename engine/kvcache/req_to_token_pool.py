@@ -29,7 +29,7 @@ class ReqToTokenPool:
         self._is_free = bytearray([0] + [1] * size)
 
     def available_size(self) -> int:
-        """Free rows."""
+        """Number of free rows."""
         return len(self._free_rows)
 
     def alloc(self) -> int | None:
@@ -41,7 +41,7 @@ class ReqToTokenPool:
         return idx
 
     def free(self, idx: int) -> None:
-        """Give a row back. Raises `KVPoolError` if it is free already, or none of ours."""
+        """Give a row back. Raises `KVPoolError` if it is free already or not in 1..size."""
         if not PADDING_ROW < idx <= self.size:
             raise KVPoolError(f"row {idx} isn't a request row (1..{self.size})")
         if self._is_free[idx]:

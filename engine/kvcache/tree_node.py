@@ -17,7 +17,7 @@ class TreeNode:
     """A run of whole pages that every path through it shares.
 
     Callers hold nodes only as handles for locking. A split puts a new node above this one and
-    leaves this object the tail, so that a handle keeps standing for the same prefix.
+    leaves the tail in this object, so that a handle still stands for the same prefix.
     """
 
     node_id: int
@@ -32,13 +32,13 @@ class TreeNode:
     hashes: list[int] = field(default_factory=list)
     """One per page; empty unless the cache has events."""
     lock_ref: int = 0
-    """Locks on this node or below, at least those of each child. `EVICTED` after the node has
-    left the tree."""
+    """Locks on this node or on nodes below it: at least the locks of each child. `EVICTED` after
+    the node has left the tree."""
     last_access: int = 0
-    """Tick of the cache's logical clock, as is `created`."""
+    """A tick of the cache's logical clock; so is `created`."""
     created: int = 0
     hits: int = 0
-    """Inserts that passed: about one for each request that used it."""
+    """Inserts that passed this node: about one for each request that used it."""
     priority: int = 0
     queued: bool = False
     """The node has an entry in the eviction queue."""
@@ -50,23 +50,23 @@ class TreeNode:
 
     @property
     def is_root(self) -> bool:
-        """Whether it is the top of a namespace, which holds no tokens."""
+        """Whether the node is the top of a namespace, which holds no tokens."""
         return self.parent is None
 
     @property
     def is_evictable(self) -> bool:
-        """Whether it is a leaf that nobody has locked."""
+        """Whether the node is an unlocked leaf."""
         return self.lock_ref == 0 and not self.children and self.parent is not None
 
     def split(self, head_id: int, at: int, page_bytes: int) -> TreeNode:
-        """Put a new node with the first `at` bytes of this one above it, and return that.
+        """Put a new node with the first `at` bytes of this one above it, and return the new node.
 
-        The caller is using the new node, and sets its `last_access`.
+        The caller sets the `last_access` of the new node.
         """
         parent = self.parent
         assert parent is not None
         tokens = at // TOKEN_BYTES
-        # Copies: a slice of an array would keep the whole of it alive.
+        # Copies: a slice of an array would keep the whole array alive.
         head = TreeNode(
             head_id, parent, self.key[:at], self.indices[:tokens].copy(), self.namespace
         )
@@ -86,7 +86,7 @@ class TreeNode:
 
 
 def common_bytes(key: bytes, data: bytes, offset: int, page_bytes: int) -> int:
-    """Length of the whole pages that `key` and `data[offset:]` share; not all of `key`."""
+    """Bytes of the whole pages that `key` and `data[offset:]` share; not all of `key`."""
     count = min(len(key), len(data) - offset) // TOKEN_BYTES
     differs = np.frombuffer(key, np.int32, count) != np.frombuffer(data, np.int32, count, offset)
     first = int(differs.argmax())

@@ -1,7 +1,7 @@
 """FlashInfer's kernels for the small operations between the matrix products.
 
-Each is one launch in place of three to ten and reads its input once. Without FlashInfer, on CPU
-and in float32 the layers compute with torch.
+Each kernel is one launch in place of three to ten and reads its input once. Without FlashInfer, on
+CPU and in float32, the layers compute with torch.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class FusedOps:
 
 
 def fused_ops(device: torch.device, dtype: torch.dtype) -> FusedOps | None:
-    """The fused kernels where they can be used, else None. Once per model."""
+    """The fused kernels where they can be used, else None. Call this once per model."""
     if device.type == "cuda" and dtype in HALF_DTYPES and flashinfer_installed():
         return FusedOps()
     return None

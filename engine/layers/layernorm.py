@@ -31,7 +31,7 @@ class RMSNorm:
             return self.fused.rms_norm(x, self.weight, self.eps)
         if x.is_cuda:
             return F.rms_norm(x, (self.size,), self.weight, self.eps)
-        # Half the operators of mean(x * x), and on CPU half the time.
+        # This takes half the operators of mean(x * x), and on CPU half the time.
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
         scale = torch.addcmul(self._eps, norm, norm, value=1.0 / self.size).rsqrt_()
         return (x * scale).to(x.dtype).mul_(self.weight)
@@ -39,7 +39,7 @@ class RMSNorm:
     def add_and_norm(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """(norm(x + residual), x + residual); without a residual (norm(x), x).
 
-        The arguments are the caller's no more: with a residual they may hold the results.
+        The caller must not use the arguments afterwards: with a residual they may hold the results.
         """
         if residual is not None:
             if self.fused is not None:

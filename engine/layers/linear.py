@@ -12,10 +12,10 @@ from engine.model_config import ModelConfig
 
 
 class MergedColumnParallelLinear:
-    """Several projections of one input as one matrix; each rank owns a share of each's outputs.
+    """Several projections of one input as one matrix. Each rank owns a share of each projection.
 
-    `sizes` are the full output sizes, which tp_size divides (`ModelConfig.check_split`). With
-    `copies`, that many ranks hold the same share of the projection. The output is
+    `sizes` are the full output sizes, which tp_size divides (`ModelConfig.check_split`). `copies`
+    is the number of ranks that hold the same share of a projection. The output is
     [N, sum(local_sizes)], in the order of `sizes`.
     """
 

@@ -38,13 +38,13 @@ class RopeTables(NamedTuple):
         return rotate(q, self), rotate(k, self)
 
     def rotate_joint(self, qk: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
-        # One pass over both costs a CPU less than two.
+        # On CPU one pass over q and k costs less than two passes.
         qk = rotate(qk, self)
         return qk[:, :num_heads], qk[:, num_heads:]
 
 
 class FusedRope(NamedTuple):
-    """The same in place by one kernel that looks the angles up itself, in float32."""
+    """Rotates in place by one kernel, which looks up the angles itself, in float32."""
 
     fused: FusedOps
     positions: Tensor
@@ -91,7 +91,7 @@ class RotaryEmbedding:
 
 
 def rotate(x: Tensor, tables: RopeTables) -> Tensor:
-    """[T, heads, head_dim] -> the same, rotated; a new contiguous tensor."""
+    """Rotate x [T, heads, head_dim]; returns a new contiguous tensor."""
     swapped = torch.roll(x, x.shape[-1] // 2, -1)
     return torch.addcmul(swapped.mul_(tables.sin), x, tables.cos)
 

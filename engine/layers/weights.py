@@ -37,8 +37,8 @@ class WeightSource(ABC):
     ) -> Tensor:
         """Elements [start, start + count) along `dim` of the tensor `name` of full size `shape`.
 
-        In this source's dtype, on its device. Raises `ConfigError` naming the tensor if it is
-        missing or has another shape.
+        The result has this source's dtype and device. Raises `ConfigError` naming the tensor if it
+        is missing or has another shape.
         """
 
 
@@ -126,7 +126,8 @@ class SafetensorsSource(WeightSource):
 
 
 class DummySource(WeightSource):
-    """Seeded random weights: the same for a name under any split, made without a checkpoint."""
+    """Seeded random weights, made without a checkpoint. A name has the same weights under any
+    split."""
 
     def __init__(self, seed: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(dtype, device)

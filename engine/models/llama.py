@@ -120,7 +120,7 @@ class DecoderLayer:
         backend: AttentionBackend,
         batch: ForwardBatch,
     ) -> tuple[Tensor, Tensor]:
-        """The output, not yet added, and the residual, each [T, hidden]."""
+        """The output and the residual, each [T, hidden]; they are not added yet."""
         x, residual = self.input_norm.add_and_norm(x, residual)
         x = self.attention(x, rope, backend, batch)
         x, residual = self.post_norm.add_and_norm(x, residual)
@@ -188,7 +188,7 @@ class LlamaModel:
         if self.embedding is not None:
             hidden = self.embedding(batch.input_ids)
         elif hidden is not None and self.fused is not None:
-            hidden = hidden.clone()  # the caller's; fused norms add to it in place
+            hidden = hidden.clone()  # the caller owns it; fused norms add to it in place
         if hidden is None:
             raise ValueError("a later pipeline stage needs the previous stage's hidden states")
         rope = self.rotary.lookup(batch.positions, self.dtype)

@@ -1,4 +1,4 @@
-"""`LoadProgress`: how far the weights are, as a bar on a terminal, as log lines elsewhere."""
+"""`LoadProgress`: how far loading is, as a bar on a terminal and as log lines elsewhere."""
 
 from __future__ import annotations
 

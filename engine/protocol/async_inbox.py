@@ -23,12 +23,12 @@ class AsyncInbox:
         for fd in self._fds:
             self._loop.add_reader(fd, self._on_readable, fd)
         self._going_on = True
-        """The loop will call `_drain` anyway, so that `_on_readable` has nothing to do."""
+        """True while the loop will call `_drain` anyway; then `_on_readable` has nothing to do."""
         self._loop.call_soon(self._drain)
 
     @property
     def address(self) -> str:
-        """Where others send to."""
+        """The address that others send to."""
         return self._inbox.address
 
     def close(self) -> None:

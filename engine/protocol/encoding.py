@@ -39,9 +39,9 @@ def encode(message: Any) -> list[bytes | memoryview]:
 
 
 def encode_inline(message: Any) -> bytes:
-    """`message` as one byte string, whatever the size of its arrays; `decode([b], kind)` reads it.
+    """`message` as one byte string, for arrays of any size; `decode([b], kind)` reads it.
 
-    For carriers that take a single value (a Ray call).
+    For transports that take a single value (a Ray call).
     """
     return msgspec.msgpack.encode(message, enc_hook=_inline)
 
@@ -49,7 +49,7 @@ def encode_inline(message: Any) -> bytes:
 def _inline(value: Any) -> msgspec.msgpack.Ext:
     if not isinstance(value, np.ndarray):
         raise TypeError(f"can't encode {type(value).__name__} in a message")
-    # tobytes gives C order whatever the layout.
+    # tobytes gives C order for any layout.
     return msgspec.msgpack.Ext(_EXT_ARRAY, _header(value.dtype.char, value.shape) + value.tobytes())
 
 
@@ -85,12 +85,12 @@ def _header(char: str, shape: tuple[int, ...]) -> bytes:
 
 @lru_cache(maxsize=4096)
 def _parse(header: bytes) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    """dtype and shape of which `_header` made the bytes."""
+    """The dtype and shape that `_header` encoded."""
     sizes = (header[i : i + 4] for i in range(2, 2 + 4 * header[1], 4))
     return np.dtype(chr(header[0])), tuple(int.from_bytes(size, "little") for size in sizes)
 
 
 def _array(data: bytes | memoryview, dtype: np.dtype[Any], shape: tuple[int, ...]) -> np.ndarray:
     flat: np.ndarray = np.frombuffer(data, dtype)
-    # Most have one dimension, and a reshape costs as much as the rest.
+    # Most arrays have one dimension, and a reshape would double the cost of decoding one.
     return flat if flat.shape == shape else flat.reshape(shape)

@@ -1,9 +1,9 @@
-"""Datagrams between processes of one node: the fast lane beside the transport's ZeroMQ.
+"""Datagrams between processes of one node: the faster path beside the transport's ZeroMQ.
 
-A datagram wakes its receiver and nobody else, where ZeroMQ also wakes a thread on either side. On
-busy cores each wake-up waits its turn. Abstract Unix sockets leave no file behind, never lose a
-message, and refuse one at once when their queue is full. They exist per network namespace: who
-can't connect counts as being on another node.
+A datagram wakes only its receiver; ZeroMQ also wakes a thread on either side. On busy cores each
+wake-up waits its turn. Abstract Unix sockets leave no file behind, never lose a message, and refuse
+one at once when their queue is full. They exist per network namespace: a process that can't connect
+counts as being on another node.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 MAX_BYTES = 64 * 1024
 """Limit for the frames of a message. Larger messages gain nothing here."""
 BUFFER_BYTES = 2 * MAX_BYTES
-"""Room for any datagram: head, sizes of the frames if there are several, frames."""
+"""Enough for any datagram: its head, the sizes of the frames if there are several, the frames."""
 
 
 def bind(secret: bytes) -> socket.socket | None:
@@ -47,7 +47,7 @@ def send(outbox: socket.socket, head: bytes, frames: Sequence[bytes | memoryview
     sizes = [memoryview(frame).nbytes for frame in frames]
     if sum(sizes) > MAX_BYTES:
         return False
-    # Nearly all have one frame, which needs no size.
+    # Nearly all messages have one frame, which needs no size.
     parts = [head, *frames]
     if len(frames) > 1:
         parts.insert(1, struct.pack(f"<{len(sizes)}I", *sizes))
@@ -61,7 +61,7 @@ def send(outbox: socket.socket, head: bytes, frames: Sequence[bytes | memoryview
 def receive(inbox: socket.socket, buffer: memoryview) -> memoryview | None:
     """The next datagram; None if none waits.
 
-    `buffer` (`BUFFER_BYTES`) is the caller's: to make one takes longer than the rest of this.
+    The caller passes a `buffer` of `BUFFER_BYTES`: to make one takes longer than to receive.
     """
     try:
         size = inbox.recv_into(buffer)

@@ -82,9 +82,9 @@ class ModelWorkerBatch(msgspec.Struct, array_like=True):
 
 
 class SampleMasks(msgspec.Struct, array_like=True):
-    """Tokens that the constrained rows of a step may sample; what completes a delayed sample.
+    """Tokens that the constrained rows of a step may sample; they complete a delayed sample.
 
-    Sent once the tokens before them are known. K rows; rows not named may sample anything.
+    Sent once the tokens before them are known. K rows; rows not named may sample any token.
     """
 
     step: int
@@ -120,7 +120,7 @@ class GenerationBatchResult(msgspec.Struct, array_like=True):
     """[S] if any sampled row asked for log-probabilities."""
     prompt_logprobs: list[PromptLogprobs] | None = None
     row_errors: dict[int, str] | None = None
-    """By index into the sampled rows: why that request can't go on (NaN logits)."""
+    """Why a request can't go on (NaN logits), by index into the sampled rows."""
     error: str | None = None
     """Set if the step failed: the engine can't go on."""
     device_s: float | None = None
@@ -140,20 +140,20 @@ class AddRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     params: SamplingParams
     reply_to: str = ""
     owner: str = ""
-    """Address that learns of the end by `RequestsDone` (the engine replica), if any."""
+    """Address that is told of the end by `RequestsDone` (the engine replica's), if any."""
     request_id: str = ""
     output_ids: np.ndarray | None = None
     priority: int = 0
     cache_salt: str = ""
     page_hashes: np.ndarray | None = None
     """uint64 [at most pages of input and output]: `engine.kvcache.hash_pages` of the first whole
-    pages, by a router that needed them; reused when the pages enter the prefix cache."""
+    pages. A router that needed them computed them; the prefix cache reuses them."""
 
 
 class AbortRequest(msgspec.Struct, kw_only=True):
-    """End a request in whatever state it is; its reader gets nothing more of it, not even its end.
+    """End a request in any state. Its reader gets nothing more of it, not even its end.
 
-    Sent when nobody reads it any more, and when the detokenizer has found a stop string.
+    Sent when nobody reads the request any more, and when the detokenizer has found a stop string.
     """
 
     rid: int
@@ -190,15 +190,15 @@ class StepOutputs(msgspec.Struct, array_like=True):
     started: list[tuple[int, int]]
     """(rid, cached prompt tokens) of requests whose first token is in this message."""
     logprobs: dict[int, TokenLogprobs] | None = None
-    """By index into `rids`."""
+    """Log-probabilities by index into `rids`."""
     prompt_logprobs: dict[int, list[TokenLogprobs | None]] | None = None
-    """By rid, whole prompt, in the message of the first token; the first entry is None."""
+    """By rid, for the whole prompt; sent with the first token. The first entry is None."""
     scheduler: str = ""
-    """Address of the scheduler's inbox, when requests start: aborts go there."""
+    """Address of the scheduler's inbox, set when requests start; aborts go there."""
 
 
 class RequestsDone(msgspec.Struct, array_like=True):
-    """Requests of one owner that ended, however they did."""
+    """Requests of one owner that ended, for any reason."""
 
     rids: list[tuple[str, int]]
     """(reply_to, rid)"""
@@ -213,11 +213,11 @@ class WorkerReady(msgspec.Struct):
 
     rank: int
     address: str
-    """Of the inbox that it takes steps from."""
+    """Address of the inbox that it takes steps from."""
     num_kv_tokens: int = 0
     """Size of its KV cache, the same on every rank."""
     error: str = ""
-    """Why it can't, if it can't."""
+    """Why the worker can't take steps; "" if it can."""
 
 
 class ReaderGone(msgspec.Struct):
@@ -267,7 +267,7 @@ class BlockStored(msgspec.Struct, frozen=True, tag=True):
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, tag=True):
-    """Pages left the tree, in any order; whatever extended them is gone too."""
+    """Pages left the tree, in any order; pages that extended them have left too."""
 
     seq: int
     block_hashes: list[int]
@@ -283,14 +283,15 @@ KVEvent: TypeAlias = BlockStored | BlockRemoved | AllCleared
 
 
 class SubscribeKVEvents(msgspec.Struct, array_like=True):
-    """Whoever routes requests wants to know what the prefix cache holds, now and from now on.
+    """A router asks for the contents of the prefix cache, now and from now on.
 
-    Answered by a `KVSnapshot`, also when it is repeated (a gap in the numbers).
+    The answer is a `KVSnapshot`, also if the router asks again (after a gap in the numbers).
     """
 
     reply_to: str
     replica: str = ""
-    """Address of the engine replica's inbox, which fills it in: the name used in what follows."""
+    """Address of the engine replica's inbox; the replica fills it in. Snapshot and events carry
+    it."""
 
 
 class UnsubscribeKVEvents(msgspec.Struct, array_like=True):
@@ -304,7 +305,7 @@ class KVSnapshot(msgspec.Struct, array_like=True):
 
     replica: str
     epoch: int
-    """Of a scheduler that starts again: larger."""
+    """Larger for a scheduler that was started again."""
     seq: int
     page_hashes: np.ndarray
     """uint64 [P]."""
@@ -313,11 +314,11 @@ class KVSnapshot(msgspec.Struct, array_like=True):
 class KVEvents(msgspec.Struct, array_like=True):
     """What has changed in the prefix cache: numbered events, without gaps within an epoch.
 
-    Without events, it says that there were none.
+    A message without events says that there were none.
     """
 
     replica: str
     epoch: int
     seq: int
-    """Of the last event so far."""
+    """Number of the last event so far."""
     events: list[KVEvent]

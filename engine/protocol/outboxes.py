@@ -35,7 +35,6 @@ class Outboxes:
             outbox.close()
 
     def close(self) -> None:
-        """Close all connections."""
         for outbox in self._by_address.values():
             outbox.close()
         self._by_address.clear()

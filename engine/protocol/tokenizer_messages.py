@@ -31,8 +31,8 @@ class TextDelta(msgspec.Struct, array_like=True, gc=False):
     """What is new of one request since its last delta; the last one has a `finish_reason`.
 
     `finish_reason`: "stop", "length", "abort" or "error". `stop_reason`: the stop string or the
-    token id that ended it (None for a text that ran out otherwise). `num_output` counts all
-    output tokens so far, resumed ones included. `error*` are set for errors.
+    token id that ended it (None if something else did). `num_output` counts all output tokens so
+    far, resumed ones included. `error*` are set for errors.
     """
 
     rid: int
@@ -73,7 +73,7 @@ class ChatRequest(msgspec.Struct, array_like=True):
 
 
 class EncodeReply(msgspec.Struct, array_like=True):
-    """Token ids, or why there are none (`error` not empty; `param`: the field at fault)."""
+    """Token ids, or, if `error` isn't empty, why there are none; `param` is the field at fault."""
 
     call: int
     ids: list[list[int]]
@@ -110,7 +110,7 @@ class Register(msgspec.Struct, array_like=True):
 
 
 class Registered(msgspec.Struct, array_like=True):
-    """The tokenizer knows the request, or why it can't (`error` not empty)."""
+    """The tokenizer knows the request, or, if `error` isn't empty, says why it can't."""
 
     call: int
     error: str = ""
@@ -123,6 +123,6 @@ class Unregister(msgspec.Struct, array_like=True):
 
 
 class TextOutputs(msgspec.Struct, array_like=True):
-    """What a step gave to one ingress: one message whatever the number of streams."""
+    """What a step gave to one ingress: one message for any number of streams."""
 
     deltas: list[TextDelta]

@@ -2,9 +2,9 @@
 
 An inbox binds one explicit address on a random port for ZeroMQ. On the same node it also takes
 datagrams (`local_socket`), which arrive sooner. A message goes by ZeroMQ if it is too large for a
-datagram or if the receiver has fallen behind. Numbers keep the order of both. An `address` also
-holds a secret, which every message carries; messages without it are ignored. Addresses are handed
-out through Ray (or by a parent process), never guessed.
+datagram or if the receiver has fallen behind. Messages are numbered, to keep their order over both
+ways. An `address` also holds a secret, which every message carries; messages without it are
+ignored. Addresses are handed out through Ray (or by a parent process), never guessed.
 """
 
 from __future__ import annotations
@@ -83,36 +83,38 @@ class Inbox:
         self._local = local_socket.bind(self._secret)
         self._buffer = memoryview(bytearray(local_socket.BUFFER_BYTES))
         self.fds = [int(self._socket.getsockopt(zmq.FD))]
-        """What to watch for reading once `has_message` said no: ZeroMQ's, then the datagrams'."""
+        """Descriptors to watch for reading after `has_message` returned False: ZeroMQ's, then the
+        datagrams'."""
         if self._local is not None:
             self.fds.append(self._local.fileno())
         self._signals = select.poll()
         for fd in self.fds:
             self._signals.register(fd, select.POLLIN)
         self._zmq_may_have = True
-        """ZeroMQ's descriptor only tells of changes: after one, ask until the answer is no."""
+        """Whether ZeroMQ may have a message. Its descriptor only tells of changes: after a change,
+        ask until there is none."""
         self.address = f"tcp://{host}:{port}#{self._secret.hex()}"
         self.refused = 0
-        """Messages dropped for a wrong secret or shape."""
+        """Number of messages dropped for a wrong secret or shape."""
         self._order = _Order()
         self._due: deque[Any] = deque()
         self._waiter = Waiter(self)
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
         return bool(self._socket.closed)
 
     def has_message(self) -> bool:
-        """Whether `recv` has one to give at once."""
+        """Whether `recv` would return a message at once."""
         while not self._due:
-            # One system call, which mostly says no. Asking ZeroMQ takes ten times as long.
+            # One system call; mostly there is no message. Asking ZeroMQ takes ten times the time.
             if not self._receive([fd for fd, _ in self._signals.poll(0)]):
                 return False
         return True
 
     def has_message_at(self, readable: Collection[int]) -> bool:
-        """As `has_message` once that has said no; `readable` are those of `fds` to read now."""
+        """As `has_message`, after that returned False. `readable` are the `fds` that are readable
+        now."""
         return self._receive(readable) and self.has_message()
 
     def recv(self, timeout_s: float | None = 0.0) -> Any | None:
@@ -184,15 +186,15 @@ class Inbox:
 
 
 class _Order:
-    """Messages of senders that use both lanes, by their numbers."""
+    """Puts messages of senders that use both ways in the order of their numbers."""
 
     def __init__(self) -> None:
         self._expected: dict[bytes, int] = {}
         self._held: dict[bytes, dict[int, tuple[Any, bool]]] = {}
-        """Early messages, until those before them came by the other lane."""
+        """Early messages, kept until the messages before them came by the other way."""
 
     def put(self, sender: bytes, number: int, message: Any, *, is_last: bool) -> list[Any]:
-        """The messages that are now due: none, `message`, or also those that waited for it."""
+        """The messages that are now due: none, or `message` and those that waited for it."""
         expected = self._expected.get(sender, 1)
         if number != expected:
             self._held.setdefault(sender, {})[number] = (message, is_last)
@@ -224,7 +226,7 @@ class Waiter:
     def wait(self, timeout_s: float | None) -> list[Inbox]:
         """The inboxes that have a message, as soon as one does; none if `timeout_s` passes first.
 
-        That may be up to a millisecond early, never late: steps are timed by it.
+        A timeout may end up to a millisecond early, never late: steps are timed by it.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         ready = [inbox for inbox in self._inboxes if inbox.has_message()]
@@ -260,13 +262,13 @@ class Outbox:
         self.send_frames(type(message), encoding.encode(message))
 
     def send_frames(self, kind: type[Any], frames: list[bytes | memoryview]) -> None:
-        """As `send`, of frames already encoded (one plan to many workers)."""
+        """As `send`, for frames that are encoded already (one step to many workers)."""
         self._send(_CODES[kind], frames)
 
     def close(self, linger_s: float = 1.0) -> None:
         """Close the sockets after sending what is queued, within `linger_s`."""
         if self._local is not None:
-            with contextlib.suppress(EngineDeadError):  # then nobody needs the goodbye
+            with contextlib.suppress(EngineDeadError):  # then nobody needs the last message
                 self._send(_BYE, [b""])
             self._local.close()
         self._socket.close(int(linger_s * 1000))

@@ -31,6 +31,6 @@ class SamplingBackend(ABC):
     def sample(self, logits: Tensor, plan: SamplingPlan, slots: Tensor, positions: Tensor) -> Drawn:
         """Draw from `logits` float32 [S, vocab] for rows with `slots` at `positions` int64 [S].
 
-        `plan` is `state.plan` of the same slots. Temperature, then min_p, top_k and top_p (on
-        what the others left), then the draw. Ids are in range whatever the logits are.
+        `plan` is `state.plan` of the same slots. The order is: temperature, then min_p, top_k and
+        top_p (on what the others left), then the draw. Ids are in range for any logits.
         """

@@ -1,10 +1,10 @@
-"""Sampling for CUDA: FlashInfer finds what top_k and top_p leave, without sorting.
+"""Sampling for CUDA: FlashInfer finds the tokens that top_k and top_p leave, without sorting.
 
-The draw stays Manta's own. Every request has a seed, given or drawn by the ingress, because a
-stream whose engine dies goes on elsewhere with the same tokens; FlashInfer's drawing kernels take
-their random numbers from the row's place in the batch and can't promise that, so only its filters
-are used. They keep every token as likely as the last one that is needed; which of those are in is
-then decided by token id, as in `TorchSampling`, so that both draw the same tokens.
+Manta draws by itself. Every request has a seed, given or drawn by the ingress, because a stream
+whose engine dies goes on elsewhere with the same tokens. FlashInfer's drawing kernels take their
+random numbers from the row's place in the batch and can't promise that, so only its filters are
+used. The filters keep all tokens that tie with the last one needed. Which of these stay is then
+decided by token id, as in `TorchSampling`, so that both draw the same tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from engine.sampling.torch_backend import Rows, TorchSampling
 class FlashInferSampling(TorchSampling):
     """`TorchSampling` with another way to draw under top_k and top_p.
 
-    Filters are asked to be deterministic: tensor parallel ranks sample each for itself.
+    The filters run in their deterministic mode, because each tensor parallel rank samples for
+    itself.
     """
 
     def __init__(self, state: SamplingState) -> None:
@@ -36,7 +37,7 @@ class FlashInferSampling(TorchSampling):
     def _draw(self, kind: Draw, rows: Rows, plan: SamplingPlan) -> Drawn:
         if kind is Draw.FULL:
             return super()._draw(kind, rows, plan)
-        # Working memory is [n, vocab] for top_k too, which plain torch takes in one piece.
+        # Working memory is [n, vocab] also for top_k; plain torch handles top_k in one piece.
         drawn = [
             self._draw_filtered(kind, part, plan.uses_min_p)
             for part in rows.split(self._rows_at_once)
@@ -67,8 +68,8 @@ class FlashInferSampling(TorchSampling):
         return probs * (above | _first(tied, room))
 
     def _top_p(self, probs: Tensor, top_p: Tensor) -> Tensor:
-        """`probs` [n, vocab] of the likeliest tokens of which the others have less than `top_p`
-        float32 [n, 1] of the mass before them; 0 for the rest."""
+        """`probs` [n, vocab] of the likeliest tokens, before each of which there is less than
+        `top_p` float32 [n, 1] of the mass; 0 for the others."""
         kept = self._kernels.top_p_renorm_probs(
             probs, top_p.squeeze(1).clamp(max=1.0), is_deterministic=True
         )
@@ -76,17 +77,17 @@ class FlashInferSampling(TorchSampling):
         mass = probs.sum(1, keepdim=True, dtype=torch.float64)
         mass_above = (probs * above).sum(1, keepdim=True, dtype=torch.float64)
         room = ((top_p * mass - mass_above) / least).ceil()
-        # Rows without top_p keep what rounding would lose.
+        # Rows without top_p keep tokens that rounding would lose.
         return probs * (above | _first(tied, room) | (top_p > 1.0))
 
 
 def _split_at_least(probs: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens above the least likely of `kept` (not 0), tokens as likely as it, and its `probs`
+    """Tokens above the least likely one of `kept` (not 0), tokens that tie with it, and its `probs`
     [n, 1]."""
     least = torch.where(kept > 0, probs, torch.inf).amin(1, keepdim=True)
     return probs > least, probs == least, least
 
 
 def _first(chosen: Tensor, count: Tensor) -> Tensor:
-    """The first `count` [n, 1] set ones of each row of `chosen` bool [n, vocab]."""
+    """Keep the first `count` [n, 1] set entries of each row of `chosen` bool [n, vocab]."""
     return chosen & (chosen.cumsum(1, dtype=torch.int32) <= count)

@@ -50,7 +50,7 @@ class PenaltyPool:
     def install(self, slots: Sequence[SlotParams]) -> None:
         """Take a row for each slot and fill it from the request's tokens so far.
 
-        The slots have none yet (`free`) and passed `check`.
+        The slots have no row yet (`free`) and passed `check`.
         """
         tokens = [np.asarray(item.token_ids, dtype=np.int64) for item in slots]
         while len(self._free) < len(slots):
@@ -81,7 +81,7 @@ class PenaltyPool:
             group.rows.take(factors[:, column : column + 1]) for column in range(3)
         )
         if group.repetition:
-            # 1 where not seen; exact where seen, since repetition - 1 is, down to 0.5.
+            # 1 where not seen. Exact where seen, because repetition - 1 is exact down to 0.5.
             factor = self.seen.index_select(0, group.pool_rows).mul_(repetition - 1.0).add_(1.0)
             # Both halves instead of torch.where: comparisons aren't vectorised on a CPU.
             scores = (scores.clamp(min=0.0) / factor).add_(factor.mul_(scores.clamp(max=0.0)))

@@ -90,7 +90,7 @@ class Sampler:
         drawn = self._backend.sample(logits, plan, slots, seq_lens)
         if plan.penalties is not None:
             self.state.penalty_pool.add_tokens(plan.penalties, drawn.token_ids)
-        # Not finite: x - x is NaN for infinities too. A third of isfinite's cost.
+        # x - x is NaN for NaN and for infinities. This costs a third of isfinite.
         nan_rows = (drawn.row_max - drawn.row_max).isnan()
         if plan.logprobs is None or raw is None:
             return SampledTokens(drawn.token_ids, nan_rows, None, None)

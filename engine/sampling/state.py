@@ -40,7 +40,7 @@ class RowParams(NamedTuple):
 
 
 class SamplingState:
-    """Sampling parameters by slot: tensors on the device, and on the host which slot uses what.
+    """Sampling parameters by slot, as tensors on the device. The host knows what each slot uses.
 
     A slot that was never installed is greedy. Slots are installed when a request takes them and
     again when it comes back after a retraction or a resume; everything else that sampling depends
@@ -68,8 +68,8 @@ class SamplingState:
     def install(self, slots: Sequence[SlotParams]) -> None:
         """Set the state of `slots`; of a slot named twice the last entry counts.
 
-        Raises `ValueError` if a slot samples without a seed (whoever admits the request draws
-        one) or uses penalties and came without its tokens; then no slot has changed.
+        Raises `ValueError` if a slot samples without a seed (admission draws one) or uses penalties
+        and came without its tokens; then no slot has changed.
         """
         latest = list({item.slot: item for item in slots}.values())
         if not latest:
@@ -118,7 +118,7 @@ class SamplingState:
         return self._floats[:, 3:6].index_select(0, slots)
 
     def min_lens(self, slots: Tensor) -> Tensor:
-        """int64 [S]: tokens (prompt and output) from which on a row may end."""
+        """int64 [S]: the number of tokens (prompt and output) at which a row may end."""
         return self._ints[:, 2].index_select(0, slots)
 
     def _install_on_host(self, item: SlotParams) -> None:

@@ -24,10 +24,11 @@ def argmin(values: Tensor) -> Tensor:
 class TokenOrder:
     """Finds the likeliest tokens of each row, in an order that no tie can change.
 
-    A token's sort key is an int64: the float bits of (row maximum - logit), which order like the
-    non-negative number that they are, above its id. Keys are distinct, so the order doesn't depend
-    on how many tokens are asked for, on the batch or on the device; logits of a bfloat16 model tie
-    often. Logits so close that the difference rounds to the same number count as tied.
+    A token's sort key is an int64. Its high half holds the float bits of (row maximum - logit),
+    which order like that non-negative number; its low half holds the token id. Keys are distinct,
+    so the order doesn't depend on how many tokens are asked for, on the batch or on the device.
+    Logits of a bfloat16 model tie often. Logits whose differences round to the same number count as
+    tied.
     """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:

@@ -24,9 +24,9 @@ _MASS_MARGIN = 1e-4
 class TorchSampling(SamplingBackend):
     """Draws by group of rows: greedy, whole vocabulary, top_p only, top_k.
 
-    Each group costs only what it needs: an argmax; noise for every token; the same with a check,
-    and a sort where it fails; noise for the top k. The groups come from the host's plan, so that
-    no step waits for the device.
+    Each group costs only what it needs. In this order: an argmax; noise for every token; the same
+    with a check, and a sort where the check fails; noise for the top k. The groups come from the
+    host's plan, so that no step waits for the device.
     """
 
     def __init__(self, state: SamplingState) -> None:
@@ -34,8 +34,8 @@ class TorchSampling(SamplingBackend):
         self._scratch = Scratch(state.device)
         self._order = TokenOrder(state.vocab_size, state.device)
         self._noise = HashNoise(state.vocab_size, state.device)
-        # A CPU takes what its caches hold together with the working memory: 15 instead of 21 ms
-        # for [32, 32768] on one core of a busy machine.
+        # A CPU takes as large a piece as its caches hold with the working memory: 15 instead of
+        # 21 ms for [32, 32768] on one core of a busy machine.
         elements = CPU_ELEMENTS if state.device.type == "cpu" else GPU_ELEMENTS
         self._rows_at_once = max(1, elements // state.vocab_size)
 
@@ -91,10 +91,10 @@ class TorchSampling(SamplingBackend):
     def _draw_nucleus(self, rows: Rows, row_max: Tensor, uses_min_p: bool) -> Tensor:
         """Tokens [n] drawn under top_p without top_k.
 
-        The noise's winner among all tokens is also the winner among any set of tokens that holds
-        it, so a winner within the nucleus needs no sort. That is seen from the mass of the tokens
-        that are as likely or likelier. On a GPU, where asking for the outcome would mean waiting
-        for the device, all rows are sorted.
+        The token that the noise chooses among all tokens is also its choice in any set that holds
+        the token. So if it lies within the nucleus, no sort is needed. The mass of the tokens that
+        are at least as likely shows whether it does. On a GPU, to ask would mean to wait for the
+        device, so all rows are sorted.
         """
         vocab_size = self.state.vocab_size
         if rows.logits.device.type != "cpu":
@@ -125,8 +125,8 @@ class TorchSampling(SamplingBackend):
             probs.mul_(torch.lt(rank, rows.params.top_k, out=kept))
         if uses_min_p:
             probs.mul_(torch.ge(probs, rows.params.min_p, out=kept))
-        # float64 and a running sum: what a row keeps must not depend on `count`, that is on the
-        # other rows.
+        # float64 and a running sum: the tokens that a row keeps must not depend on `count`, which
+        # the other rows determine.
         mass = probs.cumsum(1, dtype=torch.float64)
         limit = rows.params.top_p * mass[:, -1:]
         probs.mul_(torch.lt(mass.sub_(probs), limit, out=kept))

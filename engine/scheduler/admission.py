@@ -1,4 +1,4 @@
-"""Turning an `AddRequest` into a `Req`, or saying why not."""
+"""Turning an `AddRequest` into a `Req`, or refusing it with a reason."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from engine.scheduler.scheduler_config import SchedulerConfig
 def make_req(
     request: AddRequest, config: SchedulerConfig, num_waiting: int, now: float
 ) -> Req | FinishedReq:
-    """A queued `Req`, or the `FinishedReq` that refuses (or, resumed complete, ends) it.
+    """A queued `Req`, or the `FinishedReq` that refuses it, or ends it if it was resumed complete.
 
-    `now` in seconds of the loop's clock; `num_waiting` requests are queued already.
+    `now` is in seconds of the loop's clock; `num_waiting` requests are queued already.
     """
     prompt_len = len(request.input_ids)
     resumed = request.output_ids if request.output_ids is not None else np.zeros(0, np.int32)

@@ -4,10 +4,10 @@ The fullest micro-batch sets the pace: its steps pass the stages one after anoth
 wait for it (vLLM #41682: all requests in the first micro-batch, and pipelining gives nothing).
 
 A request joins the micro-batch whose step computes the end of its prompt, so that a prompt never
-waits for one certain micro-batch. That alone would be lopsided: prompts of four chunks with four
-micro-batches all end in the same one. Hence a request may move to another micro-batch when its
-step is back. The price is that it waits for the other one's turn once: at most as long as the
-others take for a step each.
+waits for one certain micro-batch. That alone would be lopsided: with four micro-batches, all
+prompts of four chunks end in the same one. So a request may move to another micro-batch when its
+step is back. The cost is that it waits once for the turn of that micro-batch: at most the time that
+the others take for a step each.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from engine.scheduler.micro_batch import LaunchedStep, MicroBatch
 from engine.scheduler.req import Req, ReqStatus
 
 LOPSIDED = 2
-"""A micro-batch is lopsided if it holds this many requests more than its share, and half its share
-more. Then decoding requests are moved away too."""
+"""A micro-batch is lopsided if it exceeds its share by at least this many requests and by at least
+half its share. Then decoding requests are moved away too."""
 
 
 def fair_share(num_reqs: int, micro_batches: Sequence[MicroBatch]) -> int:
@@ -28,10 +28,10 @@ def fair_share(num_reqs: int, micro_batches: Sequence[MicroBatch]) -> int:
 
 
 def open_places(num_held: int, share: int, limit: int) -> int:
-    """Requests that a step may admit whose micro-batch holds `num_held`; at most `limit` in all.
+    """Requests that a step may admit if its micro-batch holds `num_held`; at most `limit` in all.
 
-    A burst is spread by `share`, so that all stages get work at once. One request may always
-    come: it needn't wait for an emptier micro-batch, `rebalance` moves it there.
+    `share` spreads a burst, so that all stages get work at once. One request may always come: it
+    needn't wait for an emptier micro-batch, because `rebalance` moves it there.
     """
     return min(limit - num_held, max(share - num_held, 1))
 
@@ -68,7 +68,7 @@ def rebalance(
 
 
 def _emptiest(counts: Sequence[int], current: int) -> int:
-    """The micro-batch with fewest requests; of several, the one whose turn comes first."""
+    """Index of the micro-batch with the fewest requests; of several, the one whose turn is next."""
     size = len(counts)
     turns = [(current + offset) % size for offset in range(1, size)]
     return min(turns, key=lambda index: counts[index])

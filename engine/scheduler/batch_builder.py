@@ -1,4 +1,4 @@
-"""Builds the message of a step from what was decided. Allocates its slots, fills its arrays."""
+"""Builds the message of a step that was decided: allocates its slots and fills its arrays."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def build_batch(
     """The step's message, what the scheduler keeps of it, and the last slot of each extend row
     that ends its prompt.
 
-    `send_tokens`: decode rows carry their token (pipeline stages other than the last have no
-    FutureMap entry for it); else -1.
+    With `send_tokens`, decode rows carry their token, because pipeline stages other than the last
+    have no FutureMap entry for it; else they carry -1.
     """
     if not additions:
         assert decode is not None

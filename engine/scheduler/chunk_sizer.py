@@ -1,4 +1,4 @@
-"""`ChunkSizer`: shorter prompt chunks behind longer prefixes, so that every chunk takes as long.
+"""`ChunkSizer`: shorter prompt chunks behind longer prefixes, so that all take the same time.
 
 Attention reads the whole prefix, so equal chunks of one long prompt take longer and longer. Then a
 pipeline's stages wait for each other, and decode rows in the same steps get slower tokens.
@@ -10,8 +10,8 @@ here the chunks of real prompts are fitted, which take
 
     t(p, n) = f(p + n) - f(p) + c = a n (2p + n) + b n + c
 
-for n tokens behind a prefix of p. Smoothed by a window of observations and by moving the
-coefficients only part of the way, where SGLang mixes the base size into the result.
+for n tokens behind a prefix of p. A window of observations smooths the fit, and the coefficients
+move only part of the way. SGLang mixes the base size into the result instead.
 """
 
 from __future__ import annotations
@@ -23,19 +23,21 @@ from typing import Any, NamedTuple
 import numpy as np
 
 ALIGNMENT = 64
-"""Tokens; matrix products run best on multiples of it."""
+"""Tokens. Matrix products run best on multiples of this."""
 MIN_POINTS = 8
 WARM_UP = 2
-"""Observations that are dropped: first steps allocate and compile."""
+"""Number of first observations that are dropped: first steps allocate and compile."""
 WINDOW = 128
 REFIT_EVERY = 8
 SMOOTHING = 0.5
 """Share of the way that the coefficients move at each fit."""
 OUTLIER_MADS = 5.0
-"""Observations with a residual of more median absolute deviations are left out (a busy host)."""
+"""Observations with a residual above this many median absolute deviations are left out: the host
+was busy."""
 MAX_TRIMS = 3
 SHORTEST_S, LONGEST_S = 1e-6, 3600.0
-"""Other times can only be a clock's fault. They are ignored: they would overflow in the fit."""
+"""Times outside of this range can only be errors of a clock. They are ignored, because they would
+overflow in the fit."""
 
 FloatMatrix = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -49,14 +51,14 @@ class Observation(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """Coefficients of t(p, n), in seconds, not negative; what sizes need of them."""
+    """Coefficients of t(p, n) that sizes need, in seconds and not negative."""
 
     a: float
     b: float
 
 
 class ChunkSizer:
-    """Tokens of the next chunk, from times of chunks before. Pure: reads no clock.
+    """Computes the size of the next chunk from the times of earlier chunks. It reads no clock.
 
     Sizes lie between a quarter of the base size and the base size, in whole pages, and in
     multiples of about `ALIGNMENT` where the base size has room for that. Until there are enough
@@ -109,7 +111,7 @@ class ChunkSizer:
             return
         found = self._solve(points)
         if found == Fit(0.0, 0.0):
-            self.fit = None  # the time depends on neither: nothing to equalise
+            self.fit = None  # the time depends neither on n nor on p: nothing to equalise
         elif self.fit is None:
             self.fit = found
         else:
@@ -121,8 +123,8 @@ class ChunkSizer:
     def _solve(self, points: FloatMatrix) -> Fit:
         """Least squares over [n, p, seconds] rows, without outliers."""
         n, prefix, seconds = points.T / [[self.base_size], [self.base_size], [1.0]]
-        # If all chunks are equally long, b and c can't be told apart: the small constant column
-        # leaves that time to b. Steps are late by a share of their time: relative errors count.
+        # If all chunks have the same length, b and c can't be told apart: the small constant column
+        # gives that time to b. Errors grow with the time of a step, so relative errors count.
         columns = [n * (2.0 * prefix + n), n, np.full(len(n), 0.01)]
         design = np.column_stack(columns) / seconds[:, np.newaxis]
         kept = np.ones(len(n), np.bool_)
@@ -142,7 +144,8 @@ class ChunkSizer:
 def _least_squares(design: FloatMatrix) -> FloatMatrix:
     """[3] coefficients with `design` @ coefficients = 1, none of them negative.
 
-    What would come out negative is left out: the constant part first, the quadratic one last.
+    Columns whose coefficient would be negative are left out, the constant first, the quadratic one
+    last.
     """
     ones = np.ones(len(design))
     solution: FloatMatrix = np.zeros(3)

@@ -1,7 +1,7 @@
 """`DelayedSamples`: the launched steps whose sampling waits for masks (SGLang's delayed sample).
 
-A constrained request's mask depends on all tokens before. The last of them may be in flight. So
-the step is launched at once, and sampled when the mask follows.
+The mask of a constrained request depends on all tokens before. The last of them may be in flight.
+So the step is launched at once, and sampled when the mask follows.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class DelayedSamples:
     """Every delayed step gets exactly one `SampleMasks`, in launch order.
 
     Masks are made once all earlier tokens of their requests are committed. Until then an earlier
-    step with such a request is in flight, so its result is what completes the next one.
+    step with such a request is in flight; its result makes the next step's masks possible.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -75,7 +75,7 @@ class DelayedSamples:
         return AcceptedTokens(errors, terminated)
 
     def _masks(self, step: LaunchedStep) -> SampleMasks:
-        # What an ended request samples is dropped. A retracting one keeps its token.
+        # The token of an ended request is dropped. A retracting request keeps its token.
         rows = [r for r in step.constrained if not r.req.finished]
         masks = np.zeros((len(rows), self._words), np.uint32)
         for mask, (_, req, _) in zip(masks, rows, strict=True):

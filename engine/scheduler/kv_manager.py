@@ -53,7 +53,7 @@ class KVManager:
         return self.round_up(req.kv_len - req.cached_len)
 
     def match(self, req: Req) -> None:
-        """Look `req.fill_ids` up in the tree; at least one token is left to compute."""
+        """Find the cached prefix of `req.fill_ids`; at least one token is left to compute."""
         limit = 0 if req.wants_prompt_logprobs else len(req.fill_ids) - 1
         found = self.tree.match_prefix(req.fill_ids[:limit], req.namespace)
         req.last_node = found.last_node
@@ -61,7 +61,7 @@ class KVManager:
         req.cached_len = len(found.indices)
 
     def admit(self, req: Req) -> None:
-        """Give a matched and locked request a row holding its cached prefix."""
+        """Give a matched and locked request a row that holds its cached prefix."""
         idx = self.rows.alloc()
         if idx is None or req.last_node is None:
             raise KVPoolError("admit needs a free row and a matched request")
@@ -71,7 +71,7 @@ class KVManager:
         self.rows.req_to_token[idx, : req.cached_len] = req.prefix_indices
 
     def extend(self, reqs: Sequence[Req], lens: Sequence[int]) -> IntArray:
-        """Slots for the next `lens[i]` tokens of each request. Raises if there's no room."""
+        """Slots for the next `lens[i]` tokens of each request. Raises if there is no room."""
         table = self.rows.req_to_token
         starts = [r.kv_len for r in reqs]
         ends = [r.kv_len + n for r, n in zip(reqs, lens, strict=True)]
@@ -92,7 +92,7 @@ class KVManager:
         return self.allocator.pages_needed_decode(seq_lens) * self.page_size
 
     def decode(self, rows: IntArray, seq_lens: IntArray, last_locs: IntArray) -> IntArray:
-        """One slot per row [B]; `seq_lens` are the lengths after it. Raises if there's no room."""
+        """One slot per row [B]; `seq_lens` count the new token. Raises if there is no room."""
         self._make_room(self.allocator.pages_needed_decode(seq_lens))
         locs = self.allocator.alloc_decode(seq_lens, last_locs)
         if locs is None:
@@ -103,8 +103,8 @@ class KVManager:
     def cache_unfinished(self, req: Req) -> None:
         """Share what `req` has launched so far, so that requests behind it can use it.
 
-        Safe before the step has run: workers execute steps in order. If others put the same
-        tokens there first, nothing is inserted: the request keeps its own copy until it ends.
+        This is safe before the step has run: workers execute steps in order. If another request put
+        the same tokens there first, nothing is inserted: this one keeps its copy until it ends.
         """
         if not self.enable_prefix_cache or req.last_node is None:
             return
@@ -126,7 +126,7 @@ class KVManager:
     def release(self, req: Req, *, insert: bool) -> None:
         """Take row and KV back from a request that no step in flight holds.
 
-        With `insert`, whole pages of committed tokens stay in the tree as evictable.
+        With `insert`, whole pages of committed tokens stay in the tree and can be evicted.
         """
         if req.last_node is None or not req.req_pool_idx:
             return

@@ -19,7 +19,7 @@ class ConstrainedRow(NamedTuple):
     """Index into the step's sampled rows."""
     req: Req
     num_output: int
-    """Output tokens before the one that it samples."""
+    """Output tokens before the one that this row samples."""
 
 
 @dataclass(slots=True)
@@ -33,9 +33,9 @@ class LaunchedStep:
     """Rows that sample, in the order of the result's tokens."""
     rids: Int64Array
     readers: IntArray
-    """Of the sampled rows."""
+    """`Req.reader_no` of the sampled rows."""
     num_landed: int = 0
-    """How many of `sampled`, from the first on, are requests whose prompt this step completes."""
+    """The step completes the prompts of the first `num_landed` requests of `sampled`."""
     chunk: tuple[int, int] | None = None
     """(tokens, prefix length) of the only row, if it is a prompt chunk."""
     constrained: Sequence[ConstrainedRow] = ()

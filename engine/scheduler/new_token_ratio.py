@@ -26,17 +26,17 @@ class NewTokenRatio:
         self.value = self.initial
 
     def on_decode(self) -> None:
-        """A decode step went through without retraction."""
+        """Lower `value`: a decode step went through without retraction."""
         self.value = max(self.value - self.decay, self.minimum)
 
     def on_retract(self, running: Sequence[Req]) -> None:
-        """Requests were retracted; `running` are those left."""
+        """Raise `value`: requests were retracted, and `running` are those left."""
         decoded = sum(len(r.output_ids) for r in running) + RETRACT_LOOKAHEAD * len(running)
         allowed = sum(r.max_new_tokens for r in running) + 1
         self.value = min(1.0, max(decoded / allowed, self.value))
 
     def reset(self) -> None:
-        """The engine is idle: begin again at the initial value."""
+        """Go back to the initial value, when the engine is idle."""
         self.value = self.initial
 
     def reserve(self, req: Req) -> int:

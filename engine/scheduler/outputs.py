@@ -15,12 +15,12 @@ class _ReaderOutputs:
     finished: list[FinishedReq] = field(default_factory=list)
     started: list[tuple[int, int]] = field(default_factory=list)
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
-    """By rid; turned into indices when the message is made."""
+    """Log-probabilities by rid; rids become indices when the message is made."""
     prompt_logprobs: dict[int, list[TokenLogprobs | None]] = field(default_factory=dict)
 
 
 class OutputCollector:
-    """Outputs since the last `take`. Readers are numbered so that rows group as arrays."""
+    """Outputs since the last `take`. Readers have numbers, so that arrays can group rows."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
@@ -29,7 +29,7 @@ class OutputCollector:
         self._ready: list[tuple[str, StepOutputs]] = []
 
     def reader_no(self, reply_to: str) -> int:
-        """Number of a reader, given on first sight."""
+        """Number of a reader; a new reader gets the next one."""
         number = self._numbers.get(reply_to)
         if number is None:
             number = self._numbers[reply_to] = len(self._names)
@@ -37,18 +37,18 @@ class OutputCollector:
         return number
 
     def start(self, req: Req) -> None:
-        """The first token of `req` is in this step."""
+        """Note that the first token of `req` is in this step."""
         entry = self._entry(req.reader_no)
         entry.started.append((req.rid, req.num_cached or 0))
         if req.params.prompt_logprobs is not None:
             entry.prompt_logprobs[req.rid] = req.prompt_logprobs[: req.prompt_len]
 
     def logprobs(self, req: Req, logprobs: TokenLogprobs) -> None:
-        """Log-probabilities of the token of `req` in this step."""
+        """Keep the log-probabilities of the token of `req` in this step."""
         self._entry(req.reader_no).logprobs[req.rid] = logprobs
 
     def finish(self, reader_no: int, finished: FinishedReq) -> None:
-        """A request of this reader ended."""
+        """Note that a request of this reader ended."""
         self._entry(reader_no).finished.append(finished)
 
     def close_step(self, step: int, rids: Int64Array, tokens: list[int], readers: IntArray) -> None:

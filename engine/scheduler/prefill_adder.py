@@ -5,8 +5,8 @@ Budgets, in tokens (SGLang's PrefillAdder):
   rem_now     KV room for what this step itself allocates
   rem_chunk   prompt tokens that the step may compute (chunked_prefill_size or max_prefill_tokens)
 
-With a `ChunkSizer`, rem_chunk is in tokens without a prefix. A token behind a long prefix, which
-takes more time, takes as much more of it.
+With a `ChunkSizer`, rem_chunk is in tokens without a prefix. A token behind a long prefix takes
+more time, and it takes more of rem_chunk by the same factor.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ SHARE_WINDOW = 32
 
 
 class AddResult(Enum):
-    """What became of a request that was offered to the adder."""
+    """What the adder did with a request that was offered to it."""
 
     ADDED = "added"
     DEFERRED = "deferred"
-    """Its uncached prefix is being computed by another request; it goes in the next steps."""
+    """Another request is computing its uncached prefix; it may go in later steps."""
     NO_TOKEN = "no_token"
     """No KV room: nothing more fits until requests leave."""
     OTHER = "other"
-    """The step is full; the next one may take it."""
+    """The step is full; the next step may take the request."""
 
 
 class Addition(NamedTuple):
-    """A row of the step: `num_tokens` more tokens of `req`; `last` if that ends its prompt."""
+    """A row of the step: the next `num_tokens` tokens of `req`; `last` if they end its prompt."""
 
     req: Req
     num_tokens: int
@@ -95,7 +95,7 @@ class PrefillAdder:
             raise ValueError("offer only matched requests")
         extend = len(req.fill_ids) - req.cached_len
         output = self.ratio.reserve(req)
-        # Locking takes the cached prefix out of the evictable room: charge it first.
+        # Locking takes the cached prefix out of the evictable room, so charge for it first.
         before = self.kv.room
         self.kv.tree.inc_lock_ref(req.last_node)
         locked = before - self.kv.room

@@ -51,12 +51,12 @@ class Req:
     priority: int = 0
     namespace: str = ""
     page_hashes: list[int] = field(default_factory=list)
-    """Of the first whole pages of prompt and output, as far as the router computed them."""
+    """Hashes of the first whole pages of prompt and output, as far as the router computed them."""
     arrival: float = 0.0
     deadline: float | None = None
     queue_deadline: float | None = None
     constraint: Constraint | None = None
-    """Its state follows `output_ids`: it doesn't know tokens in flight."""
+    """Its state follows `output_ids`, so it doesn't know tokens in flight."""
 
     output_ids: list[int] = field(default_factory=list)
     status: ReqStatus = ReqStatus.WAITING
@@ -70,16 +70,16 @@ class Req:
     prefix_indices: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
     """Slots of the cached prefix, between match and admission."""
     installed: bool = False
-    """Workers have its sampling state and cached prefix for the row it holds."""
+    """Whether workers have its sampling state and cached prefix for the row that it holds."""
     started: bool = False
-    """Its first token (since it came here) was sent."""
+    """Whether its first token since it came to this engine was sent."""
     num_cached: int | None = None
     """Prompt tokens found in the prefix cache at its first admission."""
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
 
     @property
     def prompt_len(self) -> int:
-        """Tokens of the prompt."""
+        """Tokens of the prompt, without output."""
         return len(self.origin_input_ids)
 
     @property
@@ -93,7 +93,7 @@ class Req:
         return self.kv_len < len(self.fill_ids)
 
     def begin_round(self) -> None:
-        """Take stock of what prefill must cover, at admission."""
+        """Set what prefill must cover; called at admission."""
         if self.output_ids:
             out = np.asarray(self.output_ids, np.int32)
             self.fill_ids = np.concatenate([self.origin_input_ids, out])
@@ -104,7 +104,7 @@ class Req:
     def finish(
         self, reason: str, matched_token: int | None = None, message: str = "", status: int = 0
     ) -> FinishedReq:
-        """What its reader is told if it ends now, for the `reason` given."""
+        """The message for its reader if the request ends now for `reason`."""
         return FinishedReq(
             self.rid,
             reason,
@@ -118,5 +118,5 @@ class Req:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether prompt log-probabilities are still owed. The prefix cache can't give them."""
+        """Whether prompt log-probabilities are still to be computed; the prefix cache has none."""
         return self.params.prompt_logprobs is not None and not self.started

@@ -13,7 +13,7 @@ from engine.scheduler.stats import SchedulerStats
 
 
 class Requests:
-    """Who waits, who runs, who is leaving. Composing steps from them is the `Scheduler`'s part.
+    """The requests that wait, run or are leaving. The `Scheduler` composes steps from them.
 
     A request that ends or is retracted leaves its batch at once. It keeps its row and KV memory,
     and is listed as leaving, until no step in flight holds it. Then it is gone, or waits again.
@@ -31,23 +31,23 @@ class Requests:
         self._outputs = outputs
         self._stats = stats
         self.by_key: dict[tuple[str, int], Req] = {}
-        """By (reply_to, rid)."""
+        """All requests by (reply_to, rid)."""
         self.waiting: list[Req] = []
         self.chunked: Req | None = None
         """The one request whose prompt is partly launched, shared by all micro-batches."""
         self.leaving: list[Req] = []
-        """Ended or retracting, but a step in flight still holds them."""
+        """Requests that have ended or retract, while a step in flight still holds them."""
         self.full_until = 0
-        """Waiting requests are left alone before the step of this number: no room for them is
-        expected. A release sets it to 0."""
+        """Number of the first step that looks at waiting requests again: before it, no room for
+        them is expected. A release sets it to 0."""
 
     def add(self, req: Req) -> None:
-        """Queue a new request."""
+        """Put a new request into the waiting queue."""
         self.by_key[(req.reply_to, req.rid)] = req
         self.waiting.append(req)
 
     def admit(self, reqs: Sequence[Req]) -> None:
-        """Waiting requests run from now on: they have their rows."""
+        """Move waiting requests that have their rows to the running ones."""
         for req in reqs:
             req.status = ReqStatus.RUNNING
             self._stats.prompt_tokens_total += len(req.fill_ids)
@@ -70,7 +70,7 @@ class Requests:
             self._outputs.finish(req.reader_no, told)
 
     def end_now(self, req: Req, told: FinishedReq | None = None) -> None:
-        """End a request from whatever state. `told` as in `end`."""
+        """End a request in any state. `told` is as in `end`."""
         if req.status is ReqStatus.WAITING:
             self.waiting = [r for r in self.waiting if r is not req]
         self._leave_batch(req)
@@ -78,7 +78,7 @@ class Requests:
         self.let_go(req)
 
     def expire(self, now: float) -> None:
-        """End the requests whose time in the queue, or in all, is over at time `now`."""
+        """End the requests whose time limit, in the queue or in all, is over at time `now`."""
         late: list[tuple[Req, str, int]] = []
         for req in self.waiting:
             if req.queue_deadline is not None and now > req.queue_deadline and not req.started:
@@ -106,7 +106,7 @@ class Requests:
             self.leaving.append(req)
 
     def settle(self) -> None:
-        """A step is back: release the leaving requests that no other step holds."""
+        """Release the leaving requests that no step holds any more. Called when a step is back."""
         for req in list(self.leaving):
             if not self.is_in_flight(req):
                 self._release(req)

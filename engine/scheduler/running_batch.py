@@ -27,20 +27,20 @@ class RunningBatch:
         self.seq_lens: IntArray = _NONE
         """int32 [B]: tokens launched into the KV cache."""
         self.last_locs: IntArray = _NONE
-        """int32 [B]: slot of the last of them."""
+        """int32 [B]: slot of the last launched token."""
         self.remaining: IntArray = _NONE
         """int32 [B]: output tokens that may still be launched."""
         self.rids: Int64Array = np.zeros(0, np.int64)
         self.readers: IntArray = _NONE
         """int32 [B]: `Req.reader_no`."""
         self.num_constrained = 0
-        """Rows whose request has a `Constraint`."""
+        """Number of rows whose request has a `Constraint`."""
 
     def __len__(self) -> int:
         return len(self.reqs)
 
     def append(self, reqs: Sequence[Req], last_locs: Sequence[int]) -> None:
-        """Add requests whose last prompt chunk was just launched, unless that was all of it."""
+        """Add requests whose last prompt chunk was just launched, unless all output is launched."""
         fresh = [
             (r, loc)
             for r, loc in zip(reqs, last_locs, strict=True)
@@ -61,7 +61,7 @@ class RunningBatch:
         self.num_constrained += sum(r.constraint is not None for r in new)
 
     def advance(self, locs: IntArray) -> None:
-        """One more token of every row is launched, at slots `locs` [B].
+        """Count one more launched token of every row, at slots `locs` [B].
 
         Rows whose whole output is launched now leave: they only wait for results.
         """
@@ -72,7 +72,7 @@ class RunningBatch:
             self._keep(self.remaining > 0)
 
     def remove(self, reqs: Sequence[Req]) -> None:
-        """Take out requests that ended or are retracted; those not here are ignored."""
+        """Take out requests that ended or are retracted; requests that aren't here are ignored."""
         gone = {id(r) for r in reqs}
         keep = np.fromiter((id(r) not in gone for r in self.reqs), np.bool_, len(self.reqs))
         if not keep.all():

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from engine.scheduler.req import Req
 
 LPM_QUEUE_LIMIT = 128
-"""Matching every waiting request costs tens of µs each; longer queues go first come, first
-served (SGLang's figure)."""
+"""Matching costs tens of µs per waiting request. Longer queues are first come, first served
+(SGLang's figure)."""
 
 
 class SchedulePolicy(ABC):

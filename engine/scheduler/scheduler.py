@@ -1,7 +1,7 @@
 """`Scheduler`: decides every batch, owns all KV bookkeeping, does no I/O.
 
 The loop around it (engine/engine_core.py) is receive -> `add`/`abort`, `next_batch` -> send,
-result -> `process_result`, `take_outputs` -> send. Time is handed in.
+result -> `process_result`, `take_outputs` -> send. The caller passes the time in.
 
 One loop serves all modes: a micro-batch may have `lookahead` steps in flight (normal 1,
 overlap 2), pipeline parallelism cycles through several micro-batches. Results of a micro-batch
@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 EXPIRE_INTERVAL_S = 0.05
 FULL_RETRY_STEPS = 16
-"""Steps after which a full batch is offered requests again: `NewTokenRatio` decays meanwhile."""
+"""Steps until requests are offered to a full batch again; `NewTokenRatio` decays meanwhile."""
 
 
 class Scheduler:
@@ -74,7 +74,7 @@ class Scheduler:
     # Requests
 
     def add(self, request: AddRequest, now: float) -> None:
-        """Queue a request at time `now`. A refusal goes out as `FinishedReq` (reason "error")."""
+        """Queue a request at time `now`. A refusal is sent as `FinishedReq` (reason "error")."""
         number = self.outputs.reader_no(request.reply_to)
         if (request.reply_to, request.rid) in self.requests.by_key:
             raise ValueError(f"request id {request.rid} of {request.reply_to!r} is in use")
@@ -87,7 +87,7 @@ class Scheduler:
         self.requests.full_until = min(self.requests.full_until, self._step + 1)
 
     def abort(self, request: AbortRequest) -> None:
-        """End a request in any state, silently. Unknown ids (it just ended) are ignored."""
+        """End a request in any state; its reader isn't told. Unknown ids (it ended) are ignored."""
         req = self.requests.by_key.get((request.reply_to, request.rid))
         if req is not None and not req.finished:
             self.requests.end_now(req)
@@ -102,7 +102,7 @@ class Scheduler:
 
     @property
     def num_in_flight(self) -> int:
-        """Steps sent and not processed."""
+        """Number of steps sent and not processed."""
         return sum(len(mb.in_flight) for mb in self.micro_batches)
 
     @property
@@ -113,7 +113,7 @@ class Scheduler:
     def next_batch(self, now: float) -> ModelWorkerBatch | None:
         """Compose the next step of the next micro-batch that may launch one.
 
-        None if there is nothing to do, or nothing before the next result. `now` in seconds.
+        None if there is nothing to do, or nothing until the next result. `now` is in seconds.
         """
         if now >= self._next_expire:
             self._next_expire = now + EXPIRE_INTERVAL_S
@@ -129,7 +129,7 @@ class Scheduler:
                 if batch is not None:
                     self._next_micro_batch = (mb.index + 1) % count
                     return batch
-            # A retraction made room. With nothing in flight no result would bring it to use.
+            # A retraction made room. With no step in flight, no result would lead to its use.
             if self.num_in_flight or len(self.requests.waiting) == num_waiting:
                 return None
 
@@ -143,7 +143,7 @@ class Scheduler:
         for entry in result.prompt_logprobs or ():
             collected = step.reqs[entry.row].prompt_logprobs
             if entry.start == 0:
-                collected.append(None)  # nothing comes before the first token
+                collected.append(None)  # nothing is before the first token
             collected.extend(entry.logprobs)
         if self.sizer is not None and step.chunk is not None and result.device_s is not None:
             self.sizer.observe(*step.chunk, result.device_s)
@@ -164,7 +164,7 @@ class Scheduler:
         return self.delayed.take()
 
     def flush_cache(self) -> bool:
-        """Forget all cached prefixes; False, and nothing is done, unless the engine is idle."""
+        """Forget all cached prefixes. If the engine isn't idle, do nothing and return False."""
         if not self.is_idle:
             return False
         self.kv.reset()
@@ -177,7 +177,7 @@ class Scheduler:
         return self.kv.check(self.requests.by_key.values())
 
     def on_idle(self) -> None:
-        """Call when there is nothing to do. Leaks are looked for, logged, counted and repaired."""
+        """Look for leaks of KV memory; log, count and repair them. Call when there is no work."""
         self.ratio.reset()
         if not self.is_idle:
             return
@@ -356,9 +356,9 @@ class Scheduler:
     # Out of room
 
     def _has_decode_room(self, mb: MicroBatch) -> bool:
-        """Make room for one token of every running row, by retracting requests if need be.
+        """Make room for one token of every running row, by retracting requests if necessary.
 
-        False if this step is to be skipped: a result in flight is about to free what is missing.
+        False if this step must be skipped: a result in flight is about to free the missing room.
         """
         while True:
             need = self.kv.decode_need(mb.running.seq_lens + 1)
@@ -380,9 +380,9 @@ class Scheduler:
                 return False
 
     def _preempt_for(self, req: Req) -> bool:
-        """Retract running requests of lower priority until `req` would fit; all or nothing.
+        """Retract running requests of lower priority until `req` would fit; none if it can't.
 
-        `req` itself is admitted by a later step, when the room is there.
+        A later step admits `req` itself, when the room is there.
         """
         if not self.config.enable_priority_preemption or self.requests.leaving:
             return False

@@ -46,7 +46,7 @@ class SchedulerConfig:
 
     @classmethod
     def from_config(cls, config: ResolvedConfig, num_kv_tokens: int) -> SchedulerConfig:
-        """Of a resolved engine config and the KV size that the workers settled on."""
+        """Make it from a resolved engine config and the KV size that the workers decided."""
         engine: EngineConfig = config.engine
         chunk = engine.chunked_prefill_size
         count = engine.num_micro_batches
@@ -58,8 +58,8 @@ class SchedulerConfig:
             vocab_size=config.model.vocab_size,
             eos_token_ids=config.model.eos_token_ids,
             page_size=engine.page_size,
-            # No more rows than micro-batches have room for: with all of them full, a free row
-            # would tell priority preemption that nobody has to go.
+            # No more rows than micro-batches have room for. If all of these were full, a free row
+            # would tell priority preemption that no request has to leave.
             max_running_requests=min(running, count * per_micro_batch),
             max_queued_requests=engine.max_queued_requests,
             chunked_prefill_size=chunk if chunk > 0 else None,

@@ -6,7 +6,8 @@ import msgspec
 
 
 class SchedulerStats(msgspec.Struct):
-    """Gauges describe now; `*_total` only grow. Tokens unless the name says otherwise."""
+    """Gauges hold present values; `*_total` only grow. The unit is tokens unless the name has
+    another."""
 
     num_running: int = 0
     num_waiting: int = 0

@@ -1,4 +1,4 @@
-"""Who gives way when KV room runs out: pure choices, carried out by the scheduler."""
+"""Which requests leave when KV room runs out. This only chooses; the scheduler acts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine.scheduler.req import Req
 def ends_in_flight(micro_batches: Sequence[MicroBatch]) -> bool:
     """Whether a step in flight carries the last token that some request may have.
 
-    Its room comes free with the result: skipping a decode step is cheaper than retracting.
+    The result of that step frees room: to skip a decode step is cheaper than to retract.
     """
     for mb in micro_batches:
         running = {id(r) for r in mb.running.reqs}
@@ -24,10 +24,10 @@ def ends_in_flight(micro_batches: Sequence[MicroBatch]) -> bool:
 def retraction_victim(
     mb: MicroBatch, micro_batches: Sequence[MicroBatch], chunked: Req | None
 ) -> Req | None:
-    """Whom to send back to the queue, or None if only one request is left.
+    """The request to send back to the queue, or None if only one request is left.
 
-    Least important first, then least progress lost: fewest outputs, longest input (SGLang).
-    `mb`'s own rows are preferred: they are the ones that need room now.
+    The least important one comes first, then the one that loses least progress: fewest outputs,
+    longest input (SGLang). Rows of `mb` are preferred, because they need the room now.
     """
     own = mb.running.reqs
     others = [r for m in micro_batches if m is not mb for r in m.running.reqs]
@@ -50,8 +50,8 @@ def preemption_victims(
 ) -> list[Req]:
     """Running requests less important than `req` whose retraction makes it fit; [] if none do.
 
-    Least important and latest first. `missing` tokens must come free, and a row if `need_row`;
-    `held` gives the tokens that a request owns.
+    The least important and latest ones come first. `missing` tokens must become free, and a row if
+    `need_row`. `held` returns the tokens that a request owns.
     """
     victims = sorted(
         (r for m in micro_batches for r in m.running.reqs if r.priority > req.priority),

@@ -52,7 +52,7 @@ class ChatTemplate:
         """Text of the chat. Keys with the value None are dropped from the messages.
 
         `continue_final_message` cuts the text after the last message's content, so that the model
-        goes on with it. Raises whatever the template raises, and `ValueError` if the last message
+        goes on with it. Raises any error of the template, and `ValueError` if the last message
         can't be continued.
         """
         chat = [{k: v for k, v in message.items() if v is not None} for message in messages]
@@ -80,7 +80,7 @@ def _cut_at_tag(text: str) -> str:
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}` marks assistant text for training; serving renders what is inside."""
+    """`{% generation %}` marks assistant text for training. Serving renders only its content."""
 
     tags = {"generation"}  # noqa: RUF012  (how Jinja declares it)
 

@@ -18,8 +18,8 @@ _MAX_CONTEXT_SEARCH = 64
 class IncrementalDetokenizer(ABC):
     """Text of one request's output tokens, as they come.
 
-    Never returns a part of a character; what a character still lacks is held back until the next
-    tokens bring it, or show that the bytes are invalid. All the returned texts together are
+    Never returns a part of a character. An incomplete character is held back until the next tokens
+    complete it, or show that the bytes are invalid. All the returned texts together are
     `Tokenizer.decode` of all the tokens (with the one exception that `WindowDetokenizer` names).
     """
 
@@ -48,7 +48,7 @@ class IncrementalDetokenizer(ABC):
 
 
 class ByteLevelDetokenizer(IncrementalDetokenizer):
-    """For byte-level BPE, where text is the UTF-8 decoding of the tokens' bytes in a row.
+    """For byte-level BPE: text is the UTF-8 decoding of the tokens' bytes, one after the other.
 
     Tokens that are whole characters are a dictionary lookup; others go through Python's
     incremental UTF-8 decoder, which replaces invalid bytes like Rust's (one U+FFFD for each
@@ -95,16 +95,16 @@ class ByteLevelDetokenizer(IncrementalDetokenizer):
 
 
 class WindowDetokenizer(IncrementalDetokenizer):
-    """For any decoder: decodes a window of the last tokens, and sends what it has grown by.
+    """For any decoder: decodes a window of the last tokens, and sends the text added to it.
 
     The prefix_offset/read_offset algorithm of text-generation-inference (`decode_token`), also
     vLLM's `detokenize_incrementally`. The window begins with the tokens of the last text sent, so
     that the decoder treats the new ones as the middle of a text.
 
     Text that ends in U+FFFD or in a byte token (`<0x..>`) is held back: SentencePiece decoders
-    replace every byte of a run of byte tokens as soon as one byte of the run is invalid. The
-    exception: a run longer than `MAX_HELD_TOKENS` that turns invalid later, where the characters
-    sent before stay.
+    replace every byte of a run of byte tokens as soon as one byte of the run is invalid. There is
+    one exception: if a run longer than `MAX_HELD_TOKENS` turns invalid later, the characters sent
+    before stay.
 
     `tokenizers.DecodeStream` is faster but does less: on random runs of byte tokens it raises
     "Invalid prefix" or gives other text than `decode`, and it has no flush (0.23.3).
@@ -125,8 +125,8 @@ class WindowDetokenizer(IncrementalDetokenizer):
         """How many of `_window` have been sent; their text is `_prefix`."""
         self._prefix = ""
         for token_id in map(int, islice(reversed(prompt_ids), _MAX_CONTEXT_SEARCH)):
-            # One token is enough to stand for "in the middle of a text". A byte token would make
-            # one run with the output's.
+            # One token is enough context for "in the middle of a text". A byte token would form one
+            # run with those of the output.
             is_visible = tokenizer.is_visible(token_id, skip_special_tokens)
             if is_visible and token_id not in tokenizer.byte_ids:
                 self._start_window([token_id])
@@ -157,7 +157,7 @@ class WindowDetokenizer(IncrementalDetokenizer):
         try:
             b"".join(map(tokenizer.token_bytes, self._window[start:])).decode()
         except UnicodeDecodeError as error:
-            # Otherwise invalid, which more bytes won't mend.
+            # Otherwise the bytes are invalid, and more bytes won't make them valid.
             if error.reason == "unexpected end of data":
                 return start + error.start
         return end
@@ -170,7 +170,7 @@ class WindowDetokenizer(IncrementalDetokenizer):
         if new:
             self._start_window(self._window[self._read : count])
         else:
-            # Nothing came of these tokens: the ones before them stay the context.
+            # These tokens gave no text: the tokens before them stay the context.
             del self._window[self._read :]
         self._window += rest
         return new

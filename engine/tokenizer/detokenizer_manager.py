@@ -41,7 +41,7 @@ class _Request:
         return self._check(self.detokenizer.add(token_id))
 
     def add_last(self) -> str:
-        """The text held back, when no more tokens come."""
+        """The text that was held back; called when no more tokens come."""
         text = self._check(self.detokenizer.flush())
         if self.checker is not None and self.checker.matched is None:
             text += self.checker.flush()
@@ -60,8 +60,8 @@ class _Request:
 class DetokenizerManager:
     """Holds the text state of every running request of one reader.
 
-    A request leaves when it finishes, when its stop string is found, or by `abort`; what the
-    scheduler still sends of it then is ignored.
+    A request leaves when it finishes, when its stop string is found, or by `abort`. Tokens that the
+    scheduler still sends of it are then ignored.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -71,7 +71,7 @@ class DetokenizerManager:
         self._pieces: dict[int, tuple[str, list[int]]] = {}
 
     def __len__(self) -> int:
-        """Requests under way."""
+        """Number of requests under way."""
         return len(self._requests)
 
     def add(
@@ -85,8 +85,8 @@ class DetokenizerManager:
     ) -> None:
         """Begin a request.
 
-        `output_ids` were emitted elsewhere (resume): the state is as if they had been processed,
-        and their text isn't sent again; text that was held back then still is. With
+        `output_ids` were emitted elsewhere (resume). The state is as if they had been processed
+        here, and their text isn't sent again; text that was held back is still held back. With
         `return_token_ids` each token makes a delta even if it brings no text yet.
         Raises `ValueError` if `output_ids` hold a stop string: that request had finished.
         """
@@ -118,9 +118,8 @@ class DetokenizerManager:
     def process(self, out: StepOutputs) -> tuple[list[TextDelta], list[int]]:
         """Deltas of one step, and the rids that a stop string ended here.
 
-        The caller tells the scheduler of the latter (`AbortRequest`). A request
-        whose step brought no text that may go out has no delta; its token ids and logprobs come
-        with the next one.
+        The caller tells the scheduler of these rids (`AbortRequest`). A request whose step brought
+        no text to send has no delta; its token ids and logprobs come with the next one.
         """
         deltas: list[TextDelta] = []
         stopped: list[int] = []
@@ -216,7 +215,7 @@ class DetokenizerManager:
 
 
 def _take(request: _Request, text: str) -> TextDelta:
-    """A delta with `text` and all that has gathered since the last one."""
+    """A delta with `text`, and the token ids and logprobs since the last delta."""
     delta = TextDelta(
         request.rid,
         text,

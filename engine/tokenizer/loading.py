@@ -19,13 +19,13 @@ _OTHER_FORMATS = ("tokenizer.model", "tekken.json", "vocab.json", "vocab.txt", "
 
 
 class TokenizerFiles(NamedTuple):
-    """What the files say: the `tokenizers` pipeline, the named special tokens, the templates."""
+    """Content of the files: the `tokenizers` pipeline, the named special tokens, the templates."""
 
     backend: tokenizers.Tokenizer
     special_tokens: dict[str, str]
-    """By name, as chat templates see them: `bos_token`, `eos_token`, ..."""
+    """Special tokens by the names that chat templates use: `bos_token`, `eos_token`, ..."""
     chat_templates: dict[str, str]
-    """By name; a model with a single one has "default"."""
+    """Templates by name; a model with a single one has "default"."""
 
 
 def load_tokenizer_files(folder: Path) -> TokenizerFiles:
@@ -96,7 +96,7 @@ def _read_chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]
 
 
 def _named_templates(value: Any) -> dict[str, str]:
-    """From the forms in use: one text, a mapping, or a list of {name, template}."""
+    """Templates by name. `value` is one text, a mapping, or a list of {name, template}."""
     if isinstance(value, str):
         return {"default": value}
     if isinstance(value, list):
@@ -112,7 +112,7 @@ def _load_with_transformers(folder: Path) -> TokenizerFiles:
         loaded: Any = AutoTokenizer.from_pretrained(
             str(folder), trust_remote_code=False, local_files_only=True
         )
-    except Exception as error:  # many kinds, one remedy
+    except Exception as error:  # many kinds of errors have the same advice
         raise ConfigError(
             f"transformers can't load the tokenizer in {folder}: {error}. "
             "Add the model's tokenizer.json to the folder."

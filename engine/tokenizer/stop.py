@@ -8,13 +8,13 @@ from collections.abc import Sequence
 class StopChecker:
     """Finds the stop string that completes first in text that arrives in pieces.
 
-    "First" is by where the stop string ends, because that is where generation stops; of several
-    that end there the longest counts. So the result doesn't depend on how the text is cut.
+    The first one is the one that ends first, because generation stops there; of several that end
+    there, the longest counts. So the result doesn't depend on how the text is cut.
     Text that may turn out to be the beginning of a stop string is held back, unless stop strings
     belong to the output anyway.
 
-    Each stop string is matched with Knuth-Morris-Pratt (1977): linear in the text, also for
-    hostile stop strings, and a `str.find` for the first character where nothing has matched yet.
+    Each stop string is matched with Knuth-Morris-Pratt (1977), which is linear in the text also for
+    hostile stop strings. While nothing has matched, `str.find` looks for the first character.
     """
 
     def __init__(self, stop: Sequence[str], include_stop_str_in_output: bool = False) -> None:
@@ -54,7 +54,7 @@ class StopChecker:
         return self._release(text)
 
     def flush(self) -> str:
-        """The text held back, when no more will come."""
+        """The text that was held back; called when no more text comes."""
         held, self._held = self._held, ""
         return held
 
@@ -87,7 +87,7 @@ class _Pattern:
     def advance(self, text: str) -> int:
         """End of the first occurrence that completes in `text`, or -1 if none does.
 
-        What follows the occurrence isn't read; `progress` is then as after reading up to it.
+        Text behind the occurrence isn't read; `progress` is then as after the occurrence.
         """
         pattern, failure, k = self.text, self._failure, self.progress
         i = 0

@@ -27,7 +27,7 @@ RESERVED_TEMPLATE_KEYS = frozenset(
         "max_length",
     }
 )
-"""Names that transformers' `apply_chat_template` takes itself."""
+"""Names of arguments of transformers' own `apply_chat_template`."""
 
 
 class Tokenizer:
@@ -124,7 +124,7 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the model folder has any."""
+        """Whether the model folder has a chat template."""
         return bool(self._templates)
 
     def render_chat(
@@ -139,9 +139,9 @@ class Tokenizer:
     ) -> str:
         """Prompt text of a chat. Text parts of a message's content are joined by newlines.
 
-        `chat_template` is the name of one of the model's templates or a template (see
-        `ChatTemplate` on whom to trust with that). `template_kwargs` are extra variables.
-        Raises `RequestError` with the template's words if it refuses the messages.
+        `chat_template` is the name of one of the model's templates, or a template (take these only
+        from trusted people, see `ChatTemplate`). `template_kwargs` are extra variables. Raises
+        `RequestError` with the template's message if the template refuses the messages.
         """
         if not messages:
             raise RequestError("messages must hold at least one message", "messages")
@@ -243,7 +243,7 @@ def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
 
 
 def normalize_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """What templates read: text parts of the content are joined by newlines, as vLLM does.
+    """The message as templates read it: text parts are joined by newlines, as in vLLM.
 
     Raises `RequestError` for content that isn't text.
     """
@@ -293,5 +293,5 @@ def _byte_level_bytes(token: str) -> bytes:
     try:
         return bytes([_BYTE_LEVEL_ALPHABET[char] for char in token])
     except KeyError:
-        # An added token with other characters; the decoder takes it literally, so do we.
+        # This is an added token with other characters. The decoder takes it literally; so do we.
         return token.encode()

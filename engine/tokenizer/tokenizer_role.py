@@ -37,16 +37,16 @@ class TokenizerRole:
         self._scheduler: dict[int, str] = {}
         """rid -> scheduler that runs it, once it started."""
         self._running: Counter[str] = Counter()
-        """Requests by scheduler."""
+        """Number of running requests by scheduler."""
 
     @property
     def address(self) -> str:
-        """Where to send messages; also the `reply_to` of the requests detokenized here."""
+        """The address to send messages to, which is also the `reply_to` of requests read here."""
         return self.inbox.address
 
     def run(self) -> None:
         """Answer messages until `Shutdown` comes."""
-        # A vocabulary is a large heap, whose collection would hold all streams up.
+        # A vocabulary is a large heap. Collecting it later would delay all streams.
         gc.collect()
         gc.freeze()
         while True:
@@ -135,7 +135,7 @@ class TokenizerRole:
         if scheduler is not None:
             self._running[scheduler] -= 1
             if not self._running[scheduler]:
-                # It may be gone for good: a connection would try to reach it for ever.
+                # The scheduler may be gone: a connection would try to reach it for ever.
                 del self._running[scheduler]
                 self._outboxes.drop(scheduler)
 

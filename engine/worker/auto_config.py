@@ -16,16 +16,16 @@ from engine.worker.sizing.estimate import profile_max_tokens
 from engine.worker_config import WorkerConfig
 
 MAX_GRAPH_ROWS = 256
-"""Larger decode batches keep a GPU busy without graphs."""
+"""Largest decode batch to capture by default; larger ones keep a GPU busy without graphs."""
 SMALL_MATRIX = 2**20
-"""Elements of an MLP matrix below which more than one thread doesn't pay on CPU."""
+"""Elements of an MLP matrix. With smaller ones, more than one thread doesn't pay on CPU."""
 
 
 def make_worker_config(config: ResolvedConfig, *, share: int = 1) -> WorkerConfig:
     """Decide every `auto` on this machine.
 
-    `share`: engines on this machine that split its cores and memory. Raises `ConfigError` when
-    the device isn't there or a KV cache on CPU has no room.
+    `share` is the number of engines that split this machine's cores and memory. Raises
+    `ConfigError` if the device isn't there or a KV cache on CPU has no room.
     """
     engine = config.engine
     device = engine.device if engine.device != "auto" else detect_device()
@@ -62,7 +62,7 @@ def make_worker_config(config: ResolvedConfig, *, share: int = 1) -> WorkerConfi
 
 
 def _num_kv_tokens(config: WorkerConfig, share: int) -> int | None:
-    """Whole pages: the stated size, or an estimate on CPU. None on CUDA if no size is stated."""
+    """KV tokens in whole pages: the stated size, else an estimate on CPU and None on CUDA."""
     tokens = config.num_kv_tokens
     if tokens is None and config.device == "simulated":
         tokens = config.max_kv_tokens
@@ -74,8 +74,8 @@ def _num_kv_tokens(config: WorkerConfig, share: int) -> int | None:
 def max_step_tokens(engine: EngineConfig, max_model_len: int) -> int:
     """Tokens of the largest step that the scheduler may send.
 
-    That is a full chunk, or one page of a prompt beside a decode row of every request. Without
-    chunking it is a long prompt, which goes alone.
+    That is a full chunk, or one page of a prompt together with a decode row of every request.
+    Without chunking it is a long prompt, which runs alone.
     """
     chunk, rows = engine.chunked_prefill_size, engine.max_running_requests
     budget = chunk if chunk > 0 else max(engine.max_prefill_tokens, max_model_len + rows)
@@ -83,7 +83,7 @@ def max_step_tokens(engine: EngineConfig, max_model_len: int) -> int:
 
 
 def graph_max_batch_size(engine: EngineConfig) -> int:
-    """Largest decode batch to capture, 0 for none: never more rows than a micro-batch can have."""
+    """Rows of the largest decode batch to capture, at most those of a micro-batch; 0 for none."""
     if not engine.enable_cuda_graphs:
         return 0
     rows = engine.pp_max_micro_batch_size
@@ -101,7 +101,7 @@ def _attention_backend(name: str, model: ModelConfig, dtype: str, device: str) -
 
 
 def auto_attention_backend(device: str, dtype: torch.dtype, head_dim: int) -> str:
-    """What `attention_backend: auto` means: flashinfer where it is installed and has kernels."""
+    """What `attention_backend: auto` means: flashinfer if it is installed and has kernels."""
     if device == "cuda" and supports_attention(dtype, head_dim) and flashinfer_installed():
         return "flashinfer"
     return "torch"
@@ -132,10 +132,10 @@ def detect_device() -> str:
 
 
 def _auto_threads(model: ModelConfig, workers: int) -> int:
-    """Cores divided among the machine's workers; one for models whose matrices are too small.
+    """Threads of a worker: the cores divided by the workers; 1 if the model's matrices are small.
 
     Measured on 2 cores: with 256 x 1,024 matrices a second thread costs more at each operation's
-    barrier than it saves (115 against 75 tokens/s, one request at a time); with 768 x 2,048 it
+    barrier than it saves (115 against 75 tokens/s, one request at a time). With 768 x 2,048 it
     pays (13 against 16 tokens/s).
     """
     if model.hidden_size * model.intermediate_size < SMALL_MATRIX:
@@ -152,7 +152,8 @@ def _auto_dtype(model: ModelConfig, device: str) -> str:
 
 
 def _cpu_has_bfloat16() -> bool:
-    """Without AVX512-BF16 or AMX, bfloat16 matrix products run 2-5x slower than float32."""
+    """Whether the CPU has AVX512-BF16 or AMX. Without them, bfloat16 matrix products run 2-5x
+    slower than float32."""
     return any(
         getattr(torch.cpu, name, bool)()
         for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")

@@ -17,7 +17,7 @@ class PendingResult(ABC):
 
     @abstractmethod
     def collect(self) -> GenerationBatchResult:
-        """Copy to the host. Blocks until the device is done with the step."""
+        """Copy the result to the host. Blocks until the device is done with the step."""
 
 
 @dataclass
@@ -28,7 +28,7 @@ class LaunchedForward(ABC):
 
     @abstractmethod
     def sample(self, masks: SampleMasks | None) -> PendingResult:
-        """Launch the sampling. `masks` for a delayed sample, else None."""
+        """Launch the sampling. `masks` are those of a delayed sample, else None."""
 
 
 class ModelWorker(ABC):

@@ -1,8 +1,8 @@
 """`FutureMap`: the last sampled token of every request, kept on the device.
 
-Indexed by slot (SGLang's current form; the seeds' negative placeholders in a ring buffer are
-superseded): a step scatters what it samples, the next one gathers its inputs. Steps run in order
-on one stream, so a decode row always finds the token of the step before.
+It is indexed by slot, as in SGLang now (once a ring buffer with negative placeholders). A step
+writes the tokens that it samples; the next step reads its inputs. Steps run in order on one stream,
+so a decode row always finds the token of the step before.
 """
 
 from __future__ import annotations

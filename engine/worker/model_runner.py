@@ -54,8 +54,8 @@ class ModelRunner:
     ) -> None:
         """Load this rank's weights and allocate what steps need.
 
-        A `meter` is told when the weights are there and nothing else. Until `resize_kv_cache` the
-        KV cache then has only its padding page; without one it has the size of `config`. Raises
+        A `meter` is told when only the weights are there. Until `resize_kv_cache` the KV cache then
+        has only its padding page; without a `meter` it has the size of `config`. Raises
         `ConfigError` if the checkpoint or the sizes don't fit.
         """
         longest = config.model.max_position_embeddings
@@ -81,11 +81,11 @@ class ModelRunner:
         self._make_kv_cache((config.num_kv_tokens or 0) if meter is None else 0)
 
     def resize_kv_cache(self, num_kv_slots: int) -> None:
-        """Replace the KV cache by an empty one of `num_kv_slots` tokens, and the backend with it.
+        """Replace the KV cache by an empty one of `num_kv_slots` tokens, and its attention backend.
 
-        Before the first step.
+        Call this before the first step.
         """
-        # The old ones go before the new ones come: there may be no room for both.
+        # Delete the old ones before the new ones are made: there may be no room for both.
         del self.attention, self.kv_pool
         self._make_kv_cache(num_kv_slots)
 
@@ -95,7 +95,7 @@ class ModelRunner:
         return self.kv_pool.num_bytes // (self.kv_pool.num_slots + self.config.page_size)
 
     def _make_kv_cache(self, num_slots: int) -> None:
-        """A KV cache of `num_slots` tokens beside the padding page, and the backend on it."""
+        """Make a KV cache of `num_slots` tokens besides the padding page, and its backend."""
         config, model = self.config, self.config.model
         num_heads = model.num_heads // self.parallel.tp_size
         num_kv_heads = model.local_kv_heads(self.parallel.tp_size)
@@ -133,10 +133,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> ForwardOutput | None:
-        """Run the stage. None unless this is the last one.
+        """Run the stage. Returns None unless this is the last one.
 
-        A later stage first waits for the previous one's hidden states, an earlier one starts
-        sending its own and returns.
+        All stages but the first wait for the hidden states of the previous one. All but the last
+        start sending their own and return.
         """
         received: Tensor | None = None
         if not self.parallel.is_first_stage:
@@ -181,5 +181,5 @@ class ModelRunner:
         )
 
     def write_table(self, cells: Tensor, locs: Tensor) -> None:
-        """Carry out a `TableUpdate` that is on the device."""
+        """Apply a `TableUpdate` that is on the device."""
         self.req_to_token.view(-1).index_copy_(0, cells, locs)

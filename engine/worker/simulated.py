@@ -1,11 +1,11 @@
 """`SimulatedWorker`: a stage that takes a set time and computes nothing.
 
-For measuring the scheduler, the messages and the actors at the speed of a GPU without one
-(`device: simulated`). The device is a timeline, as a CUDA stream is: a step starts when its
-message is here, the device has done the steps before it and the previous stage has handed over;
-launching never blocks. The hand-over between stages is a real message of the pipeline's process
-group, sent at launch and holding the time at which the hidden states will be there, because NCCL's
-transfers are ordered by the device, not by the CPU.
+It serves to measure the scheduler, the messages and the actors at the speed of a GPU without one
+(`device: simulated`). The device is a timeline, like a CUDA stream. A step starts when its message
+is here, the device has done the steps before it and the previous stage has handed over; launching
+never blocks. The hand-over between stages is a real message of the pipeline's process group. It is
+sent at launch and holds the time at which the hidden states will be there, because the device, not
+the CPU, orders NCCL's transfers.
 
 Tokens are a hash of the token before and its position: the same in any batch, on any replica and
 after any interruption, like a model's greedy tokens.
@@ -29,7 +29,7 @@ from engine.worker_config import WorkerConfig
 
 @dataclass
 class SimulatedResult(PendingResult):
-    """A step that the timeline ends at `ready_at`, monotonic seconds."""
+    """A step that ends on the timeline at `ready_at`, monotonic seconds."""
 
     step: int
     tokens: list[int]
@@ -101,7 +101,7 @@ class SimulatedWorker(ModelWorker):
     def next_tokens(
         self, forward: SimulatedForward, masks: SampleMasks | None
     ) -> tuple[IntArray, dict[int, str]]:
-        """Tokens int32 [S], remembered for the next step's inputs; errors by sampled row."""
+        """Tokens int32 [S] and errors by sampled row. The tokens are kept for the next step."""
         batch = forward.batch
         slots = batch.req_pool_indices[batch.sample_rows]
         positions = batch.seq_lens[batch.sample_rows].astype(np.uint64)

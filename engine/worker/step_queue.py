@@ -19,7 +19,7 @@ from engine.worker.base import LaunchedForward, ModelWorker, PendingResult
 
 
 class StepQueue:
-    """Drives one `ModelWorker`; knows no sockets."""
+    """Drives one `ModelWorker`. It has no sockets."""
 
     def __init__(self, worker: ModelWorker) -> None:
         self.worker = worker
@@ -30,7 +30,7 @@ class StepQueue:
         self._early: dict[int, SampleMasks] = {}
         """By step: masks of deferred batches."""
         self._launched: dict[int, tuple[int, PendingResult | None]] = {}
-        """By step, in order: micro-batch, and the result or None while it isn't sampled."""
+        """By step, in order: the micro-batch, and the result (None until the step is sampled)."""
 
     def launch(self, batch: ModelWorkerBatch) -> None:
         """Start a step now, or as soon as the masks that it depends on are here."""
@@ -40,7 +40,7 @@ class StepQueue:
             self._run(batch)
 
     def apply(self, masks: SampleMasks) -> None:
-        """Sample a delayed step, and start what waited for it."""
+        """Sample a delayed step, and start the batches that waited for it."""
         forwarded = self._unsampled.pop(masks.step, None)
         if forwarded is None:
             if all(batch.step != masks.step for batch in self._deferred):
@@ -66,7 +66,7 @@ class StepQueue:
         return ready
 
     def take_oldest(self) -> GenerationBatchResult | None:
-        """The oldest result that may come out, waiting for the device; None if there is none."""
+        """Wait for the oldest result that may come out; None if there is none."""
         blocked: set[int] = set()
         for step, (micro_batch, pending) in self._launched.items():
             if pending is None:

@@ -142,12 +142,12 @@ class TpModelWorker(ModelWorker):
         meter: MemoryMeter | None = None,
         graph_backend: GraphBackend | None = None,
     ) -> None:
-        """Loads its shard. `trace` gets the span of every step on this stage.
+        """Load the shard. `trace` gets the span of every step on this stage.
 
-        With a `meter` the KV cache gets what the device has left (or what was stated, if that
-        fits); without one its size must be known. `graph_backend` captures decodes; None: CUDA
-        graphs, on CUDA. Raises `ConfigError` with advice when the device's memory doesn't do;
-        collective over the engine's ranks.
+        With a `meter` the KV cache gets the memory that the device has left, or the stated size if
+        that fits; without one its size must be known. `graph_backend` captures decodes; None means
+        CUDA graphs on CUDA. Raises `ConfigError` with advice if the device has too little memory.
+        Collective over the engine's ranks.
         """
         if meter is None and config.num_kv_tokens is None:
             raise ValueError("a KV cache of unknown size needs a meter")
@@ -163,15 +163,15 @@ class TpModelWorker(ModelWorker):
         self.graphs: DecodeGraphs | None = None
         self._trace: TraceRing[StageSpan] | None = None
         self._untraced: deque[tuple[int, int, StepTiming]] = deque()
-        """(step, micro-batch, timing) of steps that the device may not be done with."""
+        """(step, micro-batch, timing) of steps that the device may still be running."""
         self._prompt_logprobs: dict[int, int] = {}
-        """Slot -> alternatives, of slots whose request wants prompt log-probabilities."""
+        """Number of alternatives by slot, where a request wants prompt log-probabilities."""
         with out_of_memory_advice(ALLOCATE, config, memory):
             slots = config.max_running_requests + 1
             self.future_map = FutureMap(slots, self.runner.device)
             state = SamplingState(slots, config.model.vocab_size, self.runner.device)
             self.sampler = Sampler(state, config.sampling_backend)
-        # Weights and tables were made outside of the stream that steps run on.
+        # Weights and tables were made on another stream than that of the steps.
         self.queue.join()
         if meter is not None:
             self._size_kv_cache(config, meter)
@@ -188,7 +188,7 @@ class TpModelWorker(ModelWorker):
         tokens = agree_on_kv_tokens(profile, config, self.parallel, runner.device)
         with out_of_memory_advice(ALLOCATE, config, meter.memory):
             runner.resize_kv_cache(tokens)
-        # Waits until it is zeroed, whatever stream the first step runs on.
+        # This waits until the cache is zeroed, so the first step may run on any stream.
         meter.memory.release()
 
     def forward(self, batch: ModelWorkerBatch) -> LaunchedForward | None:
@@ -259,7 +259,7 @@ class TpModelWorker(ModelWorker):
         if logits is None:
             return None
         if batch.delayed_sample:
-            # Other steps may run before it is sampled, and a graph's memory is every step's.
+            # Other steps may run before this one is sampled, and all steps share a graph's memory.
             logits = logits.clone()
             forward.sample_slots = forward.sample_slots.clone()
             forward.sample_lens = forward.sample_lens.clone()

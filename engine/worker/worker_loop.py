@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 INIT_TIMEOUT_S = 1800.0
-"""Also for every later call: one rank may take much longer than another to load its weights. A dead
-rank is noticed by whoever started the ranks, not by this timeout."""
+"""Timeout of joining the group and of every later call: one rank may take much longer than another
+to load its weights. The process that started the ranks notices a dead rank, not this timeout."""
 SPIN_S = 200e-6
 """A sleeping thread wakes up late by about this, so the last part of a wait is spent polling."""
 
@@ -47,14 +47,14 @@ def run_worker(
 ) -> None:
     """Body of worker `rank` until it is told to shut down.
 
-    `store`: host and port of the engine's TCPStore; results and failures go to
-    `results_address`. Raises whatever made the worker fail, after reporting it.
+    `store` is host and port of the engine's TCPStore. Results and failures go to `results_address`.
+    After it has reported a failure, it raises the failure's error.
     """
     inbox = Inbox(host)
     results = Outbox(results_address)
     try:
         parallel, worker = _start(config, rank, store, inbox, results, trace or TraceRing())
-        # torch leaves a heap whose collection would stop the device for tens of milliseconds.
+        # torch leaves a large heap. Collecting it later would stop the device for tens of ms.
         gc.collect()
         gc.freeze()
         steps = StepQueue(worker)
@@ -74,7 +74,7 @@ def preload() -> None:
 
 
 def log_as_worker(rank: int) -> None:
-    """For a worker's own process: warnings to stderr, and what rank 0 tells of the start."""
+    """Set up logging of a worker's own process: warnings to stderr, and rank 0's start messages."""
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("engine").setLevel(logging.INFO if rank == 0 else logging.WARNING)
 
@@ -87,7 +87,7 @@ def _start(
     results: Outbox,
     trace: TraceRing[StageSpan],
 ) -> tuple[ParallelState, ModelWorker]:
-    # torch comes in here, so that a parent can import this module cheaply.
+    # torch is imported here, so that a parent can import this module at little cost.
     from engine.distributed import init_parallel, open_store
     from engine.worker.factory import make_worker
 
@@ -95,7 +95,7 @@ def _start(
         if config.device == "cuda":
             import torch
 
-            # Whoever started this process made one GPU visible to it.
+            # The process that started this one made one GPU visible to it.
             torch.cuda.set_device(0)
         parallel = init_parallel(
             config.comm_backend,
@@ -116,7 +116,7 @@ def _start(
 
 
 def _turn(steps: StepQueue, inbox: Inbox, out: Outbox | None, rank: int, failures: Outbox) -> bool:
-    """Send what is done, then take one message; False after `Shutdown`."""
+    """Send the results that are ready, then take one message; False after `Shutdown`."""
     message: Any = None
     step = 0
     try:
@@ -153,7 +153,8 @@ def _turn(steps: StepQueue, inbox: Inbox, out: Outbox | None, rank: int, failure
 
 
 def _receive(inbox: Inbox, seconds: float | None) -> Any | None:
-    """The next message, or None: after `seconds` at the latest, or at once when they are few."""
+    """The next message, or None after at most `seconds`. If they are below 1 ms, it looks once and
+    then sleeps all but `SPIN_S` of them."""
     if seconds is None or seconds >= 1e-3:
         return inbox.recv(seconds)  # polling knows whole milliseconds only
     message = inbox.recv(0.0)

@@ -2,4 +2,4 @@
 
 import pytest
 
-pytest.register_assert_rewrite("tests.support")  # these helpers assert, too
+pytest.register_assert_rewrite("tests.support")  # these helpers also assert

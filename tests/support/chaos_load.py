@@ -1,4 +1,4 @@
-"""Streams that never stop coming, each compared with its undisturbed run."""
+"""A constant load of streams. Each stream is compared with its undisturbed run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def make_cases(
 ) -> list[Case]:
     """Greedy requests with answers that rounding can't change, run one by one.
 
-    A batch rounds differently than a single row, so prompts where that decides are left out.
+    A batch rounds differently than a single row; prompts for which that matters are left out.
     """
     rng = random.Random(seed)
     cases: list[Case] = []
@@ -62,7 +62,7 @@ class Load:
     cases: list[Case]
     num_streams: int
     stagger_s: float = 0.0
-    """Over so many seconds the clients begin one after the other."""
+    """Seconds over which the clients begin one after the other."""
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     finished: list[Streamed] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
@@ -105,8 +105,8 @@ class Load:
             self.failures.append(f"other tokens from {at} on, of {len(got.token_ids)}")
 
     def stalls(self, since: float, until: float) -> list[float]:
-        """For every stream that waited for its next token at `since`: seconds until it came,
-        longest first; streams that had a token within half a second are left out."""
+        """For every stream that waited for its next token at `since`: the seconds until the token
+        came, longest first. Streams that had a token within half a second are left out."""
         waits = []
         for got in self.finished:
             for before, after in itertools.pairwise([got.started, *got.times]):
@@ -115,7 +115,7 @@ class Load:
         return sorted(waits, reverse=True)
 
     def median_gap_s(self, since: float) -> float:
-        """Median time between chunks of finished streams that came after `since`."""
+        """Median seconds between chunks that came after `since`, of finished streams."""
         gaps = [
             after - before
             for got in self.finished

@@ -42,7 +42,7 @@ _get_global_client().deploy_apps(config)
 
 
 class Struck(NamedTuple):
-    """What became of one blow: seconds until /health said so, and until all was well again."""
+    """Times of one strike: seconds until /health reported it, and until all was well again."""
 
     role: str
     how: str
@@ -97,11 +97,11 @@ class Cluster:
                 await asyncio.sleep(POLL_S)
 
     def counts(self) -> dict[str, int]:
-        """Processes by role now."""
+        """Number of processes by role now."""
         return {role: len(self.pids(role)) for role in ROLES}
 
     def is_complete(self) -> bool:
-        """Whether every role has as many processes as it should, no more and no less."""
+        """Whether every role has exactly its number of processes."""
         return self.counts() == self.expected
 
     async def wait_complete(self, limit_s: float) -> None:
@@ -123,7 +123,7 @@ class Cluster:
         config = load_target(str(ROOT / self._config), overrides, port=port).config
         if num_replicas is not None:
             self.num_replicas = num_replicas
-        # Not in args: that would be a new version of the whole application.
+        # The number isn't set in args: that would be a new version of the whole application.
         config["applications"][0]["deployments"] = [
             {"name": "engine", "num_replicas": self.num_replicas}
         ]

@@ -1,4 +1,4 @@
-"""Workers that several schedulers take turns on: setting up processes is what costs time."""
+"""Workers that several schedulers use in turn, because to set up processes takes time."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ class Engine:
         stop_after: dict[int, int] | None = None,
         **scheduler: Any,
     ) -> list[list[int]]:
-        """Output ids of each prompt. `warm` prompts run first, to fill the prefix cache;
-        `retract_every` n: at every nth step a running request is sent back to the queue;
-        `stop_after`: by prompt, the number of tokens after which its client ends it, as a stop
-        string would."""
+        """Output ids of each prompt. `warm` prompts run first, to fill the prefix cache. With
+        `retract_every` n, every nth step sends a running request back to the queue. `stop_after`
+        has, by prompt, the number of tokens after which the client ends it, as a stop string
+        would."""
         engine = self.config.model_copy(update=scheduler)
         config = SchedulerConfig.from_config(engine.resolve(), KV_TOKENS)
         sched = Scheduler(config)
-        # Workers insist on increasing steps? They don't, but results are matched by step.
+        # Steps begin anew in each run: workers don't need increasing ones. Results name their step.
         core = EngineCore(sched, self.executor)
         for i, ids in enumerate(warm):
             warm = _request(-1 - i, ids, SamplingParams(max_tokens=1, temperature=0))
@@ -158,7 +158,7 @@ def reference_logprobs(model: transformers.PreTrainedModel, ids: Sequence[int]) 
 
 
 def load_reference(path: Path) -> transformers.PreTrainedModel:
-    """The oracle, float32, eager attention."""
+    """The reference model of transformers, in float32 with eager attention."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager"
     )

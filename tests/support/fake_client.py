@@ -42,7 +42,7 @@ def _entry(token: int, offset: int, k: int) -> LogprobEntry:
 
 
 class FakeEngineClient(EngineClient):
-    """`started`, `finished` and `aborted` hold requests; the other attributes set what happens."""
+    """`started`, `finished` and `aborted` hold requests; the other attributes set its behaviour."""
 
     def __init__(self, max_model_len: int = 256, vocab_size: int = 300) -> None:
         self._info = ModelInfo("fake", max_model_len, vocab_size, created=1_700_000_000)
@@ -54,11 +54,11 @@ class FakeEngineClient(EngineClient):
         self.error_at: tuple[int, Exception] | None = None
         """Raise the exception before this output token."""
         self.error_delta = False
-        """Tell of the error by a delta instead."""
+        """Report the error by a delta instead."""
         self.hang_at: int | None = None
         """Wait for ever before this output token."""
         self.swallow_first = 0
-        """So many first tokens bring no text (it comes with the next)."""
+        """Number of first tokens that bring no text (it comes with the next token)."""
         self.is_healthy = True
         self.stats_delay_s = 0.0
         self.num_traced_steps = 10

@@ -1,8 +1,8 @@
 """A CUDA device that computes nothing and notices when the host would have to wait for it.
 
-torch's `FakeTensorMode` gives tensors whose device is "cuda" on machines without a GPU: they have
-shapes and types, so the code takes its CUDA branches, but no values. Asking for one raises, and so
-does every other operation at which CUDA makes the host wait.
+torch's `FakeTensorMode` gives tensors whose device is "cuda" on machines without a GPU. They have
+shapes and types, so the code takes its CUDA branches, but no values. To ask for a value raises an
+error, and so does every other operation at which CUDA makes the host wait.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class SyncError(AssertionError):
 class FakeCuda(FakeTensorMode):
     """Inside it, tensors on "cuda:0" can be made and worked with.
 
-    `may_wait`: only work that needs values is refused, as while a model is loaded.
+    With `may_wait`, as while a model is loaded, only work that needs values is refused.
     """
 
     def __init__(self, *, may_wait: bool = False) -> None:
@@ -58,7 +58,7 @@ class FakeCuda(FakeTensorMode):
         if name in ("aten::_pin_memory", "aten::pin_memory"):
             return pinned(args[0].clone())
         if name == "aten::copy_" and any(real) and not all(real):
-            return args[0]  # between the host's memory and nothing
+            return args[0]  # a copy between the host's memory and memory without values
         device = _target_device(args, kwargs)
         if tensors and all(real) and device is None:
             result = func(*args, **kwargs)
@@ -112,13 +112,13 @@ def _check_copy(
 
 
 def pinned(tensor: Tensor) -> Tensor:
-    """`tensor`, to be taken for page-locked."""
+    """Mark `tensor` as page-locked and return it."""
     tensor._is_page_locked = True  # type: ignore[attr-defined]
     return tensor
 
 
 def is_pinned(tensor: Any) -> bool:
-    """Whether it is taken for page-locked."""
+    """Whether it is marked as page-locked."""
     return getattr(tensor, "_is_page_locked", False)
 
 
@@ -129,7 +129,7 @@ def _copy_(tensor: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor
 
 
 def _getitem(tensor: Tensor, index: Any) -> Tensor:
-    """`tensor[index]` out of operators: torch's own asks a CPU build for the CUDA device."""
+    """`tensor[index]` made of operators: torch's own asks a CPU build for the CUDA device."""
     indices = list(index) if isinstance(index, tuple) else [index]
     if Ellipsis in [i for i in indices if not isinstance(i, Tensor)]:
         at = next(n for n, i in enumerate(indices) if i is Ellipsis)
@@ -162,7 +162,7 @@ def _setitem(tensor: Tensor, index: Any, value: Any) -> None:
 
 
 class FakeEvent:
-    """Comes to pass when `done` is set; `FakeEvent.now` counts device milliseconds."""
+    """Happens when `done` is set; `FakeEvent.now` counts device milliseconds."""
 
     now = 0.0
     done = True
@@ -213,7 +213,7 @@ class FakeCudaQueue(StagedQueue):
 
 
 def use_fake_cuda(patch: pytest.MonkeyPatch) -> None:
-    """Workers made inside `FakeCuda` with device "cuda" and dummy weights work."""
+    """Make workers work that are made inside `FakeCuda` with device "cuda" and dummy weights."""
     patch.setattr(model_runner, "make_queue", FakeCudaQueue)
     patch.setattr(FakeTensor, "__getitem__", _getitem)
     patch.setattr(FakeTensor, "__setitem__", _setitem)

@@ -1,10 +1,10 @@
-"""FlashInfer's documented behaviour in plain torch on CPU, as strict as the real package or more.
+"""FlashInfer's documented behaviour in plain torch on CPU, at least as strict as the real package.
 
 Signatures are copies of flashinfer-python 0.7.2's (`test_flashinfer_signatures.py` compares them
 where the package is installed). A plan goes the real way: it is written to the wrapper's pinned
-buffer, and a copy of that to the device's buffer is queued; `run` is queued behind it and believes
-what the device's buffer says. By default the queue is run at once; `Device.deferred` keeps it, as
-a device does that is busy with earlier steps.
+buffer, and a copy to the device's buffer is queued. `run` is queued behind that copy and uses the
+content of the device's buffer. By default the queue runs at once; `Device.deferred` keeps it, like
+a device that is busy with earlier steps.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Device:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """The device starts on nothing before the block ends."""
+        """Start no work on the device before the block ends."""
         self.holding = True
         yield
         self.holding = False
@@ -60,7 +60,7 @@ def _ints(tensor: Tensor, count: int | None = None) -> None:
 
 
 def _write_plan(wrapper: Any, indptr: Tensor, last_page_len: Tensor, page_size: int) -> None:
-    """What the C++ planner does: the plan here is the rows' lengths."""
+    """Do the work of the C++ planner; the plan here is the rows' lengths."""
     lens = (indptr.diff() - 1) * page_size + last_page_len
     pinned = wrapper._pin_memory_int_workspace_buffer
     assert pinned.dtype == torch.uint8
@@ -78,7 +78,7 @@ def _write_plan(wrapper: Any, indptr: Tensor, last_page_len: Tensor, page_size: 
 def _attend(
     wrapper: Any, q: Tensor, kv: tuple[Tensor, Tensor], qo_indptr: list[int], out: Tensor
 ) -> None:
-    """Rows' attention, from buffers as they are when the device comes to it."""
+    """Attention of the rows, from the buffers' content when the device runs it."""
     plan = wrapper._plan
     indptr = wrapper._paged_kv_indptr_buf.tolist()
     last = wrapper._paged_kv_last_page_len_buf.tolist()
@@ -90,7 +90,7 @@ def _attend(
         length = (len(pages) - 1) * page_size + last[row]
         assert length == int(planned[row]), "the device's plan isn't this step's"
         begin, end = qo_indptr[row : row + 2]
-        # Bytes, because torch indexes no float8 tensors.
+        # Bytes, because torch can't index float8 tensors.
         keys, values = (
             x.view(torch.uint8)[pages].view(x.dtype).flatten(0, 1)[:length].double() for x in kv
         )
@@ -285,7 +285,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
 
 
 def _at_launch(wrapper: Any) -> SimpleNamespace:
-    """What a launch takes along: addresses of buffers, not their contents."""
+    """What a launch keeps: addresses of buffers, not their contents."""
     names = ("_paged_kv_indptr_buf", "_paged_kv_indices_buf", "_paged_kv_last_page_len_buf")
     names += ("_int_workspace_buffer", "_plan")
     return SimpleNamespace(**{name: getattr(wrapper, name) for name in names})
@@ -499,7 +499,7 @@ def _renorm(probs: Tensor, threshold: Tensor) -> Tensor:
 
 
 def top_k_renorm_probs(probs, top_k, is_deterministic=False):
-    """Keeps whatever is as likely as the k-th."""
+    """Keeps every token that is at least as likely as the k-th."""
     _check_probs(probs, top_k, is_deterministic)
     assert top_k.dtype == torch.int32
     assert bool((top_k > 0).all())
@@ -509,7 +509,7 @@ def top_k_renorm_probs(probs, top_k, is_deterministic=False):
 
 
 def top_p_renorm_probs(probs, top_p, is_deterministic=False):
-    """Keeps whatever is as likely as the token with which the mass reaches top_p of the sum."""
+    """Keeps every token at least as likely as that with which the mass reaches top_p of the sum."""
     _check_probs(probs, top_p, is_deterministic)
     assert top_p.dtype == torch.float32
     assert bool(((top_p > 0) & (top_p <= 1)).all())
@@ -530,7 +530,7 @@ SIGNATURES = {
     "sampling.top_k_renorm_probs": (),
     "sampling.top_p_renorm_probs": (),
 }
-"""What the fake has of the package: functions, and classes with their methods."""
+"""The part of the package that the fake has: functions, and classes with their methods."""
 
 
 def signatures(module: Any) -> dict[str, list[tuple[str, str, object]]]:
@@ -579,7 +579,7 @@ def make_module(device: Device) -> ModuleType:
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> Device:
-    """Make `import flashinfer` find the fake, for float32 and any head size too."""
+    """Make `import flashinfer` find the fake, which also takes float32 and any head size."""
     import engine.flashinfer_loader as loader
 
     dtypes = (torch.float16, torch.bfloat16, torch.float32)

@@ -1,7 +1,7 @@
 """CUDA graphs without CUDA: operators are recorded and run again on the same memory.
 
-As a real graph, a replay runs no Python of the model: whatever was decided, allocated or read on
-the host while recording stays as it was. Reading a value on the host while recording is an error.
+As in a real graph, a replay runs no Python of the model: all that the host decided, allocated or
+read while recording stays as it was. Reading a value on the host while recording is an error.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class _Call(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     results: tuple[Tensor, ...]
-    """Those with memory of their own."""
+    """The results that have memory of their own."""
 
 
 class Recorder(TorchDispatchMode):
-    """Runs operators and notes them."""
+    """Runs operators and records them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Recorder(TorchDispatchMode):
 
 
 class RecordedGraphs(GraphBackend):
-    """Graphs by `Recorder`. `free`: the answers of `free_bytes`, the last one for ever."""
+    """Graphs by `Recorder`. `free` holds the answers of `free_bytes`; the last one repeats."""
 
     def __init__(self, free: list[int] | None = None) -> None:
         self.free = free or [1 << 40]
@@ -95,7 +95,7 @@ class RecordedGraphs(GraphBackend):
 
 
 class CapturableAttention(TorchAttentionBackend):
-    """Decodes over all cells of the table with a mask: slow, and nothing depends on the host."""
+    """Decodes over all cells of the table with a mask: slow, but independent of the host."""
 
     supports_graphs = True
 
@@ -130,13 +130,13 @@ class CapturableAttention(TorchAttentionBackend):
         values = kv.v.index_select(0, flat).view(n, -1, heads, dim).transpose(1, 2)
         scores = torch.matmul(q.view(n, heads, self.group, dim), keys.transpose(2, 3))
         scores = torch.where(seen[:, None, None, :], scores * layer.scale, -torch.inf)
-        # What lies beyond a row's end may be another request's NaN.
+        # Values beyond a row's end may be another request's NaN.
         values = torch.where(seen[:, None, :, None], values, 0.0)
         return torch.matmul(scores.softmax(-1), values).reshape(n, -1)
 
 
 def use_capturable_attention(patch: pytest.MonkeyPatch) -> None:
-    """`attention_backend: torch` is `CapturableAttention`, and the sampler leaves numpy alone."""
+    """Make `attention_backend: torch` mean `CapturableAttention`; the sampler then avoids numpy."""
     patch.setitem(ATTENTION_BACKENDS._entries, "torch", CapturableAttention)
     patch.setattr(torch_backend, "argmax", lambda values: values.argmax(-1))
     patch.setattr(torch_backend, "argmin", lambda values: values.argmin(-1))

@@ -1,4 +1,4 @@
-"""A device whose memory, and who holds how much of it, tests decide."""
+"""A device for which tests set the memory and its holders."""
 
 from __future__ import annotations
 

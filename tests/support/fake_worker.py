@@ -30,7 +30,7 @@ def next_allowed(tokens: np.ndarray, allowed: Collection[int]) -> int:
 def allowed_tokens(
     out: list[int], choices: list[list[int]], eos_token_ids: Collection[int]
 ) -> set[int]:
-    """What may follow `out` if the output is to be one of `choices`: tried one by one."""
+    """Tokens that may follow `out` if the output must be one of `choices`; all are tried."""
     allowed = {c[len(out)] for c in choices if len(c) > len(out) and c[: len(out)] == out}
     return allowed | set(eos_token_ids) if out in choices else allowed
 
@@ -72,7 +72,7 @@ class FakeWorker:
         self.vocab = vocab
         self.pending: deque[ModelWorkerBatch] = deque()
         self.masks: dict[int, SampleMasks] = {}
-        """By step: of delayed samples that haven't run."""
+        """Masks by step, of delayed samples that haven't run."""
         self.masks_seen: set[int] = set()
         self.steps_seen = 0
         self.prompt_tokens_run = 0
@@ -89,7 +89,7 @@ class FakeWorker:
         self.masks[masks.step] = decode([bytes(f) for f in encode(masks)], SampleMasks)
 
     def run(self) -> GenerationBatchResult:
-        """Execute the oldest launched step. Its masks must be here: nothing else can be done."""
+        """Execute the oldest launched step. Its masks must have come before."""
         b = self.pending.popleft()
         assert not b.delayed_sample or b.step in self.masks, "no masks: a worker waits for ever"
         allowed = _unpack(self.masks.pop(b.step)) if b.delayed_sample else {}

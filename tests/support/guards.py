@@ -1,4 +1,4 @@
-"""Checks that are run once more with their guard taken out, where they have to fail."""
+"""Checks that are run once more without their guard; then they have to fail."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TakeOut = Callable[[pytest.MonkeyPatch], None]
 
 
 class Guard(NamedTuple):
-    """Something that a check relies on, and how the check fails without it."""
+    """A part of the code that a check relies on, and how the check fails without it."""
 
     take_out: TakeOut
     raises: type[Exception]
@@ -62,7 +62,7 @@ def guards_of(module: Mapping[str, Any]) -> list[Any]:
 def without(owner: type, name: str, *edits: tuple[str, str]) -> TakeOut:
     """Each (guard, instead) pair of method `name`'s source is replaced.
 
-    A guard that isn't there exactly once fails the test: point it at where the guard went.
+    A guard that isn't there exactly once fails the test. If the guard moved, change the call.
     """
 
     def apply(patch: pytest.MonkeyPatch) -> None:

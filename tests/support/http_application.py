@@ -1,4 +1,4 @@
-"""`Server`: the HTTP application on uvicorn, over a client that makes its tokens up."""
+"""`Server`: the HTTP application on uvicorn, over a client that invents its tokens."""
 
 from __future__ import annotations
 

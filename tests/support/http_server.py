@@ -57,8 +57,8 @@ def manta_leaving_nothing(config: str, **overrides: Any) -> Iterator[ManagedServ
 
 @contextmanager
 def serve_run(env: Mapping[str, str] | None = None, **overrides: Any) -> Iterator[ManagedServer]:
-    """Plain `serve run` of configs/llama.yaml, without the launcher. `env`: beside this process's
-    environment."""
+    """Plain `serve run` of configs/llama.yaml, without the launcher. `env` is added to this
+    process's environment."""
     config = yaml.safe_load((REPO_ROOT / "configs/llama.yaml").read_text())
     config["http_options"]["port"] = port = free_port()
     config["applications"][0]["args"] |= overrides
@@ -73,7 +73,7 @@ def serve_run(env: Mapping[str, str] | None = None, **overrides: Any) -> Iterato
 
 @dataclass
 class Streamed:
-    """What one streaming completion gave."""
+    """The result of one streaming completion."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -90,7 +90,7 @@ class Streamed:
 async def stream(
     session: aiohttp.ClientSession, url: str, body: dict[str, Any], cut_after: int | None = None
 ) -> Streamed:
-    """POST /v1/completions with stream=true; `cut_after` n chunks the connection is dropped."""
+    """POST /v1/completions with stream=true. The connection is dropped after `cut_after` chunks."""
     got = Streamed(started=time.monotonic())
     payload = {"stream": True, "return_token_ids": True, **body}
     async with session.post(f"{url}/v1/completions", json=payload) as reply:
@@ -130,7 +130,7 @@ async def _events(reply: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
 async def streams(
     url: str, bodies: list[dict[str, Any]], cut_after: int | None = None
 ) -> list[Streamed]:
-    """All bodies at once, a connection each."""
+    """Stream all bodies at once, each on a connection of its own."""
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=280)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
@@ -152,7 +152,8 @@ def metric(url: str, name: str) -> float:
 
 
 def wait_idle(url: str, limit_s: float) -> None:
-    """Within `limit_s` all requests have let go of their memory, and none of it is lost."""
+    """Wait until all requests have released their memory. Fails after `limit_s`, or if memory is
+    lost."""
     names = ("num_running", "num_waiting", "kv_used_tokens")
     deadline = time.monotonic() + limit_s
     while held := {name: n for name in names if (n := metric(url, f"manta_engine_{name}"))}:

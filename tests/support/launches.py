@@ -1,4 +1,4 @@
-"""`manta serve` as a person starts it: a terminal, Ctrl-C, and what is left afterwards."""
+"""`manta serve` as a person starts it: with a terminal and Ctrl-C; and the files left behind."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class Started:
         self.url = f"http://127.0.0.1:{self.port}"
         self.lines: list[str] = []
         self.logs = folder / "logs"
-        # Short, or the launcher would take another for its sockets' sake.
+        # The path is short, or the launcher would choose another for its sockets.
         self._temporary = Path(f"/tmp/{secrets.token_hex(2)}")
         self._temporary.mkdir()
         assert len(f"{self._temporary}/manta-12345678") <= MAX_CHARS
         self.left: list[str] = []
-        """In the temporary folder, once it has ended."""
+        """Names left in the temporary folder, once the server has ended."""
         self.started = time.monotonic()
         self.process = subprocess.Popen(
             [*MANTA, "serve", *arguments, "--port", str(self.port)],
@@ -66,7 +66,7 @@ class Started:
             self.lines.append(line.rstrip("\n"))
 
     def wait_ready(self) -> float:
-        """Seconds from the start to the line that says so."""
+        """Seconds from the start to the line that says that it is ready."""
         while not any(line.startswith("try: ") for line in self.lines):
             assert self.process.poll() is None, "\n".join(self.lines)
             assert time.monotonic() - self.started < READY_LIMIT_S, "\n".join(self.lines)
@@ -74,7 +74,7 @@ class Started:
         return time.monotonic() - self.started
 
     def stop(self) -> int:
-        """Ctrl-C; its exit status."""
+        """Press Ctrl-C; returns the exit status."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
         return self.wait_end()

@@ -22,13 +22,13 @@ class Way:
     """How one client asks, and how it leaves."""
 
     reads: int
-    """Headers and body in one packet, or in two."""
+    """Number of packets: headers and body in one, or in two."""
     stream: bool
     phase: Phase
     keep_alive: bool
-    """The connection has brought an answer before."""
+    """Whether the connection has brought an answer before."""
     leave: Leave
-    """Close; close the sending side alone and wait; or reset the connection."""
+    """Close the connection; or close only the sending side and wait; or reset it."""
 
     def __str__(self) -> str:
         words = [f"{self.reads} reads", "stream" if self.stream else "whole", self.phase]
@@ -48,7 +48,7 @@ WAYS = [
 
 
 def covering(ways: list[Way]) -> list[Way]:
-    """Some of them, in which every two values of two properties come together."""
+    """Some of the ways, in which all pairs of values of two properties occur."""
     wanted = {pair for way in ways for pair in _pairs(way)}
     chosen: list[Way] = []
     while wanted:
@@ -98,7 +98,7 @@ class Client:
         await self._reader.readuntil(b"data: ")
 
     def leave(self) -> None:
-        """Go, in this client's way."""
+        """Leave in this client's way."""
         match self._way.leave:
             case "half":
                 self._writer.write_eof()
@@ -110,7 +110,7 @@ class Client:
                 self._writer.close()
 
     async def gone(self) -> None:
-        """Let go of a connection that was closed only halfway."""
+        """Close a connection whose sending side alone was closed."""
         self._writer.close()
         with suppress(OSError):
             await self._writer.wait_closed()

@@ -31,7 +31,7 @@ FREE_WITHIN_S = 2.0
 IDLE_S = 10.0
 MAX_IDLE_SHARE = 0.05
 SERVES_OWN = ("ServeController", "gcs_server", "raylet", "dashboard", "runtime_env", "monitor")
-"""Ray's own processes, which are never idle: some 4 % for Serve's controller alone."""
+"""Ray's own processes, which are never idle: about 4 % for Serve's controller alone."""
 SETTINGS: dict[str, Any] = {
     "served_model_name": "long",
     "device": "simulated",
@@ -55,8 +55,8 @@ def long_model() -> Iterator[str]:
 
 @contextmanager
 def as_in_a_pod(model: str) -> Iterator[ManagedServer]:
-    """With the environment of the CPU manifest's worker. Only the place of the sources is another,
-    and HAProxy's files have their own folder."""
+    """A server with the environment of the CPU manifest's worker. Only the path of the sources
+    differs, and HAProxy's files have their own folder."""
     manifest = yaml.safe_load((REPO_ROOT / "k8s/rayservice-cpu.yaml").read_text())
     (group,) = manifest["spec"]["rayClusterConfig"]["workerGroupSpecs"]
     (container,) = group["template"]["spec"]["containers"]
@@ -83,7 +83,7 @@ SERVERS: dict[str, Callable[[str], Any]] = {
     "pod": as_in_a_pod,
     "computing": lambda model: manta(model=model, **COMPUTING),
 }
-"""By name, from a model folder; "pod" has the environment of the CPU manifest."""
+"""Servers by name, made from a model folder; "pod" has the environment of the CPU manifest."""
 
 
 @contextmanager
@@ -118,7 +118,8 @@ async def until_metric(url: str, name: str, least: float) -> None:
 
 
 async def leave_at_once(server: ManagedServer, way: Way, count: int) -> float:
-    """`count` clients ask, and leave together. Seconds until their requests are gone."""
+    """Let `count` clients ask and leave together. Returns the seconds until their requests are
+    gone."""
     fillers = 2 if way.phase == "queue" else 0
     async with all_rows_taken(server.base_url, fillers):
         clients = [Client(server.port, way, number) for number in range(count)]
@@ -137,7 +138,7 @@ async def leave_at_once(server: ManagedServer, way: Way, count: int) -> float:
 
 @asynccontextmanager
 async def all_rows_taken(url: str, fillers: int) -> AsyncIterator[None]:
-    """By so many requests (0: by none), which leave at the end."""
+    """Take all rows with `fillers` requests (0: none), which leave at the end."""
     body = {"prompt": [9, 9], "max_tokens": 30_000, "n": ROWS // 2, "ignore_eos": True}
     async with aiohttp.ClientSession() as session:
         ask = partial(session.post, f"{url}/v1/completions", json=body)
@@ -151,7 +152,7 @@ async def all_rows_taken(url: str, fillers: int) -> AsyncIterator[None]:
 
 
 def check_idle(server: ManagedServer) -> None:
-    """Nobody computes for clients that are gone."""
+    """No process computes for clients that are gone."""
     before = cpu_seconds_by_process(server.pid)
     time.sleep(IDLE_S)
     after = cpu_seconds_by_process(server.pid)
@@ -164,7 +165,7 @@ def check_idle(server: ManagedServer) -> None:
 
 
 def check_covering(server: ManagedServer) -> None:
-    """Some of all ways, in which every two properties come together, 40 clients each."""
+    """Some of all ways, in which all pairs of properties occur, with 40 clients each."""
     for way in covering(WAYS):
         try:
             took = asyncio.run(leave_at_once(server, way, 40))

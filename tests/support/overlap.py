@@ -20,14 +20,14 @@ from tests.support.tiny_tokenizers import write_byte_level
 
 
 class Overlap(Harness):
-    """Two steps in flight; notes what each of them touches and how often memory is given back."""
+    """Two steps in flight. It records what each touches and how often memory is given back."""
 
     def __init__(self, **overrides: Any) -> None:
         super().__init__(**{"lookahead": 2, **overrides})
         self.touched: dict[int, tuple[set[int], set[int]]] = {}
         """Step in flight -> its rows, and all pages that it reads or writes."""
         self.released: Counter[int] = Counter()
-        """By rid."""
+        """How often the memory of a request was given back, by rid."""
         release = self.scheduler.kv.release
 
         def counted(req: Req, *, insert: bool) -> None:
@@ -65,9 +65,9 @@ class Overlap(Harness):
         return sum(row in rows for rows, _ in self.touched.values())
 
     def check_in_flight(self) -> None:
-        """Nothing that a step in flight touches can be given to another request.
+        """Check that no memory that a step in flight touches can be given to another request.
 
-        Cached prefixes are pushed out first: what may go at any time counts as free.
+        Cached prefixes are evicted first: memory that may be evicted at any time counts as free.
         """
         kv = self.scheduler.kv
         kv.tree.evict(kv.total_size)
@@ -85,8 +85,9 @@ class Overlap(Harness):
 class AnyOrder(Harness):
     """A device that finishes micro-batches in any order.
 
-    Harsher than ours, where only the sampling of a delayed step runs behind later steps of other
-    micro-batches. Room for one request at a time: the next one gets what the first gives back.
+    This is harsher than our devices, on which only the sampling of a delayed step runs behind later
+    steps of other micro-batches. There is room for one request at a time: the next one gets the
+    memory that the first gives back.
     """
 
     def __init__(self) -> None:
@@ -112,7 +113,7 @@ class AnyOrder(Harness):
 
 
 class Reader(Overlap):
-    """One request, 1, whose client turns tokens into text."""
+    """One request, number 1, whose client turns tokens into text."""
 
     def __init__(self, prompt: list[int], max_tokens: int, *stop: str) -> None:
         super().__init__()

@@ -38,7 +38,7 @@ VOCAB = 256
 class ExecutedFiles:
     """The project's files in which a function was called while this was on.
 
-    Counts this thread, and those that are started while it is installed.
+    This thread counts, and threads that are started while it is installed.
     """
 
     def __init__(self) -> None:
@@ -125,9 +125,9 @@ def files_of_a_request(
 ) -> set[str]:
     """The project's files that a completion executes from its HTTP handler to `Scheduler.add`.
 
-    Counted are: the ingress until it calls the replica, the replica until it sends to the
-    scheduler, the scheduler until `add`. Not counted is what goes on beside: pings, the tokenizer's
-    thread, the news that the replica took the request.
+    These count: the ingress until it calls the replica, the replica until it sends to the
+    scheduler, the scheduler until `add`. Work beside that doesn't count: pings, the tokenizer's
+    thread, the message that the replica took the request.
     """
     files, arrived = ExecutedFiles(), threading.Event()
     add, send = Scheduler.add, Outbox.send
@@ -139,7 +139,7 @@ def files_of_a_request(
         add(self, *args)
 
     def send_to_scheduler(self: Outbox, message: Any) -> None:
-        # In one process the ingress' loop would go on beside the scheduler's thread.
+        # In one process the ingress' loop would run beside the scheduler's thread.
         send(self, message)
         if isinstance(message, AddRequest):
             sys.setprofile(None)
@@ -198,7 +198,7 @@ def files_of_a_request(
 
 
 async def _request(app: FastAPI, body: dict[str, Any], arrived: threading.Event) -> None:
-    """Post a completion, and leave once it is with the scheduler."""
+    """Post a completion, and leave once the scheduler has it."""
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
         call = asyncio.create_task(http.post("/v1/completions", json=body))

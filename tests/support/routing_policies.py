@@ -22,7 +22,7 @@ def policy_of(name: str, replicas: Iterable[str], clock: SimClock | None = None)
 
 
 def request(number: int, *parts: tuple[int, int]) -> RouteRequest:
-    """A prompt of (seed, tokens) parts: equal parts at its start are shared."""
+    """A prompt of (seed, tokens) parts. Prompts share equal parts at their start."""
     tokens = [np.random.default_rng(seed).integers(0, 1000, count) for seed, count in parts]
     return RouteRequest.from_tokens(str(number), np.concatenate(tokens).astype(np.int32), PAGE)
 
@@ -35,6 +35,6 @@ def send(policy: RoutingPolicy, what: RouteRequest, exclude: Iterable[str] = ())
 
 
 def finish(policy: RoutingPolicy, number: int) -> None:
-    """The request's first token and its end."""
+    """Tell the policy of the request's first token and of its end."""
     policy.on_first_token(str(number))
     policy.on_finished(str(number))

@@ -1,4 +1,4 @@
-"""Rows for the sampler, and what transformers and a float64 draw make of them."""
+"""Rows for the sampler, and the results that transformers and a float64 draw give for them."""
 
 from __future__ import annotations
 

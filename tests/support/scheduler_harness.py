@@ -48,7 +48,7 @@ class Harness:
         self.cached: dict[tuple[str, int], int] = {}
         self.expected: dict[tuple[str, int], list[int]] = {}
         self.reasons: dict[tuple[str, int], str] = {}
-        """Finish reason of a request that nobody disturbs."""
+        """Finish reason of each request if nothing disturbs it."""
         self.aborted: set[tuple[str, int]] = set()
 
     def add(
@@ -196,7 +196,7 @@ def prompt(rng: random.Random, n: int) -> list[int]:
 
 
 def random_choices(rng: random.Random) -> list[list[int]]:
-    """Choices over few tokens, so that they share prefixes; perhaps one begins another."""
+    """Choices of few different tokens, so that they share prefixes; one may begin another."""
     lens = [rng.randrange(1, 16) for _ in range(rng.randrange(1, 6))]
     choices = [[rng.randrange(20, 23) for _ in range(n)] for n in lens]
     if rng.random() < 0.5:
@@ -205,7 +205,7 @@ def random_choices(rng: random.Random) -> list[list[int]]:
 
 
 def cost(a: float, b: float, c: float, prefix: int, n: int) -> float:
-    """Seconds of a chunk: every token reads the prefix and what is before it in the chunk."""
+    """Seconds of a chunk: every token reads the prefix and the tokens before it in the chunk."""
     return c + b * n + a * n * (2 * prefix + n)
 
 

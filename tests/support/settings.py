@@ -1,4 +1,4 @@
-"""What every suite needs before it imports torch or runs a property test."""
+"""Settings that every suite needs before it imports torch or runs a property test."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, settings
 
 
 def set_up() -> None:
-    """For `pytest_configure`: one torch thread, and property tests without a time limit, as a busy
-    machine is slow, which is no failure."""
+    """For `pytest_configure`: one torch thread, and property tests without a time limit, because a
+    slow, busy machine is no failure."""
     import torch
 
     torch.set_num_threads(1)

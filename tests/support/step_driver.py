@@ -59,10 +59,10 @@ class StepDriver:
         prompt_logits: bool = False,
         micro_batch: int = 0,
     ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-        """One step: (request, chunk length) rows, then single tokens.
+        """Run one step: (request, chunk length) rows, then single tokens.
 
-        Logits [rows, vocab] of every row's last token (None if not the last stage), and with
-        `prompt_logits` each extend row's logits of all its tokens.
+        Returns logits [rows, vocab] of every row's last token (None if not the last stage), and
+        with `prompt_logits` each extend row's logits of all its tokens.
         """
         batch = self.build(extends, decodes, micro_batch)
         forward_batch = self.runner.prepare(batch)

@@ -45,7 +45,7 @@ def write_byte_level(folder: Path, **config: Any) -> Path:
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
     )
-    # Not special, and with characters that aren't of the byte-level alphabet.
+    # This token isn't special, and its characters aren't in the byte-level alphabet.
     tokenizer.add_tokens(["<工具>"])
     defaults = {"bos_token": BOS, "eos_token": EOS, "chat_template": CHAT_TEMPLATE}
     return _write(folder, json.loads(tokenizer.to_str()), {**defaults, **config})
@@ -60,7 +60,7 @@ def write_sentencepiece(folder: Path, **config: Any) -> Path:
         limit_alphabet=60,
         show_progress=False,
     )
-    # Split for training only: merges across words would give few tokens that begin with a space.
+    # Split only for training: merges across words would give few tokens that begin with a space.
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=True)
     tokenizer.train_from_iterator(CORPUS, trainer)
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)

@@ -1,6 +1,6 @@
 """Drives TpModelWorkers with random batches, as a scheduler with a step in flight would.
 
-Requests come and go; each decode row's input is -1, so that the worker has to know it. The driver
+Requests come and go. Each decode row's input is -1, so the worker has to know the token. The driver
 knows tokens only from results.
 """
 
@@ -107,7 +107,7 @@ class Steps:
     def next(self, target: int) -> tuple[ModelWorkerBatch, list[LiveReq]]:
         """A step that moves towards `target` running requests; with new ones it is mixed.
 
-        Also the requests of its rows, all of which sample.
+        The second result is the requests of its rows, which all sample.
         """
         for req in [r for r in self.live if r.done + 1 >= self.max_len]:
             self.drop(req)
@@ -192,7 +192,7 @@ class Steps:
 def run_step(
     queue: StepQueue, batch: ModelWorkerBatch, masks: SampleMasks | None
 ) -> list[GenerationBatchResult]:
-    """Launch a step and return what came out before it: up to one step stays in flight."""
+    """Launch a step and return the results before it; up to one step stays in flight."""
     queue.launch(batch)
     results = []
     oldest = queue.take_oldest() if len(queue._launched) > 1 else None
@@ -217,7 +217,7 @@ def _ints(values: object) -> np.ndarray:
 
 
 def params(number: int) -> SamplingParams:
-    """Every feature of the sampler, in turn."""
+    """Parameters that use the sampler's features in turn."""
     kinds: tuple[dict[str, Any], ...] = (
         dict(temperature=0.0),
         dict(seed=number),

@@ -1,4 +1,4 @@
-"""The same start of a prompt, the same replica."""
+"""Prompts with the same start go to the same replica."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from deploy.routing.replica_slots import ReplicaSlots
 from deploy.routing.route_request import RouteRequest
 
 KEY_TOKENS: Final = 256
-"""Leading tokens that decide."""
+"""Number of leading tokens that decide."""
 VIRTUAL_NODES: Final = 100
-"""Points a replica has on the ring; Ray Serve's ConsistentHashRouter has as many."""
+"""Points of a replica on the ring, the same number as in Ray Serve's ConsistentHashRouter."""
 LOAD_BOUND: Final = 1.25
 
 
@@ -46,7 +46,7 @@ class ConsistentHashPolicy(RoutingPolicy):
         raise NoReplicaError("no replica is left to choose from")
 
     def _walk(self, request: RouteRequest) -> Iterator[str]:
-        """Points of the ring from the prompt's on, once around."""
+        """Replicas at the points of the ring, from the prompt's point on, once around."""
         key = xxh3_64_intdigest(request.token_ids[:KEY_TOKENS].astype("<i4").tobytes())
         start = bisect.bisect_left(self._ring, (key, ""))
         for position in range(start, start + len(self._ring)):
@@ -56,7 +56,8 @@ class ConsistentHashPolicy(RoutingPolicy):
 class BoundedConsistentHashPolicy(ConsistentHashPolicy):
     """The next replica on the ring that has room (Mirrokni et al., arXiv:1608.01350).
 
-    Room: at most LOAD_BOUND times the mean of requests in flight, this one included.
+    A replica has room if it has at most LOAD_BOUND times the mean of requests in flight, this one
+    included.
     """
 
     def choose(self, request: RouteRequest, exclude: Collection[str] = ()) -> str:
@@ -67,5 +68,5 @@ class BoundedConsistentHashPolicy(ConsistentHashPolicy):
             inflight = self.loads.inflight[self.slots.slot(replica)]
             if replica not in exclude and inflight + 1 <= bound:
                 return replica
-        # All that have room are excluded.
+        # All replicas that have room are excluded.
         return super().choose(request, exclude)

@@ -14,7 +14,7 @@ from deploy.routing.route_request import RouteRequest
 
 
 class PowerOfTwoPolicy(RoutingPolicy):
-    """Of two replicas drawn at random, the one with fewer requests in flight.
+    """Chooses the one with fewer requests in flight of two replicas drawn at random.
 
     (Mitzenmacher, The power of two choices in randomized load balancing, 2001.)
     """

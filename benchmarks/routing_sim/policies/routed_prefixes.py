@@ -1,4 +1,4 @@
-"""Which prompts were sent where, as text-tree routers remember them."""
+"""Which prompts were sent to which replica, as text-tree routers remember it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class RoutedMatch(NamedTuple):
-    """The deepest known part of a prompt: its pages, and the slots it was sent to, first first."""
+    """The deepest known part of a prompt: its pages, and the slots it was sent to, in order."""
 
     num_pages: int
     slots: list[int]
@@ -19,9 +19,7 @@ class RoutedPrefixes:
 
     Stands for the prefix trees of Ray's and SGLang's routers, in pages of tokens instead of
     characters. It says what was sent, not what is cached: nothing leaves it when a replica evicts.
-
-    Args:
-        max_pages: pages kept; beyond, those that were routed longest ago go.
+    It keeps at most `max_pages` pages; those that were routed longest ago are dropped.
     """
 
     def __init__(self, max_pages: int = 4_000_000) -> None:
@@ -41,7 +39,7 @@ class RoutedPrefixes:
                 del self._slots[page]
 
     def size(self, slot: int) -> int:
-        """Pages that the replica was sent, each once."""
+        """Number of different pages that were sent to the replica."""
         return self._sizes[slot]
 
     def match(self, page_hashes: Sequence[int]) -> RoutedMatch:
@@ -56,7 +54,7 @@ class RoutedPrefixes:
         return RoutedMatch(depth, list(deepest))
 
     def insert(self, slot: int, page_hashes: Sequence[int]) -> None:
-        """A prompt was sent to the replica."""
+        """Note that a prompt was sent to the replica."""
         for page in page_hashes:
             slots = self._slots.setdefault(page, [])
             self._slots.move_to_end(page)

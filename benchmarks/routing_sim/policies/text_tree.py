@@ -22,7 +22,7 @@ SGLANG_BALANCE_REL: Final = 1.5
 
 
 class TextTreePolicy(RoutingPolicy):
-    """What both have in common: a tree of routed prompts, and misses to the smallest tenant."""
+    """The common part of both: a tree of routed prompts; misses go to the smallest tenant."""
 
     def __init__(self, slots: ReplicaSlots, index: PrefixIndex, clock: Clock, seed: int = 0):
         super().__init__(slots, index, clock, seed)
@@ -55,7 +55,7 @@ class TextTreePolicy(RoutingPolicy):
     def _choose(
         self, request: RouteRequest, inflight: NDArray[np.float64], found: RoutedMatch
     ) -> int:
-        """A slot. inflight: [capacity], inf where no replica is to be chosen."""
+        """The chosen slot. inflight: [capacity], inf where no replica may be chosen."""
 
     def _smallest(self, inflight: NDArray[np.float64]) -> int:
         """The slot that was sent the fewest pages; ties: fewest in flight."""
@@ -66,8 +66,8 @@ class TextTreePolicy(RoutingPolicy):
 class RayPrefixTreePolicy(TextTreePolicy):
     """Ray Serve's PrefixCacheAffinityRouter with its defaults (Ray 2.60).
 
-    A match of 10 % or more: of the replicas with the longest one, the fewest in flight. The
-    imbalance limit is infinite, and the tree is never pruned.
+    With a match of 10 % or more, it chooses the replica with the fewest in flight among those with
+    the longest match. The imbalance limit is infinite, and the tree is never pruned.
     """
 
     def _choose(

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from engine.protocol.tokenizer_messages import TextDelta
 
 MAX_WAITING = 256
-"""When more deltas than this wait, they are joined."""
+"""When this number of deltas waits, they are joined into one."""
 
 
 class Backlog:

@@ -70,7 +70,8 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 
 class Endpoint(ABC):
-    """A route; subclasses know its fields. Ray Serve ships it to each ingress replica."""
+    """One generating route. Subclasses know its fields. Ray Serve ships it to each ingress
+    replica."""
 
     name: ClassVar[str]
     """The endpoint's label in metrics."""
@@ -119,7 +120,7 @@ class GenerationResponse(Response):
             try:
                 status = await self._answer(scope, receive, send, tracker)
             except (ClientDisconnect, OSError):
-                pass  # nobody is left to tell; counted as CLIENT_GONE
+                pass  # no client is left to answer; counted as CLIENT_GONE
             finally:
                 tracker.end(status)
 

@@ -63,7 +63,7 @@ class EventStream:
             await self.catching_up
 
     async def end(self, events: bytes) -> None:
-        """Send the last events."""
+        """Send the last events and end the reply."""
         await self.flush()
         self.waiting_since = time.monotonic()
         try:
@@ -75,7 +75,7 @@ class EventStream:
         self.waiting_since = None
 
     async def close(self) -> None:
-        """Send nothing more."""
+        """Stop the task that catches up; nothing more is sent."""
         if self.catching_up is not None:
             self.catching_up.cancel()
             await asyncio.gather(self.catching_up, return_exceptions=True)

@@ -43,7 +43,7 @@ def check_model(name: str, info: ModelInfo) -> None:
 
 
 def check_text_length(text: str, info: ModelInfo, field: str) -> None:
-    """Refuse text that is too long for any tokens it may have, before time is spent on them."""
+    """Refuse text that is too long even if all its tokens are the longest, before tokenizing it."""
     if len(text) > info.max_model_len * MAX_TOKEN_CHARS:
         raise RequestError(
             f"This model's maximum context length is {info.max_model_len} tokens. However, your "

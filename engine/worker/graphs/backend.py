@@ -11,15 +11,15 @@ import torch
 class GraphBackend(ABC):
     """Makes graphs that are replayed one at a time, on the stream that they were captured on.
 
-    Graphs share their temporary memory, so nothing may be expected to survive in it from one
-    replay to the next: results go to memory from before the capture.
+    Graphs share their temporary memory, so its content may be lost from one replay to the next.
+    Results go to memory that was allocated before the capture.
     """
 
     @abstractmethod
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Call `run`, then record another call of it. Calling the result repeats what was recorded.
+        """Call `run`, then record another call of it. A call of the result repeats the recording.
 
-        A repetition works on the same memory; no Python of `run` takes part in it.
+        A repetition works on the same memory and runs no Python of `run`.
         """
 
     @abstractmethod
@@ -35,12 +35,12 @@ class CudaGraphBackend(GraphBackend):
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        # What happens only the first time (cuBLAS handles, autotuning) can't be recorded.
+        # Work that is done only the first time (cuBLAS handles, autotuning) can't be recorded.
         run()
         stream = torch.cuda.current_stream(self._device)
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # thread_local: other threads (NCCL's watchdog) may go on talking to CUDA meanwhile.
+        # thread_local: other threads (NCCL's watchdog) may call CUDA meanwhile.
         with torch.cuda.graph(
             graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"
         ):

@@ -16,10 +16,10 @@ from engine.worker.model_runner import ModelRunner, TableUpdate
 
 
 class GraphOutputs(NamedTuple):
-    """What graphs of one size write; None on stages that don't have it."""
+    """What graphs of one size write; a field is None on stages that don't have it."""
 
     hidden_in: Tensor | None
-    """[size, hidden]: from the previous stage; not an output, but it lives here too."""
+    """[size, hidden]: from the previous stage. It isn't an output, but is stored here too."""
     hidden_out: Tensor | None
     """[size, hidden]: for the next stage."""
     logits: Tensor | None
@@ -40,7 +40,7 @@ class GraphBuffers:
     def __init__(self, runner: ModelRunner, max_size: int) -> None:
         self.max_size = max_size
         self._queue: DeviceQueue = runner.queue
-        # A decode has one token per row, so every array has as many elements as the batch rows.
+        # A decode has one token per row, so every array has one element per row of the batch.
         kinds = [torch.int64] * 7 + [torch.int32]  # StepInputs
         kinds += [torch.int64, torch.int32]  # TableUpdate
         self._offsets, total = pack([max_size * kind.itemsize for kind in kinds])
@@ -73,7 +73,7 @@ class GraphBuffers:
         return self._outputs.front(size)
 
     def write(self, inputs: StepInputs[np.ndarray], update: TableUpdate) -> None:
-        """Copy a step's inputs to where graphs read them, by one transfer."""
+        """Copy a step's inputs by one transfer to the memory that graphs read."""
         pieces: Sequence[np.ndarray] = [*inputs, *update]
         self._queue.fill(
             [Part(*pair) for pair in zip(self._offsets, pieces, strict=True)], self._memory

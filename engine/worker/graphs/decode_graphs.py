@@ -1,14 +1,14 @@
 """Decode steps as captured graphs: one for the model's forward, one for each way to sample.
 
-Launching a decode's kernels one by one takes the host longer than the device takes to run them; a
+The host needs longer to launch a decode's kernels one by one than the device needs to run them; a
 graph is one launch. It replays the same kernels on the same memory, so there is one per batch size,
 and a batch is padded to the next size that was captured. Two graphs are chained,
 
     inputs -> [take last tokens, forward] -> logits -> [sample, keep last tokens] -> tokens
 
-because what samples differs from step to step: greedy rows only, or rows that also draw from the
-whole vocabulary. Whatever else (top-k, penalties, masks, log-probabilities, ...) is sampled eagerly
-from the same logits. Prefills and mixed steps run eagerly.
+because the way to sample differs from step to step: greedy rows only, or rows that also draw from
+the whole vocabulary. Rows with other needs (top-k, penalties, masks, log-probabilities, ...) are
+sampled eagerly from the same logits. Prefills and mixed steps run eagerly.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _LOG_EVERY_S = 10.0
 
 
 class Variant(Enum):
-    """A way to sample that is captured."""
+    """A way to sample for which there is a graph."""
 
     GREEDY = "greedy"
     """All rows take the likeliest token."""
@@ -67,7 +67,7 @@ class CaptureLimits(NamedTuple):
 
 @dataclass
 class _Graph:
-    """What was captured for one batch size."""
+    """The captured graphs of one batch size."""
 
     size: int
     inputs: StepInputs[Tensor]
@@ -91,15 +91,15 @@ class DecodeGraphs:
         max_batch_size: int,
         limits: CaptureLimits | None = None,
     ) -> None:
-        """Captures. Every rank of an engine must do so at the same time.
+        """Capture the graphs. Every rank of an engine must do so at the same time.
 
-        Raises `ConfigError` if there isn't even memory for the largest size.
+        Raises `ConfigError` if there is no memory for the largest size, which comes first.
         """
         self.runner = runner
         self._state = state
         self._future_map = future_map
         self._backend = backend
-        # Not the worker's own: its working memory may be replaced by a larger one.
+        # Not the worker's own sampler: a larger working memory may replace that one's.
         self._sampling = TorchSampling(state)
         self._graphs: dict[int, _Graph] = {}
         try:
@@ -130,7 +130,7 @@ class DecodeGraphs:
         return smallest_fitting(self._graphs, rows) if plain and rows else None
 
     def variant(self, plan: SamplingPlan) -> Variant | None:
-        """How rows with this plan are sampled by a graph; None: eagerly."""
+        """How a graph samples rows with this plan; None: they are sampled eagerly."""
         special = (plan.penalties, plan.bias, plan.banned, plan.logprobs)
         if plan.uses_min_p or any(feature is not None for feature in special):
             return None
@@ -139,19 +139,19 @@ class DecodeGraphs:
         return Variant.DRAW if plan.draws.keys() <= {Draw.GREEDY, Draw.FULL} else None
 
     def prepare(self, batch: ModelWorkerBatch, size: int) -> ForwardBatch:
-        """`ModelRunner.prepare` for a graph of `size_for(batch)`: the batch, padded, where the
-        graph reads it."""
+        """`ModelRunner.prepare` for a graph of `size_for(batch)`: writes the padded batch to the
+        memory that the graph reads."""
         graph = self._graphs[size]
         padded = pad_decode(batch, size)
         return self._load(padded, graph.inputs, graph.cells, graph.locs)
 
     @torch.inference_mode()
     def forward(self, prepared: ForwardBatch, num_rows: int) -> Tensor | None:
-        """Launch the stage's forward: logits float32 [num_rows, vocab], None unless it is the
-        last.
+        """Launch the stage's forward. Returns logits float32 [num_rows, vocab] on the last stage,
+        else None.
 
-        The logits are overwritten by the next forward. `prepared` is the result of `prepare`, of
-        which the first `num_rows` are real.
+        The next forward overwrites the logits. `prepared` is the result of `prepare`; its first
+        `num_rows` rows are real.
         """
         runner = self.runner
         graph = self._graphs[prepared.batch_size]
@@ -169,9 +169,9 @@ class DecodeGraphs:
         return None if graph.outputs.logits is None else graph.outputs.logits[:num_rows]
 
     def sample(self, size: int, variant: Variant, num_rows: int) -> SampledTokens:
-        """Launch the sampling of the last forward's logits, of the first `num_rows`.
+        """Launch the sampling of the first `num_rows` of the last forward's logits.
 
-        The results are overwritten by the next sampling.
+        The next sampling overwrites the results.
         """
         graph = self._graphs[size]
         token_ids, nan_rows = graph.outputs.token_ids, graph.outputs.nan_rows

@@ -20,24 +20,25 @@ def graph_sizes(largest: int) -> list[int]:
 
 
 def capture_order(sizes: Iterable[int]) -> list[int]:
-    """The largest first, as all others fit into the memory that it takes; then powers of two,
-    so that whatever a limit leaves out is padded to at most twice its size; then the rest."""
+    """The largest size comes first, because all others fit into the memory that it takes. Powers of
+    two follow, so that a size that a limit leaves out is padded to at most twice its rows. Then
+    come the other sizes."""
     ordered = sorted(sizes, key=lambda size: (size & (size - 1) != 0, -size))
     largest = max(ordered)
     return [largest, *(size for size in ordered if size != largest)]
 
 
 def smallest_fitting(sizes: Iterable[int], rows: int) -> int | None:
-    """The smallest of `sizes` for a batch of `rows`; None if there is none worth it."""
+    """The smallest of `sizes` for a batch of `rows`; None if that would pad too much."""
     size = min((size for size in sizes if size >= rows), default=None)
     return None if size is None or size > max(MAX_PADDING * rows, 8) else size
 
 
 def pad_decode(batch: ModelWorkerBatch, size: int) -> ModelWorkerBatch:
-    """`batch`, of decode rows that all sample, with rows up to `size` that nobody asked for.
+    """`batch`, of decode rows that all sample, padded with further rows up to `size`.
 
-    They are row 0's first token at KV slot 0, padding both: whatever they compute and write
-    touches no request.
+    These are row 0's first token at KV slot 0; both are padding, so their results and writes touch
+    no request.
     """
     return msgspec.structs.replace(
         batch,

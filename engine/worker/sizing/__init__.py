@@ -1,1 +1,1 @@
-"""How large the KV cache may be: by calculation or by measuring, and advice if it can't."""
+"""The size of the KV cache, calculated or measured, and advice if memory is short."""

@@ -1,6 +1,6 @@
-"""How many tokens the KV cache can hold on CPU, and what a model takes, both by calculation.
+"""Calculates the tokens that the KV cache can hold on CPU, and the memory that a model takes.
 
-On CUDA it is measured: `engine.worker.sizing.kv_sizing`.
+On CUDA this is measured: `engine.worker.sizing.kv_sizing`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Size of the KV cache on a device whose memory can be measured.
 
-Weights first, then the largest steps on a KV cache of nothing but its padding page, at their peak;
-what is left of the device's share is for tokens (vLLM's profile run). All ranks take the smallest
-rank's number.
+The weights are loaded first. Then the largest steps run, on a KV cache that has only its padding
+page, and their peak is measured. The rest of the device's share is for tokens (vLLM's profile run).
+All ranks take the smallest rank's number.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class MemoryMeter:
     weights: int = 0
 
     def __post_init__(self) -> None:
-        """Must run before anything is allocated."""
+        """Note the memory at the start. Must run before anything is allocated."""
         self.elsewhere = self.memory.elsewhere()
 
     def loaded(self) -> None:
@@ -63,7 +63,7 @@ class MemoryMeter:
             if launched is not None:
                 launched.sample(None).collect()
         peak = self.memory.peak()
-        # What the steps leave behind stays: it grew a buffer that lives on.
+        # Memory that the steps still hold stays: it is in buffers that grew and live on.
         self.memory.release()
         return MemoryProfile(
             total=self.memory.total(),

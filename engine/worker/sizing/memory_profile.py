@@ -7,10 +7,10 @@ from dataclasses import dataclass
 GIB = 1 << 30
 
 GRAPH_RESERVE_BYTES = 2 * GIB
-"""Kept free for the CUDA graphs, which are captured after the KV cache is allocated."""
+"""Memory kept free for the CUDA graphs, which are captured after the KV cache is allocated."""
 
 HEADROOM_BYTES = 1 * GIB
-"""Kept free for what the profile doesn't see: fragmentation, the growth of the penalties' pool,
+"""Memory kept free for what the profile doesn't see: fragmentation, growth of the penalties' pool,
 modules that CUDA loads at their first use."""
 
 
@@ -22,7 +22,7 @@ class MemoryProfile:
     fraction: float
     """Share of `total` that this engine may take (`memory_fraction`)."""
     elsewhere: int
-    """Held when this rank started: by other processes, by CUDA's context, by NCCL."""
+    """Memory held when this rank started, by other processes, CUDA's context and NCCL."""
     weights: int
     buffers: int
     """Tensors that live as long as the engine: tables, workspaces, sampling state."""
@@ -37,7 +37,7 @@ class MemoryProfile:
 
     @property
     def limit(self) -> int:
-        """What this engine may take on the device: its share, or what the others leave."""
+        """Bytes that this engine may take on the device: its share, or less if others hold more."""
         return min(int(self.total * self.fraction), self.total - self.elsewhere)
 
     @property

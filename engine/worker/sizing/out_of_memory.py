@@ -13,7 +13,7 @@ from engine.worker.sizing.memory_profile import gib
 from engine.worker_config import WorkerConfig
 
 _MARKS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED")
-"""How CUDA's libraries say it when torch's own allocator doesn't."""
+"""Texts by which CUDA's libraries report it when torch's own allocator doesn't."""
 
 WEIGHTS, PROFILE, ALLOCATE = "loading the weights", "running the largest step", "allocating"
 
@@ -50,7 +50,7 @@ def advice(phase: str, config: WorkerConfig, memory: DeviceMemory) -> str:
 
 
 def holders(memory: DeviceMemory) -> str:
-    """A sentence on who else holds much of the device, with a space before it; or ""."""
+    """A sentence on other processes that hold much of the device, after a space; or ""."""
     others = memory.other_processes()
     if others:
         listed = ", ".join(f"process {p.pid} holds {gib(p.num_bytes)}" for p in others[:4])

@@ -1,4 +1,4 @@
-"""The largest steps that a scheduler may send: what they take at their peak is kept free."""
+"""The largest steps that a scheduler may send. Their peak memory is kept free."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from engine.worker_config import WorkerConfig
 def largest_steps(config: WorkerConfig) -> list[ModelWorkerBatch]:
     """Steps to run before there is a KV cache.
 
-    Two, because what costs most differs: one chunk at the end of the longest prompt, whose
-    log-probabilities are asked for (attention over the whole context, logits of every token), and
-    as many rows as may run, all sampled (logits of every row, sorted for top-p).
+    There are two, because different parts cost most. One is a chunk at the end of the longest
+    prompt, with its log-probabilities (attention over the whole context, logits of every token).
+    The other has the largest number of rows that may run, all sampled (logits of every row, sorted
+    for top-p).
 
     Every token lies in the padding page, so that no KV cache is needed: the values mean nothing,
     the shapes are right.
