@@ -132,7 +132,12 @@ def _check_number(
 
 def _check_int(name: str, value: int, low: int, high: int) -> None:
     if not low <= value <= high:
-        raise RequestError(f"{name} must be between {low} and {high}, not {value}", name)
+        raise RequestError(f"{name} must be between {low} and {high}, not {_shown(value)}", name)
+
+
+def _shown(number: int) -> str:
+    """For messages: clients may send integers of thousands of digits."""
+    return str(number) if abs(number) < 2**63 else "one of more than 64 bits"
 
 
 def check_prompt(ids: Sequence[int] | np.ndarray, vocab_size: int, field: str) -> None:
@@ -150,8 +155,7 @@ def _check_tokens(name: str, ids: Sequence[int] | np.ndarray, vocab_size: int) -
     else:
         low, high = min(ids), max(ids)
     if low < 0 or high >= vocab_size:
-        bad = low if low < 0 else high
-        shown = bad if abs(bad) < 2**63 else "of more than 64 bits"
+        bad = _shown(low if low < 0 else high)
         raise RequestError(
-            f"{name}: token id {shown} is outside the vocabulary (0 to {vocab_size - 1})", name
+            f"{name}: token id {bad} is outside the vocabulary (0 to {vocab_size - 1})", name
         )

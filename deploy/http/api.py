@@ -47,8 +47,12 @@ def build_api(
     app.add_exception_handler(Exception, _on_error)
 
     for path, endpoint in (("/v1/completions", completions), ("/v1/chat/completions", chat)):
-        schema = _body_schema(endpoint.body)
-        app.post(path, name=endpoint.name, openapi_extra=schema)(endpoint.handle)
+        app.post(
+            path,
+            name=f"create_{endpoint.name.removesuffix('s')}",
+            description=f"As OpenAI's `POST {path}`, with the fields below.",
+            openapi_extra=_body_schema(endpoint.body),
+        )(endpoint.handle)
 
     @app.get("/v1/models")
     async def list_models() -> Response:

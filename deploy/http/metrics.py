@@ -179,6 +179,11 @@ class ServerMetrics:
         self.resumes = Resumes()
         self.registry.register(self.resumes)
 
+    def add_endpoint(self, endpoint: str) -> None:
+        """Export the endpoint's latencies from now on, also while there are none."""
+        for histogram in (self.time_to_first_token, self.inter_token_latency, self.e2e_latency):
+            histogram.series(endpoint)
+
     async def render(self, client_provider: Callable[[], EngineClient]) -> bytes:
         """The metrics in Prometheus' text format."""
         await self.engine_stats.fetch(client_provider)
@@ -196,6 +201,8 @@ class RequestTracker:
     _start: float = field(default_factory=time.perf_counter)
     _last: dict[int, tuple[float, int]] = field(default_factory=dict)
     """By sequence: the time of its last delta, and its number of tokens until then."""
+    _inter_token: tuple[list[int], list[float]] = field(init=False)
+    """The endpoint's series of latencies between tokens, looked up at the first delta."""
 
     def delta(self, index: int, delta: TextDelta) -> None:
         """Note progress of a sequence; called for every delta."""

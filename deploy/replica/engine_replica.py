@@ -112,12 +112,14 @@ class EngineReplica:
         message = encoding.decode([request], AddRequest)
         message.owner = self._inbox.address
         self._scheduler.send(message)
-        self._heard(ingress)
-        done = self._open.open(message.reply_to, message.rid, ingress)
         try:
+            self._heard(ingress)
+            done = self._open.open(message.reply_to, message.rid, ingress)
             self._ingresses.send(ingress, RequestTaken(message.rid, self._inbox.address))
             await done
-        except (asyncio.CancelledError, EngineDrainingError):
+        except EngineDeadError:
+            raise  # no scheduler is left to tell
+        except BaseException:  # cancelled, given back, or the ingress can't be reached
             self._scheduler.send(AbortRequest(rid=message.rid, reply_to=message.reply_to))
             raise
         finally:

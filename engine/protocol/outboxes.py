@@ -15,7 +15,8 @@ class Outboxes:
         self._by_address: dict[str, Outbox] = {}
 
     def send(self, address: str, message: Any) -> bool:
-        """Queue a message; False if the receiver stopped reading long ago.
+        """Queue a message; False if the receiver stopped reading long ago. Raises `zmq.ZMQError`
+        if a new connection can't be made.
 
         The connection stays until `drop`: what is queued still arrives if the receiver goes on.
         """

@@ -69,7 +69,6 @@ def make_req(
 
 def verify_prompt(ids: IntArray, max_model_len: int, vocab_size: int) -> None:
     """Raise `RequestError` if a prompt [n] is empty, too long, or not of this vocabulary."""
-    check_prompt(ids, vocab_size, "prompt")
     if len(ids) >= max_model_len:
         raise RequestError(
             f"the prompt has {len(ids)} tokens; with at least one token of output it must stay "
@@ -77,6 +76,7 @@ def verify_prompt(ids: IntArray, max_model_len: int, vocab_size: int) -> None:
             "prompt",
             code="context_length_exceeded",
         )
+    check_prompt(ids, vocab_size, "prompt")
 
 
 def _make_constraint(

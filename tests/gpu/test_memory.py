@@ -35,7 +35,7 @@ def clean() -> Iterator[None]:
 
 
 def make_config(**changes: object) -> WorkerConfig:
-    values: dict[str, object] = dict(device="cuda", max_running_requests=2048, **changes)
+    values = {"device": "cuda", "max_running_requests": 2048, **changes}
     return make_worker_config(EngineConfig.model_validate(values).resolve())
 
 
@@ -70,9 +70,11 @@ def test_stated_size_beyond_the_memory_is_refused() -> None:
 def test_running_out_of_memory_is_advice() -> None:
     memory = CudaMemory(torch.device("cuda", 0))
     hog = torch.empty(memory.free() - (256 << 20), dtype=torch.uint8, device="cuda")
-    with pytest.raises(ConfigError, match=r"Change one of|has room for"):
-        start(make_config(max_running_requests=512))
-    del hog
+    try:
+        with pytest.raises(ConfigError, match=r"Change one of|has room for"):
+            start(make_config(max_running_requests=512))
+    finally:
+        hog.set_()  # a failure's traceback would hold its memory
 
 
 def test_weights_go_straight_to_the_device() -> None:

@@ -86,6 +86,7 @@ class Endpoint(ABC):
         self.client_provider = client_provider
         self.metrics = metrics
         self.settings = settings
+        metrics.add_endpoint(self.name)
 
     async def handle(self, request: Request) -> Response:
         """The HTTP handler. The response that it returns reads the body and answers."""

@@ -451,3 +451,19 @@ def test_metrics_go_on_without_the_engines(monkeypatch: pytest.MonkeyPatch) -> N
     text = call(client, "GET", "/metrics").text
     assert "manta_engine_stats_up 0.0" in text
     assert "num_running" not in text
+
+
+def test_openapi_names_the_generating_routes() -> None:
+    paths = call(FakeEngineClient(), "GET", "/openapi.json").json()["paths"]
+    for path, name in ((COMPLETIONS, "create_completion"), (CHAT, "create_chat_completion")):
+        route = paths[path]["post"]
+        assert route["operationId"].startswith(f"{name}_v1_")
+        assert "handler" not in route["description"]
+        fields = route["requestBody"]["content"]["application/json"]["schema"]["properties"]
+        assert fields["n"]["maximum"] == 128 and "temperature" in fields
+
+
+def test_latencies_are_exported_before_the_first_token() -> None:
+    text = call(FakeEngineClient(), "GET", "/metrics").text
+    for name in ("time_to_first_token", "inter_token_latency", "e2e_request_latency"):
+        assert f'manta_{name}_seconds_count{{endpoint="completions"}} 0.0' in text

@@ -257,6 +257,8 @@ def test_seeds_count_up_wrap_and_differ() -> None:
         seeds_of(seed=2**63)
     with pytest.raises(RequestError, match="n must be between 1 and 128"):
         seeds_of(n=129)
+    with pytest.raises(RequestError, match="not one of more than 64 bits"):
+        seeds_of(seed=10**4000)
 
 
 ENTRIES = [
