@@ -22,11 +22,8 @@ class Bookings:
     """Bookings by request, each with a deadline. All times are the caller's seconds.
 
     A booking is open until the request's first token. After it the booking is settled: the pages
-    exist, and it waits for the replica's events, which confirm them.
-
-    Args:
-        confirm_s: how long a settled booking waits.
-        max_age_s: how long an open booking lasts.
+    exist, and it waits for the replica's events, which confirm them. A settled booking waits
+    `confirm_s`, an open booking lasts `max_age_s`.
     """
 
     def __init__(self, confirm_s: float, max_age_s: float) -> None:

@@ -16,17 +16,14 @@ SPEED_MEMORY: Final = 0.9
 
 @dataclass(slots=True)
 class _Line:
-    """Requests at one replica that have no first token yet, in order of dispatch.
-
-    Fields:
-        tokens: uncached prompt tokens by request.
-        done_tokens, done_s: tokens of recent prefills, and the seconds they took. The ratio is
-            the replica's speed.
-    """
+    """Requests at one replica that have no first token yet, in order of dispatch."""
 
     tokens: OrderedDict[str, int] = field(default_factory=OrderedDict)
+    """Uncached prompt tokens by request."""
     done_tokens: float = 0.0
+    """Tokens of recent prefills. Divided by `done_s` they give the replica's speed."""
     done_s: float = 0.0
+    """Seconds that these prefills took."""
 
 
 class LoadBook:
@@ -35,16 +32,11 @@ class LoadBook:
     Reports of the replicas would come too late. Until one arrives, every request would go to the
     same idle replica, and p99 time to first token would be several times as high.
 
-    Args:
-        clock: seconds that only go forward.
-
-    Fields, each [capacity] by slot:
-        queued: float64, uncached prompt tokens of requests without a first token.
-        inflight: float64, unfinished requests.
-        last_used: int64, when the replica last got a request, as a count of dispatches; for
-            ties.
-
-    queued and inflight are inf in free slots, so that a minimum never falls on one.
+    `clock` gives seconds that only go forward. Three arrays [capacity] are indexed by slot:
+    `queued` (float64) has the uncached prompt tokens of requests without a first token, `inflight`
+    (float64) the unfinished requests, and `last_used` (int64) the count of dispatches when the
+    replica last got a request, for ties. `queued` and `inflight` are inf in free slots, so that a
+    minimum never falls on one.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -122,11 +114,8 @@ class LoadBook:
         """The slot with the least load.
 
         Ties go to the slot with fewer queued tokens, then to the one used longest ago. If the
-        lowest slot won them, a quiet fleet's requests would all go to one replica.
-
-        Args:
-            load: [capacity].
-            among: slots to choose from, at least one; None: all.
+        lowest slot won them, a quiet fleet's requests would all go to one replica. `load` is
+        [capacity]. `among` are the slots to choose from, at least one; None means all.
         """
         if among is not None:
             load = load[among]

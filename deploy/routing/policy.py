@@ -34,13 +34,8 @@ class RoutingPolicy(ABC):
     replica only.
 
     `routing_policy: module:Class` serves a subclass. A subclass with a constructor of its own
-    takes these four arguments and passes them on.
-
-    Args:
-        slots: empty; the index uses the same.
-        index: empty.
-        clock: see Clock.
-        seed: for policies that draw random numbers.
+    takes these four arguments and passes them on: `slots`, empty, which the index uses too;
+    `index`, empty; `clock`, see `Clock`; `seed`, for policies that draw random numbers.
     """
 
     uses_index: ClassVar[bool] = False
@@ -57,12 +52,8 @@ class RoutingPolicy(ABC):
     def choose(self, request: RouteRequest, exclude: Collection[str] = ()) -> str:
         """The replica for this request. Nothing is booked yet.
 
-        Args:
-            request: what to place.
-            exclude: replicas that must not get it, because they refused it or failed with it.
-
-        Raises:
-            NoReplicaError: there's no replica, or all are excluded.
+        Replicas in `exclude` must not get it, because they refused it or failed with it. Raises
+        `NoReplicaError` if there is no replica, or all are excluded.
         """
 
     def add_replica(self, replica: str) -> None:
@@ -78,11 +69,8 @@ class RoutingPolicy(ABC):
             self.loads.remove(self.slots.remove(replica))
 
     def on_dispatched(self, request: RouteRequest, replica: str) -> None:
-        """The request goes to this replica, which may be another than the chosen one.
-
-        Raises:
-            KeyError: the replica is unknown.
-        """
+        """The request goes to this replica, which may be another than the chosen one. Raises
+        `KeyError` if the replica is unknown."""
         slot = self.slots.slot(replica)
         uncached = request.num_tokens
         if self.uses_index:
@@ -105,11 +93,8 @@ class RoutingPolicy(ABC):
             self.index.cancel(request_id)
 
     def _open_to(self, load: NDArray[np.float64], exclude: Collection[str]) -> NDArray[np.float64]:
-        """load [capacity], with inf for excluded replicas.
-
-        Raises:
-            NoReplicaError: nothing finite is left.
-        """
+        """load [capacity], with inf for excluded replicas. Raises `NoReplicaError` if nothing
+        finite is left."""
         if exclude:
             load = load.copy()
             for replica in exclude:

@@ -22,20 +22,17 @@ _FEW = 12
 
 @dataclass(frozen=True, slots=True)
 class PrefixAwareWeights:
-    """Weights of PrefixAwarePolicy's score, chosen on one seed of benchmarks/routing.py.
-
-    Fields:
-        uncached: w where some replica has no queue. It is above 1, because a second copy of a
-            page also evicts another page, and delays the requests that come next.
-        uncached_max: the most that w grows to.
-        backlog_tokens: w grows by 1 when the shortest queue grows by this number of tokens.
-        inflight_tokens: an unfinished request counts as this number of queued tokens.
-    """
+    """Weights of PrefixAwarePolicy's score, chosen on one seed of benchmarks/routing.py."""
 
     uncached: float = 2.0
+    """w where some replica has no queue. It is above 1, because a second copy of a page also evicts
+    another page, and delays the requests that come next."""
     uncached_max: float = 8.0
+    """The most that w grows to."""
     backlog_tokens: float = 1000.0
+    """w grows by 1 when the shortest queue grows by this number of tokens."""
     inflight_tokens: float = 64.0
+    """An unfinished request counts as this number of queued tokens."""
 
 
 class PrefixAwarePolicy(RoutingPolicy):
@@ -128,11 +125,9 @@ class PrefixAwarePolicy(RoutingPolicy):
     ) -> int:
         """Slot with the least load + page_cost * missing pages.
 
-        Args:
-            match: not empty.
-            page_cost: price of a missing page, in tokens.
-            load: [capacity], the rest of the score; inf where no replica may be chosen.
-            idlest: the slot with the least load; it doesn't hold the whole match.
+        `match` is not empty. `page_cost` is the price of a missing page in tokens. `load`
+        [capacity] is the rest of the score, inf where no replica may be chosen. `idlest` is the
+        slot with the least load; it doesn't hold the whole match.
         """
         ends, holders = match.ends, match.holders
         depth = ends[-1]

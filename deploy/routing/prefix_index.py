@@ -57,17 +57,12 @@ class PrefixIndex:
 
     Not thread safe: one event loop owns it.
 
-    Args:
-        slots: gives replicas their bits; shared with the account of their loads.
-        max_pages: the most (page, replica) pairs to keep.
-        sample_every: 1 / the share of pages to keep at the start; a power of two.
-        max_waiting: the most events to keep for a replica until its snapshot arrives.
-        confirm_s: how long the pages of a request may wait for their events after its first
-            token.
-        max_age_s: how long the booking of a request without a first token lasts.
-
-    Raises:
-        ValueError: max_pages or sample_every is out of range.
+    `slots` gives replicas their bits; it is shared with the account of their loads. `max_pages` is
+    the most (page, replica) pairs to keep. `sample_every`, a power of two, is 1 / the share of
+    pages to keep at the start. `max_waiting` is the most events to keep for a replica until its
+    snapshot arrives. The pages of a request wait `confirm_s` for their events after its first
+    token. The booking of a request without a first token lasts `max_age_s`. Raises `ValueError` if
+    `max_pages` or `sample_every` is out of range.
     """
 
     def __init__(
@@ -129,13 +124,10 @@ class PrefixIndex:
             self._empty(contents)
 
     def apply(self, replica: str, epoch: int, events: Sequence[KVEvent]) -> ApplyResult:
-        """Take in a replica's events.
+        """Take in a replica's events, which are in order.
 
-        Args:
-            replica: who sent them.
-            epoch: grows with every restart of the replica's scheduler. A new one starts with an
-                empty cache and event 1.
-            events: in order.
+        `epoch` grows with every restart of the replica's scheduler. A new one starts with an empty
+        cache and event 1.
         """
         contents = self._in_epoch(replica, epoch)
         if isinstance(contents, ApplyResult):
@@ -209,13 +201,9 @@ class PrefixIndex:
     def book(self, key: str, replica: str, page_hashes: NDArray[np.uint64], now: float) -> int:
         """Count a prompt's pages as held by the replica that the request is sent to.
 
-        An open booking of the same key is cancelled: the request is sent a second time.
-
-        Returns:
-            Leading pages of the prompt that the replica held before.
-
-        Raises:
-            KeyError: the replica is unknown.
+        An open booking of the same key is cancelled: the request is sent a second time. Returns the
+        number of leading pages of the prompt that the replica held before. Raises `KeyError` if the
+        replica is unknown.
         """
         self.cancel(key)
         self._expire(now)

@@ -29,12 +29,9 @@ ROUTING_POLICIES: Final[Registry[type[RoutingPolicy]]] = Registry(
 def find_policy(word: str) -> type[RoutingPolicy]:
     """The class that `routing_policy` names.
 
-    Args:
-        word: one of ROUTING_POLICIES, or `module:Class` for a subclass of RoutingPolicy with
-            RoutingPolicy's constructor. The module is imported.
-
-    Raises:
-        ConfigError: there is no such policy; the message says why.
+    `word` is one of ROUTING_POLICIES, or `module:Class` for a subclass of `RoutingPolicy` with
+    `RoutingPolicy`'s constructor. The module is imported. Raises `ConfigError`, which says why, if
+    there is no such policy.
     """
     module, colon, name = word.partition(":")
     if not colon:
@@ -56,16 +53,10 @@ def make_policy(
 ) -> RoutingPolicy:
     """A new policy that knows no replica yet.
 
-    Args:
-        word: see find_policy.
-        clock: seconds, e.g. time.monotonic.
-        seed: for policies that draw random numbers.
-        sample_every: see PrefixIndex. With max(1, 16 // page_size) the cost of the index doesn't
-            depend on the page size.
-        max_pages: see PrefixIndex.
-
-    Raises:
-        ConfigError: as find_policy.
+    `word` is as in `find_policy`. `clock` gives seconds, e.g. `time.monotonic`. `seed` is for
+    policies that draw random numbers. `sample_every` and `max_pages` are as in `PrefixIndex`; with
+    `sample_every` = max(1, 16 // page_size) the cost of the index doesn't depend on the page size.
+    Raises `ConfigError` as `find_policy`.
     """
     policy = find_policy(word)
     slots = ReplicaSlots()

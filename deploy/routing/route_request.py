@@ -12,20 +12,17 @@ from engine.kvcache import hash_pages
 
 @dataclass(frozen=True, slots=True)
 class RouteRequest:
-    """One attempt to place a request.
-
-    Fields:
-        request_id: stays the same when the request is sent to another replica.
-        token_ids: int32 [num_tokens], the prompt and the tokens that were generated already.
-        page_size: tokens per page, the same at every replica.
-        page_hashes: uint64 [num_pages], the hash of each whole page, by engine.kvcache.hash_pages.
-            It starts from the cache_salt: equal tokens under another salt are other pages.
-    """
+    """One attempt to place a request."""
 
     request_id: str
+    """It stays the same when the request is sent to another replica."""
     token_ids: NDArray[np.int32]
+    """[num_tokens]: the prompt and the tokens that were generated already."""
     page_size: int
+    """Tokens per page, the same at every replica."""
     page_hashes: NDArray[np.uint64]
+    """[num_pages]: the hash of each whole page, by `engine.kvcache.hash_pages`. It starts from the
+    cache_salt: equal tokens under another salt are other pages."""
 
     @classmethod
     def from_tokens(
