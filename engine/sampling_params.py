@@ -132,12 +132,13 @@ def _check_number(
 
 def _check_int(name: str, value: int, low: int, high: int) -> None:
     if not low <= value <= high:
-        raise RequestError(f"{name} must be between {low} and {high}, not {_shown(value)}", name)
+        shown = value if _is_short(value) else "one of more than 64 bits"
+        raise RequestError(f"{name} must be between {low} and {high}, not {shown}", name)
 
 
-def _shown(number: int) -> str:
-    """For messages: clients may send integers of thousands of digits."""
-    return str(number) if abs(number) < 2**63 else "one of more than 64 bits"
+def _is_short(number: int) -> bool:
+    """Whether a message may show the number: clients may send thousands of digits."""
+    return abs(number) < 2**64
 
 
 def check_prompt(ids: Sequence[int] | np.ndarray, vocab_size: int, field: str) -> None:
@@ -155,7 +156,8 @@ def _check_tokens(name: str, ids: Sequence[int] | np.ndarray, vocab_size: int) -
     else:
         low, high = min(ids), max(ids)
     if low < 0 or high >= vocab_size:
-        bad = _shown(low if low < 0 else high)
+        bad = low if low < 0 else high
+        shown = bad if _is_short(bad) else "of more than 64 bits"
         raise RequestError(
-            f"{name}: token id {bad} is outside the vocabulary (0 to {vocab_size - 1})", name
+            f"{name}: token id {shown} is outside the vocabulary (0 to {vocab_size - 1})", name
         )
