@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.source_files import ROOT, imports_of
 
 
 @dataclass
 class Layer:
-    """A row of the table. `may_import` includes the layer itself."""
+    """A row of the table. `may_import` includes the layer itself; `is_all`: "all above"."""
 
     name: str
     paths: list[str]
     may_import: set[str]
+    is_all: bool
     loads_torch: bool
     loads_ray: bool
 
@@ -36,12 +35,13 @@ def read_table() -> list[Layer]:
     for name, holds, may, torch, ray in rows:
         above = [layer.name for layer in layers]
         words = {word.strip() for word in may.split(",") if word.strip()}
-        if "all above" in may:
+        is_all = "all above" in may
+        if is_all:
             words = set(above) - {may.partition("except ")[2].strip()}
         unknown = words - set(above)
         assert not unknown, f"{name}: {unknown} stand in no row above it"
         paths = re.findall(r"`(.+?)`", holds)
-        layers.append(Layer(name, paths, {name, *words}, torch == "yes", ray == "yes"))
+        layers.append(Layer(name, paths, {name, *words}, is_all, torch == "yes", ray == "yes"))
     return layers
 
 
@@ -66,19 +66,9 @@ def layer_of(path: Path) -> Layer:
     return layer
 
 
-def imports_of(path: Path) -> Iterator[str]:
-    """Modules of the project that a file imports, wherever in it."""
-    for node in ast.walk(ast.parse((ROOT / path).read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name in MODULES)
-        elif isinstance(node, ast.ImportFrom) and node.module in MODULES:
-            assert node.level == 0, f"{path} has a relative import"
-            for alias in node.names:
-                whole = f"{node.module}.{alias.name}"
-                yield whole if whole in MODULES else node.module
-
-
-IMPORTS = {module: set(imports_of(path)) - {module} for module, path in MODULES.items()}
+IMPORTS = {
+    module: set(imports_of(path)) & MODULES.keys() - {module} for module, path in MODULES.items()
+}
 
 
 def test_every_file_is_in_one_row() -> None:
@@ -86,6 +76,8 @@ def test_every_file_is_in_one_row() -> None:
     for path in FILES:
         rows = [layer.name for layer in LAYERS if layer.holds(path)]
         assert len(rows) == 1, f"{path} is in {rows or 'no row'}"
+        relative = re.search(r"^\s*from \.", (ROOT / path).read_text(), re.M)
+        assert relative is None, f"{path} has a relative import"
     for layer in LAYERS:
         for name in layer.paths:
             assert (ROOT / name).exists(), f"{layer.name}: {name} doesn't exist"
@@ -106,14 +98,9 @@ def test_the_table_allows_no_more_than_is_used() -> None:
     used: dict[str, set[str]] = {layer.name: {layer.name} for layer in LAYERS}
     for module, path in MODULES.items():
         used[layer_of(path).name] |= {layer_of(MODULES[name]).name for name in IMPORTS[module]}
-    table = (ROOT / "docs/architecture.md").read_text()
     for layer in LAYERS:
-        if f"| {layer.name} |" in table and "all above" not in _row(table, layer.name):
+        if not layer.is_all:
             assert layer.may_import == used[layer.name], layer.name
-
-
-def _row(table: str, name: str) -> str:
-    return next(line for line in table.splitlines() if line.startswith(f"| {name} | `"))
 
 
 def test_no_circle() -> None:

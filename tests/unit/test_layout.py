@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-import ast
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.source_files import ROOT, imports_of
+
 MAX_LINES = 400
 
 
 def python_files(*folders: str) -> list[Path]:
     """Relative to the repository."""
     return [path.relative_to(ROOT) for name in folders for path in (ROOT / name).rglob("*.py")]
-
-
-def imports_of(path: Path) -> Iterator[str]:
-    """What a file may import, as dotted names; `from a import b` gives both a and a.b."""
-    for node in ast.walk(ast.parse((ROOT / path).read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = ".".join(path.parts[: -node.level]) if node.level else ""
-            module = ".".join(filter(None, (base, node.module)))
-            yield module
-            yield from (f"{module}.{alias.name}" for alias in node.names)
 
 
 def test_no_test_file_is_imported() -> None:

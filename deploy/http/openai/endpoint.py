@@ -55,18 +55,20 @@ async def read_body(request: Request, limit: int) -> bytes:
     """The request body. Raises `RequestError` (413) if it is longer than `limit` bytes, and
     `ClientDisconnect`."""
     length = request.headers.get("content-length", "")
-    size, chunks = int(length) if length.isdigit() else 0, []
-    if size <= limit:
-        size = 0
-        async for chunk in request.stream():
-            size += len(chunk)
-            if size > limit:
-                break
-            chunks.append(chunk)
-    if size > limit:
-        message = f"The request body is larger than {limit} bytes."
-        raise RequestError(message, status=413, code="request_too_large")
+    if length.isdigit() and int(length) > limit:
+        raise _too_large(limit)
+    chunks, size = [], 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > limit:
+            raise _too_large(limit)
+        chunks.append(chunk)
     return b"".join(chunks)
+
+
+def _too_large(limit: int) -> RequestError:
+    message = f"The request body is larger than {limit} bytes."
+    return RequestError(message, status=413, code="request_too_large")
 
 
 class Endpoint(ABC):
