@@ -4,7 +4,7 @@
 #   TORCH_INDEX  package index to take torch alone from, e.g. that of its CPU builds; empty: pip's own
 #   EXTRAS       extras of pyproject.toml, separated by spaces, e.g. gpu
 ARG BASE=python:3.11-slim-bookworm
-FROM ${BASE}
+FROM ${BASE} AS packages
 
 # wget and bash: the health probes that KubeRay puts into the pods.
 RUN apt-get update \
@@ -34,8 +34,21 @@ print('\n'.join(p['dependencies'] + extras))" ${EXTRAS} > /tmp/requirements.txt 
     && pip install -c constraints.txt -r /tmp/requirements.txt \
     && rm /tmp/requirements.txt
 
+# The CPU kernels: compiled in a stage of its own, so that the image has no compiler.
+FROM packages AS kernels
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends g++ \
+    && rm -rf /var/lib/apt/lists/*
+# No more of engine/ than the build needs: another change there doesn't compile anew.
+COPY engine/errors.py engine/
+COPY engine/csrc engine/csrc
+COPY engine/native engine/native
+RUN mkdir -p engine/native/lib && python -m engine.native.build --into engine/native/lib
+
+FROM packages
 COPY LICENSE serve_app.py ./
 COPY engine engine
+COPY --from=kernels /opt/manta/engine/native/lib engine/native/lib
 COPY deploy deploy
 COPY configs configs
 COPY models models

@@ -107,6 +107,8 @@ class EngineConfig(BaseModel):
     enable_kv_events: bool = False
     """Tell subscribers what enters and leaves the prefix cache. The application switches it on if
     it chooses replicas by the contents of their caches."""
+    quantization: Literal["auto", "int8"] = "auto"
+    """auto: weights are of `dtype`. int8: matrices are made int8 as they are read; CPU only."""
     kv_cache_dtype: Literal["auto", "fp8_e4m3"] = "auto"
     """auto: the model's type."""
     attention_backend: Literal["auto", *ATTENTION_BACKENDS] = "auto"  # type: ignore[valid-type]
@@ -181,6 +183,16 @@ class EngineConfig(BaseModel):
                 f"without chunked prefill, max_prefill_tokens ({self.max_prefill_tokens}) must "
                 f"hold a prompt of max_model_len ({max_len}); raise it, lower max_model_len, or "
                 "set chunked_prefill_size."
+            )
+        if self.quantization == "int8" and self.device not in ("auto", "cpu"):
+            raise ConfigError(
+                f"quantization int8 needs device: cpu, not {self.device}; set it or leave "
+                "quantization out."
+            )
+        if self.quantization == "int8" and self.attention_backend not in ("auto", "cpu"):
+            raise ConfigError(
+                f"quantization int8 needs attention_backend: auto or cpu, not "
+                f"{self.attention_backend}; set one or leave quantization out."
             )
         if self.simulated != SimulatedDevice() and self.device != "simulated":
             raise ConfigError("simulated needs device: simulated; set it or leave simulated out.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
 from collections.abc import Sequence
@@ -13,9 +14,11 @@ from tqdm import tqdm
 
 from engine.config import EngineConfig, load_config
 from engine.engine_core import EngineCore
-from engine.errors import RequestError
-from engine.executor.base import Executor
+from engine.errors import EngineDeadError, RequestError
+from engine.executor.factory import make_executor
 from engine.executor.in_process import InProcessExecutor
+from engine.executor.worker_thread import ThreadExecutor
+from engine.interrupts import HeldInterrupts
 from engine.protocol.messages import AbortRequest, AddRequest, StepOutputs
 from engine.protocol.tokenizer_messages import LogprobEntry, TextDelta
 from engine.sampling_params import SamplingParams
@@ -26,7 +29,6 @@ from engine.tokenizer.detokenizer_manager import DetokenizerManager
 from engine.tokenizer.tokenizer import Tokenizer
 from engine.trace import chrome_trace, scheduler_trace, stage_trace
 from engine.worker.auto_config import make_worker_config
-from engine.worker_config import WorkerConfig
 
 Prompt = str | Sequence[int]
 
@@ -69,7 +71,7 @@ class LLM:
 
     Keyword arguments are the keys of docs/configuration.md, e.g. `LLM("path", tp_size=2)`.
     Raises `ConfigError` when the model or a key can't be served. Use as a context manager, or
-    call `shutdown`, to stop worker processes (tp_size or pp_size above 1).
+    call `shutdown`, to stop the workers: one thread on CPU, or the processes of several ranks.
     """
 
     def __init__(self, model: str = "models/manta-small", **config: Any) -> None:
@@ -82,7 +84,7 @@ class LLM:
         self.tokenizer = _load_tokenizer(resolved.model.path)
         self.vocab_size = resolved.model.vocab_size
         self.max_model_len = resolved.max_model_len
-        executor = _make_executor(worker)
+        executor = make_executor(worker)
         scheduler = Scheduler(SchedulerConfig.from_config(resolved, executor.num_kv_tokens))
         self.core = EngineCore(scheduler, executor)
         self._rng = random.Random()
@@ -98,7 +100,8 @@ class LLM:
         """Complete prompts (texts or token ids). Returns outputs in the order of `prompts`.
 
         `sampling_params` is one for all or one per prompt. Raises `RequestError` for the first
-        prompt or parameter that can't be served, before anything runs.
+        prompt or parameter that can't be served, before anything runs. Ctrl-C ends it after the
+        steps that run (`HeldInterrupts`); the object can be used afterwards.
         """
         if self.tokenizer is None and any(isinstance(p, str) for p in _as_list(prompts)):
             raise RequestError("the model folder has no tokenizer: pass token ids", "prompt")
@@ -140,12 +143,12 @@ class LLM:
         Stages are in it if they run in this process (tp_size = pp_size = 1).
         """
         roles = [scheduler_trace(self.core.trace)]
-        if isinstance(self.core.executor, InProcessExecutor):
+        if isinstance(self.core.executor, InProcessExecutor | ThreadExecutor):
             roles.append(stage_trace(0, 0, self.core.executor.trace))
         return chrome_trace({"engine": roles})
 
     def shutdown(self) -> None:
-        """Stop worker processes; the object can't be used afterwards."""
+        """Stop the workers; the object can't be used afterwards."""
         self.core.shutdown()
 
     def __enter__(self) -> LLM:
@@ -165,12 +168,48 @@ class LLM:
             p.verify(self.vocab_size)
             # int64: an id beyond 32 bits must be refused, not wrapped around.
             verify_prompt(np.asarray(ids, np.int64), self.max_model_len, self.vocab_size)
+        if self.core.scheduler.num_in_flight and not self.core.process_one():
+            raise EngineDeadError("an interruption lost a step; make a new LLM")
         detokenizer = DetokenizerManager(self.tokenizer) if self.tokenizer else None
-        results: list[RequestOutput] = []
+        results = [
+            RequestOutput(text, ids, [CompletionOutput(i) for i in range(p.n)])
+            for text, ids, p in zip(texts, prompts, params, strict=True)
+        ]
+        with HeldInterrupts() as interrupts:
+            running = self._add(results, params, detokenizer)
+            open_rids = set(running)
+            bar = tqdm(
+                total=len(running),
+                disable=not use_tqdm,
+                unit="seq",
+                file=sys.stderr,
+                dynamic_ncols=True,
+            )
+            try:
+                with bar:
+                    while open_rids:
+                        interrupts.let_in()
+                        for _, out in self.core.step():
+                            for rid in self._absorb(out, detokenizer, running):
+                                open_rids.discard(rid)
+                                bar.update(1)
+            finally:
+                # Interrupted: end the requests that still run.
+                for rid in open_rids:
+                    self.core.scheduler.abort(AbortRequest(rid=rid))
+                self._finish_steps()
+        return results
+
+    def _add(
+        self,
+        results: list[RequestOutput],
+        params: list[SamplingParams],
+        detokenizer: DetokenizerManager | None,
+    ) -> dict[int, _Running]:
+        """Queue a request for every sequence of the results; returns them by rid."""
         running: dict[int, _Running] = {}
-        for text, ids, p in zip(texts, prompts, params, strict=True):
-            result = RequestOutput(text, ids, [CompletionOutput(i) for i in range(p.n)])
-            results.append(result)
+        for result, p in zip(results, params, strict=True):
+            ids = result.prompt_token_ids
             for sequence, copy in zip(
                 result.outputs, p.copies(lambda: self._rng.getrandbits(63)), strict=True
             ):
@@ -182,29 +221,14 @@ class LLM:
                 array = np.asarray(ids, np.int32)
                 request = AddRequest(rid=rid, input_ids=array, params=copy)
                 self.core.scheduler.add(request, self.core.clock())
-        bar = tqdm(
-            total=len(running),
-            disable=not use_tqdm,
-            unit="seq",
-            file=sys.stderr,
-            dynamic_ncols=True,
-        )
-        open_rids = set(running)
-        try:
-            with bar:
-                while open_rids:
-                    for _, out in self.core.step():
-                        for rid in self._absorb(out, detokenizer, running):
-                            open_rids.discard(rid)
-                            bar.update(1)
-        finally:
-            # Interrupted: end the requests that still run.
-            for rid in open_rids:
-                self.core.scheduler.abort(AbortRequest(rid=rid))
-            while self.core.scheduler.num_in_flight:
-                self.core.process_one()
-            self.core.scheduler.take_outputs()
-        return results
+        return running
+
+    def _finish_steps(self) -> None:
+        """Commit the steps in flight, as far as their results come."""
+        with contextlib.suppress(EngineDeadError):  # was raised, or will be by the next step
+            while self.core.process_one():
+                pass
+        self.core.scheduler.take_outputs()
 
     def _absorb(
         self,
@@ -224,14 +248,6 @@ class LLM:
             if delta.finish_reason is not None:
                 ended.append(delta.rid)
         return ended
-
-
-def _make_executor(worker: WorkerConfig) -> Executor:
-    if worker.tp_size * worker.pp_size == 1:
-        return InProcessExecutor(worker)
-    from engine.executor.multiprocess import MultiprocessExecutor
-
-    return MultiprocessExecutor(worker)
 
 
 def _load_tokenizer(path: Any) -> Tokenizer | None:

@@ -50,6 +50,7 @@ class Registry(Generic[T]):
 ATTENTION_BACKENDS: Registry[Any] = Registry(
     "attention_backend",
     {
+        "cpu": "engine.attention.cpu_backend:CpuAttentionBackend",
         "torch": "engine.attention.torch_backend:make_torch_attention",
         "flashinfer": "engine.attention.flashinfer_backend:FlashInferAttentionBackend",
         "flashinfer-fa3": "engine.attention.flashinfer_backend:make_fa3_attention",
@@ -60,6 +61,7 @@ ATTENTION_BACKENDS: Registry[Any] = Registry(
 SAMPLING_BACKENDS: Registry[Any] = Registry(
     "sampling_backend",
     {
+        "cpu": "engine.sampling.cpu_backend:CpuSampling",
         "torch": "engine.sampling.torch_backend:TorchSampling",
         "flashinfer": "engine.sampling.flashinfer_backend:FlashInferSampling",
     },

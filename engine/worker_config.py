@@ -36,6 +36,7 @@ class WorkerConfig:
     simulated: SimulatedDevice
     cuda_graph_max_batch_size: int = 0
     """Largest decode batch that is captured; 0: none is."""
+    quantization: str = "auto"
 
     @property
     def world_size(self) -> int:

@@ -6,6 +6,9 @@
 Versions are those of constraints.txt. torch's ordinary build for Linux brings gigabytes of CUDA.
 So without an NVIDIA GPU its CPU build is taken from PyTorch's own index. Exceptions: pip is
 configured with a folder of wheels that has torch, or `--torch cuda` asks for CUDA.
+
+Without an NVIDIA GPU the CPU kernels are compiled too. If that fails, the reason is printed, and
+Manta computes without them.
 """
 
 from __future__ import annotations
@@ -25,11 +28,13 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 """The index of torch's CPU builds (https://pytorch.org/get-started); `TORCH_INDEX` overrides it."""
 RETRIES = ("--retries", "1", "--timeout", "15")
 
-Pip = Callable[[Sequence[str]], int]
-"""Runs pip with arguments and returns its exit status."""
+Run = Callable[[Sequence[str]], int]
+"""Runs pip, or a module of Manta, with arguments and returns the exit status."""
 
 
-def main(argv: Sequence[str] | None = None, pip: Pip | None = None) -> int:
+def main(
+    argv: Sequence[str] | None = None, pip: Run | None = None, module: Run | None = None
+) -> int:
     """Install. Returns pip's exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--extras", default="", help="of pyproject.toml, separated by commas")
@@ -44,7 +49,10 @@ def main(argv: Sequence[str] | None = None, pip: Pip | None = None) -> int:
     if wants_cpu_torch(options.torch, has_nvidia_gpu()) and not _installed(pinned_torch()):
         install_cpu_torch(run)
     extras = f"[{options.extras}]" if options.extras else ""
-    return run(["install", "-c", str(CONSTRAINTS), "-e", f"{ROOT}{extras}"])
+    status = run(["install", "-c", str(CONSTRAINTS), "-e", f"{ROOT}{extras}"])
+    if status == 0 and not has_nvidia_gpu():
+        (module or _run_module)(["engine.native.build"])  # a failure is told, and is none of ours
+    return status
 
 
 def wants_cpu_torch(choice: str, has_gpu: bool) -> bool:
@@ -54,7 +62,7 @@ def wants_cpu_torch(choice: str, has_gpu: bool) -> bool:
     return choice == "cpu" or (choice == "auto" and not has_gpu)
 
 
-def install_cpu_torch(pip: Pip) -> None:
+def install_cpu_torch(pip: Run) -> None:
     """Install torch without CUDA; its dependencies come with the other packages."""
     torch = f"torch=={pinned_torch()}"
     # If pip is configured with a folder of wheels, respect that: fetch nothing.
@@ -93,6 +101,10 @@ def _run_pip(arguments: Sequence[str]) -> int:
     quiet = subprocess.DEVNULL if "--dry-run" in arguments else None
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
     return subprocess.run(command, stdout=quiet, stderr=quiet).returncode
+
+
+def _run_module(arguments: Sequence[str]) -> int:
+    return subprocess.run([sys.executable, "-m", *arguments], cwd=ROOT).returncode
 
 
 if __name__ == "__main__":

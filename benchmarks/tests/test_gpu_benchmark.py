@@ -166,7 +166,7 @@ def test_the_bare_loop_replays_the_captured_step(
 ) -> None:
     use_capturable_attention(monkeypatch)
     monkeypatch.setattr(engine_runs, "InProcessExecutor", GraphExecutor)
-    engine = EngineRuns(TINY, QUICK, tmp_path, "cpu", {})
+    engine = EngineRuns(TINY, QUICK, tmp_path, "cpu", {"attention_backend": "torch"})
     assert engine.worker.runner.kv_bytes_per_token == 2 * TINY.kv_bytes_per_token  # float32
     executor, attention = engine.executor, engine.worker.runner.attention
     assert isinstance(executor, GraphExecutor) and isinstance(attention, CapturableAttention)

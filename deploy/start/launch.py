@@ -24,6 +24,7 @@ from deploy.start.banner import loading_lines, reachable_host, ready_lines
 from deploy.start.causes import cause_of, port_taken
 from deploy.start.child import ServeRun, say
 from deploy.start.folder import LaunchFolder, launch_folder
+from deploy.start.kernels import build_kernels
 from deploy.start.log_file import LaunchLog
 from deploy.start.ports import PortBlock, hold_api_port
 from deploy.start.preflight import check_machine
@@ -47,6 +48,8 @@ def serve(target: Target, *, use_haproxy: bool, verbose: bool) -> int:
     """
     with ExitStack() as stack:
         warnings = check(target, use_haproxy, stack)
+        if _is_own_cluster():
+            build_kernels(target)
         return Launch(target, use_haproxy, verbose, warnings, stack).run()
 
 

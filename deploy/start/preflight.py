@@ -33,7 +33,7 @@ def check_machine(target: Target) -> list[str]:
         if app.engine.load_format == "auto":
             check_weights(Path(app.resolved.model.path))
     if sys.platform == "linux":
-        warnings += _check_memory([app for app in target.applications if _is_on_cpu(app)])
+        warnings += _check_memory([app for app in target.applications if is_on_cpu(app)])
     if not _is_loopback(str(target.http["host"])):
         warnings.append("others can reach this server, and the API asks for no key")
     shared = Path("/dev/shm")
@@ -112,7 +112,9 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _is_on_cpu(app: Any) -> bool:
+def is_on_cpu(app: Any) -> bool:
+    """Whether the workers of an `AppConfig` compute on this machine's CPUs, as far as is known
+    before Ray runs."""
     device = app.engine.device
     return device == "cpu" or (device == "auto" and not has_nvidia_gpu())
 

@@ -1,7 +1,7 @@
 """`Executor`: how a scheduler's steps reach workers.
 
-In the same process (`in_process`) or by message (`message_executor`). Every executor runs steps in
-the order launched and gives the results of a micro-batch in that order.
+In the same process (`in_process`, `worker_thread`) or by message (`message_executor`). Every
+executor runs steps in the order launched and gives the results of a micro-batch in that order.
 """
 
 from __future__ import annotations

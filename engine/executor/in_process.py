@@ -1,4 +1,4 @@
-"""`InProcessExecutor`: the worker in the scheduler's own process, for `engine.LLM`."""
+"""`InProcessExecutor`: the worker in the scheduler's own thread, for `engine.LLM` on a device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.worker_config import WorkerConfig
 
 
 class InProcessExecutor(Executor):
-    """One worker in this process (tp_size = pp_size = 1)."""
+    """One worker in this thread (tp_size = pp_size = 1). A device runs what is launched here."""
 
     def __init__(self, config: WorkerConfig) -> None:
         self.trace: TraceRing[StageSpan] = TraceRing()

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.distributed import ParallelState
-from engine.layers.linear_kernel import LinearKernel, SharedRowsKernel, make_linear_kernel
+from engine.layers.linear_kernel import LinearKernel
 from engine.layers.weights import WeightSource
 
 
@@ -67,13 +67,14 @@ class ParallelLMHead:
         self.shard = VocabShard(vocab_size, parallel)
 
     def load(self, source: WeightSource, name: str) -> None:
-        self.kernel = make_linear_kernel(self.shard.load(source, name, self.hidden_size), None)
+        weight = self.shard.load(source, name, self.hidden_size)
+        self.kernel = source.format.linear(weight, None)
 
-    def tie(self, embedding: VocabParallelEmbedding) -> None:
+    def tie(self, source: WeightSource, embedding: VocabParallelEmbedding) -> None:
         """Use the embedding's weight instead of an own one."""
-        self.kernel = SharedRowsKernel(embedding.weight)
+        self.kernel = source.format.shared_rows(embedding.weight)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """[N, hidden_size] -> float32 [N, vocab_size]. Collective when tp_size > 1."""
-        logits = self.parallel.all_gather_last_dim(self.kernel(hidden))
+        logits = self.parallel.all_gather_last_dim(self.kernel.logits(hidden))
         return logits[:, : self.shard.vocab_size].float()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from engine.distributed import ParallelState
-from engine.layers.linear_kernel import LinearKernel, make_linear_kernel
+from engine.layers.linear_kernel import LinearKernel
 from engine.layers.weights import WeightSource
 from engine.model_config import ModelConfig
 
@@ -50,7 +50,9 @@ class MergedColumnParallelLinear:
             )
             if self.bias:
                 biases.append(source.get(f"{prefix}.bias", (size,), start=start, count=local))
-        self.kernel = make_linear_kernel(torch.cat(weights), torch.cat(biases) if biases else None)
+        self.kernel = source.format.linear(
+            torch.cat(weights), torch.cat(biases) if biases else None
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
         """[N, in_size] -> [N, sum(local_sizes)]"""
@@ -98,7 +100,7 @@ class RowParallelLinear:
         bias: Tensor | None = None
         if self.bias and self.parallel.tp_rank == 0:  # added once, not once per rank
             bias = source.get(f"{prefix}.bias", (self.out_size,))
-        self.kernel = make_linear_kernel(weight, bias)
+        self.kernel = source.format.linear(weight, bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[N, in_size / tp_size] -> [N, out_size], the same on every rank."""

@@ -18,13 +18,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.native.kernels import require_kernels
+
 # Elements up to which a transposed float32 matrix beats the packed one on CPU.
 TRANSPOSED_MAX_NUMEL = 1 << 19
+INT8_MAX = 127
+# Rows that are quantized at once: a float32 copy of a whole matrix would take too much memory.
+QUANTIZED_ROWS = 256
 # The row count that oneDNN packs for; no other was faster when measured for m = 1..512.
 PACK_ROWS = 32
 
@@ -35,6 +41,10 @@ class LinearKernel(ABC):
     @abstractmethod
     def __call__(self, x: Tensor) -> Tensor:
         """x [N, in] -> [N, out]"""
+
+    def logits(self, x: Tensor) -> Tensor:
+        """The same for an output head: of x's type or, where that costs nothing, float32."""
+        return self(x)
 
 
 class DenseKernel(LinearKernel):
@@ -88,6 +98,87 @@ class SharedRowsKernel(LinearKernel):
         if self.swap and 2 < x.shape[0] < 64:
             return torch.mm(self.weight, x.t()).t().contiguous()
         return F.linear(x, self.weight)
+
+
+class NativeKernel(LinearKernel):
+    """Our own kernel on CPU (`engine/csrc/linear.h`), with the matrix in panels.
+
+    A row's result is the same in any batch and with any number of threads.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._kernels: Any = require_kernels()
+        self.out_size = weight.shape[0]
+        self.packed: Tensor = self._kernels.pack(weight.contiguous())
+        self.bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out: Tensor = self._kernels.linear(x, self.packed, self.bias, self.out_size, False)
+        return out
+
+    def logits(self, x: Tensor) -> Tensor:
+        out: Tensor = self._kernels.linear(x, self.packed, self.bias, self.out_size, True)
+        return out
+
+
+class NativeRowsKernel(LinearKernel):
+    """The same for a matrix that must stay in row form: its panels are packed as they are read."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._kernels: Any = require_kernels()
+        self.weight = weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out: Tensor = self._kernels.linear_rows(x, self.weight, False)
+        return out
+
+    def logits(self, x: Tensor) -> Tensor:
+        out: Tensor = self._kernels.linear_rows(x, self.weight, True)
+        return out
+
+
+class Int8Kernel(LinearKernel):
+    """The same with a byte for each weight, made from a plain matrix (`quantize_rows`).
+
+    At one row it reads half of bfloat16's bytes. Sums are float32, as those of the plain kernel.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._kernels: Any = require_kernels()
+        self.out_size = weight.shape[0]
+        numbers, self.scale = quantize_rows(weight)
+        dtype = str(weight.dtype).removeprefix("torch.")
+        self.packed: Tensor = self._kernels.pack_int8(numbers, dtype)
+        self.bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._multiply(x, False)
+
+    def logits(self, x: Tensor) -> Tensor:
+        return self._multiply(x, True)
+
+    def _multiply(self, x: Tensor, as_float: bool) -> Tensor:
+        out: Tensor = self._kernels.linear_int8(
+            x, self.packed, self.scale, self.bias, self.out_size, as_float
+        )
+        return out
+
+
+def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 [out, in] and float32 scales [out], whose products are nearest to `weight` [out, in].
+
+    A scale is the row's largest absolute value / 127. Halves are rounded to even. A row that has
+    infinities or NaN gets such a scale, so that they show in its outputs.
+    """
+    numbers = torch.empty(weight.shape, dtype=torch.int8)
+    scale = torch.empty(weight.shape[0], dtype=torch.float32)
+    for start in range(0, weight.shape[0], QUANTIZED_ROWS):
+        block = slice(start, start + QUANTIZED_ROWS)
+        rows = weight[block].float()
+        scale[block] = rows.abs().amax(1) / INT8_MAX
+        divisor = scale[block].masked_fill(scale[block] == 0, 1.0).unsqueeze(1)
+        numbers[block] = (rows / divisor).round_().clamp_(-INT8_MAX, INT8_MAX)
+    return numbers, scale
 
 
 def make_linear_kernel(weight: Tensor, bias: Tensor | None) -> LinearKernel:

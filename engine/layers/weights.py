@@ -13,17 +13,19 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.errors import ConfigError
+from engine.layers.weight_format import PlainFormat, WeightFormat
 from engine.quantization import refusal, refuse_type, sign_of
 
 INDEX_NAME = "model.safetensors.index.json"
 
 
 class WeightSource(ABC):
-    """Named tensors, read slice by slice."""
+    """Named tensors, read slice by slice. `format` says how layers keep their matrices."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype = dtype
         self.device = device
+        self.format: WeightFormat = PlainFormat()
 
     @abstractmethod
     def get(

@@ -12,7 +12,7 @@ from engine.attention.forward_batch import ForwardBatch
 from engine.distributed import ParallelState
 from engine.layers.activation import SiluAndMul
 from engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from engine.layers.fused_ops import FusedOps, fused_ops
+from engine.layers.fused_ops import FusedOps
 from engine.layers.layernorm import RMSNorm
 from engine.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from engine.layers.rotary import RotaryEmbedding, StepRope
@@ -137,6 +137,7 @@ class LlamaModel:
         device: torch.device,
         parallel: ParallelState,
         max_positions: int,
+        fused: FusedOps | None = None,
     ) -> None:
         self.config = config
         self.dtype = dtype
@@ -146,7 +147,7 @@ class LlamaModel:
             AttentionLayer(local, config.head_dim**-0.5, config.layer_windows[index])
             for local, index in enumerate(self.layer_range)
         )
-        fused = self.fused = fused_ops(device, dtype)
+        self.fused = fused
         self.layers = [
             DecoderLayer(config, layer, parallel, fused) for layer in self.attention_layers
         ]
@@ -174,7 +175,7 @@ class LlamaModel:
         if not self.config.tie_word_embeddings:
             self.head.load(source, "lm_head.weight")
         elif self.embedding is not None:
-            self.head.tie(self.embedding)
+            self.head.tie(source, self.embedding)
         else:
             self.head.load(source, EMBEDDING)
 

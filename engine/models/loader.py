@@ -8,6 +8,8 @@ import torch
 
 from engine.distributed import ParallelState
 from engine.errors import ConfigError
+from engine.layers.fused_ops import fused_ops
+from engine.layers.weight_format import weight_format
 from engine.layers.weights import DummySource, SafetensorsSource, WeightSource
 from engine.models.llama import LlamaModel
 from engine.registry import MODELS
@@ -47,7 +49,16 @@ def load_model(
         source = DummySource(config.seed, dtype, device)
     else:
         raise ConfigError(f"load_format '{config.load_format}' is not known; use auto or dummy.")
+    backend = config.attention_backend
+    source.format = weight_format(backend, config.quantization)
     build = MODELS[config.model.architecture]
-    model: LlamaModel = build(config.model, dtype, device, parallel, config.max_model_len)
+    model: LlamaModel = build(
+        config.model,
+        dtype,
+        device,
+        parallel,
+        config.max_model_len,
+        fused_ops(device, dtype, backend),
+    )
     model.load(source, progress)
     return model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -93,6 +94,14 @@ class SamplingPlan:
     bias: SparseBias | None = None
     banned: BannedTokens | None = None
     logprobs: LogprobGroup | None = None
+
+    @cached_property
+    def kinds(self) -> Tensor:
+        """The `Draw` of each row, int8 [S]; where the device is the CPU."""
+        kinds = torch.empty(sum(group.count for group in self.draws.values()), dtype=torch.int8)
+        for kind, group in self.draws.items():
+            kinds[slice(None) if group.index is None else group.index] = int(kind)
+        return kinds
 
 
 def row_group(chosen: np.ndarray, device: torch.device) -> RowGroup | None:

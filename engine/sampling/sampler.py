@@ -10,10 +10,10 @@ from torch import Tensor
 
 from engine.protocol.messages import TokenLogprobs
 from engine.registry import SAMPLING_BACKENDS
-from engine.sampling.logprobs import LogprobTensors, compute_logprobs
+from engine.sampling.base import SamplingBackend
+from engine.sampling.logprobs import LogprobTensors
 from engine.sampling.plan import SamplingPlan
 from engine.sampling.state import SamplingState
-from engine.sampling.token_order import TokenOrder
 
 
 class HostTokens(NamedTuple):
@@ -64,8 +64,7 @@ class Sampler:
     def __init__(self, state: SamplingState, sampling_backend: str = "torch") -> None:
         """Raises `ConfigError` for an unknown `sampling_backend`."""
         self.state = state
-        self._backend = SAMPLING_BACKENDS[sampling_backend](state)
-        self._order = TokenOrder(state.vocab_size, state.device)
+        self._backend: SamplingBackend = SAMPLING_BACKENDS[sampling_backend](state)
 
     @torch.inference_mode()
     def __call__(
@@ -94,11 +93,8 @@ class Sampler:
         nan_rows = (drawn.row_max - drawn.row_max).isnan()
         if plan.logprobs is None or raw is None:
             return SampledTokens(drawn.token_ids, nan_rows, None, None)
-        logprobs = compute_logprobs(
-            raw,
-            plan.logprobs.rows.take(drawn.token_ids),
-            plan.logprobs.num_top.tolist(),
-            self._order,
+        logprobs = self._backend.logprobs(
+            raw, plan.logprobs.rows.take(drawn.token_ids), plan.logprobs.num_top.tolist()
         )
         return SampledTokens(drawn.token_ids, nan_rows, logprobs, plan.logprobs.batch_rows)
 
@@ -110,7 +106,7 @@ class Sampler:
 
         `logits` float32 [n, vocab] isn't changed.
         """
-        return compute_logprobs(logits, next_token_ids, [num_top] * len(logits), self._order)
+        return self._backend.logprobs(logits, next_token_ids, [num_top] * len(logits))
 
     def _adjust(
         self,

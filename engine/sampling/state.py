@@ -51,6 +51,7 @@ class SamplingState:
         self.vocab_size = vocab_size
         self.device = torch.device(device)
         self.penalty_pool = PenaltyPool(vocab_size, self.device)
+        # engine/csrc/sampling.h reads these two tables too, by `tables`.
         # Columns: 1/temperature, top_p, min_p, repetition, presence, frequency.
         self._floats = torch.zeros((max_slots, 6), dtype=torch.float32, device=self.device)
         # Columns: hashed seed, top_k (1: greedy), first position at which min_tokens are reached.
@@ -104,6 +105,11 @@ class SamplingState:
         floats = self._floats.index_select(0, slots)
         top_k = self._ints[:, 1].index_select(0, slots).unsqueeze(1)
         return RowParams(floats[:, 0:1], floats[:, 1:2], floats[:, 2:3], top_k)
+
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """All slots' parameters, which installs change in place: float32 [slots, ...] with columns
+        1/temperature, top_p and min_p, int64 [slots, ...] with columns hashed seed and top_k."""
+        return self._floats, self._ints
 
     def mixed_seeds(self, slots: Tensor) -> Tensor:
         """int64 [S], the first argument of `HashNoise.row_keys`."""

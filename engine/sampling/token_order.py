@@ -43,7 +43,8 @@ class TokenOrder:
         """
         keys = self._reserve(logits.shape[0])
         high = keys.view(torch.float32)[:, 1::2]
-        torch.sub(row_max, logits, out=high)
+        # + 0.0 because -0.0 - 0.0 is -0.0, whose sign bit would put it before all others.
+        torch.sub(row_max + 0.0, logits, out=high)
         return self._smallest(keys, count) & 0xFFFFFFFF
 
     def _reserve(self, rows: int) -> Tensor:

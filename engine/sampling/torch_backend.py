@@ -12,7 +12,7 @@ from engine.sampling.hash_noise import HashNoise
 from engine.sampling.plan import Draw, RowGroup, SamplingPlan
 from engine.sampling.scratch import Scratch
 from engine.sampling.state import RowParams, SamplingState
-from engine.sampling.token_order import TokenOrder, argmax, argmin
+from engine.sampling.token_order import argmax, argmin
 
 CPU_ELEMENTS = 131072
 # 64 MiB in float32: enough to keep a GPU busy, and its working memory stays small.
@@ -32,7 +32,6 @@ class TorchSampling(SamplingBackend):
     def __init__(self, state: SamplingState) -> None:
         super().__init__(state)
         self._scratch = Scratch(state.device)
-        self._order = TokenOrder(state.vocab_size, state.device)
         self._noise = HashNoise(state.vocab_size, state.device)
         # A CPU takes as large a piece as its caches hold with the working memory: 15 instead of
         # 21 ms for [32, 32768] on one core of a busy machine.

@@ -7,11 +7,14 @@ from dataclasses import replace
 
 import torch
 
+from engine.attention.cpu_backend import has_kernels_for
 from engine.config import EngineConfig, ResolvedConfig
 from engine.errors import ConfigError
 from engine.flashinfer_loader import flashinfer_installed, supports_attention
 from engine.model_config import ModelConfig
 from engine.models.loader import resolve_dtype
+from engine.native import library
+from engine.native.kernels import require_kernels
 from engine.worker.sizing.estimate import profile_max_tokens
 from engine.worker_config import WorkerConfig
 
@@ -36,6 +39,9 @@ def make_worker_config(config: ResolvedConfig, *, share: int = 1) -> WorkerConfi
     if threads is None:
         threads = _auto_threads(config.model, engine.world_size * share)
     pages = -(-config.max_model_len // engine.page_size)
+    attention = _attention_backend(engine.attention_backend, config.model, dtype, device)
+    if engine.quantization == "int8":
+        _check_int8(config.model, device, attention)
     worker = WorkerConfig(
         model=config.model,
         dtype=dtype,
@@ -48,8 +54,8 @@ def make_worker_config(config: ResolvedConfig, *, share: int = 1) -> WorkerConfi
         max_model_len=config.max_model_len,
         max_step_tokens=max_step_tokens(engine, config.max_model_len),
         kv_cache_dtype=engine.kv_cache_dtype,
-        attention_backend=_attention_backend(engine.attention_backend, config.model, dtype, device),
-        sampling_backend=_sampling_backend(engine.sampling_backend, device),
+        attention_backend=attention,
+        sampling_backend=_sampling_backend(engine.sampling_backend, device, attention),
         load_format=engine.load_format,
         seed=engine.seed,
         tp_size=engine.tp_size,
@@ -57,6 +63,7 @@ def make_worker_config(config: ResolvedConfig, *, share: int = 1) -> WorkerConfi
         cpu_threads=threads,
         simulated=engine.simulated,
         cuda_graph_max_batch_size=graph_max_batch_size(engine) if device == "cuda" else 0,
+        quantization=engine.quantization,
     )
     return replace(worker, num_kv_tokens=_num_kv_tokens(worker, share))
 
@@ -93,11 +100,40 @@ def graph_max_batch_size(engine: EngineConfig) -> int:
 
 
 def _attention_backend(name: str, model: ModelConfig, dtype: str, device: str) -> str:
+    if name == "cpu" and device != "cpu":
+        raise ConfigError(f"attention_backend cpu needs device cpu, and the device is '{device}'.")
+    if device == "cpu":
+        return _cpu_attention_backend(name, model)
     if device != "cuda":
         return _backend_without_gpu("attention_backend", name, device)
     if name != "auto":
         return name
     return auto_attention_backend(device, resolve_dtype(dtype), model.head_dim)
+
+
+def _cpu_attention_backend(name: str, model: ModelConfig) -> str:
+    fits = has_kernels_for(model)
+    if name == "auto" and fits and library.load() is not None:
+        return "cpu"
+    if name == "cpu":
+        require_kernels()
+        if not fits:
+            raise ConfigError("attention_backend cpu has no kernels for this model's sizes.")
+        return name
+    return _backend_without_gpu("attention_backend", name, "cpu")
+
+
+def _check_int8(model: ModelConfig, device: str, attention_backend: str) -> None:
+    """Raise `ConfigError` saying what int8 weights lack, unless the CPU's kernels are used."""
+    if attention_backend == "cpu":
+        return
+    if device != "cpu":
+        lack = f"needs device cpu, and the device is '{device}'"
+    elif not has_kernels_for(model):
+        lack = "has no kernels for this model's sizes"
+    else:
+        lack = f"needs the library of CPU kernels: {library.reason()}"
+    raise ConfigError(f"quantization int8 {lack}. quantization: auto runs without it.")
 
 
 def auto_attention_backend(device: str, dtype: torch.dtype, head_dim: int) -> str:
@@ -107,7 +143,14 @@ def auto_attention_backend(device: str, dtype: torch.dtype, head_dim: int) -> st
     return "torch"
 
 
-def _sampling_backend(name: str, device: str) -> str:
+def _sampling_backend(name: str, device: str, attention_backend: str) -> str:
+    if name == "cpu":
+        if device != "cpu":
+            raise ConfigError(f"sampling_backend cpu needs device cpu, and it is '{device}'.")
+        require_kernels("sampling_backend")
+        return name
+    if name == "auto" and attention_backend == "cpu":
+        return "cpu"
     if device != "cuda":
         return _backend_without_gpu("sampling_backend", name, device)
     return auto_sampling_backend(device) if name == "auto" else name

@@ -18,13 +18,14 @@ import pytest
 
 from benchmarks.common import REPO_ROOT
 from benchmarks.servers import free_port
+from engine.native.key import SOURCE_SUFFIXES
 
 INSTALL_TIMEOUT_S = 900
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy of what git knows, so that nothing of this folder slips in."""
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what git knows, so that nothing of this folder slips in."""
     source = tmp_path_factory.mktemp("source")
     names = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
@@ -38,9 +39,17 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes((REPO_ROOT / name).read_bytes())
             target.chmod((REPO_ROOT / name).stat().st_mode)
-    built = tmp_path_factory.mktemp("wheel")
-    pip(Path(sys.executable), "wheel", "--no-deps", "--wheel-dir", str(built), str(source))
-    (file,) = built.glob("*.whl")
+    return source
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_wheel(source, tmp_path_factory.mktemp("wheel"))
+
+
+def build_wheel(source: Path, folder: Path) -> Path:
+    pip(Path(sys.executable), "wheel", "--no-deps", "--wheel-dir", str(folder), str(source))
+    (file,) = folder.glob("*.whl")
     return file
 
 
@@ -74,11 +83,36 @@ def test_wheel_holds_all_that_a_server_needs(wheel: Path) -> None:
     for folder in ("engine", "deploy"):
         for source in (REPO_ROOT / folder).rglob("*.py"):
             assert str(source.relative_to(REPO_ROOT)) in names
+    for source in (REPO_ROOT / "engine/csrc").iterdir():
+        assert source.suffix not in SOURCE_SUFFIXES or f"engine/csrc/{source.name}" in names
+    assert not any(name.endswith(".so") for name in names)
+    assert wheel.stem.endswith("-py3-none-any"), "it fits every platform"
     assert wrapper.external_attr >> 16 & 0o111, "the wrapper must be executable"
     tops = {name.split("/")[0] for name in names}
     assert tops - {"engine", "deploy", "manta_files", "serve_app.py"} == {
         next(top for top in tops if top.endswith(".dist-info"))
     }
+
+
+def test_a_wheel_with_a_library_of_kernels_is_for_one_platform(
+    source: Path, wheel: Path, tmp_path: Path
+) -> None:
+    """`wheel` is only named so that the source is built without the library first."""
+    library = source / "engine/native/lib/manta_cpu_kernels-some.so"
+    library.parent.mkdir()
+    library.write_text("a library")
+    shipping = build_wheel(source, tmp_path / "with")
+    tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    assert f"-{tag}-{tag}-linux_" in shipping.stem
+    with zipfile.ZipFile(shipping) as packed:
+        names = set(packed.namelist())
+    assert "engine/native/lib/manta_cpu_kernels-some.so" in names
+    assert {"engine/native/library.py", "manta_files/configs/llama.yaml"} <= names
+    library.unlink()
+    again = build_wheel(source, tmp_path / "without")
+    assert again.name == wheel.name
+    with zipfile.ZipFile(again) as packed:
+        assert not any(name.endswith(".so") for name in packed.namelist())
 
 
 @pytest.mark.timeout(1200)

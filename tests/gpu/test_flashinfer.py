@@ -14,7 +14,7 @@ from engine.attention.kv_pool import MHATokenToKVPool
 from engine.attention.torch_backend import TorchAttentionBackend
 from engine.flashinfer_loader import flashinfer_installed
 from engine.layers.activation import SiluAndMul
-from engine.layers.fused_ops import FusedOps
+from engine.layers.fused_ops import FlashInferOps
 from engine.layers.layernorm import RMSNorm
 from engine.layers.rotary import RotaryEmbedding
 from engine.layers.weights import DummySource
@@ -251,7 +251,7 @@ def test_planning_ahead_of_a_busy_device() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_fused_layers(dtype: torch.dtype) -> None:
-    fused = FusedOps()
+    fused = FlashInferOps()
     source = DummySource(0, dtype, CUDA)
     plain, fast = RMSNorm(4096, 1e-5), RMSNorm(4096, 1e-5, fused)
     plain.load(source, "norm.weight")

@@ -14,7 +14,7 @@ import transformers
 from engine.config import EngineConfig
 from engine.engine_core import EngineCore
 from engine.executor.base import Executor
-from engine.executor.in_process import InProcessExecutor
+from engine.executor.factory import make_executor
 from engine.protocol.messages import AbortRequest, AddRequest, TokenLogprobs
 from engine.sampling_params import SamplingParams
 from engine.scheduler.scheduler import Scheduler
@@ -103,7 +103,7 @@ class Engine:
 
 @contextmanager
 def engine_for(model: Path, **config: Any) -> Iterator[Engine]:
-    """An engine in this process (one worker) or with worker processes."""
+    """An engine as `engine.LLM` has it: a worker in this process, or worker processes."""
     values: dict[str, Any] = dict(
         model=str(model),
         dtype="float32",
@@ -116,13 +116,7 @@ def engine_for(model: Path, **config: Any) -> Iterator[Engine]:
     values.update(config)
     engine = EngineConfig(**values)
     worker = make_worker_config(engine.resolve())
-    executor: Executor
-    if engine.world_size == 1:
-        executor = InProcessExecutor(worker)
-    else:
-        from engine.executor.multiprocess import MultiprocessExecutor
-
-        executor = MultiprocessExecutor(worker)
+    executor = make_executor(worker)
     try:
         yield Engine(engine, executor)
     finally:

@@ -36,13 +36,17 @@ class Pip:
 
 
 @pytest.fixture(autouse=True)
-def fresh_linux(monkeypatch: pytest.MonkeyPatch) -> None:
+def modules(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """A fresh machine with Linux; what is run of Manta itself is noted, and fails."""
+    run: list[list[str]] = []
+    monkeypatch.setattr(install, "_run_module", lambda words: run.append(list(words)) or 1)
     monkeypatch.setattr(install, "_installed", lambda version: False)
     monkeypatch.setattr(install, "has_nvidia_gpu", lambda: False)
     monkeypatch.setattr(install.platform, "system", lambda: "Linux")
     monkeypatch.setattr(install.platform, "machine", lambda: "x86_64")
     monkeypatch.delenv("TORCH", raising=False)
     monkeypatch.delenv("TORCH_INDEX", raising=False)
+    return run
 
 
 def test_without_a_gpu_torch_comes_from_the_index_of_cpu_builds() -> None:
@@ -94,5 +98,19 @@ def test_an_installed_torch_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(pip.asked) == 1
 
 
-def test_pips_failure_is_the_commands() -> None:
+def test_pips_failure_is_the_commands(modules: list[list[str]]) -> None:
     assert install.main([], Pip("-e")) == 1
+    assert modules == []
+
+
+def test_cpu_kernels_are_built_and_may_fail(modules: list[list[str]]) -> None:
+    assert install.main([], Pip()) == 0
+    assert modules == [["engine.native.build"]]
+
+
+def test_with_a_gpu_no_cpu_kernels_are_built(
+    monkeypatch: pytest.MonkeyPatch, modules: list[list[str]]
+) -> None:
+    monkeypatch.setattr(install, "has_nvidia_gpu", lambda: True)
+    assert install.main([], Pip()) == 0
+    assert modules == []

@@ -8,6 +8,9 @@ import json
 import os
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -345,14 +348,26 @@ def test_gpu_pods_share_one_model_cache() -> None:
 # Image
 
 
-def _docker_lines() -> list[str]:
+def _docker_stages() -> list[list[str]]:
+    """Lines of the Dockerfile: those before the first FROM, then those of each stage."""
     text = re.sub(r"^#.*\n", "", (ROOT / "Dockerfile").read_text(), flags=re.M)
-    return [line for line in text.replace("\\\n", " ").splitlines() if line.strip()]
+    stages: list[list[str]] = [[]]
+    for line in filter(str.strip, text.replace("\\\n", " ").splitlines()):
+        if line.startswith("FROM "):
+            stages.append([])
+        stages[-1].append(line)
+    return stages
 
 
-def _docker(word: str) -> list[str]:
-    """Arguments of every instruction `word`."""
-    return [line.split(None, 1)[1] for line in _docker_lines() if line.split(None, 1)[0] == word]
+def _is_kernel_stage(stage: list[str]) -> bool:
+    return stage[0].endswith(" AS kernels")
+
+
+def _docker(word: str, *, in_image: bool = True) -> list[str]:
+    """Arguments of every instruction `word` of the image, or of the stage that compiles."""
+    stages = [stage for stage in _docker_stages() if _is_kernel_stage(stage) != in_image]
+    lines = [line.split(None, 1) for stage in stages for line in stage]
+    return [arguments for instruction, arguments in lines if instruction == word]
 
 
 def _docker_env() -> dict[str, str]:
@@ -365,6 +380,8 @@ def _copied() -> dict[str, str]:
     result = {}
     for line in _docker("COPY"):
         *sources, target = line.split()
+        if sources[0].startswith("--from="):
+            continue
         for source in sources:
             result[source] = source if target == "./" else target
     return result
@@ -389,6 +406,25 @@ def test_image_holds_what_the_application_needs() -> None:
     packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     wanted = {p.rstrip("*") for p in packages["packages"]["find"]["include"]}
     assert wanted | {f"{m}.py" for m in packages["py-modules"]} <= set(copied)
+
+
+def test_image_ships_the_cpu_kernels_without_a_compiler(tmp_path: Path) -> None:
+    folder = "engine/native/lib"
+    (install, build) = _docker("RUN", in_image=False)
+    assert "g++" in install and not any("g++" in run for run in _docker("RUN"))
+    assert build.endswith(f"python -m engine.native.build --into {folder}")
+    (workdir,) = _docker("WORKDIR")
+    assert f"--from=kernels {workdir}/{folder} {folder}" in _docker("COPY")
+    assert folder in (ROOT / ".dockerignore").read_text().split("\n"), "it is another machine's"
+    for line in _docker("COPY", in_image=False):
+        source, target = line.split()
+        if (ROOT / source).is_dir():
+            shutil.copytree(ROOT / source, tmp_path / target)
+        else:
+            (tmp_path / target).mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / source, tmp_path / target)
+    command = [sys.executable, "-m", "engine.native.build", "--help"]
+    subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": "."}, check=True)
 
 
 def test_image_starts_a_config_that_it_holds() -> None:

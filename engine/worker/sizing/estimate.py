@@ -11,6 +11,7 @@ from engine.attention.kv_pool import MHATokenToKVPool, resolve_kv_dtype
 from engine.distributed import ParallelState
 from engine.errors import ConfigError
 from engine.host_memory import available_host_bytes
+from engine.layers.weight_format import weight_format
 from engine.models.loader import resolve_dtype
 from engine.worker_config import WorkerConfig
 
@@ -41,17 +42,28 @@ def profile_max_tokens(config: WorkerConfig, engines: int = 1) -> int:
 
 def stage_weight_bytes(config: WorkerConfig, parallel: ParallelState) -> int:
     """Bytes of one rank's matrices (norms and biases don't matter here)."""
-    model = config.model
-    qkv = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-    attention = model.hidden_size * (qkv + model.num_heads * model.head_dim)
-    layer = attention + 3 * model.hidden_size * model.intermediate_size
-    table = model.vocab_size * model.hidden_size
-    tables = int(parallel.is_first_stage) + int(parallel.is_last_stage)
-    if model.tie_word_embeddings:
-        tables = min(tables, 1)
+    model, dtype, tp_size = config.model, resolve_dtype(config.dtype), parallel.tp_size
+    form = weight_format(config.attention_backend, config.quantization)
+    hidden = model.hidden_size
+    queries = model.num_heads // tp_size * model.head_dim
+    keys = model.local_kv_heads(tp_size) * model.head_dim
+    inner = model.intermediate_size // tp_size
+    matrices = [
+        (queries + 2 * keys, hidden),
+        (hidden, queries),
+        (2 * inner, hidden),
+        (hidden, inner),
+    ]
     layers = len(model.stage_layers(parallel.pp_size)[parallel.pp_rank])
-    numel = (layers * layer + tables * table) // parallel.tp_size
-    return numel * resolve_dtype(config.dtype).itemsize
+    num_bytes = layers * sum(form.num_bytes(*size, dtype) for size in matrices)
+    rows = -(-model.vocab_size // tp_size)
+    if parallel.is_first_stage:
+        num_bytes += rows * hidden * dtype.itemsize
+    if parallel.is_first_stage and parallel.is_last_stage and model.tie_word_embeddings:
+        num_bytes += form.shared_bytes(rows, hidden, dtype)
+    elif parallel.is_last_stage:
+        num_bytes += form.num_bytes(rows, hidden, dtype)
+    return num_bytes
 
 
 def kv_bytes_per_token(config: WorkerConfig, dtype: torch.dtype) -> int:

@@ -11,12 +11,12 @@ from engine.attention import flashinfer_backend
 from engine.distributed import ParallelState
 from engine.layers import fused_ops as module
 from engine.layers.activation import SiluAndMul
-from engine.layers.fused_ops import FusedOps, fused_ops
+from engine.layers.fused_ops import FlashInferOps, FusedOps, fused_ops
 from engine.layers.layernorm import RMSNorm
 from engine.layers.rotary import RotaryEmbedding
 from engine.layers.weights import DummySource
 from engine.model_config import RopeConfig
-from engine.models import llama
+from engine.models import loader
 from tests.support.fake_flashinfer import install
 from tests.support.models import LLAMA3_ROPE, make_model
 from tests.support.step_driver import DrivenReq, StepDriver, make_runner
@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 def fused(monkeypatch: pytest.MonkeyPatch) -> FusedOps:
     torch.set_num_threads(1)
     install(monkeypatch)
-    return FusedOps()
+    return FlashInferOps()
 
 
 def norms(fused: FusedOps, size: int) -> tuple[RMSNorm, RMSNorm]:
@@ -91,20 +91,21 @@ def test_activation(fused: FusedOps) -> None:
 
 
 def test_only_where_they_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert fused_ops(CPU, torch.bfloat16) is None
-    assert fused_ops(torch.device("cuda"), torch.float32) is None
+    assert fused_ops(CPU, torch.bfloat16, "torch") is None
+    assert fused_ops(torch.device("cuda"), torch.float32, "torch") is None
     monkeypatch.setattr(module, "flashinfer_installed", lambda: False)
-    assert fused_ops(torch.device("cuda"), torch.bfloat16) is None
+    assert fused_ops(torch.device("cuda"), torch.bfloat16, "torch") is None
     install(monkeypatch)
     monkeypatch.setattr(module, "flashinfer_installed", lambda: True)
-    assert isinstance(fused_ops(torch.device("cuda"), torch.bfloat16), FusedOps)
+    found = fused_ops(torch.device("cuda"), torch.bfloat16, "flashinfer")
+    assert isinstance(found, FlashInferOps)
 
 
 def test_a_stage_leaves_its_input_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fused norms add in place, but not to the hidden states that another stage sent."""
     torch.set_num_threads(1)
     install(monkeypatch)
-    monkeypatch.setattr(llama, "fused_ops", lambda device, dtype: FusedOps())
+    monkeypatch.setattr(loader, "fused_ops", lambda *args: FlashInferOps())
     parallel = ParallelState(0, 1, 1, 2)
     runner = make_runner(str(make_model(tmp_path, "LlamaForCausalLM")), parallel=parallel)
     driver = StepDriver(runner)
@@ -136,7 +137,7 @@ def test_whole_models_give_the_same_tokens(
     install(monkeypatch)
     monkeypatch.setattr(flashinfer_backend, "FLOAT_WORKSPACE_BYTES", 1024)
     monkeypatch.setattr(flashinfer_backend, "INT_WORKSPACE_BYTES", 4096)
-    monkeypatch.setattr(llama, "fused_ops", lambda device, dtype: FusedOps())
+    monkeypatch.setattr(loader, "fused_ops", lambda *args: FlashInferOps())
     fast = make_runner(folder, page_size=page_size, attention_backend="flashinfer")
     assert isinstance(fast.attention, flashinfer_backend.FlashInferAttentionBackend)
     tokens = []

@@ -449,7 +449,9 @@ def test_bad_install_is_refused_and_changes_nothing(item: SlotParams, message: s
 
 def test_unknown_backend_is_refused() -> None:
     state = SamplingState(1, VOCAB, CPU)
-    with pytest.raises(ConfigError, match=r"sampling_backend.*choose one of torch, flashinfer"):
+    with pytest.raises(
+        ConfigError, match=r"sampling_backend.*choose one of cpu, torch, flashinfer"
+    ):
         SAMPLING_BACKENDS["magic"](state)
     with pytest.raises(ConfigError):
         Sampler(state, "magic")

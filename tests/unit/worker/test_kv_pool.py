@@ -10,6 +10,7 @@ import torch
 from engine.attention.kv_pool import MHATokenToKVPool, resolve_kv_dtype
 from engine.config import EngineConfig, ResolvedConfig, load_config
 from engine.errors import ConfigError
+from engine.native import library
 from engine.worker.auto_config import make_worker_config
 from engine.worker.sizing.estimate import kv_bytes_per_token, profile_max_tokens
 
@@ -77,6 +78,16 @@ def test_flashinfer_needs_a_gpu(key: str, value: str) -> None:
         make_worker_config(resolved(**{key: value}))
 
 
-def test_auto_is_torch_on_cpu() -> None:
+@pytest.mark.parametrize("has_kernels", [True, False])
+def test_auto_on_cpu(has_kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our kernels where the library is, otherwise torch."""
+    monkeypatch.setattr(library, "load", lambda: object() if has_kernels else None)
+    monkeypatch.setattr(library, "reason", lambda: "no compiler")
+    name = "cpu" if has_kernels else "torch"
     config = make_worker_config(resolved())
-    assert (config.attention_backend, config.sampling_backend) == ("torch", "torch")
+    assert (config.attention_backend, config.sampling_backend) == (name, name)
+    plain = make_worker_config(resolved(attention_backend="torch"))
+    assert (plain.attention_backend, plain.sampling_backend) == ("torch", "torch")
+    if not has_kernels:
+        with pytest.raises(ConfigError, match="no compiler.*attention_backend: torch"):
+            make_worker_config(resolved(attention_backend="cpu"))

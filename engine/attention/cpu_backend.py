@@ -1,0 +1,64 @@
+"""Paged attention by our own kernel on CPU (`engine/csrc/attention.h`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.attention.base import AttentionBackend, AttentionInputs, AttentionLayer
+from engine.attention.forward_batch import ForwardBatch
+from engine.model_config import ModelConfig
+from engine.native.kernels import require_kernels
+
+MAX_HEAD_DIM = 256
+MAX_GROUP = 48
+"""Query heads that share a key/value head."""
+
+
+def has_kernels_for(model: ModelConfig) -> bool:
+    """Whether the kernels take the sizes of `model`."""
+    sizes = (model.hidden_size, model.intermediate_size, model.head_dim)
+    return (
+        model.head_dim <= MAX_HEAD_DIM
+        and model.num_heads // model.num_kv_heads <= MAX_GROUP
+        and all(size % 2 == 0 for size in sizes)
+    )
+
+
+class CpuAttentionBackend(AttentionBackend):
+    """One call for all rows of a step, extend and decode, straight from the pool."""
+
+    def __init__(self, inputs: AttentionInputs) -> None:
+        """Raises `ConfigError` if the library of kernels is not there."""
+        self.inputs = inputs
+        self._kernels: Any = require_kernels()
+        self._rows: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def init_forward(self, batch: ForwardBatch) -> None:
+        self._rows = (
+            torch.from_numpy(batch.req_pool_indices_cpu),
+            torch.from_numpy(batch.token_starts_cpu),
+            torch.from_numpy(batch.seq_lens_cpu),
+        )
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, batch: ForwardBatch
+    ) -> Tensor:
+        if self._rows is None:
+            raise ValueError("init_forward must come before forward")
+        pool = self.inputs.pool.get(layer.layer_id)
+        out: Tensor = self._kernels.attention(
+            q,
+            k,
+            v,
+            pool.k,
+            pool.v,
+            batch.out_cache_loc,
+            self.inputs.req_to_token,
+            *self._rows,
+            layer.scale,
+            layer.sliding_window or 0,
+        )
+        return out

@@ -1,0 +1,450 @@
+// Causal attention straight from the paged pool, for any mix of chunks (extend) and decode rows.
+//
+// A request's keys are cut at fixed positions: parts of kPart keys, blocks of kBlock keys. Within a
+// part the softmax runs online over its blocks (Milakov and Gimelshein 2018), and parts are merged
+// in order. Blocks and parts that a query cannot see change nothing. So a query's result depends on
+// its position and its keys alone: not on the chunk it came in, on other rows or on threads.
+//
+// A tile is up to kTileRows queries of one or more key/value heads (tokens x heads). A decode row
+// takes as many heads at once as fit, because its keys come from memory and lie side by side. Its
+// parts are tasks of their own, so that a long row occupies all threads.
+#pragma once
+
+#include <vector>
+
+#include "linear.h"
+
+namespace manta::MANTA_ISA {
+
+constexpr int64_t kBlock = 64;
+constexpr int64_t kPart = 512;
+constexpr int64_t kTileRows = 48;
+constexpr int64_t kMaxDim = 256;
+
+inline float infinity() { return __builtin_inff(); }
+
+// Queries are multiplied as T is: in float32, or where the processor has it in pairs of bfloat16.
+template <class T> struct Dot { using type = float; };
+#if defined(__AVX512BF16__)
+template <> struct Dot<bf16> { using type = bf16; };
+#endif
+
+// kLanes units of C read from `p`, a row of the pool of type P with `n` numbers left.
+template <class C, class P>
+inline V read_units(const P* p, int64_t n) {
+  if constexpr (sizeof(C) == 4) {
+    return load_part(p, n);
+  } else if constexpr (sizeof(P) == 2) {
+    if (n >= 2 * kLanes) return as_float(loadu(p));
+    C part[2 * kLanes] = {};
+    std::memcpy(part, p, static_cast<size_t>(n) * 2);
+    return as_float(loadu(part));
+  } else {
+    C part[2 * kLanes];
+    store_as(part, load_part(p, n));
+    store_as(part + kLanes, n > kLanes ? load_part(p + kLanes, n - kLanes) : zero());
+    return as_float(loadu(part));
+  }
+}
+
+template <class C>
+struct Tile {
+  // The state of the online softmax, by row.
+  float top[kTileRows];
+  alignas(64) float mass[kTileRows][kLanes];
+  alignas(64) float sums[kTileRows][kMaxDim];
+  alignas(64) C queries[kTileRows][kMaxDim];
+  int64_t position[kTileRows];  // of each query in its request
+  alignas(64) uint32_t keys[kMaxDim * kBlock];  // units of a block's keys: [dim / unit][kBlock]
+  alignas(64) float values[kBlock][kMaxDim];
+  alignas(64) float scores[kTileRows][kBlock];  // then weights
+  float fade[kTileRows];  // what the sums so far are multiplied by
+};
+
+struct Step {
+  int64_t row, first, count;  // tokens [first, first + count) of the step, all of batch row `row`
+  int64_t low, high;          // keys that some of them see
+};
+
+struct Heads {
+  int64_t first, count;  // key/value heads
+};
+
+// A block's keys by their slots, and keys that are needed next. No query of the step sees those
+// before `first`: their values may be anything, and 0 times NaN is not 0.
+struct Keys {
+  const int32_t* slots;
+  int64_t first, count;
+  const int32_t* ahead = nullptr;
+  int64_t num_ahead = 0;
+  bool copied = false;  // whether the tile holds the values
+};
+
+struct Task {
+  const Step* step;
+  Heads heads;
+  int64_t first, last;  // parts
+  int64_t partial;      // where to leave a single part; -1: the task has all parts
+};
+
+template <class T, class P>
+struct Attend {
+  using C = typename Dot<T>::type;
+  const Attention& a;
+  const int64_t group = a.num_heads / a.num_kv_heads;
+  const int64_t key_stride = a.num_kv_heads * a.dim;
+
+  // Rows of the tile: head by head, and within a head token by token.
+  void read_queries(const Step& step, Heads heads, Tile<C>& tile) const {
+    for (int64_t h = 0, i = 0; h < heads.count; h++) {
+      for (int64_t j = 0; j < step.count * group; j++, i++) {
+        const int64_t token = step.first + j / group;
+        const int64_t head = (heads.first + h) * group + j % group;
+        const T* q = static_cast<const T*>(a.q) + token * a.q_stride + head * a.dim;
+        for (int64_t d = 0; d < a.dim; d += kLanes)
+          store_part(tile.queries[i] + d, load_part(q + d, a.dim - d), a.dim - d);
+        tile.position[i] = a.lengths[step.row] - a.starts[step.row + 1] + token;
+      }
+    }
+  }
+
+  void read_keys(const Keys& keys, int64_t kv_head, Tile<C>& tile) const {
+    const P* pool = static_cast<const P*>(a.k_pool) + kv_head * a.dim;
+    const int64_t units = a.dim / kPerUnit<C>;
+    for (int64_t j = 0; j < kBlock; j += kLanes) {
+      if (j >= keys.count) break;
+      for (int64_t first = 0; first < units; first += kLanes) {
+        V block[kLanes];
+        for (int i = 0; i < kLanes; i++) {
+          const int64_t key = j + i < keys.count ? j + i : keys.count - 1;
+          const P* row = pool + keys.slots[key] * key_stride + first * kPerUnit<C>;
+          block[i] = read_units<C>(row, a.dim - first * kPerUnit<C>);
+        }
+        transpose(block);
+        const int64_t n = units - first < kLanes ? units - first : kLanes;
+        for (int64_t i = 0; i < n; i++) storeu(tile.keys + (first + i) * kBlock + j, as_unit(block[i]));
+      }
+    }
+  }
+
+  template <int M>
+  void score(Tile<C>& tile, int64_t row, int64_t count) const {
+    const V scale = set1(a.scale);
+    for (int64_t j = 0; j < count; j += kPanel) {
+      V sums[M][kVectors];
+      for (int m = 0; m < M; m++)
+        for (int v = 0; v < kVectors; v++) sums[m][v] = zero();
+      for (int64_t k = 0; k < a.dim / kPerUnit<C>; k++) {
+        U keys[kVectors];
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; v++) keys[v] = loadu(tile.keys + k * kBlock + j + v * kLanes);
+#pragma GCC unroll 8
+        for (int m = 0; m < M; m++) {
+          const U unit = broadcast_unit(tile.queries[row + m] + k * kPerUnit<C>);
+#pragma GCC unroll 4
+          for (int v = 0; v < kVectors; v++)
+            sums[m][v] = mac(sums[m][v], unit, keys[v], static_cast<const C*>(nullptr));
+        }
+      }
+      for (int m = 0; m < M; m++)
+        for (int v = 0; v < kVectors; v++)
+          store(tile.scores[row + m] + j + v * kLanes, sums[m][v] * scale);
+    }
+  }
+
+  // Scores of one row become weights; keys it cannot see get 0.
+  void weigh(Tile<C>& tile, int64_t row, int64_t first_key, int64_t count) const {
+    float* scores = tile.scores[row];
+    const int64_t last = tile.position[row];
+    const int64_t low = a.window > 0 ? last + 1 - a.window : 0;
+    if (first_key < low || first_key + kBlock - 1 > last || count < kBlock) {
+      for (int64_t j = 0; j < kBlock; j++)
+        if (first_key + j < low || first_key + j > last || j >= count) scores[j] = -infinity();
+    }
+    V top = load(scores);
+    for (int64_t j = kLanes; j < kBlock; j += kLanes) top = max(load(scores + j), top);
+    const float before = tile.top[row], block = max_lane(top);
+    const float now = block > before ? block : before;
+    if (now == -infinity()) {  // it sees none of the keys, but a NaN is kept
+      tile.fade[row] = 1.0f;
+      V mass = load(tile.mass[row]);
+      for (int64_t j = 0; j < kBlock; j += kLanes) {
+        const V weight = where_nan(load(scores + j), load(scores + j), zero());
+        store(scores + j, weight);
+        mass = mass + weight;
+      }
+      store(tile.mass[row], mass);
+      return;
+    }
+    const float fade = exp(before - now);
+    V mass = load(tile.mass[row]) * set1(fade);
+    for (int64_t j = 0; j < kBlock; j += kLanes) {
+      const V weight = exp(load(scores + j) - set1(now));
+      store(scores + j, weight);
+      mass = mass + weight;
+    }
+    store(tile.mass[row], mass);
+    tile.top[row] = now;
+    tile.fade[row] = fade;
+  }
+
+  // Values of a block as float32, for tiles that read them more than once.
+  void read_values(const Keys& keys, int64_t kv_head, Tile<C>& tile) const {
+    const P* pool = static_cast<const P*>(a.v_pool) + kv_head * a.dim;
+    for (int64_t j = 0; j < keys.count; j++)
+      for (int64_t d = 0; d < a.dim; d += kLanes)
+        store(tile.values[j] + d, load_part(pool + keys.slots[j] * key_stride + d, a.dim - d));
+  }
+
+  // Adds the weighted values of a block; value j is at `values` + offset(j).
+  template <int M, class Q, class Offset>
+  void add_values(Tile<C>& tile, int64_t row, const Keys& keys, const Q* values, Offset offset) const {
+    for (int64_t d = 0; d < a.dim; d += kVectors * kLanes) {
+      V sums[M][kVectors];
+      for (int m = 0; m < M; m++)
+        for (int v = 0; v < kVectors; v++)
+          sums[m][v] = load(tile.sums[row + m] + d + v * kLanes) * set1(tile.fade[row + m]);
+      const int64_t left = a.dim - d;
+      for (int64_t j = keys.first; j < keys.count; j++) {
+        const Q* value = values + offset(j, d);
+        V numbers[kVectors];
+        if (left >= kVectors * kLanes) {
+#pragma GCC unroll 4
+          for (int v = 0; v < kVectors; v++) numbers[v] = load_as_float(value + v * kLanes);
+        } else {
+          for (int v = 0; v < kVectors; v++)
+            numbers[v] = v * kLanes < left ? load_part(value + v * kLanes, left - v * kLanes) : zero();
+        }
+#pragma GCC unroll 8
+        for (int m = 0; m < M; m++) {
+          const V weight = set1(tile.scores[row + m][j]);
+#pragma GCC unroll 4
+          for (int v = 0; v < kVectors; v++) sums[m][v] = fma(weight, numbers[v], sums[m][v]);
+        }
+      }
+      for (int m = 0; m < M; m++)
+        for (int v = 0; v < kVectors; v++)
+          if (v * kLanes < left) store(tile.sums[row + m] + d + v * kLanes, sums[m][v]);
+    }
+  }
+
+  template <int M>
+  void add_block(Tile<C>& tile, int64_t row, const Keys& keys, int64_t kv_head) const {
+    if (keys.copied) {
+      return add_values<M>(tile, row, keys, tile.values[0],
+                           [](int64_t j, int64_t d) { return j * kMaxDim + d; });
+    }
+    const P* pool = static_cast<const P*>(a.v_pool) + kv_head * a.dim;
+    add_values<M>(tile, row, keys, pool, [&](int64_t j, int64_t d) {
+      if (j < keys.num_ahead) fetch(keys.ahead[j] * key_stride + kv_head * a.dim + d);
+      return keys.slots[j] * key_stride + d;
+    });
+  }
+
+  template <int M = kRows>
+  void for_rows(
+      Tile<C>& tile, int64_t row, int64_t rows, const Keys& keys, int64_t kv_head,
+      bool values) const {
+    if (rows == M) {
+      if (values) add_block<M>(tile, row, keys, kv_head);
+      else score<M>(tile, row, keys.count);
+    } else if constexpr (M > 1) {
+      for_rows<M - 1>(tile, row, rows, keys, kv_head, values);
+    }
+  }
+
+  void all_rows(
+      Tile<C>& tile, int64_t row, int64_t rows, const Keys& keys, int64_t kv_head,
+      bool values) const {
+    for (const int64_t end = row + rows; row < end; row += kRows)
+      for_rows(tile, row, end - row < kRows ? end - row : kRows, keys, kv_head, values);
+  }
+
+  // Software prefetch. It runs one block ahead, a key at a time: in bursts it would stall.
+  void fetch(int64_t at) const {
+    const char* key = reinterpret_cast<const char*>(static_cast<const P*>(a.k_pool) + at);
+    const char* value = reinterpret_cast<const char*>(static_cast<const P*>(a.v_pool) + at);
+    for (size_t b = 0; b < kPanel * sizeof(P); b += 64) {
+      __builtin_prefetch(key + b, 0, 2);
+      __builtin_prefetch(value + b, 0, 2);
+    }
+  }
+
+  const int32_t* slots_of(const Step& step) const {
+    return a.table + a.requests[step.row] * a.table_width;
+  }
+
+  // The first keys of a decode task, to be fetched while the task before it ends.
+  Keys first_keys(const Task* task) const {
+    if (!task || task->step->count > 1) return {nullptr, 0};
+    const int64_t from = task->first * kPart > task->step->low ? task->first * kPart : task->step->low;
+    const int64_t low = from / kBlock * kBlock, left = task->step->high - low;
+    return {slots_of(*task->step) + low, 0, left < kBlock ? left : kBlock};
+  }
+
+  // One part: keys [low, high) that lie in it. Leaves the state of a fresh softmax in `tile`.
+  void part(
+      const Step& step, Heads heads, int64_t low, int64_t high, const Keys& next, Tile<C>& tile) const {
+    const int64_t rows = step.count * group;  // of one head
+    for (int64_t i = 0; i < heads.count * rows; i++) {
+      tile.top[i] = -infinity();
+      store(tile.mass[i], zero());
+      for (int64_t d = 0; d < a.dim; d += kLanes) store(tile.sums[i] + d, zero());
+    }
+    for (int64_t key = low / kBlock * kBlock; key < high; key += kBlock) {
+      const int64_t left = high - key;
+      const int32_t* slots = slots_of(step) + key;
+      Keys keys{slots, key < low ? low - key : 0, left < kBlock ? left : kBlock};
+      if (step.count == 1 && left > kBlock) {
+        keys.ahead = slots + kBlock;
+        keys.num_ahead = left < 2 * kBlock ? left - kBlock : kBlock;
+      } else if (left <= kBlock) {
+        keys.ahead = next.slots;
+        keys.num_ahead = next.count;
+      }
+      for (int64_t h = 0; h < heads.count; h++) {
+        const int64_t row = h * rows, kv_head = heads.first + h;
+        read_keys(keys, kv_head, tile);
+        keys.copied = rows > kRows;
+        if (keys.copied) read_values(keys, kv_head, tile);
+        all_rows(tile, row, rows, keys, kv_head, false);
+        for (int64_t i = 0; i < rows; i++) weigh(tile, row + i, key, keys.count);
+        all_rows(tile, row, rows, keys, kv_head, true);
+      }
+    }
+  }
+
+  // total <- total and one more part; each is [rows][2 + dim]: top, mass, sums.
+  void merge(const Tile<C>& tile, int64_t rows, float* total, bool first) const {
+    for (int64_t i = 0; i < rows; i++) {
+      float* to = total + i * (2 + a.dim);
+      const float mass = sum(load(tile.mass[i]));
+      if (first) {
+        to[0] = tile.top[i];
+        to[1] = mass;
+        std::memcpy(to + 2, tile.sums[i], static_cast<size_t>(a.dim) * 4);
+      } else {
+        merge_row(to, tile.top[i], mass, tile.sums[i]);
+      }
+    }
+  }
+
+  void merge_row(float* to, float top, float mass, const float* sums) const {
+    if (top == -infinity() && mass == 0.0f) return;
+    const float now = top > to[0] ? top : to[0];
+    const float old_factor = exp(to[0] - now), new_factor = exp(top - now);
+    to[0] = now;
+    to[1] = to[1] * old_factor + mass * new_factor;
+    for (int64_t d = 0; d < a.dim; d++) to[2 + d] = to[2 + d] * old_factor + sums[d] * new_factor;
+  }
+
+  void write(const Step& step, Heads heads, const float* total) const {
+    const int64_t rows = step.count * group;
+    for (int64_t i = 0; i < heads.count * rows; i++) {
+      const float* from = total + i * (2 + a.dim);
+      const int64_t token = step.first + i % rows / group;
+      const int64_t head = (heads.first + i / rows) * group + i % group;
+      T* out = static_cast<T*>(a.out) + (token * a.num_heads + head) * a.dim;
+      const V inverse = set1(1.0f / from[1]);
+      for (int64_t d = 0; d < a.dim; d += kLanes)
+        store_part(out + d, load_part(from + 2 + d, a.dim - d) * inverse, a.dim - d);
+    }
+  }
+
+  void store_new() const {
+    const int64_t tokens = a.starts[a.batch], width = key_stride;
+    constexpr int64_t kTask = 32;
+    run_tasks((tokens + kTask - 1) / kTask, tokens < 128 ? 1 : a.threads, [&](int64_t task) {
+      const int64_t end = (task + 1) * kTask < tokens ? (task + 1) * kTask : tokens;
+      for (int64_t t = task * kTask; t < end; t++) {
+        const T* k = static_cast<const T*>(a.k) + t * a.k_stride;
+        const T* v = static_cast<const T*>(a.v) + t * a.v_stride;
+        P* k_to = static_cast<P*>(a.k_pool) + a.slots[t] * width;
+        P* v_to = static_cast<P*>(a.v_pool) + a.slots[t] * width;
+        for (int64_t i = 0; i < width; i += kLanes) {
+          store_part(k_to + i, load_part(k + i, width - i), width - i);
+          store_part(v_to + i, load_part(v + i, width - i), width - i);
+        }
+      }
+    });
+  }
+
+  void run() const {
+    store_new();
+    const int64_t tokens_per_tile = group < kTileRows ? kTileRows / group : 1;
+    std::vector<Step> steps;
+    int64_t decodes = 0;
+    for (int64_t row = 0; row < a.batch; row++) {
+      decodes += a.starts[row + 1] - a.starts[row] == 1;
+      for (int64_t t = a.starts[row]; t < a.starts[row + 1]; t += tokens_per_tile) {
+        const int64_t left = a.starts[row + 1] - t;
+        const int64_t count = left < tokens_per_tile ? left : tokens_per_tile;
+        const int64_t position = a.lengths[row] - a.starts[row + 1] + t;
+        const int64_t unseen = a.window > 0 ? position + 1 - a.window : 0;
+        steps.push_back({row, t, count, unseen > 0 ? unseen : 0, position + count});
+      }
+    }
+    int64_t together = decodes >= 2 * a.threads || a.threads == 1 ? kTileRows / group : 1;  // heads of a decode task
+    if (together > a.num_kv_heads) together = a.num_kv_heads;
+    std::vector<Task> tasks;
+    int64_t partials = 0;  // rows of `partial`
+    for (const Step& step : steps) {
+      const int64_t first = step.low / kPart, last = (step.high - 1) / kPart;
+      const int64_t heads = step.count == 1 ? together : 1;
+      for (int64_t h = 0; h < a.num_kv_heads; h += heads) {
+        const Heads some{h, a.num_kv_heads - h < heads ? a.num_kv_heads - h : heads};
+        if (step.count > 1 || first == last) {
+          tasks.push_back({&step, some, first, last, -1});
+          continue;
+        }
+        for (int64_t p = first; p <= last; p++) {
+          tasks.push_back({&step, some, p, p, partials});
+          partials += some.count * group;
+        }
+      }
+    }
+    float* partial = new float[static_cast<size_t>(partials * (2 + a.dim))];
+    run_tasks(static_cast<int64_t>(tasks.size()), a.threads, [&](int64_t i) {
+      const size_t number = static_cast<size_t>(i), later = number + static_cast<size_t>(a.threads);
+      one_task(tasks[number], later < tasks.size() ? &tasks[later] : nullptr, partial);
+    });
+    for (size_t i = 0; i < tasks.size(); i++) {
+      const Task& task = tasks[i];
+      if (task.partial < 0 || task.first != task.step->low / kPart) continue;
+      const int64_t rows = task.heads.count * group;
+      float* total = partial + task.partial * (2 + a.dim);
+      const int64_t more = (task.step->high - 1) / kPart - task.first;
+      for (int64_t j = rows; j < (more + 1) * rows; j++) {
+        const float* from = total + j * (2 + a.dim);
+        merge_row(total + j % rows * (2 + a.dim), from[0], from[1], from + 2);
+      }
+      write(*task.step, task.heads, total);
+    }
+    delete[] partial;
+  }
+
+  // Parts [first, last] of a step, written out, or left at row `partial` of `partials`.
+  void one_task(const Task& task, const Task* later, float* partials) const {
+    static thread_local Tile<C> tile;
+    static thread_local float own[kTileRows * (2 + kMaxDim)];
+    const Step& step = *task.step;
+    read_queries(step, task.heads, tile);
+    float* total = task.partial < 0 ? own : partials + task.partial * (2 + a.dim);
+    for (int64_t p = task.first; p <= task.last; p++) {
+      const int64_t begin = p * kPart, end = begin + kPart;
+      const int64_t low = begin > step.low ? begin : step.low, high = end < step.high ? end : step.high;
+      const Keys next = p == task.last ? first_keys(later) : Keys{nullptr, 0};
+      part(step, task.heads, low, high, next, tile);
+      merge(tile, task.heads.count * step.count * group, total, p == task.first);
+    }
+    if (task.partial < 0) write(step, task.heads, total);
+  }
+};
+
+template <class T>
+void attention(const Attention& a) {
+  if (a.pool_type == Type::f8) Attend<T, f8>{a}.run();
+  else Attend<T, T>{a}.run();
+}
+
+}  // namespace manta::MANTA_ISA

@@ -1,0 +1,347 @@
+// The kernels as Python functions on tensors: checks, outputs, and the choice of instruction set.
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <torch/extension.h>
+
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "kernels.h"
+
+namespace manta {
+namespace {
+
+using at::Tensor;
+
+struct Isa {
+  const char* name;
+  bool here;  // whether this processor has it
+  const Kernels& (*kernels)();
+};
+
+std::vector<Isa> isas() {  // the best first
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
+                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+                      __builtin_cpu_supports("avx512dq");
+  std::vector<Isa> found;
+#ifndef MANTA_WITHOUT_AVX512BF16
+  found.push_back({"avx512bf16", avx512 && __builtin_cpu_supports("avx512bf16"), avx512bf16::kernels});
+#endif
+#ifndef MANTA_WITHOUT_AVX512
+  found.push_back({"avx512", avx512, avx512::kernels});
+#endif
+  found.push_back({"avx2", avx2, avx2::kernels});
+  return found;
+}
+
+const Isa* chosen = nullptr;
+
+std::vector<std::string> available() {
+  std::vector<std::string> names;
+  for (const Isa& isa : isas())
+    if (isa.here) names.push_back(isa.name);
+  return names;
+}
+
+// Weights packed before a change of the instruction set are no longer valid: it is for tests.
+void use(const std::string& name) {
+  static const std::vector<Isa> all = isas();
+  for (const Isa& isa : all)
+    if (isa.here && name == isa.name) {
+      chosen = &isa;
+      return;
+    }
+  TORCH_CHECK(false, "the instruction set '", name, "' is not available");
+}
+
+const Kernels& kernels() {
+  if (!chosen) {
+    const auto names = available();
+    TORCH_CHECK(!names.empty(), "the processor has no AVX2");
+    use(names.front());
+  }
+  return chosen->kernels();
+}
+
+std::string isa() {
+  kernels();
+  return chosen->name;
+}
+
+// Of numbers that are computed with; 8 bits are for pools only.
+Type type_of(const Tensor& x) {
+  switch (x.scalar_type()) {
+    case at::kFloat: return Type::f32;
+    case at::kBFloat16: return Type::bf16;
+    case at::kHalf: return Type::f16;
+    default: TORCH_CHECK(false, "no kernel for ", x.scalar_type());
+  }
+}
+
+template <class... Tensors>
+void check_cpu(const Tensors&... tensors) {
+  TORCH_CHECK((tensors.is_cpu() && ...), "the tensors must be on the CPU");
+}
+
+int64_t numbers_per_unit(at::ScalarType type) { return type == at::kFloat ? 1 : 2; }
+
+int64_t panels(int64_t out) { return (out + kernels().panel - 1) / kernels().panel; }
+
+void check_rows(const Tensor& x, int64_t size) {
+  TORCH_CHECK(x.dim() == 2 && x.size(1) == size && x.stride(1) == 1, "x must be [rows, ", size,
+              "] with a contiguous last dimension, not ", x.sizes());
+}
+
+Tensor pack(const Tensor& weight) {
+  check_cpu(weight);
+  TORCH_CHECK(weight.dim() == 2 && weight.is_contiguous(), "a weight must be [out, in], contiguous");
+  const int64_t out = weight.size(0), in = weight.size(1);
+  TORCH_CHECK(in % numbers_per_unit(weight.scalar_type()) == 0, "inputs of 16 bits must be even");
+  Tensor packed = at::empty({panels(out) * kernels().panel, in}, weight.options());
+  kernels().pack(type_of(weight), weight.data_ptr(), out, in, packed.data_ptr());
+  return packed;
+}
+
+Tensor pack_int8(const Tensor& weight, at::ScalarType type) {
+  check_cpu(weight);
+  TORCH_CHECK(weight.dim() == 2 && weight.is_contiguous() && weight.scalar_type() == at::kChar,
+              "a weight must be int8 [out, in], contiguous");
+  const int64_t out = weight.size(0), in = weight.size(1);
+  TORCH_CHECK(in % numbers_per_unit(type) == 0, "inputs of 16 bits must be even");
+  Tensor packed = at::empty({panels(out) * kernels().panel, in}, weight.options());
+  kernels().pack_int8(type_of(at::empty({0}, type)), weight.data_ptr<int8_t>(), out, in,
+                      packed.data_ptr<int8_t>());
+  return packed;
+}
+
+Tensor multiply(Form form, const Tensor& x, const Tensor& weight, const c10::optional<Tensor>& scale,
+                const c10::optional<Tensor>& bias, int64_t out, bool as_float) {
+  check_cpu(x, weight, bias ? *bias : x, scale ? *scale : x);
+  TORCH_CHECK(weight.dim() == 2, "a weight must be [out, in]");
+  check_rows(x, weight.size(1));
+  TORCH_CHECK(x.size(1) % numbers_per_unit(x.scalar_type()) == 0, "inputs of 16 bits must be even");
+  const int64_t rows_needed = form == Form::rows ? out : panels(out) * kernels().panel;
+  TORCH_CHECK(weight.is_contiguous() && weight.size(0) == rows_needed, "the weight is not packed for ",
+              out, " outputs");
+  TORCH_CHECK(form == Form::int8 || weight.scalar_type() == x.scalar_type(), "x is ",
+              x.scalar_type(), " and the weight ", weight.scalar_type());
+  TORCH_CHECK(!bias || (bias->is_contiguous() && bias->numel() == out &&
+                        bias->scalar_type() == x.scalar_type()), "a bias must be like x, [out]");
+  TORCH_CHECK(!scale || (scale->is_contiguous() && scale->numel() == out &&
+                         scale->scalar_type() == at::kFloat), "scales must be float32 [out]");
+  Tensor y = at::empty({x.size(0), out}, as_float ? x.options().dtype(at::kFloat) : x.options());
+  const Linear linear{type_of(x), form, x.data_ptr(), x.stride(0), weight.data_ptr(),
+                      scale ? scale->data_ptr<float>() : nullptr, bias ? bias->data_ptr() : nullptr,
+                      y.data_ptr(), out, as_float, x.size(0), x.size(1), out, at::get_num_threads()};
+  pybind11::gil_scoped_release release;
+  kernels().linear(linear);
+  return y;
+}
+
+Tensor linear(const Tensor& x, const Tensor& packed, const c10::optional<Tensor>& bias, int64_t out,
+              bool as_float) {
+  return multiply(Form::packed, x, packed, c10::nullopt, bias, out, as_float);
+}
+
+Tensor linear_rows(const Tensor& x, const Tensor& weight, bool as_float) {
+  TORCH_CHECK(weight.dim() == 2, "a weight must be [out, in]");
+  return multiply(Form::rows, x, weight, c10::nullopt, c10::nullopt, weight.size(0), as_float);
+}
+
+Tensor linear_int8(const Tensor& x, const Tensor& packed, const Tensor& scale,
+                   const c10::optional<Tensor>& bias, int64_t out, bool as_float) {
+  TORCH_CHECK(packed.scalar_type() == at::kChar, "the weight must be packed int8");
+  return multiply(Form::int8, x, packed, scale, bias, out, as_float);
+}
+
+void check_heads(const Tensor& x, int64_t tokens, int64_t heads, int64_t dim, at::ScalarType type) {
+  TORCH_CHECK(x.dim() == 3 && x.size(0) == tokens && x.size(1) == heads && x.size(2) == dim &&
+                  x.stride(2) == 1 && x.stride(1) == dim && x.scalar_type() == type,
+              "q, k and v must be [tokens, heads, dim] with contiguous heads, of one type");
+}
+
+const int64_t* index(const Tensor& x, int64_t size) {
+  TORCH_CHECK(x.scalar_type() == at::kLong && x.is_contiguous() && x.numel() == size,
+              "an index must be int64 [", size, "], contiguous, not ", x.sizes());
+  return x.data_ptr<int64_t>();
+}
+
+const int64_t* index_below(const Tensor& x, int64_t size, int64_t end) {
+  const int64_t* ids = index(x, size);
+  for (int64_t i = 0; i < size; i++)
+    TORCH_CHECK(ids[i] >= 0 && ids[i] < end, "an index is ", ids[i], ", not in [0, ", end, ")");
+  return ids;
+}
+
+// Row i of a step has tokens [starts[i], starts[i + 1]), the last of its lengths[i] tokens.
+void check_steps(const int64_t* starts, const int64_t* lengths, int64_t batch, int64_t tokens,
+                 int64_t longest) {
+  TORCH_CHECK(starts[0] == 0 && starts[batch] == tokens, "the rows have ", starts[batch],
+              " tokens, q has ", tokens);
+  for (int64_t i = 0; i < batch; i++)
+    TORCH_CHECK(starts[i] <= starts[i + 1] && starts[i + 1] - starts[i] <= lengths[i] &&
+                    lengths[i] <= longest, "row ", i, " has ", starts[i + 1] - starts[i], " of ",
+                lengths[i], " tokens, and the table has room for ", longest);
+}
+
+Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& k_pool,
+                 const Tensor& v_pool, const Tensor& slots, const Tensor& table,
+                 const Tensor& requests, const Tensor& starts, const Tensor& lengths, double scale,
+                 int64_t window) {
+  check_cpu(q, k, v, k_pool, v_pool, slots, table, requests, starts, lengths);
+  TORCH_CHECK(q.dim() == 3 && k_pool.dim() == 3, "queries and pools must have 3 dimensions");
+  const int64_t tokens = q.size(0), heads = q.size(1), dim = q.size(2), kv_heads = k_pool.size(1);
+  check_heads(q, tokens, heads, dim, q.scalar_type());
+  check_heads(k, tokens, kv_heads, dim, q.scalar_type());
+  check_heads(v, tokens, kv_heads, dim, q.scalar_type());
+  TORCH_CHECK(dim > 0 && dim <= 256 && dim % 2 == 0 && heads > 0 && kv_heads > 0 &&
+                  heads % kv_heads == 0 && heads / kv_heads <= 48,
+              "no kernel for ", heads, " query heads, ", kv_heads, " key heads of ", dim);
+  TORCH_CHECK(k_pool.is_contiguous() && v_pool.is_contiguous() && k_pool.sizes() == v_pool.sizes() &&
+                  k_pool.size(2) == dim && k_pool.scalar_type() == v_pool.scalar_type(),
+              "the pools must be [slots, heads, dim], contiguous");
+  TORCH_CHECK(k_pool.scalar_type() == q.scalar_type() || k_pool.scalar_type() == at::kFloat8_e4m3fn,
+              "the pool must be of the queries' type or float8_e4m3fn");
+  TORCH_CHECK(table.scalar_type() == at::kInt && table.is_contiguous() && table.dim() == 2,
+              "the table must be int32 [rows, positions]");
+  const int64_t batch = requests.numel();
+  Tensor out = at::empty({tokens, heads * dim}, q.options());
+  const bool in_8_bits = k_pool.scalar_type() == at::kFloat8_e4m3fn;
+  const Attention args{type_of(q), in_8_bits ? Type::f8 : type_of(k_pool), q.data_ptr(),
+                       k.data_ptr(), v.data_ptr(), q.stride(0), k.stride(0), v.stride(0),
+                       out.data_ptr(), k_pool.data_ptr(), v_pool.data_ptr(),
+                       index_below(slots, tokens, k_pool.size(0)), table.data_ptr<int32_t>(),
+                       table.size(1), index_below(requests, batch, table.size(0)),
+                       index(starts, batch + 1), index(lengths, batch), batch, heads, kv_heads,
+                       dim, window, static_cast<float>(scale), at::get_num_threads()};
+  check_steps(args.starts, args.lengths, batch, tokens, table.size(1));
+  pybind11::gil_scoped_release release;
+  kernels().attention(args);
+  return out;
+}
+
+Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
+  check_cpu(x, weight);
+  TORCH_CHECK(x.dim() == 2 || x.dim() == 3, "x must be [rows, size] or [rows, heads, size]");
+  const int64_t size = x.size(-1), heads = x.dim() == 3 ? x.size(1) : 1;
+  TORCH_CHECK(x.stride(-1) == 1 && weight.is_contiguous() && weight.numel() == size &&
+                  weight.scalar_type() == x.scalar_type(), "x and the weight don't fit");
+  Tensor y = at::empty(x.sizes(), x.options());
+  kernels().norm({type_of(x), x.data_ptr(), x.stride(0), x.dim() == 3 ? x.stride(1) : 0, nullptr,
+                  weight.data_ptr(), y.data_ptr(), x.size(0), heads, size, static_cast<float>(eps),
+                  at::get_num_threads()});
+  return y;
+}
+
+// residual += x; x = norm(residual).
+void add_rms_norm_(const Tensor& x, const Tensor& residual, const Tensor& weight, double eps) {
+  check_cpu(x, residual, weight);
+  TORCH_CHECK(x.dim() == 2 && x.is_contiguous() && residual.is_contiguous() &&
+                  x.sizes() == residual.sizes() && residual.scalar_type() == x.scalar_type() &&
+                  weight.is_contiguous() && weight.numel() == x.size(1) &&
+                  weight.scalar_type() == x.scalar_type(), "x, residual and weight don't fit");
+  kernels().norm({type_of(x), x.data_ptr(), x.stride(0), 0, residual.data_ptr(), weight.data_ptr(),
+                  x.data_ptr(), x.size(0), 1, x.size(1), static_cast<float>(eps),
+                  at::get_num_threads()});
+}
+
+void rotate_(const Tensor& positions, const Tensor& q, const Tensor& k, const Tensor& cos_sin) {
+  check_cpu(positions, q, k, cos_sin);
+  for (const Tensor& x : {q, k}) {
+    TORCH_CHECK(x.dim() == 3 && x.stride(2) == 1 && x.size(2) % 2 == 0, "x must be [tokens, heads, dim]");
+    TORCH_CHECK(cos_sin.scalar_type() == at::kFloat && cos_sin.is_contiguous() &&
+                    cos_sin.dim() == 2 && cos_sin.size(1) == x.size(2),
+                "cos_sin must be float32 [positions, dim]");
+    kernels().rope({type_of(x), x.data_ptr(), x.stride(0), x.stride(1),
+                    index_below(positions, x.size(0), cos_sin.size(0)), cos_sin.data_ptr<float>(),
+                    x.size(0), x.size(1), x.size(2)});
+  }
+}
+
+Tensor silu_and_mul(const Tensor& gate_up) {
+  check_cpu(gate_up);
+  TORCH_CHECK(gate_up.dim() == 2 && gate_up.is_contiguous() && gate_up.size(1) % 2 == 0,
+              "gate_up must be [rows, 2 * size], contiguous");
+  const int64_t size = gate_up.size(1) / 2;
+  Tensor y = at::empty({gate_up.size(0), size}, gate_up.options());
+  kernels().silu_mul({type_of(gate_up), gate_up.data_ptr(), y.data_ptr(), y.size(0), size,
+                      at::get_num_threads()});
+  return y;
+}
+
+void check_logits(const Tensor& logits) {
+  TORCH_CHECK(logits.dim() == 2 && logits.is_contiguous() && logits.size(1) > 0 &&
+                  logits.scalar_type() == at::kFloat,
+              "logits must be float32 [rows, vocab], contiguous, not ", logits.sizes());
+}
+
+// Token ids int64 [rows], and the rows' largest logits.
+std::tuple<Tensor, Tensor> sample(const Tensor& logits, const Tensor& draws, const Tensor& slots,
+                                  const Tensor& positions, const Tensor& floats,
+                                  const Tensor& ints) {
+  check_cpu(logits, draws, slots, positions, floats, ints);
+  check_logits(logits);
+  const int64_t rows = logits.size(0);
+  TORCH_CHECK(draws.scalar_type() == at::kChar && draws.is_contiguous() && draws.numel() == rows,
+              "draws must be int8 [", rows, "]");
+  TORCH_CHECK(floats.dim() == 2 && floats.is_contiguous() && floats.size(1) >= 3 &&
+                  floats.scalar_type() == at::kFloat && ints.dim() == 2 && ints.is_contiguous() &&
+                  ints.size(1) >= 2 && ints.scalar_type() == at::kLong &&
+                  ints.size(0) == floats.size(0), "the parameters don't fit");
+  Tensor token_ids = at::empty({rows}, logits.options().dtype(at::kLong));
+  Tensor row_max = at::empty({rows}, logits.options());
+  const Sample args{logits.data_ptr<float>(), rows, logits.size(1), draws.data_ptr<int8_t>(),
+                    index_below(slots, rows, floats.size(0)), index(positions, rows),
+                    floats.data_ptr<float>(), ints.data_ptr<int64_t>(), floats.size(1),
+                    ints.size(1), token_ids.data_ptr<int64_t>(), row_max.data_ptr<float>(),
+                    at::get_num_threads()};
+  pybind11::gil_scoped_release release;
+  kernels().sample(args);
+  return {token_ids, row_max};
+}
+
+// Log-probabilities [rows] of `token_ids`; ids and log-probabilities [rows, count] of the likeliest
+// tokens.
+std::tuple<Tensor, Tensor, Tensor> logprobs(const Tensor& logits, const Tensor& token_ids,
+                                            int64_t count) {
+  check_cpu(logits, token_ids);
+  check_logits(logits);
+  const int64_t rows = logits.size(0), vocab = logits.size(1);
+  TORCH_CHECK(count >= 0 && count <= vocab, "there are no ", count, " tokens");
+  Tensor token = at::empty({rows}, logits.options());
+  Tensor top = at::empty({rows, count}, logits.options());
+  Tensor top_ids = at::empty({rows, count}, logits.options().dtype(at::kLong));
+  const Logprobs args{logits.data_ptr<float>(), rows, vocab, index_below(token_ids, rows, vocab),
+                      count, token.data_ptr<float>(), top_ids.data_ptr<int64_t>(),
+                      top.data_ptr<float>(), at::get_num_threads()};
+  pybind11::gil_scoped_release release;
+  kernels().logprobs(args);
+  return {token, top_ids, top};
+}
+
+}  // namespace
+}  // namespace manta
+
+PYBIND11_MODULE(manta_cpu_kernels, m) {
+  m.def("isa", &manta::isa, "The instruction set in use.");
+  m.def("available", &manta::available, "Instruction sets of this processor, the best first.");
+  m.def("use", &manta::use, "Use another one (for tests).");
+  m.def("pack", &manta::pack);
+  m.def("pack_int8", [](const at::Tensor& weight, const std::string& type) {
+    TORCH_CHECK(type == "float32" || type == "bfloat16" || type == "float16", "no kernel for ", type);
+    return manta::pack_int8(weight, type == "float32" ? at::kFloat : type == "bfloat16" ? at::kBFloat16 : at::kHalf);
+  });
+  m.def("linear", &manta::linear);
+  m.def("linear_rows", &manta::linear_rows);
+  m.def("linear_int8", &manta::linear_int8);
+  m.def("attention", &manta::attention);
+  m.def("rms_norm", &manta::rms_norm);
+  m.def("add_rms_norm_", &manta::add_rms_norm_);
+  m.def("rotate_", &manta::rotate_);
+  m.def("silu_and_mul", &manta::silu_and_mul);
+  m.def("sample", &manta::sample);
+  m.def("logprobs", &manta::logprobs);
+}

@@ -1,0 +1,38 @@
+// Compiled once for each instruction set, with MANTA_ISA as its name.
+#include "attention.h"
+#include "elementwise.h"
+#include "linear.h"
+#include "norm.h"
+#include "sampling.h"
+
+namespace manta::MANTA_ISA {
+
+// The form of `kernel` for a type.
+#define MANTA_BY_TYPE(type, call)             \
+  switch (type) {                             \
+    case Type::f32: { using T = float; call; } break; \
+    case Type::bf16: { using T = bf16; call; } break; \
+    default: { using T = f16; call; } break;  \
+  }
+
+const Kernels& kernels() {
+  static const Kernels table = {
+      .panel = kPanel,
+      .pack = [](Type type, const void* weight, int64_t out, int64_t in, void* packed) {
+        MANTA_BY_TYPE(type, pack<T>(weight, out, in, packed));
+      },
+      .pack_int8 = [](Type type, const int8_t* weight, int64_t out, int64_t in, int8_t* packed) {
+        MANTA_BY_TYPE(type, pack_int8<T>(weight, out, in, packed));
+      },
+      .linear = [](const Linear& a) { MANTA_BY_TYPE(a.type, linear<T>(a)); },
+      .attention = [](const Attention& a) { MANTA_BY_TYPE(a.type, attention<T>(a)); },
+      .norm = [](const Norm& a) { MANTA_BY_TYPE(a.type, norm<T>(a)); },
+      .rope = [](const Rope& a) { MANTA_BY_TYPE(a.type, rope<T>(a)); },
+      .silu_mul = [](const SiluMul& a) { MANTA_BY_TYPE(a.type, silu_mul<T>(a)); },
+      .sample = sample,
+      .logprobs = logprobs,
+  };
+  return table;
+}
+
+}  // namespace manta::MANTA_ISA

@@ -1,0 +1,127 @@
+// What the kernels take: plain pointers and sizes. No torch here.
+#pragma once
+
+#include <cstdint>
+
+namespace manta {
+
+enum class Type : int { f32, bf16, f16, f8 };
+
+// How a weight matrix [out, in] lies in memory.
+enum class Form : int {
+  packed,  // panels of kPanel columns: [out / kPanel][in / unit][kPanel] units
+  rows,    // as in the checkpoint: [out][in]
+  int8,    // as `packed`, a byte for each number; a scale for each output
+};
+
+// y = x W^T + bias. Strides in elements.
+struct Linear {
+  Type type;
+  Form form;
+  const void* x;  // [rows, in], stride x_stride
+  int64_t x_stride;
+  const void* weight;
+  const float* scale;  // [out], int8 only
+  const void* bias;    // [out] of `type`, or null
+  void* y;             // [rows, out] of `type`, or float if y_float
+  int64_t y_stride;
+  bool y_float;
+  int64_t rows, in, out;
+  int threads;
+};
+
+// Attention of a step's tokens over their requests' cached and new tokens.
+struct Attention {
+  Type type, pool_type;
+  const void *q, *k, *v;  // [tokens, heads, dim] with token strides
+  int64_t q_stride, k_stride, v_stride;
+  void* out;  // [tokens, num_heads * dim], contiguous
+  void *k_pool, *v_pool;  // [slots, num_kv_heads, dim], contiguous
+  const int64_t* slots;   // [tokens]: where the new keys and values go
+  const int32_t* table;   // [rows, table_width]: slots of each request's tokens
+  int64_t table_width;
+  const int64_t* requests;  // [batch]: row of `table`
+  const int64_t* starts;    // [batch + 1]: tokens of row i are [starts[i], starts[i + 1])
+  const int64_t* lengths;   // [batch]: tokens in the cache once the step is done
+  int64_t batch, num_heads, num_kv_heads, dim;
+  int64_t window;  // keys that a query sees, itself included; 0: all
+  float scale;
+  int threads;
+};
+
+struct Norm {
+  Type type;
+  const void* x;  // [rows, heads, size] with strides
+  int64_t x_stride, x_head_stride;
+  void* residual;  // [rows, size] contiguous or null: residual += x, and that is normed
+  const void* weight;
+  void* y;  // [rows, heads, size], contiguous
+  int64_t rows, heads, size;
+  float eps;
+  int threads;
+};
+
+struct Rope {
+  Type type;
+  void* x;  // [tokens, heads, dim] with strides, in place
+  int64_t x_stride, x_head_stride;
+  const int64_t* positions;
+  const float* cos_sin;  // [positions, dim]: half a row of cosines, half a row of sines
+  int64_t tokens, heads, dim;
+};
+
+struct SiluMul {
+  Type type;
+  const void* gate_up;  // [rows, 2 * size]
+  void* y;              // [rows, size]
+  int64_t rows, size;
+  int threads;
+};
+
+// How a row's token is chosen, as in engine/sampling/plan.py.
+enum class Draw : int8_t { greedy, full, nucleus, top_k };
+
+struct Sample {
+  const float* logits;  // [rows, vocab]
+  int64_t rows, vocab;
+  const int8_t* draws;       // [rows]: Draw
+  const int64_t* slots;      // [rows]: the rows of `floats` and `ints`
+  const int64_t* positions;  // [rows]
+  const float* floats;       // columns: 1/temperature, top_p, min_p and others
+  const int64_t* ints;       // columns: hashed seed, top_k and others
+  int64_t float_columns, int_columns;
+  int64_t* token_ids;  // [rows]
+  float* row_max;      // [rows]: NaN if a logit is
+  int threads;
+};
+
+struct Logprobs {
+  const float* logits;  // [rows, vocab]
+  int64_t rows, vocab;
+  const int64_t* token_ids;  // [rows]
+  int64_t count;             // of the likeliest tokens
+  float* token;              // [rows]
+  int64_t* top_ids;          // [rows, count], the best first
+  float* top;                // [rows, count]
+  int threads;
+};
+
+// One table for each instruction set; bindings.cpp chooses.
+struct Kernels {
+  int64_t panel;  // columns of a panel
+  void (*pack)(Type type, const void* weight, int64_t out, int64_t in, void* packed);
+  void (*pack_int8)(Type type, const int8_t* weight, int64_t out, int64_t in, int8_t* packed);
+  void (*linear)(const Linear&);
+  void (*attention)(const Attention&);
+  void (*norm)(const Norm&);
+  void (*rope)(const Rope&);
+  void (*silu_mul)(const SiluMul&);
+  void (*sample)(const Sample&);
+  void (*logprobs)(const Logprobs&);
+};
+
+namespace avx2 { const Kernels& kernels(); }
+namespace avx512 { const Kernels& kernels(); }
+namespace avx512bf16 { const Kernels& kernels(); }
+
+}  // namespace manta

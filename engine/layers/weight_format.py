@@ -1,0 +1,140 @@
+"""How weight matrices are kept: what is read for a layer, its kernel, and its size in memory."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from engine.errors import ConfigError
+from engine.layers.linear_kernel import (
+    Int8Kernel,
+    LinearKernel,
+    NativeKernel,
+    NativeRowsKernel,
+    SharedRowsKernel,
+    make_linear_kernel,
+)
+
+if TYPE_CHECKING:
+    from engine.layers.weights import WeightSource
+
+SCALE_BYTES = 4
+
+
+@dataclass(frozen=True)
+class MatrixSlice:
+    """`count` rows (dim 0) or columns (dim 1) from `start` of a matrix of the checkpoint.
+
+    `name` is without ".weight": a quantized checkpoint has other tensors under it, such as
+    "qweight" and "scales". Rows are outputs.
+    """
+
+    name: str
+    out_size: int
+    """Rows of the whole matrix."""
+    in_size: int
+    dim: int
+    start: int
+    count: int
+
+
+class WeightFormat(ABC):
+    """One way to keep matrices. All layers of a model have the same one."""
+
+    def load(
+        self, source: WeightSource, slices: Sequence[MatrixSlice], bias: Tensor | None
+    ) -> LinearKernel:
+        """The kernel of `slices`, one below the other, with `bias` [out].
+
+        This is for formats that are made from plain tensors. A format that the checkpoint is in
+        has a method of its own: it turns each slice into slices of its tensors, and raises
+        `ConfigError` where a slice cuts through a group or a packed number.
+        """
+        weights = [
+            source.get(
+                f"{part.name}.weight",
+                (part.out_size, part.in_size),
+                dim=part.dim,
+                start=part.start,
+                count=part.count,
+            )
+            for part in slices
+        ]
+        return self.linear(weights[0] if len(weights) == 1 else torch.cat(weights), bias)
+
+    @abstractmethod
+    def linear(self, weight: Tensor, bias: Tensor | None) -> LinearKernel:
+        """The kernel of a plain `weight` [out, in] and `bias` [out]. The caller drops its
+        references, so that no matrix is in memory twice."""
+
+    @abstractmethod
+    def shared_rows(self, weight: Tensor) -> LinearKernel:
+        """The kernel of a `weight` [out, in] that an embedding reads row by row."""
+
+    def num_bytes(self, out_size: int, in_size: int, dtype: torch.dtype) -> int:
+        """Bytes of a matrix whose plain type would be `dtype`."""
+        return out_size * in_size * dtype.itemsize
+
+    def shared_bytes(self, out_size: int, in_size: int, dtype: torch.dtype) -> int:
+        """Bytes that `shared_rows` takes beside the embedding's own."""
+        return 0
+
+
+class PlainFormat(WeightFormat):
+    """The model's own type, multiplied by torch."""
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> LinearKernel:
+        return make_linear_kernel(weight, bias)
+
+    def shared_rows(self, weight: Tensor) -> LinearKernel:
+        return SharedRowsKernel(weight)
+
+
+class NativeFormat(WeightFormat):
+    """The model's own type, multiplied by our kernels on CPU."""
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> LinearKernel:
+        return NativeKernel(weight, bias)
+
+    def shared_rows(self, weight: Tensor) -> LinearKernel:
+        return NativeRowsKernel(weight)
+
+
+class Int8Format(WeightFormat):
+    """int8 with a scale for each output, made while a plain checkpoint is read; for our kernels.
+
+    A scale belongs to a row of the rank's slice. So ranks that own columns have scales of their
+    own, and their sum differs a little from what one rank computes.
+    """
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> LinearKernel:
+        return Int8Kernel(weight, bias)
+
+    def shared_rows(self, weight: Tensor) -> LinearKernel:
+        """A copy: the embedding keeps its exact rows."""
+        return Int8Kernel(weight, None)
+
+    def num_bytes(self, out_size: int, in_size: int, dtype: torch.dtype) -> int:
+        return out_size * (in_size + SCALE_BYTES)
+
+    def shared_bytes(self, out_size: int, in_size: int, dtype: torch.dtype) -> int:
+        return self.num_bytes(out_size, in_size, dtype)
+
+
+def weight_format(backend: str, quantization: str = "auto") -> WeightFormat:
+    """The format for an attention backend and the configuration's `quantization`.
+
+    Raises `ConfigError` if they don't go together.
+    """
+    if quantization == "auto":
+        return NativeFormat() if backend == "cpu" else PlainFormat()
+    if quantization != "int8":
+        raise ConfigError(f"quantization '{quantization}' is not known; use auto or int8.")
+    if backend != "cpu":
+        raise ConfigError(f"quantization int8 needs attention_backend cpu, not '{backend}'.")
+    return Int8Format()

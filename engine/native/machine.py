@@ -1,0 +1,47 @@
+"""Whether the CPU kernels can run on this machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from pathlib import Path
+
+SWITCH = "MANTA_CPU_KERNELS"
+"""The environment variable that switches the kernels off."""
+CPU_INFO = Path("/proc/cpuinfo")
+NEEDED_FLAGS = ("avx2", "fma", "f16c")
+"""What a processor must have, in the words of /proc/cpuinfo."""
+
+
+def is_switched_off() -> bool:
+    """Whether the user doesn't want the kernels."""
+    return os.environ.get(SWITCH, "").strip().lower() in ("off", "0", "no", "false")
+
+
+def unsuitable_platform() -> str:
+    """Why no library can be made for this system; "" if one can."""
+    machine = platform.machine().lower()
+    if sys.platform != "linux" or machine not in ("x86_64", "amd64"):
+        return f"they exist for Linux on x86-64 only, and this is {platform.system()} on {machine}"
+    return ""
+
+
+def unsuitable_processor() -> str:
+    """Why the library can't run on this processor; "" if it can."""
+    flags = processor_flags()
+    missing = [f"no {flag.upper()}" for flag in NEEDED_FLAGS if flag not in flags]
+    return f"this processor has {' and '.join(missing)}" if missing else ""
+
+
+def processor_flags() -> frozenset[str]:
+    """The flags of the first processor; empty if they can't be read."""
+    try:
+        with CPU_INFO.open() as lines:
+            for line in lines:  # stops early: with many processors the file is slow to read
+                name, _, value = line.partition(":")
+                if name.strip() == "flags":
+                    return frozenset(value.split())
+    except OSError:
+        pass
+    return frozenset()

@@ -1,0 +1,154 @@
+"""Requests whose keys and values lie in random pages of a pool in which all else is NaN."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tests.support.kernels import Numbers
+
+
+class Sizes(NamedTuple):
+    heads: int
+    kv_heads: int
+    dim: int
+    window: int
+    """0: no window."""
+    scale: float
+    dtype: torch.dtype
+    pool_dtype: torch.dtype
+    page_size: int
+
+
+class Chunk(NamedTuple):
+    """Tokens [begin, end) of a request."""
+
+    request: int
+    begin: int
+    end: int
+
+
+class Pools(NamedTuple):
+    keys: Tensor
+    values: Tensor
+
+
+class PagedRequests:
+    """All queries, keys and values of requests of the given lengths, known from the start."""
+
+    def __init__(self, sizes: Sizes, lengths: Sequence[int], seed: int) -> None:
+        self.sizes = sizes
+        self.lengths = tuple(lengths)
+        self.numbers = Numbers(seed)
+        counts = [-(-length // sizes.page_size) for length in lengths]
+        order = self.numbers.permutation(sum(counts) + 2)
+        unused = order.pop() * sizes.page_size
+        self.num_slots = (sum(counts) + 2) * sizes.page_size
+        self.rows = self.numbers.permutation(len(lengths) + 2)[: len(lengths)]
+        self.table = torch.full((len(lengths) + 2, max(lengths)), unused, dtype=torch.int32)
+        self.slots: list[Tensor] = []
+        for row, length, count in zip(self.rows, lengths, counts, strict=True):
+            pages = torch.tensor([order.pop() for _ in range(count)])
+            inside = torch.arange(sizes.page_size)
+            slots = (pages.unsqueeze(1) * sizes.page_size + inside).flatten()[:length]
+            self.slots.append(slots)
+            self.table[row, :length] = slots
+        self.queries = [self._heads(length, sizes.heads) for length in lengths]
+        self.keys = [self._heads(length, sizes.kv_heads) for length in lengths]
+        self.values = [self._heads(length, sizes.kv_heads) for length in lengths]
+
+    def empty_pools(self) -> Pools:
+        sizes = self.sizes
+        shape = (self.num_slots, sizes.kv_heads, sizes.dim)
+        keys, values = (torch.full(shape, torch.nan).to(sizes.pool_dtype) for _ in range(2))
+        return Pools(keys, values)
+
+    def pools_before(self, chunks: Sequence[Chunk]) -> Pools:
+        """With what the chunks' tokens must see of earlier ones, and no more."""
+        pools = self.empty_pools()
+        for request, begin, _ in chunks:
+            low = max(0, begin + 1 - self.sizes.window) if self.sizes.window else 0
+            self._write(pools, request, low, begin)
+        return pools
+
+    def pools_after(self, chunks: Sequence[Chunk]) -> Pools:
+        """What the pools of `pools_before` must hold after a step."""
+        pools = self.pools_before(chunks)
+        for request, begin, end in chunks:
+            self._write(pools, request, begin, end)
+        return pools
+
+    def step(
+        self, kernels: Any, pools: Pools, chunks: Sequence[Chunk], *, in_one: bool = True
+    ) -> list[Tensor]:
+        """Run the kernel. Returns [tokens, heads * dim] for each chunk.
+
+        `in_one`: queries, keys and values are views of one tensor.
+        """
+        sizes = self.sizes
+        parts = [
+            torch.cat([source[request][begin:end] for request, begin, end in chunks])
+            for source in (self.queries, self.keys, self.values)
+        ]
+        if in_one:
+            counts = [sizes.heads, sizes.kv_heads, sizes.kv_heads]
+            parts = list(torch.cat(parts, 1).split(counts, 1))
+        counts = [chunk.end - chunk.begin for chunk in chunks]
+        out: Tensor = kernels.attention(
+            *parts,
+            *pools,
+            torch.cat([self.slots[request][begin:end] for request, begin, end in chunks]),
+            self.table,
+            torch.tensor([self.rows[chunk.request] for chunk in chunks]),
+            torch.tensor([0, *counts]).cumsum(0),
+            torch.tensor([chunk.end for chunk in chunks]),
+            sizes.scale,
+            sizes.window,
+        )
+        assert out.dtype == sizes.dtype and out.shape == (sum(counts), sizes.heads * sizes.dim)
+        return list(out.split(counts))
+
+    def in_chunks(self, kernels: Any, request: int, ends: Sequence[int]) -> Tensor:
+        """The outputs of a whole request, alone, in chunks that end at `ends`."""
+        pools, begin, outs = self.empty_pools(), 0, []
+        for end in ends:
+            outs += self.step(kernels, pools, [Chunk(request, begin, end)])
+            begin = end
+        return torch.cat(outs)
+
+    def expected(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
+        """A chunk's outputs in float64, and what they would be if no terms cancelled out."""
+        sizes = self.sizes
+        group = sizes.heads // sizes.kv_heads
+        q = self.queries[chunk.request][chunk.begin : chunk.end].double()
+        k, v = (
+            self._stored(source[chunk.request][: chunk.end]).double().repeat_interleave(group, 1)
+            for source in (self.keys, self.values)
+        )
+        scores = torch.einsum("qhd,shd->hqs", q, k) * sizes.scale
+        query = torch.arange(chunk.begin, chunk.end).unsqueeze(1)
+        key = torch.arange(chunk.end)
+        hidden = key > query
+        if sizes.window:
+            hidden |= key <= query - sizes.window
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        exact, size = (torch.einsum("hqs,shd->qhd", weights, x).flatten(1) for x in (v, v.abs()))
+        return exact, size
+
+    def _heads(self, tokens: int, heads: int) -> Tensor:
+        return self.numbers.normal((tokens, heads, self.sizes.dim), self.sizes.dtype)
+
+    def _stored(self, x: Tensor) -> Tensor:
+        return x.to(self.sizes.pool_dtype)
+
+    def _write(self, pools: Pools, request: int, begin: int, end: int) -> None:
+        slots = self.slots[request][begin:end]
+        for pool, source in zip(pools, (self.keys, self.values), strict=True):
+            stored = self._stored(source[request][begin:end])
+            if pool.element_size() == 1:  # float8 has no index_put
+                pool.view(torch.uint8)[slots] = stored.view(torch.uint8)
+            else:
+                pool[slots] = stored

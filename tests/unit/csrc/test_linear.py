@@ -1,0 +1,170 @@
+"""Matrix products against torch in float64, and to the last bit among themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.support.kernels import TYPES, Numbers, assert_within, examples, same_bits, torch_threads
+
+ROWS = st.one_of(st.integers(0, 14), st.sampled_from([95, 96, 97, 140, 193]))
+OUTS = st.one_of(st.integers(1, 140), st.sampled_from([16, 48, 64, 128, 192]))
+UNITS = st.one_of(st.integers(0, 70), st.sampled_from([96, 128, 257]))
+SEEDS = st.integers(0, 2**16)
+WITH_TYPES = pytest.mark.parametrize("dtype", TYPES)
+
+
+def in_size(units: int, dtype: torch.dtype) -> int:
+    """Odd sizes are for float32 only."""
+    return units * 4 // dtype.itemsize
+
+
+def reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The exact product, and what it would be if no terms cancelled out."""
+    x, weight = x.double(), weight.double()
+    exact, size = x @ weight.t(), x.abs() @ weight.t().abs()
+    return (exact, size) if bias is None else (exact + bias.double(), size + bias.double().abs())
+
+
+@WITH_TYPES
+@examples(30)
+@given(out=OUTS, units=UNITS, seed=SEEDS)
+def test_pack(kernels: Any, dtype: torch.dtype, out: int, units: int, seed: int) -> None:
+    """Units of 32 bits change places, and the last panel is filled up with zeros."""
+    size = in_size(units, dtype)
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randint(-(2**31), 2**31 - 1, (out, units), generator=generator, dtype=torch.int)
+    packed = kernels.pack(weight.view(dtype) if units else weight.new_empty(out, 0, dtype=dtype))
+    panel = kernels.pack(torch.zeros(1, 2, dtype=dtype)).shape[0]
+    panels = -(-out // panel)
+    assert packed.dtype == dtype and packed.shape == (panels * panel, size)
+    if units:
+        rows = packed.view(torch.int).view(panels, units, panel).transpose(1, 2).flatten(0, 1)
+        assert torch.equal(rows[:out], weight)
+        assert not rows[out:].any()
+
+
+@WITH_TYPES
+@examples(40)
+@given(
+    rows=ROWS,
+    out=OUTS,
+    units=UNITS,
+    gap=st.sampled_from([0, 0, 1, 3, 64]),
+    with_bias=st.booleans(),
+    as_float=st.booleans(),
+    threads=st.sampled_from([1, 2]),
+    seed=SEEDS,
+)
+def test_linear(
+    kernels: Any,
+    dtype: torch.dtype,
+    rows: int,
+    out: int,
+    units: int,
+    gap: int,
+    with_bias: bool,
+    as_float: bool,
+    threads: int,
+    seed: int,
+) -> None:
+    numbers = Numbers(seed)
+    size = in_size(units, dtype)
+    x = numbers.with_gap((rows, size), dtype, gap)
+    weight = numbers.normal((out, size), dtype)
+    bias = numbers.normal((out,), dtype) if with_bias else None
+    with torch_threads(threads):
+        found = kernels.linear(x, kernels.pack(weight), bias, out, as_float)
+        by_rows = kernels.linear_rows(x, weight, as_float)
+    assert found.dtype == by_rows.dtype == (torch.float32 if as_float else dtype)
+    assert_within(found, *reference(x, weight, bias))
+    if bias is None:
+        assert same_bits(found, by_rows)
+    else:
+        assert_within(by_rows, *reference(x, weight, None))
+
+
+@WITH_TYPES
+@examples(30)
+@given(
+    rows=ROWS,
+    out=OUTS,
+    units=UNITS,
+    with_bias=st.booleans(),
+    as_float=st.booleans(),
+    seed=SEEDS,
+)
+def test_linear_int8(
+    kernels: Any,
+    dtype: torch.dtype,
+    rows: int,
+    out: int,
+    units: int,
+    with_bias: bool,
+    as_float: bool,
+    seed: int,
+) -> None:
+    numbers = Numbers(seed)
+    size = in_size(units, dtype)
+    x = numbers.normal((rows, size), dtype)
+    weight = torch.randint(-128, 128, (out, size), generator=numbers.generator, dtype=torch.int8)
+    scale = numbers.normal((out,), torch.float32).abs() / 64
+    bias = numbers.normal((out,), dtype) if with_bias else None
+    packed = kernels.pack_int8(weight, str(dtype).removeprefix("torch."))
+    found = kernels.linear_int8(x, packed, scale, bias, out, as_float)
+    assert found.dtype == (torch.float32 if as_float else dtype)
+    assert_within(found, *reference(x, weight * scale.double().unsqueeze(1), bias))
+
+
+@WITH_TYPES
+@examples(20)
+@given(
+    rows=st.one_of(st.integers(2, 14), st.sampled_from([97, 150])),
+    out=st.sampled_from([5, 64, 200, 513]),
+    units=st.sampled_from([1, 17, 64, 150]),
+    seed=SEEDS,
+)
+def test_a_row_is_the_same_in_any_batch(
+    kernels: Any, dtype: torch.dtype, rows: int, out: int, units: int, seed: int
+) -> None:
+    numbers = Numbers(seed)
+    size = in_size(units, dtype)
+    x, weight = numbers.normal((rows, size), dtype), numbers.normal((out, size), dtype)
+    bias = numbers.normal((out,), dtype)
+    packed, packed_int8 = kernels.pack(weight), weight.mul(40).clamp(-127, 127).to(torch.int8)
+    packed_int8 = kernels.pack_int8(packed_int8, str(dtype).removeprefix("torch."))
+    scale = torch.full((out,), 1 / 40)
+    products = (
+        lambda x: kernels.linear(x, packed, bias, out, False),
+        lambda x: kernels.linear(x, packed, bias, out, True),
+        lambda x: kernels.linear_rows(x, weight, True),
+        lambda x: kernels.linear_int8(x, packed_int8, scale, bias, out, False),
+    )
+    order, first = numbers.permutation(rows), numbers.permutation(rows)[0]
+    for product in products:
+        whole = product(x)
+        with torch_threads(2):
+            assert same_bits(product(x), whole)
+        assert same_bits(product(x[order]), whole[order])
+        assert same_bits(product(x[first:]), whole[first:])
+        for row in (0, first, rows - 1):
+            assert same_bits(product(x[row : row + 1]), whole[row : row + 1])
+
+
+@WITH_TYPES
+def test_what_is_not_finite_stays_in_its_row_and_column(kernels: Any, dtype: torch.dtype) -> None:
+    numbers = Numbers(0)
+    x, weight = numbers.normal((9, 40), dtype), numbers.normal((70, 40), dtype)
+    x[3, 7], weight[66, 39] = torch.nan, torch.inf
+    for found in (
+        kernels.linear(x, kernels.pack(weight), None, 70, False),
+        kernels.linear_rows(x, weight, False),
+    ):
+        wrong = ~found.isfinite()
+        assert wrong[3].all() and wrong[:, 66].all()
+        assert int(wrong.sum()) == 70 + 9 - 1
