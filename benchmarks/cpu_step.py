@@ -31,7 +31,7 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from benchmarks.common import PEERS, REPO_ROOT, finish, print_table, save_result  # noqa: E402
-from benchmarks.peers.models import llama_88m  # noqa: E402
+from benchmarks.peers import models  # noqa: E402
 from engine.distributed import ParallelState  # noqa: E402
 from engine.llm import LLM  # noqa: E402
 from engine.models.llama import LlamaModel  # noqa: E402
@@ -144,7 +144,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--save", action="store_true", help="write the result")
     args = parser.parse_args()
-    model = args.model or str(llama_88m(PEERS / "models" / "llama-88m"))
+    model = args.model or str(models.build("llama-88m", PEERS / "models" / "llama-88m"))
     rows: list[dict[str, Any]] = []
     for threads in map(int, args.threads.split(",")):
         torch.set_num_threads(threads)

@@ -21,10 +21,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from engine.openmp import set_wait_policy
-
-set_wait_policy()
-
 from benchmarks.common import REPO_ROOT, finish, print_table, save_result
 from deploy.bench.arguments import positive
 from engine import LLM, SamplingParams
@@ -87,7 +83,7 @@ def predictions(model: str, dtype: str, quantization: str, positions: int) -> li
 
 
 def _likeliest(entry: LogprobEntry) -> int:
-    return entry.top[0].token_id
+    return entry.top[0][1]
 
 
 def main() -> None:

@@ -35,7 +35,7 @@ from benchmarks.common import (
     print_table,
     save_result,
 )
-from benchmarks.peers.models import llama_88m
+from benchmarks.peers import models
 from benchmarks.servers import ManagedServer, exit_on_sigterm, free_port, manta_server
 from benchmarks.stream_reader import Stream
 from benchmarks.token_load import Delays, Spread, Throughput, delays, pace, saturate
@@ -250,7 +250,7 @@ def real_model(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     """Output tokens/s of the 88 M-parameter Llama, through HTTP and in process, in turn."""
     from engine import LLM, SamplingParams  # first: it sets how torch's threads wait
 
-    folder = llama_88m(PEERS / "models" / "llama-88m")
+    folder = models.build("llama-88m", PEERS / "models" / "llama-88m")
     config = {"model": str(folder), "max_total_tokens": 16384, "max_running_requests": 64}
     rng = random.Random(1)
     through, within = [], []

@@ -2,6 +2,7 @@
 
     python scripts/code_lines.py engine deploy
 
+Python and C++ (*.h, *.cpp, whose comments are `//`) are counted. A folder may also be a file. It
 prints one line per folder and a sum. `--files` prints each file too, `--at REV` counts a commit.
 """
 
@@ -43,17 +44,28 @@ def code_lines(source: str) -> int:
     return len(lines)
 
 
+def cpp_lines(source: str) -> int:
+    """The same for C++ with `//` comments."""
+    lines = (line.strip() for line in source.splitlines())
+    return sum(1 for line in lines if line and not line.startswith("//"))
+
+
+COUNTERS = {".py": code_lines, ".h": cpp_lines, ".cpp": cpp_lines}
+
+
 def sources(folder: str, revision: str | None) -> dict[str, str]:
-    """Path and text of every Python file below a folder: in the working tree, or at a commit."""
+    """Path and text of every source file below a folder: in the working tree, or at a commit."""
+    root = Path(folder)
     if revision is None:
-        return {str(path): path.read_text() for path in sorted(Path(folder).rglob("*.py"))}
+        paths = [root] if root.is_file() else sorted(root.rglob("*"))
+        return {str(path): path.read_text() for path in paths if path.suffix in COUNTERS}
     names = subprocess.check_output(
-        ["git", "ls-tree", "-r", "--name-only", revision, f"{folder}/"], text=True
+        ["git", "ls-tree", "-r", "--name-only", revision, folder.rstrip("/")], text=True
     ).splitlines()
     return {
         name: subprocess.check_output(["git", "show", f"{revision}:{name}"], text=True)
         for name in names
-        if name.endswith(".py")
+        if Path(name).suffix in COUNTERS
     }
 
 
@@ -65,7 +77,10 @@ def main() -> None:
     arguments = parser.parse_args()
     total = 0
     for folder in arguments.folders:
-        counts = {name: code_lines(text) for name, text in sources(folder, arguments.at).items()}
+        counts = {
+            name: COUNTERS[Path(name).suffix](text)
+            for name, text in sources(folder, arguments.at).items()
+        }
         if arguments.files:
             for name, count in counts.items():
                 print(f"{count:6} {name}")

@@ -130,14 +130,14 @@ def main() -> int:
 
 
 def model_paths(names: Sequence[str]) -> list[Path]:
-    """Folders of the models: `llama-88m` is built when missing, others are folders in `models/`."""
-    paths = []
-    for name in names:
-        if name == "llama-88m":
-            paths.append(models.llama_88m(PEERS / "models" / name))
-        else:
-            paths.append(REPO_ROOT / "models" / name)
-    return paths
+    """Folders of the models: those of `models.SHAPES` are built when missing, others are folders
+    in `models/`."""
+    return [
+        models.build(name, PEERS / "models" / name)
+        if name in models.SHAPES
+        else REPO_ROOT / "models" / name
+        for name in names
+    ]
 
 
 def contenders(args: argparse.Namespace) -> list[Contender]:
@@ -300,16 +300,16 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--engines", type=words, default=["vllm", "manta"], help="order within a round")
-    add("--models", type=words, default=["manta-small", "llama-88m"])
+    add("--models", type=words, default=["llama-4m", "llama-88m"])
     add("--cores", type=naturals, default=cores, help="cores for servers and client")
     add("--threads", type=positives, help="compute threads (default: cores less one, and cores)")
-    add("--dtype", default="float32", help="of both engines")
+    add("--dtype", default="bfloat16", help="of both engines")
     add("--vllm-extra-dtype", help="more rows of vLLM alone, such as bfloat16")
-    add("--concurrency", type=positives, default=[1, 32])
+    add("--concurrency", type=positives, default=[1, 8, 32])
     add("--num-prompts", type=positive, default=32)
     add("--input-len", type=positive, default=256)
     add("--output-len", type=positive, default=64)
-    add("--rounds", type=positive, default=2)
+    add("--rounds", type=positive, default=3)
     add(
         "--set",
         action="append",

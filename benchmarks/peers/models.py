@@ -1,4 +1,4 @@
-"""Models for comparisons: a Llama of 88 M parameters with random weights, built once.
+"""Models for comparisons: Llamas of 88 M and 4.2 M parameters with random weights, built once.
 
 Speed does not depend on a model's output, so random weights are enough. A fixed seed makes them the
 same on every machine. They are stored as bfloat16, so a server that runs them in float32 and one
@@ -19,7 +19,24 @@ if TYPE_CHECKING:
 
 SEED = 0
 WEIGHT_STD = 0.06
-VOCAB_SIZE = 8192
+SHAPES: dict[str, dict[str, int]] = {
+    "llama-88m": {
+        "vocab_size": 8192,
+        "hidden_size": 768,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+    },
+    "llama-4m": {
+        "vocab_size": 2048,
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+    },
+}
 CORPUS_BYTES = 8 << 20
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>\n{{ message['content'] }}\n{% endfor %}"
@@ -27,8 +44,8 @@ CHAT_TEMPLATE = (
 )
 
 
-def llama_88m(folder: Path) -> Path:
-    """Build the 88.1 M-parameter Llama (h768, 12 layers, 12/4 heads, vocabulary 8192) in `folder`.
+def build(name: str, folder: Path) -> Path:
+    """Build the model of `SHAPES` in `folder`, with a tokenizer of its vocabulary.
 
     Returns `folder` at once if the model is there already. Takes about a minute on two cores.
     """
@@ -38,12 +55,7 @@ def llama_88m(folder: Path) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=768,
-        intermediate_size=2048,
-        num_hidden_layers=12,
-        num_attention_heads=12,
-        num_key_value_heads=4,
+        **SHAPES[name],
         max_position_embeddings=4096,
         initializer_range=WEIGHT_STD,
         tie_word_embeddings=False,
@@ -52,7 +64,9 @@ def llama_88m(folder: Path) -> Path:
         pad_token_id=None,
     )
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=_train_tokenizer(), bos_token="<|bos|>", eos_token="<|eos|>"
+        tokenizer_object=_train_tokenizer(config.vocab_size),
+        bos_token="<|bos|>",
+        eos_token="<|eos|>",
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     torch.manual_seed(SEED)
@@ -84,14 +98,14 @@ def stdlib_text() -> Iterator[str]:
             yield path.read_text(encoding="utf-8", errors="replace")
 
 
-def _train_tokenizer() -> Tokenizer:
+def _train_tokenizer(vocab_size: int) -> Tokenizer:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         special_tokens=["<|bos|>", "<|eos|>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,

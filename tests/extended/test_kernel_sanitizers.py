@@ -97,7 +97,9 @@ def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Sanitized:
 @pytest.mark.timeout(BUILD_LIMIT_S + TEST_LIMIT_S)
 def test_the_kernels_stay_within_their_tensors(sanitized: Sanitized) -> None:
     tests = [name for name in TESTS if (REPO_ROOT / name).exists()]
-    status, output = sanitized.run("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests)
+    # Nothing that is captured is left of a process that a sanitizer ends.
+    options = ["-q", "-x", "--capture=sys", "-p", "no:cacheprovider"]
+    status, output = sanitized.run("-m", "pytest", *options, *tests)
     assert status == 0, output
     assert " passed" in output
 

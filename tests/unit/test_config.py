@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,13 @@ LLAMA = str(ROOT / "configs" / "llama.yaml")
         ({"device": "tpu"}, ["device", "tpu"]),
         ({"attention_backend": "xformers"}, ["attention_backend", "flashinfer"]),
         ({"kv_cache_dtype": "int4"}, ["kv_cache_dtype", "fp8_e4m3"]),
+        ({"quantization": "int4"}, ["quantization", "'auto' or 'int8'"]),
+        ({"quantization": "int8", "device": "cuda"}, ["quantization int8", "device: cpu"]),
+        ({"quantization": "int8", "device": "simulated"}, ["device: cpu", "not simulated"]),
+        (
+            {"quantization": "int8", "attention_backend": "torch"},
+            ["quantization int8", "attention_backend: auto or cpu", "not torch"],
+        ),
     ],
 )
 def test_refusals_say_what_to_do(args: dict[str, Any], words: list[str]) -> None:
@@ -121,6 +129,25 @@ def test_a_kv_cache_below_one_request_is_refused() -> None:
     resolved = EngineConfig(max_model_len=100).resolve()
     with pytest.raises(ConfigError, match="raise max_total_tokens or lower max_model_len"):
         SchedulerConfig.from_config(resolved, 96)
+
+
+def test_int8_weights_say_what_this_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    resolved = EngineConfig(quantization="int8", max_total_tokens=1024).resolve()
+    odd = replace(resolved, model=replace(resolved.model, intermediate_size=1023))
+    with monkeypatch.context() as patch:
+        patch.setattr("engine.worker.auto_config.detect_device", lambda: "cuda")
+        with pytest.raises(ConfigError, match="needs device cpu, and the device is 'cuda'"):
+            make_worker_config(resolved)
+    monkeypatch.setattr("engine.worker.auto_config.detect_device", lambda: "cpu")
+    with pytest.raises(ConfigError, match="has no kernels for this model's sizes"):
+        make_worker_config(odd)
+    monkeypatch.setattr("engine.native.library.load", lambda: None)
+    monkeypatch.setattr("engine.native.library.reason", lambda: "there is no C++ compiler")
+    with pytest.raises(ConfigError, match="needs the library of CPU kernels: there is no C"):
+        make_worker_config(resolved)
+    monkeypatch.setattr("engine.native.library.load", lambda: object())
+    worker = make_worker_config(resolved)
+    assert (worker.quantization, worker.attention_backend) == ("int8", "cpu")
 
 
 LLAMA_SHAPES = {

@@ -53,7 +53,7 @@ def shapes(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @WITH_TYPES
-@examples(30)
+@examples(20)
 @given(
     shape=shapes(),
     rows=st.lists(st.tuples(PREFIXES, NEW), min_size=1, max_size=5),

@@ -50,7 +50,7 @@ def test_pack(kernels: Any, dtype: torch.dtype, out: int, units: int, seed: int)
 
 
 @WITH_TYPES
-@examples(40)
+@examples(60)
 @given(
     rows=ROWS,
     out=OUTS,
@@ -122,7 +122,7 @@ def test_linear_int8(
 
 
 @WITH_TYPES
-@examples(20)
+@examples(25)
 @given(
     rows=st.one_of(st.integers(2, 14), st.sampled_from([97, 150])),
     out=st.sampled_from([5, 64, 200, 513]),
