@@ -82,6 +82,10 @@ def model_bytes(app: Any) -> int:
     weights = sum(file.stat().st_size for file in Path(model.path).glob("*.safetensors"))
     if model.dtype != "float32" and item == 4:
         weights *= 2
+    if engine.quantization == "int8":
+        # A byte for each number, but the table of embeddings is as wide as `dtype`.
+        table = model.vocab_size * model.hidden_size
+        weights = weights // item + table * (item if model.tie_word_embeddings else item - 1)
     token = 2 * model.num_layers * model.num_kv_heads * model.head_dim
     cache = (engine.max_total_tokens or 0) * token * (item + 4)  # decoding keeps float32 copies
     return int(app.max_replicas * (weights + cache))

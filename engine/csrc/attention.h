@@ -12,80 +12,9 @@
 
 #include <vector>
 
-#include "linear.h"
+#include "attention_tile.h"
 
 namespace manta::MANTA_ISA {
-
-constexpr int64_t kBlock = 64;
-constexpr int64_t kPart = 512;
-constexpr int64_t kTileRows = 48;
-constexpr int64_t kMaxDim = 256;
-
-inline float infinity() { return __builtin_inff(); }
-
-// Queries are multiplied as T is: in float32, or where the processor has it in pairs of bfloat16.
-template <class T> struct Dot { using type = float; };
-#if defined(__AVX512BF16__)
-template <> struct Dot<bf16> { using type = bf16; };
-#endif
-
-// kLanes units of C read from `p`, a row of the pool of type P with `n` numbers left.
-template <class C, class P>
-inline V read_units(const P* p, int64_t n) {
-  if constexpr (sizeof(C) == 4) {
-    return load_part(p, n);
-  } else if constexpr (sizeof(P) == 2) {
-    if (n >= 2 * kLanes) return as_float(loadu(p));
-    C part[2 * kLanes] = {};
-    std::memcpy(part, p, static_cast<size_t>(n) * 2);
-    return as_float(loadu(part));
-  } else {
-    C part[2 * kLanes];
-    store_as(part, load_part(p, n));
-    store_as(part + kLanes, n > kLanes ? load_part(p + kLanes, n - kLanes) : zero());
-    return as_float(loadu(part));
-  }
-}
-
-template <class C>
-struct Tile {
-  // The state of the online softmax, by row.
-  float top[kTileRows];
-  alignas(64) float mass[kTileRows][kLanes];
-  alignas(64) float sums[kTileRows][kMaxDim];
-  alignas(64) C queries[kTileRows][kMaxDim];
-  int64_t position[kTileRows];  // of each query in its request
-  alignas(64) uint32_t keys[kMaxDim * kBlock];  // units of a block's keys: [dim / unit][kBlock]
-  alignas(64) float values[kBlock][kMaxDim];
-  alignas(64) float scores[kTileRows][kBlock];  // then weights
-  float fade[kTileRows];  // what the sums so far are multiplied by
-};
-
-struct Step {
-  int64_t row, first, count;  // tokens [first, first + count) of the step, all of batch row `row`
-  int64_t low, high;          // keys that some of them see
-};
-
-struct Heads {
-  int64_t first, count;  // key/value heads
-};
-
-// A block's keys by their slots, and keys that are needed next. No query of the step sees those
-// before `first`: their values may be anything, and 0 times NaN is not 0.
-struct Keys {
-  const int32_t* slots;
-  int64_t first, count;
-  const int32_t* ahead = nullptr;
-  int64_t num_ahead = 0;
-  bool copied = false;  // whether the tile holds the values
-};
-
-struct Task {
-  const Step* step;
-  Heads heads;
-  int64_t first, last;  // parts
-  int64_t partial;      // where to leave a single part; -1: the task has all parts
-};
 
 template <class T, class P>
 struct Attend {

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from engine.distributed import ParallelState
 from engine.layers.linear_kernel import LinearKernel
+from engine.layers.weight_format import MatrixSlice
 from engine.layers.weights import WeightSource
 from engine.model_config import ModelConfig
 
@@ -40,19 +41,16 @@ class MergedColumnParallelLinear:
 
     def load(self, source: WeightSource, prefixes: tuple[str, ...]) -> None:
         """Read this rank's rows of the checkpoint's matrices named `prefixes`, and merge them."""
-        weights, biases = [], []
+        slices, biases = [], []
         for prefix, size, local, count in zip(
             prefixes, self.sizes, self.local_sizes, self.copies, strict=True
         ):
             start = self.parallel.tp_rank // count * local
-            weights.append(
-                source.get(f"{prefix}.weight", (size, self.in_size), start=start, count=local)
-            )
+            slices.append(MatrixSlice(prefix, size, self.in_size, 0, start, local))
             if self.bias:
                 biases.append(source.get(f"{prefix}.bias", (size,), start=start, count=local))
-        self.kernel = source.format.linear(
-            torch.cat(weights), torch.cat(biases) if biases else None
-        )
+        bias = torch.cat(biases) if biases else None
+        self.kernel = source.format.load(source, slices, bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[N, in_size] -> [N, sum(local_sizes)]"""
@@ -95,12 +93,11 @@ class RowParallelLinear:
     def load(self, source: WeightSource, prefix: str) -> None:
         """Read this rank's columns."""
         start = self.parallel.tp_rank * self.local_size
-        full = (self.out_size, self.in_size)
-        weight = source.get(f"{prefix}.weight", full, dim=1, start=start, count=self.local_size)
+        part = MatrixSlice(prefix, self.out_size, self.in_size, 1, start, self.local_size)
         bias: Tensor | None = None
         if self.bias and self.parallel.tp_rank == 0:  # added once, not once per rank
             bias = source.get(f"{prefix}.bias", (self.out_size,))
-        self.kernel = source.format.linear(weight, bias)
+        self.kernel = source.format.load(source, [part], bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[N, in_size / tp_size] -> [N, out_size], the same on every rank."""

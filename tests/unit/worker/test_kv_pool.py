@@ -89,5 +89,5 @@ def test_auto_on_cpu(has_kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None
     plain = make_worker_config(resolved(attention_backend="torch"))
     assert (plain.attention_backend, plain.sampling_backend) == ("torch", "torch")
     if not has_kernels:
-        with pytest.raises(ConfigError, match="no compiler.*attention_backend: torch"):
+        with pytest.raises(ConfigError, match=r"no compiler.*attention_backend: torch"):
             make_worker_config(resolved(attention_backend="cpu"))
