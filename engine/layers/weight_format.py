@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,10 +20,15 @@ from engine.layers.linear_kernel import (
     make_linear_kernel,
 )
 
-if TYPE_CHECKING:
-    from engine.layers.weights import WeightSource
-
 SCALE_BYTES = 4
+
+
+class TensorReader(Protocol):
+    """What a format needs of a `WeightSource`."""
+
+    def get(self, name: str, shape: tuple[int, ...], *, dim: int, start: int, count: int) -> Tensor:
+        """See `WeightSource.get`."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,7 @@ class WeightFormat(ABC):
     """One way to keep matrices. All layers of a model have the same one."""
 
     def load(
-        self, source: WeightSource, slices: Sequence[MatrixSlice], bias: Tensor | None
+        self, source: TensorReader, slices: Sequence[MatrixSlice], bias: Tensor | None
     ) -> LinearKernel:
         """The kernel of `slices`, one below the other, with `bias` [out].
 

@@ -24,11 +24,13 @@ def profile_max_tokens(config: WorkerConfig, engines: int = 1) -> int:
     """Tokens that fit on the CPU worker that needs most bytes per token.
 
     `memory_fraction` of the available memory is divided over the workers of the host's `engines`,
-    at most `CPU_MAX_BYTES` each. Decoding on CPU also keeps contiguous float32 copies (see
-    `DecodeWorkspace`), which are counted. Raises `ConfigError` if not even one token fits.
+    at most `CPU_MAX_BYTES` each. The backend `torch` also keeps contiguous float32 copies on CPU
+    (see `DecodeWorkspace`), which are counted. Raises `ConfigError` if not even one token fits.
     """
     kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, resolve_dtype(config.dtype))
-    per_token = kv_bytes_per_token(config, kv_dtype) + kv_bytes_per_token(config, torch.float32)
+    per_token = kv_bytes_per_token(config, kv_dtype)
+    if config.attention_backend == "torch":
+        per_token += kv_bytes_per_token(config, torch.float32)
     share = int(available_host_bytes() * (config.memory_fraction / engines)) // config.world_size
     budget = min(share, CPU_MAX_BYTES)
     tokens = budget // per_token
