@@ -12,6 +12,7 @@ from engine.attention.forward_batch import ForwardBatch
 from engine.model_config import ModelConfig
 from engine.native.kernels import require_kernels
 
+# As in engine/csrc/kernels.h. They are asked for before the library is loaded.
 MAX_HEAD_DIM = 256
 MAX_GROUP = 48
 """Query heads that share a key/value head."""

@@ -42,17 +42,11 @@ struct Attend {
     const int64_t units = a.dim / kPerUnit<C>;
     for (int64_t j = 0; j < kBlock; j += kLanes) {
       if (j >= keys.count) break;
-      for (int64_t first = 0; first < units; first += kLanes) {
-        V block[kLanes];
-        for (int i = 0; i < kLanes; i++) {
-          const int64_t key = j + i < keys.count ? j + i : keys.count - 1;
-          const P* row = pool + keys.slots[key] * key_stride + first * kPerUnit<C>;
-          block[i] = read_units<C>(row, a.dim - first * kPerUnit<C>);
-        }
-        transpose(block);
-        const int64_t n = units - first < kLanes ? units - first : kLanes;
-        for (int64_t i = 0; i < n; i++) storeu(tile.keys + (first + i) * kBlock + j, as_unit(block[i]));
-      }
+      transpose_units(units, tile.keys + j, kBlock, [&](int i, int64_t first) {
+        const int64_t key = j + i < keys.count ? j + i : keys.count - 1;
+        const P* row = pool + keys.slots[key] * key_stride + first * kPerUnit<C>;
+        return read_units<C>(row, a.dim - first * kPerUnit<C>);
+      });
     }
   }
 
@@ -61,20 +55,8 @@ struct Attend {
     const V scale = set1(a.scale);
     for (int64_t j = 0; j < count; j += kPanel) {
       V sums[M][kVectors];
-      for (int m = 0; m < M; m++)
-        for (int v = 0; v < kVectors; v++) sums[m][v] = zero();
-      for (int64_t k = 0; k < a.dim / kPerUnit<C>; k++) {
-        U keys[kVectors];
-#pragma GCC unroll 4
-        for (int v = 0; v < kVectors; v++) keys[v] = loadu(tile.keys + k * kBlock + j + v * kLanes);
-#pragma GCC unroll 8
-        for (int m = 0; m < M; m++) {
-          const U unit = broadcast_unit(tile.queries[row + m] + k * kPerUnit<C>);
-#pragma GCC unroll 4
-          for (int v = 0; v < kVectors; v++)
-            sums[m][v] = mac(sums[m][v], unit, keys[v], static_cast<const C*>(nullptr));
-        }
-      }
+      const int64_t units = a.dim / kPerUnit<C>;
+      multiply<C, M, kBlock>(tile.queries[row], kMaxDim, tile.keys + j, units, sums);
       for (int m = 0; m < M; m++)
         for (int v = 0; v < kVectors; v++)
           store(tile.scores[row + m] + j + v * kLanes, sums[m][v] * scale);
@@ -283,9 +265,8 @@ struct Attend {
   void store_new() const {
     const int64_t tokens = a.starts[a.batch], width = key_stride;
     constexpr int64_t kTask = 32;
-    run_tasks((tokens + kTask - 1) / kTask, tokens < 128 ? 1 : a.threads, [&](int64_t task) {
-      const int64_t end = (task + 1) * kTask < tokens ? (task + 1) * kTask : tokens;
-      for (int64_t t = task * kTask; t < end; t++) {
+    run_ranges(tokens, kTask, tokens < 128 ? 1 : a.threads, [&](int64_t begin, int64_t end) {
+      for (int64_t t = begin; t < end; t++) {
         const T* k = static_cast<const T*>(a.k) + t * a.k_stride;
         const T* v = static_cast<const T*>(a.v) + t * a.v_stride;
         P* k_to = static_cast<P*>(a.k_pool) + a.slots[t] * width;

@@ -7,8 +7,8 @@ namespace manta::MANTA_ISA {
 
 constexpr int64_t kBlock = 64;
 constexpr int64_t kPart = 512;
-constexpr int64_t kTileRows = 48;
-constexpr int64_t kMaxDim = 256;
+constexpr int64_t kTileRows = kMaxGroup;
+constexpr int64_t kMaxDim = kMaxHeadDim;
 
 inline float infinity() { return __builtin_inff(); }
 
@@ -17,24 +17,6 @@ template <class T> struct Dot { using type = float; };
 #if defined(__AVX512BF16__)
 template <> struct Dot<bf16> { using type = bf16; };
 #endif
-
-// kLanes units of C read from `p`, a row of the pool of type P with `n` numbers left.
-template <class C, class P>
-inline V read_units(const P* p, int64_t n) {
-  if constexpr (sizeof(C) == 4) {
-    return load_part(p, n);
-  } else if constexpr (sizeof(P) == 2) {
-    if (n >= 2 * kLanes) return as_float(loadu(p));
-    C part[2 * kLanes] = {};
-    std::memcpy(part, p, static_cast<size_t>(n) * 2);
-    return as_float(loadu(part));
-  } else {
-    C part[2 * kLanes];
-    store_as(part, load_part(p, n));
-    store_as(part + kLanes, n > kLanes ? load_part(p + kLanes, n - kLanes) : zero());
-    return as_float(loadu(part));
-  }
-}
 
 template <class C>
 struct Tile {

@@ -20,7 +20,7 @@ struct Isa {
   const Kernels& (*kernels)();
 };
 
-std::vector<Isa> isas() {  // the best first
+std::vector<Isa> find_isas() {  // the best first
   __builtin_cpu_init();
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
@@ -37,6 +37,11 @@ std::vector<Isa> isas() {  // the best first
   return found;
 }
 
+const std::vector<Isa>& isas() {
+  static const std::vector<Isa> all = find_isas();
+  return all;
+}
+
 const Isa* chosen = nullptr;
 
 std::vector<std::string> available() {
@@ -48,8 +53,7 @@ std::vector<std::string> available() {
 
 // Weights packed before a change of the instruction set are no longer valid: it is for tests.
 void use(const std::string& name) {
-  static const std::vector<Isa> all = isas();
-  for (const Isa& isa : all)
+  for (const Isa& isa : isas())
     if (isa.here && name == isa.name) {
       chosen = &isa;
       return;
@@ -197,8 +201,8 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor
   check_heads(q, tokens, heads, dim, q.scalar_type());
   check_heads(k, tokens, kv_heads, dim, q.scalar_type());
   check_heads(v, tokens, kv_heads, dim, q.scalar_type());
-  TORCH_CHECK(dim > 0 && dim <= 256 && dim % 2 == 0 && heads > 0 && kv_heads > 0 &&
-                  heads % kv_heads == 0 && heads / kv_heads <= 48,
+  TORCH_CHECK(dim > 0 && dim <= kMaxHeadDim && dim % 2 == 0 && heads > 0 && kv_heads > 0 &&
+                  heads % kv_heads == 0 && heads / kv_heads <= kMaxGroup,
               "no kernel for ", heads, " query heads, ", kv_heads, " key heads of ", dim);
   TORCH_CHECK(k_pool.is_contiguous() && v_pool.is_contiguous() && k_pool.sizes() == v_pool.sizes() &&
                   k_pool.size(2) == dim && k_pool.scalar_type() == v_pool.scalar_type(),

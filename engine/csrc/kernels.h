@@ -7,6 +7,10 @@ namespace manta {
 
 enum class Type : int { f32, bf16, f16, f8 };
 
+// The largest heads that attention takes, and the most query heads for one key/value head.
+constexpr int64_t kMaxHeadDim = 256;
+constexpr int64_t kMaxGroup = 48;
+
 // How a weight matrix [out, in] lies in memory.
 enum class Form : int {
   packed,  // panels of kPanel columns: [out / kPanel][in / unit][kPanel] units

@@ -21,26 +21,12 @@ inline int64_t panels(int64_t out) { return (out + kPanel - 1) / kPanel; }
 // The units of kPanel rows of W, [in / unit][kPanel]; rows beyond `count` are 0.
 template <class T>
 void pack_panel(const T* weight, int64_t count, int64_t in, uint32_t* packed) {
-  const int64_t units = in / kPerUnit<T>;
   for (int64_t group = 0; group < kPanel; group += kLanes) {
-    for (int64_t first = 0; first < units; first += kLanes) {
-      const int64_t n = units - first < kLanes ? units - first : kLanes;
-      V block[kLanes];
-      for (int i = 0; i < kLanes; i++) {
-        block[i] = zero();
-        if (group + i >= count) continue;
-        const T* row = weight + (group + i) * in + first * kPerUnit<T>;
-        if (n == kLanes) {
-          block[i] = as_float(loadu(row));
-        } else {
-          float part[kLanes] = {};
-          std::memcpy(part, row, static_cast<size_t>(n) * 4);
-          block[i] = load(part);
-        }
-      }
-      transpose(block);
-      for (int64_t i = 0; i < n; i++) storeu(packed + (first + i) * kPanel + group, as_unit(block[i]));
-    }
+    transpose_units(in / kPerUnit<T>, packed + group, kPanel, [&](int i, int64_t first) {
+      if (group + i >= count) return zero();
+      const int64_t column = first * kPerUnit<T>;
+      return read_units<T>(weight + (group + i) * in + column, in - column);
+    });
   }
 }
 
@@ -74,8 +60,8 @@ inline U load_units(const uint32_t* w, const void*) { return loadu(w); }
 template <class T>
 inline auto load_units(const int8_t* w, const T* type) { return load_int8(w, type); }
 
-// Sums of `M` rows of x times one panel.
-template <class T, int M, class W>
+// Sums of `M` rows of x times one panel, whose units lie `stride` apart from input to input.
+template <class T, int M, int64_t stride = kPanel, class W>
 inline __attribute__((always_inline)) void multiply(
     const T* x, int64_t x_stride, const W* panel, int64_t units, V (&sums)[M][kVectors]) {
   constexpr int64_t kStep = sizeof(W) == 4 ? 1 : kPerUnit<T>;  // elements of W per unit
@@ -85,7 +71,7 @@ inline __attribute__((always_inline)) void multiply(
     decltype(load_units(panel, static_cast<const T*>(nullptr))) w[kVectors];
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; v++)
-      w[v] = load_units(panel + (k * kPanel + v * kLanes) * kStep, static_cast<const T*>(nullptr));
+      w[v] = load_units(panel + (k * stride + v * kLanes) * kStep, static_cast<const T*>(nullptr));
 #pragma GCC unroll 8
     for (int m = 0; m < M; m++) {
       const U unit = broadcast_unit(x + m * x_stride + k * kPerUnit<T>);
@@ -150,13 +136,8 @@ void linear(const Linear& a) {
       panel_block<T>(a, row, end, column, panel);
     } else {
       // A matrix that an embedding reads by rows: each panel is packed as it is met.
-      static thread_local uint32_t* scratch = nullptr;
-      static thread_local int64_t room = 0;
-      if (room < panel_units) {
-        delete[] scratch;
-        scratch = new uint32_t[static_cast<size_t>(panel_units)];
-        room = panel_units;
-      }
+      struct Panel;
+      uint32_t* scratch = own_memory<Panel>(panel_units);
       const T* rows = static_cast<const T*>(a.weight) + column * a.in;
       pack_panel<T>(rows, a.out - column, a.in, scratch);
       panel_block<T>(a, row, end, column, static_cast<const uint32_t*>(scratch));

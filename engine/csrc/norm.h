@@ -32,9 +32,8 @@ void norm(const Norm& a) {
   const T* weight = static_cast<const T*>(a.weight);
   const int64_t rows = a.rows * a.heads;
   const bool small = rows * a.size < 32768;
-  run_tasks((rows + kTask - 1) / kTask, small ? 1 : a.threads, [&](int64_t task) {
-    const int64_t end = (task + 1) * kTask < rows ? (task + 1) * kTask : rows;
-    for (int64_t i = task * kTask; i < end; i++) {
+  run_ranges(rows, kTask, small ? 1 : a.threads, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++) {
       const T* x = static_cast<const T*>(a.x) + i / a.heads * a.x_stride + i % a.heads * a.x_head_stride;
       T* residual = a.residual ? static_cast<T*>(a.residual) + i * a.size : nullptr;
       norm_row(x, residual, weight, static_cast<T*>(a.y) + i * a.size, a.size, a.eps);

@@ -1,6 +1,7 @@
 // Tasks taken one by one, so that a thread that is held up leaves the rest to the others.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 namespace manta::MANTA_ISA {
@@ -19,6 +20,27 @@ void run_tasks(int64_t count, int threads, F task) {
     if (i >= count) break;
     task(i);
   }
+}
+
+// The same for [0, count) in ranges of `size`: task(begin, end).
+template <class F>
+void run_ranges(int64_t count, int64_t size, int threads, F task) {
+  run_tasks((count + size - 1) / size, threads, [&](int64_t i) {
+    task(i * size, (i + 1) * size < count ? (i + 1) * size : count);
+  });
+}
+
+// Memory of the calling thread that is kept between calls; each `Purpose` has its own.
+template <class Purpose>
+uint32_t* own_memory(int64_t count) {
+  static thread_local uint32_t* memory = nullptr;
+  static thread_local int64_t room = 0;
+  if (room < count) {
+    delete[] memory;
+    memory = new uint32_t[static_cast<size_t>(count)];
+    room = count;
+  }
+  return memory;
 }
 
 }  // namespace manta::MANTA_ISA

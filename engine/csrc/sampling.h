@@ -201,10 +201,8 @@ struct Chunks {
   // Calls f(chunk, begin, end).
   template <class F>
   void run(int threads, F f) const {
-    run_tasks(count, threads, [&](int64_t chunk) {
-      const int64_t end = (chunk + 1) * size < vocab ? (chunk + 1) * size : vocab;
-      f(chunk, chunk * size, end);
-    });
+    run_ranges(vocab, size, threads,
+               [&](int64_t begin, int64_t end) { f(begin / size, begin, end); });
   }
 };
 

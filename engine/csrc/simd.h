@@ -298,6 +298,38 @@ inline __attribute__((always_inline)) void transpose(V (&rows)[kLanes]) {
   }
 }
 
+// kLanes units of C read from `p`, a row of type P with `n` numbers left; 0 beyond them.
+template <class C, class P>
+inline V read_units(const P* p, int64_t n) {
+  if constexpr (sizeof(C) == 4) {
+    return load_part(p, n);
+  } else if constexpr (sizeof(P) == 2) {
+    if (n >= 2 * kLanes) return as_float(loadu(p));
+    C part[2 * kLanes] = {};
+    std::memcpy(part, p, static_cast<size_t>(n) * 2);
+    return as_float(loadu(part));
+  } else {
+    C part[2 * kLanes];
+    store_as(part, load_part(p, n));
+    store_as(part + kLanes, n > kLanes ? load_part(p + kLanes, n - kLanes) : zero());
+    return as_float(loadu(part));
+  }
+}
+
+// Units of kLanes rows by columns: unit k of row i goes to to[k * stride + i]. read(i, k) gives
+// kLanes units of row i, from the k-th on.
+template <class Read>
+inline __attribute__((always_inline)) void transpose_units(
+    int64_t units, uint32_t* to, int64_t stride, Read read) {
+  for (int64_t first = 0; first < units; first += kLanes) {
+    V block[kLanes];
+    for (int i = 0; i < kLanes; i++) block[i] = read(i, first);
+    transpose(block);
+    const int64_t n = units - first < kLanes ? units - first : kLanes;
+    for (int64_t i = 0; i < n; i++) storeu(to + (first + i) * stride, as_unit(block[i]));
+  }
+}
+
 // e^x with a relative error below 2e-7 (Cephes); 0 below -87.3, at most 3.4e38, NaN of NaN.
 inline V exp(V x) {
   x = min(set1(88.72f), x);

@@ -3,6 +3,7 @@
 // are called a token's rank here.
 #pragma once
 
+#include "parallel.h"
 #include "simd.h"
 
 namespace manta::MANTA_ISA {
@@ -20,13 +21,8 @@ struct Tokens {
 
 // Room for all tokens of a row and a vector more.
 inline Tokens own_tokens(int64_t vocab) {
-  static thread_local uint32_t* memory = nullptr;
-  static thread_local int64_t room = 0;
-  if (vocab + kLanes > room) {
-    delete[] memory;
-    room = vocab + kLanes;
-    memory = new uint32_t[static_cast<size_t>(5 * room)];
-  }
+  const int64_t room = vocab + kLanes;
+  uint32_t* memory = own_memory<Tokens>(5 * room);
   const auto floats = [](uint32_t* p) { return reinterpret_cast<float*>(p); };
   return {memory, memory + room, floats(memory + 2 * room), 0, memory + 3 * room,
           floats(memory + 4 * room)};

@@ -38,6 +38,21 @@ def examples(count: int) -> settings:
 
 
 @contextmanager
+def instruction_set(name: str) -> Iterator[Any]:
+    """The library with one instruction set; skips the test where there is none. Weights must be
+    packed anew for each."""
+    kernels = load_kernels()
+    if name not in kernels.available():
+        pytest.skip(f"there is no {name} here")
+    before = kernels.isa()
+    kernels.use(name)
+    try:
+        yield kernels
+    finally:
+        kernels.use(before)
+
+
+@contextmanager
 def torch_threads(count: int) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(count)

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import pytest
 import torch
 
@@ -24,7 +23,6 @@ from engine.errors import ConfigError, EngineDeadError
 from engine.executor import worker_thread
 from engine.executor.worker_thread import ThreadExecutor
 from engine.protocol.messages import (
-    ForwardMode,
     GenerationBatchResult,
     ModelWorkerBatch,
     SampleMasks,
@@ -34,34 +32,17 @@ from engine.worker.base import LaunchedForward, ModelWorker, PendingResult
 from engine.worker.model_runner import ModelRunner
 from engine.worker.simulated import SimulatedWorker
 from engine.worker_config import WorkerConfig
+from tests.support.steps import decode_step, no_masks
 
 ROOT = Path(__file__).resolve().parents[3]
 MODEL = str(ROOT / "models" / "manta-small")
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 ENDLESS = SamplingParams(max_tokens=400, temperature=0, ignore_eos=True)
-NONE = np.zeros(0, np.int32)
 PATIENCE_S = 20.0
 
 
-def step(number: int, *, rows: tuple[int, ...] = (1,), delayed: bool = False) -> ModelWorkerBatch:
-    n = len(rows)
-    return ModelWorkerBatch(
-        number,
-        0,
-        ForwardMode.DECODE,
-        0,
-        np.asarray(rows, np.int32),
-        np.full(n, 5, np.int32),
-        NONE,
-        np.full(n, -1, np.int32),
-        np.arange(n, dtype=np.int32),
-        NONE,
-        NONE,
-        NONE,
-        np.arange(n, dtype=np.int32),
-        [],
-        delayed_sample=delayed,
-    )
+def step(number: int, *, delayed: bool = False) -> ModelWorkerBatch:
+    return decode_step(number, (1,), delayed=delayed)
 
 
 class GatedWorker(ModelWorker):
@@ -163,7 +144,7 @@ def test_only_its_thread_touches_the_worker(setup: Setup) -> None:
     setup.open()
     setup.executor.launch(step(1))
     setup.executor.launch(step(2, delayed=True))
-    setup.executor.sample(SampleMasks(2, NONE, np.zeros((0, 4), np.uint32)))
+    setup.executor.sample(no_masks(2))
     assert [setup.wait(), setup.wait()] == [1, 2]
     assert setup.worker.threads == set(worker_threads())
 
@@ -172,7 +153,7 @@ def test_a_delayed_step_waits_for_its_masks(setup: Setup) -> None:
     setup.open()
     setup.executor.launch(step(1, delayed=True))
     assert setup.executor.wait(0.05) is None
-    setup.executor.sample(SampleMasks(1, NONE, np.zeros((0, 4), np.uint32)))
+    setup.executor.sample(no_masks(1))
     assert setup.wait() == 1
 
 
@@ -202,7 +183,7 @@ def test_a_failing_step(setup: Setup) -> None:
     for again in (
         lambda: setup.executor.wait(0.0),
         lambda: setup.executor.launch(step(4)),
-        lambda: setup.executor.sample(SampleMasks(2, NONE, np.zeros((0, 4), np.uint32))),
+        lambda: setup.executor.sample(no_masks(2)),
     ):
         with pytest.raises(
             EngineDeadError, match="the worker failed: ValueError: no step 2"

@@ -23,7 +23,7 @@ from engine.sampling.state import SamplingState
 from engine.sampling.token_order import TokenOrder
 from engine.sampling.torch_backend import TorchSampling
 from engine.sampling_params import SamplingParams
-from tests.support.kernels import examples, load_kernels, torch_threads
+from tests.support.kernels import examples, instruction_set, torch_threads
 from tests.support.sampler_rows import (
     CPU,
     FILTERS,
@@ -43,15 +43,13 @@ VOCABS = [1, 2, 7, 16, 33, 257, 1000, 4096, 5003]
 @pytest.fixture(scope="module", params=tuple(ISA_FLAGS))
 def kernels(request: pytest.FixtureRequest) -> Iterator[Any]:
     """The library with each instruction set that the processor and the compiler have."""
-    found = load_kernels()
-    if request.param not in found.available():
-        pytest.skip(f"there is no {request.param} here")
-    before = found.isa()
-    found.use(request.param)
-    with pytest.MonkeyPatch.context() as patch, torch_threads(1):
+    with (
+        instruction_set(request.param) as found,
+        pytest.MonkeyPatch.context() as patch,
+        torch_threads(1),
+    ):
         patch.setattr(cpu_backend, "require_kernels", lambda key: found)
         yield found
-    found.use(before)
 
 
 pytestmark = pytest.mark.usefixtures("kernels")

@@ -12,7 +12,6 @@ import torch
 from engine.config import EngineConfig, SimulatedDevice
 from engine.distributed import ParallelState
 from engine.protocol.messages import (
-    ForwardMode,
     GenerationBatchResult,
     ModelWorkerBatch,
     SampleMasks,
@@ -23,35 +22,7 @@ from engine.worker.base import LaunchedForward, ModelWorker, PendingResult
 from engine.worker.simulated import SimulatedWorker
 from engine.worker.step_queue import StepQueue
 from engine.worker.tp_worker import allowed_tokens
-
-NONE = np.zeros(0, np.int32)
-
-
-def decode(
-    step: int, rows: list[int], *, micro_batch: int = 0, delayed: bool = False, length: int = 5
-) -> ModelWorkerBatch:
-    n = len(rows)
-    return ModelWorkerBatch(
-        step,
-        micro_batch,
-        ForwardMode.DECODE,
-        0,
-        np.asarray(rows, np.int32),
-        np.full(n, length, np.int32),
-        NONE,
-        np.full(n, -1, np.int32),
-        np.arange(n, dtype=np.int32),
-        NONE,
-        NONE,
-        NONE,
-        np.arange(n, dtype=np.int32),
-        [],
-        delayed_sample=delayed,
-    )
-
-
-def no_masks(step: int) -> SampleMasks:
-    return SampleMasks(step, NONE, np.zeros((0, 4), np.uint32))
+from tests.support.steps import NONE, decode_step, no_masks
 
 
 class RecordingWorker(ModelWorker):
@@ -95,7 +66,7 @@ def ready(queue: StepQueue) -> list[int]:
 def test_forward_of_a_delayed_step_starts_at_once() -> None:
     worker = RecordingWorker()
     queue = StepQueue(worker)
-    queue.launch(decode(1, [1, 2], delayed=True))
+    queue.launch(decode_step(1, [1, 2], delayed=True))
     assert worker.log == ["forward 1"]
     assert ready(queue) == [] and queue.seconds_left() is None
     queue.apply(no_masks(1))
@@ -106,8 +77,8 @@ def test_forward_of_a_delayed_step_starts_at_once() -> None:
 def test_step_without_constraint_never_waits() -> None:
     worker = RecordingWorker()
     queue = StepQueue(worker)
-    queue.launch(decode(1, [1], delayed=True))
-    queue.launch(decode(2, [2], micro_batch=1))
+    queue.launch(decode_step(1, [1], delayed=True))
+    queue.launch(decode_step(2, [2], micro_batch=1))
     assert worker.log == ["forward 1", "forward 2", "sample 2"]
     assert ready(queue) == [2]
     queue.apply(no_masks(1))
@@ -117,8 +88,8 @@ def test_step_without_constraint_never_waits() -> None:
 def test_results_of_a_micro_batch_keep_their_order() -> None:
     worker = RecordingWorker()
     queue = StepQueue(worker)
-    queue.launch(decode(1, [1], delayed=True))
-    queue.launch(decode(2, [2]))  # other requests: it runs, but its result stands behind
+    queue.launch(decode_step(1, [1], delayed=True))
+    queue.launch(decode_step(2, [2]))  # other requests: it runs, but its result stands behind
     assert worker.log[-1] == "sample 2"
     assert ready(queue) == [] and queue.take_oldest() is None
     queue.apply(no_masks(1))
@@ -128,9 +99,9 @@ def test_results_of_a_micro_batch_keep_their_order() -> None:
 def test_step_that_needs_a_delayed_token_waits_for_it() -> None:
     worker = RecordingWorker()
     queue = StepQueue(worker)
-    queue.launch(decode(1, [1, 2], delayed=True))
-    queue.launch(decode(2, [2, 3], delayed=True))
-    queue.launch(decode(3, [4]))  # behind a deferred one: KV must be written in order
+    queue.launch(decode_step(1, [1, 2], delayed=True))
+    queue.launch(decode_step(2, [2, 3], delayed=True))
+    queue.launch(decode_step(3, [4]))  # behind a deferred one: KV must be written in order
     assert worker.log == ["forward 1"]
     queue.apply(no_masks(2))  # masks of a deferred step are kept
     queue.apply(no_masks(1))
@@ -149,9 +120,9 @@ def test_busy_device_holds_back_results_of_its_micro_batch_only() -> None:
     worker = RecordingWorker()
     queue = StepQueue(worker)
     worker.busy = {1}
-    queue.launch(decode(1, [1]))
-    queue.launch(decode(2, [2]))
-    queue.launch(decode(3, [3], micro_batch=1))
+    queue.launch(decode_step(1, [1]))
+    queue.launch(decode_step(2, [2]))
+    queue.launch(decode_step(3, [3], micro_batch=1))
     assert ready(queue) == [3] and queue.seconds_left() == 0.0
     worker.busy = set()
     assert ready(queue) == [1, 2] and queue.seconds_left() is None
@@ -189,8 +160,8 @@ def test_cost_model() -> None:
 def test_steps_follow_each_other_on_the_timeline() -> None:
     worker, trace = simulated(30.0)
     queue = StepQueue(worker)
-    queue.launch(decode(1, [1]))
-    queue.launch(decode(2, [1], length=6))
+    queue.launch(decode_step(1, [1]))
+    queue.launch(decode_step(2, [1], length=6))
     first, second = trace.snapshot()
     assert second.started_at == first.ended_at  # no gap: the second was here in time
     assert ready(queue) == []
@@ -211,7 +182,7 @@ def test_simulated_tokens_depend_on_the_sequence_alone() -> None:
         queue = StepQueue(worker)
         tokens: dict[int, list[int]] = {row: [] for row in rows}
         for step in range(1, steps + 1):
-            batch = decode(step, rows, length=10 + step)
+            batch = decode_step(step, rows, length=10 + step)
             if step == 1:
                 batch.input_ids = np.asarray([100 + row for row in rows], np.int32)
             queue.launch(batch)
@@ -231,11 +202,11 @@ def test_simulated_worker_honours_masks() -> None:
     queue = StepQueue(worker)
     masks = np.zeros((1, -(-worker_vocab() // 32)), np.uint32)
     masks[0, 1] = 1 << 7
-    queue.launch(decode(1, [1, 2], delayed=True))
+    queue.launch(decode_step(1, [1, 2], delayed=True))
     queue.apply(SampleMasks(1, np.asarray([1], np.int32), masks))
     result = queue.take_oldest()
     assert result is not None and result.next_token_ids[1] == 39 and result.row_errors is None
-    queue.launch(decode(2, [1, 2], delayed=True))
+    queue.launch(decode_step(2, [1, 2], delayed=True))
     queue.apply(SampleMasks(2, np.asarray([0], np.int32), np.zeros_like(masks)))
     result = queue.take_oldest()
     assert result is not None and list(result.row_errors or {}) == [0]
