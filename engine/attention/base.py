@@ -47,6 +47,9 @@ class AttentionBackend(ABC):
     supports_graphs: ClassVar[bool] = False
     """Whether `init_graphs` and `plan_graph` work."""
 
+    supports_sampled_queries: ClassVar[bool] = False
+    """Whether `forward_sampled` works."""
+
     @abstractmethod
     def init_forward(self, batch: ForwardBatch) -> None:
         """Prepare what all layers share. Call once per step, after `req_to_token` is up to date."""
@@ -76,3 +79,13 @@ class AttentionBackend(ABC):
         q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim] ->
         [T, num_heads * head_dim].
         """
+
+    def forward_sampled(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, batch: ForwardBatch
+    ) -> Tensor:
+        """The same for the queries of the sampled tokens alone, `batch.logits_rows`.
+
+        q [S, num_heads, head_dim], k and v [T, num_kv_heads, head_dim] ->
+        [S, num_heads * head_dim]. Raises `NotImplementedError` unless `supports_sampled_queries`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} needs the queries of all tokens")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,26 +28,59 @@ def has_kernels_for(model: ModelConfig) -> bool:
     )
 
 
+class _Rows(NamedTuple):
+    """Whose queries attend, as int64 tensors."""
+
+    requests: Tensor
+    """[n]: row of `req_to_token`."""
+    starts: Tensor
+    """[n + 1]: row i's queries are [starts[i], starts[i+1]), its last tokens."""
+    lengths: Tensor
+    """[n]: tokens in the cache once the step is done."""
+
+
 class CpuAttentionBackend(AttentionBackend):
     """One call for all rows of a step, extend and decode, straight from the pool."""
+
+    supports_sampled_queries = True
 
     def __init__(self, inputs: AttentionInputs) -> None:
         """Raises `ConfigError` if the library of kernels is not there."""
         self.inputs = inputs
         self._kernels: Any = require_kernels()
-        self._rows: tuple[Tensor, Tensor, Tensor] | None = None
+        self._rows: _Rows | None = None
+        self._sampled: _Rows | None = None
 
     def init_forward(self, batch: ForwardBatch) -> None:
-        self._rows = (
+        self._rows = _Rows(
             torch.from_numpy(batch.req_pool_indices_cpu),
             torch.from_numpy(batch.token_starts_cpu),
             torch.from_numpy(batch.seq_lens_cpu),
+        )
+        self._sampled = _Rows(
+            batch.sample_slots, torch.arange(len(batch.sample_slots) + 1), batch.sample_lens
         )
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, batch: ForwardBatch
     ) -> Tensor:
-        if self._rows is None:
+        return self._attend(self._rows, q, k, v, layer, batch)
+
+    def forward_sampled(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, batch: ForwardBatch
+    ) -> Tensor:
+        return self._attend(self._sampled, q, k, v, layer, batch)
+
+    def _attend(
+        self,
+        rows: _Rows | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+    ) -> Tensor:
+        if rows is None:
             raise ValueError("init_forward must come before forward")
         pool = self.inputs.pool.get(layer.layer_id)
         out: Tensor = self._kernels.attention(
@@ -58,7 +91,7 @@ class CpuAttentionBackend(AttentionBackend):
             pool.v,
             batch.out_cache_loc,
             self.inputs.req_to_token,
-            *self._rows,
+            *rows,
             layer.scale,
             layer.sliding_window or 0,
         )

@@ -263,7 +263,7 @@ struct Attend {
   }
 
   void store_new() const {
-    const int64_t tokens = a.starts[a.batch], width = key_stride;
+    const int64_t tokens = a.new_tokens, width = key_stride;
     constexpr int64_t kTask = 32;
     run_ranges(tokens, kTask, tokens < 128 ? 1 : a.threads, [&](int64_t begin, int64_t end) {
       for (int64_t t = begin; t < end; t++) {

@@ -199,8 +199,9 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor
   TORCH_CHECK(q.dim() == 3 && k_pool.dim() == 3, "queries and pools must have 3 dimensions");
   const int64_t tokens = q.size(0), heads = q.size(1), dim = q.size(2), kv_heads = k_pool.size(1);
   check_heads(q, tokens, heads, dim, q.scalar_type());
-  check_heads(k, tokens, kv_heads, dim, q.scalar_type());
-  check_heads(v, tokens, kv_heads, dim, q.scalar_type());
+  const int64_t new_tokens = slots.numel();
+  check_heads(k, new_tokens, kv_heads, dim, q.scalar_type());
+  check_heads(v, new_tokens, kv_heads, dim, q.scalar_type());
   TORCH_CHECK(dim > 0 && dim <= kMaxHeadDim && dim % 2 == 0 && heads > 0 && kv_heads > 0 &&
                   heads % kv_heads == 0 && heads / kv_heads <= kMaxGroup,
               "no kernel for ", heads, " query heads, ", kv_heads, " key heads of ", dim);
@@ -217,10 +218,10 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor
   const Attention args{type_of(q), in_8_bits ? Type::f8 : type_of(k_pool), q.data_ptr(),
                        k.data_ptr(), v.data_ptr(), q.stride(0), k.stride(0), v.stride(0),
                        out.data_ptr(), k_pool.data_ptr(), v_pool.data_ptr(),
-                       index_below(slots, tokens, k_pool.size(0)), table.data_ptr<int32_t>(),
+                       index_below(slots, new_tokens, k_pool.size(0)), table.data_ptr<int32_t>(),
                        table.size(1), index_below(requests, batch, table.size(0)),
-                       index(starts, batch + 1), index(lengths, batch), batch, heads, kv_heads,
-                       dim, window, static_cast<float>(scale), at::get_num_threads()};
+                       index(starts, batch + 1), index(lengths, batch), new_tokens, batch, heads,
+                       kv_heads, dim, window, static_cast<float>(scale), at::get_num_threads()};
   check_steps(args.starts, args.lengths, batch, tokens, table.size(1));
   pybind11::gil_scoped_release release;
   kernels().attention(args);

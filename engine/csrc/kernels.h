@@ -37,17 +37,17 @@ struct Linear {
 // Attention of a step's tokens over their requests' cached and new tokens.
 struct Attention {
   Type type, pool_type;
-  const void *q, *k, *v;  // [tokens, heads, dim] with token strides
+  const void *q, *k, *v;  // q [tokens, heads, dim], k and v [new_tokens, ...], with token strides
   int64_t q_stride, k_stride, v_stride;
   void* out;  // [tokens, num_heads * dim], contiguous
   void *k_pool, *v_pool;  // [slots, num_kv_heads, dim], contiguous
-  const int64_t* slots;   // [tokens]: where the new keys and values go
+  const int64_t* slots;   // [new_tokens]: where the new keys and values go
   const int32_t* table;   // [rows, table_width]: slots of each request's tokens
   int64_t table_width;
   const int64_t* requests;  // [batch]: row of `table`
   const int64_t* starts;    // [batch + 1]: tokens of row i are [starts[i], starts[i + 1])
   const int64_t* lengths;   // [batch]: tokens in the cache once the step is done
-  int64_t batch, num_heads, num_kv_heads, dim;
+  int64_t new_tokens, batch, num_heads, num_kv_heads, dim;
   int64_t window;  // keys that a query sees, itself included; 0: all
   float scale;
   int threads;

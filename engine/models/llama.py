@@ -55,9 +55,14 @@ class Attention:
             self.k_norm.load(source, f"{prefix}.k_norm.weight")
 
     def __call__(
-        self, x: Tensor, rope: StepRope, backend: AttentionBackend, batch: ForwardBatch
+        self,
+        x: Tensor,
+        rope: StepRope,
+        backend: AttentionBackend,
+        batch: ForwardBatch,
+        only_sampled: bool,
     ) -> Tensor:
-        """[T, hidden] -> [T, hidden]"""
+        """[T, hidden] -> [T, hidden], or [S, hidden] of the sampled tokens."""
         qkv = self.qkv(x).view(-1, self.num_qkv_heads, self.head_dim)
         v = qkv[:, self.num_qk_heads :]
         if self.q_norm is not None and self.k_norm is not None:
@@ -66,6 +71,9 @@ class Attention:
             q, k = rope.rotate(q, k)
         else:
             q, k = rope.rotate_joint(qkv[:, : self.num_qk_heads], self.num_heads)
+        if only_sampled:
+            q = q.index_select(0, batch.logits_rows)
+            return self.o(backend.forward_sampled(q, k, v, self.layer, batch))
         return self.o(backend.forward(q, k, v, self.layer, batch))
 
 
@@ -119,10 +127,17 @@ class DecoderLayer:
         rope: StepRope,
         backend: AttentionBackend,
         batch: ForwardBatch,
+        only_sampled: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """The output and the residual, each [T, hidden]; they are not added yet."""
+        """The output and the residual, each [T, hidden]; they are not added yet.
+
+        `only_sampled`: [S, hidden] of the sampled tokens. All tokens' keys and values are still
+        written, but nothing else is computed for the others.
+        """
         x, residual = self.input_norm.add_and_norm(x, residual)
-        x = self.attention(x, rope, backend, batch)
+        x = self.attention(x, rope, backend, batch, only_sampled)
+        if only_sampled:
+            residual = residual.index_select(0, batch.logits_rows)
         x, residual = self.post_norm.add_and_norm(x, residual)
         return self.mlp(x), residual
 
@@ -180,11 +195,18 @@ class LlamaModel:
             self.head.load(source, EMBEDDING)
 
     def forward(
-        self, batch: ForwardBatch, backend: AttentionBackend, hidden: Tensor | None
+        self,
+        batch: ForwardBatch,
+        backend: AttentionBackend,
+        hidden: Tensor | None,
+        *,
+        only_sampled: bool = False,
     ) -> Tensor:
         """Run the stage's layers: [T, hidden] before the final norm.
 
-        `hidden` is the previous stage's result, None on the first stage.
+        `hidden` is the previous stage's result, None on the first stage. `only_sampled`, for the
+        last stage and a backend that `supports_sampled_queries`: [S, hidden] of the sampled tokens.
+        The last layer then skips the others, whose outputs nothing reads.
         """
         if self.embedding is not None:
             hidden = self.embedding(batch.input_ids)
@@ -195,7 +217,10 @@ class LlamaModel:
         rope = self.rotary.lookup(batch.positions, self.dtype)
         residual: Tensor | None = None
         for layer in self.layers:
-            hidden, residual = layer(hidden, residual, rope, backend, batch)
+            is_last = layer is self.layers[-1]
+            hidden, residual = layer(
+                hidden, residual, rope, backend, batch, only_sampled and is_last
+            )
         return hidden if residual is None else hidden.add_(residual)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

@@ -146,11 +146,18 @@ class ModelRunner:
             )
         batch.timing = self.queue.begin()
         self.attention.init_forward(batch)
-        hidden = self.model.forward(batch, self.attention, received)
+        only_sampled = (
+            self.parallel.is_last_stage
+            and self.attention.supports_sampled_queries
+            and batch.num_extend > 0
+            and not batch.prompt_logits_rows
+        )
+        hidden = self.model.forward(batch, self.attention, received, only_sampled=only_sampled)
         if not self.parallel.is_last_stage:
             self.parallel.send_hidden(hidden)
             return None
-        logits = self.model.compute_logits(hidden.index_select(0, batch.logits_rows))
+        sampled = hidden if only_sampled else hidden.index_select(0, batch.logits_rows)
+        logits = self.model.compute_logits(sampled)
         return ForwardOutput(logits, hidden if batch.prompt_logits_rows else None)
 
     @torch.inference_mode()

@@ -89,27 +89,55 @@ class PagedRequests:
         `in_one`: queries, keys and values are views of one tensor.
         """
         sizes = self.sizes
-        parts = [
-            torch.cat([source[request][begin:end] for request, begin, end in chunks])
-            for source in (self.queries, self.keys, self.values)
-        ]
+        parts = self._new(chunks)
         if in_one:
             counts = [sizes.heads, sizes.kv_heads, sizes.kv_heads]
             parts = list(torch.cat(parts, 1).split(counts, 1))
         counts = [chunk.end - chunk.begin for chunk in chunks]
+        return list(self._attend(kernels, pools, chunks, parts, chunks, counts).split(counts))
+
+    def last_queries(
+        self, kernels: Any, pools: Pools, chunks: Sequence[Chunk], sampled: Sequence[int]
+    ) -> Tensor:
+        """Run the kernel for the last queries of the chunks `sampled`: [those, heads * dim]."""
+        queries, keys, values = self._new(chunks)
+        ends = torch.tensor([chunk.end - chunk.begin for chunk in chunks]).cumsum(0)
+        last = ends[list(sampled)] - 1
+        parts = [queries.index_select(0, last), keys, values]
+        rows = [chunks[i] for i in sampled]
+        return self._attend(kernels, pools, chunks, parts, rows, [1] * len(rows))
+
+    def _new(self, chunks: Sequence[Chunk]) -> list[Tensor]:
+        """The chunks' queries, keys and values."""
+        return [
+            torch.cat([source[request][begin:end] for request, begin, end in chunks])
+            for source in (self.queries, self.keys, self.values)
+        ]
+
+    def _attend(
+        self,
+        kernels: Any,
+        pools: Pools,
+        chunks: Sequence[Chunk],
+        parts: Sequence[Tensor],
+        rows: Sequence[Chunk],
+        counts: Sequence[int],
+    ) -> Tensor:
+        """`rows` are those that have queries, and `counts` how many."""
+        sizes = self.sizes
         out: Tensor = kernels.attention(
             *parts,
             *pools,
             torch.cat([self.slots[request][begin:end] for request, begin, end in chunks]),
             self.table,
-            torch.tensor([self.rows[chunk.request] for chunk in chunks]),
+            torch.tensor([self.rows[chunk.request] for chunk in rows], dtype=torch.int64),
             torch.tensor([0, *counts]).cumsum(0),
-            torch.tensor([chunk.end for chunk in chunks]),
+            torch.tensor([chunk.end for chunk in rows], dtype=torch.int64),
             sizes.scale,
             sizes.window,
         )
         assert out.dtype == sizes.dtype and out.shape == (sum(counts), sizes.heads * sizes.dim)
-        return list(out.split(counts))
+        return out
 
     def in_chunks(self, kernels: Any, request: int, ends: Sequence[int]) -> Tensor:
         """The outputs of a whole request, alone, in chunks that end at `ends`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,13 +59,15 @@ class StepDriver:
         *,
         prompt_logits: bool = False,
         micro_batch: int = 0,
+        sampled: Sequence[int] | None = None,
     ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
         """Run one step: (request, chunk length) rows, then single tokens.
 
-        Returns logits [rows, vocab] of every row's last token (None if not the last stage), and
-        with `prompt_logits` each extend row's logits of all its tokens.
+        Returns logits [rows, vocab] of the last tokens of the rows `sampled`, by default of all
+        (None if not the last stage), and with `prompt_logits` each extend row's logits of all its
+        tokens.
         """
-        batch = self.build(extends, decodes, micro_batch)
+        batch = self.build(extends, decodes, micro_batch, sampled)
         forward_batch = self.runner.prepare(batch)
         if prompt_logits:
             forward_batch.prompt_logits_rows = list(range(len(extends)))
@@ -79,7 +82,11 @@ class StepDriver:
         return output.logits, rows
 
     def build(
-        self, extends: list[tuple[DrivenReq, int]], decodes: list[DrivenReq], micro_batch: int = 0
+        self,
+        extends: list[tuple[DrivenReq, int]],
+        decodes: list[DrivenReq],
+        micro_batch: int = 0,
+        sampled: Sequence[int] | None = None,
     ) -> ModelWorkerBatch:
         """The step's message; counts its tokens as done."""
         rows = [*extends, *((req, 1) for req in decodes)]
@@ -117,7 +124,7 @@ class StepDriver:
             prefix_rows=_ints(prefix_rows),
             prefix_lens=_ints(prefix_lens),
             prefix_locs=_ints(prefix_locs),
-            sample_rows=_ints(range(len(rows))),
+            sample_rows=_ints(range(len(rows)) if sampled is None else sampled),
             new_slots=[],
         )
 

@@ -130,6 +130,35 @@ def test_a_token_is_the_same_in_any_chunk_and_batch(
             assert same_bits(requests.step(kernels, pools, [chunk])[0], out)
 
 
+@WITH_TYPES
+@examples(8)
+@given(
+    shape=shapes(),
+    rows=st.lists(st.tuples(PREFIXES, NEW, st.booleans()), min_size=1, max_size=5),
+    seed=SEEDS,
+)
+def test_fewer_queries_than_new_tokens(
+    kernels: Any,
+    dtype: torch.dtype,
+    pool_dtype: torch.dtype,
+    shape: dict[str, Any],
+    rows: list[tuple[int, int, bool]],
+    seed: int,
+) -> None:
+    """The last queries of some rows give what they give among all, and all tokens are stored."""
+    sizes = Sizes(dtype=dtype, pool_dtype=pool_dtype, **shape)
+    requests = PagedRequests(sizes, [prefix + new for prefix, new, _ in rows], seed)
+    chunks = [Chunk(i, prefix, prefix + new) for i, (prefix, new, _) in enumerate(rows)]
+    wanted = requests.step(kernels, requests.pools_before(chunks), chunks)
+    pools = requests.pools_before(chunks)
+    sampled = [i for i, (_, new, is_sampled) in enumerate(rows) if is_sampled and new]
+    outs = requests.last_queries(kernels, pools, chunks, sampled)
+    for i, out in zip(sampled, outs, strict=True):
+        assert same_bits(out, wanted[i][-1])
+    for pool, expected in zip(pools, requests.pools_after(chunks), strict=True):
+        assert same_values(pool, expected)
+
+
 @pytest.mark.parametrize("dtype", TYPES)
 def test_many_rows_decode_together(kernels: Any, dtype: torch.dtype) -> None:
     """As many as choose another split of the work; long ones among them."""

@@ -178,8 +178,9 @@ WRONG += [
     ("linear_int8", "scale", elsewhere, "CPU"),
 ]
 for heads in ("q", "k", "v"):
+    wrong_size = "the rows have 3 tokens, q has 2" if heads == "q" else r"\[tokens, heads, dim\]"
     WRONG += [
-        ("attention", heads, shape(2, 2, 8), r"\[tokens, heads, dim\]"),
+        ("attention", heads, shape(2, 2, 8), wrong_size),
         ("attention", heads, row_gaps, "contiguous heads"),
         ("attention", heads, gaps, "contiguous heads"),
         ("attention", heads, to(HALF), "of one type"),
@@ -205,7 +206,7 @@ WRONG += [
     ("attention", "k", shape(3, 1, 8), r"\[tokens, heads, dim\]"),
     ("attention", "v", shape(3, 2, 16), r"\[tokens, heads, dim\]"),
     ("attention", "k_pool", shape(32, 16), "3 dimensions"),
-    ("attention", "slots", numbers(4, 5), r"int64 \[3\]"),
+    ("attention", "slots", numbers(4, 5), r"\[tokens, heads, dim\]"),
     ("attention", "slots", numbers(4, 5, 32), r"32, not in \[0, 32\)"),
     ("attention", "slots", numbers(-1, 5, 6), r"-1, not in \[0, 32\)"),
     ("attention", "table", to(torch.int64), r"int32 \[rows, positions\]"),

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.worker.model_runner import ModelRunner
+from tests.support.kernels import load_kernels
 from tests.support.models import LLAMA3_ROPE, make_model
 from tests.support.step_driver import DrivenReq, StepDriver, make_runner
 
@@ -58,9 +59,14 @@ def oracle(folder: Path) -> Any:
     )
 
 
-@pytest.fixture(scope="module", params=[1, 16], ids=["page1", "page16"])
+@pytest.fixture(
+    scope="module", params=[("torch", 1), ("torch", 16), ("cpu", 1), ("cpu", 16)], ids=str
+)
 def runner(folder: Path, request: pytest.FixtureRequest) -> Iterator[ModelRunner]:
-    yield make_runner(str(folder), page_size=request.param)
+    backend, page_size = request.param
+    if backend == "cpu":
+        load_kernels()
+    yield make_runner(str(folder), attention_backend=backend, page_size=page_size)
 
 
 def expected(oracle: Any, tokens: list[int]) -> torch.Tensor:
@@ -164,6 +170,33 @@ def test_same_tokens_in_any_micro_batch(runner: ModelRunner, oracle: Any) -> Non
         rows = [reqs[i] for i in members]
         recorder.sample(driver.run([], rows, micro_batch=micro_batch)[0], rows)
     recorder.check(oracle)
+
+
+def test_tokens_that_are_not_sampled_change_nothing(folder: Path) -> None:
+    """The last layer leaves them out, unless their logits are asked for: the same to the last bit.
+
+    Chunks that sample nothing are followed by one that reads what they stored.
+    """
+    load_kernels()
+    found: list[list[torch.Tensor]] = []
+    for prompt_logits in (False, True):
+        driver = StepDriver(make_runner(str(folder), attention_backend="cpu", page_size=16))
+        first, second, third = (driver.add(prompt(n, n)) for n in (37, 64, 21))
+        first.tokens += [7, 8]
+        third.tokens += [9]
+        steps = (
+            ([(first, 37)], [], [0]),
+            ([(second, 16)], [], []),
+            ([(second, 16), (third, 21)], [first], [1, 2]),
+            ([(second, 32)], [first, third], [0, 2]),
+        )
+        found.append([])
+        for extends, decodes, sampled in steps:
+            logits, _ = driver.run(extends, decodes, sampled=sampled, prompt_logits=prompt_logits)
+            assert logits is not None and len(logits) == len(sampled)
+            found[-1].append(logits)
+    for alone, among_all in zip(*found, strict=True):
+        assert torch.equal(alone, among_all)
 
 
 def test_earlier_stages_get_the_remaining_layers() -> None:
