@@ -37,6 +37,8 @@ class WorkerConfig:
     cuda_graph_max_batch_size: int = 0
     """Largest decode batch that is captured; 0: none is."""
     quantization: str = "auto"
+    short_step_s: float = 0.0
+    """Steps on CPU that are estimated to take less run on one thread (`StepThreads`)."""
 
     @property
     def world_size(self) -> int:

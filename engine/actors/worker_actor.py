@@ -31,7 +31,7 @@ class WorkerActor:
         # Imported here: it loads torch, and other processes import this class.
         from engine.worker.auto_config import make_worker_config
 
-        worker = make_worker_config(EngineConfig(**config).resolve(), share=share)
+        worker = make_worker_config(EngineConfig(**config).resolve(), share=share, serving=True)
         host = node_ip()
         if worker.world_size == 1:
             return worker, (host, 0)

@@ -35,6 +35,7 @@ from engine.worker.model_runner import ForwardOutput, ModelRunner
 from engine.worker.sizing.estimate import stage_weight_bytes
 from engine.worker.sizing.kv_sizing import MemoryMeter, agree_on_kv_tokens, check_weights_fit
 from engine.worker.sizing.out_of_memory import ALLOCATE, PROFILE, WEIGHTS, out_of_memory_advice
+from engine.worker.step_threads import StepThreads
 from engine.worker_config import WorkerConfig
 
 logger = logging.getLogger(__name__)
@@ -160,6 +161,9 @@ class TpModelWorker(ModelWorker):
         with out_of_memory_advice(WEIGHTS, config, memory):
             self.runner = ModelRunner(config, parallel, meter)
         self.queue = self.runner.queue
+        self._threads: StepThreads | None = None
+        if config.device == "cpu":
+            self._threads = StepThreads(config, parallel, self.runner.kv_bytes_per_token)
         self.graphs: DecodeGraphs | None = None
         self._trace: TraceRing[StageSpan] | None = None
         self._untraced: deque[tuple[int, int, StepTiming]] = deque()
@@ -237,6 +241,8 @@ class TpModelWorker(ModelWorker):
             output = self._run_graph(self.graphs, batch, forward)
         else:
             forward = self.runner.prepare(batch)
+            if self._threads is not None:
+                self._threads.choose(forward)
             self.future_map.resolve(forward)
             if batch.extend_next_ids is not None:
                 forward.prompt_logits_rows = [
