@@ -148,7 +148,7 @@ class Launch:
         # By default Ray runs actors at niceness 15: all other programs would come first.
         env.setdefault("RAY_worker_niceness", "0")
         # By default Serve's controller looks ten times a second whether something has changed. That
-        # and the GCS's answers take 5 % of a core, which two compute threads on two cores miss.
+        # and the GCS's answers take 5 % of a core; with this, 3 %.
         env.setdefault("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "0.5")
         env.setdefault("RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S", "1")
         # Serve's 5 s are too few on a busy machine, and a proxy that misses them ends the start.
