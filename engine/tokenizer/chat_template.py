@@ -8,7 +8,9 @@ from datetime import datetime
 from typing import Any
 
 import jinja2
+import jinja2.defaults
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.runtime
@@ -17,6 +19,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 # transformers' marker: it finds the end of the final message in the rendered chat.
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+_PROBE = "the text of a part"
+_PROBED_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class ChatTemplate:
@@ -34,11 +38,13 @@ class ChatTemplate:
             extensions=[_GenerationTag, jinja2.ext.loopcontrols],
         )
         environment.filters["tojson"] = _tojson
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
-        environment.globals["dict"] = _TemplateDict()
-        environment.globals["namespace"] = _TemplateNamespace
+        environment.globals.update(_FUNCTIONS)
         self._template = environment.from_string(source)
+        self.variables: frozenset[str] = frozenset(
+            jinja2.meta.find_undeclared_variables(environment.parse(source))
+        )
+        """Names that the template may read before it sets them; functions aren't among them."""
+        self._reads_parts: dict[str, bool] = {}
 
     def render(
         self,
@@ -61,13 +67,47 @@ class ChatTemplate:
                 raise ValueError("the final message has no content to continue")
             chat[-1]["content"] += _CONTINUE_TAG
         text = self._template.render(
-            messages=chat,
-            tools=tools,
-            documents=None,
-            add_generation_prompt=add_generation_prompt,
-            **variables,
+            {
+                **variables,
+                "messages": chat,
+                "tools": tools,
+                "documents": None,
+                "add_generation_prompt": add_generation_prompt,
+            }
         )
         return _cut_at_tag(text) if continue_final_message else text
+
+    def reads_parts(self, role: str, variables: Mapping[str, Any]) -> bool:
+        """Whether the template reads the content of a `role`'s message as a list of text parts.
+
+        Found by rendering such a message, once per role: many templates know lists only in some
+        roles and print them as Python's repr in others. `variables`: the special tokens.
+        """
+        if role not in _PROBED_ROLES:
+            return False
+        if role not in self._reads_parts:
+            self._reads_parts[role] = self._probe_parts(role, variables)
+        return self._reads_parts[role]
+
+    def _probe_parts(self, role: str, variables: Mapping[str, Any]) -> bool:
+        other: dict[str, Any] = {"role": "user", "content": "a"}
+        message = {"role": role, "content": [{"type": "text", "text": _PROBE}]}
+        if role == "user":
+            chat = [message]
+        else:
+            chat = [other, message] if role in ("assistant", "tool") else [message, other]
+        try:
+            text = self.render(
+                chat,
+                tools=None,
+                add_generation_prompt=False,
+                continue_final_message=False,
+                variables=variables,
+            )
+        except Exception:  # the template takes strings only
+            return False
+        # A list that was printed as a whole has the text in quotes.
+        return _PROBE in text and f"'{_PROBE}" not in text and f'"{_PROBE}' not in text
 
 
 def _cut_at_tag(text: str) -> str:
@@ -142,3 +182,13 @@ def _raise_exception(message: str) -> None:
 
 def _strftime_now(pattern: str) -> str:
     return datetime.now().strftime(pattern)
+
+
+_FUNCTIONS: dict[str, Any] = {
+    "raise_exception": _raise_exception,
+    "strftime_now": _strftime_now,
+    "dict": _TemplateDict(),
+    "namespace": _TemplateNamespace,
+}
+FUNCTION_NAMES = frozenset(jinja2.defaults.DEFAULT_NAMESPACE) | _FUNCTIONS.keys()
+"""Functions that templates call by name."""

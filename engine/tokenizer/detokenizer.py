@@ -20,23 +20,30 @@ class IncrementalDetokenizer(ABC):
 
     Never returns a part of a character. An incomplete character is held back until the next tokens
     complete it, or show that the bytes are invalid. All the returned texts together are
-    `Tokenizer.decode` of all the tokens (with the one exception that `WindowDetokenizer` names).
+    `Tokenizer.decode` of all the tokens (with the exceptions that `WindowDetokenizer` names).
     """
 
     __slots__ = ()
 
     @staticmethod
     def create(
-        tokenizer: Tokenizer, skip_special_tokens: bool = True, prompt_ids: Sequence[int] = ()
+        tokenizer: Tokenizer,
+        skip_special_tokens: bool = True,
+        prompt_ids: Sequence[int] = (),
+        *,
+        spaces_between_special_tokens: bool = True,
     ) -> IncrementalDetokenizer:
         """The fastest detokenizer that is right for this tokenizer.
 
         The text goes on from `prompt_ids`: decoders that drop the first space of a text keep it
-        behind a prompt.
+        behind a prompt. Some decoders put a space before each token; without
+        `spaces_between_special_tokens` there is none between two special tokens.
         """
         if tokenizer.is_byte_level:
             return ByteLevelDetokenizer(tokenizer, skip_special_tokens)
-        return WindowDetokenizer(tokenizer, skip_special_tokens, prompt_ids)
+        return WindowDetokenizer(
+            tokenizer, skip_special_tokens, prompt_ids, spaces_between_special_tokens
+        )
 
     @abstractmethod
     def add(self, token_id: int) -> str:
@@ -104,22 +111,27 @@ class WindowDetokenizer(IncrementalDetokenizer):
     Text that ends in U+FFFD or in a byte token (`<0x..>`) is held back: SentencePiece decoders
     replace every byte of a run of byte tokens as soon as one byte of the run is invalid. There is
     one exception: if a run longer than `MAX_HELD_TOKENS` turns invalid later, the characters sent
-    before stay.
+    before stay. And without `spaces_between_special_tokens` the text lacks the space that the
+    decoder puts before a special token directly behind another.
 
     `tokenizers.DecodeStream` is faster but does less: on random runs of byte tokens it raises
     "Invalid prefix" or gives other text than `decode`, and it has no flush (0.23.3).
     """
 
-    __slots__ = ("_prefix", "_read", "_skip", "_tokenizer", "_window")
+    __slots__ = ("_after_special", "_prefix", "_read", "_skip", "_spaces", "_tokenizer", "_window")
 
     def __init__(
         self,
         tokenizer: Tokenizer,
         skip_special_tokens: bool = True,
         prompt_ids: Sequence[int] = (),
+        spaces_between_special_tokens: bool = True,
     ) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
+        self._spaces = spaces_between_special_tokens
+        self._after_special = False
+        """Whether the last token was special and its text has been sent."""
         self._window: list[int] = []
         self._read = 0
         """How many of `_window` have been sent; their text is `_prefix`."""
@@ -135,6 +147,7 @@ class WindowDetokenizer(IncrementalDetokenizer):
     def add(self, token_id: int) -> str:
         if not self._tokenizer.is_visible(token_id, self._skip):
             return ""
+        after_special, self._after_special = self._after_special, False
         self._window.append(token_id)
         if len(self._window) - self._read >= MAX_HELD_TOKENS:
             return self._send(self._count_whole())
@@ -143,7 +156,13 @@ class WindowDetokenizer(IncrementalDetokenizer):
         text = self._tokenizer.decode(self._window, self._skip)
         if text.endswith("\ufffd") or len(text) <= len(self._prefix):
             return ""
-        return self._send(len(self._window), text)
+        new = self._send(len(self._window), text)
+        if self._spaces or token_id not in self._tokenizer.special_ids:
+            return new
+        if after_special:
+            new = new.removeprefix(" ")
+        self._after_special = True
+        return new
 
     def flush(self) -> str:
         return self._send(len(self._window))

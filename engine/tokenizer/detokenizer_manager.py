@@ -93,7 +93,10 @@ class DetokenizerManager:
         request = _Request(
             rid=rid,
             detokenizer=IncrementalDetokenizer.create(
-                self._tokenizer, params.skip_special_tokens, prompt_ids
+                self._tokenizer,
+                params.skip_special_tokens,
+                prompt_ids,
+                spaces_between_special_tokens=params.spaces_between_special_tokens,
             ),
             checker=StopChecker(params.stop, params.include_stop_str_in_output)
             if params.stop
@@ -203,7 +206,7 @@ class DetokenizerManager:
         for other, logprob in zip(logprobs.top_ids, logprobs.top_logprobs, strict=True):
             other_text, other_data = self._piece(other)
             top.append((other_text, other, logprob, other_data))
-        return LogprobEntry(text, token_id, logprobs.logprob, data, top, offset)
+        return LogprobEntry(text, token_id, logprobs.logprob, data, top, offset, logprobs.rank)
 
     def _piece(self, token_id: int) -> tuple[str, list[int]]:
         piece = self._pieces.get(token_id)

@@ -7,27 +7,20 @@ importing it takes 5 to 9 s and brings torch along; it is only the way in for ot
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import tokenizers
 
-from engine.errors import ConfigError, RequestError
-from engine.tokenizer.chat_template import ChatTemplate
+from engine.errors import RequestError
+from engine.tokenizer.chat_messages import normalize_message
+from engine.tokenizer.chat_renderer import ChatRenderer
+from engine.tokenizer.control_tokens import ControlTokens
+from engine.tokenizer.encoding import encode_texts
 from engine.tokenizer.loading import TokenizerFiles, load_tokenizer_files
+from engine.tokenizer.template_variables import check_template_kwargs
 
-_TEXT_PARTS = ("text", "input_text", "output_text")
-_MAX_COMPILED_TEMPLATES = 16
-RESERVED_TEMPLATE_KEYS = frozenset(
-    {
-        *("messages", "tools", "documents", "chat_template", "tokenize", "add_generation_prompt"),
-        *("continue_final_message", "return_tensors", "return_dict", "padding", "truncation"),
-        "max_length",
-    }
-)
-"""Names of arguments of transformers' own `apply_chat_template`."""
+__all__ = ["Tokenizer", "check_template_kwargs", "normalize_message"]
 
 
 class Tokenizer:
@@ -43,8 +36,10 @@ class Tokenizer:
         backend.no_padding()
         self._backend = backend
         self._special_tokens = files.special_tokens
-        self._templates = files.chat_templates
-        self._compile = lru_cache(maxsize=_MAX_COMPILED_TEMPLATES)(ChatTemplate)
+        self._control = ControlTokens(backend)
+        self._chat = ChatRenderer(files.chat_templates, files.special_tokens, self._control)
+        if self._chat.has_template:
+            self._control.prepare()
         self._decoder = backend.decoder
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.bos_token_id = self._special_id("bos_token")
@@ -60,14 +55,6 @@ class Tokenizer:
         # whose bytes are whole characters.
         self._bytes: dict[int, bytes] = {}
         self.whole_texts: tuple[dict[int, str], dict[int, str]] = ({}, {})
-        for template in self._templates.values():
-            try:
-                self._compile(template)
-            except jinja2.TemplateSyntaxError as error:
-                raise ConfigError(
-                    f"the model's chat template doesn't compile (line {error.lineno}: {error}). "
-                    "Correct chat_template.jinja or tokenizer_config.json in the model folder."
-                ) from error
 
     @classmethod
     def from_pretrained(cls, path: str | Path) -> Tokenizer:
@@ -85,18 +72,7 @@ class Tokenizer:
         self, texts: Sequence[str], add_special_tokens: bool = True
     ) -> list[list[int]]:
         """Ids of each text; several threads of `tokenizers` share the texts."""
-        try:
-            # "fast" leaves out the character offsets, which nobody reads here.
-            encodings = self._backend.encode_batch_fast(
-                list(texts), add_special_tokens=add_special_tokens
-            )
-        except TypeError as error:
-            if not any(_has_surrogate(text) for text in texts):
-                raise
-            raise RequestError(
-                "the text isn't valid Unicode: it holds half of a surrogate pair"
-            ) from error
-        return [encoding.ids for encoding in encodings]
+        return encode_texts(self._backend, texts, add_special_tokens)
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`; invalid UTF-8 becomes U+FFFD."""
@@ -125,7 +101,7 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         """Whether the model folder has a chat template."""
-        return bool(self._templates)
+        return self._chat.has_template
 
     def render_chat(
         self,
@@ -137,36 +113,24 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """Prompt text of a chat. Text parts of a message's content are joined by newlines.
+        """Prompt text of a chat.
 
-        `chat_template` is the name of one of the model's templates, or a template (take these only
-        from trusted people, see `ChatTemplate`). `template_kwargs` are extra variables. Raises
-        `RequestError` with the template's message if the template refuses the messages.
+        Text parts of a message's content go to a template that reads them; otherwise they are
+        joined by newlines. `chat_template` is the name of one of the model's templates, or a
+        template (take these only from trusted people, see `ChatTemplate`). `template_kwargs` are
+        extra variables; those that the template doesn't read have no effect. Raises `RequestError`
+        with the template's message if the template refuses the messages, and for variables that a
+        request can't set.
         """
-        if not messages:
-            raise RequestError("messages must hold at least one message", "messages")
-        if continue_final_message and add_generation_prompt:
-            raise RequestError(
-                "continue_final_message and add_generation_prompt exclude each other: "
-                "set add_generation_prompt to false",
-                "continue_final_message",
-            )
-        template = self._choose_template(chat_template, tools)
-        variables = {**self._special_tokens, **(template_kwargs or {})}
-        check_template_kwargs(template_kwargs or {})
-        chat = [normalize_message(message) for message in messages]
-        try:
-            return template.render(
-                chat,
-                tools=tools,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                variables=variables,
-            )
-        except Exception as error:  # the template is a program that runs on the user's input
-            raise RequestError(
-                f"the chat template refuses the messages: {error}", "messages"
-            ) from error
+        text = self._chat.render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template=chat_template,
+            tools=tools,
+            template_kwargs=template_kwargs,
+        )
+        return self._control.unmark(text)
 
     def apply_chat_template(
         self,
@@ -178,8 +142,12 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Prompt ids of a chat; see `render_chat`. The template writes the bos token itself."""
-        text = self.render_chat(
+        """Prompt ids of a chat; see `render_chat`. The template writes the bos token itself.
+
+        Control tokens are only those that the template writes. Their names in messages, tools and
+        `template_kwargs` are encoded as plain text (see engine/tokenizer/control_tokens.py).
+        """
+        text = self._chat.render(
             messages,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
@@ -188,31 +156,9 @@ class Tokenizer:
             template_kwargs=template_kwargs,
         )
         try:
-            return self.encode(text, add_special_tokens=False)
+            return self._control.encode(text)
         except RequestError as error:
             raise RequestError(error.message, "messages") from error
-
-    def _choose_template(
-        self, chat_template: str | None, tools: Sequence[Mapping[str, Any]] | None
-    ) -> ChatTemplate:
-        if chat_template is None:
-            name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
-            if name not in self._templates:
-                raise RequestError(
-                    f"the model has several chat templates and no default: set chat_template to "
-                    f"one of {', '.join(sorted(self._templates))}"
-                    if self._templates
-                    else "the model has no chat template: use /v1/completions, or configure a "
-                    "chat template",
-                    "messages",
-                )
-            return self._compile(self._templates[name])
-        try:
-            return self._compile(self._templates.get(chat_template, chat_template))
-        except jinja2.TemplateSyntaxError as error:
-            raise RequestError(
-                f"chat_template doesn't compile (line {error.lineno}): {error}", "chat_template"
-            ) from error
 
     def _special_id(self, name: str) -> int | None:
         token = self._special_tokens.get(name)
@@ -231,42 +177,6 @@ class Tokenizer:
         # Behind another token, so that a decoder which strips the first space leaves this one.
         text: str = self._decoder.decode(["a", token])
         return text[1:].encode()
-
-
-def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
-    """Raise `RequestError` for names that a template's variables can't have."""
-    for name in kwargs:
-        if name in RESERVED_TEMPLATE_KEYS or not name.isidentifier():
-            raise RequestError(
-                f"chat_template_kwargs must not set {name[:40]!r}.", "chat_template_kwargs"
-            )
-
-
-def normalize_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message as templates read it: text parts are joined by newlines, as in vLLM.
-
-    Raises `RequestError` for content that isn't text.
-    """
-    if not isinstance(message, Mapping):
-        raise RequestError("each message must be an object with a role and content", "messages")
-    content = message.get("content")
-    if not isinstance(content, list):
-        return dict(message)
-    texts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        if kind not in _TEXT_PARTS or not isinstance(part.get("text"), str):
-            raise RequestError(
-                f"content part of type '{kind}': the model takes text only, as "
-                '{"type": "text", "text": "..."}',
-                "messages",
-            )
-        texts.append(part["text"])
-    return {**message, "content": "\n".join(texts)}
-
-
-def _has_surrogate(text: str) -> bool:
-    return isinstance(text, str) and any("\ud800" <= char <= "\udfff" for char in text)
 
 
 def _byte_token_ids(backend: tokenizers.Tokenizer) -> Iterable[int]:

@@ -16,6 +16,7 @@ from engine.tokenizer.detokenizer import (
 )
 from engine.tokenizer.tokenizer import Tokenizer
 from tests.support.tiny_tokenizers import CORPUS, write_byte_level, write_sentencepiece
+from tests.unit.tokenizer.tokenizer_kinds import make_tokenizer
 
 # Other processes share the cores: no deadline.
 relaxed = settings(max_examples=60)
@@ -158,3 +159,27 @@ def test_incomplete_end_is_flushed_once(byte_level: Tokenizer) -> None:
     assert [detokenizer.add(i) for i in ids[:-1]][-1] == ""
     assert detokenizer.flush() == "\ufffd"
     assert detokenizer.flush() == ""
+
+
+@pytest.mark.parametrize("kind", ["word_level", "word_piece", "metaspace", "byte_level"])
+def test_spaces_between_special_tokens(kind: str) -> None:
+    tokenizer = make_tokenizer(kind)
+    ids = tokenizer.encode("fox <s></s> <s>", add_special_tokens=False)
+    ids += tokenizer.encode("fox", add_special_tokens=False)
+    has_spaces = kind in ("word_level", "word_piece")
+
+    def text(skip: bool, spaces: bool) -> str:
+        detokenizer = IncrementalDetokenizer.create(
+            tokenizer, skip, spaces_between_special_tokens=spaces
+        )
+        return "".join(stream(detokenizer, ids))
+
+    for skip in (True, False):
+        assert text(skip, True) == tokenizer.decode(ids, skip)
+    assert text(True, False) == tokenizer.decode(ids)
+    if has_spaces:
+        # Only the spaces between special tokens go.
+        assert text(False, True) == "fox <s> </s> <s> fox"
+        assert text(False, False) == "fox <s></s><s> fox"
+    else:
+        assert text(False, False) == text(False, True)

@@ -16,6 +16,7 @@ from engine.protocol.tokenizer_messages import TextDelta
 from engine.sampling_params import SamplingParams
 from engine.tokenizer import DetokenizerManager, Tokenizer
 from tests.support.tiny_tokenizers import CORPUS, EOS, write_byte_level, write_sentencepiece
+from tests.unit.tokenizer.tokenizer_kinds import make_tokenizer
 
 PROMPT = [0, 5, 6]
 relaxed = settings(max_examples=60)
@@ -318,3 +319,13 @@ def test_deltas_travel_as_messages(manager: DetokenizerManager, tokenizer: Token
     ]
     data = msgspec.msgpack.encode(deltas)
     assert msgspec.msgpack.decode(data, type=list[TextDelta]) == deltas
+
+
+def test_spaces_between_special_tokens() -> None:
+    words = make_tokenizer("word_level")
+    ids = encode(words, "fox <s> </s>")
+    for spaces, expected in ((True, "fox <s> </s>"), (False, "fox <s></s>")):
+        manager = DetokenizerManager(words)
+        params = SamplingParams(skip_special_tokens=False, spaces_between_special_tokens=spaces)
+        manager.add(1, params, PROMPT[:0])
+        assert text_of(run(manager, 1, ids, end(1, "length"))) == expected

@@ -35,7 +35,7 @@ TEXTS = [
 ]
 CHAT = [
     {"role": "system", "content": "  Be brief. "},
-    {"role": "user", "content": f"What is a list? {EOS} 你好"},
+    {"role": "user", "content": "What is a list? 你好"},
     {"role": "assistant", "content": "A sequence ", "tool_calls": None},
 ]
 

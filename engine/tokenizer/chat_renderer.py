@@ -1,0 +1,139 @@
+"""`ChatRenderer`: from a request's messages to the text of a prompt, by the model's templates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import jinja2
+
+from engine.errors import ConfigError, RequestError
+from engine.tokenizer.chat_messages import normalize_message
+from engine.tokenizer.chat_template import ChatTemplate
+from engine.tokenizer.control_tokens import ControlTokens
+from engine.tokenizer.template_variables import check_template_kwargs
+
+_MAX_COMPILED_TEMPLATES = 16
+
+
+class ChatRenderer:
+    """The chat templates of one model.
+
+    Raises `ConfigError` if one doesn't compile.
+    """
+
+    def __init__(
+        self,
+        templates: Mapping[str, str],
+        special_tokens: Mapping[str, str],
+        control: ControlTokens,
+    ) -> None:
+        """`templates` by name, `special_tokens` by the names that templates use (`bos_token`)."""
+        self._templates = templates
+        self._special_tokens = special_tokens
+        self._control = control
+        self._compile = lru_cache(maxsize=_MAX_COMPILED_TEMPLATES)(ChatTemplate)
+        for template in templates.values():
+            try:
+                self._compile(template)
+            except jinja2.TemplateSyntaxError as error:
+                raise ConfigError(
+                    f"the model's chat template doesn't compile (line {error.lineno}: {error}). "
+                    "Correct chat_template.jinja or tokenizer_config.json in the model folder."
+                ) from error
+
+    @property
+    def has_template(self) -> bool:
+        """Whether the model has a chat template."""
+        return bool(self._templates)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        chat_template: str | None,
+        tools: Sequence[Mapping[str, Any]] | None,
+        template_kwargs: Mapping[str, Any] | None,
+    ) -> str:
+        """Text of the prompt; names of control tokens in the request hold the marker.
+
+        See `Tokenizer.render_chat` for the arguments and the errors.
+        """
+        if not messages:
+            raise RequestError("messages must hold at least one message", "messages")
+        if continue_final_message and add_generation_prompt:
+            raise RequestError(
+                "continue_final_message and add_generation_prompt exclude each other: "
+                "set add_generation_prompt to false",
+                "continue_final_message",
+            )
+        template = self._choose_template(chat_template, tools)
+        kwargs = template_kwargs or {}
+        check_template_kwargs(kwargs, self._special_tokens)
+        names = self._control.every
+        final = len(messages) - 1 if continue_final_message else None
+        try:
+            chat = [
+                self._prepare(message, index, None if index == final else template)
+                for index, message in enumerate(messages)
+            ]
+            tools = None if tools is None else names.break_value(tools)
+            variables = {
+                name: names.break_value(value)
+                for name, value in kwargs.items()
+                if name in template.variables
+            }
+        except RecursionError as error:
+            raise RequestError(
+                "messages, tools or chat_template_kwargs are nested too deeply", "messages"
+            ) from error
+        try:
+            return template.render(
+                chat,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                variables={**self._special_tokens, **variables},
+            )
+        except Exception as error:  # the template is a program that runs on the user's input
+            reason = self._control.unmark(str(error))
+            raise RequestError(
+                f"the chat template refuses the messages: {reason}", "messages"
+            ) from error
+
+    def _prepare(
+        self, message: Mapping[str, Any], index: int, template: ChatTemplate | None
+    ) -> dict[str, Any]:
+        """The message as `template` reads it; without one, its parts are joined."""
+        keep_parts = (
+            template is not None
+            and isinstance(message, Mapping)
+            and isinstance(message.get("content"), list)
+            and template.reads_parts(str(message.get("role")), self._special_tokens)
+        )
+        return self._control.break_message(normalize_message(message, index, keep_parts=keep_parts))
+
+    def _choose_template(
+        self, chat_template: str | None, tools: Sequence[Mapping[str, Any]] | None
+    ) -> ChatTemplate:
+        if chat_template is None:
+            name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
+            if name not in self._templates:
+                raise RequestError(
+                    f"the model has several chat templates and no default: set chat_template to "
+                    f"one of {', '.join(sorted(self._templates))}"
+                    if self._templates
+                    else "the model has no chat template: use /v1/completions, or configure a "
+                    "chat template",
+                    "messages",
+                )
+            return self._compile(self._templates[name])
+        try:
+            return self._compile(self._templates.get(chat_template, chat_template))
+        except jinja2.TemplateSyntaxError as error:
+            raise RequestError(
+                f"chat_template doesn't compile (line {error.lineno}): {error}", "chat_template"
+            ) from error
