@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from engine.constraints import structured
 from engine.openmp import set_wait_policy
 from engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from engine.llm import LLM
 
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "SamplingParams", "__version__", "structured"]
 __version__ = "0.1.0"
 
 

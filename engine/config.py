@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from engine.errors import ConfigError
+from engine.generation_defaults import read_generation_defaults
 from engine.model_config import ModelConfig
 from engine.registry import (
     ATTENTION_BACKENDS,
@@ -107,6 +108,9 @@ class EngineConfig(BaseModel):
     enable_kv_events: bool = False
     """Tell subscribers what enters and leaves the prefix cache. The application switches it on if
     it chooses replicas by the contents of their caches."""
+    generation_config: Literal["auto", "none"] = "auto"
+    """auto: requests that leave out temperature, top_p, top_k, min_p or repetition_penalty get the
+    model's values, from its generation_config.json. none: Manta's defaults."""
     quantization: Literal["auto", "int8"] = "auto"
     """auto: weights are of `dtype`. int8: matrices are made int8 as they are read; CPU only."""
     kv_cache_dtype: Literal["auto", "fp8_e4m3"] = "auto"
@@ -125,6 +129,12 @@ class EngineConfig(BaseModel):
     """A request that waits longer than this ends with 503."""
     request_timeout_s: float | None = Field(None, gt=0)
     """A request older than this ends with 408."""
+
+    def sampling_defaults(self, model: ModelConfig) -> dict[str, float]:
+        """Sampling fields that `model` sets for requests. Raises `ConfigError`."""
+        if self.generation_config == "none":
+            return {}
+        return read_generation_defaults(model.path, model.vocab_size)
 
     @property
     def world_size(self) -> int:

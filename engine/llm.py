@@ -13,11 +13,13 @@ import numpy as np
 from tqdm import tqdm
 
 from engine.config import EngineConfig, load_config
+from engine.constraints.guard import GrammarGuard
 from engine.engine_core import EngineCore
 from engine.errors import EngineDeadError, RequestError
 from engine.executor.factory import make_executor
 from engine.executor.in_process import InProcessExecutor
 from engine.executor.worker_thread import ThreadExecutor
+from engine.grammar_setup import make_grammar_compiler
 from engine.interrupts import HeldInterrupts
 from engine.protocol.messages import AbortRequest, AddRequest, StepOutputs
 from engine.protocol.tokenizer_messages import LogprobEntry, TextDelta
@@ -84,8 +86,12 @@ class LLM:
         self.tokenizer = _load_tokenizer(resolved.model.path)
         self.vocab_size = resolved.model.vocab_size
         self.max_model_len = resolved.max_model_len
+        self._sampling_defaults: dict[str, Any] = self.config.sampling_defaults(resolved.model)
         executor = make_executor(worker)
-        scheduler = Scheduler(SchedulerConfig.from_config(resolved, executor.num_kv_tokens))
+        grammars = make_grammar_compiler(resolved.model) if self.tokenizer else None
+        scheduler_config = SchedulerConfig.from_config(resolved, executor.num_kv_tokens)
+        scheduler = Scheduler(scheduler_config, grammars)
+        self._guard = GrammarGuard(resolved.model.path) if self.tokenizer else None
         self.core = EngineCore(scheduler, executor)
         self._rng = random.Random()
         self._next_rid = 0
@@ -110,7 +116,7 @@ class LLM:
             for p in _as_list(prompts)
         ]
         texts = [p if isinstance(p, str) else None for p in _as_list(prompts)]
-        params = _per_prompt(sampling_params, len(batch))
+        params = self._per_prompt(sampling_params, len(batch))
         return self._run(texts, batch, params, use_tqdm)  # type: ignore[arg-type]
 
     def chat(
@@ -134,8 +140,13 @@ class LLM:
             )
             for m in many
         ]
-        params = _per_prompt(sampling_params, len(batch))
+        params = self._per_prompt(sampling_params, len(batch))
         return self._run([None] * len(batch), batch, params, use_tqdm)
+
+    def default_sampling_params(self) -> SamplingParams:
+        """What `generate` and `chat` use without `sampling_params`: Manta's defaults, with those
+        that the model's generation_config.json sets."""
+        return SamplingParams(**self._sampling_defaults)
 
     def trace(self) -> dict[str, Any]:
         """Chrome trace (for json.dump; Perfetto opens it) of the last steps.
@@ -150,6 +161,8 @@ class LLM:
     def shutdown(self) -> None:
         """Stop the workers; the object can't be used afterwards."""
         self.core.shutdown()
+        if self._guard is not None:
+            self._guard.shutdown()
 
     def __enter__(self) -> LLM:
         return self
@@ -166,6 +179,8 @@ class LLM:
     ) -> list[RequestOutput]:
         for ids, p in zip(prompts, params, strict=True):
             p.verify(self.vocab_size)
+            if p.constraint is not None and self._guard is not None:
+                self._guard.check(p.constraint)
             # int64: an id beyond 32 bits must be refused, not wrapped around.
             verify_prompt(np.asarray(ids, np.int64), self.max_model_len, self.vocab_size)
         if self.core.scheduler.num_in_flight and not self.core.process_one():
@@ -223,6 +238,17 @@ class LLM:
                 self.core.scheduler.add(request, self.core.clock())
         return running
 
+    def _per_prompt(
+        self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> list[SamplingParams]:
+        if params is None:
+            params = self.default_sampling_params()
+        if isinstance(params, SamplingParams):
+            return [params] * count
+        if len(params) != count:
+            raise RequestError(f"{len(params)} sampling_params for {count} prompts")
+        return list(params)
+
     def _finish_steps(self) -> None:
         """Commit the steps in flight, as far as their results come."""
         with contextlib.suppress(EngineDeadError):  # was raised, or will be by the next step
@@ -260,18 +286,6 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
-
-
-def _per_prompt(
-    params: SamplingParams | Sequence[SamplingParams] | None, count: int
-) -> list[SamplingParams]:
-    if params is None:
-        return [SamplingParams()] * count
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    if len(params) != count:
-        raise RequestError(f"{len(params)} sampling_params for {count} prompts")
-    return list(params)
 
 
 def _apply(delta: TextDelta, running: _Running) -> None:

@@ -15,6 +15,9 @@ MAX_LOGPROBS = 20
 MAX_N = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
+MAX_LISTED_TOKENS = 128
+MAX_BAD_WORD_TOKENS = 4096
+"""Tokens of all bad words together."""
 
 
 class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
@@ -27,7 +30,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     `seed` keys the noise (engine/sampling): equal seed and position give equal noise anywhere.
     `logprobs`/`prompt_logprobs`: number of alternatives to report beside the token's own
     log-probability (0 = only its own, None = none). Log-probabilities are of the model's raw
-    distribution, before penalties, bias, temperature and filters.
+    distribution, before penalties, bias, temperature and filters. `logprob_token_ids`: report these
+    tokens instead of the likeliest ones (needs `logprobs`).
+    `allowed_token_ids`: no other token may be sampled, eos included. `bad_words_ids`: sequences of
+    token ids that the output must not hold.
     `constraint`: what the output may be (engine/constraints). If `min_tokens` is more than the
     constraint allows, the request ends with an error.
     """
@@ -49,8 +55,12 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words_ids: list[list[int]] = msgspec.field(default_factory=list)
     constraint: ConstraintSpec | None = None
 
     def __post_init__(self) -> None:
@@ -78,7 +88,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
         _check_number("min_p", self.min_p, 0.0, 1.0)
         _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_open=True)
+        # Below 0.01 logits leave float32's range.
+        _check_number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         _check_int("n", self.n, 1, MAX_N)
         _check_int("top_k", self.top_k, -1, 2**31 - 1)
         if self.max_tokens is not None:
@@ -107,8 +118,30 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
             _check_tokens("logit_bias", list(self.logit_bias), vocab_size)
             for bias in self.logit_bias.values():
                 _check_number("logit_bias", bias, -100.0, 100.0)
+        self._verify_token_lists(vocab_size)
         if self.constraint is not None:
             verify_constraint(self.constraint, vocab_size)
+
+    def _verify_token_lists(self, vocab_size: int) -> None:
+        if self.logprob_token_ids is not None:
+            name = "logprob_token_ids"
+            if self.logprobs is None:
+                raise RequestError(f"{name} needs logprobs", name)
+            if not 1 <= len(self.logprob_token_ids) <= MAX_LISTED_TOKENS:
+                raise RequestError(f"{name} takes 1 to {MAX_LISTED_TOKENS} token ids", name)
+            _check_tokens(name, self.logprob_token_ids, vocab_size)
+        if self.allowed_token_ids is not None:
+            name = "allowed_token_ids"
+            if not self.allowed_token_ids:
+                raise RequestError(f"{name} must not be empty", name)
+            _check_tokens(name, self.allowed_token_ids, vocab_size)
+        if self.bad_words_ids:
+            if sum(map(len, self.bad_words_ids)) > MAX_BAD_WORD_TOKENS:
+                raise RequestError(
+                    f"bad_words have more than {MAX_BAD_WORD_TOKENS} tokens together", "bad_words"
+                )
+            for ids in self.bad_words_ids:
+                check_prompt(ids, vocab_size, "bad_words")
 
 
 def copy_seeds(seed: int | None, n: int, draw: Callable[[], int]) -> list[int]:

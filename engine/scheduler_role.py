@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from engine.constraints.grammar_compiler import GrammarCompiler
 from engine.engine_core import EngineCore
 from engine.executor.message_executor import MessageExecutor, ReadyWorkers
 from engine.kvcache.kv_publisher import KVPublisher
@@ -28,6 +29,7 @@ from engine.protocol.messages import (
 )
 from engine.protocol.outboxes import Outboxes
 from engine.protocol.transport import Inbox, Waiter
+from engine.scheduler.grammar_queue import GrammarQueue
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.scheduler_config import SchedulerConfig
 from engine.scheduler.stats import SchedulerStats
@@ -38,16 +40,24 @@ logger = logging.getLogger(__name__)
 IDLE_POLL_S = 1.0
 WAITING_POLL_S = 0.05
 """Longest sleep while requests wait: their time limits must be noticed soon."""
+COMPILING_POLL_S = 0.002
+"""Longest sleep while a grammar is being compiled."""
 
 
 class SchedulerRole:
     """The loop of one engine whose workers are ready; never touches Ray."""
 
     def __init__(
-        self, config: SchedulerConfig, inbox: Inbox, workers: ReadyWorkers, results: Inbox
+        self,
+        config: SchedulerConfig,
+        inbox: Inbox,
+        workers: ReadyWorkers,
+        results: Inbox,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         """Requests come from `inbox`, steps' results from `results`; `run` closes both."""
-        self.scheduler = Scheduler(config)
+        self.scheduler = Scheduler(config, grammars)
+        self._held = GrammarQueue(grammars)
         self.inbox = inbox
         self.results = results
         self._workers = workers
@@ -89,15 +99,15 @@ class SchedulerRole:
             self.stats = core.scheduler.snapshot_stats()
         self._publisher.publish(self.last_turn, is_idle=not core.scheduler.num_in_flight)
         if core.scheduler.num_in_flight:
-            ready = self._waiter.wait(IDLE_POLL_S)
+            ready = self._waiter.wait(COMPILING_POLL_S if self._held else IDLE_POLL_S)
             if self.results in ready and core.process_one(0.0):
                 self._deliver(core)
-            elif not ready:
+            elif not ready and not self._held:
                 core.process_one(0.0)  # nothing came for a second: this notices a dead worker
         else:
             core.scheduler.on_idle()
             pause = WAITING_POLL_S if core.scheduler.requests.waiting else IDLE_POLL_S
-            self._waiter.wait(pause)
+            self._waiter.wait(COMPILING_POLL_S if self._held else pause)
 
     def _receive(self, core: EngineCore) -> None:
         while (message := self.inbox.recv(0.0)) is not None:
@@ -105,8 +115,11 @@ class SchedulerRole:
                 case AddRequest():
                     if message.owner:
                         self._owners[(message.reply_to, message.rid)] = message.owner
-                    core.scheduler.add(message, time.monotonic())
+                    now = time.monotonic()
+                    if message.params.constraint is None or not self._held.hold(message, now):
+                        core.scheduler.add(message, now)
                 case AbortRequest():
+                    self._held.drop(message.reply_to, message.rid)
                     core.scheduler.abort(message)
                     self._done([(message.reply_to, message.rid)])
                 case ReaderGone():
@@ -119,6 +132,8 @@ class SchedulerRole:
                     self._stopping = True
                 case _:
                     raise TypeError(f"a scheduler can't take a {type(message).__name__}")
+        for request, arrival in self._held.take() if self._held else ():
+            core.scheduler.add(request, arrival)
 
     def _deliver(self, core: EngineCore) -> None:
         for reply_to, out in core.scheduler.take_outputs():
@@ -140,6 +155,7 @@ class SchedulerRole:
 
     def _drop_reader(self, reply_to: str) -> None:
         logger.warning("reader %s is gone; aborting its requests", reply_to.partition("#")[0])
+        self._held.drop(reply_to)
         self.scheduler.abort_reader(reply_to)
         self._done([key for key in self._owners if key[0] == reply_to])
         self._outboxes.drop(reply_to)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import threading
 import time
 from typing import Any
@@ -12,12 +13,17 @@ import ray
 from engine.actors.actor_process import ActorProcess
 from engine.actors.ray_types import actor_class, node_ip
 from engine.config import EngineConfig, ResolvedConfig
+from engine.constraints.grammar_compiler import GrammarCompiler
+from engine.errors import ConfigError
 from engine.executor.message_executor import collect_ready
+from engine.grammar_setup import make_grammar_compiler
 from engine.protocol.transport import Inbox
 from engine.scheduler.scheduler_config import SchedulerConfig
 from engine.scheduler.stats import SchedulerStats
 from engine.scheduler_role import IDLE_POLL_S, SchedulerRole
 from engine.trace import pack, scheduler_trace
+
+logger = logging.getLogger(__name__)
 
 
 class SchedulerActor:
@@ -49,9 +55,10 @@ class SchedulerActor:
         lost or can't start."""
         if self._config is None or self._inbox is None or self._results is None:
             raise RuntimeError("prepare comes first")
+        grammars = _load_grammars(self._config)  # the workers load the model meanwhile
         workers = collect_ready(self._results, self._config.engine.world_size, _nobody)
         config = SchedulerConfig.from_config(self._config, workers.num_kv_tokens)
-        self._role = SchedulerRole(config, self._inbox, workers, self._results)
+        self._role = SchedulerRole(config, self._inbox, workers, self._results, grammars)
         # All objects that live now live as long as the process: keep them out of collections.
         gc.collect()
         gc.freeze()
@@ -90,6 +97,18 @@ class SchedulerActor:
         if self._role is None:
             raise RuntimeError("the workers aren't ready")
         return self._role
+
+
+def _load_grammars(config: ResolvedConfig) -> GrammarCompiler | None:
+    """The compiler of the model's grammars; None, and requests with one are refused, if the model
+    has no tokenizer."""
+    compiler = make_grammar_compiler(config.model)
+    try:
+        compiler.load()
+    except ConfigError as error:
+        logger.warning("no structured output: %s", error)
+        return None
+    return compiler
 
 
 def _nobody() -> str:

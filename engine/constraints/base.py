@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from engine.constraints.grammar_compiler import GrammarCompiler  # loads llguidance
 
 MaskArray = np.ndarray[Any, np.dtype[np.uint32]]
 
@@ -17,6 +20,37 @@ class Constraint(ABC):
     The state follows the request's committed output tokens, the end-of-sequence token included.
     """
 
+    @abstractmethod
+    def fill_mask(self, out: MaskArray) -> None:
+        """Write the tokens allowed next to `out` [mask_words(vocab_size)]; its old content is lost.
+
+        Bit t % 32 of word t // 32 is set if token t is allowed; at least one is, unless
+        `is_terminated` or `error`.
+        """
+
+    @abstractmethod
+    def accept(self, token: int) -> bool:
+        """Go on by one token. False, and no change, if it isn't allowed."""
+
+    @property
+    def error(self) -> str:
+        """Why the constraint can't go on, which ends the request with an error; "" if it can."""
+        return ""
+
+    @property
+    def is_static(self) -> bool:
+        """The mask is the same at every token: nobody has to wait for the tokens before."""
+        return False
+
+    @property
+    @abstractmethod
+    def is_terminated(self) -> bool:
+        """The output is complete and nothing may follow: the request ends with "stop"."""
+
+
+class ConstraintKind(Constraint):
+    """A constraint that a `ConstraintSpec` names: made from plain data."""
+
     @classmethod
     @abstractmethod
     def verify(cls, payload: dict[str, Any], vocab_size: int) -> None:
@@ -25,30 +59,18 @@ class Constraint(ABC):
     @classmethod
     @abstractmethod
     def create(
-        cls, payload: dict[str, Any], vocab_size: int, eos_token_ids: Collection[int]
+        cls,
+        payload: dict[str, Any],
+        vocab_size: int,
+        eos_token_ids: Collection[int],
+        grammars: GrammarCompiler | None = None,
     ) -> Constraint:
         """The state before the first output token. Raises `RequestError`.
 
         `eos_token_ids` end the request: a constraint must allow them where the output may end. The
-        set is empty if the model has none or the request ignores them.
+        set is empty if the model has none or the request ignores them. `grammars` knows the model's
+        tokenizer; None if it has none.
         """
-
-    @abstractmethod
-    def fill_mask(self, out: MaskArray) -> None:
-        """Write the tokens allowed next to `out` [mask_words(vocab_size)]; its old content is lost.
-
-        Bit t % 32 of word t // 32 is set if token t is allowed; at least one is, unless
-        `is_terminated`.
-        """
-
-    @abstractmethod
-    def accept(self, token: int) -> bool:
-        """Go on by one token. False, and no change, if it isn't allowed."""
-
-    @property
-    @abstractmethod
-    def is_terminated(self) -> bool:
-        """The output is complete and nothing may follow: the request ends with "stop"."""
 
 
 def mask_words(vocab_size: int) -> int:

@@ -95,11 +95,15 @@ class SampleMasks(msgspec.Struct, array_like=True):
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):
-    """Log-probability of one token and the `k` likeliest alternatives, best first."""
+    """Log-probability of one token and of `k` others: the likeliest, best first, or listed ones.
+
+    `rank` of the token is 1 for the likeliest; 0 if it wasn't computed.
+    """
 
     logprob: float
     top_ids: list[int]
     top_logprobs: list[float]
+    rank: int = 0
 
 
 class PromptLogprobs(msgspec.Struct, array_like=True):

@@ -16,7 +16,8 @@ class LogprobEntry(msgspec.Struct, array_like=True):
     """Log-probability of one token, with the likeliest alternatives, best first.
 
     `bytes` is the token's share of the text in UTF-8 (maybe a part of a character; `token` then
-    has U+FFFD). `text_offset`: characters of output (or of prompt) before the token.
+    has U+FFFD). `text_offset`: characters of output (or of prompt) before the token. `rank`: 1 for
+    the likeliest token, 0 if it isn't known (output tokens).
     """
 
     token: str
@@ -25,6 +26,7 @@ class LogprobEntry(msgspec.Struct, array_like=True):
     bytes: list[int]
     top: list[TopLogprob]
     text_offset: int
+    rank: int = 0
 
 
 class TextDelta(msgspec.Struct, array_like=True, gc=False):

@@ -18,27 +18,71 @@ _ROWS_AT_ONCE = 64
 class LogprobTensors(NamedTuple):
     """Log-probabilities on the device; `to_host` makes messages of them.
 
-    `token`: float32 [n]; `top_ids` int64 [n, k] and `top` float32 [n, k], best first, ties by id.
-    `num_top`: alternatives that each row asked for, at most k.
+    `token`: float32 [n]; `top_ids` int64 [n, k] and `top` float32 [n, k], best first, ties by id,
+    or the tokens that a row listed, in its order. `num_top`: entries of each row, at most k.
+    `rank`: int64 [n], 1 for the likeliest token; None if nobody asked.
     """
 
     token: Tensor
     top_ids: Tensor
     top: Tensor
     num_top: Sequence[int]
+    rank: Tensor | None = None
 
     def to_host(self) -> list[TokenLogprobs]:
         """One entry per row. Waits for the device."""
+        ranks = [0] * len(self.num_top) if self.rank is None else self.rank.tolist()
         return [
-            TokenLogprobs(logprob, ids[:count], values[:count])
-            for logprob, ids, values, count in zip(
+            TokenLogprobs(logprob, ids[:count], values[:count], rank)
+            for logprob, ids, values, count, rank in zip(
                 self.token.tolist(),
                 self.top_ids.tolist(),
                 self.top.tolist(),
                 self.num_top,
+                ranks,
                 strict=True,
             )
         ]
+
+
+class ListedTokens(NamedTuple):
+    """Tokens whose log-probabilities some rows want instead of the likeliest ones'."""
+
+    ids: Tensor
+    """int64 [n, m], padded with 0."""
+    chosen: Tensor
+    """bool [n, 1]: the rows that listed tokens."""
+    counts: Sequence[int]
+    """[n]: tokens listed; 0 for the other rows."""
+
+    def instead_of_top(
+        self, found: LogprobTensors, logits: Tensor, token_ids: Tensor
+    ) -> LogprobTensors:
+        """`found` of `logits` float32 [n, vocab] and `token_ids` int64 [n], with the listed tokens
+        in the rows that listed some."""
+        # The log of the sum is the token's logit less its log-probability: no second softmax.
+        own = logits.gather(1, token_ids.unsqueeze(1))
+        listed = logits.gather(1, self.ids) - own + found.token.unsqueeze(1)
+        width = max(self.ids.shape[1], found.top.shape[1])
+        return found._replace(
+            top_ids=torch.where(self.chosen, _widen(self.ids, width), _widen(found.top_ids, width)),
+            top=torch.where(self.chosen, _widen(listed, width), _widen(found.top, width)),
+            num_top=[count or top for count, top in zip(self.counts, found.num_top, strict=True)],
+        )
+
+
+def _widen(values: Tensor, width: int) -> Tensor:
+    """[n, k] -> [n, width], filled with zeros."""
+    return torch.nn.functional.pad(values, (0, width - values.shape[1]))
+
+
+def token_ranks(logits: Tensor, token_ids: Tensor) -> Tensor:
+    """int64 [n]: 1 + the number of tokens likelier than `token_ids` int64 [n].
+
+    `logits` float32 [n, vocab].
+    """
+    own = logits.gather(1, token_ids.unsqueeze(1))
+    return (logits > own).sum(1) + 1
 
 
 def compute_logprobs(

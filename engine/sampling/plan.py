@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.device.pinned import to_device
+from engine.sampling.logprobs import ListedTokens
 
 
 class Draw(IntEnum):
@@ -81,6 +82,8 @@ class LogprobGroup:
     num_top: np.ndarray
     batch_rows: np.ndarray
     """int64 [count]: the rows' numbers in the batch."""
+    listed: ListedTokens | None = None
+    """Tokens that rows named instead of asking for the likeliest."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from engine.protocol.messages import TokenLogprobs
 from engine.registry import SAMPLING_BACKENDS
 from engine.sampling.base import SamplingBackend
-from engine.sampling.logprobs import LogprobTensors
+from engine.sampling.logprobs import LogprobTensors, token_ranks
 from engine.sampling.plan import SamplingPlan
 from engine.sampling.state import SamplingState
 
@@ -93,20 +93,22 @@ class Sampler:
         nan_rows = (drawn.row_max - drawn.row_max).isnan()
         if plan.logprobs is None or raw is None:
             return SampledTokens(drawn.token_ids, nan_rows, None, None)
-        logprobs = self._backend.logprobs(
-            raw, plan.logprobs.rows.take(drawn.token_ids), plan.logprobs.num_top.tolist()
-        )
+        token_ids = plan.logprobs.rows.take(drawn.token_ids)
+        logprobs = self._backend.logprobs(raw, token_ids, plan.logprobs.num_top.tolist())
+        if plan.logprobs.listed is not None:
+            logprobs = plan.logprobs.listed.instead_of_top(logprobs, raw, token_ids)
         return SampledTokens(drawn.token_ids, nan_rows, logprobs, plan.logprobs.batch_rows)
 
     @torch.inference_mode()
     def prompt_logprobs(
         self, logits: Tensor, next_token_ids: Tensor, num_top: int
     ) -> LogprobTensors:
-        """Log-probabilities of `next_token_ids` int64 [n] after n prompt positions.
+        """Log-probabilities and ranks of `next_token_ids` int64 [n] after n prompt positions.
 
         `logits` float32 [n, vocab] isn't changed.
         """
-        return self._backend.logprobs(logits, next_token_ids, [num_top] * len(logits))
+        found = self._backend.logprobs(logits, next_token_ids, [num_top] * len(logits))
+        return found._replace(rank=token_ranks(logits, next_token_ids))
 
     def _adjust(
         self,

@@ -12,6 +12,7 @@ from torch import Tensor
 from engine.device.pinned import to_device
 from engine.protocol.messages import SlotParams
 from engine.sampling.hash_noise import mix_seed
+from engine.sampling.logprobs import ListedTokens
 from engine.sampling.penalties import PenaltyPool
 from engine.sampling.plan import (
     BannedTokens,
@@ -63,6 +64,7 @@ class SamplingState:
         self._num_top = np.full(max_slots, -1, dtype=np.int64)
         self._bias: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._banned: dict[int, np.ndarray] = {}
+        self._listed: dict[int, list[int]] = {}
         self._plans: dict[bytes, SamplingPlan] = {}
 
     @torch.inference_mode()
@@ -132,6 +134,7 @@ class SamplingState:
         self.penalty_pool.free(slot)
         self._bias.pop(slot, None)
         self._banned.pop(slot, None)
+        self._listed.pop(slot, None)
         draw = _draw_of(params, self.vocab_size)
         self._draw[slot] = draw
         self._top_k[slot] = params.top_k if draw is Draw.TOP_K else 0
@@ -142,6 +145,8 @@ class SamplingState:
             params.frequency_penalty != 0.0,
         )
         self._num_top[slot] = -1 if params.logprobs is None else params.logprobs
+        if params.logprob_token_ids:
+            self._listed[slot] = params.logprob_token_ids
         if params.logit_bias:
             ids = np.fromiter(params.logit_bias.keys(), dtype=np.int64)
             values = np.fromiter(params.logit_bias.values(), dtype=np.float32)
@@ -210,7 +215,19 @@ class SamplingState:
         rows = row_group(chosen, self.device)
         if rows is None:
             return None
-        return LogprobGroup(rows, num_top[chosen], np.flatnonzero(chosen))
+        listed = self._plan_listed(slots[chosen])
+        return LogprobGroup(rows, num_top[chosen], np.flatnonzero(chosen), listed)
+
+    def _plan_listed(self, slots: np.ndarray) -> ListedTokens | None:
+        lists = [self._listed.get(slot, []) for slot in slots.tolist()]
+        counts = [len(ids) for ids in lists]
+        if not any(counts):
+            return None
+        padded = np.zeros((len(lists), max(counts)), dtype=np.int64)
+        for row, ids in enumerate(lists):
+            padded[row, : len(ids)] = ids
+        chosen = np.array(counts, dtype=np.int64)[:, None] > 0
+        return ListedTokens(to_device(padded, self.device), to_device(chosen, self.device), counts)
 
 
 def _draw_of(params: SamplingParams, vocab_size: int) -> Draw:

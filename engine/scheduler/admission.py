@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from engine.constraints import Constraint, create_constraint
+from engine.constraints import AllOf, Constraint, TokenFilter, create_constraint
+from engine.constraints.grammar_compiler import GrammarCompiler
 from engine.errors import RequestError
 from engine.protocol.messages import AddRequest, FinishedReq, IntArray
 from engine.sampling_params import SamplingParams, check_prompt
@@ -15,17 +16,22 @@ from engine.scheduler.scheduler_config import SchedulerConfig
 
 
 def make_req(
-    request: AddRequest, config: SchedulerConfig, num_waiting: int, now: float
+    request: AddRequest,
+    config: SchedulerConfig,
+    num_waiting: int,
+    now: float,
+    grammars: GrammarCompiler | None = None,
 ) -> Req | FinishedReq:
     """A queued `Req`, or the `FinishedReq` that refuses it, or ends it if it was resumed complete.
 
-    `now` is in seconds of the loop's clock; `num_waiting` requests are queued already.
+    `now` is in seconds of the loop's clock; `num_waiting` requests are queued already. `grammars`
+    is None if the model has no tokenizer.
     """
     prompt_len = len(request.input_ids)
     resumed = request.output_ids if request.output_ids is not None else np.zeros(0, np.int32)
     try:
         _verify(request, config, num_waiting)
-        constraint = _make_constraint(request.params, config, resumed.tolist())
+        constraint = _make_constraint(request.params, config, resumed.tolist(), grammars)
     except RequestError as error:
         return FinishedReq(
             request.rid,
@@ -80,13 +86,22 @@ def verify_prompt(ids: IntArray, max_model_len: int, vocab_size: int) -> None:
 
 
 def _make_constraint(
-    params: SamplingParams, config: SchedulerConfig, resumed: Sequence[int]
+    params: SamplingParams,
+    config: SchedulerConfig,
+    resumed: Sequence[int],
+    grammars: GrammarCompiler | None,
 ) -> Constraint | None:
     """The request's constraint after the `resumed` output. Raises `RequestError`."""
-    if params.constraint is None:
+    parts: list[Constraint] = []
+    if params.constraint is not None:
+        eos = () if params.ignore_eos else config.eos_token_ids
+        made = create_constraint(params.constraint, config.vocab_size, eos, grammars)
+        parts.append(made)
+    if params.allowed_token_ids is not None or params.bad_words_ids:
+        parts.append(TokenFilter(config.vocab_size, params.allowed_token_ids, params.bad_words_ids))
+    if not parts:
         return None
-    eos = () if params.ignore_eos else config.eos_token_ids
-    constraint = create_constraint(params.constraint, config.vocab_size, eos)
+    constraint = parts[0] if len(parts) == 1 else AllOf(parts, config.vocab_size)
     if not all(constraint.accept(token) for token in resumed):
         raise RequestError("the resumed output doesn't follow the constraint", "constraint")
     return constraint

@@ -68,7 +68,10 @@ class DelayedSamples:
             if req.finished or row in errors or req.constraint is None:
                 continue
             if not req.constraint.accept(result.next_token_ids[row]):
-                logger.error("request %s: sampled a token that its mask forbids", req.request_id)
+                if not req.constraint.error:
+                    logger.error(
+                        "request %s: sampled a token that its mask forbids", req.request_id
+                    )
                 errors[row] = "the model sampled a token that the constraint doesn't allow"
             elif req.constraint.is_terminated:
                 terminated.add(row)
@@ -85,4 +88,9 @@ class DelayedSamples:
 
 
 def _is_up_to_date(rows: Sequence[ConstrainedRow]) -> bool:
-    return all(r.req.finished or len(r.req.output_ids) == r.num_output for r in rows)
+    return all(
+        r.req.finished
+        or len(r.req.output_ids) == r.num_output
+        or (r.req.constraint is not None and r.req.constraint.is_static)
+        for r in rows
+    )

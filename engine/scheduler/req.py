@@ -116,6 +116,11 @@ class Req:
             status,
         )
 
+    def fail(self, message: str) -> FinishedReq:
+        """The same if a step failed it: a grammar that can't go on is its client's affair."""
+        refusal = self.constraint.error if self.constraint is not None else ""
+        return self.finish("error", message=refusal or message, status=400 if refusal else 500)
+
     @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether prompt log-probabilities are still to be computed; the prefix cache has none."""

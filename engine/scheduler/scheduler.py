@@ -17,6 +17,7 @@ from collections.abc import Collection, Mapping, Sequence
 import msgspec
 import numpy as np
 
+from engine.constraints.grammar_compiler import GrammarCompiler
 from engine.protocol.messages import (
     AbortRequest,
     AddRequest,
@@ -54,8 +55,9 @@ FULL_RETRY_STEPS = 16
 class Scheduler:
     """Continuous batching over a paged KV cache with a radix prefix tree."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
-        self.config = config
+    def __init__(self, config: SchedulerConfig, grammars: GrammarCompiler | None = None) -> None:
+        """`grammars` compiles those of requests; without it, such requests are refused."""
+        self.config, self.grammars = config, grammars
         self.kv = KVManager(config)
         self.policy: SchedulePolicy = SCHEDULE_POLICIES[config.schedule_policy]()
         self.ratio = NewTokenRatio(config.schedule_conservativeness)
@@ -67,8 +69,7 @@ class Scheduler:
         self.stats = SchedulerStats(kv_total_tokens=self.kv.total_size)
         self.micro_batches = [MicroBatch(i) for i in range(config.num_micro_batches)]
         self.requests = Requests(self.kv, self.micro_batches, self.outputs, self.stats)
-        self._next_micro_batch = 0
-        self._step = 0
+        self._next_micro_batch = self._step = 0
         self._next_expire = -math.inf
 
     # Requests
@@ -78,7 +79,7 @@ class Scheduler:
         number = self.outputs.reader_no(request.reply_to)
         if (request.reply_to, request.rid) in self.requests.by_key:
             raise ValueError(f"request id {request.rid} of {request.reply_to!r} is in use")
-        made = make_req(request, self.config, len(self.requests.waiting), now)
+        made = make_req(request, self.config, len(self.requests.waiting), now, self.grammars)
         if isinstance(made, FinishedReq):
             self.outputs.finish(number, made)
             return
@@ -320,7 +321,7 @@ class Scheduler:
             if errors is not None and i in errors:
                 dropped.append(i)
                 ended.append(req)
-                requests.end(req, req.finish("error", message=errors[i], status=500))
+                requests.end(req, req.fail(errors[i]))
                 continue
             output = req.output_ids
             output.append(token)

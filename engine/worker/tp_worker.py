@@ -97,6 +97,7 @@ def _result_tensors(sampled: SampledTokens, prompt: list[PromptLogprobTensors]) 
     logprobs = [] if sampled.logprobs is None else [sampled.logprobs]
     for found in logprobs + [item.logprobs for item in prompt]:
         tensors += [found.token, found.top_ids, found.top]
+        tensors += [] if found.rank is None else [found.rank]
     return tensors
 
 
@@ -110,7 +111,9 @@ def _on_host(sampled: SampledTokens, tensors: Iterator[Tensor]) -> SampledTokens
 
 
 def _logprobs_on_host(logprobs: LogprobTensors, tensors: Iterator[Tensor]) -> LogprobTensors:
-    return LogprobTensors(next(tensors), next(tensors), next(tensors), logprobs.num_top)
+    token, top_ids, top = next(tensors), next(tensors), next(tensors)
+    rank = None if logprobs.rank is None else next(tensors)
+    return LogprobTensors(token, top_ids, top, logprobs.num_top, rank)
 
 
 @dataclass

@@ -9,6 +9,7 @@ from contextlib import aclosing
 from typing import Any
 
 from deploy.http.engine_client import EngineClient, EngineHealth, GenerateRequest, ModelInfo
+from engine.constraints import ConstraintSpec, verify_constraint
 from engine.errors import RequestError
 from engine.protocol.tokenizer_messages import LogprobEntry, TextDelta
 from engine.tokenizer.tokenizer import check_template_kwargs, normalize_message
@@ -63,6 +64,10 @@ class FakeEngineClient(EngineClient):
         self.stats_delay_s = 0.0
         self.num_traced_steps = 10
         self.chat_calls: list[dict[str, Any]] = []
+        self.checked: list[ConstraintSpec] = []
+        """Constraints that were checked."""
+        self.constraint_error: RequestError | None = None
+        """Refuses every constraint."""
 
     @property
     def open(self) -> int:
@@ -103,6 +108,12 @@ class FakeEngineClient(EngineClient):
         if messages[-1]["role"] == "assistant" and not continue_final_message:
             raise RequestError("the template wants a user's message last", "messages")
         return list("".join(f"[{m['role']}]{m['content']}" for m in messages).encode())
+
+    async def check_constraint(self, spec: ConstraintSpec) -> None:
+        self.checked.append(spec)
+        if self.constraint_error is not None:
+            raise self.constraint_error
+        verify_constraint(spec, self._info.vocab_size)
 
     async def generate(
         self, request: GenerateRequest, read: Callable[[list[TextDelta]], None]

@@ -380,6 +380,27 @@ def test_logprobs_of_ties_are_ordered_by_id() -> None:
     assert host.logprobs[0].top_ids == [0, 1, 2, 3]
 
 
+def test_listed_tokens_take_the_place_of_the_likeliest() -> None:
+    lists = [None, [5], [9, 0, VOCAB - 1, 9]]
+    rows = [
+        Row(
+            random_logits(i),
+            SamplingParams(seed=i, top_k=4, logprobs=2, logprob_token_ids=lists[i % 3]),
+        )
+        for i in range(9)
+    ]
+    host = sample(rows).to_host()
+    assert host.logprobs is not None
+    for i, row in enumerate(rows):
+        found, listed = host.logprobs[i], lists[i % 3]
+        assert found is not None
+        exact = row.logits.log_softmax(0)
+        if listed is None:
+            listed = exact.topk(2).indices.tolist()
+        assert found.top_ids == listed
+        assert found.top_logprobs == pytest.approx(exact[listed].tolist(), abs=1e-5)
+
+
 def test_no_logprobs_unless_asked() -> None:
     assert sample([Row(random_logits(0), SamplingParams(seed=1))]).to_host().logprobs is None
 
@@ -394,6 +415,8 @@ def test_prompt_logprobs(num_top: int) -> None:
     assert torch.equal(logits, before)
     exact = logits.log_softmax(1)
     assert [entry.logprob for entry in entries] == exact[torch.arange(150), ids].tolist()
+    own = logits.gather(1, ids[:, None])
+    assert [entry.rank for entry in entries] == ((logits > own).sum(1) + 1).tolist()
     for i in (0, 63, 64, 149):
         values, best = exact[i].topk(num_top)
         assert entries[i].top_ids == best.tolist()

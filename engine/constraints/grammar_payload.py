@@ -1,0 +1,96 @@
+"""`GrammarPayload`: a grammar as plain data."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from engine.errors import RequestError
+
+MAX_GRAMMAR_BYTES = 64 * 1024
+"""UTF-8 bytes of all texts of a grammar."""
+MAX_CHOICES = 10_000
+MAX_WHITESPACE_PATTERN = 256
+"""Characters of `whitespace_pattern`."""
+
+GrammarType = Literal[
+    "json_schema", "json_object", "regex", "choice", "lark", "gbnf", "structural_tag"
+]
+JSON_TYPES = ("json_schema", "json_object", "structural_tag")
+
+
+class GrammarPayload(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """Payload of kind "grammar". By `type`, `value` is
+
+    - json_schema: the schema, as JSON text
+    - json_object: nothing; any JSON object
+    - regex: a regular expression, which the whole output matches
+    - choice: the texts of which the output is one
+    - lark: a grammar in llguidance's dialect of Lark, which begins with the rule `start`
+    - gbnf: a grammar in llama.cpp's GBNF, which begins with the rule `root`
+    - structural_tag: `StructuralTags` as JSON text
+    """
+
+    type: GrammarType
+    value: str | list[str] = ""
+    any_whitespace: bool = True
+    """JSON may have whitespace between its parts. False: none at all."""
+    whitespace_pattern: str | None = None
+    """A regular expression of the whitespace between parts of JSON."""
+
+
+class TaggedStructure(msgspec.Struct, forbid_unknown_fields=True):
+    """JSON that follows `schema`, between two texts."""
+
+    begin: str
+    schema: dict[str, Any]
+    end: str
+
+
+class StructuralTags(msgspec.Struct, forbid_unknown_fields=True):
+    """Free text with structures in it (vLLM's `structural_tag`).
+
+    Where the text has one of the `triggers`, a structure begins whose `begin` starts with this
+    trigger.
+    """
+
+    structures: list[TaggedStructure]
+    triggers: list[str]
+    type: Literal["structural_tag"] = "structural_tag"
+
+
+def parse_grammar(payload: dict[str, Any]) -> GrammarPayload:
+    """Check types and size. Cheap. Raises `RequestError`."""
+    try:
+        grammar = msgspec.convert(payload, GrammarPayload)
+    except msgspec.ValidationError as error:
+        raise refused(f"constraint of kind grammar: {error}") from None
+    is_list = isinstance(grammar.value, list)
+    if is_list != (grammar.type == "choice"):
+        wanted = "a list of strings" if grammar.type == "choice" else "a string"
+        raise refused(f"a grammar of type {grammar.type} needs {wanted} as its value")
+    if is_list and not (0 < len(grammar.value) <= MAX_CHOICES and all(grammar.value)):
+        raise refused(f"choice takes 1 to {MAX_CHOICES} strings, none of them empty")
+    if not grammar.value and grammar.type != "json_object":
+        raise refused(f"a grammar of type {grammar.type} must not be empty")
+    if grammar.type not in JSON_TYPES and not (
+        grammar.any_whitespace and grammar.whitespace_pattern is None
+    ):
+        raise refused("whitespace options are only for JSON")
+    if len(grammar.whitespace_pattern or "") > MAX_WHITESPACE_PATTERN:
+        raise refused(f"whitespace_pattern takes at most {MAX_WHITESPACE_PATTERN} characters")
+    try:
+        texts = [grammar.value] if isinstance(grammar.value, str) else grammar.value
+        num_bytes = sum(len(text.encode()) for text in texts)
+        (grammar.whitespace_pattern or "").encode()
+    except UnicodeEncodeError:
+        raise refused("the grammar isn't valid Unicode: it has half of a surrogate pair") from None
+    if num_bytes > MAX_GRAMMAR_BYTES:
+        raise refused(f"the grammar has {num_bytes} bytes; at most {MAX_GRAMMAR_BYTES} are allowed")
+    return grammar
+
+
+def refused(message: str) -> RequestError:
+    """The error of a grammar that isn't taken."""
+    return RequestError(message, "constraint")
