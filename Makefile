@@ -11,7 +11,7 @@ STAMP := $(VENV)/.installed-$(SUM)
 DEV_STAMP := $(VENV)/.installed-dev-$(SUM)
 
 .DELETE_ON_ERROR:
-.PHONY: serve test test-fast test-extended test-matrix test-gpu chaos starts lint bench bench-gpu \
+.PHONY: serve test test-fast test-extended test-matrix test-gpu chaos starts fuzz lint bench bench-gpu \
 	install install-dev clean
 
 # What running needs.
@@ -64,6 +64,10 @@ chaos: install-dev
 # Thirty starts and stops in a row: some 15 minutes.
 starts: install-dev
 	$(BIN)/python -m pytest tests/extended/test_starts.py -m full_chaos -q -s --full-chaos
+
+# Thousands of requests made from the OpenAPI document: some 20 minutes.
+fuzz: install-dev
+	$(BIN)/python -m pytest tests/extended/test_openapi_fuzz.py -q -s --full-chaos
 
 lint: install-dev
 	$(BIN)/ruff check .

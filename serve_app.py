@@ -92,6 +92,7 @@ def build_app(args: dict[str, Any]) -> Application:
             drain_timeout_s=server.drain_timeout_s,
             routing_policy=config.routing_policy,
             page_size=engine.page_size,
+            sampling_defaults=engine.sampling_defaults(config.resolved.model),
         ),
     )
 

@@ -20,8 +20,8 @@ from deploy.http.openai.chat import ChatEndpoint
 from deploy.http.openai.completions import CompletionEndpoint
 from deploy.http.openai.errors import ErrorReply, error_reply, reply_to
 from deploy.http.openai.generation import check_model
-from deploy.http.openai.request import GenerationRequest
 from deploy.http.openai.sse import encode_json
+from deploy.http.openapi import DocumentedApi
 from deploy.http.settings import ApiSettings
 from engine import __version__
 from engine.errors import EngineDeadError, RequestError
@@ -51,7 +51,6 @@ def build_api(
             path,
             name=f"create_{endpoint.name.removesuffix('s')}",
             description=f"As OpenAI's `POST {path}`, with the fields below.",
-            openapi_extra=_body_schema(endpoint.body),
         )(endpoint.handle)
 
     @app.get("/v1/models")
@@ -93,7 +92,7 @@ def build_api(
     return app
 
 
-class _Api(FastAPI):
+class _Api(DocumentedApi):
     def __init__(self, add_request_id_header: bool, **options: Any) -> None:
         self._add_request_id_header = add_request_id_header
         super().__init__(**options)
@@ -145,12 +144,6 @@ def _describe_model(info: ModelInfo) -> dict[str, Any]:
         "parent": None,
         "max_model_len": info.max_model_len,
     }
-
-
-def _body_schema(kind: type[GenerationRequest]) -> dict[str, Any]:
-    """The schema for /docs: handlers read bodies themselves, so FastAPI doesn't know the fields."""
-    schema = kind.model_json_schema()
-    return {"requestBody": {"content": {"application/json": {"schema": schema}}}}
 
 
 async def _gently(pieces: Iterable[bytes]) -> AsyncIterator[bytes]:

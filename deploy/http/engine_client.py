@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from engine.constraints import ConstraintSpec
 from engine.protocol.tokenizer_messages import TextDelta
 from engine.sampling_params import SamplingParams
 from engine.trace import RoleTrace
@@ -25,6 +26,9 @@ class ModelInfo:
     vocab_size: int
     created: int
     """Unix time at which the server started."""
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict)
+    """Values of sampling fields that requests leave out, from the model's generation_config.json
+    (`engine.generation_defaults`)."""
 
 
 @dataclass
@@ -81,6 +85,11 @@ class EngineClient(ABC):
         template_kwargs: dict[str, Any] | None = None,
     ) -> list[int]:
         """Token ids of a conversation. Raises `RequestError` when the template refuses it."""
+
+    @abstractmethod
+    async def check_constraint(self, spec: ConstraintSpec) -> None:
+        """Raise `RequestError` if an engine must not see the constraint. May take seconds. To be
+        called once for a request, before its sequences are generated."""
 
     @abstractmethod
     async def generate(

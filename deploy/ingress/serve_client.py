@@ -12,7 +12,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from deploy.http.engine_client import EngineClient, EngineHealth, GenerateRequest, ModelInfo
@@ -26,6 +26,8 @@ from deploy.routing import make_policy
 from deploy.serve_state.drain_watch import DrainWatch
 from deploy.serve_state.replica_states import replicas_lost
 from engine.actors.ray_types import node_ip
+from engine.constraints import ConstraintSpec
+from engine.constraints.guard import GrammarGuard
 from engine.errors import EngineDeadError, RequestError
 from engine.protocol import tokenizer_messages as tm
 from engine.protocol.async_inbox import AsyncInbox
@@ -59,6 +61,8 @@ class IngressOptions:
     routing_policy: str
     """How replicas are chosen; "" leaves it to Serve."""
     page_size: int
+    sampling_defaults: dict[str, float] = field(default_factory=dict)
+    """Values of sampling fields that requests leave out."""
 
 
 class ServeEngineClient(EngineClient, IngressListener):
@@ -72,7 +76,11 @@ class ServeEngineClient(EngineClient, IngressListener):
         self._resume = options.resume
         self._drain_timeout_s = options.drain_timeout_s
         self._info = ModelInfo(
-            options.model_name, options.max_model_len, options.vocab_size, int(time.time())
+            options.model_name,
+            options.max_model_len,
+            options.vocab_size,
+            int(time.time()),
+            options.sampling_defaults,
         )
         self._resumes: Counter[str] = Counter()
         self._drain = DrainWatch()
@@ -82,6 +90,7 @@ class ServeEngineClient(EngineClient, IngressListener):
         self._watch = EngineWatch(engines, address, hang_timeout_s, self)
         self._router = _make_router(options, address, self._watch)
         self._attempts = Attempts(self._tokenizer, engines, self._watch, address, self._router)
+        self._guard = GrammarGuard(options.model_path)
         self._leaving: asyncio.Task[None] | None = None
 
     @classmethod
@@ -108,11 +117,12 @@ class ServeEngineClient(EngineClient, IngressListener):
         return cls._current
 
     def stop(self) -> None:
-        """Stop the tokenizer and the watch, and close the inbox."""
+        """Stop the tokenizer, the grammar guard and the watch, and close the inbox."""
         if self._leaving is not None:
             self._leaving.cancel()
         self._watch.close()
         self._tokenizer.stop()
+        self._guard.shutdown()
         self._inbox.close()
 
     def check(self) -> None:
@@ -166,6 +176,9 @@ class ServeEngineClient(EngineClient, IngressListener):
             self._resume.wait_s,
         )
         return _ids(reply)[0]
+
+    async def check_constraint(self, spec: ConstraintSpec) -> None:
+        await asyncio.wrap_future(self._guard.submit(spec))
 
     async def generate(
         self, request: GenerateRequest, read: Callable[[list[TextDelta]], None]

@@ -30,6 +30,26 @@ class Backlog:
         return deltas
 
 
+class StreamInterval:
+    """Holds the deltas of one sequence back until a number of tokens is there (vLLM's
+    `stream_interval`). The first and the last delta never wait."""
+
+    def __init__(self, tokens: int) -> None:
+        self._tokens = tokens
+        self._held = Backlog()
+        self._sent = 0
+
+    def due(self, deltas: list[TextDelta]) -> list[TextDelta]:
+        """What is to be sent now that `deltas` have come: nothing, or one delta."""
+        self._held.add(deltas)
+        newest = deltas[-1]
+        waits = self._sent > 0 and newest.num_output - self._sent < self._tokens
+        if waits and newest.finish_reason is None:
+            return []
+        self._sent = newest.num_output
+        return [join(self._held.take())]
+
+
 def join(deltas: Iterable[TextDelta]) -> TextDelta:
     """Join successive deltas of one request; the deltas must not be used afterwards."""
     first, *others = deltas

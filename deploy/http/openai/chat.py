@@ -2,9 +2,10 @@
 
 # No `from __future__ import annotations`: pydantic reads the annotations of the request.
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from deploy.http.engine_client import EngineClient
 from deploy.http.metrics import RequestTracker
@@ -18,51 +19,78 @@ from deploy.http.openai.generation import (
     check_text_length,
     make_plan,
     resolve_max_tokens,
+    truncate_prompt,
 )
-from deploy.http.openai.logprobs import chat_logprobs, prompt_logprobs
+from deploy.http.openai.logprobs import LogprobStyle, chat_logprobs, prompt_logprobs
+from deploy.http.openai.output_limits import output_limits
 from deploy.http.openai.request import (
     UNSUPPORTED,
     GenerationRequest,
-    Strict,
     parse_request,
-    refusal,
 )
 from deploy.http.openai.sse import ChunkEncoder, encode_json
+from deploy.http.openai.strict import FreeObject, Strict, refusal
 from engine.errors import RequestError
 from engine.protocol.tokenizer_messages import TextDelta
 from engine.sampling_params import MAX_LOGPROBS, check_prompt
 
 
-class TextPart(Strict):
+class _PartOfMessage(Strict):
+    """Unknown keys are ignored, as in vLLM: clients decorate what they send back."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class TextPart(_PartOfMessage):
     """A piece of a message's content."""
 
     type: Literal["text"]
     text: str
 
 
-class ChatMessage(Strict):
+class CalledFunction(_PartOfMessage):
+    """The function that an earlier reply called; `arguments` are JSON."""
+
+    name: str
+    arguments: str | FreeObject = "{}"
+
+
+class ToolCall(_PartOfMessage):
+    """A call in an earlier reply."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class ChatMessage(_PartOfMessage):
     """One message of the conversation, as given or as an earlier reply was returned."""
 
+    model_config = ConfigDict(
+        json_schema_extra={
+            "anyOf": [
+                {"properties": {"role": {"const": "assistant"}}},
+                {"required": ["content"]},
+            ]
+        }
+    )
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "tool_calls": ([],),
-        "tool_call_id": (),
         "function_call": (),
         "audio": (),
-        "refusal": ("",),
     }
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] = ""
     name: str | None = None
     reasoning_content: str | None = None
-    annotations: list[Any] = Field(default_factory=list)
-    """A field of an earlier reply; templates don't know it."""
+    tool_calls: list[ToolCall] = Field(default_factory=list)
+    tool_call_id: str | None = None
 
     @field_validator("role", mode="before")
     @classmethod
-    def _refuse_tool_roles(cls, value: Any) -> Any:
-        if value in ("tool", "function"):
-            raise refusal(f"messages of role {value} are not supported yet.")
+    def _refuse_function_role(cls, value: Any) -> Any:
+        if value == "function":
+            raise refusal("messages of role function are not supported; use role tool.")
         return value
 
     @field_validator("content", mode="before")
@@ -102,6 +130,10 @@ class ChatMessage(Strict):
             message["name"] = self.name
         if self.reasoning_content is not None:
             message["reasoning_content"] = self.reasoning_content
+        if self.tool_calls:
+            message["tool_calls"] = [call.model_dump(exclude_none=True) for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
         return message
 
 
@@ -126,11 +158,10 @@ class ChatCompletionRequest(GenerationRequest):
         "web_search_options": (),
         "documents": ([],),
         "mm_processor_kwargs": (),
-        "echo": (False,),
         "add_special_tokens": (False,),
     }
 
-    messages: list[ChatMessage]
+    messages: list[ChatMessage] = Field(json_schema_extra={"minItems": 1})
     max_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
     max_completion_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
     logprobs: bool = False
@@ -138,8 +169,28 @@ class ChatCompletionRequest(GenerationRequest):
     add_generation_prompt: bool | None = None
     """None: true unless the final message is to be continued."""
     continue_final_message: bool = False
+    echo: bool = False
+    """Put the last message before the reply, if the reply has its role."""
     chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    chat_template_kwargs: FreeObject = Field(default_factory=dict)
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs
+
+    @property
+    def adds_generation_prompt(self) -> bool:
+        """Whether the template begins the assistant's turn."""
+        if self.add_generation_prompt is None:
+            return not self.continue_final_message
+        return self.add_generation_prompt
+
+    @property
+    def echoed(self) -> str:
+        """The text to put before the reply."""
+        last = self.messages[-1]
+        role = "assistant" if self.adds_generation_prompt else last.role
+        return last.text if self.echo and last.role == role else ""
 
     @model_validator(mode="after")
     def _check_chat(self) -> "ChatCompletionRequest":
@@ -173,14 +224,12 @@ class ChatEndpoint(Endpoint):
                 "programs; use the model's own.",
                 "chat_template",
             )
+        limits = await output_limits(client, request) if request.limits_output else None
         messages = [message.as_template_input() for message in request.messages]
         check_text_length("".join(message.text for message in request.messages), info, "messages")
-        add_generation_prompt = request.add_generation_prompt
-        if add_generation_prompt is None:
-            add_generation_prompt = not request.continue_final_message
         ids = await client.render_chat(
             messages,
-            add_generation_prompt=add_generation_prompt,
+            add_generation_prompt=request.adds_generation_prompt,
             continue_final_message=request.continue_final_message,
             chat_template=request.chat_template,
             template_kwargs=request.chat_template_kwargs or None,
@@ -189,10 +238,11 @@ class ChatEndpoint(Endpoint):
         by_new_name = request.max_completion_tokens is not None
         fields = Fields("messages", "max_completion_tokens" if by_new_name else "max_tokens")
         asked = request.max_completion_tokens if by_new_name else request.max_tokens
+        ids = truncate_prompt(ids, request, asked, info)
         prompt = Prompt(ids, resolve_max_tokens(len(ids), asked, None, info, fields))
         request_id = f"chatcmpl-{request.request_id or request_id}"
         top = request.top_logprobs if request.logprobs else None
-        plan = make_plan(request, request_id, info, [prompt], top, request.prompt_logprobs)
+        plan = make_plan(request, request_id, info, [prompt], top, request.prompt_logprobs, limits)
         return ChatGeneration(client, request, plan, tracker)
 
 
@@ -206,50 +256,68 @@ class ChatGeneration(Generation):
 
     def _choice(self, index: int, output: Output) -> dict[str, Any]:
         request = self._request
-        message = {"role": "assistant", "content": "".join(output.texts), "refusal": None}
-        choice = {
+        message = {
+            "role": "assistant",
+            "content": request.echoed + "".join(output.texts),
+            "refusal": None,
+            "annotations": None,
+            "audio": None,
+            "function_call": None,
+            "tool_calls": [],
+            "reasoning": None,
+        }
+        style = self._logprob_style
+        return {
             "index": index,
             "message": message,
-            "logprobs": (
-                chat_logprobs(output.logprobs, request.top_logprobs) if request.logprobs else None
-            ),
+            "logprobs": chat_logprobs(output.logprobs, style) if request.logprobs else None,
             "finish_reason": output.finish_reason,
             "stop_reason": output.stop_reason,
+            "token_ids": output.token_ids if request.return_token_ids else None,
         }
-        if request.return_token_ids:
-            choice["token_ids"] = output.token_ids
-        return choice
+
+    @cached_property
+    def _logprob_style(self) -> LogprobStyle:
+        return self._request.logprob_style(self._request.top_logprobs)
 
     def _reply_extra(self) -> dict[str, Any]:
-        extra: dict[str, Any] = {}
-        if self._request.prompt_logprobs is not None:
-            extra["prompt_logprobs"] = prompt_logprobs(self._outputs[0].prompt_logprobs or [])
-        if self._request.return_token_ids:
-            extra["prompt_token_ids"] = self._plan.sequences[0].prompt_ids
-        return extra
+        request = self._request
+        found = self._outputs[0].prompt_logprobs or []
+        ids = self._plan.sequences[0].prompt_ids
+        return {
+            "prompt_logprobs": (
+                None if request.prompt_logprobs is None else prompt_logprobs(found)
+            ),
+            "prompt_token_ids": ids if request.return_token_ids else None,
+        }
 
     def _opening(self, encoder: ChunkEncoder) -> bytes:
         role = encode_json({"role": "assistant", "content": ""})
-        if not self._request.return_token_ids:
-            return b"".join(encoder.chunk(index, role) for index in range(len(self._outputs)))
-        extra = {"prompt_token_ids": self._plan.sequences[0].prompt_ids}
-        return b"".join(
+        given = {key: value for key, value in self._reply_extra().items() if value is not None}
+        opening = b"".join(
             encoder.full_chunk(
                 index,
                 role,
                 logprobs=None,
                 finish_reason=None,
                 stop_reason=None,
-                chunk_extra=extra if index == 0 else None,
+                chunk_extra=given if index == 0 else None,
+                usage=self._chunk_usage(index, 0),
             )
             for index in range(len(self._outputs))
+        )
+        if not (echoed := self._request.echoed):
+            return opening
+        payload = b'{"content":%s}' % encode_json(echoed)
+        return opening + b"".join(
+            encoder.chunk(index, payload) for index in range(len(self._outputs))
         )
 
     def _chunk(self, encoder: ChunkEncoder, index: int, delta: TextDelta) -> bytes:
         request = self._request
         logprobs = delta.logprobs if request.logprobs else None
         token_ids = delta.token_ids if request.return_token_ids else None
-        usage = self._chunk_usage(index, delta)
+        usage = self._chunk_usage(index)
         data = b""
         if delta.text or logprobs or token_ids:
             payload = b'{"content":%s}' % encode_json(delta.text)
@@ -259,7 +327,7 @@ class ChatGeneration(Generation):
                 data = encoder.full_chunk(
                     index,
                     payload,
-                    logprobs=chat_logprobs(logprobs, request.top_logprobs) if logprobs else None,
+                    logprobs=chat_logprobs(logprobs, self._logprob_style) if logprobs else None,
                     finish_reason=None,
                     stop_reason=None,
                     token_ids=token_ids,

@@ -10,6 +10,7 @@ from deploy.http.engine_client import EngineClient, ModelInfo
 from deploy.http.metrics import RequestTracker
 from deploy.http.openai.endpoint import Endpoint
 from deploy.http.openai.generation import (
+    MAX_TOKEN_CHARS,
     Fields,
     Generation,
     Output,
@@ -19,12 +20,20 @@ from deploy.http.openai.generation import (
     check_text_length,
     make_plan,
     resolve_max_tokens,
+    truncate_prompt,
 )
 from deploy.http.openai.logprobs import completion_logprobs, echoed_logprobs, prompt_logprobs
-from deploy.http.openai.request import UNSUPPORTED, GenerationRequest, parse_request, refusal
+from deploy.http.openai.output_limits import output_limits
+from deploy.http.openai.request import (
+    UNSUPPORTED,
+    GenerationRequest,
+    documented,
+    parse_request,
+)
 from deploy.http.openai.sse import ChunkEncoder, encode_json
+from deploy.http.openai.strict import refusal
 from engine.protocol.tokenizer_messages import LogprobEntry, TextDelta
-from engine.sampling_params import check_prompt
+from engine.sampling_params import MAX_LOGPROBS, check_prompt
 
 MAX_PROMPTS = 2048
 COMPLETION_MAX_TOKENS = 16
@@ -52,19 +61,16 @@ def _check_prompt(value: Any) -> list[str] | list[list[int]]:
     raise refusal("prompt must hold either strings or whole-number token ids.")
 
 
+def _some(items: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "array", "items": items, "minItems": 1, "maxItems": MAX_PROMPTS}
+
+
+_TEXT = {"type": "string", "minLength": 1}
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 Prompts = Annotated[
     list[str] | list[list[int]],
     PlainValidator(_check_prompt),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string"},
-                {"type": "array", "items": {"type": "string"}},
-                {"type": "array", "items": {"type": "integer"}},
-                {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
-            ]
-        }
-    ),
+    WithJsonSchema({"anyOf": [_TEXT, _some(_TEXT), _IDS, _some(_IDS)]}),
 ]
 
 
@@ -79,9 +85,13 @@ class CompletionRequest(GenerationRequest):
 
     prompt: Prompts
     echo: bool = False
-    logprobs: int | None = None
+    logprobs: int | None = documented(None, minimum=0, maximum=MAX_LOGPROBS)
     best_of: int | None = None
     add_special_tokens: bool = True
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs is not None
 
     @model_validator(mode="after")
     def _check_completion(self) -> "CompletionRequest":
@@ -109,9 +119,13 @@ class CompletionEndpoint(Endpoint):
         request = parse_request(body, CompletionRequest)
         info = client.model_info
         check_model(request.model, info)
-        ids = await _encode(client, request, info)
+        limits = await output_limits(client, request) if request.limits_output else None
         # A sequence always makes a token; with `max_tokens` 0 it is dropped again.
         asked = 1 if request.max_tokens == 0 else request.max_tokens
+        ids = [
+            truncate_prompt(prompt, request, asked, info)
+            for prompt in await _encode(client, request, info)
+        ]
         default = COMPLETION_MAX_TOKENS
         prompts = [
             Prompt(i, resolve_max_tokens(len(i), asked, default, info, _FIELDS)) for i in ids
@@ -120,7 +134,7 @@ class CompletionEndpoint(Endpoint):
         if request.echo and request.logprobs is not None:
             prompt_top = max(request.logprobs, -1 if prompt_top is None else prompt_top)
         request_id = f"cmpl-{request.request_id or request_id}"
-        plan = make_plan(request, request_id, info, prompts, request.logprobs, prompt_top)
+        plan = make_plan(request, request_id, info, prompts, request.logprobs, prompt_top, limits)
         echoes = await _echoes(client, request, ids) if request.echo else []
         return CompletionGeneration(client, request, plan, tracker, echoes)
 
@@ -132,12 +146,20 @@ async def _encode(
     texts = [prompt for prompt in request.prompt if isinstance(prompt, str)]
     prompts = [prompt for prompt in request.prompt if isinstance(prompt, list)]
     if texts:
-        for text in texts:
-            check_text_length(text, info, "prompt")
+        if request.truncate_prompt_tokens is None:
+            for text in texts:
+                check_text_length(text, info, "prompt")
+        texts = [_cut(text, request, info) for text in texts]
         prompts = await client.encode(texts, request.add_special_tokens)
     for ids in prompts:
         check_prompt(ids, info.vocab_size, "prompt")
     return prompts
+
+
+def _cut(text: str, request: CompletionRequest, info: ModelInfo) -> str:
+    """The part of a text that can matter: what is cut off here would be cut off as tokens."""
+    limit = info.max_model_len * MAX_TOKEN_CHARS
+    return text[:limit] if request.truncation_side == "right" else text[-limit:]
 
 
 class Echo(NamedTuple):
@@ -152,8 +174,11 @@ async def _echoes(
 ) -> list[Echo]:
     echoes = []
     for given, ids in zip(request.prompt, prompts, strict=True):
-        text = given if isinstance(given, str) else await client.decode(ids)
-        first = await client.decode(ids[:1]) if request.logprobs is not None else ""
+        is_whole_text = isinstance(given, str) and request.truncate_prompt_tokens is None
+        text = given if is_whole_text else await client.decode(ids)
+        first = ""
+        if request.logprobs is not None:
+            first = request.logprob_style(0).name(await client.decode(ids[:1]), ids[0])
         echoes.append(Echo(text, first))
     return echoes
 
@@ -179,25 +204,33 @@ class CompletionGeneration(Generation):
         self._opened: set[int] = set()
         """Choices of a stream that have had their first chunk."""
         self._drop_output = request.max_tokens == 0
-        chunk_usage = request.stream_options.continuous_usage_stats
-        self._is_plain = request.logprobs is None and not chunk_usage
+        self._style = request.logprob_style(request.logprobs or 0)
+        self._is_plain = request.logprobs is None and not request.stream_options.usage_always
         """All chunks between the first and the last hold only text, and tokens if asked for."""
 
     def _choice(self, index: int, output: Output) -> dict[str, Any]:
         request = self._request
-        choice = {
+        return {
             "index": index,
             "text": self._echo_text(index) + "".join(output.texts),
-            "logprobs": self._logprobs(index, output.logprobs, output.prompt_logprobs, True),
+            "logprobs": self._logprobs(index, output.logprobs, True),
             "finish_reason": output.finish_reason,
             "stop_reason": output.stop_reason,
+            "token_ids": output.token_ids if request.return_token_ids else None,
+            **self._prompt_fields(index),
         }
-        if request.return_token_ids:
-            choice["token_ids"] = output.token_ids
-            choice["prompt_token_ids"] = self._plan.sequences[index].prompt_ids
-        if request.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs or [])
-        return choice
+
+    def _prompt_fields(self, index: int) -> dict[str, Any]:
+        """What the request wants to know of its prompt; null if it doesn't."""
+        request = self._request
+        found = self._outputs[index].prompt_logprobs or []
+        ids = self._plan.sequences[index].prompt_ids
+        return {
+            "prompt_logprobs": (
+                None if request.prompt_logprobs is None else prompt_logprobs(found)
+            ),
+            "prompt_token_ids": ids if request.return_token_ids else None,
+        }
 
     def _chunk(self, encoder: ChunkEncoder, index: int, delta: TextDelta) -> bytes:
         request = self._request
@@ -210,21 +243,21 @@ class CompletionGeneration(Generation):
             return b""
         self._opened.add(index)
         payload = encode_json(text)
-        gives_prompt = request.return_token_ids and opens
-        if self._is_plain and finish_reason is None and not gives_prompt:
+        prompt_fields: dict[str, Any] = {}
+        if opens:
+            found = self._prompt_fields(index)
+            prompt_fields = {key: value for key, value in found.items() if value is not None}
+        if self._is_plain and finish_reason is None and not prompt_fields:
             return encoder.chunk(index, payload, token_ids)
-        extra: dict[str, Any] = {}
-        if gives_prompt:
-            extra["prompt_token_ids"] = self._plan.sequences[index].prompt_ids
         return encoder.full_chunk(
             index,
             payload,
-            logprobs=self._logprobs(index, delta.logprobs or [], delta.prompt_logprobs, opens),
+            logprobs=self._logprobs(index, delta.logprobs or [], opens),
             finish_reason=finish_reason,
             stop_reason=delta.stop_reason,
             token_ids=token_ids,
-            choice_extra=extra,
-            usage=self._chunk_usage(index, delta),
+            choice_extra=prompt_fields,
+            usage=self._chunk_usage(index),
         )
 
     def _echo_text(self, index: int) -> str:
@@ -234,17 +267,16 @@ class CompletionGeneration(Generation):
         self,
         index: int,
         entries: list[LogprobEntry],
-        prompt_entries: list[LogprobEntry | None] | None,
         with_echo: bool,
     ) -> dict[str, list[Any]] | None:
-        top_n = self._request.logprobs
-        if top_n is None:
+        if self._request.logprobs is None:
             return None
         begin = len(self._echo_text(index))
         offsets = [begin + entry.text_offset for entry in entries]
-        logprobs = completion_logprobs(entries, offsets, top_n)
+        logprobs = completion_logprobs(entries, offsets, self._style)
         if not self._echoes or not with_echo:
             return logprobs
         echo = self._echoes[index]
-        echoed = echoed_logprobs(echo.first_token, prompt_entries or [], echo.text, top_n)
+        prompt_entries = self._outputs[index].prompt_logprobs or []
+        echoed = echoed_logprobs(echo.first_token, prompt_entries, echo.text, self._style)
         return {key: echoed[key] + logprobs[key] for key in logprobs}

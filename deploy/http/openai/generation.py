@@ -13,8 +13,9 @@ from typing import Any, ClassVar, NamedTuple
 
 from deploy.http.engine_client import EngineClient, GenerateRequest, ModelInfo
 from deploy.http.metrics import RequestTracker
-from deploy.http.openai.backlog import Backlog
+from deploy.http.openai.backlog import Backlog, StreamInterval
 from deploy.http.openai.event_stream import EventStream
+from deploy.http.openai.output_limits import OutputLimits
 from deploy.http.openai.request import GenerationRequest
 from deploy.http.openai.sse import DONE, ChunkEncoder, encode_json
 from engine.errors import RequestError
@@ -51,6 +52,29 @@ def check_text_length(text: str, info: ModelInfo, field: str) -> None:
             field,
             code="context_length_exceeded",
         )
+
+
+def truncate_prompt(
+    ids: list[int], request: GenerationRequest, asked: int | None, info: ModelInfo
+) -> list[int]:
+    """The part of a prompt that `truncate_prompt_tokens` keeps.
+
+    -1 keeps what leaves room for `asked` tokens of output, or for one. Raises `RequestError` if
+    more is to be kept than that.
+    """
+    keep = request.truncate_prompt_tokens
+    if keep is None:
+        return ids
+    room = info.max_model_len - (asked or 1)
+    if keep > room:
+        raise RequestError(
+            f"truncate_prompt_tokens ({keep}) must not exceed {room}: the context length "
+            f"({info.max_model_len}) less the output.",
+            "truncate_prompt_tokens",
+        )
+    if keep < 0:
+        keep = max(room, 1)
+    return ids[:keep] if request.truncation_side == "right" else ids[-keep:]
 
 
 def resolve_max_tokens(
@@ -124,6 +148,7 @@ def make_plan(
     prompts: Iterable[Prompt],
     logprobs: int | None,
     prompt_logprobs: int | None,
+    limits: OutputLimits | None = None,
 ) -> Plan:
     """Checked sampling parameters for every sequence. Raises `RequestError`.
 
@@ -133,7 +158,12 @@ def make_plan(
     sequences: list[GenerateRequest] = []
     max_tokens = None
     for prompt in prompts:
-        params = request.sampling_params(prompt.max_tokens, logprobs, prompt_logprobs)
+        params = request.sampling_params(
+            prompt.max_tokens, logprobs, prompt_logprobs, info.sampling_defaults
+        )
+        if limits is not None:
+            params.bad_words_ids = limits.bad_words_ids
+            params.constraint = limits.constraint
         if prompt.max_tokens != max_tokens:
             max_tokens = prompt.max_tokens
             params.verify(info.vocab_size)
@@ -184,8 +214,6 @@ class Generation(ABC):
                 output.token_ids += delta.token_ids
                 if delta.logprobs:
                     output.logprobs += delta.logprobs
-                if delta.prompt_logprobs is not None:
-                    output.prompt_logprobs = delta.prompt_logprobs
 
         await self._run(read)
         self._check_ended()
@@ -195,6 +223,9 @@ class Generation(ABC):
             "object": self.object_name,
             "created": plan.created,
             "model": plan.model,
+            "service_tier": None,
+            "system_fingerprint": None,
+            "kv_transfer_params": None,
             "choices": [self._choice(i, output) for i, output in enumerate(self._outputs)],
             "usage": self._usage(),
         }
@@ -213,20 +244,27 @@ class Generation(ABC):
             plan.model,
             self.payload,
             len(plan.sequences),
-            options.include_usage,
+            options.usage_at_end,
         )
-        opening = self._opening(encoder)
+        has_opened = False
         backlogs = [Backlog() for _ in plan.sequences]
+        intervals: list[StreamInterval] | None = None
+        if self._request.stream_interval > 1:
+            intervals = [StreamInterval(self._request.stream_interval) for _ in plan.sequences]
 
         def read(index: int, deltas: list[TextDelta]) -> None:
-            nonlocal opening
+            nonlocal has_opened
             for delta in deltas:
                 self._note(index, delta)
+            if intervals is not None:
+                deltas = intervals[index].due(deltas)
             if stream.catching_up is not None:
                 backlogs[index].add(deltas)
             elif events := self._chunks(encoder, index, deltas):
-                stream.write(opening + events, catch_up)
-                opening = b""
+                if not has_opened:
+                    has_opened = True
+                    events = self._opening(encoder) + events
+                stream.write(events, catch_up)
 
         def catch_up() -> bytes:
             waiting = enumerate(backlogs)
@@ -234,7 +272,7 @@ class Generation(ABC):
 
         await self._run(read)
         self._check_ended()
-        if options.include_usage:
+        if options.usage_at_end:
             return encoder.usage_chunk(self._usage()) + DONE
         return DONE
 
@@ -261,7 +299,9 @@ class Generation(ABC):
         if self._drop_output:
             _drop_output(delta)
         self._tracker.delta(index, delta)
-        output.num_output = delta.num_output
+        output.num_output, output.num_cached = delta.num_output, delta.num_cached
+        if delta.prompt_logprobs is not None:
+            output.prompt_logprobs = delta.prompt_logprobs
         if delta.finish_reason is not None:
             if delta.finish_reason == "error" or delta.error:
                 raise RequestError(
@@ -269,7 +309,6 @@ class Generation(ABC):
                     delta.error_param,
                     status=delta.error_status or 500,
                 )
-            output.num_cached = delta.num_cached
             output.finish_reason = delta.finish_reason
             output.stop_reason = delta.stop_reason
 
@@ -294,19 +333,25 @@ class Generation(ABC):
             sum(self._outputs[i].num_cached for i in firsts),
         )
 
-    def _chunk_usage(self, index: int, delta: TextDelta) -> dict[str, Any] | None:
-        """Usage of one choice so far, if asked for in every chunk (as vLLM counts it)."""
-        if not self._request.stream_options.continuous_usage_stats:
+    def _chunk_usage(self, index: int, num_output: int | None = None) -> dict[str, Any] | None:
+        """Usage of one choice so far, if asked for in every chunk (as vLLM counts it).
+
+        `num_output`: output tokens so far; None for all that have come.
+        """
+        if not self._request.stream_options.usage_always:
             return None
+        output = self._outputs[index]
         num_prompt = len(self._plan.sequences[index].prompt_ids)
-        return usage(num_prompt, self._outputs[index].num_output, delta.num_cached)
+        return usage(
+            num_prompt, output.num_output if num_output is None else num_output, output.num_cached
+        )
 
     def _reply_extra(self) -> dict[str, Any]:
         """Further fields of the reply."""
         return {}
 
     def _opening(self, encoder: ChunkEncoder) -> bytes:
-        """Chunks to send before the first delta."""
+        """Chunks to send before those of the first delta, which has come."""
         return b""
 
     @abstractmethod

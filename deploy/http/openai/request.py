@@ -4,23 +4,34 @@
 import json
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from pydantic import (
     BaseModel,
-    ConfigDict,
     Field,
     PlainValidator,
     ValidationError,
     WithJsonSchema,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
 
+from deploy.http.openai.logprobs import LogprobStyle
+from deploy.http.openai.strict import Strict, refusal
+from deploy.http.openai.structured import ResponseFormat, StructuredOutputs
 from engine.errors import RequestError
-from engine.sampling_params import MAX_N, SamplingParams
+from engine.generation_defaults import MODEL_DEFAULTS
+from engine.sampling_params import (
+    MAX_LISTED_TOKENS,
+    MAX_LOGPROBS,
+    MAX_N,
+    MAX_STOP_LENGTH,
+    MAX_STOP_STRINGS,
+    SamplingParams,
+)
 
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_LENGTH = 256
 _MAX_INT = 2**31 - 1
 M = TypeVar("M", bound=BaseModel)
 
@@ -120,51 +131,28 @@ def _param(path: tuple[str | int, ...]) -> str:
     return text[:200]
 
 
-def refusal(message: str, field: str = "", code: str = "") -> PydanticCustomError:
-    """Error of a validator. `field` names a field below the one that the validator checks."""
-    context = {"message": message, "field": field, "code": code}
-    return PydanticCustomError("refused", "{message}", context)
+class StreamOptions(Strict):
+    """`include_usage`: a last chunk holds the usage. `continuous_usage_stats`: every chunk does.
 
-
-class Strict(BaseModel):
-    """A JSON object whose types are taken literally: no number from a string, no int from true.
-
-    null means "not given", as OpenAI's clients send it. Undeclared names are refused. Names in
-    `unsupported` are fields of OpenAI's or vLLM's API that Manta doesn't have: they pass only with
-    a value that switches them off, else they are refused by name.
+    As in vLLM, `include_usage: false` switches both off.
     """
 
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, protected_namespaces=())
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unsupported(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        given = {}
-        for name, value in data.items():
-            if value is None:
-                continue
-            if name not in cls.unsupported:
-                given[name] = value
-            elif not any(
-                type(value) is type(off) and value == off for off in cls.unsupported[name]
-            ):
-                value_too = " with this value" if cls.unsupported[name] else ""
-                raise refusal(
-                    f"{name} is not supported yet{value_too}.", name, "unsupported_parameter"
-                )
-        return given
-
-
-class StreamOptions(Strict):
-    """`include_usage`: a last chunk holds the usage; `continuous_usage_stats`: every chunk does."""
-
-    include_usage: bool = False
+    include_usage: bool | None = None
     continuous_usage_stats: bool = False
     include_obfuscation: bool = False
     """Padding against traffic analysis, a choice of OpenAI's servers; accepted, never added."""
+
+    @property
+    def usage_at_end(self) -> bool:
+        """Whether the last chunk holds the usage."""
+        if self.include_usage is None:
+            return self.continuous_usage_stats
+        return self.include_usage
+
+    @property
+    def usage_always(self) -> bool:
+        """Whether every chunk holds the usage so far."""
+        return self.usage_at_end and self.continuous_usage_stats
 
 
 def _check_stop(value: Any) -> list[str]:
@@ -184,78 +172,139 @@ def _check_logit_bias(value: Any) -> dict[int, float]:
         elif type(key) is int:
             token = key
         else:
-            raise refusal("logit_bias has a key that is not a token id.")
+            raise refusal(f"logit_bias has the key {str(key)[:40]!r}, which is not a token id.")
         if type(number) not in (int, float) or not abs(number) <= 100:
             raise refusal(f"logit_bias of token {token} must be a number from -100 to 100.")
         bias[token] = float(number)
     return bias
 
 
+def _check_bad_words(value: Any) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
+        raise refusal("bad_words must be a list of strings.")
+    if not all(word.strip() for word in value):
+        raise refusal("bad_words must not hold empty strings.")
+    if len(value) > MAX_BAD_WORDS or any(len(word) > MAX_BAD_WORD_LENGTH for word in value):
+        raise refusal(
+            f"bad_words takes at most {MAX_BAD_WORDS} strings of {MAX_BAD_WORD_LENGTH} characters."
+        )
+    return value
+
+
+_STOP_STRING = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH}
 Stop = Annotated[
     list[str],
     PlainValidator(_check_stop),
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                _STOP_STRING,
+                {"type": "array", "items": _STOP_STRING, "maxItems": MAX_STOP_STRINGS},
+            ]
+        }
+    ),
 ]
 LogitBias = Annotated[
     dict[int, float],
     PlainValidator(_check_logit_bias),
-    WithJsonSchema({"type": "object", "additionalProperties": {"type": "number"}}),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+        }
+    ),
 ]
 
+BadWords = Annotated[
+    list[str],
+    PlainValidator(_check_bad_words),
+    WithJsonSchema(
+        {
+            "type": "array",
+            "items": {"type": "string", "pattern": r"\S", "maxLength": MAX_BAD_WORD_LENGTH},
+            "maxItems": MAX_BAD_WORDS,
+        }
+    ),
+]
+
+TokenIds = Annotated[
+    list[int], WithJsonSchema({"type": "array", "items": {"type": "integer", "minimum": 0}})
+]
+
+
+def documented(default: Any, **limits: Any) -> Any:
+    """A field whose `limits` are checked elsewhere."""
+    return Field(default, json_schema_extra=limits)
+
+
 UNSUPPORTED = {
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
-    "spaces_between_special_tokens": (True,),
-    "truncate_prompt_tokens": (),
-    "truncation_side": (),
-    "allowed_token_ids": (),
-    "logprob_token_ids": (),
-    "bad_words": ([],),
-    "return_tokens_as_token_ids": (False,),
     "kv_transfer_params": (),
     "vllm_xargs": (),
     "repetition_detection": (),
-    "stream_interval": (1,),
     "prompt_cache_options": (),
+    "store": (False,),
 }
 
 
+LIMITING_FIELDS = frozenset(
+    {
+        *("response_format", "structured_outputs"),
+        *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    }
+)
+
+
 class GenerationRequest(Strict):
-    """Fields of both endpoints. `SamplingParams.verify` checks the ranges of sampling fields."""
+    """Fields of both endpoints. `SamplingParams.verify` checks the ranges of sampling fields, which
+    stand here only for the OpenAPI document."""
 
     model: str = ""
     """May be left out: only one model is served."""
-    n: int = Field(1, json_schema_extra={"minimum": 1, "maximum": MAX_N})
+    n: int = documented(1, minimum=1, maximum=MAX_N)
     max_tokens: int | None = Field(None, ge=0, le=_MAX_INT)
-    min_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    min_p: float = 0.0
-    seed: int | None = None
+    min_tokens: int = documented(0, minimum=0, maximum=_MAX_INT)
+    temperature: float = documented(1.0, minimum=0, maximum=100)
+    top_p: float = documented(1.0, exclusiveMinimum=0, maximum=1)
+    top_k: int = documented(-1, minimum=-1, maximum=_MAX_INT)
+    min_p: float = documented(0.0, minimum=0, maximum=1)
+    seed: int | None = documented(None, minimum=-(2**63), maximum=2**63 - 1)
     stop: Stop = Field(default_factory=list)
-    stop_token_ids: list[int] = Field(default_factory=list)
+    stop_token_ids: TokenIds = Field(default_factory=list)
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    spaces_between_special_tokens: bool = True
+    presence_penalty: float = documented(0.0, minimum=-2, maximum=2)
+    frequency_penalty: float = documented(0.0, minimum=-2, maximum=2)
+    repetition_penalty: float = documented(1.0, minimum=0.01, maximum=100)
     logit_bias: LogitBias | None = None
-    prompt_logprobs: int | None = None
+    allowed_token_ids: TokenIds | None = documented(None, minItems=1)
+    bad_words: BadWords = Field(default_factory=list)
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=_MAX_INT)
+    truncation_side: Literal["left", "right"] = "left"
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    prompt_logprobs: int | None = documented(None, minimum=0, maximum=MAX_LOGPROBS)
+    logprob_token_ids: TokenIds | None = documented(None, minItems=1, maxItems=MAX_LISTED_TOKENS)
+    return_tokens_as_token_ids: bool = False
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
+    stream_interval: int = Field(1, ge=1, le=_MAX_INT)
     priority: int = Field(0, ge=-_MAX_INT, le=_MAX_INT)
-    cache_salt: str = Field("", max_length=1024)
+    cache_salt: str = Field("", min_length=1, max_length=1024)
     return_token_ids: bool = False
     request_id: str = Field("", max_length=128, pattern=r"^[!-~]*$")
 
     # Accepted: they label, store or speed up a request and don't change what is generated.
     user: str = ""
     metadata: dict[str, Any] = Field(default_factory=dict)
-    store: bool = False
     service_tier: str = ""
     safety_identifier: str = ""
     prompt_cache_key: str = ""
@@ -266,32 +315,63 @@ class GenerationRequest(Strict):
     def _check_stream(self) -> "GenerationRequest":
         if not self.stream and "stream_options" in self.model_fields_set:
             raise refusal("stream_options is only allowed with stream: true.", "stream_options")
-        if self.stream and self.prompt_logprobs is not None:
-            raise refusal("prompt_logprobs is only allowed without streaming.", "prompt_logprobs")
+        if self.truncate_prompt_tokens == 0:
+            raise refusal(
+                "truncate_prompt_tokens must be -1 or at least 1.", "truncate_prompt_tokens"
+            )
+        if self.logprob_token_ids is not None and not self.wants_logprobs:
+            raise refusal("logprob_token_ids is only allowed with logprobs.", "logprob_token_ids")
         return self
 
+    @property
+    def limits_output(self) -> bool:
+        """Whether `output_limits` has something to do."""
+        return bool(self.bad_words) or not LIMITING_FIELDS.isdisjoint(self.model_fields_set)
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the reply has log-probabilities of the output."""
+        raise NotImplementedError
+
+    def logprob_style(self, num_top: int) -> LogprobStyle:
+        """How the reply shows `num_top` alternatives."""
+        listed = self.logprob_token_ids is not None
+        return LogprobStyle(num_top, listed, self.return_tokens_as_token_ids)
+
     def sampling_params(
-        self, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None
+        self,
+        max_tokens: int,
+        logprobs: int | None,
+        prompt_logprobs: int | None,
+        defaults: Mapping[str, float],
     ) -> SamplingParams:
-        """Parameters of the `n` copies of one prompt."""
+        """Parameters of the `n` copies of one prompt.
+
+        `defaults` are the model's, by field, for fields that the request leaves out.
+        """
+        chosen = {
+            name: defaults[name]
+            if name in defaults and name not in self.model_fields_set
+            else getattr(self, name)
+            for name in MODEL_DEFAULTS
+        }
         return SamplingParams(
+            **chosen,
             n=self.n,
             max_tokens=max_tokens,
             min_tokens=self.min_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
             seed=self.seed,
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
-            repetition_penalty=self.repetition_penalty,
             logit_bias=self.logit_bias,
             stop=self.stop,
             stop_token_ids=self.stop_token_ids,
             include_stop_str_in_output=self.include_stop_str_in_output,
             ignore_eos=self.ignore_eos,
             skip_special_tokens=self.skip_special_tokens,
+            spaces_between_special_tokens=self.spaces_between_special_tokens,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
+            logprob_token_ids=self.logprob_token_ids,
+            allowed_token_ids=self.allowed_token_ids,
         )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 import time
 from typing import Any
 
@@ -10,6 +12,7 @@ import httpx
 import pytest
 
 from deploy.http.api import build_api
+from deploy.http.openai import replies
 from deploy.http.settings import ApiSettings
 from engine.errors import EngineDeadError, RequestError
 from engine.trace import CAPACITY
@@ -37,6 +40,9 @@ def test_completion_reply_has_openais_shape() -> None:
     assert body == {
         "object": "text_completion",
         "model": "fake",
+        "service_tier": None,
+        "system_fingerprint": None,
+        "kv_transfer_params": None,
         "choices": [
             {
                 "index": 0,
@@ -44,6 +50,9 @@ def test_completion_reply_has_openais_shape() -> None:
                 "logprobs": None,
                 "finish_reason": "length",
                 "stop_reason": None,
+                "token_ids": None,
+                "prompt_logprobs": None,
+                "prompt_token_ids": None,
             }
         ],
         "usage": {
@@ -62,6 +71,9 @@ def test_chat_reply_has_openais_shape() -> None:
     assert body == {
         "object": "chat.completion",
         "model": "fake",
+        "service_tier": None,
+        "system_fingerprint": None,
+        "kv_transfer_params": None,
         "choices": [
             {
                 "index": 0,
@@ -69,12 +81,20 @@ def test_chat_reply_has_openais_shape() -> None:
                     "role": "assistant",
                     "content": expected_text(5, 4),
                     "refusal": None,
+                    "annotations": None,
+                    "audio": None,
+                    "function_call": None,
+                    "tool_calls": [],
+                    "reasoning": None,
                 },
                 "logprobs": None,
                 "finish_reason": "length",
                 "stop_reason": None,
+                "token_ids": None,
             }
         ],
+        "prompt_logprobs": None,
+        "prompt_token_ids": None,
         "usage": {
             "prompt_tokens": 8,
             "completion_tokens": 4,
@@ -238,7 +258,10 @@ def test_continuous_usage(path: str) -> None:
     reply = post(path, **prompt, max_tokens=3, stream=True, stream_options=options)
     counts = [chunk["usage"] and chunk["usage"]["completion_tokens"] for chunk in events(reply)]
     # A chat begins with the role and ends with the finish_reason in chunks of their own.
-    assert counts == ([1, 2, 3, 3] if path == COMPLETIONS else [None, 1, 2, 3, 3, 3])
+    assert counts == ([1, 2, 3, 3] if path == COMPLETIONS else [0, 1, 2, 3, 3, 3])
+    options["include_usage"] = False
+    reply = post(path, **prompt, max_tokens=3, stream=True, stream_options=options)
+    assert all("usage" not in chunk for chunk in events(reply))
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
@@ -453,14 +476,38 @@ def test_metrics_go_on_without_the_engines(monkeypatch: pytest.MonkeyPatch) -> N
     assert "num_running" not in text
 
 
-def test_openapi_names_the_generating_routes() -> None:
-    paths = call(FakeEngineClient(), "GET", "/openapi.json").json()["paths"]
-    for path, name in ((COMPLETIONS, "create_completion"), (CHAT, "create_chat_completion")):
-        route = paths[path]["post"]
-        assert route["operationId"].startswith(f"{name}_v1_")
-        assert "handler" not in route["description"]
-        fields = route["requestBody"]["content"]["application/json"]["schema"]["properties"]
-        assert fields["n"]["maximum"] == 128 and "temperature" in fields
+def test_the_openapi_document_is_whole() -> None:
+    document = call(FakeEngineClient(), "GET", "/openapi.json").json()
+    schemas = document["components"]["schemas"]
+    text = json.dumps(document)
+    for name in set(re.findall(r'"\$ref": "([^"]*)"', text)):
+        assert name.removeprefix("#/components/schemas/") in schemas, name
+    for path, body in ((COMPLETIONS, "CompletionRequest"), (CHAT, "ChatCompletionRequest")):
+        operation = document["paths"][path]["post"]
+        content = operation["requestBody"]["content"]["application/json"]
+        assert content["schema"] == {"$ref": f"#/components/schemas/{body}"}
+        assert {"200", "400", "404", "413", "415", "429", "500", "503"} <= set(
+            operation["responses"]
+        )
+        fields = schemas[body]["properties"]
+        assert {"temperature", "stream", "bad_words", "truncate_prompt_tokens"} <= set(fields)
+        assert fields["temperature"]["maximum"] == 100
+
+
+def test_replies_are_as_documented() -> None:
+    asked = {"return_token_ids": True, "prompt_logprobs": 2, "n": 2}
+    for fields in ({}, asked | {"logprobs": 2}):
+        replies.Completion.model_validate(complete(**fields))
+    for fields in ({}, asked | {"logprobs": True, "top_logprobs": 2}):
+        replies.ChatCompletion.model_validate(chat(**fields))
+    client = FakeEngineClient()
+    replies.Error.model_validate(post(CHAT, n=0).json())
+    replies.Models.model_validate(call(client, "GET", "/v1/models").json())
+    replies.Model.model_validate(call(client, "GET", "/v1/models/fake").json())
+    replies.Version.model_validate(call(client, "GET", "/version").json())
+    for is_healthy in (True, False):
+        client.is_healthy = is_healthy
+        replies.Health.model_validate(call(client, "GET", "/health").json())
 
 
 def test_latencies_are_exported_before_the_first_token() -> None:

@@ -16,7 +16,12 @@ from deploy.http.openai.generation import (
     make_plan,
     resolve_max_tokens,
 )
-from deploy.http.openai.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
+from deploy.http.openai.logprobs import (
+    LogprobStyle,
+    chat_logprobs,
+    completion_logprobs,
+    prompt_logprobs,
+)
 from deploy.http.openai.request import parse_request
 from deploy.http.openai.sse import ChunkEncoder, encode_json
 from engine.errors import RequestError
@@ -71,6 +76,7 @@ def test_values_that_switch_an_unsupported_field_off_pass() -> None:
         response_format={"type": "text"},
         modalities=["text"],
         parallel_tool_calls=True,
+        store=False,
     )
     completion(suffix="", best_of=2, n=2, length_penalty=1.0)
 
@@ -79,7 +85,6 @@ def test_labels_pass() -> None:
     chat(
         user="u",
         metadata={"a": "b"},
-        store=True,
         service_tier="auto",
         prompt_cache_key="k",
         safety_identifier="s",
@@ -88,7 +93,7 @@ def test_labels_pass() -> None:
 
 def test_one_and_true_are_not_mixed_up_in_unsupported_fields() -> None:
     assert refused(b'{"prompt": "x", "use_beam_search": 0}').param == "use_beam_search"
-    assert refused(b'{"prompt": "x", "stream_interval": true}').param == "stream_interval"
+    assert refused(b'{"prompt": "x", "store": 0}').param == "store"
 
 
 def test_an_earlier_reply_can_be_sent_back() -> None:
@@ -104,6 +109,33 @@ def test_an_earlier_reply_can_be_sent_back() -> None:
     }
     request = chat(messages=[USER, reply, USER])
     assert request.messages[1].as_template_input() == {"role": "assistant", "content": "hello"}
+
+
+def test_calls_and_their_results_reach_the_template_and_unknown_keys_do_not() -> None:
+    function = {"name": "add", "arguments": '{"a": 1}', "parsed": 1}
+    call = {"id": "c1", "type": "function", "function": function, "index": 0}
+    parts = [{"type": "text", "text": "2", "cache_control": {"type": "ephemeral"}}]
+    request = chat(
+        messages=[
+            {**USER, "weight": 1},
+            {"role": "assistant", "content": None, "tool_calls": [call], "parsed": None},
+            {"role": "tool", "tool_call_id": "c1", "content": parts},
+        ]
+    )
+    function = {"name": "add", "arguments": '{"a": 1}'}
+    assert [message.as_template_input() for message in request.messages] == [
+        USER,
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "c1", "type": "function", "function": function}],
+        },
+        {
+            "role": "tool",
+            "content": [{"type": "text", "text": "2"}],
+            "tool_call_id": "c1",
+        },
+    ]
 
 
 def test_text_parts_are_joined_and_developer_becomes_system() -> None:
@@ -130,10 +162,14 @@ def test_logit_bias_takes_string_keys_and_sampling_params_get_every_field() -> N
         include_stop_str_in_output=True,
         ignore_eos=True,
         skip_special_tokens=False,
+        spaces_between_special_tokens=False,
+        logprobs=2,
+        logprob_token_ids=[8, 9],
+        allowed_token_ids=[1, 2],
         n=2,
         seed=11,
     )
-    params = request.sampling_params(9, 2, 3)
+    params = request.sampling_params(9, 2, 3, {"temperature": 0.1, "top_p": 0.2})
     params.verify(50)
     got = {name: getattr(params, name) for name in params.__struct_fields__}
     assert got == {
@@ -155,9 +191,20 @@ def test_logit_bias_takes_string_keys_and_sampling_params_get_every_field() -> N
         "include_stop_str_in_output": True,
         "ignore_eos": True,
         "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
         "logprobs": 2,
         "prompt_logprobs": 3,
+        "logprob_token_ids": [8, 9],
+        "allowed_token_ids": [1, 2],
+        "bad_words_ids": [],
     }
+
+
+def test_the_models_defaults_stand_in_for_fields_left_out() -> None:
+    defaults = {"temperature": 0.6, "top_k": 20}
+    params = completion(top_k=-1).sampling_params(1, None, None, defaults)
+    assert (params.temperature, params.top_k, params.top_p) == (0.6, -1, 1.0)
+    assert completion(temperature=None).sampling_params(1, None, None, defaults).temperature == 0.6
 
 
 @pytest.mark.parametrize(
@@ -215,7 +262,7 @@ def test_error_paths_reach_into_messages() -> None:
     assert (error.param, "not supported yet" in error.message) == ("messages[0].content", True)
     body = {"messages": [{**USER, "tool_calls": [{}]}]}
     assert refused(json.dumps(body).encode(), ChatCompletionRequest).param == (
-        "messages[0].tool_calls"
+        "messages[0].tool_calls[0].function"
     )
 
 
@@ -263,18 +310,18 @@ def test_seeds_count_up_wrap_and_differ() -> None:
 
 ENTRIES = [
     LogprobEntry("a", 1, -0.5, [97], [("a", 1, -0.5, [97]), ("b", 2, -1.0, [98])], 0),
-    LogprobEntry("c", 3, float("-inf"), [99], [("a", 1, -0.5, [97]), ("b", 2, -1.0, [98])], 1),
+    LogprobEntry("c", 3, float("-inf"), [99], [("a", 1, -0.5, [97]), ("b", 2, -1.0, [98])], 1, 7),
 ]
 
 
 def test_logprobs_in_all_shapes() -> None:
-    assert completion_logprobs(ENTRIES, [4, 5], 1) == {
+    assert completion_logprobs(ENTRIES, [4, 5], LogprobStyle(1)) == {
         "text_offset": [4, 5],
         "token_logprobs": [-0.5, -9999.0],
         "tokens": ["a", "c"],
         "top_logprobs": [{"a": -0.5}, {"a": -0.5, "c": -9999.0}],
     }
-    assert chat_logprobs(ENTRIES[:1], 2) == {
+    assert chat_logprobs(ENTRIES[:1], LogprobStyle(2)) == {
         "content": [
             {
                 "token": "a",
@@ -291,10 +338,27 @@ def test_logprobs_in_all_shapes() -> None:
     assert prompt_logprobs([None, ENTRIES[1]]) == [
         None,
         {
-            "3": {"logprob": -9999.0, "rank": None, "decoded_token": "c"},
+            "3": {"logprob": -9999.0, "rank": 7, "decoded_token": "c"},
             "1": {"logprob": -0.5, "rank": 1, "decoded_token": "a"},
             "2": {"logprob": -1.0, "rank": 2, "decoded_token": "b"},
         },
+    ]
+
+
+def test_listed_tokens_and_tokens_as_ids() -> None:
+    style = LogprobStyle(0, listed=True, as_token_ids=True)
+    found = completion_logprobs(ENTRIES, [0, 1], style)
+    assert found["tokens"] == ["token_id:1", "token_id:3"]
+    assert [list(top) for top in found["top_logprobs"]] == [
+        ["token_id:1", "token_id:2"],
+        ["token_id:3", "token_id:1", "token_id:2"],
+    ]
+    content = chat_logprobs(ENTRIES, style)["content"]
+    assert [entry["token"] for entry in content] == ["token_id:1", "token_id:3"]
+    assert [top["token"] for top in content[1]["top_logprobs"]] == [
+        "token_id:3",
+        "token_id:1",
+        "token_id:2",
     ]
 
 

@@ -1,0 +1,177 @@
+"""The shapes of replies, for the OpenAPI document. Replies are encoded without them."""
+
+# No `from __future__ import annotations`: pydantic reads the annotations.
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+
+class _Shape(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class ErrorBody(_Shape):
+    """What went wrong, in OpenAI's words."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(_Shape):
+    """Reply of every request that failed."""
+
+    error: ErrorBody
+
+
+class CachedTokens(_Shape):
+    """Prompt tokens that came from the prefix cache."""
+
+    cached_tokens: int
+
+
+class Usage(_Shape):
+    """Numbers of tokens."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+class PromptLogprob(_Shape):
+    """One token at one position of the prompt; `rank` 1 is the likeliest."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class CompletionLogprobs(_Shape):
+    """By position; the lists are equally long."""
+
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class CompletionChoice(_Shape):
+    """One continuation."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: str | int | None
+    token_ids: list[int] | None
+    prompt_logprobs: PromptLogprobs | None
+    prompt_token_ids: list[int] | None
+
+
+class _Reply(_Shape):
+    id: str
+    created: int
+    model: str
+    service_tier: None
+    system_fingerprint: None
+    kv_transfer_params: None
+    usage: Usage
+
+
+class Completion(_Reply):
+    """Reply of `POST /v1/completions`."""
+
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+
+
+class TopLogprob(_Shape):
+    """An alternative to a token."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    """One token of the reply."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(_Shape):
+    """By token of the reply."""
+
+    content: list[TokenLogprob]
+    refusal: None
+
+
+class Message(_Shape):
+    """The assistant's turn."""
+
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+    annotations: None
+    audio: None
+    function_call: None
+    tool_calls: list[dict[str, Any]]
+    reasoning: str | None
+
+
+class ChatChoice(_Shape):
+    """One reply."""
+
+    index: int
+    message: Message
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: str | int | None
+    token_ids: list[int] | None
+
+
+class ChatCompletion(_Reply):
+    """Reply of `POST /v1/chat/completions`."""
+
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    prompt_logprobs: PromptLogprobs | None
+    prompt_token_ids: list[int] | None
+
+
+class Model(_Shape):
+    """The served model."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: None
+    max_model_len: int
+
+
+class Models(_Shape):
+    """Reply of `GET /v1/models`."""
+
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Health(_Shape):
+    """Whether requests can be served now."""
+
+    status: Literal["ok", "unavailable"]
+    detail: str | None = None
+
+
+class Version(_Shape):
+    """Manta's version."""
+
+    version: str

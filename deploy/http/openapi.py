@@ -1,0 +1,95 @@
+"""The OpenAPI document: what FastAPI can't know, because handlers read and write bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from deploy.http.openai import replies
+from deploy.http.openai.chat import ChatCompletionRequest
+from deploy.http.openai.completions import CompletionRequest
+
+_ERRORS = {
+    "400": "A field is wrong; `param` names it.",
+    "404": "The model is not the served one.",
+    "408": "The request took longer than `request_timeout_s`.",
+    "413": "The body is too large.",
+    "415": "The body's `Content-Type` is not JSON.",
+    "429": "The queue is full.",
+    "500": "The request failed.",
+    "503": "No engine takes the request.",
+}
+_GENERATING: dict[str, tuple[type[BaseModel], type[BaseModel]]] = {
+    "/v1/completions": (CompletionRequest, replies.Completion),
+    "/v1/chat/completions": (ChatCompletionRequest, replies.ChatCompletion),
+}
+_READING: dict[str, tuple[type[BaseModel], tuple[str, ...]]] = {
+    "/v1/models": (replies.Models, ("503",)),
+    "/v1/models/{model}": (replies.Model, ("404", "503")),
+    "/version": (replies.Version, ()),
+}
+_REF = "#/components/schemas/{model}"
+
+
+def complete_document(document: dict[str, Any]) -> dict[str, Any]:
+    """FastAPI's `document` with the bodies of requests and replies."""
+    kinds: list[type[BaseModel]] = [replies.Error, replies.Health]
+    kinds += [kind for pair in _GENERATING.values() for kind in pair]
+    kinds += [kind for kind, _ in _READING.values()]
+    names, found = models_json_schema([(kind, "validation") for kind in kinds], ref_template=_REF)
+    refs = {kind: names[kind, "validation"] for kind in kinds}
+    document.setdefault("components", {}).setdefault("schemas", {}).update(found["$defs"])
+    paths = document["paths"]
+    for path, (body, reply) in _GENERATING.items():
+        paths[path]["post"]["requestBody"] = {"required": True, "content": _json(refs[body])}
+        events = {"text/event-stream": {"schema": {"type": "string"}}}
+        paths[path]["post"]["responses"] = {
+            "200": {
+                "description": "The reply, or with `stream: true` its events.",
+                "content": _json(refs[reply]) | events,
+            },
+            **_errors(refs, tuple(_ERRORS)),
+        }
+    for path, (reply, errors) in _READING.items():
+        paths[path]["get"]["responses"] = {
+            "200": {"description": "The reply.", "content": _json(refs[reply])},
+            **_errors(refs, errors),
+        }
+    health = _json(refs[replies.Health])
+    paths["/health"]["get"]["responses"] = {
+        "200": {"description": "Requests can be served.", "content": health},
+        "503": {"description": "They can't be served.", "content": health},
+    }
+    paths["/metrics"]["get"]["responses"] = {
+        "200": {
+            "description": "Prometheus' text format.",
+            "content": {"text/plain": {"schema": {"type": "string"}}},
+        }
+    }
+    trace = paths["/debug/trace"]["get"]["responses"]
+    trace.pop("422", None)  # a bad query is answered with 400
+    trace |= _errors(refs, ("400", "503"))
+    document["components"]["schemas"].pop("HTTPValidationError", None)
+    document["components"]["schemas"].pop("ValidationError", None)
+    return document
+
+
+def _json(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"application/json": {"schema": schema}}
+
+
+def _errors(refs: dict[type[BaseModel], Any], statuses: tuple[str, ...]) -> dict[str, Any]:
+    content = _json(refs[replies.Error])
+    return {status: {"description": _ERRORS[status], "content": content} for status in statuses}
+
+
+class DocumentedApi(FastAPI):
+    """A FastAPI application whose document is complete."""
+
+    def openapi(self) -> dict[str, Any]:
+        if self.openapi_schema is None:
+            self.openapi_schema = complete_document(super().openapi())
+        return self.openapi_schema

@@ -1,0 +1,108 @@
+"""Requests made from the OpenAPI document, by schemathesis, against a live server.
+
+Some 300 in CI; thousands with `--full-chaos -m full_chaos` (`make fuzz`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis import Case, GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+from schemathesis.specs.openapi.schemas import OpenApiSchema
+
+from tests.support.http_server import manta, metric, wait_idle
+
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+]
+TIMEOUT_S = 60.0
+SETTINGS = {
+    "deadline": None,
+    "suppress_health_check": list(HealthCheck),
+    "phases": [Phase.explicit, Phase.generate],
+    "derandomize": True,
+}
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    # A short context keeps n = 128 copies affordable.
+    with manta(max_model_len=48, max_total_tokens=8192) as server:
+        yield server.base_url
+        wait_idle(server.base_url, 10.0)
+        assert metric(server.base_url, "manta_engine_kv_leaks_total") == 0
+
+
+@pytest.fixture(scope="module")
+def api(url: str) -> OpenApiSchema:
+    return schemathesis.openapi.from_url(f"{url}/openapi.json")
+
+
+OPERATIONS = [
+    ("POST", "/v1/completions"),
+    ("POST", "/v1/chat/completions"),
+    ("GET", "/v1/models"),
+    ("GET", "/v1/models/{model}"),
+    ("GET", "/health"),
+    ("GET", "/version"),
+    ("GET", "/metrics"),
+    ("GET", "/debug/trace"),
+]
+
+
+def run(api: OpenApiSchema, method: str, path: str, count: int) -> None:
+    """Send `count` requests, valid and invalid ones. Both must be among them."""
+    statuses: Counter[int] = Counter()
+    operation = api[path][method]
+    cases = operation.as_strategy() | operation.as_strategy(generation_mode=GenerationMode.NEGATIVE)
+
+    @settings(max_examples=count, **SETTINGS)
+    @given(case=cases)
+    def check(case: Case) -> None:
+        if isinstance(case.body, dict):
+            case.body.pop("model", None)  # the document can't know its name
+        reply = case.call_and_validate(checks=CHECKS, timeout=TIMEOUT_S)
+        statuses[reply.status_code] += 1
+
+    check()
+    print(method, path, dict(statuses))
+    if method == "POST":
+        assert min(statuses[200], statuses[400]) >= count // 20, statuses
+
+
+def test_every_operation_is_here(api: OpenApiSchema) -> None:
+    found = {(found.ok().method.upper(), found.ok().path) for found in api.get_all_operations()}
+    assert found == set(OPERATIONS)
+
+
+@pytest.mark.parametrize(("method", "path"), OPERATIONS)
+def test_some_requests(api: OpenApiSchema, method: str, path: str) -> None:
+    run(api, method, path, 120 if method == "POST" else 20)
+
+
+@pytest.mark.full_chaos
+@pytest.mark.parametrize(("method", "path"), OPERATIONS)
+def test_thousands_of_requests(api: OpenApiSchema, method: str, path: str) -> None:
+    run(api, method, path, 2500 if method == "POST" else 50)
+
+
+def test_the_server_is_well_afterwards(url: str) -> None:
+    reply = httpx.post(
+        f"{url}/v1/completions", json={"prompt": "def ", "max_tokens": 4}, timeout=30
+    )
+    assert reply.status_code == 200
+    assert httpx.get(f"{url}/health", timeout=10).status_code == 200
