@@ -6,10 +6,7 @@ import json
 from pathlib import Path
 
 from engine.errors import ConfigError, RequestError
-from engine.sampling_params import SamplingParams
-
-MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Fields whose default a model may set, as in vLLM."""
+from engine.sampling_params import MODEL_DEFAULTS, SamplingParams
 
 FILE = "generation_config.json"
 

@@ -15,6 +15,8 @@ MAX_LOGPROBS = 20
 MAX_N = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
+MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Fields whose default a model may set, as in vLLM."""
 MAX_LISTED_TOKENS = 128
 MAX_BAD_WORD_TOKENS = 4096
 """Tokens of all bad words together."""

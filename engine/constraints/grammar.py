@@ -97,7 +97,8 @@ class Grammar(ConstraintKind):
     @property
     def error(self) -> str:
         if self._matcher.is_error():
-            return f"the grammar is too complex: {self._matcher.get_error().splitlines()[0]}"
+            words, _, _ = self._matcher.get_error().partition("\n")
+            return f"the grammar is too complex: {words}"
         return TOO_SLOW if self._template.is_too_slow else ""
 
     @property

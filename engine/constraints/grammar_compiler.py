@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import re
 import threading
@@ -10,10 +9,14 @@ from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from engine.constraints.grammar_payload import GrammarPayload, parse_grammar, refused
+from engine.constraints.grammar_payload import (
+    GrammarPayload,
+    grammar_key,
+    parse_grammar,
+    refused,
+)
 from engine.constraints.grammar_template import GrammarTemplate
 from engine.constraints.grammar_text import grammar_text
 from engine.constraints.template_cache import Entry, TemplateCache
@@ -88,7 +91,7 @@ class GrammarCompiler:
 
         Raises `RequestError` if the grammar is wrong or beyond a limit.
         """
-        grammar, key = parse_grammar(payload), _key(payload)
+        grammar, key = parse_grammar(payload), grammar_key(payload)
         with self._lock:
             found = self.cache.get(key)
             future = None if found is not None else self._start(key, grammar)
@@ -102,7 +105,7 @@ class GrammarCompiler:
     def prepare(self, payload: dict[str, Any]) -> Future[Entry] | None:
         """Begin to compile, so that `template` won't wait. None if it wouldn't wait now."""
         try:
-            grammar, key = parse_grammar(payload), _key(payload)
+            grammar, key = parse_grammar(payload), grammar_key(payload)
         except RequestError:
             return None
         with self._lock:
@@ -169,11 +172,6 @@ class GrammarCompiler:
                 return LLTokenizer(text, eos_token=eos)
         except ValueError as error:
             raise ConfigError(f"llguidance can't take the model's tokenizer: {error}") from error
-
-
-def _key(payload: dict[str, Any]) -> bytes:
-    # A hash that can't be steered: no client may get another one's grammar.
-    return hashlib.blake2b(msgspec.msgpack.encode(payload), digest_size=20).digest()
 
 
 def _thread_with_stack(num_bytes: int) -> ThreadPoolExecutor:

@@ -8,7 +8,6 @@ compiled again by the scheduler.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 import threading
@@ -19,9 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
-
-from engine.constraints.grammar_payload import parse_grammar, refused
+from engine.constraints.grammar_payload import grammar_key, parse_grammar, refused
 from engine.constraints.guard_process import (
     GuardLostError,
     GuardProcess,
@@ -87,7 +84,7 @@ class GrammarGuard:
         if spec.kind != "grammar":
             return done
         parse_grammar(spec.payload)
-        key = hashlib.blake2b(msgspec.msgpack.encode(spec.payload), digest_size=20).digest()
+        key = grammar_key(spec.payload)
         with self._lock:
             if self._is_shut_down:
                 raise RequestError("the server is being stopped", status=503)

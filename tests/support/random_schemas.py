@@ -12,9 +12,9 @@ NAMES = ["name", "age", "x", "list of things", "naïve", 'quo"te', "a.b"]
 
 def random_schema(rng: random.Random) -> dict[str, Any]:
     """Keywords: type (one or several), enum, const, properties, required, additionalProperties,
-    patternProperties, items, prefixItems, minItems, maxItems, minimum, maximum, exclusiveMinimum,
-    exclusiveMaximum, multipleOf, minLength, maxLength, pattern, format, anyOf, allOf, oneOf with
-    different types, $ref and $defs (also recursive)."""
+    patternProperties, maxProperties, items, prefixItems, minItems, maxItems, minimum, maximum,
+    exclusiveMinimum, exclusiveMaximum, multipleOf, minLength, maxLength, pattern, format, anyOf,
+    allOf, oneOf with different types, $ref and $defs (also recursive)."""
     defs: dict[str, Any] = {}
     if rng.random() < 0.4:
         defs["leaf"] = _scalar(rng)
@@ -52,6 +52,8 @@ def _object(rng: random.Random, depth: int, defs: list[str]) -> dict[str, Any]:
             schema["additionalProperties"] = False
         case 2:
             schema["additionalProperties"] = _scalar(rng)
+    if rng.random() < 0.1:
+        return {"type": "object", "maxProperties": 2, "additionalProperties": _scalar(rng)}
     if rng.random() < 0.1:
         schema["patternProperties"] = {"^x-": _scalar(rng)}
     return schema

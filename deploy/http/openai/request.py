@@ -20,13 +20,13 @@ from deploy.http.openai.logprobs import LogprobStyle
 from deploy.http.openai.strict import Strict, refusal
 from deploy.http.openai.structured import ResponseFormat, StructuredOutputs
 from engine.errors import RequestError
-from engine.generation_defaults import MODEL_DEFAULTS
 from engine.sampling_params import (
     MAX_LISTED_TOKENS,
     MAX_LOGPROBS,
     MAX_N,
     MAX_STOP_LENGTH,
     MAX_STOP_STRINGS,
+    MODEL_DEFAULTS,
     SamplingParams,
 )
 

@@ -18,6 +18,7 @@ from engine.constraints.grammar_compiler import GrammarCompiler
 from engine.constraints.grammar_template import GrammarTemplate
 from engine.errors import RequestError
 from engine.grammar_setup import tokenizer_json
+from engine.tokenizer.tokenizer import Tokenizer
 from tests.support.grammars import (
     EOS,
     MODEL,
@@ -31,6 +32,7 @@ from tests.support.grammars import (
     walk,
 )
 from tests.support.random_schemas import random_schema
+from tests.support.tiny_tokenizers import write_byte_level, write_sentencepiece
 
 POINT = {
     "type": "object",
@@ -311,6 +313,30 @@ def test_vocabulary_of_the_model_may_differ_from_the_tokenizers(vocab: int) -> N
         assert may == {t for t in allowed(usual) if t < vocab}
         feed(constraint, text)
         feed(usual, text)
+
+
+@pytest.mark.parametrize("write", [write_byte_level, write_sentencepiece])
+def test_kinds_of_tokenizers(write: Any, tmp_path: Path) -> None:
+    folder = write(tmp_path / "model")
+    tokenizer = Tokenizer.from_pretrained(folder)
+    eos = tokenizer.eos_token_id
+    assert eos is not None
+    vocab = tokenizer.vocab_size + 10
+    compiler = GrammarCompiler(lambda: tokenizer_json(folder), vocab, [eos])
+    schema = {
+        **POINT,
+        "properties": {**POINT["properties"], "name": {"enum": ["naïve 你好", "a b"]}},
+    }  # type: ignore[dict-item]
+    for seed in range(10):
+        rng = random.Random(seed)
+        constraint = start(structured.json_schema(schema), (eos,), vocab, compiler)
+        out: list[int] = []
+        while not constraint.is_terminated:
+            ids = allowed(constraint, vocab)
+            token = eos if eos in ids else int(rng.choice(ids))
+            assert constraint.accept(token)
+            out.append(token)
+        check_json(tokenizer.decode(out[:-1], skip_special_tokens=False), schema)
 
 
 def test_without_a_tokenizer_grammars_are_refused() -> None:
