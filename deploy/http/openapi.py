@@ -22,10 +22,15 @@ _ERRORS = {
     "500": "The request failed.",
     "503": "No engine takes the request.",
 }
-_GENERATING: dict[str, tuple[type[BaseModel], type[BaseModel]]] = {
-    "/v1/completions": (CompletionRequest, replies.Completion),
-    "/v1/chat/completions": (ChatCompletionRequest, replies.ChatCompletion),
+_GENERATING: dict[str, tuple[type[BaseModel], type[BaseModel], type[BaseModel]]] = {
+    "/v1/completions": (CompletionRequest, replies.Completion, replies.CompletionChunk),
+    "/v1/chat/completions": (
+        ChatCompletionRequest,
+        replies.ChatCompletion,
+        replies.ChatCompletionChunk,
+    ),
 }
+"""By path: the shapes of the body, of the reply and of a stream's event."""
 _READING: dict[str, tuple[type[BaseModel], tuple[str, ...]]] = {
     "/v1/models": (replies.Models, ("503",)),
     "/v1/models/{model}": (replies.Model, ("404", "503")),
@@ -37,19 +42,19 @@ _REF = "#/components/schemas/{model}"
 def complete_document(document: dict[str, Any]) -> dict[str, Any]:
     """FastAPI's `document` with the bodies of requests and replies."""
     kinds: list[type[BaseModel]] = [replies.Error, replies.Health]
-    kinds += [kind for pair in _GENERATING.values() for kind in pair]
+    kinds += [kind for shapes in _GENERATING.values() for kind in shapes]
     kinds += [kind for kind, _ in _READING.values()]
     names, found = models_json_schema([(kind, "validation") for kind in kinds], ref_template=_REF)
     refs = {kind: names[kind, "validation"] for kind in kinds}
     document.setdefault("components", {}).setdefault("schemas", {}).update(found["$defs"])
     paths = document["paths"]
-    for path, (body, reply) in _GENERATING.items():
+    for path, (body, reply, chunk) in _GENERATING.items():
         paths[path]["post"]["requestBody"] = {"required": True, "content": _json(refs[body])}
-        events = {"text/event-stream": {"schema": {"type": "string"}}}
         paths[path]["post"]["responses"] = {
             "200": {
                 "description": "The reply, or with `stream: true` its events.",
-                "content": _json(refs[reply]) | events,
+                "content": _json(refs[reply])
+                | _events({"anyOf": [refs[chunk], refs[replies.Error]]}),
             },
             **_errors(refs, tuple(_ERRORS)),
         }
@@ -79,6 +84,18 @@ def complete_document(document: dict[str, Any]) -> dict[str, Any]:
 
 def _json(schema: dict[str, Any]) -> dict[str, Any]:
     return {"application/json": {"schema": schema}}
+
+
+def _events(shape: dict[str, Any]) -> dict[str, Any]:
+    """Server-sent events, each described by OpenAPI 3.2's `itemSchema`."""
+    text = {"contentMediaType": "application/json", "contentSchema": shape}
+    data = {
+        "type": "string",
+        "description": "A chunk; or an error, after which nothing follows; at the end [DONE].",
+        "anyOf": [{"const": "[DONE]"}, text],
+    }
+    event = {"type": "object", "properties": {"data": data}, "required": ["data"]}
+    return {"text/event-stream": {"itemSchema": event}}
 
 
 def _errors(refs: dict[type[BaseModel], Any], statuses: tuple[str, ...]) -> dict[str, Any]:

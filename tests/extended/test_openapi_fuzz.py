@@ -5,13 +5,17 @@ Some 300 in CI; thousands with `--full-chaos -m full_chaos` (`make fuzz`).
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
+import jsonschema
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis.strategies import booleans
 from schemathesis import Case, GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
@@ -49,7 +53,9 @@ def url() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def api(url: str) -> OpenApiSchema:
-    return schemathesis.openapi.from_url(f"{url}/openapi.json")
+    loaded = schemathesis.openapi.from_url(f"{url}/openapi.json")
+    loaded.config.max_stream_events = 100_000  # it leaves a stream after 100 otherwise
+    return loaded
 
 
 OPERATIONS = [
@@ -66,22 +72,41 @@ OPERATIONS = [
 
 def run(api: OpenApiSchema, method: str, path: str, count: int) -> None:
     """Send `count` requests, valid and invalid ones. Both must be among them."""
-    statuses: Counter[int] = Counter()
+    statuses: Counter[int | str] = Counter()
     operation = api[path][method]
+    document = api.raw_schema
     cases = operation.as_strategy() | operation.as_strategy(generation_mode=GenerationMode.NEGATIVE)
 
     @settings(max_examples=count, **SETTINGS)
-    @given(case=cases)
-    def check(case: Case) -> None:
+    @given(case=cases, stream=booleans())
+    def check(case: Case, stream: bool) -> None:
         if isinstance(case.body, dict):
             case.body.pop("model", None)  # the document can't know its name
+            if stream:  # seldom by itself
+                case.body["stream"] = True
         reply = case.call_and_validate(checks=CHECKS, timeout=TIMEOUT_S)
         statuses[reply.status_code] += 1
+        if reply.headers.get("content-type", [""])[0].startswith("text/event-stream"):
+            check_events(reply.content.decode(), document["paths"][path], document["components"])
+            statuses["streams"] += 1
 
     check()
     print(method, path, dict(statuses))
     if method == "POST":
         assert min(statuses[200], statuses[400]) >= count // 20, statuses
+        assert statuses["streams"] > 0, statuses
+
+
+def check_events(body: str, path: dict[str, Any], components: dict[str, Any]) -> None:
+    """schemathesis doesn't look into `data`."""
+    content = path["post"]["responses"]["200"]["content"]["text/event-stream"]
+    _, schema = content["itemSchema"]["properties"]["data"]["anyOf"]
+    schema = schema["contentSchema"]
+    shape = jsonschema.Draft202012Validator({**schema, "components": components})
+    *events, done, end = body.split("\n\n")
+    assert (done, end) == ("data: [DONE]", "") and events
+    for event in events:
+        shape.validate(json.loads(event.removeprefix("data: ")))
 
 
 def test_every_operation_is_here(api: OpenApiSchema) -> None:

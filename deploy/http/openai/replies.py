@@ -91,6 +91,33 @@ class Completion(_Reply):
     choices: list[CompletionChoice]
 
 
+class _Chunk(_Shape):
+    id: str
+    created: int
+    model: str
+    usage: Usage | None = None
+
+
+class CompletionDelta(_Shape):
+    """What is new of one continuation."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None
+    token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class CompletionChunk(_Chunk):
+    """`data` of an event of `POST /v1/completions`."""
+
+    object: Literal["text_completion"]
+    choices: list[CompletionDelta]
+
+
 class TopLogprob(_Shape):
     """An alternative to a token."""
 
@@ -143,6 +170,33 @@ class ChatCompletion(_Reply):
     choices: list[ChatChoice]
     prompt_logprobs: PromptLogprobs | None
     prompt_token_ids: list[int] | None
+
+
+class MessageDelta(_Shape):
+    """What is new of the assistant's turn."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChatDelta(_Shape):
+    """What is new of one reply."""
+
+    index: int
+    delta: MessageDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None
+    token_ids: list[int] | None = None
+
+
+class ChatCompletionChunk(_Chunk):
+    """`data` of an event of `POST /v1/chat/completions`."""
+
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatDelta]
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class Model(_Shape):
