@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from argparse import ArgumentTypeError
 
 
@@ -36,6 +37,17 @@ def key_value(text: str) -> tuple[str, str]:
     if not key or not separator:
         raise ArgumentTypeError(f"{text!r} is not key=value")
     return key, value
+
+
+def json_object(text: str) -> dict[str, object]:
+    """A JSON object."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ArgumentTypeError(f"is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ArgumentTypeError("must be a JSON object")
+    return value
 
 
 def _at_least(least: int, text: str) -> int:

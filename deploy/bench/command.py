@@ -15,15 +15,15 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
 import aiohttp
 
-from deploy.bench.arguments import key_value, natural, positive, positives
+from deploy.bench.arguments import json_object, key_value, natural, positive, positives
 from deploy.bench.client import analyse, list_models
 from deploy.bench.load import Prompt, Workload, arrival_offsets, make_prompts, run_requests
 from deploy.bench.output import finish, print_table, save_result
@@ -58,6 +58,8 @@ class Target:
     ignore_eos: bool = True
     return_token_ids: bool = False
     timeout_s: float = 600.0
+    extra_body: Mapping[str, object] = field(default_factory=dict)
+    """Further fields of every request."""
 
     def body(self, prompt: Prompt, output_len: int) -> dict[str, object]:
         """A streaming request for `output_len` tokens; extensions are sent only where in use."""
@@ -76,7 +78,7 @@ class Target:
             body["ignore_eos"] = True
         if self.return_token_ids:
             body["return_token_ids"] = True
-        return body
+        return {**body, **self.extra_body}
 
 
 def measure(
@@ -188,6 +190,7 @@ def run(
             ignore_eos=args.ignore_eos,
             return_token_ids=args.return_token_ids,
             timeout_s=args.timeout,
+            extra_body=args.extra_body,
         )
         reports = run_all(args, target, server)
     print_reports(reports)
@@ -202,6 +205,7 @@ def run(
         "label": args.label,
         "model": target.model,
         "endpoint": target.endpoint,
+        "extra_body": target.extra_body,
         "workload": {
             key: value
             for key, value in vars(workload(args, None)).items()
@@ -321,6 +325,13 @@ def parse_arguments(argv: list[str], starts_server: bool = False) -> argparse.Na
         help="ask for token ids in chunks (Manta, vLLM): first tokens that are no text yet count",
     )
     add("--temperature", type=float, default=0.0)
+    add(
+        "--extra-body",
+        type=json_object,
+        default={},
+        metavar="JSON",
+        help="further fields of every request, such as '{\"top_p\": 0.9}'",
+    )
     add("--seed", type=int, default=0)
     add("--warmup", type=natural, default=8, help="requests before each run that do not count")
     add("--repeat", type=positive, default=1)

@@ -45,10 +45,9 @@ class DelayedSamples:
         rows = [i for i, req in enumerate(step.sampled) if req.constraint is not None]
         if not rows:
             return
-        lens = batch.seq_lens[batch.sample_rows]
+        lens = batch.seq_lens[batch.sample_rows].tolist()
         step.constrained = [
-            ConstrainedRow(i, step.sampled[i], int(lens[i]) - step.sampled[i].prompt_len)
-            for i in rows
+            ConstrainedRow(i, step.sampled[i], lens[i] - step.sampled[i].prompt_len) for i in rows
         ]
         batch.delayed_sample = True
         self._unmasked.append(step)

@@ -4,6 +4,7 @@ alone and beside others, with overlap and without, after retraction and after a 
 from __future__ import annotations
 
 import json
+import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from engine.constraints import ConstraintSpec
 from engine.errors import RequestError
 from engine.protocol.messages import AddRequest
 from tests.support.grammars import EOS, MODEL, small_tokenizer, text_of
+from tests.support.random_schemas import check_json, random_schema
 
 POINT = {
     "type": "object",
@@ -100,6 +102,25 @@ def test_alone_and_beside_others_the_same(llm: LLM) -> None:
     for i in (0, 1, 2, 4, 6, 20, 21):
         (alone,) = llm.generate(prompts[i], mixed[i], use_tqdm=False)
         assert alone.outputs[0].token_ids == together[i][1]
+
+
+def test_outputs_of_random_schemas_finish_and_validate(llm: LLM) -> None:
+    """Strings, names and numbers of these schemas may be endless; the rest ends in any case."""
+    schemas = [random_schema(random.Random(seed)) for seed in range(320)]
+    given = [
+        SamplingParams(
+            temperature=1.0, max_tokens=512, seed=i, constraint=structured.json_schema(schema)
+        )
+        for i, schema in enumerate(schemas)
+    ]
+    free = SamplingParams(temperature=1.0, max_tokens=512, seed=7)
+    outs = generate(llm, [*given, *[free] * 16])[: len(schemas)]
+    finished = [
+        (text, s) for (text, _, reason), s in zip(outs, schemas, strict=True) if reason == "stop"
+    ]
+    assert len(finished) >= 0.9 * len(schemas)
+    for text, schema in finished:
+        check_json(text, schema)
 
 
 def test_without_eos_the_output_ends_where_it_is_complete(llm: LLM) -> None:

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import random
 from typing import Any
 
+import jsonschema
+
+CHECK_FORMATS = jsonschema.FormatChecker(["uuid", "email", "ipv4"])  # Python has no year 0
 FORMATS = ["date", "time", "date-time", "uuid", "email", "ipv4"]
 PATTERNS = ["^[a-z]{2,5}$", "^[A-Z][0-9]+$", "[0-9]", "^(yes|no)$"]
 NAMES = ["name", "age", "x", "list of things", "naïve", 'quo"te', "a.b"]
+
+
+def check_json(text: str, schema: dict[str, Any]) -> None:
+    """The text is JSON of whole characters that `schema` accepts."""
+    text.encode()
+    validator = jsonschema.Draft202012Validator(schema, format_checker=CHECK_FORMATS)
+    validator.validate(json.loads(text))
 
 
 def random_schema(rng: random.Random) -> dict[str, Any]:

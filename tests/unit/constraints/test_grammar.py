@@ -9,7 +9,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import numpy as np
 import pytest
 
@@ -31,7 +30,7 @@ from tests.support.grammars import (
     text_of,
     walk,
 )
-from tests.support.random_schemas import random_schema
+from tests.support.random_schemas import check_json, random_schema
 from tests.support.tiny_tokenizers import write_byte_level, write_sentencepiece
 
 POINT = {
@@ -40,13 +39,6 @@ POINT = {
     "required": ["x", "name"],
     "additionalProperties": False,
 }
-CHECK_FORMATS = jsonschema.FormatChecker(["uuid", "email", "ipv4"])  # Python has no year 0
-
-
-def check_json(text: str, schema: dict[str, Any]) -> None:
-    text.encode()  # whole characters only
-    validator = jsonschema.Draft202012Validator(schema, format_checker=CHECK_FORMATS)
-    validator.validate(json.loads(text))
 
 
 # JSON
