@@ -18,13 +18,13 @@ class AllOf(Constraint):
 
     def __init__(self, parts: Sequence[Constraint], vocab_size: int) -> None:
         self._parts = parts
-        self._mask = np.zeros(mask_words(vocab_size), np.uint32)
+        self._masks = np.zeros((len(parts) - 1, mask_words(vocab_size)), np.uint32)
 
     def fill_mask(self, out: MaskArray) -> None:
         self._parts[0].fill_mask(out)
-        for part in self._parts[1:]:
-            part.fill_mask(self._mask)
-            np.bitwise_and(out, self._mask, out=out)
+        for part, mask in zip(self._parts[1:], self._masks, strict=True):
+            part.fill_mask(mask)
+            np.bitwise_and(out, mask, out=out)
 
     def accept(self, token: int) -> bool:
         # A part that refuses ends the request, so the others' progress means nothing then.

@@ -24,6 +24,7 @@ class Constraint(ABC):
     def fill_mask(self, out: MaskArray) -> None:
         """Write the tokens allowed next to `out` [mask_words(vocab_size)]; its old content is lost.
 
+        `out` is kept until the next `accept`; the caller may only clear bits of it till then.
         Bit t % 32 of word t // 32 is set if token t is allowed; at least one is, unless
         `is_terminated` or `error`.
         """

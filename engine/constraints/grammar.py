@@ -45,6 +45,10 @@ class Grammar(ConstraintKind):
         if tokenizer.vocab_size > vocab_size:
             self._wide = np.zeros(mask_words(tokenizer.vocab_size), np.uint32)
         self._ended = False
+        self._mask: MaskArray | None = None
+        """The mask of the current state, once it was made."""
+        self._pending: int | None = None
+        """An accepted token that the matcher hasn't seen yet."""
 
     @classmethod
     def verify(cls, payload: dict[str, Any], vocab_size: int) -> None:
@@ -66,6 +70,7 @@ class Grammar(ConstraintKind):
         return cls(template, grammars.tokenizer, vocab_size, eos_token_ids)
 
     def fill_mask(self, out: MaskArray) -> None:
+        self._mask = out
         if self._ended or self.error:
             out.fill(0)
             return
@@ -87,8 +92,24 @@ class Grammar(ConstraintKind):
         if self._ended or token in self._ignored_eos:
             return False
         if token in self._eos_token_ids:
+            self._catch_up()
             self._ended = self._matcher.is_accepting()
             return self._ended
+        if self._mask is not None:
+            # The mask tells. The next step is launched first, then the matcher goes on.
+            if not self._mask[token >> 5] >> (token & 31) & 1:
+                return False
+            self._mask, self._pending = None, token
+            return True
+        self._catch_up()
+        return self._consume(token)
+
+    def _catch_up(self) -> None:
+        token, self._pending = self._pending, None
+        if token is not None:
+            self._consume(token)
+
+    def _consume(self, token: int) -> bool:
         started = time.thread_time()
         count = self._matcher.try_consume_tokens([token])
         self._template.charge_token(time.thread_time() - started)
@@ -96,6 +117,7 @@ class Grammar(ConstraintKind):
 
     @property
     def error(self) -> str:
+        self._catch_up()
         if self._matcher.is_error():
             words, _, _ = self._matcher.get_error().partition("\n")
             return f"the grammar is too complex: {words}"
@@ -105,4 +127,5 @@ class Grammar(ConstraintKind):
     def is_terminated(self) -> bool:
         if self._ended or self._eos_token_ids:
             return self._ended
+        self._catch_up()
         return self._matcher.is_stopped() and not self._matcher.is_error()
