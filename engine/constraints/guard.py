@@ -30,7 +30,7 @@ from engine.errors import RequestError
 
 logger = logging.getLogger(__name__)
 
-TIMEOUT_S = 1.5
+TIMEOUT_S = 1.0
 """CPU time to compile a grammar and follow it for some tokens."""
 MAX_VERDICTS = 4096
 MAX_WAITING = 64

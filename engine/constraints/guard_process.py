@@ -45,6 +45,9 @@ class GuardProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
+            # Linux (autogroup) shares CPU time among sessions first. In the server's session, a
+            # compilation that kept a core busy made other threads wait for up to 2 s.
+            start_new_session=True,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
         )
         assert self._process.stdin is not None and self._process.stdout is not None
