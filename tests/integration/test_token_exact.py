@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import transformers
 
+from engine.protocol.messages import TokenLogprobs
 from engine.sampling_params import SamplingParams
 from tests.support.engines import (
     Engine,
@@ -58,6 +59,14 @@ PAIRWISE = {
     (32, True, 0, True),
     (32, True, 4, False),
 }
+# (chunk, retract, overlap, log-probabilities of the prompt, too)
+LOGPROB_VARIANTS = [
+    (-1, 0, False, True),
+    (-1, 3, True, False),
+    (32, 0, True, False),
+    (32, 3, False, False),
+    (32, 3, True, True),
+]
 LAYOUTS = [
     *itertools.product(MODELS, (1, 2), (1, 2), (1, 16)),
     *((model, 1, 4, 16) for model in MODELS),
@@ -190,26 +199,51 @@ def test_storm_on_real_workers(cases: dict[str, Case], pp: int, depth: int) -> N
 
 
 def _check_logprobs(case: Case, engine: Engine) -> None:
-    """Of output and prompt, in chunks and with cache hits behind it, against log_softmax."""
-    params = SamplingParams(
-        max_tokens=6, temperature=0, ignore_eos=True, logprobs=3, prompt_logprobs=2
-    )
-    for chunk in (-1, 32):
-        out = engine.run(case.prompts, params, warm=case.warm, chunked_prefill_size=chunk)
+    """Of output and prompt against log_softmax: in chunks, after retractions, with overlap; those
+    of the output with cache hits, too (the prompt's have to compute all of it)."""
+    for chunk, retract, overlap, of_prompt in LOGPROB_VARIANTS:
+        variant = f"{chunk=} {retract=} {overlap=} {of_prompt=}"
+        params = SamplingParams(
+            max_tokens=6,
+            temperature=0,
+            ignore_eos=True,
+            logprobs=3,
+            prompt_logprobs=2 if of_prompt else None,
+        )
+        out = engine.run(
+            case.prompts,
+            params,
+            warm=case.warm,
+            retract_every=retract,
+            chunked_prefill_size=chunk,
+            enable_overlap=overlap,
+            enable_mixed_chunk=chunk > 0,
+        )
+        assert engine.retractions > 0 or not retract, variant
+        hits = sum(engine.cached.get(i, 0) for i in range(len(case.prompts)))
+        assert of_prompt or hits >= 2 * 32, (variant, engine.cached)
+        assert out == [expected[:6] for expected in case.expected], variant
         for i, prompt in enumerate(case.prompts):
             want = reference_logprobs(case.reference, prompt + out[i])
+            assert len(engine.logprobs[i]) == len(out[i]), variant
             for k, got in enumerate(engine.logprobs[i]):
-                row = want[len(prompt) - 1 + k]
-                assert abs(got.logprob - row[out[i][k]]) < LOGPROB_TOLERANCE
-                assert np.allclose(got.top_logprobs, np.sort(row)[::-1][:3], atol=LOGPROB_TOLERANCE)
-            prompt_rows = engine.prompt_logprobs[i]
-            assert len(prompt_rows) == len(prompt)
-            assert prompt_rows[0] is None
-            for k in range(1, len(prompt)):
-                entry = prompt_rows[k]
-                assert entry is not None
-                assert abs(entry.logprob - want[k - 1][prompt[k]]) < LOGPROB_TOLERANCE
-                assert len(entry.top_ids) == 2
+                _check_entry(got, out[i][k], want[len(prompt) - 1 + k], 3, variant)
+            if of_prompt:
+                first, *rest = engine.prompt_logprobs[i]
+                assert first is None and len(rest) == len(prompt) - 1
+                for k, entry in enumerate(rest):
+                    assert entry is not None
+                    _check_entry(entry, prompt[k + 1], want[k], 2, variant)
+            else:
+                assert i not in engine.prompt_logprobs
+
+
+def _check_entry(got: TokenLogprobs, token: int, want: np.ndarray, top: int, variant: str) -> None:
+    """`want`: log-probabilities [vocab] of all tokens at the position."""
+    assert abs(got.logprob - want[token]) < LOGPROB_TOLERANCE, variant
+    assert len(set(got.top_ids)) == len(got.top_ids) == top, variant
+    assert np.allclose(got.top_logprobs, np.sort(want)[::-1][:top], atol=LOGPROB_TOLERANCE), variant
+    assert np.allclose(got.top_logprobs, want[list(got.top_ids)], atol=LOGPROB_TOLERANCE), variant
 
 
 SAMPLED = [
