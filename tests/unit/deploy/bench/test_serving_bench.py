@@ -341,6 +341,16 @@ def test_a_good_endpoint_is_measured(
     assert endpoint.bodies[0]["ignore_eos"] is True
 
 
+def test_extra_fields_go_into_every_request(
+    endpoint: FakeEndpoint, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    extra = '{"temperature": 1, "structured_outputs": {"regex": "a+"}}'
+    status, _, _ = run_serving(endpoint, monkeypatch, capsys, *SHORT, "--extra-body", extra)
+    assert status == 0 and endpoint.bodies
+    for body in endpoint.bodies:
+        assert (body["temperature"], body["structured_outputs"]) == (1, {"regex": "a+"})
+
+
 def test_every_failure_is_reported(
     endpoint: FakeEndpoint,
     monkeypatch: pytest.MonkeyPatch,
@@ -399,6 +409,8 @@ def test_an_absent_endpoint_ends_with_ok_false(
         ["--num-prompts", "x"],
         ["--base-url", "http://h", "--set", "dtype=float32"],
         ["--set", "dtype"],
+        ["--extra-body", "{"],
+        ["--extra-body", "[1]"],
     ],
 )
 def test_wrong_arguments_are_refused(arguments: list[str]) -> None:
