@@ -9,6 +9,7 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 
+from deploy.http.parsers.detection import model_reasons, tool_format_of
 from deploy.http.settings import ApiSettings
 from deploy.ingress.ingress import build_ingress
 from deploy.ingress.resume import ResumeLimits
@@ -19,6 +20,7 @@ from deploy.serve_state.drain_watch import HANDOVER_S, HEALTH_PERIOD_S
 from deploy.start.config import AppConfig
 from deploy.start.gpu_wait import patience, wait_for_gpus
 from engine.actors.cluster_gpus import node_gpus, placement_strategy
+from engine.tokenizer.loading import load_chat_templates
 
 _ROUTER = RequestRouterConfig(request_router_class=ChosenReplicaRouter)
 
@@ -79,6 +81,7 @@ def build_app(args: dict[str, Any]) -> Application:
         graceful_shutdown_timeout_s=server.drain_timeout_s + HANDOVER_S,
         graceful_shutdown_wait_loop_s=0.5,
     )
+    templates = load_chat_templates(config.resolved.model.path)
     return ingress.bind(
         engines,
         IngressOptions(
@@ -93,6 +96,8 @@ def build_app(args: dict[str, Any]) -> Application:
             routing_policy=config.routing_policy,
             page_size=engine.page_size,
             sampling_defaults=engine.sampling_defaults(config.resolved.model),
+            tool_format=tool_format_of(server.tool_call_parser, templates),
+            reasons=model_reasons(server.reasoning_parser, templates),
         ),
     )
 

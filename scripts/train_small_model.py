@@ -44,13 +44,7 @@ SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,2}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}"
-    "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
-    "{{ raise_exception('unknown role ' ~ message['role']) }}{% endif %}"
-    "{{ '<|' ~ message['role'] ~ '|>\n' ~ message['content'] | trim ~ '<|end|>\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
-)
+CHAT_TEMPLATE = Path(__file__).parents[1] / "models" / "manta-small" / "chat_template.jinja"
 
 
 def train_tokenizer(corpus: Corpus) -> PreTrainedTokenizerFast:
@@ -86,7 +80,7 @@ def train_tokenizer(corpus: Corpus) -> PreTrainedTokenizerFast:
         bos_token=BOS,
         eos_token=EOS,
         pad_token=EOS,
-        chat_template=CHAT_TEMPLATE,
+        chat_template=CHAT_TEMPLATE.read_text(encoding="utf-8"),
         clean_up_tokenization_spaces=False,
         model_max_length=MAX_POSITIONS,
     )

@@ -29,6 +29,10 @@ class ModelInfo:
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
     """Values of sampling fields that requests leave out, from the model's generation_config.json
     (`engine.generation_defaults`)."""
+    tool_format: str = ""
+    """How it writes tool calls, a word of `TOOL_FORMATS`; "": it calls no tools."""
+    reasons: bool = False
+    """Whether its outputs may begin with reasoning."""
 
 
 @dataclass

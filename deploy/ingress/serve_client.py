@@ -63,6 +63,9 @@ class IngressOptions:
     page_size: int
     sampling_defaults: dict[str, float] = field(default_factory=dict)
     """Values of sampling fields that requests leave out."""
+    tool_format: str = ""
+    """See `ModelInfo`."""
+    reasons: bool = False
 
 
 class ServeEngineClient(EngineClient, IngressListener):
@@ -81,6 +84,8 @@ class ServeEngineClient(EngineClient, IngressListener):
             options.vocab_size,
             int(time.time()),
             options.sampling_defaults,
+            options.tool_format,
+            options.reasons,
         )
         self._resumes: Counter[str] = Counter()
         self._drain = DrainWatch()

@@ -5,6 +5,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from deploy.http.parsers.detection import check_parsers
 from deploy.replica.autoscaling import EngineLoadPolicy
 from deploy.routing import find_policy
 from engine.config import EngineConfig, ResolvedConfig, load_config
@@ -50,6 +51,12 @@ class ServerOptions(BaseModel):
     """A stream is aborted when its client has read nothing for this time."""
     allow_request_chat_templates: bool = False
     """Take `chat_template` from requests; only for trusted clients."""
+    tool_call_parser: str = "auto"
+    """How the model writes tool calls: a word of `TOOL_FORMATS`, `auto` for what its chat template
+    shows, or `none`."""
+    reasoning_parser: str = "auto"
+    """How the model marks its reasoning: a word of `REASONING_FORMATS`, `auto` for what its chat
+    template shows, or `none`."""
     resume_wait_s: float = Field(60.0, ge=0)
     """How long a request waits for an engine that takes it, at first or after a loss."""
     max_resumes: int = Field(16, ge=0)
@@ -84,6 +91,7 @@ class AppConfig:
         engine = load_config(EngineConfig, rest)
         if server.routing_policy != "serve":
             find_policy(server.routing_policy)
+        check_parsers(server.tool_call_parser, server.reasoning_parser)
         scaling = server.autoscaling
         if scaling is not None and scaling.max_replicas < scaling.min_replicas:
             raise ConfigError(

@@ -138,7 +138,7 @@ class GrammarCompiler:
 
     def _compile(self, grammar: GrammarPayload) -> GrammarTemplate:
         try:
-            text = grammar_text(grammar, self._is_special)
+            text = grammar_text(grammar, self._special_token)
             matcher = LLMatcher(self.tokenizer, text, log_level=0, limits=self._limits)
         except ConfigError as error:
             raise refused(f"structured output isn't available: {error}") from error
@@ -155,9 +155,12 @@ class GrammarCompiler:
             raise refused(NOTHING_ALLOWED)
         return GrammarTemplate(matcher, len(text))
 
-    def _is_special(self, text: str) -> bool:
+    def _special_token(self, text: str) -> int | None:
+        """The id of a special token by its name."""
         tokens = self.tokenizer.tokenize_str(text, parse_special=True)
-        return len(tokens) == 1 and self.tokenizer.is_special_token(tokens[0])
+        if len(tokens) == 1 and self.tokenizer.is_special_token(tokens[0]):
+            return tokens[0]
+        return None
 
     def _make_tokenizer(self) -> LLTokenizer:
         text = self._load_tokenizer()

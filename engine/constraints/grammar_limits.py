@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from engine.constraints.grammar_payload import StructuralTags, refused
+from engine.constraints.grammar_payload import StructuralTags, ToolCalls, refused
 
 MAX_DEPTH = 64
 """Nested brackets of a text, nested values of JSON."""
@@ -61,6 +61,15 @@ def parse_tags(text: str) -> StructuralTags:
             )
     _check_schema([structure.schema for structure in tags.structures])
     return tags
+
+
+def parse_calls(text: str) -> ToolCalls:
+    """The calls of a JSON text, with their limits checked. Raises `RequestError`."""
+    calls: ToolCalls = _decode(text, "tools", ToolCalls)
+    if not 0 < len(calls.calls) <= MAX_STRUCTURES:
+        raise refused(f"{len(calls.calls)} tools: 1 to {MAX_STRUCTURES} are allowed")
+    _check_schema([calls.answer or {}, *(call.schema for call in calls.calls)])
+    return calls
 
 
 def _decode(text: str, what: str, kind: Any) -> Any:

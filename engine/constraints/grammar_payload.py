@@ -16,9 +16,18 @@ MAX_WHITESPACE_PATTERN = 256
 """Characters of `whitespace_pattern`."""
 
 GrammarType = Literal[
-    "json_schema", "json_object", "regex", "choice", "lark", "gbnf", "structural_tag"
+    "json_schema", "json_object", "regex", "choice", "lark", "gbnf", "structural_tag", "tool_calls"
 ]
-JSON_TYPES = ("json_schema", "json_object", "structural_tag")
+JSON_TYPES = ("json_schema", "json_object", "structural_tag", "tool_calls")
+
+
+class Thinking(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """Free text before what the grammar says, between two texts. `is_open`: the prompt has `start`
+    already, so `end` must come; otherwise there may be none of it."""
+
+    start: str
+    end: str
+    is_open: bool
 
 
 class GrammarPayload(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -31,6 +40,7 @@ class GrammarPayload(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=T
     - lark: a grammar in llguidance's dialect of Lark, which begins with the rule `start`
     - gbnf: a grammar in llama.cpp's GBNF, which begins with the rule `root`
     - structural_tag: `StructuralTags` as JSON text
+    - tool_calls: `ToolCalls` as JSON text
     """
 
     type: GrammarType
@@ -39,6 +49,7 @@ class GrammarPayload(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=T
     """JSON may have whitespace between its parts. False: none at all."""
     whitespace_pattern: str | None = None
     """A regular expression of the whitespace between parts of JSON."""
+    thinking: Thinking | None = None
 
 
 class TaggedStructure(msgspec.Struct, forbid_unknown_fields=True):
@@ -59,6 +70,32 @@ class StructuralTags(msgspec.Struct, forbid_unknown_fields=True):
     structures: list[TaggedStructure]
     triggers: list[str]
     type: Literal["structural_tag"] = "structural_tag"
+
+
+class ToolCalls(msgspec.Struct, forbid_unknown_fields=True):
+    """Calls of tools as a model writes them: groups of `marker`, `opening`, calls with `separator`
+    between them, `closing`.
+
+    `words` are texts that are looked up among the tokenizer's special tokens.
+    """
+
+    calls: list[TaggedStructure]
+    """What a call may be: its text up to the arguments, their schema, and the text behind."""
+    marker: str = ""
+    opening: str = ""
+    separator: str | None = None
+    """None: one call in each group."""
+    closing: str = ""
+    between: str | None = None
+    """What stands between groups; None: there is one group only."""
+    words: list[str] = []
+    may_answer: bool = False
+    """The output may be free text, too, up to the marker; without a marker: unless it begins as a
+    call does, with a brace."""
+    parallel: bool = True
+    """More than one call is allowed."""
+    answer: dict[str, Any] | None = None
+    """The free text is JSON that follows this schema; there is either an answer or calls."""
 
 
 def parse_grammar(payload: dict[str, Any]) -> GrammarPayload:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+import re
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 from llguidance import LLMatcher, regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark
@@ -12,10 +13,17 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from engine.constraints.grammar_limits import (
     check_grammar,
     check_regex,
+    parse_calls,
     parse_schema,
     parse_tags,
 )
-from engine.constraints.grammar_payload import GrammarPayload, StructuralTags, refused
+from engine.constraints.grammar_payload import (
+    GrammarPayload,
+    StructuralTags,
+    Thinking,
+    ToolCalls,
+    refused,
+)
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -26,11 +34,17 @@ model may write spaces for ever. A pattern that matches nothing, too, would make
 both ways: then 200 optional properties are beyond its limits."""
 
 
-def grammar_text(grammar: GrammarPayload, is_special: Callable[[str], bool]) -> str:
-    """The grammar in llguidance's form. Raises `RequestError` if it is beyond a limit or broken.
+FindToken = Callable[[str], int | None]
+"""The id of a special token by its name; None if no special token has the name."""
 
-    `is_special` says whether a text is the name of one of the tokenizer's special tokens.
-    """
+
+def grammar_text(grammar: GrammarPayload, special: FindToken) -> str:
+    """The grammar in llguidance's form. Raises `RequestError` if it is beyond a limit or broken."""
+    text = _text(grammar, special)
+    return text if grammar.thinking is None else _behind_thinking(text, grammar.thinking, special)
+
+
+def _text(grammar: GrammarPayload, special: FindToken) -> str:
     value = grammar.value
     if isinstance(value, list):
         # One lexeme: the lexer follows all the texts at once.
@@ -43,9 +57,9 @@ def grammar_text(grammar: GrammarPayload, is_special: Callable[[str], bool]) -> 
         case "json_object":
             return _from_schema('{"type": "object"}', grammar)
         case "structural_tag":
-            return LLMatcher.grammar_from_lark(
-                _lark_of_tags(parse_tags(value), grammar, is_special)
-            )
+            return LLMatcher.grammar_from_lark(_lark_of_tags(parse_tags(value), grammar, special))
+        case "tool_calls":
+            return LLMatcher.grammar_from_lark(_lark_of_calls(parse_calls(value), grammar, special))
         case "regex":
             check_regex(value)
             # "d": \\d is an ASCII digit, as other programs that check the output may have it.
@@ -82,11 +96,79 @@ def _lark_of_gbnf(text: str) -> str:
     return lark
 
 
-def _lark_of_tags(
-    tags: StructuralTags, grammar: GrammarPayload, is_special: Callable[[str], bool]
-) -> str:
+def _behind_thinking(text: str, thinking: Thinking, special: FindToken) -> str:
+    """The grammar `text`, with free text before it."""
+    inner = json.loads(text)["grammars"] if text.startswith("{") else [{"lark_grammar": text}]
+    lines = [
+        "%llguidance {}",
+        "TEXT: /(.|\\n)*/",
+        r"SPACE: /[ \t\r\n]{1,4}/",
+        _head("think", thinking.end, special),
+    ]
+    if thinking.is_open:
+        lines.append("start: think SPACE? @inner")
+    else:
+        begin = _written(thinking.start, [thinking.start], special)
+        lines.append(f"start: (SPACE? {begin} think SPACE?)? @inner")
+    inner[0]["name"] = "inner"
+    return json.dumps({"grammars": [{"lark_grammar": "\n".join(lines)}, *inner]})
+
+
+def _lark_of_calls(calls: ToolCalls, grammar: GrammarPayload, special: FindToken) -> str:
+    """At least one group of calls; with `may_answer` free text around the groups, or alone."""
+
+    def written(text: str) -> str:
+        return _written(text, calls.words, special)
+
+    lines = ["%llguidance {}", "TEXT: /(.|\\n)*/"]
+    rules = []
+    for number, call in enumerate(calls.calls):
+        rules.append(f"call_{number}")
+        json_rule = _json_rule(call.schema, grammar)
+        lines.append(f"call_{number}: {written(call.begin)} {json_rule} {written(call.end)}")
+    lines.append(f"call: {' | '.join(rules)}")
+    several = ""
+    if calls.parallel and calls.separator is not None:
+        several = f"({written(calls.separator)} call)*"
+    lines.append(f"calls: {written(calls.opening)} call {several} {written(calls.closing)}")
+    repeated = calls.parallel and calls.between is not None
+    if not calls.may_answer or calls.answer is not None:
+        group = f"{written(calls.marker)} calls"
+        more = f"({written(calls.between or '')} {group})*" if repeated else ""
+        lines.append(f"groups: {group} {more}")
+    if not calls.may_answer:
+        lines.append("start: groups")
+    elif calls.answer is not None:
+        lines.append(f"start: groups | answer\nanswer: {_json_rule(calls.answer, grammar)}")
+    elif calls.marker:
+        lines.append(_head("head", calls.marker, special))
+        lines.append(f"start: (head calls){'*' if repeated else '?'} TEXT")
+    else:
+        lines.append(r"ANSWER: /[ \t\r\n]*[^ \t\r\n{](.|\n)*/")
+        lines.append("start: ANSWER | calls")
+    return "\n".join(lines)
+
+
+def _head(name: str, word: str, special: FindToken) -> str:
+    """The rule `name`: free text up to the first `word`, and the word. A lazy lexeme ends at the
+    first one, so the free text never holds it."""
+    token = special(word)
+    return f"{name}[lazy]: TEXT {_literal(word)}" if token is None else f"{name}: TEXT <[{token}]>"
+
+
+def _written(text: str, words: Iterable[str], special: FindToken) -> str:
+    """`text` in Lark; those of `words` that are special tokens are written as tokens."""
+    tokens = {word: token for word in words if (token := special(word)) is not None}
+    if not tokens:
+        return _literal(text)
+    pieces = re.split(f"({'|'.join(map(re.escape, tokens))})", text)
+    written = (f"<[{tokens[p]}]>" if p in tokens else _literal(p) for p in pieces)
+    return " ".join(filter(None, written))
+
+
+def _lark_of_tags(tags: StructuralTags, grammar: GrammarPayload, special: FindToken) -> str:
     """Free text, and after each trigger one of its structures (llguidance's syntax.md, "tool
-    calling"). A lazy lexeme ends at the first trigger, so free text never holds one."""
+    calling")."""
     lines = ["%llguidance {}", "", "TEXT: /(.|\\n)*/"]
     heads: dict[str, str] = {}
     rules = []
@@ -94,21 +176,21 @@ def _lark_of_tags(
         trigger = max(filter(structure.begin.startswith, tags.triggers), key=len)
         if trigger not in heads:
             head = heads[trigger] = f"head_{len(heads)}"
-            if is_special(trigger):
-                lines.append(f"{head}: TEXT {trigger}")
-            else:
-                lines.append(f"{head}[lazy]: TEXT {_literal(trigger)}")
-        schema = {**structure.schema, "x-guidance": _json_options(grammar)}
+            lines.append(_head(head, trigger, special))
         parts = [
             heads[trigger],
             _literal(structure.begin.removeprefix(trigger)),
-            f"%json {json.dumps(schema)}",
+            _json_rule(structure.schema, grammar),
             _literal(structure.end),
         ]
         rules.append(f"tag_{number}")
         lines.append(f"tag_{number}: {' '.join(filter(None, parts))}")
     lines.append(f"start: ({' | '.join(rules)})* TEXT")
     return "\n".join(lines)
+
+
+def _json_rule(schema: dict[str, Any], grammar: GrammarPayload) -> str:
+    return f"%json {json.dumps({**schema, 'x-guidance': _json_options(grammar)})}"
 
 
 def _literal(text: str) -> str:

@@ -14,7 +14,13 @@ from typing import Any
 
 import msgspec
 
-from engine.constraints.grammar_payload import GrammarPayload, parse_grammar, refused
+from engine.constraints.grammar_payload import (
+    GrammarPayload,
+    Thinking,
+    ToolCalls,
+    parse_grammar,
+    refused,
+)
 from engine.constraints.spec import ConstraintSpec
 
 _LARK = re.compile(r"^[ \t]*(%llguidance\b|[?!]?start[ \t]*(\[[^\]]*\])?[ \t]*:(?!:))", re.M)
@@ -61,6 +67,18 @@ def structural_tag(
 ) -> ConstraintSpec:
     """Free text with structures in it; `tags` is a `StructuralTags` as an object or JSON text."""
     return _spec(GrammarPayload("structural_tag", _json(tags), any_whitespace, whitespace_pattern))
+
+
+def tool_calls(calls: ToolCalls) -> ConstraintSpec:
+    """Calls of tools as a model writes them."""
+    return _spec(GrammarPayload("tool_calls", _json(msgspec.to_builtins(calls))))
+
+
+def after_thinking(spec: ConstraintSpec, thinking: Thinking) -> ConstraintSpec:
+    """The same behind free text in which the model thinks."""
+    payload = {**spec.payload, "thinking": msgspec.to_builtins(thinking)}
+    parse_grammar(payload)
+    return ConstraintSpec(spec.kind, payload)
 
 
 def _json(value: Mapping[str, Any] | str) -> str:

@@ -82,6 +82,11 @@ def _add_tokens(
     )
 
 
+def load_chat_templates(folder: Path) -> dict[str, str]:
+    """The chat templates of a model folder by name. Raises `ConfigError`."""
+    return _read_chat_templates(folder, _read_json(folder / "tokenizer_config.json") or {})
+
+
 def _read_chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     files = {
         path.stem: path.read_text(encoding="utf-8")

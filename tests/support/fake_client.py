@@ -45,8 +45,21 @@ def _entry(token: int, offset: int, k: int) -> LogprobEntry:
 class FakeEngineClient(EngineClient):
     """`started`, `finished` and `aborted` hold requests; the other attributes set its behaviour."""
 
-    def __init__(self, max_model_len: int = 256, vocab_size: int = 300) -> None:
-        self._info = ModelInfo("fake", max_model_len, vocab_size, created=1_700_000_000)
+    def __init__(
+        self,
+        max_model_len: int = 256,
+        vocab_size: int = 300,
+        tool_format: str = "",
+        reasons: bool = False,
+    ) -> None:
+        self._info = ModelInfo(
+            "fake",
+            max_model_len,
+            vocab_size,
+            created=1_700_000_000,
+            tool_format=tool_format,
+            reasons=reasons,
+        )
         self.started: list[GenerateRequest] = []
         self.finished: list[str] = []
         self.aborted: list[str] = []
@@ -60,6 +73,8 @@ class FakeEngineClient(EngineClient):
         """Wait for ever before this output token."""
         self.swallow_first = 0
         """Number of first tokens that bring no text (it comes with the next token)."""
+        self.script: str | None = None
+        """The output in ASCII, which ends with it; None: a function of the seed."""
         self.is_healthy = True
         self.stats_delay_s = 0.0
         self.num_traced_steps = 10
@@ -100,6 +115,7 @@ class FakeEngineClient(EngineClient):
                 "add_generation_prompt": add_generation_prompt,
                 "continue_final_message": continue_final_message,
                 "chat_template": chat_template,
+                "tools": tools,
                 "template_kwargs": template_kwargs,
             }
         )
@@ -129,6 +145,8 @@ class FakeEngineClient(EngineClient):
         done = False
         try:
             ids = expected_ids(params.seed, params.max_tokens)
+            if self.script is not None:
+                ids = list(self.script.encode())[: params.max_tokens]
             text, held, held_ids, held_entries = "", "", [], []
             for i, token in enumerate(ids):
                 # Sleeping for 0 s lets the other tasks run, as a real engine's wait would.
@@ -156,7 +174,7 @@ class FakeEngineClient(EngineClient):
                     delta.text = held[: len(held) - len(stop)] if len(stop) <= len(held) else ""
                     delta.finish_reason, delta.stop_reason = "stop", stop
                 elif last:
-                    delta.finish_reason = "length"
+                    delta.finish_reason = "length" if len(ids) == params.max_tokens else "stop"
                 if params.prompt_logprobs is not None and delta.num_output == len(held_ids):
                     delta.prompt_logprobs = self._prompt_entries(request)
                 held, held_ids, held_entries = "", [], []

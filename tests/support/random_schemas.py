@@ -43,6 +43,11 @@ def random_schema(rng: random.Random) -> dict[str, Any]:
     return {**schema, "$defs": defs} if defs else schema
 
 
+def random_object(rng: random.Random) -> dict[str, Any]:
+    """The schema of an object, with the same keywords."""
+    return _object(rng, 2, [])
+
+
 def _schema(rng: random.Random, depth: int, defs: list[str]) -> dict[str, Any]:
     if defs and rng.random() < 0.15:
         return {"$ref": f"#/$defs/{rng.choice(defs)}"}

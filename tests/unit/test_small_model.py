@@ -8,6 +8,7 @@ version doesn't matter.
 from __future__ import annotations
 
 import functools
+import json
 import math
 from pathlib import Path
 
@@ -127,8 +128,23 @@ def test_chat_template_renders_every_role(tokenizer: PreTrainedTokenizerFast) ->
     )
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert ids.count(tokenizer.convert_tokens_to_ids("<|end|>")) == 4
-    with pytest.raises(Exception, match="unknown role tool"):
-        tokenizer.apply_chat_template([{"role": "tool", "content": ""}], tokenize=False)
+    with pytest.raises(Exception, match="unknown role function"):
+        tokenizer.apply_chat_template([{"role": "function", "content": ""}], tokenize=False)
+
+
+def test_chat_template_renders_tools(tokenizer: PreTrainedTokenizerFast) -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+    messages = [
+        {"role": "user", "content": "Add 1 and 2."},
+        {"role": "assistant", "content": "", "tool_calls": [call, call]},
+        {"role": "tool", "content": "3"},
+    ]
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    text = tokenizer.apply_chat_template(messages, tools=[tool], tokenize=False)
+    written = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+    assert f"<tools>\n{json.dumps(tool)}\n</tools>" in text
+    assert f"<|assistant|>\n{written}\n{written}<|end|>\n" in text
+    assert "<|user|>\n<tool_response>\n3\n</tool_response><|end|>\n" in text
 
 
 def test_predicts_docstrings_it_never_saw(

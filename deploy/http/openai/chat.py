@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from deploy.http.engine_client import EngineClient
 from deploy.http.metrics import RequestTracker
@@ -14,6 +14,7 @@ from deploy.http.openai.generation import (
     Fields,
     Generation,
     Output,
+    Plan,
     Prompt,
     check_model,
     check_text_length,
@@ -22,119 +23,20 @@ from deploy.http.openai.generation import (
     truncate_prompt,
 )
 from deploy.http.openai.logprobs import LogprobStyle, chat_logprobs, prompt_logprobs
+from deploy.http.openai.messages import ChatMessage
 from deploy.http.openai.output_limits import output_limits
+from deploy.http.openai.reading import OutputReading, find_thinking
 from deploy.http.openai.request import (
     UNSUPPORTED,
     GenerationRequest,
     parse_request,
 )
 from deploy.http.openai.sse import ChunkEncoder, encode_json
-from deploy.http.openai.strict import FreeObject, Strict, refusal
+from deploy.http.openai.strict import FreeObject, refusal
+from deploy.http.openai.tools import Tool, ToolChoice, ToolUse
 from engine.errors import RequestError
 from engine.protocol.tokenizer_messages import TextDelta
 from engine.sampling_params import MAX_LOGPROBS, check_prompt
-
-
-class _PartOfMessage(Strict):
-    """Unknown keys are ignored, as in vLLM: clients decorate what they send back."""
-
-    model_config = ConfigDict(extra="ignore")
-
-
-class TextPart(_PartOfMessage):
-    """A piece of a message's content."""
-
-    type: Literal["text"]
-    text: str
-
-
-class CalledFunction(_PartOfMessage):
-    """The function that an earlier reply called; `arguments` are JSON."""
-
-    name: str
-    arguments: str | FreeObject = "{}"
-
-
-class ToolCall(_PartOfMessage):
-    """A call in an earlier reply."""
-
-    id: str | None = None
-    type: Literal["function"] = "function"
-    function: CalledFunction
-
-
-class ChatMessage(_PartOfMessage):
-    """One message of the conversation, as given or as an earlier reply was returned."""
-
-    model_config = ConfigDict(
-        json_schema_extra={
-            "anyOf": [
-                {"properties": {"role": {"const": "assistant"}}},
-                {"required": ["content"]},
-            ]
-        }
-    )
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "function_call": (),
-        "audio": (),
-    }
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] = ""
-    name: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[ToolCall] = Field(default_factory=list)
-    tool_call_id: str | None = None
-
-    @field_validator("role", mode="before")
-    @classmethod
-    def _refuse_function_role(cls, value: Any) -> Any:
-        if value == "function":
-            raise refusal("messages of role function are not supported; use role tool.")
-        return value
-
-    @field_validator("content", mode="before")
-    @classmethod
-    def _refuse_media(cls, value: Any) -> Any:
-        if isinstance(value, str):
-            return value
-        if not isinstance(value, list):
-            raise refusal("content of a message must be a string or a list of text parts.")
-        for part in value:
-            kind = part.get("type") if isinstance(part, dict) else None
-            if isinstance(kind, str) and kind != "text":
-                raise refusal(f"content of type {kind[:40]} is not supported yet.")
-        return value
-
-    @model_validator(mode="after")
-    def _check_content(self) -> "ChatMessage":
-        if "content" not in self.model_fields_set and self.role != "assistant":
-            raise refusal(f"A {self.role} message must have content.", "content")
-        return self
-
-    @property
-    def text(self) -> str:
-        """The content, its parts joined."""
-        if isinstance(self.content, str):
-            return self.content
-        return "".join(part.text for part in self.content)
-
-    def as_template_input(self) -> dict[str, Any]:
-        """The message as the tokenizer takes it; the tokenizer joins the parts."""
-        parts = self.content
-        content = parts if isinstance(parts, str) else [part.model_dump() for part in parts]
-        # Templates know "system"; "developer" is OpenAI's newer word for it.
-        role = "system" if self.role == "developer" else self.role
-        message: dict[str, Any] = {"role": role, "content": content}
-        if self.name is not None:
-            message["name"] = self.name
-        if self.reasoning_content is not None:
-            message["reasoning_content"] = self.reasoning_content
-        if self.tool_calls:
-            message["tool_calls"] = [call.model_dump(exclude_none=True) for call in self.tool_calls]
-        if self.tool_call_id is not None:
-            message["tool_call_id"] = self.tool_call_id
-        return message
 
 
 class ChatCompletionRequest(GenerationRequest):
@@ -142,18 +44,13 @@ class ChatCompletionRequest(GenerationRequest):
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **UNSUPPORTED,
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
-        "parallel_tool_calls": (True, False),
         "functions": ([],),
         "function_call": ("none", "auto"),
         "audio": (),
         "modalities": (["text"],),
         "prediction": (),
         "moderation": (),
-        "reasoning_effort": ("none",),
         "thinking_token_budget": (),
-        "include_reasoning": (True,),
         "verbosity": ("medium",),
         "web_search_options": (),
         "documents": ([],),
@@ -173,6 +70,13 @@ class ChatCompletionRequest(GenerationRequest):
     """Put the last message before the reply, if the reply has its role."""
     chat_template: str | None = None
     chat_template_kwargs: FreeObject = Field(default_factory=dict)
+    tools: list[Tool] = Field(default_factory=list)
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool = True
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    """For templates that read it; `none` switches reasoning off where templates can."""
+    include_reasoning: bool = True
+    """False: the reply leaves the reasoning out."""
 
     @property
     def wants_logprobs(self) -> bool:
@@ -184,6 +88,15 @@ class ChatCompletionRequest(GenerationRequest):
         if self.add_generation_prompt is None:
             return not self.continue_final_message
         return self.add_generation_prompt
+
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        """Variables for the chat template."""
+        effort = self.reasoning_effort
+        given: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+        if effort == "none":
+            given["enable_thinking"] = False
+        return given | self.chat_template_kwargs
 
     @property
     def echoed(self) -> str:
@@ -224,7 +137,7 @@ class ChatEndpoint(Endpoint):
                 "programs; use the model's own.",
                 "chat_template",
             )
-        limits = await output_limits(client, request) if request.limits_output else None
+        tools = ToolUse(request.tools, request.tool_choice, request.parallel_tool_calls, info)
         messages = [message.as_template_input() for message in request.messages]
         check_text_length("".join(message.text for message in request.messages), info, "messages")
         ids = await client.render_chat(
@@ -232,7 +145,8 @@ class ChatEndpoint(Endpoint):
             add_generation_prompt=request.adds_generation_prompt,
             continue_final_message=request.continue_final_message,
             chat_template=request.chat_template,
-            template_kwargs=request.chat_template_kwargs or None,
+            tools=tools.for_template,
+            template_kwargs=request.template_kwargs or None,
         )
         check_prompt(ids, info.vocab_size, "messages")
         by_new_name = request.max_completion_tokens is not None
@@ -242,8 +156,17 @@ class ChatEndpoint(Endpoint):
         prompt = Prompt(ids, resolve_max_tokens(len(ids), asked, None, info, fields))
         request_id = f"chatcmpl-{request.request_id or request_id}"
         top = request.top_logprobs if request.logprobs else None
+        reading = OutputReading(tools, await find_thinking(client, info, ids))
+        calls = tools.constraint(request.response_format)
+        limits = None
+        if request.limits_output or calls is not None:
+            limits = await output_limits(client, request, calls, reading.thinking)
         plan = make_plan(request, request_id, info, [prompt], top, request.prompt_logprobs, limits)
-        return ChatGeneration(client, request, plan, tracker)
+        if reading.parses:
+            # Some models write the marks of calls and reasoning as special tokens.
+            for sequence in plan.sequences:
+                sequence.params.skip_special_tokens = False
+        return ChatGeneration(client, request, plan, tracker, reading)
 
 
 class ChatGeneration(Generation):
@@ -254,27 +177,64 @@ class ChatGeneration(Generation):
     payload = "delta"
     _request: ChatCompletionRequest
 
+    def __init__(
+        self,
+        client: EngineClient,
+        request: ChatCompletionRequest,
+        plan: Plan,
+        tracker: RequestTracker,
+        reading: OutputReading,
+    ) -> None:
+        super().__init__(client, request, plan, tracker)
+        self._states = [reading.read() for _ in plan.sequences] if reading.parses else None
+        """By sequence; None if outputs are text alone."""
+
+    def _note(self, index: int, delta: TextDelta) -> None:
+        super()._note(index, delta)
+        if self._states is not None:
+            has_ended = delta.finish_reason is not None
+            self._states[index].add(delta.text, delta.num_output, has_ended)
+
     def _choice(self, index: int, output: Output) -> dict[str, Any]:
         request = self._request
-        message = {
+        message: dict[str, Any] = {
             "role": "assistant",
-            "content": request.echoed + "".join(output.texts),
+            "content": None,
             "refusal": None,
             "annotations": None,
             "audio": None,
             "function_call": None,
             "tool_calls": [],
             "reasoning": None,
+            "reasoning_content": None,
         }
+        if self._states is None:
+            message["content"] = "".join(output.texts)
+        else:
+            message |= self._states[index].message(request.include_reasoning)
+        if request.echoed:
+            message["content"] = request.echoed + (message["content"] or "")
         style = self._logprob_style
         return {
             "index": index,
             "message": message,
             "logprobs": chat_logprobs(output.logprobs, style) if request.logprobs else None,
-            "finish_reason": output.finish_reason,
+            "finish_reason": self._finish_reason(index, output.finish_reason),
             "stop_reason": output.stop_reason,
             "token_ids": output.token_ids if request.return_token_ids else None,
         }
+
+    def _finish_reason(self, index: int, reason: str | None) -> str | None:
+        if self._states is None or reason is None:
+            return reason
+        return self._states[index].finish_reason(reason)
+
+    def _usage(self) -> dict[str, Any]:
+        usage = super()._usage()
+        if self._states is not None:
+            tokens = sum(state.num_reasoning for state in self._states)
+            usage["completion_tokens_details"] = {"reasoning_tokens": tokens}
+        return usage
 
     @cached_property
     def _logprob_style(self) -> LogprobStyle:
@@ -318,13 +278,19 @@ class ChatGeneration(Generation):
         logprobs = delta.logprobs if request.logprobs else None
         token_ids = delta.token_ids if request.return_token_ids else None
         usage = self._chunk_usage(index)
+        payloads: list[bytes] = []
+        if self._states is not None:
+            payloads = self._states[index].payloads(request.include_reasoning)
+        elif delta.text:
+            payloads = [b'{"content":%s}' % encode_json(delta.text)]
+        if not payloads and (logprobs or token_ids):
+            payloads = [b'{"content":""}']
         data = b""
-        if delta.text or logprobs or token_ids:
-            payload = b'{"content":%s}' % encode_json(delta.text)
+        for payload in payloads:
             if not logprobs and usage is None:
-                data = encoder.chunk(index, payload, token_ids)
+                data += encoder.chunk(index, payload, token_ids)
             else:
-                data = encoder.full_chunk(
+                data += encoder.full_chunk(
                     index,
                     payload,
                     logprobs=chat_logprobs(logprobs, self._logprob_style) if logprobs else None,
@@ -333,12 +299,14 @@ class ChatGeneration(Generation):
                     token_ids=token_ids,
                     usage=usage,
                 )
+            # They belong to the delta, and stand in the first chunk of it.
+            logprobs, token_ids = None, None
         if delta.finish_reason is not None:
             data += encoder.full_chunk(
                 index,
                 b"{}",
                 logprobs=None,
-                finish_reason=delta.finish_reason,
+                finish_reason=self._finish_reason(index, delta.finish_reason),
                 stop_reason=delta.stop_reason,
                 usage=usage,
             )

@@ -7,7 +7,9 @@ from typing import NamedTuple
 from deploy.http.engine_client import EngineClient
 from deploy.http.openai.request import GenerationRequest
 from deploy.http.openai.structured import check_constraint, constraint_field, constraint_spec
-from engine.constraints import ConstraintSpec
+from engine.constraints import ConstraintSpec, structured
+from engine.constraints.grammar_payload import Thinking
+from engine.errors import RequestError
 
 
 class OutputLimits(NamedTuple):
@@ -17,25 +19,36 @@ class OutputLimits(NamedTuple):
     constraint: ConstraintSpec | None = None
 
 
-async def output_limits(client: EngineClient, request: GenerationRequest) -> OutputLimits:
-    """Tokenize the bad words and check the constraint. Raises `RequestError`."""
+async def output_limits(
+    client: EngineClient,
+    request: GenerationRequest,
+    calls: ConstraintSpec | None = None,
+    thinking: Thinking | None = None,
+) -> OutputLimits:
+    """Tokenize the bad words and check the constraint. Raises `RequestError`.
+
+    `calls`: what the request's tools demand, which includes its `response_format`. `thinking`: the
+    constraint begins behind it.
+    """
     bad_words_ids = await _bad_words_ids(client, request.bad_words)
-    return OutputLimits(bad_words_ids, await _constraint(client, request))
-
-
-async def _constraint(client: EngineClient, request: GenerationRequest) -> ConstraintSpec | None:
     given = (
-        request.response_format,
+        None if calls is not None else request.response_format,
         request.structured_outputs,
         request.guided_json,
         request.guided_regex,
         request.guided_choice,
         request.guided_grammar,
     )
-    spec = constraint_spec(*given)
+    spec, field = constraint_spec(*given), constraint_field(*given)
+    if calls is not None:
+        if spec is not None:
+            raise RequestError(f"tools and {field} exclude each other.", field)
+        spec, field = calls, "tools"
     if spec is not None:
-        await check_constraint(client, spec, constraint_field(*given))
-    return spec
+        if thinking is not None:
+            spec = structured.after_thinking(spec, thinking)
+        await check_constraint(client, spec, field)
+    return OutputLimits(bad_words_ids, spec)
 
 
 async def _bad_words_ids(client: EngineClient, words: list[str]) -> list[list[int]]:

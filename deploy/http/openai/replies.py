@@ -1,7 +1,7 @@
 """The shapes of replies, for the OpenAPI document. Replies are encoded without them."""
 
 # No `from __future__ import annotations`: pydantic reads the annotations.
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
@@ -31,6 +31,12 @@ class CachedTokens(_Shape):
     cached_tokens: int
 
 
+class ReasoningTokens(_Shape):
+    """Tokens that the model thought with, among those of the output."""
+
+    reasoning_tokens: int
+
+
 class Usage(_Shape):
     """Numbers of tokens."""
 
@@ -38,6 +44,7 @@ class Usage(_Shape):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
+    completion_tokens_details: ReasoningTokens | None = None
 
 
 class PromptLogprob(_Shape):
@@ -50,6 +57,7 @@ class PromptLogprob(_Shape):
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 FinishReason = Literal["stop", "length", "abort"]
+ChatFinishReason = Literal["stop", "length", "abort", "tool_calls"]
 
 
 class CompletionLogprobs(_Shape):
@@ -139,17 +147,33 @@ class ChatLogprobs(_Shape):
     refusal: None
 
 
+class CalledFunction(_Shape):
+    """Which function is called; `arguments` are JSON as the model wrote it."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(_Shape):
+    """One call."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class Message(_Shape):
-    """The assistant's turn."""
+    """The assistant's turn. `reasoning` and `reasoning_content` are the same."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
     annotations: None
     audio: None
     function_call: None
-    tool_calls: list[dict[str, Any]]
+    tool_calls: list[ToolCall]
     reasoning: str | None
+    reasoning_content: str | None
 
 
 class ChatChoice(_Shape):
@@ -158,7 +182,7 @@ class ChatChoice(_Shape):
     index: int
     message: Message
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: ChatFinishReason
     stop_reason: str | int | None
     token_ids: list[int] | None
 
@@ -172,11 +196,30 @@ class ChatCompletion(_Reply):
     prompt_token_ids: list[int] | None
 
 
+class FunctionDelta(_Shape):
+    """What is new of a called function."""
+
+    name: str | None = None
+    arguments: str
+
+
+class ToolCallDelta(_Shape):
+    """What is new of a call; `id`, `type` and the name come once."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionDelta
+
+
 class MessageDelta(_Shape):
     """What is new of the assistant's turn."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatDelta(_Shape):
@@ -185,7 +228,7 @@ class ChatDelta(_Shape):
     index: int
     delta: MessageDelta
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
+    finish_reason: ChatFinishReason | None
     stop_reason: str | int | None
     token_ids: list[int] | None = None
 

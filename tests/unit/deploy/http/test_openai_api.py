@@ -86,6 +86,7 @@ def test_chat_reply_has_openais_shape() -> None:
                     "function_call": None,
                     "tool_calls": [],
                     "reasoning": None,
+                    "reasoning_content": None,
                 },
                 "logprobs": None,
                 "finish_reason": "length",

@@ -19,6 +19,13 @@ from tests.support.api_calls import CHAT, COMPLETIONS, JSON, USER, call, error_o
 from tests.support.fake_client import FakeEngineClient
 
 LONG = [65] * 256
+
+
+def tool(name: str, parameters: dict[str, Any] | None = None) -> dict[str, Any]:
+    function = {"name": name} if parameters is None else {"name": name, "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
 BAD: list[tuple[str, dict[str, Any], int, str | None]] = [
     # Wrong types and ranges of sampling fields
     (COMPLETIONS, {"temperature": "hot"}, 400, "temperature"),
@@ -151,7 +158,11 @@ BAD: list[tuple[str, dict[str, Any], int, str | None]] = [
     (CHAT, {"logprobs": 1}, 400, "logprobs"),
     (CHAT, {"top_logprobs": 2}, 400, "top_logprobs"),
     (CHAT, {"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs"),
-    (CHAT, {"tools": [{"type": "function"}]}, 400, "tools"),
+    (CHAT, {"tools": [{"type": "function"}]}, 400, "tools[0].function"),
+    (CHAT, {"tools": [{"type": "custom", "custom": {}}]}, 400, "tools[0].type"),
+    (CHAT, {"tools": [tool("f g")]}, 400, "tools[0].function.name"),
+    (CHAT, {"tools": [tool("f", {"type": "string"})]}, 400, "tools[0].function.parameters"),
+    (CHAT, {"tools": [tool("f")]}, 400, "tools"),
     (CHAT, {"tool_choice": "required"}, 400, "tool_choice"),
     (CHAT, {"response_format": {"type": "xml"}}, 400, "response_format.type"),
     (CHAT, {"response_format": {"type": "json_schema"}}, 400, "response_format.json_schema"),
@@ -165,7 +176,7 @@ BAD: list[tuple[str, dict[str, Any], int, str | None]] = [
     (CHAT, {"structured_outputs": {"regex": "a", "choice": ["b"]}}, 400, "structured_outputs"),
     (CHAT, {"structured_outputs": {"choice": []}}, 400, "structured_outputs.choice"),
     (CHAT, {"guided_choice": [1]}, 400, "guided_choice[0]"),
-    (CHAT, {"reasoning_effort": "high"}, 400, "reasoning_effort"),
+    (CHAT, {"reasoning_effort": "utmost"}, 400, "reasoning_effort"),
     (CHAT, {"modalities": ["audio"]}, 400, "modalities"),
     (CHAT, {"audio": {}}, 400, "audio"),
     (CHAT, {"prompt": "x"}, 400, "prompt"),
@@ -214,7 +225,7 @@ def test_codes_of_errors() -> None:
     error = error_of(post(COMPLETIONS, prompt=LONG[:250], max_tokens=7))
     assert error["code"] == "context_length_exceeded"
     assert "256 tokens" in error["message"] and "257 tokens" in error["message"]
-    assert error_of(post(CHAT, messages=[USER], tools=[{}]))["code"] == "unsupported_parameter"
+    assert error_of(post(CHAT, messages=[USER], functions=[{}]))["code"] == "unsupported_parameter"
 
 
 def test_broken_json_and_large_bodies() -> None:

@@ -1,0 +1,66 @@
+"""Tool calls as Mistral's models write them: a list, or since 2025 one call behind each token.
+
+[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Paris"}}]
+[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}
+"""
+
+from __future__ import annotations
+
+import re
+
+from deploy.http.parsers.tool_parser import FindsPlace, ToolParser, Waits
+
+_NAME = re.compile(r"[\w.-]+")
+_CALL_ID = "[CALL_ID]"
+_ARGUMENTS = "[ARGS]"
+
+
+class MistralParser(ToolParser):
+    """Knows both forms."""
+
+    marker = "[TOOL_CALLS]"
+
+    def _read_calls(self, at: int) -> Waits:
+        at = yield from self._skip_space(at)
+        if self._text.startswith("[", at):
+            yield from self._read_list(at + 1)
+        else:
+            yield from self._read_named(at)
+
+    def _read_list(self, at: int) -> Waits:
+        while True:
+            at = yield from self._skip_space(at)
+            at = yield from self._read_call(at)
+            if at < 0:
+                return
+            at = yield from self._skip_space(at)
+            following = yield from self._after(at, ",")
+            if following < 0:
+                end = yield from self._after(at, "]")
+                self._text = self._text[max(end, 0) :]
+                return
+            at = following
+
+    def _read_named(self, at: int) -> Waits:
+        end = yield from self._word(at)
+        if end < 0:
+            return
+        name, at = self._text[at:end], end
+        behind = yield from self._after(at, _CALL_ID)
+        if behind >= 0:
+            behind = yield from self._word(behind)
+            at = max(behind, at)
+        behind = yield from self._after(at, _ARGUMENTS)
+        at = yield from self._skip_space(max(behind, at))
+        if self._text.startswith("{", at):
+            yield from self._read_arguments(name, at)
+
+    def _word(self, at: int) -> FindsPlace:
+        """The end of the word at `at`; -1 if there is none."""
+        while True:
+            found = _NAME.match(self._text, at)
+            if found and (found.end() < len(self._text) or self._ended):
+                return found.end()
+            if self._ended or (not found and at < len(self._text)):
+                return -1
+            yield

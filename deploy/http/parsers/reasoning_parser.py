@@ -1,0 +1,75 @@
+"""`ReasoningParser`: tells what a model thinks from what it answers."""
+
+from __future__ import annotations
+
+from deploy.http.parsers.json_reader import WHITESPACE
+from deploy.http.parsers.parts import Part, Reasoning
+from deploy.http.parsers.tool_parser import length_of_beginning
+
+START = "<think>"
+END = "</think>"
+
+
+class ReasoningParser:
+    """Reads one output up to the end of its reasoning; `rest` is what follows.
+
+    White space around the reasoning is dropped. If the output ends before `END`, all of it is
+    reasoning. An output that has no reasoning stays as it is.
+    """
+
+    def __init__(self, is_open: bool) -> None:
+        """`is_open`: the prompt ends with `START`, so the output begins with reasoning."""
+        self._is_open = is_open
+        self.has_begun = self.is_closed = False
+        """Whether there is reasoning; whether its end was found."""
+        self._has_given = False
+        self._text = ""
+        """What wasn't given out so far."""
+        self.is_done = False
+        self.rest = ""
+        """The answer so far, once `is_done`."""
+
+    def feed(self, text: str) -> list[Part]:
+        """The reasoning that `text` adds."""
+        self._text += text
+        if not self.has_begun and not self._begin():
+            return []
+        given: list[Part] = []
+        if not self.is_closed:
+            at = self._text.find(END)
+            self.is_closed = at >= 0
+            if not self.is_closed:
+                return self._give(len(self._text) - length_of_beginning(self._text, END))
+            given = self._give(at)
+            self._text = self._text[self._text.find(END) + len(END) :]
+        self._text = self._text.lstrip(WHITESPACE)
+        self.is_done, self.rest = bool(self._text), self._text
+        return given
+
+    def finish(self) -> list[Part]:
+        """What is left at the end of the output."""
+        self.is_done = True
+        if (self.has_begun or self._is_open) and not self.is_closed:
+            return self._give(len(self._text))
+        self.rest = self._text
+        return []
+
+    def _begin(self) -> bool:
+        """Find out whether the output begins with reasoning. True once that is so."""
+        text = self._text.lstrip(WHITESPACE)
+        if text.startswith(START):
+            self._text, self.has_begun = text[len(START) :], True
+        elif not START.startswith(text):
+            self.has_begun = self._is_open
+            if not self._is_open:
+                self.is_done, self.rest = True, self._text
+        return self.has_begun
+
+    def _give(self, end: int) -> list[Part]:
+        """Give out what stands before `end`, but not white space at its end."""
+        piece = self._text[:end].rstrip(WHITESPACE)
+        self._text = self._text[len(piece) :]
+        if not self._has_given:
+            piece = piece.lstrip(WHITESPACE)
+        self._has_given = self._has_given or bool(piece)
+        return [Reasoning(piece)] if piece else []

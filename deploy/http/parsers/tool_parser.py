@@ -1,0 +1,154 @@
+"""`ToolParser`: finds the tool calls in a model's text, piece by piece.
+
+What isn't a call comes out as text, unchanged. A call that has begun stays one, whatever follows:
+clients have read of it already. So the parts don't depend on how the text was cut.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Generator
+
+from deploy.http.parsers.json_reader import WHITESPACE, CallReader, ValueReader
+from deploy.http.parsers.parts import CallArguments, CallBegin, Part, Text, joined
+
+Waits = Generator[None, None, None]
+"""Yields where it needs more text, or to know that there is none."""
+FindsPlace = Generator[None, None, int]
+"""The same; returns a place in the text, or -1."""
+
+
+class ToolParser(ABC):
+    """Reads one output. Subclasses know how a model writes calls."""
+
+    marker: str
+    """Where it stands, calls may follow."""
+
+    def __init__(self, tool_names: Collection[str]) -> None:
+        self._tool_names = tool_names
+        self._text = ""
+        """What was neither given out nor dropped so far."""
+        self._ended = False
+        self._parts: list[Part] = []
+        self._num_calls = 0
+        self._run = self._parse()
+        next(self._run)
+
+    def feed(self, text: str) -> list[Part]:
+        """The parts that are known now that `text` has come."""
+        self._text += text
+        return self._go_on()
+
+    def finish(self) -> list[Part]:
+        """The parts that are left when the output has ended."""
+        self._ended = True
+        return self._go_on()
+
+    def _go_on(self) -> list[Part]:
+        self._parts = []
+        next(self._run, None)
+        return joined(self._parts)
+
+    def _parse(self) -> Waits:
+        """The whole output, until it has ended."""
+        while True:
+            at = yield from self._seek(self.marker)
+            if at < 0:
+                return
+            before = self._num_calls
+            yield from self._read_calls(at + len(self.marker))
+            if self._num_calls == before:
+                self._give(at + len(self.marker))
+
+    @abstractmethod
+    def _read_calls(self, at: int) -> Waits:
+        """Calls at `at`, behind a marker. Drops what belongs to them."""
+
+    # What subclasses are made of. Each place is one in `_text`; what begins a call drops the text
+    # before it, and all places with it.
+
+    def _give(self, end: int) -> None:
+        """What stands before `end` is text."""
+        self._parts.append(Text(self._text[:end]))
+        self._text = self._text[end:]
+
+    def _seek(self, word: str) -> FindsPlace:
+        """Give out text up to `word`, but not white space before it. -1 if the output ends."""
+        while True:
+            at = self._text.find(word)
+            if at >= 0:
+                self._give(len(self._text[:at].rstrip(WHITESPACE)))
+                return self._text.find(word)
+            if self._ended:
+                kept = self._text.rstrip(WHITESPACE) if self._num_calls else self._text
+                self._give(len(kept))
+                return -1
+            maybe = len(self._text) - length_of_beginning(self._text, word)
+            self._give(len(self._text[:maybe].rstrip(WHITESPACE)))
+            yield
+
+    def _skip_space(self, at: int) -> FindsPlace:
+        """The first place from `at` on without white space."""
+        while True:
+            while at < len(self._text) and self._text[at] in WHITESPACE:
+                at += 1
+            if at < len(self._text) or self._ended:
+                return at
+            yield
+
+    def _after(self, at: int, word: str) -> FindsPlace:
+        """The place behind `word`; -1 if it doesn't stand at `at`."""
+        while not self._text.startswith(word, at):
+            if self._ended or not word.startswith(self._text[at:]):
+                return -1
+            yield
+        return at + len(word)
+
+    def _read_call(self, at: int) -> FindsPlace:
+        """A call as an object with `name` and `arguments`. Returns its end; -1 if there is none."""
+        reader, begun = CallReader(), False
+        while True:
+            at = reader.feed(self._text, at)
+            if reader.begun and not begun:
+                if not self._takes(reader.name or ""):
+                    return -1
+                begun = True
+                self._begin(reader.name or "")
+            if begun:
+                self._argue(reader.take_arguments(), at)
+                at = 0
+            if reader.is_done or reader.failed or self._ended:
+                return at if begun else -1
+            yield
+
+    def _read_arguments(self, name: str, at: int) -> FindsPlace:
+        """The arguments of a call of `name`: an object at `at`. Returns its end."""
+        self._begin(name)
+        reader = ValueReader()
+        while True:
+            end = reader.feed(self._text, at)
+            self._argue(self._text[at:end], end)
+            at = 0
+            if reader.is_done or self._ended:
+                return at
+            yield
+
+    def _takes(self, name: str) -> bool:
+        """Whether a call of `name` is taken for one."""
+        return True
+
+    def _begin(self, name: str) -> None:
+        self._parts.append(CallBegin(self._num_calls, name))
+        self._num_calls += 1
+
+    def _argue(self, text: str, end: int) -> None:
+        self._parts.append(CallArguments(self._num_calls - 1, text))
+        self._text = self._text[end:]
+
+
+def length_of_beginning(text: str, word: str) -> int:
+    """How many characters at the end of `text` may be the beginning of `word`."""
+    for length in range(min(len(word) - 1, len(text)), 0, -1):
+        if text.endswith(word[:length]):
+            return length
+    return 0

@@ -1,0 +1,214 @@
+"""The parts of outputs: the same however the text is cut, and nothing is lost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deploy.http.parsers.hermes import HermesParser
+from deploy.http.parsers.llama3 import Llama3Parser
+from deploy.http.parsers.mistral import MistralParser
+from deploy.http.parsers.output_parser import OutputParser
+from deploy.http.parsers.parts import CallArguments, CallBegin, Part, Reasoning, Text, joined
+from deploy.http.parsers.reasoning_parser import ReasoningParser
+from deploy.http.parsers.tool_parser import ToolParser
+
+PARSERS: list[type[ToolParser]] = [HermesParser, Llama3Parser, MistralParser]
+TOOLS = frozenset({"f", "get-weather"})
+
+
+def parse(kind: type[ToolParser], text: str, cuts: list[int] | None = None) -> list[Part]:
+    return read(lambda: OutputParser(None, kind(TOOLS), None), text, cuts)
+
+
+def read(make: Callable[[], OutputParser], text: str, cuts: list[int] | None = None) -> list[Part]:
+    """The parts of `text`, which comes in pieces that end at `cuts`."""
+    parser, parts, begin = make(), [], 0
+    for end in [*sorted(cuts or []), len(text)]:
+        parts += parser.feed(text[begin:end])
+        begin = end
+    return joined(parts + parser.finish())
+
+
+def call(name: str, arguments: str, number: int = 0) -> list[Part]:
+    return [CallBegin(number, name), CallArguments(number, arguments)]
+
+
+HERMES = '<tool_call>\n{"name": "f", "arguments": {"a": [1, "}"]}}\n</tool_call>'
+CASES: list[tuple[type[ToolParser], str, list[Part]]] = [
+    (HermesParser, HERMES, call("f", '{"a": [1, "}"]}')),
+    (HermesParser, f"Sure.\n{HERMES}\n", [Text("Sure."), *call("f", '{"a": [1, "}"]}')]),
+    (
+        HermesParser,
+        f'{HERMES}\n<tool_call>{{"arguments": {{}}, "id": [3], "name": "g"}}</tool_call> Done. ',
+        [*call("f", '{"a": [1, "}"]}'), *call("g", "{}", 1), Text(" Done.")],
+    ),
+    (HermesParser, '<tool_call>{"name": "f"}', call("f", "{}")),
+    (HermesParser, '<tool_call>{"name": "f", "arguments": null}', call("f", "{}")),
+    (HermesParser, '<tool_call>{"name": "f", "parameters": {"a": 1}}', call("f", '{"a": 1}')),
+    (
+        HermesParser,
+        '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}',
+        call("f", '{"a": 1}'),
+    ),
+    (HermesParser, '<tool_call>{"name": "f", "arguments": {"a": "x', call("f", '{"a": "x')),
+    (
+        HermesParser,
+        '<tool_call>{"name": "f", "arguments": {}, oops}</tool_call>',
+        [*call("f", "{}"), Text("oops}</tool_call>")],
+    ),
+    (Llama3Parser, ' {"name": "f", "parameters": {"a": 1}}', call("f", '{"a": 1}')),
+    (
+        Llama3Parser,
+        '{"name": "f", "parameters": {}}; {"name": "get-weather", "parameters": {"b": 2}}',
+        [*call("f", "{}"), *call("get-weather", '{"b": 2}', 1)],
+    ),
+    (
+        Llama3Parser,
+        'I look. <|python_tag|>{"name": "f", "parameters": {}}',
+        [Text("I look."), *call("f", "{}")],
+    ),
+    (MistralParser, '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}]', call("f", '{"a": 1}')),
+    (
+        MistralParser,
+        'Ok [TOOL_CALLS][{"name": "f", "arguments": {}}, {"name": "g", "arguments": {}}]',
+        [Text("Ok"), *call("f", "{}"), *call("g", "{}", 1)],
+    ),
+    (
+        MistralParser,
+        '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g{"b": {}}',
+        [*call("f", '{"a": 1}'), *call("g", '{"b": {}}', 1)],
+    ),
+    (MistralParser, '[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{"a": 1}', call("f", '{"a": 1}')),
+]
+NO_CALLS: list[tuple[type[ToolParser], str]] = [
+    (HermesParser, "Hello.\n"),
+    (HermesParser, "  \n"),
+    (HermesParser, "a \n<tool_call> nope </tool_call>\n"),
+    (HermesParser, '<tool_call>{"name": 5, "arguments": {}}</tool_call>'),
+    (HermesParser, '<tool_call>{"arguments": {}}</tool_call>'),
+    (HermesParser, '<tool_call>{"name": "f", "arguments": [1]}</tool_call>'),
+    (HermesParser, '<tool_call>{"name": "f", "arguments": "no"}</tool_call>'),
+    (HermesParser, '<tool_call>{"name": "f"'),
+    (HermesParser, "x <tool_ca"),
+    (HermesParser, "<tool_call><tool_call>{}"),
+    (Llama3Parser, '{"name": "unknown", "parameters": {"a": 1}}'),
+    (Llama3Parser, '{"city": "Paris", "name": "f'),
+    (Llama3Parser, '{"a": {"name": "f", "parameters": {}}}'),
+    (Llama3Parser, 'See {"name": "f", "parameters": {}}'),
+    (Llama3Parser, "<|python_tag|>print(1)"),
+    (MistralParser, "[TOOL_CALLS] [1, 2]"),
+    (MistralParser, "[TOOL_CALLS]f[ARGS] no"),
+    (MistralParser, "[TOOL_CALLS]"),
+]
+
+
+@pytest.mark.parametrize(("kind", "text", "expected"), CASES)
+def test_calls_cut_anywhere(kind: type[ToolParser], text: str, expected: list[Part]) -> None:
+    assert parse(kind, text) == expected
+    for cut in range(len(text) + 1):
+        assert parse(kind, text, [cut]) == expected, cut
+    assert parse(kind, text, list(range(len(text)))) == expected
+
+
+@pytest.mark.parametrize(("kind", "text"), NO_CALLS)
+def test_what_is_no_call_stays_text(kind: type[ToolParser], text: str) -> None:
+    for cuts in ([], list(range(len(text)))):
+        assert parse(kind, text, cuts) == [Text(text)]
+
+
+WORDS = st.sampled_from(
+    [
+        *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "; ", ", "),
+        *('{"name": ', '"f"', '"get-weather"', ', "arguments": ', ', "parameters": ', "{}", "}"),
+        *('{"a": "}\\""}', "[", "]", " ", "\n", "text", "<", "{", '"', "é"),
+    ]
+)
+CUTS = st.lists(st.integers(0, 60), max_size=10)
+
+
+@pytest.mark.parametrize("kind", PARSERS)
+@settings(max_examples=300)
+@given(words=st.lists(WORDS, max_size=14), cuts=CUTS)
+def test_any_text_cut_anywhere(kind: type[ToolParser], words: list[str], cuts: list[int]) -> None:
+    text = "".join(words)
+    cuts = [cut for cut in cuts if cut <= len(text)]
+    whole = parse(kind, text)
+    assert parse(kind, text, cuts) == whole
+    assert parse(kind, text, list(range(len(text)))) == whole
+    if not any(isinstance(part, CallBegin) for part in whole):
+        assert "".join(part.text for part in whole if isinstance(part, Text)) == text
+    begun = [part.call for part in whole if isinstance(part, CallBegin)]
+    assert begun == list(range(len(begun)))
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=10,
+)
+CALLS = st.lists(
+    st.tuples(st.sampled_from(sorted(TOOLS)), st.dictionaries(st.text(), JSON, max_size=4)),
+    min_size=1,
+    max_size=4,
+)
+
+
+def written(kind: type[ToolParser], calls: list[tuple[str, dict[str, Any]]]) -> str:
+    key = "parameters" if kind is Llama3Parser else "arguments"
+    texts = [json.dumps({"name": name, key: given}, ensure_ascii=False) for name, given in calls]
+    if kind is HermesParser:
+        return "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in texts)
+    if kind is MistralParser:
+        return f"[TOOL_CALLS][{', '.join(texts)}]"
+    return "; ".join(texts)
+
+
+@pytest.mark.parametrize("kind", PARSERS)
+@settings(max_examples=200)
+@given(calls=CALLS, cuts=CUTS)
+def test_calls_as_models_write_them(
+    kind: type[ToolParser], calls: list[tuple[str, dict[str, Any]]], cuts: list[int]
+) -> None:
+    text = written(kind, calls)
+    parts = parse(kind, text, [cut for cut in cuts if cut <= len(text)])
+    names = [part.name for part in parts if isinstance(part, CallBegin)]
+    arguments = [json.loads(part.text) for part in parts if isinstance(part, CallArguments)]
+    assert list(zip(names, arguments, strict=True)) == calls
+    assert not any(isinstance(part, Text) for part in parts)
+
+
+def test_calls_beyond_the_limit_are_dropped() -> None:
+    text = written(HermesParser, [("f", {"a": 1}), ("f", {"a": 2})])
+    parts = read(lambda: OutputParser(None, HermesParser(TOOLS), 1), f"Hi. {text}")
+    assert parts == [Text("Hi."), *call("f", '{"a": 1}')]
+
+
+REASONING = [
+    (True, "I think.\n</think>\n\nYes.", [Reasoning("I think."), Text("Yes.")]),
+    (True, "<think>\nI\nthink.</think>Yes. ", [Reasoning("I\nthink."), Text("Yes. ")]),
+    (True, "I think", [Reasoning("I think")]),
+    (True, "<thi", [Reasoning("<thi")]),
+    (True, "</think>Yes.", [Text("Yes.")]),
+    (True, f"a</think>{HERMES}", [Reasoning("a"), *call("f", '{"a": [1, "}"]}')]),
+    (False, "<think>a</th b</think> c", [Reasoning("a</th b"), Text("c")]),
+    (False, "\n<think>\n\n</think>\n\nYes.", [Text("Yes.")]),
+    (False, " Yes.</think>", [Text(" Yes.</think>")]),
+    (False, "<thin", [Text("<thin")]),
+]
+
+
+@pytest.mark.parametrize(("is_open", "text", "expected"), REASONING)
+def test_reasoning_cut_anywhere(is_open: bool, text: str, expected: list[Part]) -> None:
+    def make() -> OutputParser:
+        return OutputParser(ReasoningParser(is_open), HermesParser(TOOLS), None)
+
+    assert read(make, text) == expected
+    for cut in range(len(text) + 1):
+        assert read(make, text, [cut]) == expected, cut
+    assert read(make, text, list(range(len(text)))) == expected
