@@ -6,7 +6,6 @@ import asyncio
 import json
 import random
 import re
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import httpx
@@ -16,22 +15,9 @@ import pytest
 from pydantic import BaseModel
 
 from engine.tokenizer.tokenizer import Tokenizer
-from tests.support.http_server import manta
 
 MODEL = "manta-small"
 ASK: list[Any] = [{"role": "user", "content": "What does os.path.join do?"}]
-
-
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with manta(max_total_tokens=8192, dtype="float32") as running:
-        yield f"{running.base_url}/v1"
-
-
-@pytest.fixture(scope="module")
-def client(url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=url, api_key="none") as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -10,7 +9,6 @@ import pytest
 from openai import pydantic_function_tool
 from pydantic import BaseModel
 
-from tests.support.http_server import manta
 from tests.support.random_schemas import check_json
 from tests.support.random_tools import check_random_tools
 
@@ -39,18 +37,6 @@ TIME: dict[str, Any] = {
         "parameters": {"type": "object", "properties": {}, "additionalProperties": False},
     },
 }
-
-
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with manta(max_total_tokens=32768, dtype="float32") as running:
-        yield f"{running.base_url}/v1"
-
-
-@pytest.fixture(scope="module")
-def client(url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as running:
-        yield running
 
 
 def chat(client: openai.OpenAI, **fields: Any) -> Any:
