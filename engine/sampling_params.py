@@ -115,9 +115,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
                 raise RequestError(
                     f"each stop string must have 1 to {MAX_STOP_LENGTH} characters", "stop"
                 )
-        _check_tokens("stop_token_ids", self.stop_token_ids, vocab_size)
+        check_token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
         if self.logit_bias:
-            _check_tokens("logit_bias", list(self.logit_bias), vocab_size)
+            check_token_ids("logit_bias", list(self.logit_bias), vocab_size)
             for bias in self.logit_bias.values():
                 _check_number("logit_bias", bias, -100.0, 100.0)
         self._verify_token_lists(vocab_size)
@@ -131,12 +131,12 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
                 raise RequestError(f"{name} needs logprobs", name)
             if not 1 <= len(self.logprob_token_ids) <= MAX_LISTED_TOKENS:
                 raise RequestError(f"{name} takes 1 to {MAX_LISTED_TOKENS} token ids", name)
-            _check_tokens(name, self.logprob_token_ids, vocab_size)
+            check_token_ids(name, self.logprob_token_ids, vocab_size)
         if self.allowed_token_ids is not None:
             name = "allowed_token_ids"
             if not self.allowed_token_ids:
                 raise RequestError(f"{name} must not be empty", name)
-            _check_tokens(name, self.allowed_token_ids, vocab_size)
+            check_token_ids(name, self.allowed_token_ids, vocab_size)
         if self.bad_words_ids:
             if sum(map(len, self.bad_words_ids)) > MAX_BAD_WORD_TOKENS:
                 raise RequestError(
@@ -180,10 +180,11 @@ def check_prompt(ids: Sequence[int] | np.ndarray, vocab_size: int, field: str) -
     """Raise `RequestError` naming `field` for an empty prompt or ids outside the vocabulary."""
     if len(ids) == 0:
         raise RequestError(f"{field} must not be empty", field)
-    _check_tokens(field, ids, vocab_size)
+    check_token_ids(field, ids, vocab_size)
 
 
-def _check_tokens(name: str, ids: Sequence[int] | np.ndarray, vocab_size: int) -> None:
+def check_token_ids(name: str, ids: Sequence[int] | np.ndarray, vocab_size: int) -> None:
+    """Raise `RequestError` naming the field `name` for ids outside the vocabulary."""
     if len(ids) == 0:
         return
     if isinstance(ids, np.ndarray):

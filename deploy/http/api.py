@@ -21,6 +21,7 @@ from deploy.http.openai.completions import CompletionEndpoint
 from deploy.http.openai.errors import ErrorReply, error_reply, reply_to
 from deploy.http.openai.generation import check_model
 from deploy.http.openai.sse import encode_json
+from deploy.http.openai.tokenization import DetokenizeRoute, TokenizeRoute
 from deploy.http.openapi import DocumentedApi
 from deploy.http.settings import ApiSettings
 from engine import __version__
@@ -53,6 +54,12 @@ def build_api(
             description=f"As OpenAI's `POST {path}`, with the fields below.",
         )(endpoint.handle)
 
+    for path, route in (
+        ("/tokenize", TokenizeRoute(client_provider, settings)),
+        ("/detokenize", DetokenizeRoute(client_provider, settings)),
+    ):
+        app.post(path, name=path[1:], description=f"As vLLM's `POST {path}`.")(route.handle)
+
     @app.get("/v1/models")
     async def list_models() -> Response:
         model = _describe_model(client_provider().model_info)
@@ -65,6 +72,7 @@ def build_api(
         return _json(_describe_model(info))
 
     @app.get("/health")
+    @app.get("/ping")
     async def health() -> Response:
         try:
             client = client_provider()

@@ -78,6 +78,10 @@ class EngineClient(ABC):
         """Text of token ids, special tokens included (for `echo`)."""
 
     @abstractmethod
+    async def decode_each(self, token_ids: list[int]) -> list[str]:
+        """Text of each token alone; U+FFFD stands for a part of a character."""
+
+    @abstractmethod
     async def render_chat(
         self,
         messages: list[dict[str, Any]],

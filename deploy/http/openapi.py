@@ -11,6 +11,7 @@ from pydantic.json_schema import models_json_schema
 from deploy.http.openai import replies
 from deploy.http.openai.chat import ChatCompletionRequest
 from deploy.http.openai.completions import CompletionRequest
+from deploy.http.openai.tokenization import DetokenizeRoute, JsonRoute, TokenizeRoute
 
 _ERRORS = {
     "400": "A field is wrong; `param` names it.",
@@ -31,6 +32,7 @@ _GENERATING: dict[str, tuple[type[BaseModel], type[BaseModel], type[BaseModel]]]
     ),
 }
 """By path: the shapes of the body, of the reply and of a stream's event."""
+_ASKING: dict[str, type[JsonRoute]] = {"/tokenize": TokenizeRoute, "/detokenize": DetokenizeRoute}
 _READING: dict[str, tuple[type[BaseModel], tuple[str, ...]]] = {
     "/v1/models": (replies.Models, ("503",)),
     "/v1/models/{model}": (replies.Model, ("404", "503")),
@@ -44,6 +46,7 @@ def complete_document(document: dict[str, Any]) -> dict[str, Any]:
     kinds: list[type[BaseModel]] = [replies.Error, replies.Health]
     kinds += [kind for shapes in _GENERATING.values() for kind in shapes]
     kinds += [kind for kind, _ in _READING.values()]
+    kinds += [kind for route in _ASKING.values() for kind in (route.body, route.reply)]
     names, found = models_json_schema([(kind, "validation") for kind in kinds], ref_template=_REF)
     refs = {kind: names[kind, "validation"] for kind in kinds}
     document.setdefault("components", {}).setdefault("schemas", {}).update(found["$defs"])
@@ -63,11 +66,18 @@ def complete_document(document: dict[str, Any]) -> dict[str, Any]:
             "200": {"description": "The reply.", "content": _json(refs[reply])},
             **_errors(refs, errors),
         }
+    for path, route in _ASKING.items():
+        paths[path]["post"]["requestBody"] = {"required": True, "content": _json(refs[route.body])}
+        paths[path]["post"]["responses"] = {
+            "200": {"description": "The reply.", "content": _json(refs[route.reply])},
+            **_errors(refs, ("400", "404", "413", "415", "500", "503")),
+        }
     health = _json(refs[replies.Health])
-    paths["/health"]["get"]["responses"] = {
-        "200": {"description": "Requests can be served.", "content": health},
-        "503": {"description": "They can't be served.", "content": health},
-    }
+    for path in ("/health", "/ping"):
+        paths[path]["get"]["responses"] = {
+            "200": {"description": "Requests can be served.", "content": health},
+            "503": {"description": "They can't be served.", "content": health},
+        }
     paths["/metrics"]["get"]["responses"] = {
         "200": {
             "description": "Prometheus' text format.",

@@ -157,6 +157,13 @@ class ServeEngineClient(EngineClient, IngressListener):
         )
         return str(reply.text)
 
+    async def decode_each(self, token_ids: list[int]) -> list[str]:
+        reply = await self._tokenizer.ask(
+            lambda call: tm.DecodeRequest(call, self._inbox.address, token_ids, each=True),
+            self._resume.wait_s,
+        )
+        return list(reply.texts)
+
     async def render_chat(
         self,
         messages: list[dict[str, Any]],

@@ -84,19 +84,20 @@ class EncodeReply(msgspec.Struct, array_like=True):
 
 
 class DecodeRequest(msgspec.Struct, array_like=True):
-    """Token ids to text, special tokens included."""
+    """Token ids to text, special tokens included. `each`: to the text of each token."""
 
     call: int
     reply_to: str
     token_ids: list[int]
+    each: bool = False
 
 
 class DecodeReply(msgspec.Struct, array_like=True):
-    """The text of a `DecodeRequest`, or why there is none."""
+    """The text of a `DecodeRequest`; with `each` the `texts`."""
 
     call: int
     text: str
-    error: str = ""
+    texts: list[str] = []
 
 
 class Register(msgspec.Struct, array_like=True):

@@ -107,6 +107,10 @@ class TokenizerRole:
         self._send(m.reply_to, reply)
 
     def _decode(self, m: tm.DecodeRequest) -> None:
+        if m.each:
+            texts = [self.tokenizer.token_text(token) for token in m.token_ids]
+            self._send(m.reply_to, tm.DecodeReply(m.call, "", texts))
+            return
         text = self.tokenizer.decode(m.token_ids, skip_special_tokens=False)
         self._send(m.reply_to, tm.DecodeReply(m.call, text))
 

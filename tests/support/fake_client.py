@@ -99,6 +99,9 @@ class FakeEngineClient(EngineClient):
     async def decode(self, token_ids: list[int]) -> str:
         return "".join(token_text(token) for token in token_ids)
 
+    async def decode_each(self, token_ids: list[int]) -> list[str]:
+        return [token_text(token) for token in token_ids]
+
     async def render_chat(
         self,
         messages: list[dict[str, Any]],
