@@ -41,11 +41,11 @@ test-fast: install-dev
 
 # Everything that needs nothing but Python, real processes included: at most 15 minutes.
 test: install-dev
-	$(BIN)/python -m pytest tests benchmarks/tests -q --ignore=tests/extended
+	$(BIN)/python -m pytest tests benchmarks/tests -q --ignore=tests/extended --ignore=tests/chaos
 
 # What takes longer or needs more: a clean environment, Debian packages. Installs what it needs.
 test-extended: install-dev
-	$(BIN)/python -m pytest tests/extended -q
+	$(BIN)/python -m pytest tests/extended tests/chaos -q
 
 # The full token-exact product (architectures x tp x pp x page x chunk x cache x retraction).
 test-matrix: install-dev

@@ -19,8 +19,9 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.handle import DeploymentHandle
 
+from deploy.http.body import encode_json
 from deploy.http.openai.generation import usage
-from deploy.http.openai.sse import DONE, ChunkEncoder, encode_json
+from deploy.http.openai.sse import DONE, ChunkEncoder
 from engine.config import resolve_model_path
 from engine.tokenizer.detokenizer import IncrementalDetokenizer
 from engine.tokenizer.tokenizer import Tokenizer

@@ -13,20 +13,26 @@ from starlette.exceptions import HTTPException
 from starlette.responses import StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from deploy.http.anthropic.endpoints import CountTokensRoute, MessagesEndpoint
+from deploy.http.anthropic.errors import anthropic_error
+from deploy.http.body import encode_json
 from deploy.http.engine_client import EngineClient, ModelInfo
+from deploy.http.errors import ErrorReply, Failure, failure_of
+from deploy.http.generation.plan import check_model
 from deploy.http.header_guard import REQUEST_ID
 from deploy.http.metrics import ServerMetrics
 from deploy.http.openai.chat import ChatEndpoint
 from deploy.http.openai.completions import CompletionEndpoint
-from deploy.http.openai.errors import ErrorReply, error_reply, reply_to
-from deploy.http.openai.generation import check_model
-from deploy.http.openai.sse import encode_json
+from deploy.http.openai.errors import openai_error
 from deploy.http.openai.tokenization import DetokenizeRoute, TokenizeRoute
 from deploy.http.openapi import DocumentedApi
 from deploy.http.settings import ApiSettings
 from engine import __version__
 from engine.errors import EngineDeadError, RequestError
 from engine.trace import CAPACITY, chrome_trace_json
+
+ANTHROPIC = "/v1/messages"
+"""Paths of Anthropic's API begin so."""
 
 
 def build_api(
@@ -47,6 +53,8 @@ def build_api(
     app.add_exception_handler(EngineDeadError, _on_error)
     app.add_exception_handler(Exception, _on_error)
 
+    messages = MessagesEndpoint(client_provider, metrics, settings)
+    app.post("/v1/messages", name="create_message", description="As Anthropic's.")(messages.handle)
     for path, endpoint in (("/v1/completions", completions), ("/v1/chat/completions", chat)):
         app.post(
             path,
@@ -57,8 +65,11 @@ def build_api(
     for path, route in (
         ("/tokenize", TokenizeRoute(client_provider, settings)),
         ("/detokenize", DetokenizeRoute(client_provider, settings)),
+        ("/v1/messages/count_tokens", CountTokensRoute(client_provider, settings)),
     ):
-        app.post(path, name=path[1:], description=f"As vLLM's `POST {path}`.")(route.handle)
+        whose = "Anthropic" if path.startswith(ANTHROPIC) else "vLLM"
+        name = path.rpartition("/")[2]
+        app.post(path, name=name, description=f"As {whose}'s `POST {path}`.")(route.handle)
 
     @app.get("/v1/models")
     async def list_models() -> Response:
@@ -171,15 +182,21 @@ def _error(reply: ErrorReply, headers: dict[str, str] | None = None) -> Response
     )
 
 
+def _worded(request: Request, failure: Failure) -> ErrorReply:
+    """The failure as the API of the request's path says it."""
+    is_anthropic = request.url.path.startswith(ANTHROPIC)
+    return anthropic_error(failure) if is_anthropic else openai_error(failure)
+
+
 async def _on_error(request: Request, exception: Exception) -> Response:
-    return _error(reply_to(exception, request.state.request_id))
+    return _error(_worded(request, failure_of(exception, request.state.request_id)))
 
 
 async def _on_bad_query(request: Request, exception: Exception) -> Response:
     assert isinstance(exception, RequestValidationError)
     first = exception.errors()[0]
     field = str(first["loc"][-1])
-    return _error(error_reply(400, f"{field}: {first['msg']}", field))
+    return _error(openai_error(Failure(400, f"{field}: {first['msg']}", field)))
 
 
 async def _on_http_exception(request: Request, exception: Exception) -> Response:
@@ -190,4 +207,4 @@ async def _on_http_exception(request: Request, exception: Exception) -> Response
         405: f"Method not allowed ({path}).",
     }.get(exception.status_code, exception.detail)
     headers = dict(exception.headers or {})
-    return _error(error_reply(exception.status_code, message), headers)
+    return _error(_worded(request, Failure(exception.status_code, message)), headers)

@@ -8,10 +8,14 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from deploy.http.anthropic.endpoints import CountTokensRoute
+from deploy.http.anthropic.replies import AnthropicError, MessageEvent, MessageReply
+from deploy.http.anthropic.request import MessagesRequest
+from deploy.http.generation.json_route import JsonRoute
 from deploy.http.openai import replies
 from deploy.http.openai.chat import ChatCompletionRequest
 from deploy.http.openai.completions import CompletionRequest
-from deploy.http.openai.tokenization import DetokenizeRoute, JsonRoute, TokenizeRoute
+from deploy.http.openai.tokenization import DetokenizeRoute, TokenizeRoute
 
 _ERRORS = {
     "400": "A field is wrong; `param` names it.",
@@ -30,9 +34,14 @@ _GENERATING: dict[str, tuple[type[BaseModel], type[BaseModel], type[BaseModel]]]
         replies.ChatCompletion,
         replies.ChatCompletionChunk,
     ),
+    "/v1/messages": (MessagesRequest, MessageReply, MessageEvent),
 }
 """By path: the shapes of the body, of the reply and of a stream's event."""
-_ASKING: dict[str, type[JsonRoute]] = {"/tokenize": TokenizeRoute, "/detokenize": DetokenizeRoute}
+_ASKING: dict[str, type[JsonRoute]] = {
+    "/tokenize": TokenizeRoute,
+    "/detokenize": DetokenizeRoute,
+    "/v1/messages/count_tokens": CountTokensRoute,
+}
 _READING: dict[str, tuple[type[BaseModel], tuple[str, ...]]] = {
     "/v1/models": (replies.Models, ("503",)),
     "/v1/models/{model}": (replies.Model, ("404", "503")),
@@ -43,7 +52,7 @@ _REF = "#/components/schemas/{model}"
 
 def complete_document(document: dict[str, Any]) -> dict[str, Any]:
     """FastAPI's `document` with the bodies of requests and replies."""
-    kinds: list[type[BaseModel]] = [replies.Error, replies.Health]
+    kinds: list[type[BaseModel]] = [replies.Error, AnthropicError, replies.Health]
     kinds += [kind for shapes in _GENERATING.values() for kind in shapes]
     kinds += [kind for kind, _ in _READING.values()]
     kinds += [kind for route in _ASKING.values() for kind in (route.body, route.reply)]
@@ -57,20 +66,20 @@ def complete_document(document: dict[str, Any]) -> dict[str, Any]:
             "200": {
                 "description": "The reply, or with `stream: true` its events.",
                 "content": _json(refs[reply])
-                | _events({"anyOf": [refs[chunk], refs[replies.Error]]}),
+                | _events(path, {"anyOf": [refs[chunk], refs[_error_of(path)]]}),
             },
-            **_errors(refs, tuple(_ERRORS)),
+            **_errors(path, refs, tuple(_ERRORS)),
         }
     for path, (reply, errors) in _READING.items():
         paths[path]["get"]["responses"] = {
             "200": {"description": "The reply.", "content": _json(refs[reply])},
-            **_errors(refs, errors),
+            **_errors(path, refs, errors),
         }
     for path, route in _ASKING.items():
         paths[path]["post"]["requestBody"] = {"required": True, "content": _json(refs[route.body])}
         paths[path]["post"]["responses"] = {
             "200": {"description": "The reply.", "content": _json(refs[route.reply])},
-            **_errors(refs, ("400", "404", "413", "415", "500", "503")),
+            **_errors(path, refs, ("400", "404", "413", "415", "500", "503")),
         }
     health = _json(refs[replies.Health])
     for path in ("/health", "/ping"):
@@ -86,7 +95,7 @@ def complete_document(document: dict[str, Any]) -> dict[str, Any]:
     }
     trace = paths["/debug/trace"]["get"]["responses"]
     trace.pop("422", None)  # a bad query is answered with 400
-    trace |= _errors(refs, ("400", "503"))
+    trace |= _errors("/debug/trace", refs, ("400", "503"))
     document["components"]["schemas"].pop("HTTPValidationError", None)
     document["components"]["schemas"].pop("ValidationError", None)
     return document
@@ -96,7 +105,11 @@ def _json(schema: dict[str, Any]) -> dict[str, Any]:
     return {"application/json": {"schema": schema}}
 
 
-def _events(shape: dict[str, Any]) -> dict[str, Any]:
+def _error_of(path: str) -> type[BaseModel]:
+    return AnthropicError if path.startswith("/v1/messages") else replies.Error
+
+
+def _events(path: str, shape: dict[str, Any]) -> dict[str, Any]:
     """Server-sent events, each described by OpenAPI 3.2's `itemSchema`."""
     text = {"contentMediaType": "application/json", "contentSchema": shape}
     data = {
@@ -104,12 +117,16 @@ def _events(shape: dict[str, Any]) -> dict[str, Any]:
         "description": "A chunk; or an error, after which nothing follows; at the end [DONE].",
         "anyOf": [{"const": "[DONE]"}, text],
     }
+    if _error_of(path) is AnthropicError:
+        data = {"type": "string", "description": "An event, or an error.", "anyOf": [text]}
     event = {"type": "object", "properties": {"data": data}, "required": ["data"]}
     return {"text/event-stream": {"itemSchema": event}}
 
 
-def _errors(refs: dict[type[BaseModel], Any], statuses: tuple[str, ...]) -> dict[str, Any]:
-    content = _json(refs[replies.Error])
+def _errors(
+    path: str, refs: dict[type[BaseModel], Any], statuses: tuple[str, ...]
+) -> dict[str, Any]:
+    content = _json(refs[_error_of(path)])
     return {status: {"description": _ERRORS[status], "content": content} for status in statuses}
 
 

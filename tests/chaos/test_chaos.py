@@ -1,7 +1,7 @@
 """Whatever is killed, stopped, scaled or updated: no request fails, and every stream is the one
 that it would have been undisturbed.
 
-`make test` runs a short form; `make chaos` all of it, three rounds, with its times as a table.
+`make test-extended` runs a short form; `make chaos` all of it, three rounds, with a table of times.
 """
 
 from __future__ import annotations

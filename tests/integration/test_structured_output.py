@@ -104,9 +104,12 @@ def test_alone_and_beside_others_the_same(llm: LLM) -> None:
         assert alone.outputs[0].token_ids == together[i][1]
 
 
-def test_outputs_of_random_schemas_finish_and_validate(llm: LLM) -> None:
+def test_outputs_of_random_schemas_finish_and_validate(
+    request: pytest.FixtureRequest, llm: LLM
+) -> None:
     """Strings, names and numbers of these schemas may be endless; the rest ends in any case."""
-    schemas = [random_schema(random.Random(seed)) for seed in range(320)]
+    count = 320 if request.node.callspec.id == "overlap" else 100
+    schemas = [random_schema(random.Random(seed)) for seed in range(count)]
     given = [
         SamplingParams(
             temperature=1.0, max_tokens=512, seed=i, constraint=structured.json_schema(schema)

@@ -15,7 +15,7 @@ import pytest
 from fastapi import FastAPI, Request, Response
 
 from deploy.http.api import build_api
-from deploy.http.openai.endpoint import Endpoint
+from deploy.http.generation.endpoint import Endpoint
 from deploy.ingress import engine_watch, serve_client, tokenizer_link
 from deploy.ingress.resume import ResumeLimits
 from deploy.ingress.serve_client import IngressOptions, ServeEngineClient

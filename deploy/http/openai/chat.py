@@ -7,39 +7,24 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from deploy.http.engine_client import EngineClient
+from deploy.http.body import FreeObject, encode_json, parse_request, refusal
+from deploy.http.engine_client import EngineClient, ModelInfo
+from deploy.http.generation.generation import Generation, Output
+from deploy.http.generation.plan import check_model, check_text_length, plan_chat
+from deploy.http.generation.request import ChatRequest, FieldNames
 from deploy.http.metrics import RequestTracker
-from deploy.http.openai.endpoint import Endpoint
-from deploy.http.openai.generation import (
-    Fields,
-    Generation,
-    Output,
-    Plan,
-    Prompt,
-    check_model,
-    check_text_length,
-    make_plan,
-    resolve_max_tokens,
-    truncate_prompt,
-)
+from deploy.http.openai.generation import OpenAIEndpoint, OpenAIGeneration
 from deploy.http.openai.logprobs import LogprobStyle, chat_logprobs, prompt_logprobs
 from deploy.http.openai.messages import ChatMessage
-from deploy.http.openai.output_limits import output_limits
-from deploy.http.openai.reading import OutputReading, find_thinking
-from deploy.http.openai.request import (
-    UNSUPPORTED,
-    GenerationRequest,
-    parse_request,
-)
-from deploy.http.openai.sse import ChunkEncoder, encode_json
-from deploy.http.openai.strict import FreeObject, refusal
-from deploy.http.openai.tools import Tool, ToolChoice, ToolUse
-from engine.errors import RequestError
+from deploy.http.openai.parts import delta_payloads, finish_reason, message_fields
+from deploy.http.openai.request import UNSUPPORTED, GenerationFields
+from deploy.http.openai.sse import ChunkEncoder
+from deploy.http.openai.tools import Tool, ToolChoice, schema_of_answer, tool_use
 from engine.protocol.tokenizer_messages import TextDelta
-from engine.sampling_params import MAX_LOGPROBS, check_prompt
+from engine.sampling_params import MAX_LOGPROBS
 
 
-class ChatCompletionRequest(GenerationRequest):
+class ChatCompletionRequest(GenerationFields):
     """Body of `POST /v1/chat/completions`."""
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -119,7 +104,7 @@ class ChatCompletionRequest(GenerationRequest):
         return self
 
 
-class ChatEndpoint(Endpoint):
+class ChatEndpoint(OpenAIEndpoint):
     """Renders the conversation with the model's chat template and generates the reply."""
 
     name = "chat_completions"
@@ -127,73 +112,42 @@ class ChatEndpoint(Endpoint):
 
     async def prepare(
         self, client: EngineClient, body: bytes, request_id: str, tracker: RequestTracker
-    ) -> Generation:
-        request = parse_request(body, ChatCompletionRequest)
-        info = client.model_info
-        check_model(request.model, info)
-        if request.chat_template is not None and not self.settings.allow_request_chat_templates:
-            raise RequestError(
-                "chat_template in requests is switched off on this server: templates are "
-                "programs; use the model's own.",
-                "chat_template",
-            )
-        tools = ToolUse(request.tools, request.tool_choice, request.parallel_tool_calls, info)
-        messages = [message.as_template_input() for message in request.messages]
-        check_text_length("".join(message.text for message in request.messages), info, "messages")
-        ids = await client.render_chat(
-            messages,
-            add_generation_prompt=request.adds_generation_prompt,
-            continue_final_message=request.continue_final_message,
-            chat_template=request.chat_template,
-            tools=tools.for_template,
-            template_kwargs=request.template_kwargs or None,
+    ) -> Generation[Any]:
+        fields = parse_request(body, ChatCompletionRequest)
+        request = translate(
+            fields, f"chatcmpl-{fields.request_id or request_id}", client.model_info
         )
-        check_prompt(ids, info.vocab_size, "messages")
-        by_new_name = request.max_completion_tokens is not None
-        fields = Fields("messages", "max_completion_tokens" if by_new_name else "max_tokens")
-        asked = request.max_completion_tokens if by_new_name else request.max_tokens
-        ids = truncate_prompt(ids, request, asked, info)
-        prompt = Prompt(ids, resolve_max_tokens(len(ids), asked, None, info, fields))
-        request_id = f"chatcmpl-{request.request_id or request_id}"
-        top = request.top_logprobs if request.logprobs else None
-        reading = OutputReading(tools, await find_thinking(client, info, ids))
-        calls = tools.constraint(request.response_format)
-        limits = None
-        if request.limits_output or calls is not None:
-            limits = await output_limits(client, request, calls, reading.thinking)
-        plan = make_plan(request, request_id, info, [prompt], top, request.prompt_logprobs, limits)
-        if reading.parses:
-            # Some models write the marks of calls and reasoning as special tokens.
-            for sequence in plan.sequences:
-                sequence.params.skip_special_tokens = False
-        return ChatGeneration(client, request, plan, tracker, reading)
+        plan = await plan_chat(client, self.settings, request)
+        return ChatGeneration(client, fields, plan, tracker)
 
 
-class ChatGeneration(Generation):
+def translate(given: ChatCompletionRequest, request_id: str, info: ModelInfo) -> ChatRequest:
+    """The request that a body stands for. Raises `RequestError`."""
+    check_model(given.model, info)
+    check_text_length(sum(len(m.text) for m in given.messages), info, "messages")
+    tools = tool_use(given.tools, given.tool_choice, given.parallel_tool_calls, info)
+    by_new_name = given.max_completion_tokens is not None
+    top = given.top_logprobs if given.logprobs else None
+    return ChatRequest(
+        **given.common(request_id, top, given.prompt_logprobs, info),
+        max_tokens=given.max_completion_tokens if by_new_name else given.max_tokens,
+        names=FieldNames("messages", "max_completion_tokens" if by_new_name else "max_tokens"),
+        messages=[message.as_template_input() for message in given.messages],
+        tools=tools,
+        answer_schema=None if tools.format is None else schema_of_answer(given.response_format),
+        add_generation_prompt=given.adds_generation_prompt,
+        continue_final_message=given.continue_final_message,
+        chat_template=given.chat_template,
+        template_kwargs=given.template_kwargs,
+    )
+
+
+class ChatGeneration(OpenAIGeneration[ChatCompletionRequest]):
     """Shapes of chat completions and their chunks."""
 
     object_name = "chat.completion"
     chunk_object_name = "chat.completion.chunk"
     payload = "delta"
-    _request: ChatCompletionRequest
-
-    def __init__(
-        self,
-        client: EngineClient,
-        request: ChatCompletionRequest,
-        plan: Plan,
-        tracker: RequestTracker,
-        reading: OutputReading,
-    ) -> None:
-        super().__init__(client, request, plan, tracker)
-        self._states = [reading.read() for _ in plan.sequences] if reading.parses else None
-        """By sequence; None if outputs are text alone."""
-
-    def _note(self, index: int, delta: TextDelta) -> None:
-        super()._note(index, delta)
-        if self._states is not None:
-            has_ended = delta.finish_reason is not None
-            self._states[index].add(delta.text, delta.num_output, has_ended)
 
     def _choice(self, index: int, output: Output) -> dict[str, Any]:
         request = self._request
@@ -208,10 +162,10 @@ class ChatGeneration(Generation):
             "reasoning": None,
             "reasoning_content": None,
         }
-        if self._states is None:
+        if output.state is None:
             message["content"] = "".join(output.texts)
         else:
-            message |= self._states[index].message(request.include_reasoning)
+            message |= message_fields(output.state, request.include_reasoning)
         if request.echoed:
             message["content"] = request.echoed + (message["content"] or "")
         style = self._logprob_style
@@ -225,14 +179,13 @@ class ChatGeneration(Generation):
         }
 
     def _finish_reason(self, index: int, reason: str | None) -> str | None:
-        if self._states is None or reason is None:
-            return reason
-        return self._states[index].finish_reason(reason)
+        state = self._outputs[index].state
+        return reason if state is None or reason is None else finish_reason(state, reason)
 
     def _usage(self) -> dict[str, Any]:
         usage = super()._usage()
-        if self._states is not None:
-            tokens = sum(state.num_reasoning for state in self._states)
+        if self._plan.reading is not None:
+            tokens = sum(o.state.num_reasoning for o in self._outputs if o.state is not None)
             usage["completion_tokens_details"] = {"reasoning_tokens": tokens}
         return usage
 
@@ -251,7 +204,8 @@ class ChatGeneration(Generation):
             "prompt_token_ids": ids if request.return_token_ids else None,
         }
 
-    def _opening(self, encoder: ChunkEncoder) -> bytes:
+    def _opening(self) -> bytes:
+        encoder = self._encoder
         role = encode_json({"role": "assistant", "content": ""})
         given = {key: value for key, value in self._reply_extra().items() if value is not None}
         opening = b"".join(
@@ -279,8 +233,9 @@ class ChatGeneration(Generation):
         token_ids = delta.token_ids if request.return_token_ids else None
         usage = self._chunk_usage(index)
         payloads: list[bytes] = []
-        if self._states is not None:
-            payloads = self._states[index].payloads(request.include_reasoning)
+        state = self._outputs[index].state
+        if state is not None:
+            payloads = delta_payloads(state, request.include_reasoning)
         elif delta.text:
             payloads = [b'{"content":%s}' % encode_json(delta.text)]
         if not payloads and (logprobs or token_ids):

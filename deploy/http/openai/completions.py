@@ -6,34 +6,18 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 
 from pydantic import PlainValidator, WithJsonSchema, model_validator
 
+from deploy.http.body import encode_json, parse_request, refusal
 from deploy.http.engine_client import EngineClient, ModelInfo
+from deploy.http.generation.generation import Generation, Output
+from deploy.http.generation.plan import Plan, plan_texts
+from deploy.http.generation.request import FieldNames, TextRequest
 from deploy.http.metrics import RequestTracker
-from deploy.http.openai.endpoint import Endpoint
-from deploy.http.openai.generation import (
-    MAX_TOKEN_CHARS,
-    Fields,
-    Generation,
-    Output,
-    Plan,
-    Prompt,
-    check_model,
-    check_text_length,
-    make_plan,
-    resolve_max_tokens,
-    truncate_prompt,
-)
+from deploy.http.openai.generation import OpenAIEndpoint, OpenAIGeneration
 from deploy.http.openai.logprobs import completion_logprobs, echoed_logprobs, prompt_logprobs
-from deploy.http.openai.output_limits import output_limits
-from deploy.http.openai.request import (
-    UNSUPPORTED,
-    GenerationRequest,
-    documented,
-    parse_request,
-)
-from deploy.http.openai.sse import ChunkEncoder, encode_json
-from deploy.http.openai.strict import refusal
+from deploy.http.openai.request import UNSUPPORTED, GenerationFields, documented
+from deploy.http.openai.sse import ChunkEncoder
 from engine.protocol.tokenizer_messages import LogprobEntry, TextDelta
-from engine.sampling_params import MAX_LOGPROBS, check_prompt
+from engine.sampling_params import MAX_LOGPROBS
 
 MAX_PROMPTS = 2048
 COMPLETION_MAX_TOKENS = 16
@@ -74,7 +58,7 @@ Prompts = Annotated[
 ]
 
 
-class CompletionRequest(GenerationRequest):
+class CompletionRequest(GenerationFields):
     """Body of `POST /v1/completions`."""
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -104,10 +88,7 @@ class CompletionRequest(GenerationRequest):
         return self
 
 
-_FIELDS = Fields("prompt", "max_tokens")
-
-
-class CompletionEndpoint(Endpoint):
+class CompletionEndpoint(OpenAIEndpoint):
     """Continues prompts, which are texts or token ids."""
 
     name = "completions"
@@ -115,51 +96,29 @@ class CompletionEndpoint(Endpoint):
 
     async def prepare(
         self, client: EngineClient, body: bytes, request_id: str, tracker: RequestTracker
-    ) -> Generation:
-        request = parse_request(body, CompletionRequest)
-        info = client.model_info
-        check_model(request.model, info)
-        limits = await output_limits(client, request) if request.limits_output else None
+    ) -> Generation[Any]:
+        fields = parse_request(body, CompletionRequest)
+        request_id = f"cmpl-{fields.request_id or request_id}"
+        request = translate(fields, request_id, client.model_info)
+        plan = await plan_texts(client, request)
+        echoes = await _echoes(client, fields, plan) if fields.echo else []
+        return CompletionGeneration(client, fields, plan, tracker, echoes)
+
+
+def translate(given: CompletionRequest, request_id: str, info: ModelInfo) -> TextRequest:
+    """The request that a body stands for. Raises `RequestError`."""
+    prompt_top = given.prompt_logprobs
+    if given.echo and given.logprobs is not None:
+        prompt_top = max(given.logprobs, -1 if prompt_top is None else prompt_top)
+    return TextRequest(
+        **given.common(request_id, given.logprobs, prompt_top, info),
         # A sequence always makes a token; with `max_tokens` 0 it is dropped again.
-        asked = 1 if request.max_tokens == 0 else request.max_tokens
-        ids = [
-            truncate_prompt(prompt, request, asked, info)
-            for prompt in await _encode(client, request, info)
-        ]
-        default = COMPLETION_MAX_TOKENS
-        prompts = [
-            Prompt(i, resolve_max_tokens(len(i), asked, default, info, _FIELDS)) for i in ids
-        ]
-        prompt_top = request.prompt_logprobs
-        if request.echo and request.logprobs is not None:
-            prompt_top = max(request.logprobs, -1 if prompt_top is None else prompt_top)
-        request_id = f"cmpl-{request.request_id or request_id}"
-        plan = make_plan(request, request_id, info, prompts, request.logprobs, prompt_top, limits)
-        echoes = await _echoes(client, request, ids) if request.echo else []
-        return CompletionGeneration(client, request, plan, tracker, echoes)
-
-
-async def _encode(
-    client: EngineClient, request: CompletionRequest, info: ModelInfo
-) -> list[list[int]]:
-    """Checked token ids of every prompt."""
-    texts = [prompt for prompt in request.prompt if isinstance(prompt, str)]
-    prompts = [prompt for prompt in request.prompt if isinstance(prompt, list)]
-    if texts:
-        if request.truncate_prompt_tokens is None:
-            for text in texts:
-                check_text_length(text, info, "prompt")
-        texts = [_cut(text, request, info) for text in texts]
-        prompts = await client.encode(texts, request.add_special_tokens)
-    for ids in prompts:
-        check_prompt(ids, info.vocab_size, "prompt")
-    return prompts
-
-
-def _cut(text: str, request: CompletionRequest, info: ModelInfo) -> str:
-    """The part of a text that can matter: what is cut off here would be cut off as tokens."""
-    limit = info.max_model_len * MAX_TOKEN_CHARS
-    return text[:limit] if request.truncation_side == "right" else text[-limit:]
+        max_tokens=1 if given.max_tokens == 0 else given.max_tokens,
+        default_max_tokens=COMPLETION_MAX_TOKENS,
+        names=FieldNames("prompt", "max_tokens"),
+        prompts=given.prompt,
+        add_special_tokens=given.add_special_tokens,
+    )
 
 
 class Echo(NamedTuple):
@@ -169,13 +128,14 @@ class Echo(NamedTuple):
     first_token: str
 
 
-async def _echoes(
-    client: EngineClient, request: CompletionRequest, prompts: list[list[int]]
-) -> list[Echo]:
+async def _echoes(client: EngineClient, request: CompletionRequest, plan: Plan) -> list[Echo]:
     echoes = []
-    for given, ids in zip(request.prompt, prompts, strict=True):
-        is_whole_text = isinstance(given, str) and request.truncate_prompt_tokens is None
-        text = given if is_whole_text else await client.decode(ids)
+    for given, sequence in zip(request.prompt, plan.sequences[:: plan.n], strict=True):
+        ids = sequence.prompt_ids
+        if isinstance(given, str) and request.truncate_prompt_tokens is None:
+            text = given
+        else:
+            text = await client.decode(ids)
         first = ""
         if request.logprobs is not None:
             first = request.logprob_style(0).name(await client.decode(ids[:1]), ids[0])
@@ -183,13 +143,12 @@ async def _echoes(
     return echoes
 
 
-class CompletionGeneration(Generation):
+class CompletionGeneration(OpenAIGeneration[CompletionRequest]):
     """Shapes of completions and their chunks."""
 
     object_name = "text_completion"
     chunk_object_name = "text_completion"
     payload = "text"
-    _request: CompletionRequest
 
     def __init__(
         self,

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from deploy.http.openai.strict import FreeObject, Strict, refusal
+from deploy.http.body import FreeObject, Strict, refusal
 
 
 class _PartOfMessage(Strict):

@@ -1,25 +1,21 @@
-"""Request bodies of the generating endpoints: from bytes to checked fields."""
+"""Fields that completions and chat completions have in common."""
 
 # No `from __future__ import annotations`: pydantic reads the annotations of these classes.
-import json
-import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-import msgspec
-from pydantic import (
-    BaseModel,
-    Field,
-    PlainValidator,
-    ValidationError,
-    WithJsonSchema,
-    model_validator,
-)
+from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
 
+from deploy.http.body import Strict, refusal
+from deploy.http.engine_client import ModelInfo
+from deploy.http.generation.request import NamedConstraint, Truncation
 from deploy.http.openai.logprobs import LogprobStyle
-from deploy.http.openai.strict import Strict, refusal
-from deploy.http.openai.structured import ResponseFormat, StructuredOutputs
-from engine.errors import RequestError
+from deploy.http.openai.structured import (
+    ResponseFormat,
+    StructuredOutputs,
+    constraint_field,
+    constraint_spec,
+)
 from engine.sampling_params import (
     MAX_LISTED_TOKENS,
     MAX_LOGPROBS,
@@ -33,102 +29,6 @@ from engine.sampling_params import (
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_LENGTH = 256
 _MAX_INT = 2**31 - 1
-M = TypeVar("M", bound=BaseModel)
-
-_SENTENCES = {
-    "missing": "You must provide {param}.",
-    "extra_forbidden": "Unrecognized request argument supplied: {param}",
-}
-
-
-def parse_request(body: bytes, kind: type[M]) -> M:
-    """Decode and check a request. Raises `RequestError` naming the field, or the place in JSON."""
-    data = decode_json(body)
-    if not isinstance(data, dict):
-        raise RequestError("The request body must be a JSON object.")
-    try:
-        return kind.model_validate(data)
-    except ValidationError as exception:
-        raise _first_error(exception) from None
-
-
-def decode_json(body: bytes) -> Any:
-    """The value of a JSON text. Raises `RequestError` saying where it is broken."""
-    if not body.strip():
-        raise RequestError("The request body is empty; it must be a JSON object.")
-    try:
-        return msgspec.json.decode(body)
-    except RecursionError:
-        raise RequestError("The request body is nested too deeply.") from None
-    except (msgspec.MsgspecError, UnicodeDecodeError) as exception:
-        raise _broken_json(body, str(exception)) from None
-
-
-def _broken_json(body: bytes, reason: str) -> RequestError:
-    """Explain what msgspec refused. The standard library's parser is slower but says where.
-
-    That parser also reads NaN, Infinity and 1e999, which aren't JSON, so that the field can be
-    named.
-    """
-    try:
-        value = json.loads(body.decode())
-    except json.JSONDecodeError as exception:
-        return RequestError(
-            f"The request body is not valid JSON: {exception.msg} at line {exception.lineno}, "
-            f"column {exception.colno}."
-        )
-    except UnicodeDecodeError as exception:
-        return RequestError(f"The request body is not UTF-8 at byte {exception.start}.")
-    except RecursionError:
-        return RequestError("The request body is nested too deeply.")
-    except ValueError:
-        return RequestError("The request body has an integer of too many digits.")
-    path = _find_non_finite(value, ())
-    if path is not None:
-        return RequestError(f"{_param(path)} must be a finite number.", _param(path))
-    return RequestError(f"The request body is not valid JSON: {reason}.")
-
-
-def _find_non_finite(value: Any, path: tuple[str | int, ...]) -> tuple[str | int, ...] | None:
-    if isinstance(value, float):
-        return None if math.isfinite(value) else path
-    if isinstance(value, dict):
-        items = list(value.items())
-    elif isinstance(value, list):
-        items = list(enumerate(value))
-    else:
-        return None
-    for key, item in items:
-        found = _find_non_finite(item, (*path, key))
-        if found is not None:
-            return found
-    return None
-
-
-def _first_error(exception: ValidationError) -> RequestError:
-    error = exception.errors(include_url=False, include_input=False)[0]
-    path, kind = error["loc"], error["type"]
-    if kind == "refused":
-        context = error["ctx"]
-        if context["field"]:
-            path = (*path, context["field"])
-        return RequestError(context["message"], _param(path), code=context["code"] or None)
-    param = _param(path)
-    message = error["msg"][:1].lower() + error["msg"][1:]
-    sentence = _SENTENCES.get(kind, "Invalid value for {param}: {message}.")
-    return RequestError(
-        sentence.format(param=param, message=message),
-        param,
-        code="unknown_parameter" if kind == "extra_forbidden" else None,
-    )
-
-
-def _param(path: tuple[str | int, ...]) -> str:
-    """`("messages", 0, "content")` as `messages[0].content`."""
-    text = ""
-    for part in path:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
-    return text[:200]
 
 
 class StreamOptions(Strict):
@@ -257,7 +157,7 @@ LIMITING_FIELDS = frozenset(
 )
 
 
-class GenerationRequest(Strict):
+class GenerationFields(Strict):
     """Fields of both endpoints. `SamplingParams.verify` checks the ranges of sampling fields, which
     stand here only for the OpenAPI document."""
 
@@ -312,7 +212,7 @@ class GenerationRequest(Strict):
     session_id: str = ""
 
     @model_validator(mode="after")
-    def _check_stream(self) -> "GenerationRequest":
+    def _check_stream(self) -> "GenerationFields":
         if not self.stream and "stream_options" in self.model_fields_set:
             raise refusal("stream_options is only allowed with stream: true.", "stream_options")
         if self.truncate_prompt_tokens == 0:
@@ -324,11 +224,6 @@ class GenerationRequest(Strict):
         return self
 
     @property
-    def limits_output(self) -> bool:
-        """Whether `output_limits` has something to do."""
-        return bool(self.bad_words) or not LIMITING_FIELDS.isdisjoint(self.model_fields_set)
-
-    @property
     def wants_logprobs(self) -> bool:
         """Whether the reply has log-probabilities of the output."""
         raise NotImplementedError
@@ -338,18 +233,50 @@ class GenerationRequest(Strict):
         listed = self.logprob_token_ids is not None
         return LogprobStyle(num_top, listed, self.return_tokens_as_token_ids)
 
+    def common(
+        self, request_id: str, logprobs: int | None, prompt_logprobs: int | None, info: ModelInfo
+    ) -> dict[str, Any]:
+        """Fields of the `GenerationRequest` that this stands for. Raises `RequestError`."""
+        truncation = None
+        if self.truncate_prompt_tokens is not None:
+            truncation = Truncation(self.truncate_prompt_tokens, self.truncation_side)
+        return {
+            "id": request_id,
+            "model": self.model,
+            "params": self.sampling_params(logprobs, prompt_logprobs, info.sampling_defaults),
+            "stream": self.stream,
+            "stream_interval": self.stream_interval,
+            "truncation": truncation,
+            "bad_words": self.bad_words,
+            "constraint": self._constraint(),
+            "priority": self.priority,
+            "cache_salt": self.cache_salt,
+            "return_token_ids": self.return_token_ids,
+        }
+
+    def _constraint(self) -> NamedConstraint | None:
+        """What the output must be."""
+        if LIMITING_FIELDS.isdisjoint(self.model_fields_set):
+            return None
+        given = (
+            self.response_format,
+            self.structured_outputs,
+            self.guided_json,
+            self.guided_regex,
+            self.guided_choice,
+            self.guided_grammar,
+        )
+        spec = constraint_spec(*given)
+        return None if spec is None else NamedConstraint(spec, constraint_field(*given))
+
     def sampling_params(
-        self,
-        max_tokens: int,
-        logprobs: int | None,
-        prompt_logprobs: int | None,
-        defaults: Mapping[str, float],
+        self, logprobs: int | None, prompt_logprobs: int | None, defaults: Mapping[str, float]
     ) -> SamplingParams:
         """Parameters of the `n` copies of one prompt.
 
         `defaults` are the model's, by field, for fields that the request leaves out.
         """
-        chosen = {
+        chosen: dict[str, Any] = {
             name: defaults[name]
             if name in defaults and name not in self.model_fields_set
             else getattr(self, name)
@@ -358,7 +285,6 @@ class GenerationRequest(Strict):
         return SamplingParams(
             **chosen,
             n=self.n,
-            max_tokens=max_tokens,
             min_tokens=self.min_tokens,
             seed=self.seed,
             presence_penalty=self.presence_penalty,

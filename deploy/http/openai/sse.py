@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import msgspec
 
+from deploy.http.body import encode_json
+
 DONE = b"data: [DONE]\n\n"
-
-# Clients that split text at Unicode's line ends (httpx's iter_lines) must not see them raw.
-_LINE_ENDS = re.compile(b"\xe2\x80[\xa8\xa9]|\xc2\x85")
-_ESCAPES = {
-    b"\xe2\x80\xa8": b"\\u2028",
-    b"\xe2\x80\xa9": b"\\u2029",
-    b"\xc2\x85": b"\\u0085",
-}
-
 _encode = msgspec.json.Encoder().encode
-
-
-def encode_json(value: Any) -> bytes:
-    """JSON in one line, also for readers that split lines at Unicode's line ends."""
-    data = _encode(value)
-    if data.isascii():
-        return data
-    return _LINE_ENDS.sub(lambda match: _ESCAPES[match[0]], data)
 
 
 class ChunkEncoder:

@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from deploy.http.engine_client import EngineClient
-from deploy.http.openai.strict import Strict, refusal
+from deploy.http.body import Strict, refusal
+from deploy.http.generation.request import named_error
 from engine.constraints import ConstraintSpec, structured
 from engine.errors import RequestError
 
@@ -158,16 +158,8 @@ def constraint_spec(
         if guided_grammar is not None:
             return structured.grammar(guided_grammar)
     except RequestError as error:
-        raise _named(error, field) from None
+        raise named_error(error, field) from None
     return None
-
-
-async def check_constraint(client: EngineClient, spec: ConstraintSpec, field: str) -> None:
-    """Raise `RequestError`, which names `field`, if an engine must not see the constraint."""
-    try:
-        await client.check_constraint(spec)
-    except RequestError as error:
-        raise _named(error, field) from None
 
 
 def _from_response_format(given: ResponseFormat) -> ConstraintSpec:
@@ -197,12 +189,3 @@ def _from_structured_outputs(given: StructuredOutputs) -> ConstraintSpec:
         return structured.choice(given.choice)
     assert given.grammar is not None
     return structured.grammar(given.grammar)
-
-
-def _named(error: RequestError, field: str) -> RequestError:
-    """The error with the name that the client gave the constraint."""
-    param = field if error.status == 400 else None
-    message = error.message[:1].upper() + error.message[1:]
-    if not message.endswith((".", "...")):
-        message += "."
-    return RequestError(message, param, status=error.status, code=error.code)

@@ -1,23 +1,17 @@
 """`POST /tokenize` and `POST /detokenize`, as vLLM has them."""
 
 # No `from __future__ import annotations`: pydantic reads the annotations of the requests.
-from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
-from fastapi import Request, Response
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-from starlette.requests import ClientDisconnect
 
+from deploy.http.body import FreeObject, Strict, parse_request, refusal
 from deploy.http.engine_client import EngineClient
-from deploy.http.openai.endpoint import CLIENT_GONE, check_content_type, read_body
-from deploy.http.openai.generation import check_model, check_text_length
+from deploy.http.generation.json_route import JsonRoute
+from deploy.http.generation.plan import check_model, check_text_length
 from deploy.http.openai.messages import ChatMessage
-from deploy.http.openai.request import TokenIds, parse_request
-from deploy.http.openai.sse import encode_json
-from deploy.http.openai.strict import FreeObject, Strict, refusal
-from deploy.http.openai.tools import Tool, ToolUse
-from deploy.http.settings import ApiSettings
+from deploy.http.openai.request import TokenIds
+from deploy.http.openai.tools import Tool, tool_use
 from engine.sampling_params import check_token_ids
 
 
@@ -84,31 +78,6 @@ class Detokenized(BaseModel):
     prompt: str
 
 
-class JsonRoute(ABC):
-    """A route that answers a JSON body without generating. Ray Serve ships it to each ingress."""
-
-    body: ClassVar[type[BaseModel]]
-    reply: ClassVar[type[BaseModel]]
-
-    def __init__(self, client_provider: Callable[[], EngineClient], settings: ApiSettings) -> None:
-        self._client_provider = client_provider
-        self._settings = settings
-
-    async def handle(self, request: Request) -> Response:
-        """The HTTP handler. Raises `RequestError`, which the application answers."""
-        check_content_type(request.headers)
-        try:
-            body = await read_body(request, self._settings.max_body_bytes)
-        except ClientDisconnect:
-            return Response(status_code=CLIENT_GONE)
-        answer = await self._answer(self._client_provider(), body)
-        return Response(encode_json(answer), media_type="application/json")
-
-    @abstractmethod
-    async def _answer(self, client: EngineClient, body: bytes) -> dict[str, Any]:
-        """The reply. Raises `RequestError`."""
-
-
 class TokenizeRoute(JsonRoute):
     """Counts as generating does: the ids are those of the prompt that a request would have."""
 
@@ -120,19 +89,19 @@ class TokenizeRoute(JsonRoute):
         info = client.model_info
         check_model(request.model, info)
         if request.messages is not None:
-            text = "".join(message.text for message in request.messages)
-            check_text_length(text, info, "messages")
+            num_chars = sum(len(message.text) for message in request.messages)
+            check_text_length(num_chars, info, "messages")
             adds = request.add_generation_prompt
             ids = await client.render_chat(
                 [message.as_template_input() for message in request.messages],
                 add_generation_prompt=not request.continue_final_message if adds is None else adds,
                 continue_final_message=request.continue_final_message,
-                tools=ToolUse(request.tools, "none", True, info).for_template,
+                tools=tool_use(request.tools, "none", True, info).for_template,
                 template_kwargs=request.chat_template_kwargs or None,
             )
         else:
             assert request.prompt is not None
-            check_text_length(request.prompt, info, "prompt")
+            check_text_length(len(request.prompt), info, "prompt")
             (ids,) = await client.encode([request.prompt], request.add_special_tokens is not False)
         texts = await client.decode_each(ids) if request.return_token_strs else None
         return {

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from starlette.requests import ClientDisconnect
 
 from deploy.http.eager import run_eagerly
-from deploy.http.openai.backlog import MAX_WAITING, Backlog, join
-from deploy.http.openai.event_stream import EventStream
+from deploy.http.generation.backlog import MAX_WAITING, Backlog, join
+from deploy.http.generation.event_stream import EventStream
 from engine.protocol.tokenizer_messages import LogprobEntry, TextDelta
 
 

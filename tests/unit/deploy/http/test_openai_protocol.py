@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
 import pytest
 
+from deploy.http.body import encode_json, parse_request
 from deploy.http.engine_client import ModelInfo
+from deploy.http.generation.plan import plan_texts, resolve_max_tokens
+from deploy.http.generation.request import FieldNames
 from deploy.http.openai.chat import ChatCompletionRequest
-from deploy.http.openai.completions import CompletionRequest
-from deploy.http.openai.generation import (
-    Fields,
-    Prompt,
-    make_plan,
-    resolve_max_tokens,
-)
+from deploy.http.openai.completions import CompletionRequest, translate
 from deploy.http.openai.logprobs import (
     LogprobStyle,
     chat_logprobs,
     completion_logprobs,
     prompt_logprobs,
 )
-from deploy.http.openai.request import parse_request
-from deploy.http.openai.sse import ChunkEncoder, encode_json
+from deploy.http.openai.sse import ChunkEncoder
 from engine.errors import RequestError
 from engine.protocol.tokenizer_messages import LogprobEntry
 from engine.sampling_params import check_prompt
 from engine.tokenizer.tokenizer import normalize_message
+from tests.support.fake_client import FakeEngineClient
 
 USER = {"role": "user", "content": "hi"}
 INFO = ModelInfo("m", max_model_len=100, vocab_size=50, created=0)
@@ -169,13 +167,13 @@ def test_logit_bias_takes_string_keys_and_sampling_params_get_every_field() -> N
         n=2,
         seed=11,
     )
-    params = request.sampling_params(9, 2, 3, {"temperature": 0.1, "top_p": 0.2})
+    params = request.sampling_params(2, 3, {"temperature": 0.1, "top_p": 0.2})
     params.verify(50)
     got = {name: getattr(params, name) for name in params.__struct_fields__}
     assert got == {
         "n": 2,
         "constraint": None,
-        "max_tokens": 9,
+        "max_tokens": None,
         "min_tokens": 2,
         "temperature": 0.5,
         "top_p": 0.9,
@@ -202,9 +200,9 @@ def test_logit_bias_takes_string_keys_and_sampling_params_get_every_field() -> N
 
 def test_the_models_defaults_stand_in_for_fields_left_out() -> None:
     defaults = {"temperature": 0.6, "top_k": 20}
-    params = completion(top_k=-1).sampling_params(1, None, None, defaults)
+    params = completion(top_k=-1).sampling_params(None, None, defaults)
     assert (params.temperature, params.top_k, params.top_p) == (0.6, -1, 1.0)
-    assert completion(temperature=None).sampling_params(1, None, None, defaults).temperature == 0.6
+    assert completion(temperature=None).sampling_params(None, None, defaults).temperature == 0.6
 
 
 @pytest.mark.parametrize(
@@ -267,14 +265,14 @@ def test_error_paths_reach_into_messages() -> None:
 
 
 def test_context_limits() -> None:
-    fields = Fields("prompt", "max_tokens")
-    assert resolve_max_tokens(90, None, None, INFO, fields) == 10
-    assert resolve_max_tokens(90, None, 16, INFO, fields) == 10
-    assert resolve_max_tokens(10, None, 16, INFO, fields) == 16
-    assert resolve_max_tokens(90, 10, None, INFO, fields) == 10
+    names = FieldNames("prompt", "max_tokens")
+    assert resolve_max_tokens(90, None, None, INFO, names) == 10
+    assert resolve_max_tokens(90, None, 16, INFO, names) == 10
+    assert resolve_max_tokens(10, None, 16, INFO, names) == 16
+    assert resolve_max_tokens(90, 10, None, INFO, names) == 10
     for prompt, asked, param in [(100, None, "prompt"), (100, 1, "prompt"), (90, 11, "max_tokens")]:
         with pytest.raises(RequestError) as caught:
-            resolve_max_tokens(prompt, asked, None, INFO, fields)
+            resolve_max_tokens(prompt, asked, None, INFO, names)
         assert caught.value.param == param
         assert caught.value.code == "context_length_exceeded"
         assert "100 tokens" in caught.value.message
@@ -288,8 +286,8 @@ def test_token_ids_at_the_edges() -> None:
 
 
 def seeds_of(**fields: Any) -> list[int | None]:
-    request = completion(**fields)
-    plan = make_plan(request, "id", INFO, [Prompt([1, 2], 4)], None, None)
+    request = translate(completion(prompt=[1, 2], **fields), "id", INFO)
+    plan = asyncio.run(plan_texts(FakeEngineClient(), request))
     assert all(sequence.params.n == 1 for sequence in plan.sequences)
     return [sequence.params.seed for sequence in plan.sequences]
 

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from deploy.http.generation.plan import check_constraint
+from deploy.http.generation.request import NamedConstraint
 from deploy.http.openai.structured import (
     ResponseFormat,
     StructuredOutputs,
-    check_constraint,
     constraint_field,
     constraint_spec,
 )
@@ -195,13 +196,13 @@ def test_null_means_not_given() -> None:
 def test_a_check_names_the_field() -> None:
     client = FakeEngineClient()
     spec = structured.regex("a")
-    asyncio.run(check_constraint(client, spec, "guided_regex"))
+    asyncio.run(check_constraint(client, NamedConstraint(spec, "guided_regex")))
     assert client.checked == [spec]
     client.constraint_error = RequestError("the grammar is bad", "constraint")
     with pytest.raises(RequestError, match=r"^The grammar is bad\.$") as refused:
-        asyncio.run(check_constraint(client, spec, "guided_regex"))
+        asyncio.run(check_constraint(client, NamedConstraint(spec, "guided_regex")))
     assert refused.value.param == "guided_regex"
     client.constraint_error = RequestError("too many", status=429)
     with pytest.raises(RequestError) as refused:
-        asyncio.run(check_constraint(client, spec, "guided_regex"))
+        asyncio.run(check_constraint(client, NamedConstraint(spec, "guided_regex")))
     assert (refused.value.param, refused.value.status) == (None, 429)

@@ -14,17 +14,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+from pydantic import BaseModel
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from deploy.http.engine_client import EngineClient
+from deploy.http.errors import ErrorReply, Failure, failure_of
+from deploy.http.generation.event_stream import EventStream
+from deploy.http.generation.generation import Generation
 from deploy.http.metrics import RequestTracker, ServerMetrics
-from deploy.http.openai.errors import ErrorReply, reply_to
-from deploy.http.openai.event_stream import EventStream
-from deploy.http.openai.generation import Generation
-from deploy.http.openai.request import GenerationRequest
 from deploy.http.settings import ApiSettings
 from engine.errors import RequestError
 
@@ -77,7 +77,8 @@ class Endpoint(ABC):
 
     name: ClassVar[str]
     """The endpoint's label in metrics."""
-    body: ClassVar[type[GenerationRequest]]
+    body: ClassVar[type[BaseModel]]
+    """The shape of the request."""
 
     def __init__(
         self,
@@ -94,10 +95,15 @@ class Endpoint(ABC):
         """The HTTP handler. The response that it returns reads the body and answers."""
         return GenerationResponse(self, request.state.request_id)
 
+    @staticmethod
+    @abstractmethod
+    def error_reply(failure: Failure) -> ErrorReply:
+        """The failure in the API's words."""
+
     @abstractmethod
     async def prepare(
         self, client: EngineClient, body: bytes, request_id: str, tracker: RequestTracker
-    ) -> Generation:
+    ) -> Generation[Any]:
         """Check the request, tokenize it and plan its sequences. Raises `RequestError`; no
         sequence runs yet."""
 
@@ -135,7 +141,7 @@ class GenerationResponse(Response):
             limit = self._endpoint.settings.max_body_bytes
             body = await read_body(Request(scope, receive), limit)
         except RequestError as exception:
-            return await _send_error(send, reply_to(exception, self._request_id))
+            return await _send_error(send, self._error(exception))
         return await self._run(body, tracker, receive, send)
 
     async def _run(self, body: bytes, tracker: RequestTracker, receive: Receive, send: Send) -> int:
@@ -162,13 +168,16 @@ class GenerationResponse(Response):
             if not generation.stream:
                 reply = await generation.result()
         except Exception as exception:
-            return await _send_error(send, reply_to(exception, self._request_id))
+            return await _send_error(send, self._error(exception))
         if generation.stream:
             return await self._send_stream(generation, send)
         await _send_json(send, 200, reply, {})
         return 200
 
-    async def _send_stream(self, generation: Generation, send: Send) -> int:
+    def _error(self, exception: Exception) -> ErrorReply:
+        return self._endpoint.error_reply(failure_of(exception, self._request_id))
+
+    async def _send_stream(self, generation: Generation[Any], send: Send) -> int:
         """Send events as they come. An error before the first event is answered with its status."""
         self._stream = stream = EventStream(send, self._send_chunk)
         status = 200
@@ -178,7 +187,7 @@ class GenerationResponse(Response):
             except ClientDisconnect:
                 raise
             except Exception as exception:
-                error = reply_to(exception, self._request_id)
+                error = self._error(exception)
                 if not stream.has_begun:
                     return await _send_error(send, error)
                 status, last_event = error.status, error.event

@@ -1,0 +1,56 @@
+"""The routes of Anthropic's Messages API."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deploy.http.anthropic.errors import anthropic_error
+from deploy.http.anthropic.generation import MessageGeneration
+from deploy.http.anthropic.replies import TokenCount
+from deploy.http.anthropic.request import CountTokensRequest, MessagesRequest
+from deploy.http.body import parse_request
+from deploy.http.engine_client import EngineClient
+from deploy.http.errors import ErrorReply, Failure
+from deploy.http.generation.endpoint import Endpoint
+from deploy.http.generation.generation import Generation
+from deploy.http.generation.json_route import JsonRoute
+from deploy.http.generation.plan import plan_chat
+from deploy.http.metrics import RequestTracker
+
+
+class MessagesEndpoint(Endpoint):
+    """`POST /v1/messages`."""
+
+    name = "messages"
+    body = MessagesRequest
+
+    @staticmethod
+    def error_reply(failure: Failure) -> ErrorReply:
+        return anthropic_error(failure)
+
+    async def prepare(
+        self, client: EngineClient, body: bytes, request_id: str, tracker: RequestTracker
+    ) -> Generation[Any]:
+        given = parse_request(body, MessagesRequest)
+        request = given.translate(f"msg_{request_id}", client.model_info)
+        plan = await plan_chat(client, self.settings, request)
+        return MessageGeneration(client, given, plan, tracker)
+
+
+class CountTokensRoute(JsonRoute):
+    """`POST /v1/messages/count_tokens`."""
+
+    body = CountTokensRequest
+    reply = TokenCount
+
+    async def _answer(self, client: EngineClient, body: bytes) -> dict[str, Any]:
+        given = parse_request(body, CountTokensRequest)
+        given.check(client.model_info)
+        ids = await client.render_chat(
+            given.for_template(),
+            add_generation_prompt=not given.continues,
+            continue_final_message=given.continues,
+            tools=given.tool_use(client.model_info).for_template,
+            template_kwargs=given.template_kwargs,
+        )
+        return {"input_tokens": len(ids)}

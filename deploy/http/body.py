@@ -1,0 +1,185 @@
+"""Bodies of requests and replies: from bytes to checked fields, and from values to bytes."""
+
+# No `from __future__ import annotations`: pydantic reads the annotations of these classes.
+import json
+import math
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, TypeVar
+
+import msgspec
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
+
+from engine.errors import RequestError
+
+M = TypeVar("M", bound=BaseModel)
+# Clients that split text at Unicode's line ends (httpx's iter_lines) must not see them raw.
+_LINE_ENDS = re.compile(b"\xe2\x80[\xa8\xa9]|\xc2\x85")
+_ESCAPES = {
+    b"\xe2\x80\xa8": b"\\u2028",
+    b"\xe2\x80\xa9": b"\\u2029",
+    b"\xc2\x85": b"\\u0085",
+}
+
+_encode = msgspec.json.Encoder().encode
+
+
+def encode_json(value: Any) -> bytes:
+    """JSON in one line, also for readers that split lines at Unicode's line ends."""
+    data = _encode(value)
+    if data.isascii():
+        return data
+    return _LINE_ENDS.sub(lambda match: _ESCAPES[match[0]], data)
+
+
+def refusal(message: str, field: str = "", code: str = "") -> PydanticCustomError:
+    """Error of a validator. `field` names a field below the one that the validator checks."""
+    context = {"message": message, "field": field, "code": code}
+    return PydanticCustomError("refused", "{message}", context)
+
+
+def refuse_wide_integers(value: dict[str, Any]) -> dict[str, Any]:
+    """Refuse integers of more than 64 bits in free data: messages between roles can't hold them."""
+    waiting: list[Any] = [value]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, dict):
+            waiting += item.values()
+        elif isinstance(item, list):
+            waiting += item
+        elif isinstance(item, int) and not -(2**63) <= item < 2**64:
+            raise refusal("An integer has more than 64 bits.")
+    return value
+
+
+FreeObject = Annotated[dict[str, Any], AfterValidator(refuse_wide_integers)]
+"""A JSON object with any content."""
+
+
+class Strict(BaseModel):
+    """A JSON object whose types are taken literally: no number from a string, no int from true.
+
+    null means "not given", as OpenAI's clients send it. Undeclared names are refused. Names in
+    `unsupported` are fields of OpenAI's or vLLM's API that Manta doesn't have: they pass only with
+    a value that switches them off, else they are refused by name.
+    """
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, protected_namespaces=())
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        given = {}
+        for name, value in data.items():
+            if value is None:
+                continue
+            if name not in cls.unsupported:
+                given[name] = value
+            elif not any(
+                type(value) is type(off) and value == off for off in cls.unsupported[name]
+            ):
+                value_too = " with this value" if cls.unsupported[name] else ""
+                raise refusal(
+                    f"{name} is not supported yet{value_too}.", name, "unsupported_parameter"
+                )
+        return given
+
+
+_SENTENCES = {
+    "missing": "You must provide {param}.",
+    "extra_forbidden": "Unrecognized request argument supplied: {param}",
+}
+
+
+def parse_request(body: bytes, kind: type[M]) -> M:
+    """Decode and check a request. Raises `RequestError` naming the field, or the place in JSON."""
+    data = decode_json(body)
+    if not isinstance(data, dict):
+        raise RequestError("The request body must be a JSON object.")
+    try:
+        return kind.model_validate(data)
+    except ValidationError as exception:
+        raise _first_error(exception) from None
+
+
+def decode_json(body: bytes) -> Any:
+    """The value of a JSON text. Raises `RequestError` saying where it is broken."""
+    if not body.strip():
+        raise RequestError("The request body is empty; it must be a JSON object.")
+    try:
+        return msgspec.json.decode(body)
+    except RecursionError:
+        raise RequestError("The request body is nested too deeply.") from None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as exception:
+        raise _broken_json(body, str(exception)) from None
+
+
+def _broken_json(body: bytes, reason: str) -> RequestError:
+    """Explain what msgspec refused. The standard library's parser is slower but says where.
+
+    That parser also reads NaN, Infinity and 1e999, which aren't JSON, so that the field can be
+    named.
+    """
+    try:
+        value = json.loads(body.decode())
+    except json.JSONDecodeError as exception:
+        return RequestError(
+            f"The request body is not valid JSON: {exception.msg} at line {exception.lineno}, "
+            f"column {exception.colno}."
+        )
+    except UnicodeDecodeError as exception:
+        return RequestError(f"The request body is not UTF-8 at byte {exception.start}.")
+    except RecursionError:
+        return RequestError("The request body is nested too deeply.")
+    except ValueError:
+        return RequestError("The request body has an integer of too many digits.")
+    path = _find_non_finite(value, ())
+    if path is not None:
+        return RequestError(f"{_param(path)} must be a finite number.", _param(path))
+    return RequestError(f"The request body is not valid JSON: {reason}.")
+
+
+def _find_non_finite(value: Any, path: tuple[str | int, ...]) -> tuple[str | int, ...] | None:
+    if isinstance(value, float):
+        return None if math.isfinite(value) else path
+    if isinstance(value, dict):
+        items = list(value.items())
+    elif isinstance(value, list):
+        items = list(enumerate(value))
+    else:
+        return None
+    for key, item in items:
+        found = _find_non_finite(item, (*path, key))
+        if found is not None:
+            return found
+    return None
+
+
+def _first_error(exception: ValidationError) -> RequestError:
+    error = exception.errors(include_url=False, include_input=False)[0]
+    path, kind = error["loc"], error["type"]
+    if kind == "refused":
+        context = error["ctx"]
+        if context["field"]:
+            path = (*path, context["field"])
+        return RequestError(context["message"], _param(path), code=context["code"] or None)
+    param = _param(path)
+    message = error["msg"][:1].lower() + error["msg"][1:]
+    sentence = _SENTENCES.get(kind, "Invalid value for {param}: {message}.")
+    return RequestError(
+        sentence.format(param=param, message=message),
+        param,
+        code="unknown_parameter" if kind == "extra_forbidden" else None,
+    )
+
+
+def _param(path: tuple[str | int, ...]) -> str:
+    """`("messages", 0, "content")` as `messages[0].content`."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text[:200]

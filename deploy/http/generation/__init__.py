@@ -1,0 +1,1 @@
+"""From a request, whatever API it came by, to what its sequences give."""

@@ -1,0 +1,195 @@
+"""`Generation`: a plan under way, whose deltas an API makes a reply or a stream of."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Generic, TypeVar
+
+from deploy.http.engine_client import EngineClient
+from deploy.http.generation.backlog import Backlog, StreamInterval
+from deploy.http.generation.event_stream import EventStream
+from deploy.http.generation.plan import Plan
+from deploy.http.generation.reading import OutputState
+from deploy.http.metrics import RequestTracker
+from engine.errors import RequestError
+from engine.protocol.tokenizer_messages import LogprobEntry, TextDelta
+
+F = TypeVar("F")
+"""The body of a request."""
+
+
+@dataclass
+class Output:
+    """What one sequence has given so far; texts and tokens are kept only for replies in one piece.
+
+    `state`: the parts of the text, where it has others than the answer.
+    """
+
+    state: OutputState | None = None
+    num_output: int = 0
+    num_cached: int = 0
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[LogprobEntry] = field(default_factory=list)
+    prompt_logprobs: list[LogprobEntry | None] | None = None
+
+
+class Generation(ABC, Generic[F]):
+    """Runs a plan. Subclasses know the reply and the events of their API."""
+
+    def __init__(
+        self, client: EngineClient, fields: F, plan: Plan, tracker: RequestTracker
+    ) -> None:
+        """`fields`: the body of the request, as the API has it."""
+        self.stream = plan.stream
+        self._request = fields
+        self._client = client
+        self._plan = plan
+        self._tracker = tracker
+        reading = plan.reading
+        self._outputs = [
+            Output(None if reading is None else reading.read()) for _ in plan.sequences
+        ]
+        self._drop_output = False
+        """True if only the prompt was asked for; the one token that comes with it is dropped."""
+
+    async def result(self) -> bytes:
+        """Body of the reply in one piece. Raises what `EngineClient.generate` raises."""
+
+        def read(index: int, deltas: list[TextDelta]) -> None:
+            output = self._outputs[index]
+            for delta in deltas:
+                self._note(index, delta)
+                output.texts.append(delta.text)
+                output.token_ids += delta.token_ids
+                if delta.logprobs:
+                    output.logprobs += delta.logprobs
+
+        await self._run(read)
+        self._check_ended()
+        return self._reply()
+
+    async def send_events(self, stream: EventStream) -> bytes:
+        """Send all server-sent events but the last, which is returned. Raises what
+        `EngineClient.generate` and `stream` raise. Nothing is sent before the first text, so that
+        an early error can still become an HTTP status."""
+        plan = self._plan
+        has_opened = False
+        backlogs = [Backlog() for _ in plan.sequences]
+        intervals: list[StreamInterval] | None = None
+        if plan.stream_interval > 1:
+            intervals = [StreamInterval(plan.stream_interval) for _ in plan.sequences]
+
+        def read(index: int, deltas: list[TextDelta]) -> None:
+            nonlocal has_opened
+            for delta in deltas:
+                self._note(index, delta)
+            if intervals is not None:
+                deltas = intervals[index].due(deltas)
+            if stream.catching_up is not None:
+                backlogs[index].add(deltas)
+            elif events := self._all_events(index, deltas):
+                if not has_opened:
+                    has_opened = True
+                    events = self._opening() + events
+                stream.write(events, catch_up)
+
+        def catch_up() -> bytes:
+            waiting = enumerate(backlogs)
+            return b"".join([self._all_events(i, backlog.take()) for i, backlog in waiting])
+
+        await self._run(read)
+        self._check_ended()
+        return self._ending()
+
+    async def _run(self, read: Callable[[int, list[TextDelta]], None]) -> None:
+        """Run all sequences; `read` gets their numbers and deltas. The first error ends all."""
+        generates = [
+            self._client.generate(sequence, partial(read, index))
+            for index, sequence in enumerate(self._plan.sequences)
+        ]
+        if len(generates) == 1:  # it needs no task besides the request's
+            await generates[0]
+            return
+        runs = [asyncio.ensure_future(generate) for generate in generates]
+        try:
+            await asyncio.gather(*runs)
+        finally:
+            for run in runs:
+                run.cancel()
+            await asyncio.gather(*runs, return_exceptions=True)
+
+    def _note(self, index: int, delta: TextDelta) -> None:
+        """Note the progress that a delta reports. Raises `RequestError` if it reports an error."""
+        output = self._outputs[index]
+        if self._drop_output:
+            _drop_output(delta)
+        self._tracker.delta(index, delta)
+        output.num_output, output.num_cached = delta.num_output, delta.num_cached
+        if delta.prompt_logprobs is not None:
+            output.prompt_logprobs = delta.prompt_logprobs
+        if delta.finish_reason is not None:
+            if delta.finish_reason == "error" or delta.error:
+                raise RequestError(
+                    delta.error or "The engine failed the request.",
+                    delta.error_param,
+                    status=delta.error_status or 500,
+                )
+            output.finish_reason = delta.finish_reason
+            output.stop_reason = delta.stop_reason
+        if output.state is not None:
+            output.state.add(delta.text, delta.num_output, delta.finish_reason is not None)
+
+    def _all_events(self, index: int, deltas: list[TextDelta]) -> bytes:
+        if len(deltas) == 1:  # as long as the path keeps up
+            return self._events(index, deltas[0])
+        return b"".join([self._events(index, delta) for delta in deltas])
+
+    def _check_ended(self) -> None:
+        """Raise `RequestError` if a sequence has no finish reason."""
+        if any(output.finish_reason is None for output in self._outputs):
+            raise RequestError("The engine ended a sequence early.", status=500)
+
+    @property
+    def _num_prompt(self) -> int:
+        """Prompt tokens; those of a prompt with several copies count once."""
+        sequences, n = self._plan.sequences, self._plan.n
+        return sum(len(sequence.prompt_ids) for sequence in sequences[::n])
+
+    @property
+    def _num_output(self) -> int:
+        """Output tokens of all sequences so far."""
+        return sum(output.num_output for output in self._outputs)
+
+    @property
+    def _num_cached(self) -> int:
+        """Prompt tokens that came from the prefix cache, as the first copy of each found them."""
+        return sum(output.num_cached for output in self._outputs[:: self._plan.n])
+
+    @abstractmethod
+    def _reply(self) -> bytes:
+        """The reply in one piece."""
+
+    @abstractmethod
+    def _opening(self) -> bytes:
+        """Events to send before those of the first delta, which has come."""
+
+    @abstractmethod
+    def _events(self, index: int, delta: TextDelta) -> bytes:
+        """Events for one delta of a sequence; empty if the client needs none."""
+
+    @abstractmethod
+    def _ending(self) -> bytes:
+        """The last events, when all sequences have ended."""
+
+
+def _drop_output(delta: TextDelta) -> None:
+    delta.text, delta.token_ids, delta.num_output, delta.logprobs = "", [], 0, None
+    if delta.finish_reason == "stop":
+        delta.finish_reason, delta.stop_reason = "length", None

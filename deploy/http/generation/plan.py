@@ -1,0 +1,285 @@
+"""From a request to its plan: prompts as token ids, and the parameters of every sequence."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from deploy.http.engine_client import EngineClient, GenerateRequest, ModelInfo
+from deploy.http.generation.reading import OutputReading
+from deploy.http.generation.request import (
+    ChatRequest,
+    FieldNames,
+    GenerationRequest,
+    NamedConstraint,
+    TextRequest,
+    Truncation,
+    named_error,
+)
+from deploy.http.parsers.reasoning_parser import END, START
+from deploy.http.settings import ApiSettings
+from engine.constraints import structured
+from engine.constraints.grammar_payload import Thinking
+from engine.errors import RequestError
+from engine.sampling_params import check_prompt
+
+MAX_TOKEN_CHARS = 256
+"""No vocabulary known has longer tokens (Llama 3 and GPT-4 reach 128 spaces)."""
+_TAIL = 8
+"""Tokens at a prompt's end that are looked at; `START` and a line end are up to six."""
+
+
+@dataclass
+class Plan:
+    """The sequences of a request: `n` copies of each prompt, prompt by prompt."""
+
+    request_id: str
+    created: int
+    model: str
+    n: int
+    sequences: list[GenerateRequest]
+    reading: OutputReading | None
+    """None: outputs are text alone."""
+    stream: bool
+    stream_interval: int
+
+
+class Prompt(NamedTuple):
+    """Token ids of one prompt, and how many tokens each of its completions may have."""
+
+    ids: list[int]
+    max_tokens: int
+
+
+async def plan_chat(client: EngineClient, settings: ApiSettings, request: ChatRequest) -> Plan:
+    """Render the conversation and check everything. Raises `RequestError`; nothing runs yet."""
+    info = client.model_info
+    check_model(request.model, info)
+    if request.chat_template is not None and not settings.allow_request_chat_templates:
+        raise RequestError(
+            "chat_template in requests is switched off on this server: templates are "
+            "programs; use the model's own.",
+            "chat_template",
+        )
+    ids = await client.render_chat(
+        request.messages,
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
+        chat_template=request.chat_template,
+        tools=request.tools.for_template,
+        template_kwargs=request.template_kwargs or None,
+    )
+    check_prompt(ids, info.vocab_size, request.names.prompt)
+    ids = truncate_prompt(ids, request.truncation, request.max_tokens, info)
+    max_tokens = resolve_max_tokens(len(ids), request.max_tokens, None, info, request.names)
+    thinking = await _find_thinking(client, info, ids)
+    constraint = _chat_constraint(request, thinking)
+    reading = None
+    if thinking is not None or request.tools.format is not None:
+        reading = OutputReading(request.tools, thinking)
+    return await _plan(client, request, [Prompt(ids, max_tokens)], constraint, reading)
+
+
+async def plan_texts(client: EngineClient, request: TextRequest) -> Plan:
+    """Tokenize the prompts and check everything. Raises `RequestError`; nothing runs yet."""
+    info = client.model_info
+    check_model(request.model, info)
+    asked, default = request.max_tokens, request.default_max_tokens
+    prompts = []
+    for ids in await _encode(client, request, info):
+        kept = truncate_prompt(ids, request.truncation, asked, info)
+        max_tokens = resolve_max_tokens(len(kept), asked, default, info, request.names)
+        prompts.append(Prompt(kept, max_tokens))
+    return await _plan(client, request, prompts, request.constraint, None)
+
+
+def check_model(name: str, info: ModelInfo) -> None:
+    """Raise `RequestError` (404) unless `name` is the served model's or left out."""
+    if name and name != info.name:
+        raise RequestError(
+            f"The model `{name[:200]}` does not exist; this server has `{info.name}`.",
+            "model",
+            status=404,
+            code="model_not_found",
+        )
+
+
+def check_text_length(num_chars: int, info: ModelInfo, field: str) -> None:
+    """Refuse text that is too long even if all its tokens are the longest, before tokenizing it."""
+    if num_chars > info.max_model_len * MAX_TOKEN_CHARS:
+        raise RequestError(
+            f"This model's maximum context length is {info.max_model_len} tokens. However, your "
+            f"{field} has {num_chars} characters. Please reduce the length of the {field}.",
+            field,
+            code="context_length_exceeded",
+        )
+
+
+def truncate_prompt(
+    ids: list[int], truncation: Truncation | None, asked: int | None, info: ModelInfo
+) -> list[int]:
+    """The part of a prompt that is kept: -1 tokens are what leaves room for `asked` tokens of
+    output, or for one. Raises `RequestError` if more is to be kept than that."""
+    if truncation is None:
+        return ids
+    keep, side = truncation
+    room = info.max_model_len - (asked or 1)
+    if keep > room:
+        raise RequestError(
+            f"truncate_prompt_tokens ({keep}) must not exceed {room}: the context length "
+            f"({info.max_model_len}) less the output.",
+            "truncate_prompt_tokens",
+        )
+    if keep < 0:
+        keep = max(room, 1)
+    return ids[:keep] if side == "right" else ids[-keep:]
+
+
+def resolve_max_tokens(
+    num_prompt: int, asked: int | None, default: int | None, info: ModelInfo, names: FieldNames
+) -> int:
+    """Output limit of a sequence in tokens: `asked`; if that is None, `default` or what fits,
+    whichever is less (`default` None: what fits).
+
+    Raises `RequestError` with code context_length_exceeded if the prompt leaves no room, or not
+    enough for `asked` tokens.
+    """
+    room = info.max_model_len - num_prompt
+    if room < 1:
+        raise RequestError(
+            f"This model's maximum context length is {info.max_model_len} tokens. However, your "
+            f"{names.prompt} has {num_prompt} tokens, which leaves no room for a completion. "
+            f"Please reduce the length of the {names.prompt}.",
+            names.prompt,
+            code="context_length_exceeded",
+        )
+    if asked is None:
+        return room if default is None else min(default, room)
+    if asked > room:
+        raise RequestError(
+            f"This model's maximum context length is {info.max_model_len} tokens. However, you "
+            f"requested {num_prompt + asked} tokens ({num_prompt} in the {names.prompt}, {asked} "
+            f"in the completion). Please reduce the length of the {names.prompt} or "
+            f"{names.max_tokens}.",
+            names.max_tokens,
+            code="context_length_exceeded",
+        )
+    return asked
+
+
+async def check_constraint(client: EngineClient, constraint: NamedConstraint) -> None:
+    """Raise `RequestError`, which names the field, if an engine must not see the constraint."""
+    try:
+        await client.check_constraint(constraint.spec)
+    except RequestError as error:
+        raise named_error(error, constraint.field) from None
+
+
+def _chat_constraint(request: ChatRequest, thinking: Thinking | None) -> NamedConstraint | None:
+    """What the tools demand, or else what the request does; behind the reasoning."""
+    calls = request.tools.constraint(request.answer_schema)
+    constraint = request.constraint
+    if calls is not None:
+        if constraint is not None and request.answer_schema is None:
+            field = constraint.field
+            raise RequestError(f"tools and {field} exclude each other.", field)
+        constraint = NamedConstraint(calls, "tools")
+    if constraint is None or thinking is None:
+        return constraint
+    return constraint._replace(spec=structured.after_thinking(constraint.spec, thinking))
+
+
+async def _find_thinking(client: EngineClient, info: ModelInfo, ids: list[int]) -> Thinking | None:
+    """How the output to a prompt of token ids begins to reason; None if the model doesn't."""
+    if not info.reasons:
+        return None
+    tail = await client.decode(ids[-_TAIL:])
+    return Thinking(START, END, is_open=tail.rstrip().endswith(START))
+
+
+async def _encode(client: EngineClient, request: TextRequest, info: ModelInfo) -> list[list[int]]:
+    """Checked token ids of every prompt."""
+    field = request.names.prompt
+    texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
+    prompts = [prompt for prompt in request.prompts if isinstance(prompt, list)]
+    if texts:
+        if request.truncation is None:
+            for text in texts:
+                check_text_length(len(text), info, field)
+        texts = [_cut(text, request.truncation, info) for text in texts]
+        prompts = await client.encode(texts, request.add_special_tokens)
+    for ids in prompts:
+        check_prompt(ids, info.vocab_size, field)
+    return prompts
+
+
+def _cut(text: str, truncation: Truncation | None, info: ModelInfo) -> str:
+    """The part of a text that can matter: what is cut off here would be cut off as tokens."""
+    limit = info.max_model_len * MAX_TOKEN_CHARS
+    is_right = truncation is not None and truncation.side == "right"
+    return text[:limit] if is_right else text[-limit:]
+
+
+async def _plan(
+    client: EngineClient,
+    request: GenerationRequest,
+    prompts: Iterable[Prompt],
+    constraint: NamedConstraint | None,
+    reading: OutputReading | None,
+) -> Plan:
+    """Checked sampling parameters for every sequence.
+
+    Each sequence gets a seed, a random one if the request has none, so that it can be resumed
+    elsewhere with the same noise.
+    """
+    info, params = client.model_info, request.params
+    params.bad_words_ids = await _bad_words_ids(client, request.bad_words)
+    if constraint is not None:
+        await check_constraint(client, constraint)
+        params.constraint = constraint.spec
+    if reading is not None:
+        # Some models write the marks of calls and reasoning as special tokens.
+        params.skip_special_tokens = False
+    sequences: list[GenerateRequest] = []
+    for prompt in prompts:
+        if prompt.max_tokens != params.max_tokens or not sequences:
+            params.max_tokens = prompt.max_tokens
+            params.verify(info.vocab_size)
+        sequences += [
+            GenerateRequest(
+                request.id,
+                prompt.ids,
+                copy,
+                request.priority,
+                request.cache_salt,
+                request.return_token_ids,
+            )
+            for copy in params.copies(lambda: secrets.randbits(63))
+        ]
+    if len(sequences) > 1:
+        for index, sequence in enumerate(sequences):
+            sequence.request_id = f"{request.id}-{index}"
+    created = int(time.time())
+    return Plan(
+        request.id,
+        created,
+        info.name,
+        params.n,
+        sequences,
+        reading,
+        request.stream,
+        request.stream_interval,
+    )
+
+
+async def _bad_words_ids(client: EngineClient, words: list[str]) -> list[list[int]]:
+    """Token ids of each word, at the beginning of a text and behind a space (as in vLLM)."""
+    if not words:
+        return []
+    stripped = [word.lstrip() for word in words]
+    texts = stripped + [f" {word}" for word in stripped]
+    found = await client.encode(texts, add_special_tokens=False)
+    return [list(ids) for ids in dict.fromkeys(tuple(ids) for ids in found if ids)]

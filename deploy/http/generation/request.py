@@ -1,0 +1,85 @@
+"""What is to be generated, whatever API it was asked by. Each API translates its bodies to this."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from deploy.http.generation.tool_use import ToolUse
+from engine.constraints import ConstraintSpec
+from engine.errors import RequestError
+from engine.sampling_params import SamplingParams
+
+
+class FieldNames(NamedTuple):
+    """Names of the fields of a body that a complaint about length points to."""
+
+    prompt: str
+    max_tokens: str
+
+
+class Truncation(NamedTuple):
+    """How much of a prompt is kept. `num_tokens` -1: what leaves room for the output."""
+
+    num_tokens: int
+    side: Literal["left", "right"]
+
+
+class NamedConstraint(NamedTuple):
+    """What the output must be, and the field of the body that says so."""
+
+    spec: ConstraintSpec
+    field: str
+
+
+def named_error(error: RequestError, field: str) -> RequestError:
+    """The error of a constraint with the name that the client gave it."""
+    param = field if error.status == 400 else None
+    message = error.message[:1].upper() + error.message[1:]
+    if not message.endswith((".", "...")):
+        message += "."
+    return RequestError(message, param, status=error.status, code=error.code)
+
+
+@dataclass(kw_only=True)
+class GenerationRequest:
+    """What all requests have. `params` are those of the first copy of each prompt, but for
+    `max_tokens`; `max_tokens` is the number asked for, None for the default."""
+
+    id: str
+    model: str
+    params: SamplingParams
+    max_tokens: int | None
+    names: FieldNames
+    stream: bool
+    stream_interval: int = 1
+    truncation: Truncation | None = None
+    bad_words: list[str] = field(default_factory=list)
+    constraint: NamedConstraint | None = None
+    priority: int = 0
+    cache_salt: str = ""
+    return_token_ids: bool = False
+
+
+@dataclass(kw_only=True)
+class ChatRequest(GenerationRequest):
+    """A conversation to go on with. `messages` and `tools` are as chat templates read them."""
+
+    messages: list[dict[str, Any]]
+    tools: ToolUse
+    answer_schema: dict[str, Any] | None = None
+    """JSON schema of an answer instead of calls, for requests with tools."""
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template: str | None = None
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class TextRequest(GenerationRequest):
+    """Prompts to continue, texts or token ids. `default_max_tokens`: where none were asked for;
+    None for all that fits."""
+
+    prompts: list[str] | list[list[int]]
+    add_special_tokens: bool = True
+    default_max_tokens: int | None = None

@@ -1,0 +1,113 @@
+"""`ToolUse`: which tools an output may call, and whether it must."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+from deploy.http.engine_client import ModelInfo
+from deploy.http.parsers.tool_format import TOOL_FORMATS, ToolFormat
+from engine.constraints import ConstraintSpec
+from engine.errors import RequestError
+
+MAX_TOOLS = 128
+
+
+class Function(NamedTuple):
+    """A tool. `parameters` is the JSON schema of its arguments; with `strict` every call follows
+    it."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool = False
+
+    @property
+    def schema_of_arguments(self) -> dict[str, Any]:
+        """The schema that bound arguments follow."""
+        return {"type": "object", **(self.parameters or {})}
+
+    def for_template(self) -> dict[str, Any]:
+        """The tool as chat templates read it."""
+        function: dict[str, Any] = {"name": self.name}
+        if self.description is not None:
+            function["description"] = self.description
+        if self.parameters is not None:
+            function["parameters"] = self.parameters
+        return {"type": "function", "function": function}
+
+
+class ToolUse:
+    """What the tools of a request mean for its prompt and its output.
+
+    Raises `RequestError` if they don't fit together, or the model has no tool format.
+    """
+
+    def __init__(
+        self,
+        functions: Sequence[Function],
+        choice: Literal["none", "auto", "required"],
+        info: ModelInfo,
+        *,
+        named: str | None = None,
+        parallel: bool = True,
+    ) -> None:
+        """`named`: the function that must be called. `parallel`: there may be several calls."""
+        self._functions = {function.name: function for function in functions}
+        self._parallel = parallel
+        if len(self._functions) < len(functions):
+            raise RequestError("Two tools have the same name.", "tools")
+        if len(functions) > MAX_TOOLS:
+            raise RequestError(f"{len(functions)} tools: at most {MAX_TOOLS} are allowed.", "tools")
+        self.must_call = choice == "required" or named is not None
+        if self.must_call and not functions:
+            raise RequestError("tool_choice needs tools.", "tool_choice")
+        self.is_named = named is not None
+        if named is not None and named not in self._functions:
+            raise RequestError(
+                f"tool_choice names {named[:200]!r}, which is not one of the tools.", "tool_choice"
+            )
+        self._callable = self._functions if named is None else {named: self._functions[named]}
+        self.format: ToolFormat | None = None
+        """How calls are written; None if there can be none."""
+        if functions and choice != "none":
+            if not info.tool_format:
+                raise RequestError(
+                    "This model's chat template has no form of tool calls that the server knows. "
+                    "Set tool_call_parser in its configuration, or send tool_choice: none.",
+                    "tools",
+                )
+            self.format = TOOL_FORMATS[info.tool_format]
+        self.for_template = [function.for_template() for function in functions] or None
+        """The tools as chat templates read them."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The functions that may be called."""
+        return frozenset(self._callable)
+
+    @property
+    def max_calls(self) -> int | None:
+        """How many calls an output may have; None: any number."""
+        return None if self._parallel and not self.is_named else 1
+
+    def constraint(self, answer: dict[str, Any] | None) -> ConstraintSpec | None:
+        """What keeps the output to calls where they are demanded, and to schemas where they are
+        strict. `answer`: JSON schema of an answer instead of calls. Raises `RequestError`."""
+        if self.format is None:
+            return None
+        if self.must_call:
+            answer = None  # there will be no answer
+        bound = self.must_call or answer is not None
+        if not bound and not any(function.strict for function in self._functions.values()):
+            return None
+        schemas = {
+            name: function.schema_of_arguments if bound or function.strict else {"type": "object"}
+            for name, function in self._callable.items()
+        }
+        return self.format.constraint(
+            schemas,
+            may_answer=not self.must_call,
+            parallel=self.max_calls is None,
+            answer=answer,
+        )

@@ -1,0 +1,65 @@
+"""The parts of an output in the shapes of chat completions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deploy.http.body import encode_json
+from deploy.http.generation.reading import OutputState
+from deploy.http.parsers.parts import CallArguments, CallBegin, Reasoning, Text
+
+
+def finish_reason(state: OutputState, reason: str) -> str:
+    """The finish reason of an output whose sequence ended for `reason`. OpenAI's servers say `stop`
+    where the request named the function to call."""
+    has_calls = state.num_calls > 0 and not state.is_named
+    return "tool_calls" if reason == "stop" and has_calls else reason
+
+
+def message_fields(state: OutputState, include_reasoning: bool) -> dict[str, Any]:
+    """The fields of a message that hold the whole output."""
+    text, reasoning = [], []
+    calls: list[dict[str, Any]] = []
+    for part in state.take():
+        match part:
+            case Text():
+                text.append(part.text)
+            case Reasoning():
+                reasoning.append(part.text)
+            case CallBegin():
+                calls.append(_call(state, part))
+            case CallArguments():
+                calls[part.call]["function"]["arguments"] += part.text
+    thought = "".join(reasoning) if reasoning and include_reasoning else None
+    return {
+        "content": "".join(text) if text or not (calls or reasoning) else None,
+        "tool_calls": calls,
+        "reasoning": thought,
+        "reasoning_content": thought,
+    }
+
+
+def delta_payloads(state: OutputState, include_reasoning: bool) -> list[bytes]:
+    """The `delta`s of chunks for what is new of the output."""
+    deltas: list[dict[str, Any]] = []
+    for part in state.take():
+        match part:
+            case Text():
+                deltas.append({"content": part.text})
+            case Reasoning():
+                if include_reasoning:
+                    deltas.append({"reasoning": part.text, "reasoning_content": part.text})
+            case CallBegin():
+                deltas.append({"tool_calls": [{"index": part.call, **_call(state, part)}]})
+            case CallArguments():
+                call = {"index": part.call, "function": {"arguments": part.text}}
+                deltas.append({"tool_calls": [call]})
+    return [encode_json(delta) for delta in deltas]
+
+
+def _call(state: OutputState, begin: CallBegin) -> dict[str, Any]:
+    return {
+        "id": state.call_id(begin),
+        "type": "function",
+        "function": {"name": begin.name, "arguments": ""},
+    }
