@@ -1,4 +1,4 @@
-"""A client that leaves has its request ended: behind the Python proxy, and as in a pod.
+"""A client that leaves has its request ended: behind HAProxy, the Python proxy, and as in a pod.
 
 With `make chaos` in every way, behind every proxy, and with a model that really computes.
 """
@@ -19,7 +19,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[ManagedServer]:
         yield server
 
 
-@behind("python", "pod")
+@behind("haproxy", "python", "pod")
 @pytest.mark.parametrize("check", CHECKS)
 def test_clients_that_leave(server: ManagedServer, check: Callable[[ManagedServer], None]) -> None:
     check(server)
