@@ -3,7 +3,7 @@
 # No `from __future__ import annotations`: FastAPI reads the annotations of the handlers.
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Query, Request, Response
@@ -13,26 +13,24 @@ from starlette.exceptions import HTTPException
 from starlette.responses import StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from deploy.http.anthropic.endpoints import CountTokensRoute, MessagesEndpoint
-from deploy.http.anthropic.errors import anthropic_error
+from deploy.http.anthropic.dialect import ANTHROPIC
 from deploy.http.body import encode_json
+from deploy.http.dialect import Dialect
 from deploy.http.engine_client import EngineClient, ModelInfo
 from deploy.http.errors import ErrorReply, Failure, failure_of
 from deploy.http.generation.plan import check_model
 from deploy.http.header_guard import REQUEST_ID
 from deploy.http.metrics import ServerMetrics
-from deploy.http.openai.chat import ChatEndpoint
-from deploy.http.openai.completions import CompletionEndpoint
+from deploy.http.openai.dialect import OPENAI
 from deploy.http.openai.errors import openai_error
-from deploy.http.openai.tokenization import DetokenizeRoute, TokenizeRoute
 from deploy.http.openapi import DocumentedApi
 from deploy.http.settings import ApiSettings
 from engine import __version__
 from engine.errors import EngineDeadError, RequestError
 from engine.trace import CAPACITY, chrome_trace_json
 
-ANTHROPIC = "/v1/messages"
-"""Paths of Anthropic's API begin so."""
+DIALECTS = (OPENAI, ANTHROPIC)
+"""All APIs that are served. Errors of paths that none has are worded by the first."""
 
 
 def build_api(
@@ -44,32 +42,24 @@ def build_api(
     """
     settings = settings or ApiSettings()
     metrics = ServerMetrics()
-    completions = CompletionEndpoint(client_provider, metrics, settings)
-    chat = ChatEndpoint(client_provider, metrics, settings)
-    app = _Api(settings.add_request_id_header, title="Manta", version=__version__)
+    app = _Api(DIALECTS, settings.add_request_id_header, title="Manta", version=__version__)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(RequestValidationError, _on_bad_query)
     app.add_exception_handler(RequestError, _on_error)
     app.add_exception_handler(EngineDeadError, _on_error)
     app.add_exception_handler(Exception, _on_error)
 
-    messages = MessagesEndpoint(client_provider, metrics, settings)
-    app.post("/v1/messages", name="create_message", description="As Anthropic's.")(messages.handle)
-    for path, endpoint in (("/v1/completions", completions), ("/v1/chat/completions", chat)):
-        app.post(
-            path,
-            name=f"create_{endpoint.name.removesuffix('s')}",
-            description=f"As OpenAI's `POST {path}`, with the fields below.",
-        )(endpoint.handle)
-
-    for path, route in (
-        ("/tokenize", TokenizeRoute(client_provider, settings)),
-        ("/detokenize", DetokenizeRoute(client_provider, settings)),
-        ("/v1/messages/count_tokens", CountTokensRoute(client_provider, settings)),
-    ):
-        whose = "Anthropic" if path.startswith(ANTHROPIC) else "vLLM"
-        name = path.rpartition("/")[2]
-        app.post(path, name=name, description=f"As {whose}'s `POST {path}`.")(route.handle)
+    for kind in (kind for dialect in DIALECTS for kind in dialect.routes):
+        route = kind(client_provider, metrics, settings)
+        for path in kind.paths:
+            app.add_api_route(
+                path,
+                route.handle,
+                methods=list(kind.methods),
+                name=path[1:].replace("/", "_"),
+                description=kind.description,
+                response_model=None,
+            )
 
     @app.get("/v1/models")
     async def list_models() -> Response:
@@ -112,9 +102,11 @@ def build_api(
 
 
 class _Api(DocumentedApi):
-    def __init__(self, add_request_id_header: bool, **options: Any) -> None:
+    def __init__(
+        self, dialects: Sequence[Dialect], add_request_id_header: bool, **options: Any
+    ) -> None:
         self._add_request_id_header = add_request_id_header
-        super().__init__(**options)
+        super().__init__(dialects, **options)
 
     def build_middleware_stack(self) -> ASGIApp:
         # Outside of Starlette's own middleware: its answers to crashes need an id too.
@@ -184,8 +176,9 @@ def _error(reply: ErrorReply, headers: dict[str, str] | None = None) -> Response
 
 def _worded(request: Request, failure: Failure) -> ErrorReply:
     """The failure as the API of the request's path says it."""
-    is_anthropic = request.url.path.startswith(ANTHROPIC)
-    return anthropic_error(failure) if is_anthropic else openai_error(failure)
+    path = request.url.path
+    dialect = next((dialect for dialect in DIALECTS if dialect.has(path)), OPENAI)
+    return dialect.error_reply(failure)
 
 
 async def _on_error(request: Request, exception: Exception) -> Response:

@@ -6,7 +6,7 @@ from typing import Any
 
 from deploy.http.anthropic.errors import anthropic_error
 from deploy.http.anthropic.generation import MessageGeneration
-from deploy.http.anthropic.replies import TokenCount
+from deploy.http.anthropic.replies import AnthropicError, MessageEvent, MessageReply, TokenCount
 from deploy.http.anthropic.request import CountTokensRequest, MessagesRequest
 from deploy.http.body import parse_request
 from deploy.http.engine_client import EngineClient
@@ -22,7 +22,11 @@ class MessagesEndpoint(Endpoint):
     """`POST /v1/messages`."""
 
     name = "messages"
+    paths = ("/v1/messages",)
+    description = "As Anthropic's `POST /v1/messages`, with the fields below."
     body = MessagesRequest
+    reply = MessageReply
+    events = (MessageEvent, AnthropicError)
 
     @staticmethod
     def error_reply(failure: Failure) -> ErrorReply:
@@ -40,6 +44,8 @@ class MessagesEndpoint(Endpoint):
 class CountTokensRoute(JsonRoute):
     """`POST /v1/messages/count_tokens`."""
 
+    paths = ("/v1/messages/count_tokens",)
+    description = "As Anthropic's `POST /v1/messages/count_tokens`."
     body = CountTokensRequest
     reply = TokenCount
 

@@ -10,16 +10,16 @@ import asyncio
 import logging
 import re
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from pydantic import BaseModel
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from deploy.http.dialect import Route
 from deploy.http.engine_client import EngineClient
 from deploy.http.errors import ErrorReply, Failure, failure_of
 from deploy.http.generation.event_stream import EventStream
@@ -71,14 +71,12 @@ def _too_large(limit: int) -> RequestError:
     return RequestError(message, status=413, code="request_too_large")
 
 
-class Endpoint(ABC):
-    """One generating route. Subclasses know its fields. Ray Serve ships it to each ingress
-    replica."""
+class Endpoint(Route):
+    """One generating route. Subclasses know its fields."""
 
     name: ClassVar[str]
     """The endpoint's label in metrics."""
-    body: ClassVar[type[BaseModel]]
-    """The shape of the request."""
+    errors = (400, 404, 408, 413, 415, 429, 500, 503)
 
     def __init__(
         self,
@@ -86,9 +84,7 @@ class Endpoint(ABC):
         metrics: ServerMetrics,
         settings: ApiSettings,
     ) -> None:
-        self.client_provider = client_provider
-        self.metrics = metrics
-        self.settings = settings
+        super().__init__(client_provider, metrics, settings)
         metrics.add_endpoint(self.name)
 
     async def handle(self, request: Request) -> Response:

@@ -17,6 +17,7 @@ from deploy.http.openai.generation import OpenAIEndpoint, OpenAIGeneration
 from deploy.http.openai.logprobs import LogprobStyle, chat_logprobs, prompt_logprobs
 from deploy.http.openai.messages import ChatMessage
 from deploy.http.openai.parts import delta_payloads, finish_reason, message_fields
+from deploy.http.openai.replies import ChatCompletion, ChatCompletionChunk, Error
 from deploy.http.openai.request import UNSUPPORTED, GenerationFields
 from deploy.http.openai.sse import ChunkEncoder
 from deploy.http.openai.tools import Tool, ToolChoice, schema_of_answer, tool_use
@@ -108,7 +109,11 @@ class ChatEndpoint(OpenAIEndpoint):
     """Renders the conversation with the model's chat template and generates the reply."""
 
     name = "chat_completions"
+    paths = ("/v1/chat/completions",)
+    description = "As OpenAI's `POST /v1/chat/completions`, with the fields below."
     body = ChatCompletionRequest
+    reply = ChatCompletion
+    events = (ChatCompletionChunk, Error)
 
     async def prepare(
         self, client: EngineClient, body: bytes, request_id: str, tracker: RequestTracker

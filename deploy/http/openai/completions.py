@@ -14,6 +14,7 @@ from deploy.http.generation.request import FieldNames, TextRequest
 from deploy.http.metrics import RequestTracker
 from deploy.http.openai.generation import OpenAIEndpoint, OpenAIGeneration
 from deploy.http.openai.logprobs import completion_logprobs, echoed_logprobs, prompt_logprobs
+from deploy.http.openai.replies import Completion, CompletionChunk, Error
 from deploy.http.openai.request import UNSUPPORTED, GenerationFields, documented
 from deploy.http.openai.sse import ChunkEncoder
 from engine.protocol.tokenizer_messages import LogprobEntry, TextDelta
@@ -92,7 +93,11 @@ class CompletionEndpoint(OpenAIEndpoint):
     """Continues prompts, which are texts or token ids."""
 
     name = "completions"
+    paths = ("/v1/completions",)
+    description = "As OpenAI's `POST /v1/completions`, with the fields below."
     body = CompletionRequest
+    reply = Completion
+    events = (CompletionChunk, Error)
 
     async def prepare(
         self, client: EngineClient, body: bytes, request_id: str, tracker: RequestTracker

@@ -21,6 +21,8 @@ F = TypeVar("F", bound=GenerationFields)
 class OpenAIEndpoint(Endpoint):
     """A route whose errors have OpenAI's shape."""
 
+    done = "[DONE]"
+
     @staticmethod
     def error_reply(failure: Failure) -> ErrorReply:
         return openai_error(failure)

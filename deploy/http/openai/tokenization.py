@@ -81,6 +81,8 @@ class Detokenized(BaseModel):
 class TokenizeRoute(JsonRoute):
     """Counts as generating does: the ids are those of the prompt that a request would have."""
 
+    paths = ("/tokenize",)
+    description = "As vLLM's `POST /tokenize`."
     body = TokenizeRequest
     reply = Tokenized
 
@@ -115,6 +117,8 @@ class TokenizeRoute(JsonRoute):
 class DetokenizeRoute(JsonRoute):
     """The text has the names of special tokens."""
 
+    paths = ("/detokenize",)
+    description = "As vLLM's `POST /detokenize`."
     body = DetokenizeRequest
     reply = Detokenized
 

@@ -1,0 +1,66 @@
+"""`Dialect`: one API, as a list of routes and its words for errors. `Route`: one of them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import ClassVar, Literal, NamedTuple
+
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+
+from deploy.http.engine_client import EngineClient
+from deploy.http.errors import ErrorReply, Failure
+from deploy.http.metrics import ServerMetrics
+from deploy.http.settings import ApiSettings
+
+
+class Route(ABC):
+    """One route. Ray Serve ships it to each ingress replica."""
+
+    paths: ClassVar[tuple[str, ...]]
+    """The same under several names; the first is the usual one."""
+    methods: ClassVar[tuple[Literal["GET", "POST"], ...]] = ("POST",)
+    description: ClassVar[str]
+    """For the OpenAPI document, as `body`, `reply`, `events` and `errors` are."""
+    body: ClassVar[type[BaseModel] | None] = None
+    """Shape of the request; None if it has none."""
+    reply: ClassVar[type[BaseModel]]
+    events: ClassVar[tuple[type[BaseModel], ...]] = ()
+    """Shapes of what a stream's events hold; empty if the route doesn't stream."""
+    done: ClassVar[str] = ""
+    """What the last event of a stream holds instead."""
+    errors: ClassVar[tuple[int, ...]]
+    """Statuses of failures."""
+
+    def __init__(
+        self,
+        client_provider: Callable[[], EngineClient],
+        metrics: ServerMetrics,
+        settings: ApiSettings,
+    ) -> None:
+        """`client_provider` is asked at each request."""
+        self.client_provider = client_provider
+        self.metrics = metrics
+        self.settings = settings
+
+    @abstractmethod
+    async def handle(self, request: Request) -> Response:
+        """The HTTP handler. Raises `RequestError` and `EngineDeadError`, which the application
+        answers."""
+
+
+class Dialect(NamedTuple):
+    """One API. `error`: the shape of `error_reply`'s bodies; `prefixes`: beginnings of paths that
+    are its own besides those of its routes."""
+
+    routes: tuple[type[Route], ...]
+    error_reply: Callable[[Failure], ErrorReply]
+    error: type[BaseModel]
+    prefixes: tuple[str, ...] = ()
+
+    def has(self, path: str) -> bool:
+        """Whether the path belongs to this API."""
+        named = any(path in route.paths for route in self.routes)
+        return named or path.startswith(self.prefixes)

@@ -1,0 +1,14 @@
+"""OpenAI's API and vLLM's additions to it, as the application takes them up."""
+
+from deploy.http.dialect import Dialect
+from deploy.http.openai.chat import ChatEndpoint
+from deploy.http.openai.completions import CompletionEndpoint
+from deploy.http.openai.errors import openai_error
+from deploy.http.openai.replies import Error
+from deploy.http.openai.tokenization import DetokenizeRoute, TokenizeRoute
+
+OPENAI = Dialect(
+    routes=(CompletionEndpoint, ChatEndpoint, TokenizeRoute, DetokenizeRoute),
+    error_reply=openai_error,
+    error=Error,
+)
