@@ -92,6 +92,7 @@ class Strict(BaseModel):
 _SENTENCES = {
     "missing": "You must provide {param}.",
     "extra_forbidden": "Unrecognized request argument supplied: {param}",
+    "union_tag_not_found": "You must provide {param}.type.",
 }
 
 
@@ -103,7 +104,7 @@ def parse_request(body: bytes, kind: type[M]) -> M:
     try:
         return kind.model_validate(data)
     except ValidationError as exception:
-        raise _first_error(exception) from None
+        raise _first_error(exception, data) from None
 
 
 def decode_json(body: bytes) -> Any:
@@ -159,22 +160,53 @@ def _find_non_finite(value: Any, path: tuple[str | int, ...]) -> tuple[str | int
     return None
 
 
-def _first_error(exception: ValidationError) -> RequestError:
-    error = exception.errors(include_url=False, include_input=False)[0]
-    path, kind = error["loc"], error["type"]
+def _first_error(exception: ValidationError, data: dict[str, Any]) -> RequestError:
+    """What to say of all errors: the first; of those that the kinds of a union have, the one that
+    got farthest."""
+    first, *others = [
+        (_place(error["loc"], data, error["type"] == "missing"), error)
+        for error in exception.errors(include_url=False, include_input=False)
+    ]
+    rivals = [other for other in others if other[0][: len(first[0])] == first[0]]
+    path, error = max([first, *rivals], key=lambda found: len(found[0]))
+    kind, message = error["type"], error["msg"]
     if kind == "refused":
         context = error["ctx"]
         if context["field"]:
             path = (*path, context["field"])
         return RequestError(context["message"], _param(path), code=context["code"] or None)
     param = _param(path)
-    message = error["msg"][:1].lower() + error["msg"][1:]
+    if kind.endswith(("_type", "literal_error")):
+        wanted = [_wanted(each) for place, each in [first, *rivals] if place == path]
+        message = f"input should be {' or '.join(dict.fromkeys(wanted))}"
+    message = message[:1].lower() + message[1:]
     sentence = _SENTENCES.get(kind, "Invalid value for {param}: {message}.")
     return RequestError(
         sentence.format(param=param, message=message),
         param,
         code="unknown_parameter" if kind == "extra_forbidden" else None,
     )
+
+
+def _wanted(error: Any) -> str:
+    """What the error of a wrong type asks for."""
+    if error["type"] in ("model_type", "model_attributes_type", "dict_type"):
+        return "an object"
+    return str(error["msg"]).removeprefix("Input should be ")
+
+
+def _place(path: tuple[str | int, ...], data: Any, is_missing: bool) -> tuple[str | int, ...]:
+    """The part of an error's path that leads through the data, and the field at its end if that is
+    missing. Between them pydantic names the kinds of unions."""
+    place: list[str | int] = []
+    for at, part in enumerate(path):
+        is_there = isinstance(data, list) if isinstance(part, int) else isinstance(data, dict)
+        if is_there and (isinstance(part, int) or part in data):
+            data = data[part]
+            place.append(part)
+        elif is_missing and at == len(path) - 1:
+            place.append(part)
+    return tuple(place)
 
 
 def _param(path: tuple[str | int, ...]) -> str:

@@ -10,7 +10,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
+from deploy.http.aborts import Abort
 from engine.constraints import ConstraintSpec
 from engine.protocol.tokenizer_messages import TextDelta
 from engine.sampling_params import SamplingParams
@@ -33,6 +35,8 @@ class ModelInfo:
     """How it writes tool calls, a word of `TOOL_FORMATS`; "": it calls no tools."""
     reasons: bool = False
     """Whether its outputs may begin with reasoning."""
+    path: str = ""
+    """Its folder."""
 
 
 @dataclass
@@ -46,6 +50,7 @@ class GenerateRequest:
     cache_salt: str = ""
     return_token_ids: bool = False
     """Every token's delta is needed at once, even if it adds no text."""
+    abort: Abort = field(default_factory=Abort, compare=False, repr=False)
 
 
 @dataclass
@@ -58,6 +63,10 @@ class EngineHealth:
 
 class EngineClient(ABC):
     """Asynchronous face of tokenizer and engines; every method may be called concurrently."""
+
+    def __init__(self) -> None:
+        self.aborts: WeakSet[Abort] = WeakSet()
+        """Those of the requests in this process, as long as anybody holds them."""
 
     @property
     @abstractmethod
@@ -112,6 +121,28 @@ class EngineClient(ABC):
         there is no engine, and what `read` raises. Cancelling aborts the request.
         """
 
+    def abort_here(self, request_id: str | None) -> None:
+        """End the requests of this process that have this id; None: all."""
+        for abort in list(self.aborts):
+            if request_id is None or request_id in abort.ids:
+                abort.set()
+
+    @abstractmethod
+    async def abort(self, request_id: str | None) -> None:
+        """End the requests with this id, in whichever process they are; None: all requests.
+
+        Unknown ids are ignored. Raises `EngineDeadError` if a process doesn't answer."""
+
+    @abstractmethod
+    async def flush_cache(self) -> list[str]:
+        """Empty the prefix cache of every engine replica without requests. Returns what kept the
+        others from it, in words."""
+
+    @abstractmethod
+    async def check_generate(self, timeout_s: float) -> EngineHealth:
+        """As `health`, and let every engine replica generate one token within `timeout_s`. A
+        replica that is busy with other requests counts as well if these go on."""
+
     @abstractmethod
     async def health(self) -> EngineHealth:
         """Ask every engine; never raises."""
@@ -123,3 +154,8 @@ class EngineClient(ABC):
     @abstractmethod
     async def trace(self, last: int) -> dict[str, list[RoleTrace]]:
         """What the roles of each engine replica did in their last steps, by replica."""
+
+    @abstractmethod
+    async def server_info(self) -> dict[str, Any]:
+        """The configuration in effect by key, and `replicas`: for each engine replica its name,
+        `num_kv_tokens`, `device`, `dtype`, `cpu_threads` and `max_model_len`."""

@@ -150,6 +150,9 @@ class FakeEngineClient(EngineClient):
             ids = expected_ids(params.seed, params.max_tokens)
             if self.script is not None:
                 ids = list(self.script.encode())[: params.max_tokens]
+            if not ids:
+                done = True
+                yield self._delta(request, 1, "", [EOS], "stop")
             text, held, held_ids, held_entries = "", "", [], []
             for i, token in enumerate(ids):
                 # Sleeping for 0 s lets the other tasks run, as a real engine's wait would.

@@ -183,10 +183,11 @@ class GenerationResponse(Response):
             except ClientDisconnect:
                 raise
             except Exception as exception:
-                error = self._error(exception)
+                failure = failure_of(exception, self._request_id)
+                error = self._endpoint.error_reply(failure)
                 if not stream.has_begun:
                     return await _send_error(send, error)
-                status, last_event = error.status, error.event
+                status, last_event = error.status, generation.error_event(failure, error)
             await stream.end(last_event)
         finally:
             await stream.close()

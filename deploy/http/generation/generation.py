@@ -10,6 +10,7 @@ from functools import partial
 from typing import Generic, TypeVar
 
 from deploy.http.engine_client import EngineClient
+from deploy.http.errors import ErrorReply, Failure
 from deploy.http.generation.backlog import Backlog, StreamInterval
 from deploy.http.generation.event_stream import EventStream
 from deploy.http.generation.plan import Plan
@@ -106,7 +107,8 @@ class Generation(ABC, Generic[F]):
 
         await self._run(read)
         self._check_ended()
-        return self._ending()
+        await stream.flush()
+        return self._ending() if has_opened else self._opening() + self._ending()
 
     async def _run(self, read: Callable[[int, list[TextDelta]], None]) -> None:
         """Run all sequences; `read` gets their numbers and deltas. The first error ends all."""
@@ -171,6 +173,10 @@ class Generation(ABC, Generic[F]):
     def _num_cached(self) -> int:
         """Prompt tokens that came from the prefix cache, as the first copy of each found them."""
         return sum(output.num_cached for output in self._outputs[:: self._plan.n])
+
+    def error_event(self, failure: Failure, error: ErrorReply) -> bytes:
+        """The last events of a stream that has failed. `error`: the failure in the API's words."""
+        return error.event
 
     @abstractmethod
     def _reply(self) -> bytes:

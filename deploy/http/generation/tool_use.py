@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Literal, NamedTuple
 
 from deploy.http.engine_client import ModelInfo
@@ -50,9 +50,11 @@ class ToolUse:
         info: ModelInfo,
         *,
         named: str | None = None,
+        allowed: Collection[str] | None = None,
         parallel: bool = True,
     ) -> None:
-        """`named`: the function that must be called. `parallel`: there may be several calls."""
+        """`named`: the function that must be called. `allowed`: the functions that may be; None for
+        all. `parallel`: there may be several calls."""
         self._functions = {function.name: function for function in functions}
         self._parallel = parallel
         if len(self._functions) < len(functions):
@@ -63,11 +65,16 @@ class ToolUse:
         if self.must_call and not functions:
             raise RequestError("tool_choice needs tools.", "tool_choice")
         self.is_named = named is not None
-        if named is not None and named not in self._functions:
-            raise RequestError(
-                f"tool_choice names {named[:200]!r}, which is not one of the tools.", "tool_choice"
-            )
-        self._callable = self._functions if named is None else {named: self._functions[named]}
+        for name in (allowed or ()) if named is None else (named,):
+            if name not in self._functions:
+                raise RequestError(
+                    f"tool_choice names {name[:200]!r}, which is not one of the tools.",
+                    "tool_choice",
+                )
+        if named is not None:
+            allowed = [named]
+        names = self._functions if allowed is None else allowed
+        self._callable = {name: self._functions[name] for name in names}
         self.format: ToolFormat | None = None
         """How calls are written; None if there can be none."""
         if functions and choice != "none":
@@ -99,7 +106,8 @@ class ToolUse:
         if self.must_call:
             answer = None  # there will be no answer
         bound = self.must_call or answer is not None
-        if not bound and not any(function.strict for function in self._functions.values()):
+        is_free = len(self._callable) == len(self._functions)
+        if is_free and not bound and not any(tool.strict for tool in self._functions.values()):
             return None
         schemas = {
             name: function.schema_of_arguments if bound or function.strict else {"type": "object"}

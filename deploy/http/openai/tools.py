@@ -1,7 +1,7 @@
 """The tools of a chat, as OpenAI's API has them."""
 
 # No `from __future__ import annotations`: pydantic reads the annotations of these classes.
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -51,7 +51,24 @@ class NamedTool(Strict):
     function: NamedFunction
 
 
-ToolChoice = Literal["none", "auto", "required"] | NamedTool
+class AllowedTools(Strict):
+    """Some of the tools, of which the model may (`auto`) or must (`required`) call one."""
+
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool] = Field(min_length=1)
+
+
+class AllowedToolChoice(Strict):
+    """The model may call some of the tools only."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+ToolChoice = (
+    Literal["none", "auto", "required"]
+    | Annotated[NamedTool | AllowedToolChoice, Field(discriminator="type")]
+)
 
 
 def tool_use(
@@ -62,6 +79,11 @@ def tool_use(
     if isinstance(choice, NamedTool):
         name = choice.function.name
         return ToolUse(functions, "required", info, named=name, parallel=parallel)
+    if isinstance(choice, AllowedToolChoice):
+        allowed = [tool.function.name for tool in choice.allowed_tools.tools]
+        return ToolUse(
+            functions, choice.allowed_tools.mode, info, allowed=allowed, parallel=parallel
+        )
     return ToolUse(functions, choice or "auto", info, parallel=parallel)
 
 

@@ -193,6 +193,29 @@ BAD: list[tuple[str, dict[str, Any], int, str | None]] = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "[0].text", "provide"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": 3}]}]},
+            "messages[0].content[0].text",
+            "valid string",
+        ),
+        ({"tool_choice": {"type": "function", "function": {}}}, "function.name", "provide"),
+        ({"tool_choice": 4}, "tool_choice", "'required' or an object"),
+        ({"guided_json": 4}, "guided_json", "valid string or an object"),
+    ],
+)
+def test_of_what_may_be_this_or_that_the_place_is_named(
+    fields: dict[str, Any], param: str, words: str
+) -> None:
+    reply = post(CHAT, **{"messages": [USER]} | fields)
+    error = reply.json()["error"]
+    assert reply.status_code == 400 and error["param"].endswith(param), error
+    assert words in error["message"] and error["param"] in error["message"]
+
+
 def test_bad_input_is_refused_by_name_and_the_server_goes_on() -> None:
     client = FakeEngineClient()
     wrong = []

@@ -156,6 +156,17 @@ def test_a_grammar_is_used_where_something_is_demanded(
     assert request.params.skip_special_tokens == (fields.get("tool_choice") == "none")
 
 
+def test_some_of_the_tools_may_be_allowed() -> None:
+    named = [{"type": "function", "function": {"name": name}} for name in ("f", "x")]
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": named[:1]}}
+    client = fake(CALL)
+    (reply,) = whole(client, tool_choice=choice)["choices"]
+    assert reply["message"]["tool_calls"] and len(client.checked) == 1
+    choice["allowed_tools"] = {"mode": "auto", "tools": named}
+    refused = post(CHAT, fake(CALL), messages=[USER], tools=[TOOL, OTHER], tool_choice=choice)
+    assert refused.status_code == 400 and "'x'" in refused.json()["error"]["message"]
+
+
 def test_only_strict_schemas_bind_calls_that_the_model_chooses() -> None:
     client = fake("ok")
     whole(client, tools=[TOOL, {**OTHER, "function": {"name": "g", "parameters": {"x": 1}}}])

@@ -1,0 +1,40 @@
+"""The route of OpenAI's Responses API."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deploy.http.body import parse_request
+from deploy.http.engine_client import EngineClient
+from deploy.http.errors import ErrorReply, Failure
+from deploy.http.generation.endpoint import Endpoint
+from deploy.http.generation.generation import Generation
+from deploy.http.generation.plan import plan_chat
+from deploy.http.metrics import RequestTracker
+from deploy.http.openai.errors import openai_error
+from deploy.http.openai.responses.generation import ResponseGeneration
+from deploy.http.openai.responses.replies import Response, ResponseEvent
+from deploy.http.openai.responses.request import ResponsesRequest
+
+
+class ResponsesEndpoint(Endpoint):
+    """`POST /v1/responses`."""
+
+    name = "responses"
+    paths = ("/v1/responses",)
+    description = "As OpenAI's `POST /v1/responses`, with the fields below; nothing is stored."
+    body = ResponsesRequest
+    reply = Response
+    events = (ResponseEvent,)
+
+    @staticmethod
+    def error_reply(failure: Failure) -> ErrorReply:
+        return openai_error(failure)
+
+    async def prepare(
+        self, client: EngineClient, body: bytes, request_id: str, tracker: RequestTracker
+    ) -> Generation[Any]:
+        given = parse_request(body, ResponsesRequest)
+        request = given.translate(f"resp_{request_id}", client.model_info)
+        plan = await plan_chat(client, self.settings, request)
+        return ResponseGeneration(client, given, plan, tracker)

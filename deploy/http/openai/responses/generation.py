@@ -1,0 +1,154 @@
+"""Replies and streams of `POST /v1/responses`."""
+
+from __future__ import annotations
+
+import time
+from functools import cached_property
+from typing import Any
+
+from deploy.http.body import encode_json
+from deploy.http.errors import ErrorReply, Failure
+from deploy.http.generation.generation import Generation
+from deploy.http.openai.logprobs import LogprobStyle, chat_logprobs
+from deploy.http.openai.responses.output import Event, OutputItems, Status
+from deploy.http.openai.responses.request import ResponsesRequest
+from deploy.http.parsers.parts import Part, Text, joined
+from engine.protocol.tokenizer_messages import LogprobEntry, TextDelta
+
+
+class ResponseGeneration(Generation[ResponsesRequest]):
+    """One response, whose output is items."""
+
+    _sequence_number = 2
+    """Of the next event; the opening has 0 and 1, though it is made after the first delta's."""
+
+    @cached_property
+    def _items(self) -> OutputItems:
+        return OutputItems(self._outputs[0].state, self._request.wants_logprobs)
+
+    @cached_property
+    def _waiting_logprobs(self) -> list[LogprobEntry]:
+        """Of tokens whose text isn't there yet."""
+        return []
+
+    def _reply(self) -> bytes:
+        output = self._outputs[0]
+        self._add("".join(output.texts), output.logprobs)
+        self._items.close(self._status)
+        return encode_json(self._response(self._status))
+
+    def _opening(self) -> bytes:
+        response = self._response("in_progress")
+        kinds = enumerate(("response.created", "response.in_progress"))
+        return b"".join(_encode({"type": kind, "response": response}, n) for n, kind in kinds)
+
+    def _events(self, index: int, delta: TextDelta) -> bytes:
+        return self._encode(self._add(delta.text, delta.logprobs or []))
+
+    def _ending(self) -> bytes:
+        events = self._items.close(self._status)
+        end = {"type": f"response.{self._status}", "response": self._response(self._status)}
+        return self._encode([*events, end])
+
+    def error_event(self, failure: Failure, error: ErrorReply) -> bytes:
+        code = failure.code or "server_error"
+        described = {"code": code, "message": failure.message, "param": failure.param}
+        events = self._items.close("incomplete")
+        failed = self._response("failed")
+        failed["error"] = {"code": "server_error", "message": failure.message}
+        return self._encode(
+            [
+                *events,
+                {"type": "error", **described},
+                {"type": "response.failed", "response": failed},
+            ]
+        )
+
+    def _add(self, text: str, logprobs: list[LogprobEntry]) -> list[Event]:
+        """Put more of the output into items."""
+        state = self._outputs[0].state
+        parts: list[Part] = [Text(text)] if text else []
+        if state is not None:
+            parts = joined(state.take())
+        if self._request.wants_logprobs:
+            self._waiting_logprobs.extend(logprobs)
+        events = []
+        for part in parts:
+            shown: list[dict[str, Any]] = []
+            if isinstance(part, Text) and self._waiting_logprobs:
+                style = LogprobStyle(self._request.top_logprobs)
+                shown = chat_logprobs(self._waiting_logprobs, style)["content"]
+                self._waiting_logprobs.clear()
+            events += self._items.add(part, shown)
+        return events
+
+    def _encode(self, events: list[Event]) -> bytes:
+        first = self._sequence_number
+        self._sequence_number += len(events)
+        return b"".join(_encode(event, first + n) for n, event in enumerate(events))
+
+    @property
+    def _status(self) -> Status:
+        return "incomplete" if self._outputs[0].finish_reason == "length" else "completed"
+
+    def _response(self, status: str) -> dict[str, Any]:
+        given, plan = self._request, self._plan
+        params = plan.sequences[0].params
+        incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        has_ended = status != "in_progress"
+        return {
+            "id": plan.request_id,
+            "object": "response",
+            "created_at": plan.created,
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": incomplete,
+            "instructions": given.instructions,
+            "max_output_tokens": given.max_output_tokens,
+            "max_tool_calls": given.max_tool_calls,
+            "metadata": given.metadata,
+            "model": plan.model,
+            "output": self._items.items if has_ended else [],
+            "parallel_tool_calls": given.parallel_tool_calls,
+            "previous_response_id": None,
+            "prompt_cache_key": given.prompt_cache_key,
+            "reasoning": {"effort": given.reasoning.effort, "summary": None},
+            "safety_identifier": given.safety_identifier,
+            "service_tier": given.service_tier,
+            "store": False,
+            "temperature": params.temperature,
+            "text": given.text.model_dump(by_alias=True, exclude_none=True),
+            "tool_choice": _dumped(given.tool_choice),
+            "tools": [tool.model_dump() for tool in given.tools],
+            "top_logprobs": given.top_logprobs,
+            "top_p": params.top_p,
+            "truncation": "disabled",
+            "usage": self._usage() if has_ended else None,
+            "user": given.user,
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        state = self._outputs[0].state
+        return {
+            "input_tokens": self._num_prompt,
+            "input_tokens_details": {
+                "cached_tokens": self._num_cached,
+                "cache_write_tokens": 0,
+            },
+            "output_tokens": self._num_output,
+            "output_tokens_details": {
+                "reasoning_tokens": 0 if state is None else state.num_reasoning
+            },
+            "total_tokens": self._num_prompt + self._num_output,
+        }
+
+
+def _encode(event: Event, number: int) -> bytes:
+    data = encode_json({**event, "sequence_number": number})
+    return b"event: %s\ndata: %s\n\n" % (event["type"].encode(), data)
+
+
+def _dumped(choice: Any) -> Any:
+    return choice if isinstance(choice, str) else choice.model_dump()

@@ -1,0 +1,163 @@
+"""Items of a request's `input`, and the conversation that they are."""
+
+# No `from __future__ import annotations`: pydantic reads the annotations of these classes.
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
+
+from deploy.http.body import Strict, refusal
+
+
+class _Part(Strict):
+    """Unknown keys are ignored: clients send back what they got."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class TextPart(_Part):
+    """A piece of text: `input_text`, or `output_text` of an earlier response."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+
+
+class ReasoningText(_Part):
+    """A piece of reasoning."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+def _refuse_media(value: Any) -> Any:
+    for part in value if isinstance(value, list) else ():
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind not in ("input_text", "output_text", "text"):
+            raise refusal(f"content of type {kind[:40]} is not supported.")
+    return value
+
+
+Content = Annotated[str | list[TextPart], BeforeValidator(_refuse_media)]
+
+
+class MessageItem(_Part):
+    """A message; `type` may be left out."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "system", "developer", "assistant"]
+    content: Content
+
+
+class ReasoningItem(_Part):
+    """What an earlier response thought. Summaries and encrypted content aren't read."""
+
+    type: Literal["reasoning"]
+    content: list[ReasoningText] = Field(default_factory=list)
+
+
+class FunctionCallItem(_Part):
+    """A call in an earlier response; `arguments` are JSON."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class FunctionCallOutputItem(_Part):
+    """What a called function gave."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Content
+
+
+_KINDS = ("message", "reasoning", "function_call", "function_call_output")
+
+
+def _kind_of(item: Any) -> str:
+    kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
+    return kind if kind in _KINDS else "message"
+
+
+def _refuse_others(value: Any) -> Any:
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if not isinstance(value, list):
+        raise refusal("input must be a string or a list of items.")
+    for item in value:
+        kind = item.get("type") if isinstance(item, dict) else None
+        if kind is not None and kind not in _KINDS:
+            raise refusal(f"Items of type {str(kind)[:40]} are not supported.")
+    return value
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[FunctionCallItem, Tag("function_call")]
+    | Annotated[FunctionCallOutputItem, Tag("function_call_output")],
+    Discriminator(_kind_of),
+]
+Input = Annotated[
+    list[Item], BeforeValidator(_refuse_others, json_schema_input_type=str | list[Item])
+]
+"""A text, which is a user's message, or a list of items."""
+
+
+def for_template(items: Iterable[Item]) -> list[dict[str, Any]]:
+    """The conversation as chat templates read it. What an assistant thought, said and called in
+    succession is one message."""
+    messages: list[dict[str, Any]] = []
+    for item in items:
+        match item:
+            case MessageItem(role="assistant"):
+                _of_assistant(messages, "content", "tool_calls")["content"] = _text_of(item.content)
+            case MessageItem():
+                role = "system" if item.role == "developer" else item.role
+                messages.append({"role": role, "content": _text_of(item.content)})
+            case ReasoningItem():
+                thought = "".join(part.text for part in item.content)
+                if thought:
+                    message = _of_assistant(messages, "reasoning_content", "content", "tool_calls")
+                    message["reasoning_content"] = thought
+            case FunctionCallItem():
+                function = {"name": item.name, "arguments": item.arguments}
+                call = {"id": item.call_id, "type": "function", "function": function}
+                _of_assistant(messages).setdefault("tool_calls", []).append(call)
+            case FunctionCallOutputItem():
+                output = _text_of(item.output)
+                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": output})
+    for message in messages:
+        message.setdefault("content", "")
+    return messages
+
+
+def num_chars(items: Iterable[Item]) -> int:
+    """Characters of all texts."""
+    return sum(len(_all_text(item)) for item in items)
+
+
+def _of_assistant(messages: list[dict[str, Any]], *taken: str) -> dict[str, Any]:
+    """The assistant's message at the end; a new one if there is none, or it has a key of `taken`
+    already."""
+    last = messages[-1] if messages else {"role": ""}
+    if last["role"] != "assistant" or any(key in last for key in taken):
+        messages.append({"role": "assistant"})
+    return messages[-1]
+
+
+def _text_of(content: str | list[TextPart]) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+def _all_text(item: Item) -> str:
+    match item:
+        case MessageItem():
+            return _text_of(item.content)
+        case ReasoningItem():
+            return "".join(part.text for part in item.content)
+        case FunctionCallItem():
+            return item.name + item.arguments
+        case FunctionCallOutputItem():
+            return _text_of(item.output)
