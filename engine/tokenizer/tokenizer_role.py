@@ -19,6 +19,7 @@ from engine.protocol.outboxes import Outboxes
 from engine.protocol.tokenizer_messages import TextDelta
 from engine.protocol.transport import Inbox
 from engine.tokenizer.detokenizer_manager import DetokenizerManager
+from engine.tokenizer.encoding_thread import EncodingThread, is_long
 from engine.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ class TokenizerRole:
         self.manager = DetokenizerManager(self.tokenizer)
         self.inbox = Inbox(host)
         self._outboxes = Outboxes()
+        self._long_texts = EncodingThread(self._encode, self.inbox.address)
         self._ingress: dict[int, str] = {}
         """rid -> address of the ingress that reads it."""
         self._scheduler: dict[int, str] = {}
@@ -54,6 +56,7 @@ class TokenizerRole:
             if isinstance(message, Shutdown):
                 break
             self.handle(message)
+        self._long_texts.close()
         self._outboxes.close()
         self.inbox.close()
 
@@ -68,7 +71,10 @@ class TokenizerRole:
                 self.manager.abort(message.rid)
                 self._forget(message.rid)
             case tm.EncodeRequest() | tm.ChatRequest():
-                self._encode(message)
+                if is_long(message):
+                    self._long_texts.put(message)
+                else:
+                    self._send(message.reply_to, self._encode(message))
             case tm.DecodeRequest():
                 self._decode(message)
             case _:
@@ -85,7 +91,8 @@ class TokenizerRole:
         self._ingress[m.rid] = m.reply_to
         self._send(m.reply_to, tm.Registered(m.call))
 
-    def _encode(self, m: tm.EncodeRequest | tm.ChatRequest) -> None:
+    def _encode(self, m: tm.EncodeRequest | tm.ChatRequest) -> tm.EncodeReply:
+        """The answer. Two threads call it: the tokenizer doesn't change while it encodes."""
         try:
             if isinstance(m, tm.EncodeRequest):
                 ids = self.tokenizer.encode_batch(m.texts, m.add_special_tokens)
@@ -100,11 +107,10 @@ class TokenizerRole:
                         template_kwargs=m.template_kwargs,
                     )
                 ]
-            reply = tm.EncodeReply(m.call, ids)
+            return tm.EncodeReply(m.call, ids)
         except MantaError as error:
             param = error.param if isinstance(error, RequestError) else None
-            reply = tm.EncodeReply(m.call, [], str(error), param)
-        self._send(m.reply_to, reply)
+            return tm.EncodeReply(m.call, [], str(error), param)
 
     def _decode(self, m: tm.DecodeRequest) -> None:
         if m.each:
