@@ -98,6 +98,9 @@ def build_app(args: dict[str, Any]) -> Application:
             sampling_defaults=engine.sampling_defaults(config.resolved.model),
             tool_format=tool_format_of(server.tool_call_parser, templates),
             reasons=model_reasons(server.reasoning_parser, templates),
+            server=server.model_dump(),
+            hidden_size=config.resolved.model.hidden_size,
+            pooling=config.resolved.pooling,
         ),
     )
 

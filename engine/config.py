@@ -15,6 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from engine.errors import ConfigError
 from engine.generation_defaults import read_generation_defaults
 from engine.model_config import ModelConfig
+from engine.pooling import Pooling
+from engine.pooling_defaults import read_pooling
 from engine.registry import (
     ATTENTION_BACKENDS,
     EVICTION_POLICIES,
@@ -111,6 +113,9 @@ class EngineConfig(BaseModel):
     generation_config: Literal["auto", "none"] = "auto"
     """auto: requests that leave out temperature, top_p, top_k, min_p or repetition_penalty get the
     model's values, from its generation_config.json. none: Manta's defaults."""
+    pooling: Literal["auto", "last", "mean"] = "auto"
+    """Of embeddings: the last hidden state or the mean of all. auto: what the model's folder says
+    (`1_Pooling/config.json`), else last."""
     quantization: Literal["auto", "int8"] = "auto"
     """auto: weights are of `dtype`. int8: matrices are made int8 as they are read; CPU only."""
     kv_cache_dtype: Literal["auto", "fp8_e4m3"] = "auto"
@@ -228,7 +233,8 @@ class EngineConfig(BaseModel):
                 "enable_priority_preemption needs schedule_policy: priority; set it or switch "
                 "preemption off."
             )
-        return ResolvedConfig(engine=self, model=model, max_model_len=max_len)
+        pooling = read_pooling(model.path) if self.pooling == "auto" else self.pooling
+        return ResolvedConfig(self, model, max_len, pooling)
 
 
 @dataclass(frozen=True)
@@ -239,6 +245,8 @@ class ResolvedConfig:
     model: ModelConfig
     max_model_len: int
     """Longest prompt + output, in tokens."""
+    pooling: Pooling
+    """How embeddings are made."""
 
 
 def load_config(kind: type[M], values: dict[str, Any]) -> M:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,8 +21,15 @@ from engine.executor.in_process import InProcessExecutor
 from engine.executor.worker_thread import ThreadExecutor
 from engine.grammar_setup import make_grammar_compiler
 from engine.interrupts import HeldInterrupts
+from engine.llm_outputs import CompletionOutput, EmbeddingOutput, RequestOutput
+from engine.pooling import (
+    Pooling,
+    check_dimensions,
+    check_pooling,
+    read_embedding,
+)
 from engine.protocol.messages import AbortRequest, AddRequest, StepOutputs
-from engine.protocol.tokenizer_messages import LogprobEntry, TextDelta
+from engine.protocol.tokenizer_messages import TextDelta
 from engine.sampling_params import SamplingParams
 from engine.scheduler.admission import verify_prompt
 from engine.scheduler.scheduler import Scheduler
@@ -33,32 +40,6 @@ from engine.trace import chrome_trace, scheduler_trace, stage_trace
 from engine.worker.auto_config import make_worker_config
 
 Prompt = str | Sequence[int]
-
-
-@dataclass
-class CompletionOutput:
-    """One finished sequence. `token_ids` include the eos or stop token that ended it."""
-
-    index: int = 0
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
-    logprobs: list[LogprobEntry] = field(default_factory=list)
-
-
-@dataclass
-class RequestOutput:
-    """A prompt and the `n` sequences generated for it.
-
-    `num_cached_tokens` tokens of the prompt came from the prefix cache (for the first sequence).
-    """
-
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-    num_cached_tokens: int = 0
-    prompt_logprobs: list[LogprobEntry | None] | None = None
 
 
 class _Running(NamedTuple):
@@ -87,6 +68,8 @@ class LLM:
         self.vocab_size = resolved.model.vocab_size
         self.max_model_len = resolved.max_model_len
         self._sampling_defaults: dict[str, Any] = self.config.sampling_defaults(resolved.model)
+        self._hidden_size = resolved.model.hidden_size
+        self._pooling = resolved.pooling
         executor = make_executor(worker)
         grammars = make_grammar_compiler(resolved.model) if self.tokenizer else None
         scheduler_config = SchedulerConfig.from_config(resolved, executor.num_kv_tokens)
@@ -109,15 +92,53 @@ class LLM:
         prompt or parameter that can't be served, before anything runs. Ctrl-C ends it after the
         steps that run (`HeldInterrupts`); the object can be used afterwards.
         """
-        if self.tokenizer is None and any(isinstance(p, str) for p in _as_list(prompts)):
-            raise RequestError("the model folder has no tokenizer: pass token ids", "prompt")
-        batch = [
-            self.tokenizer.encode(p) if isinstance(p, str) and self.tokenizer else list(p)
-            for p in _as_list(prompts)
-        ]
-        texts = [p if isinstance(p, str) else None for p in _as_list(prompts)]
+        texts, batch = self._encode(prompts)
         params = self._per_prompt(sampling_params, len(batch))
-        return self._run(texts, batch, params, use_tqdm)  # type: ignore[arg-type]
+        return self._run(texts, batch, params, use_tqdm)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling: Pooling | None = None,
+        normalize: bool = True,
+        dimensions: int | None = None,
+        use_tqdm: bool = True,
+    ) -> list[EmbeddingOutput]:
+        """One vector for each prompt (texts or token ids), in their order.
+
+        `pooling` None: what the configuration says. The vector is cut to `dimensions`; then, with
+        `normalize`, its length is made 1. Errors and Ctrl-C are as in `generate`, but a prompt may
+        take the whole context.
+        """
+        chosen = self._pooling if pooling is None else pooling
+        check_pooling(chosen)
+        check_dimensions(dimensions, self._hidden_size)
+        texts, batch = self._encode(prompts)
+        for ids in batch:
+            self._verify_prompt(ids, chosen)
+        nothing = np.zeros(0, np.float32)
+        results = [EmbeddingOutput(t, ids, nothing) for t, ids in zip(texts, batch, strict=True)]
+        first = self._next_rid
+        self._next_rid += len(results)
+
+        def read(out: StepOutputs) -> list[int]:
+            for end in out.finished:
+                if end.reason == "error":
+                    raise RequestError(end.message, end.param, status=end.status or 500)
+                data = (out.embeddings or {})[end.rid]
+                result = results[end.rid - first]
+                result.embedding = read_embedding(data, dimensions, normalize=normalize)
+                result.num_cached_tokens = end.num_cached
+            return [end.rid for end in out.finished]
+
+        params = SamplingParams(temperature=0.0)
+        requests = [
+            AddRequest(rid=rid, input_ids=np.asarray(ids, np.int32), params=params, pooling=chosen)
+            for rid, ids in enumerate(batch, first)
+        ]
+        self._drive(requests, read, use_tqdm)
+        return results
 
     def chat(
         self,
@@ -181,20 +202,33 @@ class LLM:
             p.verify(self.vocab_size)
             if p.constraint is not None and self._guard is not None:
                 self._guard.check(p.constraint)
-            # int64: an id beyond 32 bits must be refused, not wrapped around.
-            verify_prompt(np.asarray(ids, np.int64), self.max_model_len, self.vocab_size)
-        if self.core.scheduler.num_in_flight and not self.core.process_one():
-            raise EngineDeadError("an interruption lost a step; make a new LLM")
+            self._verify_prompt(ids)
         detokenizer = DetokenizerManager(self.tokenizer) if self.tokenizer else None
         results = [
             RequestOutput(text, ids, [CompletionOutput(i) for i in range(p.n)])
             for text, ids, p in zip(texts, prompts, params, strict=True)
         ]
+        running, requests = self._sequences(results, params, detokenizer)
+        self._drive(requests, lambda out: self._absorb(out, detokenizer, running), use_tqdm)
+        return results
+
+    def _drive(
+        self,
+        requests: list[AddRequest],
+        read: Callable[[StepOutputs], list[int]],
+        use_tqdm: bool,
+    ) -> None:
+        """Run the requests to their ends. `read` takes what a step gave and returns the rids that
+        ended. Whatever ends this, no request is left."""
+        scheduler = self.core.scheduler
+        limit = scheduler.config.max_queued_requests
+        if scheduler.num_in_flight and not self.core.process_one():
+            raise EngineDeadError("an interruption lost a step; make a new LLM")
         with HeldInterrupts() as interrupts:
-            running = self._add(results, params, detokenizer)
-            open_rids = set(running)
+            pending = iter(requests)
+            open_rids = {request.rid for request in requests}
             bar = tqdm(
-                total=len(running),
+                total=len(requests),
                 disable=not use_tqdm,
                 unit="seq",
                 file=sys.stderr,
@@ -204,25 +238,50 @@ class LLM:
                 with bar:
                     while open_rids:
                         interrupts.let_in()
+                        room = max(0, limit - len(scheduler.requests.waiting))
+                        for request in itertools.islice(pending, room):
+                            scheduler.add(request, self.core.clock())
                         for _, out in self.core.step():
-                            for rid in self._absorb(out, detokenizer, running):
+                            for rid in read(out):
                                 open_rids.discard(rid)
                                 bar.update(1)
             finally:
                 # Interrupted: end the requests that still run.
                 for rid in open_rids:
-                    self.core.scheduler.abort(AbortRequest(rid=rid))
+                    scheduler.abort(AbortRequest(rid=rid))
                 self._finish_steps()
-        return results
 
-    def _add(
+    def _encode(
+        self, prompts: Prompt | Sequence[Prompt]
+    ) -> tuple[list[str | None], list[list[int]]]:
+        """Texts, None for those given as token ids, and the token ids of all."""
+        texts: list[str | None] = []
+        batch: list[list[int]] = []
+        for prompt in _as_list(prompts):
+            if not isinstance(prompt, str):
+                texts.append(None)
+                batch.append(list(prompt))
+            elif self.tokenizer is None:
+                raise RequestError("the model folder has no tokenizer: pass token ids", "prompt")
+            else:
+                texts.append(prompt)
+                batch.append(self.tokenizer.encode(prompt))
+        return texts, batch
+
+    def _verify_prompt(self, ids: list[int], pooling: Pooling | None = None) -> None:
+        # int64: an id beyond 32 bits must be refused, not wrapped around.
+        array = np.asarray(ids, np.int64)
+        verify_prompt(array, self.max_model_len, self.vocab_size, pooling)
+
+    def _sequences(
         self,
         results: list[RequestOutput],
         params: list[SamplingParams],
         detokenizer: DetokenizerManager | None,
-    ) -> dict[int, _Running]:
-        """Queue a request for every sequence of the results; returns them by rid."""
+    ) -> tuple[dict[int, _Running], list[AddRequest]]:
+        """A request for every sequence of the results, and the sequences by rid."""
         running: dict[int, _Running] = {}
+        requests: list[AddRequest] = []
         for result, p in zip(results, params, strict=True):
             ids = result.prompt_token_ids
             for sequence, copy in zip(
@@ -234,9 +293,8 @@ class LLM:
                 if detokenizer is not None:
                     detokenizer.add(rid, copy, ids, return_token_ids=True)
                 array = np.asarray(ids, np.int32)
-                request = AddRequest(rid=rid, input_ids=array, params=copy)
-                self.core.scheduler.add(request, self.core.clock())
-        return running
+                requests.append(AddRequest(rid=rid, input_ids=array, params=copy))
+        return running, requests
 
     def _per_prompt(
         self, params: SamplingParams | Sequence[SamplingParams] | None, count: int

@@ -18,6 +18,8 @@ MAX_STOP_LENGTH = 1024
 MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Fields whose default a model may set, as in vLLM."""
 MAX_LISTED_TOKENS = 128
+MAX_TOKEN_IDS = 1024
+"""Entries of `stop_token_ids` and of `logit_bias`."""
 MAX_BAD_WORD_TOKENS = 4096
 """Tokens of all bad words together."""
 
@@ -115,6 +117,12 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
                 raise RequestError(
                     f"each stop string must have 1 to {MAX_STOP_LENGTH} characters", "stop"
                 )
+        for name, entries in (
+            ("stop_token_ids", len(self.stop_token_ids)),
+            ("logit_bias", len(self.logit_bias or ())),
+        ):
+            if entries > MAX_TOKEN_IDS:
+                raise RequestError(f"{name} takes at most {MAX_TOKEN_IDS} token ids", name)
         check_token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
         if self.logit_bias:
             check_token_ids("logit_bias", list(self.logit_bias), vocab_size)
@@ -136,6 +144,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
             name = "allowed_token_ids"
             if not self.allowed_token_ids:
                 raise RequestError(f"{name} must not be empty", name)
+            if len(self.allowed_token_ids) > vocab_size:
+                raise RequestError(f"{name} has more entries than the vocabulary", name)
             check_token_ids(name, self.allowed_token_ids, vocab_size)
         if self.bad_words_ids:
             if sum(map(len, self.bad_words_ids)) > MAX_BAD_WORD_TOKENS:

@@ -1,6 +1,7 @@
 """`SchedulerRole`: an `EngineCore` as a server of messages.
 
 engine replicas      --AddRequest, AbortRequest, ReaderGone-->  here
+engine replicas      --FlushCache-->  here  --CacheFlushed-->  engine replicas
 here  --ModelWorkerBatch-->  workers  --GenerationBatchResult-->  here
 here  --StepOutputs, one per step-->  each reader (tokenizer)
 here  --RequestsDone-->  each owner (engine replica)
@@ -21,6 +22,8 @@ from engine.kvcache.kv_publisher import KVPublisher
 from engine.protocol.messages import (
     AbortRequest,
     AddRequest,
+    CacheFlushed,
+    FlushCache,
     ReaderGone,
     RequestsDone,
     Shutdown,
@@ -58,6 +61,8 @@ class SchedulerRole:
         """Requests come from `inbox`, steps' results from `results`; `run` closes both."""
         self.scheduler = Scheduler(config, grammars)
         self._held = GrammarQueue(grammars)
+        self._flushes: list[FlushCache] = []
+        """Those that wait for the steps in flight."""
         self.inbox = inbox
         self.results = results
         self._workers = workers
@@ -92,6 +97,8 @@ class SchedulerRole:
         """Receive, schedule and launch, process; sleep only if nothing can be done."""
         self.last_turn = time.monotonic()
         self._receive(core)
+        if self._flushes:
+            self._flush_cache()
         core.launch_ready()
         self._deliver(core)
         if self.last_turn >= self._stats_due or core.scheduler.num_in_flight == 0:
@@ -124,6 +131,8 @@ class SchedulerRole:
                     self._done([(message.reply_to, message.rid)])
                 case ReaderGone():
                     self._drop_reader(message.reply_to)
+                case FlushCache():
+                    self._flushes.append(message)
                 case SubscribeKVEvents():
                     self._publisher.subscribe(message)
                 case UnsubscribeKVEvents():
@@ -134,6 +143,18 @@ class SchedulerRole:
                     raise TypeError(f"a scheduler can't take a {type(message).__name__}")
         for request, arrival in self._held.take() if self._held else ():
             core.scheduler.add(request, arrival)
+
+    def _flush_cache(self) -> None:
+        """Empty the prefix cache, unless there are requests. Those that have ended don't count: the
+        results of the steps that hold them come soon."""
+        requests = self.scheduler.requests.by_key.values()
+        num_busy = sum(not req.finished for req in requests) + len(self._held)
+        if not num_busy and not self.scheduler.flush_cache():
+            return
+        refusal = f"{num_busy} requests run or wait" if num_busy else ""
+        for message in self._flushes:
+            self._send(message.reply_to, CacheFlushed(message.call, refusal))
+        self._flushes.clear()
 
     def _deliver(self, core: EngineCore) -> None:
         for reply_to, out in core.scheduler.take_outputs():

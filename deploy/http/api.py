@@ -2,6 +2,7 @@
 
 # No `from __future__ import annotations`: FastAPI reads the annotations of the handlers.
 import asyncio
+import itertools
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Annotated, Any
@@ -25,11 +26,12 @@ from deploy.http.openai.dialect import OPENAI
 from deploy.http.openai.errors import openai_error
 from deploy.http.openapi import DocumentedApi
 from deploy.http.settings import ApiSettings
+from deploy.http.sglang.dialect import SGLANG
 from engine import __version__
 from engine.errors import EngineDeadError, RequestError
 from engine.trace import CAPACITY, chrome_trace_json
 
-DIALECTS = (OPENAI, ANTHROPIC)
+DIALECTS = (OPENAI, ANTHROPIC, SGLANG)
 """All APIs that are served. Errors of paths that none has are worded by the first."""
 
 
@@ -51,11 +53,11 @@ def build_api(
 
     for kind in (kind for dialect in DIALECTS for kind in dialect.routes):
         route = kind(client_provider, metrics, settings)
-        for path in kind.paths:
+        for path, method in itertools.product(kind.paths, kind.methods):
             app.add_api_route(
                 path,
                 route.handle,
-                methods=list(kind.methods),
+                methods=[method],
                 name=path[1:].replace("/", "_"),
                 description=kind.description,
                 response_model=None,

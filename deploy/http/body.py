@@ -14,6 +14,8 @@ from pydantic_core import PydanticCustomError
 from engine.errors import RequestError
 
 M = TypeVar("M", bound=BaseModel)
+MAX_MESSAGES = 2048
+"""Of a conversation."""
 # Clients that split text at Unicode's line ends (httpx's iter_lines) must not see them raw.
 _LINE_ENDS = re.compile(b"\xe2\x80[\xa8\xa9]|\xc2\x85")
 _ESCAPES = {

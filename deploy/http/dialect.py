@@ -26,7 +26,8 @@ class Route(ABC):
     """For the OpenAPI document, as `body`, `reply`, `events` and `errors` are."""
     body: ClassVar[type[BaseModel] | None] = None
     """Shape of the request; None if it has none."""
-    reply: ClassVar[type[BaseModel]]
+    reply: ClassVar[type[BaseModel] | None]
+    """Shape of the reply; None if it is plain text."""
     events: ClassVar[tuple[type[BaseModel], ...]] = ()
     """Shapes of what a stream's events hold; empty if the route doesn't stream."""
     done: ClassVar[str] = ""

@@ -14,6 +14,7 @@ from weakref import WeakSet
 
 from deploy.http.aborts import Abort
 from engine.constraints import ConstraintSpec
+from engine.pooling import Pooling
 from engine.protocol.tokenizer_messages import TextDelta
 from engine.sampling_params import SamplingParams
 from engine.trace import RoleTrace
@@ -37,11 +38,16 @@ class ModelInfo:
     """Whether its outputs may begin with reasoning."""
     path: str = ""
     """Its folder."""
+    hidden_size: int = 0
+    """Numbers of an embedding."""
+    pooling: Pooling = "last"
+    """How embeddings are made."""
 
 
 @dataclass
 class GenerateRequest:
-    """One sequence to generate. `request_id` is for logs; `prompt_ids` are never empty."""
+    """One sequence to generate, or one embedding. `request_id` is for logs; `prompt_ids` are never
+    empty."""
 
     request_id: str
     prompt_ids: list[int]
@@ -51,6 +57,8 @@ class GenerateRequest:
     return_token_ids: bool = False
     """Every token's delta is needed at once, even if it adds no text."""
     abort: Abort = field(default_factory=Abort, compare=False, repr=False)
+    pooling: Pooling | None = None
+    """Set: the one delta has an embedding of the prompt, and no tokens. `params` don't matter."""
 
 
 @dataclass

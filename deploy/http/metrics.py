@@ -204,6 +204,11 @@ class RequestTracker:
     _inter_token: tuple[list[int], list[float]] = field(init=False)
     """The endpoint's series of latencies between tokens, looked up at the first delta."""
 
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the request came."""
+        return time.perf_counter() - self._start
+
     def delta(self, index: int, delta: TextDelta) -> None:
         """Note progress of a sequence; called for every delta."""
         now = time.perf_counter()
@@ -228,5 +233,4 @@ class RequestTracker:
         metrics.requests.labels(endpoint, str(status)).inc()
         metrics.generation_tokens.inc(sum(tokens for _, tokens in self._last.values()))
         if status == 200:
-            elapsed = time.perf_counter() - self._start
-            LatencyHistogram.observe(metrics.e2e_latency.series(endpoint), elapsed)
+            LatencyHistogram.observe(metrics.e2e_latency.series(endpoint), self.elapsed_s)

@@ -14,6 +14,7 @@ from deploy.http.openai import replies
 
 _ERRORS = {
     400: "A field is wrong; `param` names it.",
+    403: "A page of another site sent the request.",
     404: "The model is not the served one.",
     408: "The request took longer than `request_timeout_s`.",
     413: "The body is too large.",
@@ -27,6 +28,7 @@ _READING: dict[str, tuple[type[BaseModel], tuple[int, ...]]] = {
     "/v1/models/{model}": (replies.Model, (404, 503)),
     "/version": (replies.Version, ()),
 }
+_TEXT: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
 _REF = "#/components/schemas/{model}"
 
 
@@ -37,7 +39,7 @@ def complete_document(document: dict[str, Any], dialects: Sequence[Dialect]) -> 
     kinds += [dialect.error for dialect in dialects]
     kinds += [kind for kind, _ in _READING.values()]
     for route, _ in routes:
-        kinds += [route.reply, *route.events] + ([route.body] if route.body is not None else [])
+        kinds += [*filter(None, (route.reply, route.body)), *route.events]
     names, found = models_json_schema([(kind, "validation") for kind in kinds], ref_template=_REF)
     refs = {kind: names[kind, "validation"] for kind in kinds}
     document.setdefault("components", {}).setdefault("schemas", {}).update(found["$defs"])
@@ -60,7 +62,7 @@ def complete_document(document: dict[str, Any], dialects: Sequence[Dialect]) -> 
     paths["/metrics"]["get"]["responses"] = {
         "200": {
             "description": "Prometheus' text format.",
-            "content": {"text/plain": {"schema": {"type": "string"}}},
+            "content": _TEXT,
         }
     }
     trace = paths["/debug/trace"]["get"]["responses"]
@@ -81,7 +83,7 @@ def _describe(
     """Complete the description of one method of a route. `error`: the schema of its errors."""
     if route.body is not None:
         operation["requestBody"] = {"required": True, "content": _json(refs[route.body])}
-    description, content = "The reply.", _json(refs[route.reply])
+    description, content = "The reply.", _TEXT if route.reply is None else _json(refs[route.reply])
     if route.events:
         description = "The reply, or with `stream: true` its events."
         content |= _events([refs[event] for event in route.events], route.done)

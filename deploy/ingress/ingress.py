@@ -27,11 +27,20 @@ def build_ingress(settings: ApiSettings) -> Any:
             # Serve calls this before the replica takes traffic: the first call starts the client
             # in the loop that the handlers run in.
             if self._client is None:
-                self._client = await ServeEngineClient.create(self._engines, self._options)
+                here = serve.get_replica_context()
+                ingresses = serve.get_deployment_handle(here.deployment, here.app_name)
+                self._client = await ServeEngineClient.create(
+                    self._engines, ingresses, self._options
+                )
                 # Ray leaves a large heap. Collecting it later would delay all streams.
                 gc.collect()
                 gc.freeze()
             self._client.check()
+
+        async def abort(self, request_id: str | None) -> None:
+            # Any ingress asks all of them: a request is in one, and nobody knows in which.
+            if self._client is not None:
+                self._client.abort_here(request_id)
 
         async def __del__(self) -> None:
             if self._client is not None:

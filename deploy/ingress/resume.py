@@ -124,6 +124,7 @@ class Progress:
             output_ids=np.asarray(self.output_ids, np.int32) if self.output_ids else None,
             priority=request.priority,
             cache_salt=request.cache_salt,
+            pooling=request.pooling,
         )
 
     def take(self, delta: TextDelta) -> None:

@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from ray.serve.exceptions import RayServeException
+
 from deploy.http.engine_client import EngineClient, EngineHealth, GenerateRequest, ModelInfo
 from deploy.ingress.attempt import Attempts
 from deploy.ingress.engine_watch import EngineWatch
@@ -29,6 +31,7 @@ from engine.actors.ray_types import node_ip
 from engine.constraints import ConstraintSpec
 from engine.constraints.guard import GrammarGuard
 from engine.errors import EngineDeadError, RequestError
+from engine.pooling import Pooling
 from engine.protocol import tokenizer_messages as tm
 from engine.protocol.async_inbox import AsyncInbox
 from engine.protocol.messages import KVEvents, KVSnapshot, Pong, RequestTaken
@@ -66,6 +69,10 @@ class IngressOptions:
     tool_format: str = ""
     """See `ModelInfo`."""
     reasons: bool = False
+    server: dict[str, Any] = field(default_factory=dict)
+    """The server's own configuration, for those who ask for it."""
+    hidden_size: int = 0
+    pooling: Pooling = "last"
 
 
 class ServeEngineClient(EngineClient, IngressListener):
@@ -73,9 +80,13 @@ class ServeEngineClient(EngineClient, IngressListener):
 
     _current: ClassVar[ServeEngineClient | None] = None
 
-    def __init__(self, engines: Any, options: IngressOptions) -> None:
-        """`engines` is Serve's handle. Use `create`, which also starts the parts."""
+    def __init__(self, engines: Any, ingresses: Any, options: IngressOptions) -> None:
+        """`engines` and `ingresses` are Serve's handles. Use `create`, which also starts the
+        parts."""
+        super().__init__()
+        self._options = options
         self._engines = engines
+        self._ingresses = ingresses
         self._resume = options.resume
         self._drain_timeout_s = options.drain_timeout_s
         self._info = ModelInfo(
@@ -86,6 +97,9 @@ class ServeEngineClient(EngineClient, IngressListener):
             options.sampling_defaults,
             options.tool_format,
             options.reasons,
+            options.model_path,
+            hidden_size=options.hidden_size,
+            pooling=options.pooling,
         )
         self._resumes: Counter[str] = Counter()
         self._drain = DrainWatch()
@@ -99,10 +113,12 @@ class ServeEngineClient(EngineClient, IngressListener):
         self._leaving: asyncio.Task[None] | None = None
 
     @classmethod
-    async def create(cls, engines: Any, options: IngressOptions) -> ServeEngineClient:
+    async def create(
+        cls, engines: Any, ingresses: Any, options: IngressOptions
+    ) -> ServeEngineClient:
         """Make the client of this process and start it. Raises the error that keeps the tokenizer
         from starting."""
-        client = cls(engines, options)
+        client = cls(engines, ingresses, options)
         try:
             await client._tokenizer.start()
         except BaseException:
@@ -197,6 +213,27 @@ class ServeEngineClient(EngineClient, IngressListener):
     ) -> None:
         await self._attempts.generate(Progress(request, self._resume, self._resumes), read)
 
+    async def abort(self, request_id: str | None) -> None:
+        answers = await _ask_all(self._ingresses, "abort", ANSWER_TIMEOUT_S, request_id)
+        failed = [answer for answer in answers if isinstance(answer, BaseException)]
+        if failed:
+            raise EngineDeadError(f"an ingress can't abort requests: {failed[0]}")
+
+    async def flush_cache(self) -> list[str]:
+        return _complaints(await self._ask_engines("flush_cache", ANSWER_TIMEOUT_S))
+
+    async def check_generate(self, timeout_s: float) -> EngineHealth:
+        health = await self.health()
+        if not health.ok:
+            return health
+        limit_s = timeout_s + ANSWER_TIMEOUT_S
+        try:
+            replies = await self._ask_engines("check_generate", limit_s, timeout_s)
+        except Exception as error:
+            return EngineHealth(False, f"{type(error).__name__}: {str(error)[:300]}")
+        detail = "; ".join(_complaints(replies))
+        return EngineHealth(not detail, detail)
+
     async def health(self) -> EngineHealth:
         try:
             replies = await self._ask_engines("health", HEALTH_TIMEOUT_S)
@@ -204,12 +241,7 @@ class ServeEngineClient(EngineClient, IngressListener):
                 lost = await asyncio.to_thread(replicas_lost, len(replies))
         except Exception as error:  # any failure is answered with "not healthy" and its reason
             return EngineHealth(False, f"{type(error).__name__}: {str(error)[:300]}")
-        wrong = [self._tokenizer.unwell, lost]
-        for reply in replies:
-            if isinstance(reply, BaseException):
-                wrong.append(str(reply).strip().splitlines()[-1])
-            elif reply[1]:
-                wrong.append(f"replica {reply[0]}: {reply[1]}")
+        wrong = [self._tokenizer.unwell, lost, *_complaints(replies)]
         detail = "; ".join(filter(None, wrong))
         return EngineHealth(not detail, detail)
 
@@ -222,13 +254,13 @@ class ServeEngineClient(EngineClient, IngressListener):
         replicas = dict(a for a in answers if not isinstance(a, BaseException))
         return {name: [unpack(role) for role in roles] for name, roles in replicas.items()}
 
+    async def server_info(self) -> dict[str, Any]:
+        answers = await self._ask_engines("describe", ANSWER_TIMEOUT_S)
+        replicas = [answer for answer in answers if not isinstance(answer, BaseException)]
+        return {**self._options.server, "replicas": replicas}
+
     async def _ask_engines(self, method: str, timeout_s: float, *args: Any) -> list[Any]:
-        """Answers of every engine replica; where a call fails, its exception instead. Raises
-        `TimeoutError` if a replica doesn't answer."""
-        answers: list[Any] = await self._engines.broadcast(method, *args).results_async(
-            timeout_s=timeout_s, return_exceptions=True
-        )
-        return answers
+        return await _ask_all(self._engines, method, timeout_s, *args)
 
     def _on_message(self, message: Any) -> None:
         match message:
@@ -275,6 +307,28 @@ def _make_router(options: IngressOptions, address: str, watch: EngineWatch) -> R
         sample_every=max(1, HASHES_EVERY_TOKENS // options.page_size),
     )
     return ReplicaRouter(policy, options.page_size, address, watch)
+
+
+async def _ask_all(handle: Any, method: str, timeout_s: float, *args: Any) -> list[Any]:
+    """Answers of every replica of a deployment; where a call fails, its exception instead. Raises
+    `EngineDeadError` if a replica doesn't answer or there is none."""
+    asked = handle.broadcast(method, *args)
+    try:
+        answers: list[Any] = await asked.results_async(timeout_s=timeout_s, return_exceptions=True)
+    except (TimeoutError, RayServeException) as error:
+        raise EngineDeadError(f"no answer to {method}: {type(error).__name__}") from error
+    return answers
+
+
+def _complaints(replies: list[Any]) -> list[str]:
+    """What is wrong, of (replica, what is wrong) or the error instead of it."""
+    wrong = []
+    for reply in replies:
+        if isinstance(reply, BaseException):
+            wrong.append(str(reply).strip().splitlines()[-1])
+        elif reply[1]:
+            wrong.append(f"replica {reply[0]}: {reply[1]}")
+    return wrong
 
 
 def _ids(reply: tm.EncodeReply) -> list[list[int]]:

@@ -19,6 +19,7 @@ from ray.util import get_current_placement_group
 from deploy.replica.autoscaling import autoscaling_stats
 from deploy.replica.ingress_links import IngressLinks
 from deploy.replica.open_calls import OpenCalls
+from deploy.replica.scheduler_calls import SchedulerCalls
 from deploy.serve_state import serve_log
 from deploy.serve_state.drain_watch import DrainWatch
 from engine.actors.actor_process import ActorProcess
@@ -31,11 +32,13 @@ from engine.protocol.async_inbox import AsyncInbox
 from engine.protocol.messages import (
     AbortRequest,
     AddRequest,
+    CacheFlushed,
     Ping,
     Pong,
     ReaderGone,
     RequestsDone,
     RequestTaken,
+    StepOutputs,
     SubscribeKVEvents,
     UnsubscribeKVEvents,
 )
@@ -44,6 +47,8 @@ from engine.protocol.transport import Outbox
 logger = logging.getLogger(__name__)
 
 INGRESS_LOOK_S = 0.4
+QUEUE_FULL = 429
+"""Status of requests that the scheduler refuses because too many wait."""
 EXIT_DELAY_S = 0.5
 """Time for the failures of open calls to leave before the process ends."""
 
@@ -84,6 +89,7 @@ class EngineReplica:
         await self._group.start()
         self._inbox = AsyncInbox(node_ip(), self._on_message)
         self._scheduler = Outbox(self._group.scheduler_address)
+        self._calls = SchedulerCalls(self._scheduler, self._inbox.address)
         self._pong = _introduction(self._inbox.address)
         loop = asyncio.get_running_loop()
         watches = (
@@ -152,12 +158,35 @@ class EngineReplica:
         await self.start()
         return _replica_name(), await self._group.trace(last)
 
+    async def flush_cache(self) -> tuple[str, str]:
+        """Empty the prefix cache. Returns the replica's name, and what kept it from that ("" if
+        nothing did)."""
+        await self.start()
+        return _replica_name(), await self._calls.flush_cache()
+
+    async def check_generate(self, timeout_s: float) -> tuple[str, str]:
+        """Generate a token. Returns the replica's name, and what is wrong if none came in time ("":
+        one came, or the engine went on with other requests, or its queue is full)."""
+        await self.start()
+        _, before = await self._group.ping()
+        try:
+            async with asyncio.timeout(timeout_s):
+                end = await self._calls.generate_token()
+            wrong = end.message if end.status != QUEUE_FULL else ""
+        except TimeoutError:
+            _, after = await self._group.ping()
+            went_on = after.steps_total > before.steps_total
+            wrong = "" if went_on else f"no token within {timeout_s:g} s"
+        return _replica_name(), wrong
+
     async def describe(self) -> dict[str, Any]:
-        """What the workers decided: dtype, device, threads, KV tokens."""
+        """The engine's configuration, what the workers decided of it, and the replica's name."""
         await self.start()
         config = self._group.worker_config
         assert config is not None
         return {
+            **self._config.model_dump(),
+            "replica": _replica_name(),
             "device": config.device,
             "dtype": config.dtype,
             "cpu_threads": config.cpu_threads,
@@ -190,6 +219,8 @@ class EngineReplica:
         match message:
             case RequestsDone():
                 self._open.end(message.rids)
+            case CacheFlushed() | StepOutputs():
+                self._calls.answered(message)
             case Ping():
                 self._heard(message.reply_to)
                 self._ingresses.send(message.reply_to, self._pong)

@@ -83,9 +83,9 @@ class AttentionBackend(ABC):
     def forward_sampled(
         self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, batch: ForwardBatch
     ) -> Tensor:
-        """The same for the queries of the sampled tokens alone, `batch.logits_rows`.
+        """The same for the queries of the tokens `batch.logits_rows` alone, N of them.
 
-        q [S, num_heads, head_dim], k and v [T, num_kv_heads, head_dim] ->
-        [S, num_heads * head_dim]. Raises `NotImplementedError` unless `supports_sampled_queries`.
+        q [N, num_heads, head_dim], k and v [T, num_kv_heads, head_dim] ->
+        [N, num_heads * head_dim]. Raises `NotImplementedError` unless `supports_sampled_queries`.
         """
         raise NotImplementedError(f"{type(self).__name__} needs the queries of all tokens")

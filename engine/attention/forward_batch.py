@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.device.clock import StepTiming
 from engine.device.pinned import to_device
-from engine.protocol.messages import Int64Array, ModelWorkerBatch
+from engine.protocol.messages import Int64Array, ModelWorkerBatch, PooledRows
 
 A = TypeVar("A")
 
@@ -28,11 +28,12 @@ class StepInputs(NamedTuple, Generic[A]):
     req_pool_indices: A
     """int64 [B]: row of `req_to_token` of each request."""
     logits_rows: A
-    """int64 [S]: index into the T tokens of each sampled row's last token."""
+    """int64 [S + L]: index into the T tokens of each sampled row's last token, then of each of
+    `PooledRows.last`."""
     sample_slots: A
-    """int64 [S]: `req_pool_indices` of the sampled rows."""
+    """int64 [S + L]: `req_pool_indices` of these rows."""
     sample_lens: A
-    """int64 [S]: `seq_lens` of the sampled rows."""
+    """int64 [S + L]: `seq_lens` of these rows."""
     seq_lens: A
     """int32 [B]: tokens in the cache once the step is done."""
 
@@ -44,6 +45,8 @@ def step_inputs(batch: ModelWorkerBatch) -> StepInputs[np.ndarray]:
     seq_lens = batch.seq_lens.astype(np.int64)
     query_lens = np.diff(starts)
     sampled = batch.sample_rows
+    if batch.pooled is not None:
+        sampled = np.concatenate([sampled, batch.pooled.last])
     return StepInputs(
         input_ids=batch.input_ids.astype(np.int64),
         positions=np.arange(starts[-1]) + np.repeat(seq_lens - starts[1:], query_lens),
@@ -88,6 +91,8 @@ class ForwardBatch:
     prompt_logits_rows: list[int] = field(default_factory=list)
     """Extend rows (indices < num_extend) for whose chunks logits are needed; set this before the
     forward."""
+    pooled: PooledRows | None = None
+    """Rows that are pooled, if there are any."""
     timing: StepTiming | None = None
     """The step's time on the device; begins when the stage has its inputs."""
 
@@ -119,6 +124,7 @@ class ForwardBatch:
             prefix_lens_cpu=seq_lens[:num_extend] - extend_lens,
             token_starts_cpu=starts,
             prefix_rows_cpu=batch.prefix_rows.astype(np.int64),
+            pooled=batch.pooled,
         )
 
     @classmethod

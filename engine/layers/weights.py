@@ -49,7 +49,8 @@ class SafetensorsSource(WeightSource):
 
     Files are memory-mapped; only the slices asked for are read, straight to the device, and
     converted there: the host never holds a copy of the model. Layers come in the order of the
-    files, so that one shard after the other is read.
+    files, so that one shard after the other is read. Checkpoints for embedding may lack the prefix
+    "model." of names, because they were saved without the output head.
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
@@ -67,6 +68,8 @@ class SafetensorsSource(WeightSource):
         start: int = 0,
         count: int | None = None,
     ) -> Tensor:
+        if name not in self._file_of and name.removeprefix("model.") in self._file_of:
+            name = name.removeprefix("model.")
         if name not in self._file_of:
             sign = sign_of(name, self._file_of)
             if sign:

@@ -62,7 +62,7 @@ class Attention:
         batch: ForwardBatch,
         only_sampled: bool,
     ) -> Tensor:
-        """[T, hidden] -> [T, hidden], or [S, hidden] of the sampled tokens."""
+        """[T, hidden] -> [T, hidden], or [N, hidden] of the tokens `batch.logits_rows`."""
         qkv = self.qkv(x).view(-1, self.num_qkv_heads, self.head_dim)
         v = qkv[:, self.num_qk_heads :]
         if self.q_norm is not None and self.k_norm is not None:
@@ -131,8 +131,8 @@ class DecoderLayer:
     ) -> tuple[Tensor, Tensor]:
         """The output and the residual, each [T, hidden]; they are not added yet.
 
-        `only_sampled`: [S, hidden] of the sampled tokens. All tokens' keys and values are still
-        written, but nothing else is computed for the others.
+        `only_sampled`: [N, hidden] of the tokens `batch.logits_rows`. All tokens' keys and values
+        are still written, but nothing else is computed for the others.
         """
         x, residual = self.input_norm.add_and_norm(x, residual)
         x = self.attention(x, rope, backend, batch, only_sampled)
@@ -205,8 +205,8 @@ class LlamaModel:
         """Run the stage's layers: [T, hidden] before the final norm.
 
         `hidden` is the previous stage's result, None on the first stage. `only_sampled`, for the
-        last stage and a backend that `supports_sampled_queries`: [S, hidden] of the sampled tokens.
-        The last layer then skips the others, whose outputs nothing reads.
+        last stage and a backend that `supports_sampled_queries`: [N, hidden] of the tokens
+        `batch.logits_rows`. The last layer then skips the others, whose outputs nothing reads.
         """
         if self.embedding is not None:
             hidden = self.embedding(batch.input_ids)
@@ -222,6 +222,10 @@ class LlamaModel:
                 hidden, residual, rope, backend, batch, only_sampled and is_last
             )
         return hidden if residual is None else hidden.add_(residual)
+
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        """The norm behind the last layer: [N, hidden] -> [N, hidden], new. Last stage only."""
+        return self.norm(hidden)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Final norm and head: [N, hidden] -> float32 [N, vocab_size]. Last stage only.

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import msgspec
 import numpy as np
 
+from engine.pooling import Pooling
 from engine.sampling_params import SamplingParams
 
 IntArray = np.ndarray[Any, np.dtype[np.int32]]
@@ -41,6 +42,21 @@ class SlotParams(msgspec.Struct, array_like=True):
     eos_token_ids: list[int]
     params: SamplingParams
     token_ids: np.ndarray | None = None
+
+
+class PooledRows(msgspec.Struct, array_like=True):
+    """Extend rows of a step whose requests want an embedding. None of them samples a token.
+
+    The step gives E vectors: one for each of `last`, then one for each of `mean_ends`.
+    """
+
+    last: np.ndarray
+    """int32 [L]: rows that end their prompt; the hidden state of its last token is the vector."""
+    mean: np.ndarray
+    """int32 [M]: rows whose hidden states count for a mean. Their prompts are computed from the
+    first token on, and of all requests at most one is between its first and last chunk."""
+    mean_ends: np.ndarray
+    """int32 [E - L]: those of `mean` that end their prompt."""
 
 
 class ModelWorkerBatch(msgspec.Struct, array_like=True):
@@ -71,7 +87,8 @@ class ModelWorkerBatch(msgspec.Struct, array_like=True):
     prefix_locs: np.ndarray
     """int32 [sum(prefix_lens)]: KV slots of those prefixes, concatenated."""
     sample_rows: np.ndarray
-    """int32 [S]: indices into the B rows that sample a token (all but middle chunks)."""
+    """int32 [S]: indices into the B rows that sample a token (all but middle chunks and requests
+    for embeddings)."""
     new_slots: list[SlotParams]
     extend_next_ids: np.ndarray | None = None
     """int32 [num_extend]: the prompt token after each chunk (-1: none), if a row wants prompt
@@ -79,6 +96,8 @@ class ModelWorkerBatch(msgspec.Struct, array_like=True):
     delayed_sample: bool = False
     """A sampled row is constrained: launch the forward, sample when the step's `SampleMasks`
     comes."""
+    pooled: PooledRows | None = None
+    """Set if rows of the step are pooled."""
 
 
 class SampleMasks(msgspec.Struct, array_like=True):
@@ -129,6 +148,9 @@ class GenerationBatchResult(msgspec.Struct, array_like=True):
     """Set if the step failed: the engine can't go on."""
     device_s: float | None = None
     """Seconds that the last stage was busy with the step."""
+    embeddings: list[bytes] | None = None
+    """[E] if rows were pooled, in the order of `PooledRows`: float32 [hidden], little-endian; ""
+    if it held NaN or infinity."""
 
 
 class AddRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -152,6 +174,8 @@ class AddRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     page_hashes: np.ndarray | None = None
     """uint64 [at most pages of input and output]: `engine.kvcache.hash_pages` of the first whole
     pages. A router that needed them computed them; the prefix cache reuses them."""
+    pooling: Pooling | None = None
+    """Set if the request wants an embedding of its prompt and no tokens; `params` don't matter."""
 
 
 class AbortRequest(msgspec.Struct, kw_only=True):
@@ -192,13 +216,15 @@ class StepOutputs(msgspec.Struct, array_like=True):
     """[N]"""
     finished: list[FinishedReq]
     started: list[tuple[int, int]]
-    """(rid, cached prompt tokens) of requests whose first token is in this message."""
+    """(rid, cached prompt tokens) of requests whose first token or embedding is in this message."""
     logprobs: dict[int, TokenLogprobs] | None = None
     """Log-probabilities by index into `rids`."""
     prompt_logprobs: dict[int, list[TokenLogprobs | None]] | None = None
     """By rid, for the whole prompt; sent with the first token. The first entry is None."""
     scheduler: str = ""
     """Address of the scheduler's inbox, set when requests start; aborts go there."""
+    embeddings: dict[int, bytes] | None = None
+    """By rid, as in `GenerationBatchResult`; these requests end with this message."""
 
 
 class RequestsDone(msgspec.Struct, array_like=True):
@@ -206,6 +232,20 @@ class RequestsDone(msgspec.Struct, array_like=True):
 
     rids: list[tuple[str, int]]
     """(reply_to, rid)"""
+
+
+class FlushCache(msgspec.Struct, array_like=True):
+    """Ask a scheduler to empty its prefix cache; answered by `CacheFlushed` at `reply_to`."""
+
+    call: int
+    reply_to: str
+
+
+class CacheFlushed(msgspec.Struct, array_like=True):
+    """The prefix cache is empty, or, if `refusal` isn't empty, says why it isn't."""
+
+    call: int
+    refusal: str = ""
 
 
 class Shutdown(msgspec.Struct):

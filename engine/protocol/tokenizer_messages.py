@@ -34,7 +34,8 @@ class TextDelta(msgspec.Struct, array_like=True, gc=False):
 
     `finish_reason`: "stop", "length", "abort" or "error". `stop_reason`: the stop string or the
     token id that ended it (None if something else did). `num_output` counts all output tokens so
-    far, resumed ones included. `error*` are set for errors.
+    far, resumed ones included. `error*` are set for errors. `embedding`: of a request for one,
+    float32 [hidden], little-endian.
     """
 
     rid: int
@@ -50,6 +51,7 @@ class TextDelta(msgspec.Struct, array_like=True, gc=False):
     error: str = ""
     error_status: int = 0
     error_param: str | None = None
+    embedding: bytes | None = None
 
 
 class EncodeRequest(msgspec.Struct, array_like=True):

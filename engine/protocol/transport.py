@@ -3,14 +3,17 @@
 An inbox binds one explicit address on a random port for ZeroMQ. On the same node it also takes
 datagrams (`local_socket`), which arrive sooner. A message goes by ZeroMQ if it is too large for a
 datagram or if the receiver has fallen behind. Messages are numbered, to keep their order over both
-ways. An `address` also holds a secret, which every message carries; messages without it are
-ignored. Addresses are handed out through Ray (or by a parent process), never guessed.
+ways. An `address` also holds a secret, which every message carries (messages without it are
+ignored), and the inbox's public key: ZeroMQ encrypts with it (CURVE) and takes nothing of a
+connection that doesn't know it. Addresses are handed out through Ray (or by a parent process),
+never guessed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import secrets
 import select
 import socket
@@ -18,10 +21,11 @@ import struct
 import time
 from collections import deque
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import zmq
+from zmq.utils import z85
 
 from engine.errors import EngineDeadError
 from engine.protocol import encoding, local_socket, messages, tokenizer_messages
@@ -29,7 +33,11 @@ from engine.protocol import encoding, local_socket, messages, tokenizer_messages
 logger = logging.getLogger(__name__)
 
 SEND_LIMIT = 10_000
-"""A receiver that has more messages unread counts as dead."""
+"""A receiver that has more messages unread, twice as many at most, counts as dead."""
+MAX_BYTES = 2**28
+"""Of one message. The largest are prompts and log-probabilities: some megabytes."""
+REFUSED_LOG_S = 60.0
+"""Refused messages are logged this often at most."""
 
 _KINDS: tuple[type[Any], ...] = (
     messages.AddRequest,
@@ -49,6 +57,8 @@ _KINDS: tuple[type[Any], ...] = (
     messages.UnsubscribeKVEvents,
     messages.KVSnapshot,
     messages.KVEvents,
+    messages.FlushCache,
+    messages.CacheFlushed,
     tokenizer_messages.EncodeRequest,
     tokenizer_messages.EncodeReply,
     tokenizer_messages.DecodeRequest,
@@ -68,12 +78,33 @@ _HEAD = struct.Struct("<16sB8sQH")
 how many frames follow."""
 
 
+class _Address(NamedTuple):
+    """`endpoint` is ZeroMQ's; `key` the receiver's public key, as ZeroMQ writes keys (Z85)."""
+
+    endpoint: str
+    secret: bytes
+    key: bytes
+
+    @classmethod
+    def parse(cls, address: str) -> _Address:
+        endpoint, _, hidden = address.partition("#")
+        secret, key = bytes.fromhex(hidden[:32]), bytes.fromhex(hidden[32:])
+        return cls(endpoint, secret, z85.encode(key))
+
+    def __str__(self) -> str:
+        return f"{self.endpoint}#{self.secret.hex()}{z85.decode(self.key).hex()}"
+
+
 class Inbox:
     """Receives messages of any kind from any number of senders, in order per sender."""
 
     def __init__(self, host: str = "127.0.0.1", context: zmq.Context[Any] | None = None) -> None:
         self._socket = (context or zmq.Context.instance()).socket(zmq.PULL)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
+        public_key, secret_key = zmq.curve_keypair()
+        self._socket.curve_server = True
+        self._socket.curve_secretkey = secret_key
+        self._socket.setsockopt(zmq.RCVHWM, SEND_LIMIT)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES)
         self._socket.setsockopt(zmq.LINGER, 0)
         if ":" in host:
             self._socket.setsockopt(zmq.IPV6, 1)
@@ -93,9 +124,10 @@ class Inbox:
         self._zmq_may_have = True
         """Whether ZeroMQ may have a message. Its descriptor only tells of changes: after a change,
         ask until there is none."""
-        self.address = f"tcp://{host}:{port}#{self._secret.hex()}"
+        self.address = str(_Address(f"tcp://{host}:{port}", self._secret, public_key))
         self.refused = 0
         """Number of messages dropped for a wrong secret or shape."""
+        self._refused_logged = -math.inf
         self._order = _Order()
         self._due: deque[Any] = deque()
         self._waiter = Waiter(self)
@@ -182,7 +214,10 @@ class Inbox:
 
     def _refuse(self, why: str) -> None:
         self.refused += 1
-        logger.warning("refused a message: %s (%d so far)", why, self.refused)
+        now = time.monotonic()
+        if now - self._refused_logged >= REFUSED_LOG_S:
+            self._refused_logged = now
+            logger.warning("refused a message: %s (%d so far)", why, self.refused)
 
 
 class _Order:
@@ -245,11 +280,12 @@ class Outbox:
 
     def __init__(self, address: str, context: zmq.Context[Any] | None = None) -> None:
         self.address = address
-        endpoint, _, secret = address.partition("#")
-        self._secret = bytes.fromhex(secret)
+        endpoint, self._secret, key = _Address.parse(address)
         self._socket = (context or zmq.Context.instance()).socket(zmq.PUSH)
         self._socket.setsockopt(zmq.SNDHWM, SEND_LIMIT)
         self._socket.setsockopt(zmq.LINGER, 1000)
+        self._socket.curve_serverkey = key
+        self._socket.curve_publickey, self._socket.curve_secretkey = zmq.curve_keypair()
         if "[" in endpoint:
             self._socket.setsockopt(zmq.IPV6, 1)
         self._socket.connect(endpoint)
@@ -258,7 +294,8 @@ class Outbox:
         self._number = 0
 
     def send(self, message: Any) -> None:
-        """Queue a message. Raises `EngineDeadError` if the receiver stopped reading long ago."""
+        """Queue a message. Raises `EngineDeadError` if the receiver stopped reading long ago, and
+        `ValueError` for one of more than `MAX_BYTES`."""
         self.send_frames(type(message), encoding.encode(message))
 
     def send_frames(self, kind: type[Any], frames: list[bytes | memoryview]) -> None:
@@ -277,6 +314,8 @@ class Outbox:
         number = 0 if self._local is None else self._number + 1
         head = _HEAD.pack(self._secret, code, self._id, number, len(frames))
         if self._local is None or not local_socket.send(self._local, head, frames):
+            if max(memoryview(frame).nbytes for frame in frames) > MAX_BYTES:
+                raise ValueError(f"a message of more than {MAX_BYTES} bytes")
             try:
                 self._socket.send_multipart([head, *frames], zmq.NOBLOCK, copy=True)
             except zmq.Again as error:

@@ -9,10 +9,13 @@ import numpy as np
 from engine.constraints import AllOf, Constraint, TokenFilter, create_constraint
 from engine.constraints.grammar_compiler import GrammarCompiler
 from engine.errors import RequestError
-from engine.protocol.messages import AddRequest, FinishedReq, IntArray
+from engine.pooling import Pooling
+from engine.protocol.messages import AddRequest, FinishedReq, Int64Array, IntArray
 from engine.sampling_params import SamplingParams, check_prompt
 from engine.scheduler.req import Req
 from engine.scheduler.scheduler_config import SchedulerConfig
+
+_NOTHING_SAMPLED = SamplingParams(temperature=0.0)
 
 
 def make_req(
@@ -29,9 +32,10 @@ def make_req(
     """
     prompt_len = len(request.input_ids)
     resumed = request.output_ids if request.output_ids is not None else np.zeros(0, np.int32)
+    params = request.params if request.pooling is None else _NOTHING_SAMPLED
     try:
-        _verify(request, config, num_waiting)
-        constraint = _make_constraint(request.params, config, resumed.tolist(), grammars)
+        _verify(request, params, config, num_waiting)
+        constraint = _make_constraint(params, config, resumed.tolist(), grammars)
     except RequestError as error:
         return FinishedReq(
             request.rid,
@@ -43,12 +47,11 @@ def make_req(
             status=error.status,
             param=error.param,
         )
-    params = request.params
-    limit = config.max_model_len - prompt_len
+    limit = config.max_model_len - prompt_len if request.pooling is None else 0
     max_new = limit if params.max_tokens is None else min(params.max_tokens, limit)
     if constraint is not None and constraint.is_terminated:
         return FinishedReq(request.rid, "stop", prompt_len, len(resumed), 0)
-    if len(resumed) >= max_new:
+    if len(resumed) >= max_new and request.pooling is None:
         return FinishedReq(request.rid, "length", prompt_len, len(resumed), 0)
     stop_ids = frozenset(params.stop_token_ids) | (
         frozenset() if params.ignore_eos else frozenset(config.eos_token_ids)
@@ -62,6 +65,7 @@ def make_req(
         params=params,
         max_new_tokens=max_new,
         stop_ids=stop_ids,
+        pooling=request.pooling,
         priority=request.priority,
         namespace=request.cache_salt,
         page_hashes=[] if request.page_hashes is None else request.page_hashes.tolist(),
@@ -73,9 +77,23 @@ def make_req(
     )
 
 
-def verify_prompt(ids: IntArray, max_model_len: int, vocab_size: int) -> None:
-    """Raise `RequestError` if a prompt [n] is empty, too long, or not of this vocabulary."""
-    if len(ids) >= max_model_len:
+def verify_prompt(
+    ids: IntArray | Int64Array,
+    max_model_len: int,
+    vocab_size: int,
+    pooling: Pooling | None = None,
+) -> None:
+    """Raise `RequestError` if a prompt [n] is empty, too long, or not of this vocabulary.
+
+    Only a prompt that is pooled may take the whole context.
+    """
+    if pooling is not None and len(ids) > max_model_len:
+        raise RequestError(
+            f"the prompt has {len(ids)} tokens; the context length is {max_model_len}",
+            "prompt",
+            code="context_length_exceeded",
+        )
+    if pooling is None and len(ids) >= max_model_len:
         raise RequestError(
             f"the prompt has {len(ids)} tokens; with at least one token of output it must stay "
             f"below the context length of {max_model_len}",
@@ -107,10 +125,12 @@ def _make_constraint(
     return constraint
 
 
-def _verify(request: AddRequest, config: SchedulerConfig, num_waiting: int) -> None:
-    verify_prompt(request.input_ids, config.max_model_len, config.vocab_size)
-    request.params.verify(config.vocab_size)
-    if request.params.seed is None and request.params.temperature > 0:
+def _verify(
+    request: AddRequest, params: SamplingParams, config: SchedulerConfig, num_waiting: int
+) -> None:
+    verify_prompt(request.input_ids, config.max_model_len, config.vocab_size, request.pooling)
+    params.verify(config.vocab_size)
+    if params.seed is None and params.temperature > 0:
         raise RequestError("a sampled request needs a seed (the ingress draws one)", "seed")
     if num_waiting >= config.max_queued_requests:
         raise RequestError(

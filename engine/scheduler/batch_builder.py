@@ -7,7 +7,13 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from engine.protocol.messages import ForwardMode, IntArray, ModelWorkerBatch, SlotParams
+from engine.protocol.messages import (
+    ForwardMode,
+    IntArray,
+    ModelWorkerBatch,
+    PooledRows,
+    SlotParams,
+)
 from engine.scheduler.kv_manager import KVManager
 from engine.scheduler.micro_batch import LaunchedStep
 from engine.scheduler.prefill_adder import Addition
@@ -45,7 +51,7 @@ def build_batch(
     last_locs = [int(locs[e]) for e, a in zip(ends.tolist(), additions, strict=True) if a.last]
     rows = _ints([r.req_pool_idx for r in reqs])
     seq_lens = _ints([r.kv_len for r in reqs])
-    sampled_idx = [i for i, a in enumerate(additions) if a.last]
+    sampled_idx = [i for i, a in enumerate(additions) if a.last and a.req.pooling is None]
     sampled = [reqs[i] for i in sampled_idx]
     rids = np.array([r.rid for r in sampled], np.int64)
     readers = _ints([r.reader_no for r in sampled])
@@ -83,6 +89,7 @@ def build_batch(
         sample_rows=sample_rows,
         new_slots=[_slot_params(r) for r in fresh],
         extend_next_ids=_next_ids(reqs) if any(r.wants_prompt_logprobs for r in reqs) else None,
+        pooled=_pooled_rows(additions) if any(r.pooling for r in reqs) else None,
     )
     for req in fresh:
         req.installed = True
@@ -94,6 +101,7 @@ def build_batch(
         readers,
         num_landed=len(sampled_idx),
         chunk=(lens[0], reqs[0].kv_len - lens[0]) if len(all_reqs) == 1 else None,
+        embedded=[] if batch.pooled is None else _embedded(batch.pooled, reqs),
     )
     return batch, launched, last_locs
 
@@ -146,6 +154,19 @@ def _slot_params(req: Req) -> SlotParams:
 
 def _next_ids(reqs: Sequence[Req]) -> IntArray:
     return _ints([int(r.fill_ids[r.kv_len]) if r.needs_prefill else -1 for r in reqs])
+
+
+def _pooled_rows(additions: Sequence[Addition]) -> PooledRows:
+    mean = [i for i, a in enumerate(additions) if a.req.pooling == "mean"]
+    return PooledRows(
+        _ints([i for i, a in enumerate(additions) if a.last and a.req.pooling == "last"]),
+        _ints(mean),
+        _ints([i for i in mean if additions[i].last]),
+    )
+
+
+def _embedded(pooled: PooledRows, reqs: Sequence[Req]) -> list[Req]:
+    return [reqs[i] for i in (*pooled.last.tolist(), *pooled.mean_ends.tolist())]
 
 
 def _ints(values: Sequence[int]) -> IntArray:

@@ -54,7 +54,7 @@ class KVManager:
 
     def match(self, req: Req) -> None:
         """Find the cached prefix of `req.fill_ids`; at least one token is left to compute."""
-        limit = 0 if req.wants_prompt_logprobs else len(req.fill_ids) - 1
+        limit = 0 if req.needs_whole_prompt else len(req.fill_ids) - 1
         found = self.tree.match_prefix(req.fill_ids[:limit], req.namespace)
         req.last_node = found.last_node
         req.prefix_indices = found.indices

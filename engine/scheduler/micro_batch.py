@@ -38,6 +38,8 @@ class LaunchedStep:
     """The step completes the prompts of the first `num_landed` requests of `sampled`."""
     chunk: tuple[int, int] | None = None
     """(tokens, prefix length) of the only row, if it is a prompt chunk."""
+    embedded: Sequence[Req] = ()
+    """Rows whose embedding the step completes, in the order of the result's embeddings."""
     constrained: Sequence[ConstrainedRow] = ()
     """Sampled rows that need a mask; the step's sampling is delayed if there are any."""
 

@@ -17,6 +17,7 @@ class _ReaderOutputs:
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     """Log-probabilities by rid; rids become indices when the message is made."""
     prompt_logprobs: dict[int, list[TokenLogprobs | None]] = field(default_factory=dict)
+    embeddings: dict[int, bytes] = field(default_factory=dict)
 
 
 class OutputCollector:
@@ -37,7 +38,7 @@ class OutputCollector:
         return number
 
     def start(self, req: Req) -> None:
-        """Note that the first token of `req` is in this step."""
+        """Note that the first token or the embedding of `req` is in this step."""
         entry = self._entry(req.reader_no)
         entry.started.append((req.rid, req.num_cached or 0))
         if req.params.prompt_logprobs is not None:
@@ -46,6 +47,10 @@ class OutputCollector:
     def logprobs(self, req: Req, logprobs: TokenLogprobs) -> None:
         """Keep the log-probabilities of the token of `req` in this step."""
         self._entry(req.reader_no).logprobs[req.rid] = logprobs
+
+    def embedding(self, req: Req, embedding: bytes) -> None:
+        """Keep the embedding of `req`."""
+        self._entry(req.reader_no).embeddings[req.rid] = embedding
 
     def finish(self, reader_no: int, finished: FinishedReq) -> None:
         """Note that a request of this reader ended."""
@@ -90,6 +95,7 @@ class OutputCollector:
             entry.started,
             logprobs,
             entry.prompt_logprobs or None,
+            embeddings=entry.embeddings or None,
         )
         self._ready.append((self._names[number], message))
 

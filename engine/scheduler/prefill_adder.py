@@ -151,7 +151,7 @@ class PrefillAdder:
     def _key(self, req: Req, start: int) -> tuple[int, bytes] | None:
         window = max(SHARE_WINDOW, self.kv.page_size)
         ahead = req.fill_ids[start : start + window]
-        if not self.kv.enable_prefix_cache or len(ahead) < window or req.wants_prompt_logprobs:
+        if not self.kv.enable_prefix_cache or len(ahead) < window or req.needs_whole_prompt:
             return None
         return (id(req.last_node), ahead.tobytes())
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from engine.constraints import Constraint
-from engine.protocol.messages import FinishedReq, IntArray, TokenLogprobs
+from engine.pooling import Pooling
+from engine.protocol.messages import FinishedReq, IntArray, PromptLogprobs, TokenLogprobs
 from engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -43,9 +44,11 @@ class Req:
     origin_input_ids: IntArray
     params: SamplingParams
     max_new_tokens: int
-    """Output tokens in all, resumed ones included."""
+    """Output tokens in all, resumed ones included; 0 if it wants an embedding."""
     stop_ids: frozenset[int]
     """Token ids that end the request: eos (unless ignored) and stop_token_ids."""
+    pooling: Pooling | None = None
+    """Set if it wants an embedding: it ends when its prompt is computed."""
     reader_no: int = 0
     """`reply_to` as a small number, for grouping outputs."""
     priority: int = 0
@@ -72,7 +75,7 @@ class Req:
     installed: bool = False
     """Whether workers have its sampling state and cached prefix for the row that it holds."""
     started: bool = False
-    """Whether its first token since it came to this engine was sent."""
+    """Whether its first token since it came to this engine, or its embedding, was sent."""
     num_cached: int | None = None
     """Prompt tokens found in the prefix cache at its first admission."""
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
@@ -121,7 +124,18 @@ class Req:
         refusal = self.constraint.error if self.constraint is not None else ""
         return self.finish("error", message=refusal or message, status=400 if refusal else 500)
 
+    def add_prompt_logprobs(self, found: PromptLogprobs) -> None:
+        """Keep the log-probabilities of a chunk; chunks come in order."""
+        if found.start == 0:
+            self.prompt_logprobs.append(None)  # nothing is before the first token
+        self.prompt_logprobs.extend(found.logprobs)
+
     @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether prompt log-probabilities are still to be computed; the prefix cache has none."""
         return self.params.prompt_logprobs is not None and not self.started
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Whether every token has to be computed, so that the prefix cache is of no use."""
+        return self.pooling == "mean" or self.wants_prompt_logprobs

@@ -77,6 +77,20 @@ class Requests:
         self.end(req, told)
         self.let_go(req)
 
+    def end_embedded(self, reqs: Sequence[Req], embeddings: Sequence[bytes]) -> None:
+        """End the requests whose embeddings [len(reqs)] have come; "" is one that failed."""
+        for req, embedding in zip(reqs, embeddings, strict=True):
+            if req.finished:
+                continue
+            told = req.fail("the model produced NaN for this request")
+            if embedding:
+                req.started = True
+                self._outputs.start(req)
+                self._outputs.embedding(req, embedding)
+                told = req.finish("stop")
+            self.end(req, told)
+            self.let_go(req)
+
     def expire(self, now: float) -> None:
         """End the requests whose time limit, in the queue or in all, is over at time `now`."""
         late: list[tuple[Req, str, int]] = []

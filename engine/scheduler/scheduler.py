@@ -135,19 +135,18 @@ class Scheduler:
                 return None
 
     def process_result(self, result: GenerationBatchResult) -> None:
-        """Commit the tokens of the oldest step in flight of the result's micro-batch."""
+        """Commit tokens and embeddings of the oldest step in flight of the result's micro-batch."""
         mb = next(
             m for m in self.micro_batches if m.in_flight and m.in_flight[0].step == result.step
         )
         step = mb.in_flight.popleft()
         self.stats.steps_total += 1
         for entry in result.prompt_logprobs or ():
-            collected = step.reqs[entry.row].prompt_logprobs
-            if entry.start == 0:
-                collected.append(None)  # nothing is before the first token
-            collected.extend(entry.logprobs)
+            step.reqs[entry.row].add_prompt_logprobs(entry)
         if self.sizer is not None and step.chunk is not None and result.device_s is not None:
             self.sizer.observe(*step.chunk, result.device_s)
+        if step.embedded:
+            self.requests.end_embedded(step.embedded, result.embeddings or ())
         self._commit(mb, step, result)
         self.requests.settle()
         if len(self.micro_batches) > 1:

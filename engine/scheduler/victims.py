@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 from engine.scheduler.micro_batch import MicroBatch
@@ -9,14 +10,15 @@ from engine.scheduler.req import Req
 
 
 def ends_in_flight(micro_batches: Sequence[MicroBatch]) -> bool:
-    """Whether a step in flight carries the last token that some request may have.
+    """Whether a step in flight carries the last token that some request may have, or an embedding.
 
     The result of that step frees room: to skip a decode step is cheaper than to retract.
     """
     for mb in micro_batches:
         running = {id(r) for r in mb.running.reqs}
         for step in mb.in_flight:
-            if any(id(r) not in running and not r.finished for r in step.sampled):
+            ending = itertools.chain(step.sampled, step.embedded)
+            if any(id(r) not in running and not r.finished for r in ending):
                 return True
     return False
 

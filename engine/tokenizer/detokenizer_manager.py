@@ -153,7 +153,9 @@ class DetokenizerManager:
                 deltas.append(_take(request, text))
         for end in ends.values():
             if (request := requests.get(end.rid)) is not None:
-                deltas.append(self._finish(request, end, None))
+                deltas.append(delta := self._finish(request, end, None))
+                if out.embeddings is not None:
+                    delta.embedding = out.embeddings.get(end.rid)
         return deltas, stopped
 
     def _finish(self, request: _Request, end: FinishedReq, token_id: int | None) -> TextDelta:

@@ -18,6 +18,7 @@ from engine.models.load_progress import LoadProgress
 from engine.models.loader import load_model
 from engine.protocol.messages import Int64Array, IntArray, ModelWorkerBatch
 from engine.registry import ATTENTION_BACKENDS
+from engine.worker.pooler import Pooler
 from engine.worker.sizing.kv_sizing import MemoryMeter
 from engine.worker_config import WorkerConfig
 
@@ -26,11 +27,13 @@ class ForwardOutput(NamedTuple):
     """Result of the last stage's forward.
 
     `logits` float32 [S, vocab_size] of the sampled rows; `hidden` [T, hidden] before the final
-    norm, only if the batch asks for prompt logits.
+    norm, only if the batch asks for prompt logits; `embeddings` float32 [E, hidden] if rows are
+    pooled.
     """
 
     logits: Tensor
     hidden: Tensor | None
+    embeddings: Tensor | None = None
 
 
 class TableUpdate(NamedTuple):
@@ -72,6 +75,7 @@ class ModelRunner:
         progress = LoadProgress() if parallel.rank == 0 else None
         self.model = load_model(config, parallel, self.device, progress)
         self.dtype = self.model.dtype
+        self._pooler = Pooler(self.model.final_norm)
         if meter is not None:
             meter.loaded()
         self.req_to_token = torch.zeros(
@@ -151,14 +155,26 @@ class ModelRunner:
             and self.attention.supports_sampled_queries
             and batch.num_extend > 0
             and not batch.prompt_logits_rows
+            and (batch.pooled is None or len(batch.pooled.mean) == 0)
         )
         hidden = self.model.forward(batch, self.attention, received, only_sampled=only_sampled)
         if not self.parallel.is_last_stage:
             self.parallel.send_hidden(hidden)
             return None
         sampled = hidden if only_sampled else hidden.index_select(0, batch.logits_rows)
-        logits = self.model.compute_logits(sampled)
-        return ForwardOutput(logits, hidden if batch.prompt_logits_rows else None)
+        embeddings: Tensor | None = None
+        if batch.pooled is not None:
+            num_sampled = len(sampled) - len(batch.pooled.last)
+            embeddings = self._pooler(batch.pooled, batch, hidden, sampled[num_sampled:])
+            sampled = sampled[:num_sampled]
+        logits = self._logits(sampled)
+        return ForwardOutput(logits, hidden if batch.prompt_logits_rows else None, embeddings)
+
+    def _logits(self, sampled: Tensor) -> Tensor:
+        if len(sampled) == 0:  # a middle chunk, or pooled rows alone
+            vocab_size = self.config.model.vocab_size
+            return sampled.new_empty((0, vocab_size), dtype=torch.float32)
+        return self.model.compute_logits(sampled)
 
     @torch.inference_mode()
     def prompt_logits(self, batch: ForwardBatch, output: ForwardOutput, row: int) -> Tensor:

@@ -8,7 +8,7 @@ sent at launch and holds the time at which the hidden states will be there, beca
 the CPU, orders NCCL's transfers.
 
 Tokens are a hash of the token before and its position: the same in any batch, on any replica and
-after any interruption, like a model's greedy tokens.
+after any interruption, like a model's greedy tokens. So are embeddings, of the prompt's last token.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class SimulatedResult(PendingResult):
     errors: dict[int, str]
     ready_at: float
     device_s: float
+    embeddings: list[bytes] | None
 
     def seconds_left(self) -> float:
         return max(0.0, self.ready_at - time.monotonic())
@@ -44,7 +45,11 @@ class SimulatedResult(PendingResult):
         if (left := self.seconds_left()) > 0.0:  # a sleep of 0 s takes 55 us
             time.sleep(left)
         return GenerationBatchResult(
-            self.step, self.tokens, row_errors=self.errors or None, device_s=self.device_s
+            self.step,
+            self.tokens,
+            row_errors=self.errors or None,
+            device_s=self.device_s,
+            embeddings=self.embeddings,
         )
 
 
@@ -62,7 +67,10 @@ class SimulatedForward(LaunchedForward):
         tokens, errors = self.worker.next_tokens(self, masks)
         # A delayed sample starts when its masks are here.
         ready_at = self.ready_at if masks is None else max(self.ready_at, time.monotonic())
-        return SimulatedResult(self.batch.step, tokens.tolist(), errors, ready_at, self.device_s)
+        embeddings = None if self.batch.pooled is None else self.worker.embeddings(self.batch)
+        return SimulatedResult(
+            self.batch.step, tokens.tolist(), errors, ready_at, self.device_s, embeddings
+        )
 
 
 class SimulatedWorker(ModelWorker):
@@ -80,6 +88,7 @@ class SimulatedWorker(ModelWorker):
         """The token that each slot sampled last (what `FutureMap` is on a real device)."""
         ids = np.arange(config.model.vocab_size, dtype=np.int32)
         self._ordinary = ids[~np.isin(ids, config.model.eos_token_ids)]
+        self._hidden_size = config.model.hidden_size
 
     def forward(self, batch: ModelWorkerBatch) -> LaunchedForward | None:
         arrived = time.monotonic()
@@ -119,6 +128,17 @@ class SimulatedWorker(ModelWorker):
         self._last[slots] = tokens
         return tokens, errors
 
+    def embeddings(self, batch: ModelWorkerBatch) -> list[bytes]:
+        """The embeddings that a step with pooled rows completes, with numbers from -0.5 to 0.5."""
+        assert batch.pooled is not None
+        rows = np.concatenate([batch.pooled.last, batch.pooled.mean_ends])
+        last_ids = batch.input_ids[token_starts(batch)[1:][rows] - 1]
+        ends = hash_tokens(last_ids, batch.seq_lens[rows].astype(np.uint64))
+        numbers = np.arange(self._hidden_size, dtype=np.uint64)
+        mixed = hash_tokens(numbers, ends[:, None])
+        vectors = (mixed >> np.uint64(40)).astype(np.float32) / np.float32(2**24) - np.float32(0.5)
+        return [vector.tobytes() for vector in vectors.astype("<f4")]
+
     def _receive(self) -> float:
         tensor = self.parallel.recv_hidden(1, 1, torch.float64, torch.device("cpu"))
         return float(tensor.item())
@@ -127,7 +147,7 @@ class SimulatedWorker(ModelWorker):
         self.parallel.send_hidden(torch.tensor([[ready_at]], dtype=torch.float64))
 
 
-def hash_tokens(tokens: IntArray, positions: np.ndarray) -> np.ndarray:
+def hash_tokens(tokens: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """uint64 [N] from tokens [N] and positions uint64 [N] (SplitMix64's finaliser)."""
     x = tokens.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + positions
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -60,6 +60,7 @@ class TpPendingResult(PendingResult):
     step: int
     sampled: SampledTokens
     prompt_logprobs: list[PromptLogprobTensors]
+    has_embeddings: bool
     download: Download
     """The tensors of `_result_tensors`, on their way to the host."""
     timing: StepTiming
@@ -79,6 +80,7 @@ class TpPendingResult(PendingResult):
             PromptLogprobs(row, start, list(_logprobs_on_host(logprobs, tensors).to_host()))
             for row, start, logprobs in self.prompt_logprobs
         ]
+        embeddings = _as_bytes(next(tensors)) if self.has_embeddings else None
         self.download.release()
         self.note_spans()
         started_at, ended_at = self.timing.span()
@@ -89,16 +91,26 @@ class TpPendingResult(PendingResult):
             prompt_logprobs=prompt or None,
             row_errors=errors,
             device_s=ended_at - started_at,
+            embeddings=embeddings,
         )
 
 
-def _result_tensors(sampled: SampledTokens, prompt: list[PromptLogprobTensors]) -> list[Tensor]:
+def _as_bytes(embeddings: Tensor) -> list[bytes]:
+    """Each row of float32 [E, hidden], on the host, as results carry it."""
+    finite = embeddings.isfinite().all(dim=1).tolist()
+    rows = embeddings.numpy().astype("<f4", copy=False)
+    return [row.tobytes() if ok else b"" for row, ok in zip(rows, finite, strict=True)]
+
+
+def _result_tensors(
+    sampled: SampledTokens, prompt: list[PromptLogprobTensors], embeddings: Tensor | None
+) -> list[Tensor]:
     tensors = [sampled.next_token_ids, sampled.nan_rows]
     logprobs = [] if sampled.logprobs is None else [sampled.logprobs]
     for found in logprobs + [item.logprobs for item in prompt]:
         tensors += [found.token, found.top_ids, found.top]
         tensors += [] if found.rank is None else [found.rank]
-    return tensors
+    return tensors if embeddings is None else [*tensors, embeddings]
 
 
 def _on_host(sampled: SampledTokens, tensors: Iterator[Tensor]) -> SampledTokens:
@@ -206,11 +218,17 @@ class TpModelWorker(ModelWorker):
         """Sample a step's tokens and keep them for the next one."""
         with self.queue.stream():
             sampled = self._sample(launched, masks)
-            prompt = launched.prompt_logprobs
+            prompt, embeddings = launched.prompt_logprobs, launched.output.embeddings
             timing = self._end(launched.batch, launched.forward)
-            download = self.queue.download(_result_tensors(sampled, prompt))
+            download = self.queue.download(_result_tensors(sampled, prompt, embeddings))
             return TpPendingResult(
-                launched.batch.step, sampled, prompt, download, timing, self._note_spans
+                launched.batch.step,
+                sampled,
+                prompt,
+                embeddings is not None,
+                download,
+                timing,
+                self._note_spans,
             )
 
     def _capture(self, max_batch_size: int, backend: GraphBackend | None) -> DecodeGraphs | None:

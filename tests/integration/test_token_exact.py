@@ -10,7 +10,6 @@ import itertools
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,16 +24,9 @@ from tests.support.engines import (
     load_reference,
     reference_logprobs,
 )
-from tests.support.models import make_model
+from tests.support.models import ARCHITECTURES, make_model
 
 CARRIED = Path(__file__).resolve().parents[2] / "models" / "manta-small"
-ARCHITECTURES = {
-    "llama": ("LlamaForCausalLM", {}),
-    "llama3-tied": ("LlamaForCausalLM", {"tie_word_embeddings": True, "llama3_rope": True}),
-    "mistral": ("MistralForCausalLM", {"sliding_window": 24}),
-    "qwen2": ("Qwen2ForCausalLM", {}),
-    "qwen3": ("Qwen3ForCausalLM", {"head_dim": 16}),
-}
 MODELS = ["carried", *ARCHITECTURES]
 MAX_NEW = 20
 LOGPROB_TOLERANCE = 1e-4
@@ -109,21 +101,12 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Case]]
                     tmp_path_factory.mktemp(name),
                     arch,
                     num_hidden_layers=4,
-                    **_overrides(overrides),
+                    **overrides,
                 )
             made[name] = self[name] = Case(path)
             return made[name]
 
     yield Lazy()
-
-
-def _overrides(overrides: dict[str, Any]) -> dict[str, Any]:
-    from tests.support.models import LLAMA3_ROPE
-
-    values = dict(overrides)
-    if values.pop("llama3_rope", False):
-        values["rope_parameters"] = LLAMA3_ROPE
-    return values
 
 
 def test_oracle_is_sensitive(cases: dict[str, Case]) -> None:

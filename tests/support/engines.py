@@ -15,10 +15,12 @@ from engine.config import EngineConfig
 from engine.engine_core import EngineCore
 from engine.executor.base import Executor
 from engine.executor.factory import make_executor
+from engine.pooling import Pooling
 from engine.protocol.messages import AbortRequest, AddRequest, TokenLogprobs
 from engine.sampling_params import SamplingParams
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.scheduler_config import SchedulerConfig
+from engine.scheduler.stats import SchedulerStats
 from engine.worker.auto_config import make_worker_config
 
 KV_TOKENS = 1024
@@ -37,6 +39,9 @@ class Engine:
         self.cached: dict[int, int] = {}
         self.logprobs: dict[int, list[TokenLogprobs]] = {}
         self.prompt_logprobs: dict[int, list[TokenLogprobs | None]] = {}
+        self.embeddings: dict[int, np.ndarray] = {}
+        """float32 [hidden] by prompt, of those that are pooled."""
+        self.stats = SchedulerStats()
 
     def run(
         self,
@@ -46,14 +51,17 @@ class Engine:
         retract_every: int = 0,
         warm: Sequence[Sequence[int]] = (),
         stop_after: dict[int, int] | None = None,
+        pooling: Sequence[Pooling | None] = (),
+        kv_tokens: int = KV_TOKENS,
         **scheduler: Any,
     ) -> list[list[int]]:
         """Output ids of each prompt. `warm` prompts run first, to fill the prefix cache. With
         `retract_every` n, every nth step sends a running request back to the queue. `stop_after`
         has, by prompt, the number of tokens after which the client ends it, as a stop string
-        would."""
+        would. `pooling` has, by prompt, how it is pooled, if it is. The scheduler uses `kv_tokens`
+        of the KV cache."""
         engine = self.config.model_copy(update=scheduler)
-        config = SchedulerConfig.from_config(engine.resolve(), KV_TOKENS)
+        config = SchedulerConfig.from_config(engine.resolve(), kv_tokens)
         sched = Scheduler(config)
         # Steps begin anew in each run: workers don't need increasing ones. Results name their step.
         core = EngineCore(sched, self.executor)
@@ -62,12 +70,15 @@ class Engine:
             core.scheduler.add(warm, core.clock())
         self._drain(core, {}, 0, {})
         out: dict[int, list[int]] = {i: [] for i in range(len(prompts))}
-        self.cached, self.logprobs, self.prompt_logprobs = {}, {}, {}
+        self.cached, self.logprobs, self.prompt_logprobs, self.embeddings = {}, {}, {}, {}
         self.retractions = 0
         for i, ids in enumerate(prompts):
             p = params if isinstance(params, SamplingParams) else params[i]
-            core.scheduler.add(_request(i, ids, p), core.clock())
+            request = _request(i, ids, p)
+            request.pooling = pooling[i] if pooling else None
+            core.scheduler.add(request, core.clock())
         self._drain(core, out, retract_every, stop_after or {})
+        self.stats = sched.snapshot_stats()
         leak = sched.check_invariants()
         assert leak is None, leak
         assert sched.is_idle
@@ -94,8 +105,13 @@ class Engine:
                             self.logprobs.setdefault(rid, []).append(message.logprobs[i])
                 self.cached.update(message.started)
                 self.prompt_logprobs.update(message.prompt_logprobs or {})
+                for rid, data in (message.embeddings or {}).items():
+                    self.embeddings[rid] = np.frombuffer(data, np.float32)
             if retract_every and step % retract_every == 0:
                 running = [r for m in core.scheduler.micro_batches for r in m.running.reqs]
+                chunked = core.scheduler.requests.chunked
+                if chunked is not None and chunked.pooling is not None:
+                    running.append(chunked)
                 if running:
                     core.scheduler.requests.retract(running[step % len(running)])
                     self.retractions += 1
@@ -148,6 +164,14 @@ def reference_logprobs(model: transformers.PreTrainedModel, ids: Sequence[int]) 
     with torch.inference_mode():
         logits = model(torch.tensor([list(ids)])).logits[0].float()
     array: np.ndarray = torch.log_softmax(logits, -1).numpy()
+    return array
+
+
+def reference_states(model: transformers.PreTrainedModel, ids: Sequence[int]) -> np.ndarray:
+    """Hidden states float32 [len(ids), hidden] behind the final norm."""
+    with torch.inference_mode():
+        out = model(torch.tensor([list(ids)]), output_hidden_states=True)
+    array: np.ndarray = out.hidden_states[-1][0].float().numpy()
     return array
 
 

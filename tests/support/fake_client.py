@@ -8,6 +8,8 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
+import numpy as np
+
 from deploy.http.engine_client import EngineClient, EngineHealth, GenerateRequest, ModelInfo
 from engine.constraints import ConstraintSpec, verify_constraint
 from engine.errors import RequestError
@@ -16,6 +18,7 @@ from engine.tokenizer.tokenizer import check_template_kwargs, normalize_message
 from engine.trace import RoleTrace, StepSpan, TraceRing, scheduler_trace
 
 BOS, EOS = 256, 257
+HIDDEN = 8
 SPECIAL = {BOS: "<s>", EOS: "</s>"}
 
 
@@ -31,6 +34,11 @@ def expected_ids(seed: int, n: int) -> list[int]:
 
 def expected_text(seed: int, n: int) -> str:
     return bytes(expected_ids(seed, n)).decode()
+
+
+def expected_embedding(ids: list[int]) -> np.ndarray:
+    """The vector float32 [HIDDEN] of a prompt before it is cut or normalized."""
+    return np.array([len(ids), ids[-1], sum(ids), -1, *([0.5] * (HIDDEN - 4))], np.float32)
 
 
 def _entry(token: int, offset: int, k: int) -> LogprobEntry:
@@ -52,6 +60,7 @@ class FakeEngineClient(EngineClient):
         tool_format: str = "",
         reasons: bool = False,
     ) -> None:
+        super().__init__()
         self._info = ModelInfo(
             "fake",
             max_model_len,
@@ -59,6 +68,7 @@ class FakeEngineClient(EngineClient):
             created=1_700_000_000,
             tool_format=tool_format,
             reasons=reasons,
+            hidden_size=HIDDEN,
         )
         self.started: list[GenerateRequest] = []
         self.finished: list[str] = []
@@ -76,6 +86,9 @@ class FakeEngineClient(EngineClient):
         self.script: str | None = None
         """The output in ASCII, which ends with it; None: a function of the seed."""
         self.is_healthy = True
+        self.refusals: list[str] = []
+        """Why caches aren't flushed."""
+        self.num_flushes = 0
         self.stats_delay_s = 0.0
         self.num_traced_steps = 10
         self.chat_calls: list[dict[str, Any]] = []
@@ -143,10 +156,14 @@ class FakeEngineClient(EngineClient):
 
     async def _deltas(self, request: GenerateRequest) -> AsyncGenerator[TextDelta, None]:
         params = request.params
-        assert params.seed is not None and params.max_tokens is not None
         self.started.append(request)
         done = False
         try:
+            if request.pooling is not None:
+                yield await self._embed(request)
+                done = True
+                return
+            assert params.seed is not None and params.max_tokens is not None
             ids = expected_ids(params.seed, params.max_tokens)
             if self.script is not None:
                 ids = list(self.script.encode())[: params.max_tokens]
@@ -191,6 +208,18 @@ class FakeEngineClient(EngineClient):
         finally:
             (self.finished if done else self.aborted).append(request.request_id)
 
+    async def _embed(self, request: GenerateRequest) -> TextDelta:
+        await asyncio.sleep(self.step_s)
+        if self.hang_at is not None:
+            await asyncio.Event().wait()
+        if self.error_at is not None:
+            if not self.error_delta:
+                raise self.error_at[1]
+            return self._delta(request, 0, "", [], "error", error=str(self.error_at[1]))
+        delta = self._delta(request, 0, "", [], "stop")
+        delta.embedding = expected_embedding(request.prompt_ids).tobytes()
+        return delta
+
     def _delta(
         self,
         request: GenerateRequest,
@@ -216,6 +245,20 @@ class FakeEngineClient(EngineClient):
             entries.append(entry if entries else None)
             offset += 0 if token in SPECIAL else 1
         return entries
+
+    async def abort(self, request_id: str | None) -> None:
+        self.abort_here(request_id)
+
+    async def flush_cache(self) -> list[str]:
+        self.num_flushes += 1
+        return self.refusals
+
+    async def check_generate(self, timeout_s: float) -> EngineHealth:
+        return await self.health()
+
+    async def server_info(self) -> dict[str, Any]:
+        replica = {"replica": "r0", "tp_size": 1, "device": "cpu", "num_kv_tokens": 4096}
+        return {"num_replicas": 1, "log_level": "INFO", "replicas": [replica]}
 
     async def health(self) -> EngineHealth:
         return EngineHealth(self.is_healthy, "" if self.is_healthy else "a worker died")

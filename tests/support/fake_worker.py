@@ -13,8 +13,14 @@ from collections.abc import Collection
 
 import numpy as np
 
+from engine.pooling import Pooling
 from engine.protocol.encoding import decode, encode
-from engine.protocol.messages import GenerationBatchResult, ModelWorkerBatch, SampleMasks
+from engine.protocol.messages import (
+    GenerationBatchResult,
+    ModelWorkerBatch,
+    PooledRows,
+    SampleMasks,
+)
 
 
 def next_token(tokens: np.ndarray, vocab: int) -> int:
@@ -62,6 +68,20 @@ def reference(
     return out
 
 
+def reference_embedding(prompt: list[int], pooling: Pooling) -> bytes:
+    """Embedding of a request run alone; that of a mean depends on every token alike."""
+    tokens = np.asarray(prompt, np.int64)
+    return _last(tokens) if pooling == "last" else _mean(int(tokens.sum()), len(prompt))
+
+
+def _last(tokens: np.ndarray) -> bytes:
+    return np.array([next_token(tokens, 2**20), len(tokens)], "<f4").tobytes()
+
+
+def _mean(total: int, count: int) -> bytes:
+    return np.array([total, count], "<f4").tobytes()
+
+
 class FakeWorker:
     """Runs steps in order; `launch` encodes and decodes the message as the wire would."""
 
@@ -76,6 +96,10 @@ class FakeWorker:
         self.masks_seen: set[int] = set()
         self.steps_seen = 0
         self.prompt_tokens_run = 0
+        self.running_sum = (0, 0, 0)
+        """Row, tokens so far and their sum, of the mean that is between two chunks."""
+        self.is_failing = False
+        """Embeddings come out as NaN."""
 
     def launch(self, batch: ModelWorkerBatch) -> None:
         self.pending.append(decode([bytes(f) for f in encode(batch)], ModelWorkerBatch))
@@ -129,7 +153,29 @@ class FakeWorker:
                     errors[number] = "no token is allowed"
             self.future[row] = token
             tokens.append(int(token))
-        return GenerationBatchResult(b.step, tokens, row_errors=errors or None)
+        embeddings = None if b.pooled is None else self._embeddings(b, b.pooled)
+        return GenerationBatchResult(
+            b.step, tokens, row_errors=errors or None, embeddings=embeddings
+        )
+
+    def _embeddings(self, b: ModelWorkerBatch, pooled: PooledRows) -> list[bytes]:
+        sampled = set(b.sample_rows.tolist())
+        assert sampled.isdisjoint((*pooled.last.tolist(), *pooled.mean.tolist()))
+        ends = np.cumsum(b.extend_lens).tolist()
+        found = []
+        for i in pooled.last.tolist():
+            found.append(_last(self.memory[self.mirror[b.req_pool_indices[i], : b.seq_lens[i]]]))
+        for i in pooled.mean.tolist():
+            row, count, n = int(b.req_pool_indices[i]), int(b.seq_lens[i]), int(b.extend_lens[i])
+            total = int(b.input_ids[ends[i] - n : ends[i]].sum())
+            if count > n:
+                assert self.running_sum[:2] == (row, count - n), "a chunk of a mean is missing"
+                total += self.running_sum[2]
+            if i in pooled.mean_ends.tolist():
+                found.append(_mean(total, count))
+            else:
+                self.running_sum = (row, count, total)
+        return [b""] * len(found) if self.is_failing else found
 
 
 def _unpack(masks: SampleMasks) -> dict[int, list[int]]:

@@ -36,6 +36,18 @@ LLAMA3_ROPE: dict[str, Any] = {
     "original_max_position_embeddings": 64,
 }
 
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", {}),
+    "llama3-tied": (
+        "LlamaForCausalLM",
+        {"tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE},
+    ),
+    "mistral": ("MistralForCausalLM", {"sliding_window": 24}),
+    "qwen2": ("Qwen2ForCausalLM", {}),
+    "qwen3": ("Qwen3ForCausalLM", {"head_dim": 16}),
+}
+"""All that Manta serves, with `make_model`'s arguments."""
+
 
 def make_model(
     folder: Path, arch: str, *, seed: int = 0, max_shard_size: str = "5GB", **overrides: Any

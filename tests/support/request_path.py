@@ -172,7 +172,7 @@ def files_of_a_request(
         options = IngressOptions(
             model_path, "m", 64, VOCAB, "WARNING", ResumeLimits(), 1e6, 1.0, routing_policy, 4
         )
-        client = await ServeEngineClient.create(_Handle(replica), options)
+        client = await ServeEngineClient.create(_Handle(replica), None, options)
         await _until(lambda: client._watch._replicas)
         try:
             await _request(build_api(ServeEngineClient.current), body, arrived)

@@ -10,11 +10,17 @@ import numpy as np
 import pytest
 
 from engine.constraints import ConstraintSpec
+from engine.pooling import Pooling
 from engine.protocol.messages import AddRequest, FinishedReq, GenerationBatchResult
 from engine.sampling_params import SamplingParams
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.scheduler_config import SchedulerConfig
-from tests.support.fake_worker import FakeWorker, allowed_tokens, reference
+from tests.support.fake_worker import (
+    FakeWorker,
+    allowed_tokens,
+    reference,
+    reference_embedding,
+)
 
 VOCAB = 50
 
@@ -50,6 +56,35 @@ class Harness:
         self.reasons: dict[tuple[str, int], str] = {}
         """Finish reason of each request if nothing disturbs it."""
         self.aborted: set[tuple[str, int]] = set()
+        self.embeddings: dict[tuple[str, int], bytes] = {}
+        self.expected_embeddings: dict[tuple[str, int], bytes] = {}
+
+    def embed(
+        self,
+        rid: int,
+        prompt: list[int],
+        pooling: Pooling = "last",
+        *,
+        reply_to: str = "c",
+        priority: int = 0,
+        salt: str = "",
+    ) -> None:
+        """Queue a request for an embedding."""
+        self.expected_embeddings[(reply_to, rid)] = reference_embedding(prompt, pooling)
+        self.expected[(reply_to, rid)] = []
+        self.reasons[(reply_to, rid)] = "stop"
+        self.scheduler.add(
+            AddRequest(
+                rid=rid,
+                reply_to=reply_to,
+                input_ids=np.asarray(prompt, np.int32),
+                params=SamplingParams(),
+                priority=priority,
+                cache_salt=salt,
+                pooling=pooling,
+            ),
+            self.now,
+        )
 
     def add(
         self,
@@ -132,6 +167,10 @@ class Harness:
                 key = (reply_to, end.rid)
                 assert key not in self.finished, "ended twice"
                 self.finished[key] = end
+            for rid, embedding in (out.embeddings or {}).items():
+                assert (reply_to, rid) not in self.aborted, "embedding after abort"
+                assert self.finished[(reply_to, rid)].reason == "stop"
+                self.embeddings[(reply_to, rid)] = embedding
 
     def step(self) -> bool:
         """One turn of the loop: launch what may be launched, then process the oldest result."""
@@ -178,6 +217,7 @@ class Harness:
             if end.reason != "error":
                 assert self.tokens[key] == out, key
                 assert end.reason == self.reasons[key], key
+                assert self.embeddings.get(key) == self.expected_embeddings.get(key), key
 
 
 MODES = [

@@ -123,7 +123,7 @@ class MessageGeneration(Generation[MessagesRequest]):
         """Why the message ended."""
         output = self._outputs[0]
         stop = output.stop_reason if isinstance(output.stop_reason, str) else None
-        reason = "max_tokens" if output.finish_reason == "length" else "end_turn"
+        reason = "end_turn" if output.finish_reason == "stop" else "max_tokens"
         if output.state is not None and output.state.num_calls and reason == "end_turn":
             reason = "tool_use"
         elif stop is not None:

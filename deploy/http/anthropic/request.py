@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from deploy.http.body import FreeObject, Strict, refusal
+from deploy.http.body import MAX_MESSAGES, FreeObject, Strict, refusal
 from deploy.http.engine_client import ModelInfo
 from deploy.http.generation.plan import check_model, check_text_length
 from deploy.http.generation.request import ChatRequest, FieldNames
@@ -182,7 +182,7 @@ class CountTokensRequest(Strict):
     }
 
     model: str = ""
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     system: str | list[TextBlock] = ""
     tools: list[ToolDefinition] = Field(default_factory=list)
     tool_choice: ToolChoice | None = None
@@ -270,6 +270,7 @@ class MessagesRequest(CountTokensRequest):
         chosen = {name: value for name, value in chosen.items() if value is not None}
         return ChatRequest(
             id=request_id,
+            given_id=request_id.removeprefix("msg_"),
             model=self.model,
             params=SamplingParams(**chosen, stop=self.stop_sequences),
             max_tokens=self.max_tokens,

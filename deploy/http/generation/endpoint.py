@@ -51,6 +51,12 @@ def check_content_type(headers: Headers) -> None:
     )
 
 
+def check_same_site(headers: Headers) -> None:
+    """Raise `RequestError` (403) if a browser says that a page of another site sent the request."""
+    if headers.get("sec-fetch-site", "") == "cross-site":
+        raise RequestError("Pages of other sites may not do this.", status=403)
+
+
 async def read_body(request: Request, limit: int) -> bytes:
     """The request body. Raises `RequestError` (413) if it is longer than `limit` bytes, and
     `ClientDisconnect`."""

@@ -13,7 +13,7 @@ from deploy.http.engine_client import EngineClient
 from deploy.http.errors import ErrorReply, Failure
 from deploy.http.generation.backlog import Backlog, StreamInterval
 from deploy.http.generation.event_stream import EventStream
-from deploy.http.generation.plan import Plan
+from deploy.http.generation.plan import Plan, until_aborted
 from deploy.http.generation.reading import OutputState
 from deploy.http.metrics import RequestTracker
 from engine.errors import RequestError
@@ -39,6 +39,8 @@ class Output:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[LogprobEntry] = field(default_factory=list)
     prompt_logprobs: list[LogprobEntry | None] | None = None
+    is_dropped: bool = False
+    """True if only the prompt was asked for; the one token that comes with it is dropped."""
 
 
 class Generation(ABC, Generic[F]):
@@ -57,8 +59,6 @@ class Generation(ABC, Generic[F]):
         self._outputs = [
             Output(None if reading is None else reading.read()) for _ in plan.sequences
         ]
-        self._drop_output = False
-        """True if only the prompt was asked for; the one token that comes with it is dropped."""
 
     async def result(self) -> bytes:
         """Body of the reply in one piece. Raises what `EngineClient.generate` raises."""
@@ -113,8 +113,7 @@ class Generation(ABC, Generic[F]):
     async def _run(self, read: Callable[[int, list[TextDelta]], None]) -> None:
         """Run all sequences; `read` gets their numbers and deltas. The first error ends all."""
         generates = [
-            self._client.generate(sequence, partial(read, index))
-            for index, sequence in enumerate(self._plan.sequences)
+            self._generate(index, partial(read, index)) for index in range(len(self._outputs))
         ]
         if len(generates) == 1:  # it needs no task besides the request's
             await generates[0]
@@ -127,10 +126,18 @@ class Generation(ABC, Generic[F]):
                 run.cancel()
             await asyncio.gather(*runs, return_exceptions=True)
 
+    async def _generate(self, index: int, read: Callable[[list[TextDelta]], None]) -> None:
+        """Run a sequence to its end, or until it is aborted."""
+        sequence, output = self._plan.sequences[index], self._outputs[index]
+        generate = self._client.generate(sequence, read)
+        if await until_aborted(sequence.abort, generate) and output.finish_reason is None:
+            num_prompt, at = len(sequence.prompt_ids), output.num_output
+            read([TextDelta(0, "", [], at, "abort", None, num_prompt, output.num_cached)])
+
     def _note(self, index: int, delta: TextDelta) -> None:
         """Note the progress that a delta reports. Raises `RequestError` if it reports an error."""
         output = self._outputs[index]
-        if self._drop_output:
+        if output.is_dropped:
             _drop_output(delta)
         self._tracker.delta(index, delta)
         output.num_output, output.num_cached = delta.num_output, delta.num_cached

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -17,7 +17,7 @@ from deploy.http.generation.endpoint import CLIENT_GONE, check_content_type, rea
 class JsonRoute(Route):
     """A route that reads JSON, if it has a body, and answers with JSON."""
 
-    errors = (400, 404, 413, 415, 500, 503)
+    errors: ClassVar[tuple[int, ...]] = (400, 404, 413, 415, 500, 503)
 
     async def handle(self, request: Request) -> Response:
         body = b""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from deploy.http.aborts import Abort
 from deploy.http.engine_client import EngineClient, GenerateRequest, ModelInfo
 from deploy.http.generation.reading import OutputReading
 from deploy.http.generation.request import (
@@ -17,6 +19,7 @@ from deploy.http.generation.request import (
     NamedConstraint,
     TextRequest,
     Truncation,
+    Wanted,
     named_error,
 )
 from deploy.http.parsers.reasoning_parser import END, START
@@ -24,7 +27,7 @@ from deploy.http.settings import ApiSettings
 from engine.constraints import structured
 from engine.constraints.grammar_payload import Thinking
 from engine.errors import RequestError
-from engine.sampling_params import check_prompt
+from engine.sampling_params import SamplingParams, check_prompt
 
 MAX_TOKEN_CHARS = 256
 """No vocabulary known has longer tokens (Llama 3 and GPT-4 reach 128 spaces)."""
@@ -52,6 +55,8 @@ class Prompt(NamedTuple):
 
     ids: list[int]
     max_tokens: int
+    wanted: Wanted
+    abort: Abort
 
 
 async def plan_chat(client: EngineClient, settings: ApiSettings, request: ChatRequest) -> Plan:
@@ -64,6 +69,7 @@ async def plan_chat(client: EngineClient, settings: ApiSettings, request: ChatRe
             "programs; use the model's own.",
             "chat_template",
         )
+    abort = _open_abort(client, request, request.id)
     ids = await client.render_chat(
         request.messages,
         add_generation_prompt=request.add_generation_prompt,
@@ -80,20 +86,26 @@ async def plan_chat(client: EngineClient, settings: ApiSettings, request: ChatRe
     reading = None
     if thinking is not None or request.tools.format is not None:
         reading = OutputReading(request.tools, thinking)
-    return await _plan(client, request, [Prompt(ids, max_tokens)], constraint, reading)
+    wanted = Wanted(request.params, request.max_tokens, constraint, request.id)
+    return await _plan(client, request, [Prompt(ids, max_tokens, wanted, abort)], reading)
 
 
 async def plan_texts(client: EngineClient, request: TextRequest) -> Plan:
     """Tokenize the prompts and check everything. Raises `RequestError`; nothing runs yet."""
     info = client.model_info
     check_model(request.model, info)
-    asked, default = request.max_tokens, request.default_max_tokens
+    default, each = request.default_max_tokens, request.each
+    if not each:
+        alike = Wanted(request.params, request.max_tokens, request.constraint, request.id)
+        each = [alike] * len(request.prompts)
+    aborts = [_open_abort(client, request, wanted.id) for wanted in each]
     prompts = []
-    for ids in await _encode(client, request, info):
-        kept = truncate_prompt(ids, request.truncation, asked, info)
-        max_tokens = resolve_max_tokens(len(kept), asked, default, info, request.names)
-        prompts.append(Prompt(kept, max_tokens))
-    return await _plan(client, request, prompts, request.constraint, None)
+    encoded = await _encode(client, request, info)
+    for ids, wanted, abort in zip(encoded, each, aborts, strict=True):
+        kept = truncate_prompt(ids, request.truncation, wanted.max_tokens, info)
+        max_tokens = resolve_max_tokens(len(kept), wanted.max_tokens, default, info, request.names)
+        prompts.append(Prompt(kept, max_tokens, wanted, abort))
+    return await _plan(client, request, prompts, None)
 
 
 def check_model(name: str, info: ModelInfo) -> None:
@@ -122,15 +134,15 @@ def truncate_prompt(
     ids: list[int], truncation: Truncation | None, asked: int | None, info: ModelInfo
 ) -> list[int]:
     """The part of a prompt that is kept: -1 tokens are what leaves room for `asked` tokens of
-    output, or for one. Raises `RequestError` if more is to be kept than that."""
+    output, or, if that is None, for one. Raises `RequestError` if more is to be kept than that."""
     if truncation is None:
         return ids
     keep, side = truncation
-    room = info.max_model_len - (asked or 1)
+    room = info.max_model_len - (1 if asked is None else asked)
     if keep > room:
+        less = f" ({info.max_model_len}) less the output" if room < info.max_model_len else ""
         raise RequestError(
-            f"truncate_prompt_tokens ({keep}) must not exceed {room}: the context length "
-            f"({info.max_model_len}) less the output.",
+            f"truncate_prompt_tokens ({keep}) must not exceed {room}: the context length{less}.",
             "truncate_prompt_tokens",
         )
     if keep < 0:
@@ -141,17 +153,18 @@ def truncate_prompt(
 def resolve_max_tokens(
     num_prompt: int, asked: int | None, default: int | None, info: ModelInfo, names: FieldNames
 ) -> int:
-    """Output limit of a sequence in tokens: `asked`; if that is None, `default` or what fits,
-    whichever is less (`default` None: what fits).
+    """Output limit of a sequence in tokens: `asked`, 0 if the prompt is only embedded; if it is
+    None, `default` or what fits, whichever is less (`default` None: what fits).
 
     Raises `RequestError` with code context_length_exceeded if the prompt leaves no room, or not
     enough for `asked` tokens.
     """
     room = info.max_model_len - num_prompt
-    if room < 1:
+    if room < (asked != 0):
+        why = "" if asked == 0 else ", which leaves no room for a completion"
         raise RequestError(
             f"This model's maximum context length is {info.max_model_len} tokens. However, your "
-            f"{names.prompt} has {num_prompt} tokens, which leaves no room for a completion. "
+            f"{names.prompt} has {num_prompt} tokens{why}. "
             f"Please reduce the length of the {names.prompt}.",
             names.prompt,
             code="context_length_exceeded",
@@ -223,11 +236,36 @@ def _cut(text: str, truncation: Truncation | None, info: ModelInfo) -> str:
     return text[:limit] if is_right else text[-limit:]
 
 
+def _open_abort(client: EngineClient, request: GenerationRequest, prompt_id: str) -> Abort:
+    """What can end the request from now on."""
+    abort = Abort(frozenset({request.id, request.given_id or request.id, prompt_id}))
+    client.aborts.add(abort)
+    return abort
+
+
+async def until_aborted(abort: Abort, work: Coroutine[Any, Any, None]) -> bool:
+    """Do the work, unless it is aborted before it is done. Returns whether it was."""
+    if abort.is_set:
+        work.close()
+        return True
+    scope = asyncio.timeout(None)
+    abort.scopes.add(scope)
+    try:
+        async with scope:
+            await work
+    except TimeoutError:
+        if not scope.expired():  # one of the work's own
+            raise
+        return True
+    finally:
+        abort.scopes.discard(scope)
+    return False
+
+
 async def _plan(
     client: EngineClient,
     request: GenerationRequest,
     prompts: Iterable[Prompt],
-    constraint: NamedConstraint | None,
     reading: OutputReading | None,
 ) -> Plan:
     """Checked sampling parameters for every sequence.
@@ -235,19 +273,28 @@ async def _plan(
     Each sequence gets a seed, a random one if the request has none, so that it can be resumed
     elsewhere with the same noise.
     """
-    info, params = client.model_info, request.params
-    params.bad_words_ids = await _bad_words_ids(client, request.bad_words)
-    if constraint is not None:
-        await check_constraint(client, constraint)
-        params.constraint = constraint.spec
-    if reading is not None:
-        # Some models write the marks of calls and reasoning as special tokens.
-        params.skip_special_tokens = False
+    info = client.model_info
+    bad_words_ids = await _bad_words_ids(client, request.bad_words)
+    checked: NamedConstraint | None = None
+    verified: SamplingParams | None = None
     sequences: list[GenerateRequest] = []
     for prompt in prompts:
-        if prompt.max_tokens != params.max_tokens or not sequences:
+        params, constraint = prompt.wanted.params, prompt.wanted.constraint
+        params.bad_words_ids = bad_words_ids
+        if constraint is not None:
+            if constraint != checked and not await until_aborted(
+                prompt.abort, check_constraint(client, constraint)
+            ):
+                checked = constraint
+            params.constraint = constraint.spec
+        if reading is not None:
+            # Some models write the marks of calls and reasoning as special tokens.
+            params.skip_special_tokens = False
+        is_new = params is not verified or prompt.max_tokens != params.max_tokens
+        if is_new and request.pooling is None:
             params.max_tokens = prompt.max_tokens
             params.verify(info.vocab_size)
+            verified = params
         sequences += [
             GenerateRequest(
                 request.id,
@@ -256,6 +303,8 @@ async def _plan(
                 request.priority,
                 request.cache_salt,
                 request.return_token_ids,
+                prompt.abort,
+                request.pooling,
             )
             for copy in params.copies(lambda: secrets.randbits(63))
         ]
@@ -267,7 +316,7 @@ async def _plan(
         request.id,
         created,
         info.name,
-        params.n,
+        request.params.n,
         sequences,
         reading,
         request.stream,

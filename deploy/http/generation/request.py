@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 from deploy.http.generation.tool_use import ToolUse
 from engine.constraints import ConstraintSpec
 from engine.errors import RequestError
+from engine.pooling import Pooling
 from engine.sampling_params import SamplingParams
 
 
@@ -41,12 +42,25 @@ def named_error(error: RequestError, field: str) -> RequestError:
     return RequestError(message, param, status=error.status, code=error.code)
 
 
+class Wanted(NamedTuple):
+    """What is wanted of one prompt. `params` are those of its first copy, but for `max_tokens`;
+    `max_tokens` is the number asked for, None for the default."""
+
+    params: SamplingParams
+    max_tokens: int | None
+    constraint: NamedConstraint | None
+    id: str
+    """The prompt's own id."""
+
+
 @dataclass(kw_only=True)
 class GenerationRequest:
-    """What all requests have. `params` are those of the first copy of each prompt, but for
-    `max_tokens`; `max_tokens` is the number asked for, None for the default."""
+    """What all requests have. `params`, `max_tokens` and `constraint`: see `Wanted`."""
 
     id: str
+    """The reply's id."""
+    given_id: str = ""
+    """The id that the client knows the request by, where it has another one."""
     model: str
     params: SamplingParams
     max_tokens: int | None
@@ -59,6 +73,8 @@ class GenerationRequest:
     priority: int = 0
     cache_salt: str = ""
     return_token_ids: bool = False
+    pooling: Pooling | None = None
+    """Set: the prompts are embedded. `max_tokens` is 0 then, and `params` don't matter."""
 
 
 @dataclass(kw_only=True)
@@ -83,3 +99,5 @@ class TextRequest(GenerationRequest):
     prompts: list[str] | list[list[int]]
     add_special_tokens: bool = True
     default_max_tokens: int | None = None
+    each: list[Wanted] = field(default_factory=list)
+    """By prompt, all with the same `n`; empty if they all want the same."""

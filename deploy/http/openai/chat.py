@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from deploy.http.body import FreeObject, encode_json, parse_request, refusal
+from deploy.http.body import MAX_MESSAGES, FreeObject, encode_json, parse_request, refusal
 from deploy.http.engine_client import EngineClient, ModelInfo
 from deploy.http.generation.generation import Generation, Output
 from deploy.http.generation.plan import check_model, check_text_length, plan_chat
@@ -44,7 +44,7 @@ class ChatCompletionRequest(GenerationFields):
         "add_special_tokens": (False,),
     }
 
-    messages: list[ChatMessage] = Field(json_schema_extra={"minItems": 1})
+    messages: list[ChatMessage] = Field(max_length=MAX_MESSAGES, json_schema_extra={"minItems": 1})
     max_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
     max_completion_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
     logprobs: bool = False

@@ -2,9 +2,9 @@
 
 # No `from __future__ import annotations`: pydantic reads the annotations of the request.
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
-from pydantic import PlainValidator, WithJsonSchema, model_validator
+from pydantic import model_validator
 
 from deploy.http.body import encode_json, parse_request, refusal
 from deploy.http.engine_client import EngineClient, ModelInfo
@@ -15,48 +15,19 @@ from deploy.http.metrics import RequestTracker
 from deploy.http.openai.generation import OpenAIEndpoint, OpenAIGeneration
 from deploy.http.openai.logprobs import completion_logprobs, echoed_logprobs, prompt_logprobs
 from deploy.http.openai.replies import Completion, CompletionChunk, Error
-from deploy.http.openai.request import UNSUPPORTED, GenerationFields, documented
+from deploy.http.openai.request import (
+    MAX_PROMPTS,
+    UNSUPPORTED,
+    GenerationFields,
+    Prompts,
+    documented,
+)
 from deploy.http.openai.sse import ChunkEncoder
 from engine.protocol.tokenizer_messages import LogprobEntry, TextDelta
 from engine.sampling_params import MAX_LOGPROBS
 
-MAX_PROMPTS = 2048
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for completions; chats may use the rest of the context."""
-
-
-def _check_prompt(value: Any) -> list[str] | list[list[int]]:
-    """Turn a prompt or a list of prompts, as text or token ids, into a list of prompts."""
-    if isinstance(value, str):
-        value = [value]
-    if not isinstance(value, list):
-        raise refusal(
-            "prompt must be a string, a list of strings, a list of token ids, or a list of lists "
-            "of token ids."
-        )
-    kinds = set(map(type, value))
-    if kinds == {int}:
-        return [value]
-    if len(value) > MAX_PROMPTS:
-        raise refusal(f"prompt takes at most {MAX_PROMPTS} prompts.")
-    if not value or (kinds <= {str, list} and not all(value)):
-        raise refusal("prompt must not be empty.")
-    if kinds == {str} or (kinds == {list} and all(set(map(type, ids)) == {int} for ids in value)):
-        return value
-    raise refusal("prompt must hold either strings or whole-number token ids.")
-
-
-def _some(items: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "array", "items": items, "minItems": 1, "maxItems": MAX_PROMPTS}
-
-
-_TEXT = {"type": "string", "minLength": 1}
-_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
-Prompts = Annotated[
-    list[str] | list[list[int]],
-    PlainValidator(_check_prompt),
-    WithJsonSchema({"anyOf": [_TEXT, _some(_TEXT), _IDS, _some(_IDS)]}),
-]
 
 
 class CompletionRequest(GenerationFields):
@@ -167,7 +138,8 @@ class CompletionGeneration(OpenAIGeneration[CompletionRequest]):
         self._echoes = [echo for echo in echoes for _ in range(plan.n)]
         self._opened: set[int] = set()
         """Choices of a stream that have had their first chunk."""
-        self._drop_output = request.max_tokens == 0
+        for output in self._outputs:
+            output.is_dropped = request.max_tokens == 0
         self._style = request.logprob_style(request.logprobs or 0)
         self._is_plain = request.logprobs is None and not request.stream_options.usage_always
         """All chunks between the first and the last hold only text, and tokens if asked for."""

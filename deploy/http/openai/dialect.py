@@ -3,13 +3,23 @@
 from deploy.http.dialect import Dialect
 from deploy.http.openai.chat import ChatEndpoint
 from deploy.http.openai.completions import CompletionEndpoint
+from deploy.http.openai.embeddings import EmbeddingEndpoint
 from deploy.http.openai.errors import openai_error
 from deploy.http.openai.replies import Error
 from deploy.http.openai.responses.endpoint import ResponsesEndpoint
+from deploy.http.openai.score import ScoreEndpoint
 from deploy.http.openai.tokenization import DetokenizeRoute, TokenizeRoute
 
 OPENAI = Dialect(
-    routes=(CompletionEndpoint, ChatEndpoint, ResponsesEndpoint, TokenizeRoute, DetokenizeRoute),
+    routes=(
+        CompletionEndpoint,
+        ChatEndpoint,
+        ResponsesEndpoint,
+        EmbeddingEndpoint,
+        ScoreEndpoint,
+        TokenizeRoute,
+        DetokenizeRoute,
+    ),
     error_reply=openai_error,
     error=Error,
 )

@@ -272,3 +272,42 @@ class Version(_Shape):
     """Manta's version."""
 
     version: str
+
+
+class Embedding(_Shape):
+    """The vector of one prompt: numbers, or with `encoding_format` base64 the bytes of
+    little-endian float32."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class Embeddings(_Shape):
+    """Reply of `POST /v1/embeddings`."""
+
+    object: Literal["list"]
+    data: list[Embedding]
+    id: str
+    created: int
+    model: str
+    usage: Usage
+
+
+class Score(_Shape):
+    """The cosine of two texts' embeddings."""
+
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class Scores(_Shape):
+    """Reply of `POST /v1/score`."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Score]
+    usage: Usage

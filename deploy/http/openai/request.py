@@ -4,7 +4,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic import Field, PlainValidator, ValidationInfo, WithJsonSchema, model_validator
 
 from deploy.http.body import Strict, refusal
 from deploy.http.engine_client import ModelInfo
@@ -22,10 +22,12 @@ from engine.sampling_params import (
     MAX_N,
     MAX_STOP_LENGTH,
     MAX_STOP_STRINGS,
+    MAX_TOKEN_IDS,
     MODEL_DEFAULTS,
     SamplingParams,
 )
 
+MAX_PROMPTS = 2048
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_LENGTH = 256
 _MAX_INT = 2**31 - 1
@@ -91,6 +93,45 @@ def _check_bad_words(value: Any) -> list[str]:
     return value
 
 
+def _check_prompts(value: Any, info: ValidationInfo) -> list[str] | list[list[int]]:
+    """Turn a prompt or a list of prompts, as text or token ids, into a list of prompts."""
+    name = info.field_name
+    if isinstance(value, str):
+        value = [value]
+    if not isinstance(value, list):
+        raise refusal(
+            f"{name} must be a string, a list of strings, a list of token ids, or a list of lists "
+            "of token ids."
+        )
+    kinds = set(map(type, value))
+    if kinds == {int}:
+        return [value]
+    if len(value) > MAX_PROMPTS:
+        raise refusal(f"{name} takes at most {MAX_PROMPTS} prompts.")
+    if not value or (kinds <= {str, list} and not all(value)):
+        raise refusal(f"{name} must not be empty.")
+    if kinds == {str} or (kinds == {list} and all(set(map(type, ids)) == {int} for ids in value)):
+        return value
+    raise refusal(f"{name} must hold either strings or whole-number token ids.")
+
+
+def _check_texts(value: Any, info: ValidationInfo) -> list[str]:
+    """Turn a text or a list of texts into a list of texts."""
+    name = info.field_name
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise refusal(f"{name} must be a string or a list of strings.")
+    if len(texts) > MAX_PROMPTS:
+        raise refusal(f"{name} takes at most {MAX_PROMPTS} texts.")
+    if not texts or not all(texts):
+        raise refusal(f"{name} must not be empty.")
+    return texts
+
+
+def _some(items: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "array", "items": items, "minItems": 1, "maxItems": MAX_PROMPTS}
+
+
 _STOP_STRING = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH}
 Stop = Annotated[
     list[str],
@@ -111,6 +152,7 @@ LogitBias = Annotated[
         {
             "type": "object",
             "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+            "maxProperties": MAX_TOKEN_IDS,
             "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
         }
     ),
@@ -131,6 +173,18 @@ BadWords = Annotated[
 TokenIds = Annotated[
     list[int], WithJsonSchema({"type": "array", "items": {"type": "integer", "minimum": 0}})
 ]
+
+_TEXT = {"type": "string", "minLength": 1}
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+Prompts = Annotated[
+    list[str] | list[list[int]],
+    PlainValidator(_check_prompts),
+    WithJsonSchema({"anyOf": [_TEXT, _some(_TEXT), _IDS, _some(_IDS)]}),
+]
+Texts = Annotated[
+    list[str], PlainValidator(_check_texts), WithJsonSchema({"anyOf": [_TEXT, _some(_TEXT)]})
+]
+"""Those of a field that takes no token ids."""
 
 
 def documented(default: Any, **limits: Any) -> Any:
@@ -172,7 +226,9 @@ class GenerationFields(Strict):
     min_p: float = documented(0.0, minimum=0, maximum=1)
     seed: int | None = documented(None, minimum=-(2**63), maximum=2**63 - 1)
     stop: Stop = Field(default_factory=list)
-    stop_token_ids: TokenIds = Field(default_factory=list)
+    stop_token_ids: TokenIds = Field(
+        default_factory=list, json_schema_extra={"maxItems": MAX_TOKEN_IDS}
+    )
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
@@ -236,12 +292,14 @@ class GenerationFields(Strict):
     def common(
         self, request_id: str, logprobs: int | None, prompt_logprobs: int | None, info: ModelInfo
     ) -> dict[str, Any]:
-        """Fields of the `GenerationRequest` that this stands for. Raises `RequestError`."""
+        """Fields of the `GenerationRequest` that this stands for. `request_id` has the prefix of
+        the API. Raises `RequestError`."""
         truncation = None
         if self.truncate_prompt_tokens is not None:
             truncation = Truncation(self.truncate_prompt_tokens, self.truncation_side)
         return {
             "id": request_id,
+            "given_id": request_id.partition("-")[2],
             "model": self.model,
             "params": self.sampling_params(logprobs, prompt_logprobs, info.sampling_defaults),
             "stream": self.stream,

@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from deploy.http.body import FreeObject, Strict, parse_request, refusal
+from deploy.http.body import MAX_MESSAGES, FreeObject, Strict, parse_request, refusal
 from deploy.http.engine_client import EngineClient
 from deploy.http.generation.json_route import JsonRoute
 from deploy.http.generation.plan import check_model, check_text_length
@@ -26,7 +26,7 @@ class TokenizeRequest(Strict):
     prompt: str | None = None
     add_special_tokens: bool | None = None
     """Let the tokenizer add its special tokens (bos). Default: true for a text."""
-    messages: list[ChatMessage] | None = Field(None, min_length=1)
+    messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     tools: list[Tool] = Field(default_factory=list)

@@ -74,6 +74,17 @@ def test_sharded_files_give_the_same_model(folder: Path, tmp_path: Path) -> None
     assert torch.equal(logits_of(folder), logits_of(sharded))
 
 
+def test_checkpoints_saved_without_the_head_give_the_same_model(tmp_path: Path) -> None:
+    """As those of models that only embed: no name begins with "model."."""
+    folder = make_model(tmp_path, "Qwen3ForCausalLM", head_dim=16, tie_word_embeddings=True)
+    expected = logits_of(folder)
+    file = folder / "model.safetensors"
+    weights = {name.removeprefix("model."): value for name, value in load_file(file).items()}
+    assert "embed_tokens.weight" in weights and "lm_head.weight" not in weights
+    save_file(weights, file)
+    assert torch.allclose(logits_of(folder), expected, atol=1e-5)
+
+
 def test_index_naming_a_missing_file(tmp_path: Path) -> None:
     sharded = make_model(tmp_path / "sharded", "LlamaForCausalLM", max_shard_size="40KB")
     gone = sorted(sharded.glob("*.safetensors"))[1]

@@ -12,10 +12,13 @@ from engine.protocol import encoding
 from engine.protocol.messages import (
     AddRequest,
     ForwardMode,
+    GenerationBatchResult,
     ModelWorkerBatch,
+    PooledRows,
     SlotParams,
     StepOutputs,
 )
+from engine.protocol.tokenizer_messages import TextDelta, TextOutputs
 from engine.sampling_params import SamplingParams
 
 ints = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=3000).map(
@@ -54,6 +57,26 @@ def test_batch_round_trip(rows: int) -> None:
     for name in ("req_pool_indices", "seq_lens", "input_ids", "out_cache_loc", "sample_rows"):
         assert np.array_equal(getattr(got, name), getattr(sent, name)), name
     assert np.array_equal(got.new_slots[0].token_ids, a)
+
+
+def test_embeddings_round_trip() -> None:
+    """Bytes of any length, in every message on their way."""
+    vectors = [b"", bytes(range(256)) * 80]
+    result = GenerationBatchResult(1, [], embeddings=vectors)
+    assert encoding.decode(wire(encoding.encode(result)), GenerationBatchResult) == result
+    step = StepOutputs(1, [], [], [], [], embeddings={2**40: vectors[1]})
+    assert encoding.decode(wire(encoding.encode(step)), StepOutputs) == step
+    delta = TextDelta(1, "", [], 0, "stop", None, 5, 0, embedding=vectors[1])
+    outputs = TextOutputs([delta])
+    assert encoding.decode(wire(encoding.encode(outputs)), TextOutputs) == outputs
+    ids = np.arange(3, dtype=np.int32)
+    request = AddRequest(rid=1, input_ids=ids, params=SamplingParams(), pooling="mean")
+    assert encoding.decode([encoding.encode_inline(request)], AddRequest).pooling == "mean"
+    rows = encoding.decode(wire(encoding.encode(PooledRows(ids, ids[:2], ids[:0]))), PooledRows)
+    assert [len(found) for found in (rows.last, rows.mean, rows.mean_ends)] == [3, 2, 0]
+    wrong = msgspec.structs.replace(request, pooling="cls")
+    with pytest.raises(msgspec.ValidationError):
+        encoding.decode([encoding.encode_inline(wrong)], AddRequest)
 
 
 def test_large_arrays_are_frames_of_their_own() -> None:

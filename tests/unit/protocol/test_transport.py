@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import select
 import socket
+import threading
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -14,7 +18,7 @@ from hypothesis import strategies as st
 from engine.errors import EngineDeadError
 from engine.protocol import encoding, local_socket, messages
 from engine.protocol.messages import AbortRequest, AddRequest, ReaderGone
-from engine.protocol.transport import _HEAD, Inbox, Outbox, Waiter, _Order
+from engine.protocol.transport import _HEAD, Inbox, Outbox, Waiter, _Address, _Order
 from engine.sampling_params import SamplingParams
 
 Context = zmq.Context[zmq.Socket[bytes]]
@@ -34,29 +38,115 @@ def rids(inbox: Inbox, count: int) -> list[int]:
     return [m.rid for m in got if m is not None]
 
 
-def test_inbox_takes_only_messages_with_its_secret(context: Context) -> None:
+def test_inbox_takes_only_messages_with_its_secret(
+    context: Context, caplog: pytest.LogCaptureFixture
+) -> None:
     inbox = Inbox(context=context)
     friend = Outbox(inbox.address, context)
-    endpoint = inbox.address.partition("#")[0]
-    stranger = Outbox(f"{endpoint}#{'00' * 16}", context)
-    raw = context.socket(zmq.PUSH)
-    raw.connect(endpoint)
-    stranger.send(messages.Shutdown())
-    raw.send(b"hello")
-    raw.send_multipart([b"x" * _HEAD.size, b"y"])
+    address = _Address.parse(inbox.address)
+    stranger = Outbox(str(address._replace(secret=bytes(16))), context)
+    for _ in range(3):
+        stranger.send(messages.Shutdown())
     friend.send(ReaderGone("c"))
     assert inbox.recv(5.0) == ReaderGone("c")
     assert inbox.recv(0.3) is None
     assert inbox.refused == 3
-    raw.close(0)
+    assert len(caplog.records) == 1, "one line a minute"
     friend.close()
     stranger.close()
     inbox.close()
 
 
+def test_connections_without_the_key_bring_nothing(context: Context) -> None:
+    """Neither memory nor messages: ZeroMQ itself drops them."""
+    inbox = Inbox(context=context)
+    address = _Address.parse(inbox.address)
+    other_key, _ = zmq.curve_keypair()
+    stranger = Outbox(str(address._replace(key=other_key)), context)
+    plain = context.socket(zmq.PUSH)
+    plain.setsockopt(zmq.SNDHWM, 2)
+    plain.setsockopt(zmq.IMMEDIATE, 1)
+    plain.connect(address.endpoint)
+    stranger._local = None
+    stranger.send(messages.Shutdown())
+    with pytest.raises(zmq.Again):  # no connection was ever made
+        time.sleep(0.2)
+        plain.send(b"x" * 100, zmq.NOBLOCK)
+    host, _, port = address.endpoint.removeprefix("tcp://").rpartition(":")
+    with socket.create_connection((host, int(port))) as raw, contextlib.suppress(OSError):
+        raw.sendall(b"\xff" * 64)
+        for _ in range(100):
+            raw.sendall(b"\xff" * 100_000)
+    friend = Outbox(inbox.address, context)
+    friend.send(ReaderGone("c"))
+    assert inbox.recv(5.0) == ReaderGone("c")
+    assert inbox.recv(0.3) is None and inbox.refused == 0
+    plain.close(0)
+    stranger._socket.close(0)
+    for end in (friend, inbox):
+        end.close()
+
+
+def test_too_large_a_message_is_refused_where_it_is_sent(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inbox = Inbox(context=context)
+    outbox = Outbox(inbox.address, context)
+    monkeypatch.setattr("engine.protocol.transport.MAX_BYTES", 100_000)
+    with pytest.raises(ValueError, match="more than 100000 bytes"):
+        outbox.send(ReaderGone("c" * 100_001))
+    outbox.send(ReaderGone("c"))
+    assert inbox.recv(5.0) == ReaderGone("c")
+    outbox.close()
+    inbox.close()
+
+
+def test_what_goes_over_the_network_is_encrypted() -> None:
+    """A listener between the two, as tcpdump would be: no word of the message is in the bytes."""
+    context: Context = zmq.Context()
+    inbox = Inbox(context=context)
+    address = _Address.parse(inbox.address)
+    host, _, port = address.endpoint.removeprefix("tcp://").rpartition(":")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        seen = bytearray()
+        thread = threading.Thread(target=_relay, args=(listener, (host, int(port)), seen))
+        thread.start()
+        between = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        outbox = Outbox(str(address._replace(endpoint=between)), context)
+        assert outbox._local is not None
+        outbox._local.close()
+        outbox._local = None
+        outbox.send(ReaderGone("a secret prompt"))
+        assert inbox.recv(5.0) == ReaderGone("a secret prompt")
+        outbox.close()
+        inbox.close()
+        context.term()
+        thread.join(10)
+    assert b"CURVE" in seen and len(seen) > 200
+    assert b"prompt" not in seen and address.secret not in seen
+
+
+def _relay(listener: socket.socket, target: tuple[str, int], seen: bytearray) -> None:
+    """Pass on one connection until either side closes; `seen` gets the sender's bytes."""
+    sender, _ = listener.accept()
+    with sender, socket.create_connection(target) as receiver:
+        ends = {sender: receiver, receiver: sender}
+        while True:
+            for end in select.select(list(ends), [], [])[0]:
+                try:
+                    data = end.recv(65536)
+                except OSError:
+                    return
+                if not data:
+                    return
+                if end is sender:
+                    seen += data
+                ends[end].sendall(data)
+
+
 def test_datagrams_without_the_secret_are_refused() -> None:
     inbox, others = Inbox(), Inbox()
-    secret = bytes.fromhex(inbox.address.partition("#")[2])
+    secret = _Address.parse(inbox.address).secret
     raw = local_socket.connect(secret)
     assert raw is not None
     stranger = Outbox(others.address)

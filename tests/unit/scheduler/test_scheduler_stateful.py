@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from engine.pooling import Pooling
 from engine.protocol.messages import AbortRequest
 from tests.support.scheduler_harness import MODES, VOCAB, Harness
 
@@ -98,6 +99,28 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         self.next_rid += 1
 
+    @precondition(lambda self: len(self.h.scheduler.requests.by_key) < 20)
+    @rule(
+        stem=st.sampled_from(STEMS),
+        shared=st.integers(1, 50),
+        tail=st.integers(0, 46),
+        pooling=st.sampled_from(["last", "mean"]),
+        priority=st.integers(0, 2),
+        reply_to=st.sampled_from(["a", "b"]),
+    )
+    def embed(
+        self,
+        stem: list[int],
+        shared: int,
+        tail: int,
+        pooling: Pooling,
+        priority: int,
+        reply_to: str,
+    ) -> None:
+        prompt = stem[:shared] + [(self.next_rid + 3 * k) % VOCAB for k in range(tail)]
+        self.h.embed(self.next_rid, prompt, pooling, reply_to=reply_to, priority=priority)
+        self.next_rid += 1
+
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         alive = [k for k, r in self.h.scheduler.requests.by_key.items() if not r.finished]
@@ -109,6 +132,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def retract(self, data: st.DataObject) -> None:
         running = [r for m in self.h.scheduler.micro_batches for r in m.running.reqs]
+        if (chunked := self.h.scheduler.requests.chunked) is not None:
+            running.append(chunked)
         if running:
             self.h.scheduler.requests.retract(data.draw(st.sampled_from(running)))
 

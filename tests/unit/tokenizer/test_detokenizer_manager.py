@@ -329,3 +329,16 @@ def test_spaces_between_special_tokens() -> None:
         params = SamplingParams(skip_special_tokens=False, spaces_between_special_tokens=spaces)
         manager.add(1, params, PROMPT[:0])
         assert text_of(run(manager, 1, ids, end(1, "length"))) == expected
+
+
+def test_an_embedding_comes_with_the_end(manager: DetokenizerManager) -> None:
+    for rid in (1, 2, 3):
+        manager.add(rid, SamplingParams(), PROMPT)
+    out = step({3: 7}, [end(1, "stop"), end(2, "stop"), end(9, "stop")], [(1, 2), (2, 0)])
+    out.embeddings = {1: b"abcd", 2: b"efgh", 9: b"ijkl"}
+    deltas, stopped = manager.process(out)
+    found = {delta.rid: delta for delta in deltas}
+    assert [found[rid].embedding for rid in (1, 2)] == [b"abcd", b"efgh"]
+    assert found[1].num_cached == 2 and found[1].token_ids == [] and found[1].text == ""
+    assert 3 not in found or found[3].embedding is None
+    assert stopped == [] and len(manager) == 1

@@ -14,6 +14,7 @@ from engine.distributed import ParallelState
 from engine.protocol.messages import (
     GenerationBatchResult,
     ModelWorkerBatch,
+    PooledRows,
     SampleMasks,
 )
 from engine.trace import StageSpan, TraceRing
@@ -195,6 +196,33 @@ def test_simulated_tokens_depend_on_the_sequence_alone() -> None:
     together = run([1, 2, 3], 20)
     assert together[2] == run([2], 20)[2]
     assert together[1] != together[2]
+
+
+def test_simulated_embeddings_depend_on_the_prompt_alone() -> None:
+    def run(lens: list[int], pooled: PooledRows) -> list[bytes]:
+        worker, _ = simulated(0.0)
+        queue = StepQueue(worker)
+        batch = decode_step(1, list(range(1, len(lens) + 1)))
+        batch.num_extend = len(lens)
+        batch.extend_lens = np.asarray(lens, np.int32)
+        batch.input_ids = np.concatenate([np.arange(10, 10 + n, dtype=np.int32) for n in lens])
+        batch.seq_lens = batch.extend_lens + 4
+        batch.sample_rows = NONE
+        batch.pooled = pooled
+        queue.launch(batch)
+        result = queue.take_oldest()
+        assert result is not None and result.next_token_ids == []
+        return result.embeddings or []
+
+    one, two = np.asarray([0], np.int32), np.asarray([1], np.int32)
+    together = run([5, 7], PooledRows(two, one, one))
+    assert together == [
+        *run([7], PooledRows(one, NONE, NONE)),
+        *run([5], PooledRows(NONE, one, one)),
+    ]
+    vectors = [np.frombuffer(data, np.float32) for data in together]
+    assert len(vectors[0]) == 256 and not np.array_equal(*vectors)
+    assert run([5], PooledRows(NONE, one, NONE)) == []
 
 
 def test_simulated_worker_honours_masks() -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from engine.attention.torch_backend import TorchAttentionBackend
-from engine.protocol.messages import ModelWorkerBatch
+from engine.protocol.messages import ModelWorkerBatch, PooledRows
 from engine.sampling.sampler import Sampler
 from engine.sampling_params import SamplingParams
 from engine.worker.future_map import FutureMap
@@ -98,6 +98,26 @@ def make(folder: Path, max_batch_size: int = 0) -> TpModelWorker:
 
 def test_eager_steps_never_wait(folder: Path) -> None:
     run_steps(make(folder))
+
+
+@pytest.mark.parametrize("prompt_logprobs", [None, 2])
+def test_steps_with_embeddings_never_wait(folder: Path, prompt_logprobs: int | None) -> None:
+    """Rows that are pooled beside rows that sample, and alone."""
+    worker = make(folder)
+    queue = StepQueue(worker)
+    sampling = SamplingParams(temperature=0.0, prompt_logprobs=prompt_logprobs)
+    steps = Steps(lambda number: sampling, seed=1)
+    for number, target in enumerate((6, 11, 15)):
+        with FakeCuda():
+            batch, _ = steps.next(target)
+            fresh = np.arange(batch.num_extend, dtype=np.int32)
+            batch.pooled = PooledRows(fresh[1::2], fresh[::2], fresh[2::2])
+            batch.sample_rows = batch.sample_rows[batch.num_extend :]
+            if prompt_logprobs is not None:
+                batch.extend_next_ids = np.full(batch.num_extend, -1, np.int32)
+            queue.launch(batch)
+        (result,) = queue.take_ready()
+        assert len(result.embeddings or []) == batch.num_extend - 1, number
 
 
 def test_captured_steps_never_wait(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,7 +89,7 @@ class ResponseGeneration(Generation[ResponsesRequest]):
 
     @property
     def _status(self) -> Status:
-        return "incomplete" if self._outputs[0].finish_reason == "length" else "completed"
+        return "completed" if self._outputs[0].finish_reason == "stop" else "incomplete"
 
     def _response(self, status: str) -> dict[str, Any]:
         given, plan = self._request, self._plan

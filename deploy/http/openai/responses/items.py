@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
-from deploy.http.body import Strict, refusal
+from deploy.http.body import MAX_MESSAGES, Strict, refusal
 
 
 class _Part(Strict):
@@ -100,7 +100,9 @@ Item = Annotated[
     Discriminator(_kind_of),
 ]
 Input = Annotated[
-    list[Item], BeforeValidator(_refuse_others, json_schema_input_type=str | list[Item])
+    list[Item],
+    Field(max_length=MAX_MESSAGES),
+    BeforeValidator(_refuse_others, json_schema_input_type=str | list[Item]),
 ]
 """A text, which is a user's message, or a list of items."""
 

@@ -198,6 +198,7 @@ class ResponsesRequest(Strict):
         spec = self._constraint()
         return ChatRequest(
             id=request_id,
+            given_id=request_id.removeprefix("resp_"),
             model=self.model,
             params=self._sampling_params(info),
             max_tokens=self.max_output_tokens,

@@ -134,6 +134,10 @@ BAD: list[tuple[str, dict[str, Any], int, str | None]] = [
     (COMPLETIONS, {"messages": [USER]}, 400, "messages"),
     # Chats
     (CHAT, {"messages": []}, 400, "messages"),
+    (CHAT, {"messages": [USER] * 2049}, 400, "messages"),
+    (COMPLETIONS, {"stop_token_ids": [1] * 1025}, 400, "stop_token_ids"),
+    (COMPLETIONS, {"logit_bias": {str(i): 1 for i in range(1025)}}, 400, "logit_bias"),
+    (COMPLETIONS, {"allowed_token_ids": [1] * 301}, 400, "allowed_token_ids"),
     (CHAT, {"messages": None}, 400, "messages"),
     (CHAT, {"messages": "hi"}, 400, "messages"),
     (CHAT, {"messages": ["hi"]}, 400, "messages[0]"),

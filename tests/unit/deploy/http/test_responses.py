@@ -286,6 +286,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"conversation": "c"}, "conversation", "not supported"),
     ({"truncation": "auto"}, "truncation", "not supported"),
     ({"input": []}, "input", "empty"),
+    ({"input": [{"role": "user", "content": ""}] * 2049}, "input", "2048"),
     ({"input": 4}, "input", "string or a list"),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "item_reference"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "content", "input_image"),

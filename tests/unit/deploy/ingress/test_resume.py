@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -150,6 +151,9 @@ class World:
             end = FinishedReq(add.rid, "error", 4, 0, 0, message="the queue is full", status=429)
             self._step(add, [], end)
             return
+        if add.pooling is not None:
+            self._embed(add, trouble)
+            return
         done = len(add.output_ids) if add.output_ids is not None else 0
         limit = min(len(self.ids), add.params.max_tokens or len(self.ids))
         for position in range(done, limit):
@@ -168,6 +172,16 @@ class World:
             if self._step(add, [self.ids[position]], end, position == done, swallow):
                 return
 
+    def _embed(self, add: AddRequest, trouble: Trouble | None) -> None:
+        assert add.output_ids is None
+        if trouble is not None:
+            if trouble.error is not None:
+                raise trouble.error
+            self.lose_tokenizer()
+        end = FinishedReq(add.rid, "stop", len(PROMPT), 0, 3)
+        vector = np.asarray(add.input_ids, np.float32).tobytes()
+        self._step(add, [], end, is_first=True, embeddings={add.rid: vector})
+
     def _step(
         self,
         add: AddRequest,
@@ -175,6 +189,7 @@ class World:
         end: FinishedReq | None,
         is_first: bool = False,
         swallow: bool = False,
+        embeddings: dict[int, bytes] | None = None,
     ) -> bool:
         """One step's output through the detokenizer; whether a stop string ended it."""
         started = [(add.rid, 3 if add.output_ids is None else 1)] if is_first else []
@@ -192,6 +207,7 @@ class World:
             started,
             logprobs,
             prompt,
+            embeddings=embeddings,
         )
         if add.reply_to != self.address:
             return False  # its tokenizer is gone
@@ -293,6 +309,19 @@ def test_many_losses_change_nothing(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("deploy.ingress.attempt.END_TIMEOUT_S", 0.01)
         assert read(world, PARAMS[name], return_token_ids=return_token_ids) == expected
+
+
+@pytest.mark.parametrize("losses", [[], [DEAD], [None], [DRAINING, None, UNREACHABLE]])
+def test_an_embedding_is_computed_anew(
+    tokenizer: Tokenizer, losses: list[Exception | None]
+) -> None:
+    world = World(tokenizer, [Trouble(0, error) for error in losses])
+    (delta,) = asyncio.run(world.read(pooling="mean"))
+    assert delta.embedding == np.asarray(PROMPT, np.float32).tobytes()
+    assert (delta.finish_reason, delta.num_prompt, delta.num_output) == ("stop", 4, 0)
+    assert delta.num_cached == 3 and not delta.text and not delta.token_ids
+    assert [add.pooling for add in world.calls] == ["mean"] * (len(losses) + 1)
+    assert world.resumes.total() == len(losses) and len(world.attempts) == 0
 
 
 def test_resumed_request_is_a_new_one_with_its_output(tokenizer: Tokenizer) -> None:

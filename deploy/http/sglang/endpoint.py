@@ -1,0 +1,58 @@
+"""`POST /generate`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deploy.http.body import parse_request
+from deploy.http.engine_client import EngineClient
+from deploy.http.errors import ErrorReply, Failure
+from deploy.http.generation.endpoint import Endpoint
+from deploy.http.generation.generation import Generation
+from deploy.http.generation.plan import Plan, plan_texts
+from deploy.http.metrics import RequestTracker
+from deploy.http.sglang.errors import sglang_error
+from deploy.http.sglang.generation import GenerateGeneration
+from deploy.http.sglang.replies import GeneratedChunk, GenerateReply, SGLangError
+from deploy.http.sglang.request import GenerateFields
+from engine.errors import RequestError
+
+
+class GenerateEndpoint(Endpoint):
+    """Continues prompts, each with sampling parameters of its own if the request says so."""
+
+    name = "generate"
+    paths = ("/generate",)
+    description = "As SGLang's `POST /generate`, with the fields below."
+    body = GenerateFields
+    reply = GenerateReply
+    events = (GeneratedChunk, SGLangError)
+    done = "[DONE]"
+
+    @staticmethod
+    def error_reply(failure: Failure) -> ErrorReply:
+        return sglang_error(failure)
+
+    async def prepare(
+        self, client: EngineClient, body: bytes, request_id: str, tracker: RequestTracker
+    ) -> Generation[Any]:
+        given = parse_request(body, GenerateFields)
+        plan = await plan_texts(client, given.translate(request_id))
+        firsts = await _first_tokens(client, given, plan)
+        return GenerateGeneration(client, given, plan, tracker, firsts)
+
+
+async def _first_tokens(client: EngineClient, given: GenerateFields, plan: Plan) -> list[str]:
+    """The text of each prompt's first token, if it is wanted. Raises `RequestError` if
+    log-probabilities are wanted from behind a prompt's end on."""
+    prompts = [sequence.prompt_ids for sequence in plan.sequences[:: plan.n]]
+    for ids, logprobs in zip(prompts, given.each_logprobs, strict=True):
+        if logprobs.of_prompt and logprobs.start >= len(ids):
+            raise RequestError(
+                f"logprob_start_len ({logprobs.start}) must be below the number of prompt tokens "
+                f"({len(ids)}).",
+                "logprob_start_len",
+            )
+    if not given.return_text_in_logprobs or not any(f.of_prompt for f in given.each_logprobs):
+        return []
+    return await client.decode_each([ids[0] for ids in prompts])

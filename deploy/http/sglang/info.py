@@ -1,0 +1,73 @@
+"""`GET /model_info` and `GET /server_info`."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from deploy.http.engine_client import EngineClient
+from deploy.http.generation.json_route import JsonRoute
+from deploy.http.sglang.replies import SGLangModelInfo, SGLangServerInfo
+from engine import __version__
+
+
+class ModelInfoRoute(JsonRoute):
+    """What is served."""
+
+    paths = ("/model_info", "/get_model_info")
+    methods = ("GET",)
+    description = "As SGLang's `GET /model_info`."
+    reply = SGLangModelInfo
+    errors = (500, 503)
+
+    async def _answer(self, client: EngineClient, body: bytes) -> dict[str, Any]:
+        info = client.model_info
+        return {
+            "model_path": info.path,
+            "tokenizer_path": info.path,
+            "served_model_name": info.name,
+            "is_generation": True,
+            "max_model_len": info.max_model_len,
+            "vocab_size": info.vocab_size,
+            "preferred_sampling_params": None,
+            "weight_version": "default",
+            "has_image_understanding": False,
+            "has_audio_understanding": False,
+        }
+
+
+class ServerInfoRoute(JsonRoute):
+    """How it is served, and how busy the engines are."""
+
+    paths = ("/server_info", "/get_server_info")
+    methods = ("GET",)
+    description = "As SGLang's `GET /server_info`."
+    reply = SGLangServerInfo
+    errors = (500, 503)
+
+    async def _answer(self, client: EngineClient, body: bytes) -> dict[str, Any]:
+        server, stats = await asyncio.gather(client.server_info(), client.stats())
+        info, replicas = client.model_info, server.pop("replicas")
+        states = {state["replica"]: state for state in stats}
+        shared = dict(replicas[0]) if replicas else {}
+        for key in ("replica", "model", "num_kv_tokens"):
+            shared.pop(key, None)
+        return {
+            **shared,
+            **server,
+            "version": __version__,
+            "model_path": info.path,
+            "tokenizer_path": info.path,
+            "served_model_name": info.name,
+            "max_model_len": info.max_model_len,
+            "max_total_num_tokens": max((r["num_kv_tokens"] for r in replicas), default=0),
+            "internal_states": [
+                {
+                    **states.get(replica["replica"], {}),
+                    "replica": replica["replica"],
+                    "device": replica["device"],
+                    "max_total_num_tokens": replica["num_kv_tokens"],
+                }
+                for replica in replicas
+            ],
+        }
