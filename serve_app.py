@@ -66,6 +66,8 @@ def build_app(args: dict[str, Any]) -> Application:
         server.drain_timeout_s,
     )
     settings = ApiSettings(
+        max_body_bytes=server.max_body_bytes,
+        max_request_tokens=server.max_request_tokens,
         stall_timeout_s=server.stream_stall_timeout_s,
         allow_request_chat_templates=server.allow_request_chat_templates,
         add_request_id_header=False,  # Serve's proxy adds it

@@ -21,6 +21,7 @@ from deploy.http.engine_client import EngineClient, ModelInfo
 from deploy.http.errors import ErrorReply, Failure, failure_of
 from deploy.http.generation.plan import check_model
 from deploy.http.header_guard import REQUEST_ID
+from deploy.http.health import HealthProbe
 from deploy.http.metrics import ServerMetrics
 from deploy.http.openai.dialect import OPENAI
 from deploy.http.openai.errors import openai_error
@@ -74,14 +75,15 @@ def build_api(
         check_model(model or "(none)", info)
         return _json(_describe_model(info))
 
+    probe = HealthProbe(client_provider)
+
     @app.get("/health")
     @app.get("/ping")
     async def health() -> Response:
         try:
-            client = client_provider()
+            state = await probe.check()
         except Exception as exception:  # not started, or lost: both mean "not healthy"
             return _json({"status": "unavailable", "detail": type(exception).__name__}, 503)
-        state = await client.health()
         if state.ok:
             return _json({"status": "ok"})
         return _json({"status": "unavailable", "detail": state.detail}, 503)

@@ -1,6 +1,7 @@
 """Bodies of requests and replies: from bytes to checked fields, and from values to bytes."""
 
 # No `from __future__ import annotations`: pydantic reads the annotations of these classes.
+import asyncio
 import json
 import math
 import re
@@ -14,6 +15,10 @@ from pydantic_core import PydanticCustomError
 from engine.errors import RequestError
 
 M = TypeVar("M", bound=BaseModel)
+LARGE_BODY = 64 * 1024
+"""Bytes. Smaller ones are parsed in a millisecond or two."""
+MAX_CONTAINERS = 100_000
+"""JSON objects and arrays of a body."""
 MAX_MESSAGES = 2048
 """Of a conversation."""
 # Clients that split text at Unicode's line ends (httpx's iter_lines) must not see them raw.
@@ -103,10 +108,19 @@ def parse_request(body: bytes, kind: type[M]) -> M:
     data = decode_json(body)
     if not isinstance(data, dict):
         raise RequestError("The request body must be a JSON object.")
+    if len(body) > LARGE_BODY:
+        _check_number_of_containers(data)
     try:
         return kind.model_validate(data)
     except ValidationError as exception:
         raise _first_error(exception, data) from None
+
+
+async def parse_body(body: bytes, kind: type[M]) -> M:
+    """As `parse_request`; a large body doesn't hold up the event loop."""
+    if len(body) <= LARGE_BODY:
+        return parse_request(body, kind)
+    return await asyncio.to_thread(parse_request, body, kind)
 
 
 def decode_json(body: bytes) -> Any:
@@ -119,6 +133,22 @@ def decode_json(body: bytes) -> Any:
         raise RequestError("The request body is nested too deeply.") from None
     except (msgspec.MsgspecError, UnicodeDecodeError) as exception:
         raise _broken_json(body, str(exception)) from None
+
+
+def _check_number_of_containers(data: dict[str, Any]) -> None:
+    """Raise `RequestError` if there are so many objects and lists that to go through them would
+    take seconds."""
+    waiting: list[Any] = [data]
+    count = 0
+    while waiting:
+        item = waiting.pop()
+        count += 1
+        if count > MAX_CONTAINERS:
+            raise RequestError(
+                f"The request body has more than {MAX_CONTAINERS} JSON objects and arrays."
+            )
+        items = item.values() if isinstance(item, dict) else item
+        waiting += [each for each in items if isinstance(each, dict | list)]
 
 
 def _broken_json(body: bytes, reason: str) -> RequestError:

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 class ApiSettings:
     """Limits and choices of the HTTP layer."""
 
-    max_body_bytes: int = 32 * 2**20
+    max_body_bytes: int = 4 * 2**20
+    max_request_tokens: int = 4 * 2**20
+    """Prompts and outputs of all sequences of a request."""
     stall_timeout_s: float = 120.0
     """A stream is aborted when its client has read nothing for this time."""
     allow_request_chat_templates: bool = False

@@ -49,6 +49,10 @@ class ServerOptions(BaseModel):
     """Requests that one engine replica may hold, running and queued."""
     stream_stall_timeout_s: float = Field(120.0, gt=0)
     """A stream is aborted when its client has read nothing for this time."""
+    max_body_bytes: int = Field(4 * 2**20, ge=1024, le=2**30)
+    """A request with a larger body is refused (413)."""
+    max_request_tokens: int = Field(4 * 2**20, ge=1)
+    """Tokens of all sequences of one request: each has its prompt and its `max_tokens`."""
     allow_request_chat_templates: bool = False
     """Take `chat_template` from requests; only for trusted clients."""
     tool_call_parser: str = "auto"

@@ -8,7 +8,6 @@ from deploy.http.anthropic.errors import anthropic_error
 from deploy.http.anthropic.generation import MessageGeneration
 from deploy.http.anthropic.replies import AnthropicError, MessageEvent, MessageReply, TokenCount
 from deploy.http.anthropic.request import CountTokensRequest, MessagesRequest
-from deploy.http.body import parse_request
 from deploy.http.engine_client import EngineClient
 from deploy.http.errors import ErrorReply, Failure
 from deploy.http.generation.endpoint import Endpoint
@@ -33,9 +32,12 @@ class MessagesEndpoint(Endpoint):
         return anthropic_error(failure)
 
     async def prepare(
-        self, client: EngineClient, body: bytes, request_id: str, tracker: RequestTracker
+        self,
+        client: EngineClient,
+        given: MessagesRequest,
+        request_id: str,
+        tracker: RequestTracker,
     ) -> Generation[Any]:
-        given = parse_request(body, MessagesRequest)
         request = given.translate(f"msg_{request_id}", client.model_info)
         plan = await plan_chat(client, self.settings, request)
         return MessageGeneration(client, given, plan, tracker)
@@ -49,8 +51,7 @@ class CountTokensRoute(JsonRoute):
     body = CountTokensRequest
     reply = TokenCount
 
-    async def _answer(self, client: EngineClient, body: bytes) -> dict[str, Any]:
-        given = parse_request(body, CountTokensRequest)
+    async def _answer(self, client: EngineClient, given: CountTokensRequest) -> dict[str, Any]:
         given.check(client.model_info)
         ids = await client.render_chat(
             given.for_template(),

@@ -14,11 +14,13 @@ from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+from pydantic import BaseModel
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from deploy.http.body import parse_body
 from deploy.http.dialect import Route
 from deploy.http.engine_client import EngineClient
 from deploy.http.errors import ErrorReply, Failure, failure_of
@@ -82,6 +84,7 @@ class Endpoint(Route):
 
     name: ClassVar[str]
     """The endpoint's label in metrics."""
+    body: ClassVar[type[BaseModel]]
     errors = (400, 404, 408, 413, 415, 429, 500, 503)
 
     def __init__(
@@ -104,10 +107,10 @@ class Endpoint(Route):
 
     @abstractmethod
     async def prepare(
-        self, client: EngineClient, body: bytes, request_id: str, tracker: RequestTracker
+        self, client: EngineClient, given: Any, request_id: str, tracker: RequestTracker
     ) -> Generation[Any]:
-        """Check the request, tokenize it and plan its sequences. Raises `RequestError`; no
-        sequence runs yet."""
+        """Check the request `given`, whose type is `body`, tokenize it and plan its sequences.
+        Raises `RequestError`; no sequence runs yet."""
 
 
 class GenerationResponse(Response):
@@ -166,7 +169,8 @@ class GenerationResponse(Response):
     async def _serve(self, body: bytes, tracker: RequestTracker, send: Send) -> int:
         try:
             client = self._endpoint.client_provider()
-            generation = await self._endpoint.prepare(client, body, self._request_id, tracker)
+            given = await parse_body(body, self._endpoint.body)
+            generation = await self._endpoint.prepare(client, given, self._request_id, tracker)
             if not generation.stream:
                 reply = await generation.result()
         except Exception as exception:

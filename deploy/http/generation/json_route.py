@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from deploy.http.body import encode_json
+from deploy.http.body import encode_json, parse_body
 from deploy.http.dialect import Route
 from deploy.http.engine_client import EngineClient
 from deploy.http.generation.endpoint import CLIENT_GONE, check_content_type, read_body
@@ -20,16 +20,17 @@ class JsonRoute(Route):
     errors: ClassVar[tuple[int, ...]] = (400, 404, 413, 415, 500, 503)
 
     async def handle(self, request: Request) -> Response:
-        body = b""
+        given = None
         if self.body is not None:
             check_content_type(request.headers)
             try:
                 body = await read_body(request, self.settings.max_body_bytes)
             except ClientDisconnect:
                 return Response(status_code=CLIENT_GONE)
-        answer = await self._answer(self.client_provider(), body)
+            given = await parse_body(body, self.body)
+        answer = await self._answer(self.client_provider(), given)
         return Response(encode_json(answer), media_type="application/json")
 
     @abstractmethod
-    async def _answer(self, client: EngineClient, body: bytes) -> dict[str, Any]:
-        """The reply. Raises `RequestError`."""
+    async def _answer(self, client: EngineClient, given: Any) -> dict[str, Any]:
+        """The reply to `given`, whose type is `body`. Raises `RequestError`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -31,6 +31,8 @@ from engine.sampling_params import SamplingParams, check_prompt
 
 MAX_TOKEN_CHARS = 256
 """No vocabulary known has longer tokens (Llama 3 and GPT-4 reach 128 spaces)."""
+MAX_REPORTED_LOGPROBS = 100_000
+"""Log-probabilities of one request: some 20 MB in the ingress."""
 _TAIL = 8
 """Tokens at a prompt's end that are looked at; `START` and a line end are up to six."""
 
@@ -87,10 +89,11 @@ async def plan_chat(client: EngineClient, settings: ApiSettings, request: ChatRe
     if thinking is not None or request.tools.format is not None:
         reading = OutputReading(request.tools, thinking)
     wanted = Wanted(request.params, request.max_tokens, constraint, request.id)
-    return await _plan(client, request, [Prompt(ids, max_tokens, wanted, abort)], reading)
+    prompts = [Prompt(ids, max_tokens, wanted, abort)]
+    return await _plan(client, settings, request, prompts, reading)
 
 
-async def plan_texts(client: EngineClient, request: TextRequest) -> Plan:
+async def plan_texts(client: EngineClient, settings: ApiSettings, request: TextRequest) -> Plan:
     """Tokenize the prompts and check everything. Raises `RequestError`; nothing runs yet."""
     info = client.model_info
     check_model(request.model, info)
@@ -105,7 +108,7 @@ async def plan_texts(client: EngineClient, request: TextRequest) -> Plan:
         kept = truncate_prompt(ids, request.truncation, wanted.max_tokens, info)
         max_tokens = resolve_max_tokens(len(kept), wanted.max_tokens, default, info, request.names)
         prompts.append(Prompt(kept, max_tokens, wanted, abort))
-    return await _plan(client, request, prompts, None)
+    return await _plan(client, settings, request, prompts, None)
 
 
 def check_model(name: str, info: ModelInfo) -> None:
@@ -262,10 +265,49 @@ async def until_aborted(abort: Abort, work: Coroutine[Any, Any, None]) -> bool:
     return False
 
 
+def _within_limits(
+    prompts: list[Prompt], names: FieldNames, settings: ApiSettings
+) -> Iterator[Prompt]:
+    """The prompts. Where no number of output tokens was asked for, it is reduced to what may have
+    log-probabilities. Raises `RequestError` if the request is too large."""
+    num_sequences = sum(prompt.wanted.params.n for prompt in prompts)
+    tokens = reported = 0
+    for prompt in prompts:
+        n, num_prompt = prompt.wanted.params.n, len(prompt.ids)
+        of_prompt, of_output = _reported_logprobs(prompt.wanted.params)
+        if of_output and prompt.wanted.max_tokens is None:
+            fitting = (MAX_REPORTED_LOGPROBS // num_sequences - num_prompt * of_prompt) // of_output
+            prompt = prompt._replace(max_tokens=max(1, min(prompt.max_tokens, fitting)))
+        tokens += n * (num_prompt + prompt.max_tokens)
+        reported += n * (num_prompt * of_prompt + prompt.max_tokens * of_output)
+        yield prompt
+    for count, limit, what in (
+        (tokens, settings.max_request_tokens, "tokens, prompts and outputs of all its sequences"),
+        (reported, MAX_REPORTED_LOGPROBS, "log-probabilities to report"),
+    ):
+        if count > limit:
+            raise RequestError(
+                f"The request has up to {count} {what}; at most {limit} are allowed. Please "
+                f"reduce {names.max_tokens}, the number of choices or of prompts, or what is "
+                "reported.",
+                names.max_tokens,
+                code="request_too_large",
+            )
+
+
+def _reported_logprobs(params: SamplingParams) -> tuple[int, int]:
+    """Log-probabilities that are reported of each token of the prompt, and of the output."""
+    listed = 0 if params.logprob_token_ids is None else len(params.logprob_token_ids)
+    of_prompt = 0 if params.prompt_logprobs is None else params.prompt_logprobs + 1
+    of_output = 0 if params.logprobs is None else max(params.logprobs, listed) + 1
+    return of_prompt, of_output
+
+
 async def _plan(
     client: EngineClient,
+    settings: ApiSettings,
     request: GenerationRequest,
-    prompts: Iterable[Prompt],
+    prompts: list[Prompt],
     reading: OutputReading | None,
 ) -> Plan:
     """Checked sampling parameters for every sequence.
@@ -278,7 +320,7 @@ async def _plan(
     checked: NamedConstraint | None = None
     verified: SamplingParams | None = None
     sequences: list[GenerateRequest] = []
-    for prompt in prompts:
+    for prompt in list(_within_limits(prompts, request.names, settings)):
         params, constraint = prompt.wanted.params, prompt.wanted.constraint
         params.bad_words_ids = bad_words_ids
         if constraint is not None:

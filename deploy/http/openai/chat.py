@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from deploy.http.body import MAX_MESSAGES, FreeObject, encode_json, parse_request, refusal
+from deploy.http.body import MAX_MESSAGES, FreeObject, encode_json, refusal
 from deploy.http.engine_client import EngineClient, ModelInfo
 from deploy.http.generation.generation import Generation, Output
 from deploy.http.generation.plan import check_model, check_text_length, plan_chat
@@ -116,9 +116,12 @@ class ChatEndpoint(OpenAIEndpoint):
     events = (ChatCompletionChunk, Error)
 
     async def prepare(
-        self, client: EngineClient, body: bytes, request_id: str, tracker: RequestTracker
+        self,
+        client: EngineClient,
+        fields: ChatCompletionRequest,
+        request_id: str,
+        tracker: RequestTracker,
     ) -> Generation[Any]:
-        fields = parse_request(body, ChatCompletionRequest)
         request = translate(
             fields, f"chatcmpl-{fields.request_id or request_id}", client.model_info
         )

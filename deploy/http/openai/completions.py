@@ -6,7 +6,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from pydantic import model_validator
 
-from deploy.http.body import encode_json, parse_request, refusal
+from deploy.http.body import encode_json, refusal
 from deploy.http.engine_client import EngineClient, ModelInfo
 from deploy.http.generation.generation import Generation, Output
 from deploy.http.generation.plan import Plan, plan_texts
@@ -71,12 +71,15 @@ class CompletionEndpoint(OpenAIEndpoint):
     events = (CompletionChunk, Error)
 
     async def prepare(
-        self, client: EngineClient, body: bytes, request_id: str, tracker: RequestTracker
+        self,
+        client: EngineClient,
+        fields: CompletionRequest,
+        request_id: str,
+        tracker: RequestTracker,
     ) -> Generation[Any]:
-        fields = parse_request(body, CompletionRequest)
         request_id = f"cmpl-{fields.request_id or request_id}"
         request = translate(fields, request_id, client.model_info)
-        plan = await plan_texts(client, request)
+        plan = await plan_texts(client, self.settings, request)
         echoes = await _echoes(client, fields, plan) if fields.echo else []
         return CompletionGeneration(client, fields, plan, tracker, echoes)
 

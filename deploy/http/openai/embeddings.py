@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from deploy.http.body import Strict, encode_json, parse_request, refusal
+from deploy.http.body import Strict, encode_json, refusal
 from deploy.http.engine_client import EngineClient
 from deploy.http.generation.embedding import EmbeddingGeneration
 from deploy.http.generation.generation import Generation
@@ -17,6 +17,7 @@ from deploy.http.metrics import RequestTracker
 from deploy.http.openai.generation import OpenAIEndpoint, usage
 from deploy.http.openai.replies import Embeddings
 from deploy.http.openai.request import Prompts, documented
+from deploy.http.settings import ApiSettings
 from engine.pooling import FloatArray, Pooling, check_dimensions
 from engine.sampling_params import SamplingParams
 
@@ -55,6 +56,7 @@ class PooledFields(Strict):
     async def plan(
         self,
         client: EngineClient,
+        settings: ApiSettings,
         prompts: list[str] | list[list[int]],
         name: str,
         request_id: str,
@@ -70,7 +72,7 @@ class PooledFields(Strict):
             model=self.model,
             params=SamplingParams(temperature=0.0),
             max_tokens=0,
-            names=FieldNames(name, "max_tokens"),
+            names=FieldNames(name, name),
             stream=False,
             truncation=truncation,
             priority=self.priority,
@@ -79,7 +81,7 @@ class PooledFields(Strict):
             prompts=prompts,
             add_special_tokens=self.add_special_tokens,
         )
-        return await plan_texts(client, request)
+        return await plan_texts(client, settings, request)
 
 
 class EmbeddingRequest(PooledFields):
@@ -107,12 +109,15 @@ class EmbeddingEndpoint(OpenAIEndpoint):
     reply = Embeddings
 
     async def prepare(
-        self, client: EngineClient, body: bytes, request_id: str, tracker: RequestTracker
+        self,
+        client: EngineClient,
+        fields: EmbeddingRequest,
+        request_id: str,
+        tracker: RequestTracker,
     ) -> Generation[Any]:
-        fields = parse_request(body, EmbeddingRequest)
         request_id = f"embd-{fields.request_id or request_id}"
         check_dimensions(fields.dimensions, client.model_info.hidden_size)
-        plan = await fields.plan(client, fields.input, "input", request_id)
+        plan = await fields.plan(client, self.settings, fields.input, "input", request_id)
         return EmbeddingsReply(
             client, fields, plan, tracker, fields.dimensions, normalize=fields.normalize
         )

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from pydantic import ConfigDict, model_validator
 
-from deploy.http.body import encode_json, parse_request, refusal
+from deploy.http.body import encode_json, refusal
 from deploy.http.engine_client import EngineClient
 from deploy.http.generation.embedding import EmbeddingGeneration
 from deploy.http.generation.generation import Generation
@@ -76,12 +76,15 @@ class ScoreEndpoint(OpenAIEndpoint):
     reply = Scores
 
     async def prepare(
-        self, client: EngineClient, body: bytes, request_id: str, tracker: RequestTracker
+        self,
+        client: EngineClient,
+        fields: ScoreRequest,
+        request_id: str,
+        tracker: RequestTracker,
     ) -> Generation[Any]:
-        fields = parse_request(body, ScoreRequest)
         request_id = f"score-{fields.request_id or request_id}"
         plan, other = [
-            await fields.plan(client, texts, name, request_id)
+            await fields.plan(client, self.settings, texts, name, request_id)
             for texts, name in zip(fields.sides, fields.pair, strict=True)
         ]
         plan.sequences += other.sequences

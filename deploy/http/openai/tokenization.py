@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from deploy.http.body import MAX_MESSAGES, FreeObject, Strict, parse_request, refusal
+from deploy.http.body import MAX_MESSAGES, FreeObject, Strict, refusal
 from deploy.http.engine_client import EngineClient
 from deploy.http.generation.json_route import JsonRoute
 from deploy.http.generation.plan import check_model, check_text_length
@@ -86,8 +86,7 @@ class TokenizeRoute(JsonRoute):
     body = TokenizeRequest
     reply = Tokenized
 
-    async def _answer(self, client: EngineClient, body: bytes) -> dict[str, Any]:
-        request = parse_request(body, TokenizeRequest)
+    async def _answer(self, client: EngineClient, request: TokenizeRequest) -> dict[str, Any]:
         info = client.model_info
         check_model(request.model, info)
         if request.messages is not None:
@@ -122,8 +121,7 @@ class DetokenizeRoute(JsonRoute):
     body = DetokenizeRequest
     reply = Detokenized
 
-    async def _answer(self, client: EngineClient, body: bytes) -> dict[str, Any]:
-        request = parse_request(body, DetokenizeRequest)
+    async def _answer(self, client: EngineClient, request: DetokenizeRequest) -> dict[str, Any]:
         info = client.model_info
         check_model(request.model, info)
         check_token_ids("tokens", request.tokens, info.vocab_size)

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
-from deploy.http.body import Strict, parse_request, refusal
+from deploy.http.body import Strict, refusal
 from deploy.http.dialect import Route
 from deploy.http.engine_client import EngineClient
 from deploy.http.generation.endpoint import check_same_site
@@ -53,8 +53,7 @@ class AbortRoute(JsonRoute):
         check_same_site(request.headers)
         return await super().handle(request)
 
-    async def _answer(self, client: EngineClient, body: bytes) -> dict[str, Any]:
-        given = parse_request(body, AbortFields)
+    async def _answer(self, client: EngineClient, given: AbortFields) -> dict[str, Any]:
         await client.abort(None if given.abort_all else given.rid)
         return {"success": True}
 
@@ -95,7 +94,7 @@ class HealthGenerateRoute(JsonRoute):
         check_same_site(request.headers)
         return await super().handle(request)
 
-    async def _answer(self, client: EngineClient, body: bytes) -> dict[str, Any]:
+    async def _answer(self, client: EngineClient, given: None) -> dict[str, Any]:
         health = await client.check_generate(HEALTH_TIMEOUT_S)
         if not health.ok:
             raise RequestError(health.detail, status=503)

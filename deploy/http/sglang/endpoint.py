@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from deploy.http.body import parse_request
 from deploy.http.engine_client import EngineClient
 from deploy.http.errors import ErrorReply, Failure
 from deploy.http.generation.endpoint import Endpoint
@@ -34,10 +33,13 @@ class GenerateEndpoint(Endpoint):
         return sglang_error(failure)
 
     async def prepare(
-        self, client: EngineClient, body: bytes, request_id: str, tracker: RequestTracker
+        self,
+        client: EngineClient,
+        given: GenerateFields,
+        request_id: str,
+        tracker: RequestTracker,
     ) -> Generation[Any]:
-        given = parse_request(body, GenerateFields)
-        plan = await plan_texts(client, given.translate(request_id))
+        plan = await plan_texts(client, self.settings, given.translate(request_id))
         firsts = await _first_tokens(client, given, plan)
         return GenerateGeneration(client, given, plan, tracker, firsts)
 

@@ -20,7 +20,7 @@ class ModelInfoRoute(JsonRoute):
     reply = SGLangModelInfo
     errors = (500, 503)
 
-    async def _answer(self, client: EngineClient, body: bytes) -> dict[str, Any]:
+    async def _answer(self, client: EngineClient, given: None) -> dict[str, Any]:
         info = client.model_info
         return {
             "model_path": info.path,
@@ -45,7 +45,7 @@ class ServerInfoRoute(JsonRoute):
     reply = SGLangServerInfo
     errors = (500, 503)
 
-    async def _answer(self, client: EngineClient, body: bytes) -> dict[str, Any]:
+    async def _answer(self, client: EngineClient, given: None) -> dict[str, Any]:
         server, stats = await asyncio.gather(client.server_info(), client.stats())
         info, replicas = client.model_info, server.pop("replicas")
         states = {state["replica"]: state for state in stats}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from deploy.http.body import parse_request
 from deploy.http.engine_client import EngineClient
 from deploy.http.errors import ErrorReply, Failure
 from deploy.http.generation.endpoint import Endpoint
@@ -32,9 +31,12 @@ class ResponsesEndpoint(Endpoint):
         return openai_error(failure)
 
     async def prepare(
-        self, client: EngineClient, body: bytes, request_id: str, tracker: RequestTracker
+        self,
+        client: EngineClient,
+        given: ResponsesRequest,
+        request_id: str,
+        tracker: RequestTracker,
     ) -> Generation[Any]:
-        given = parse_request(body, ResponsesRequest)
         request = given.translate(f"resp_{request_id}", client.model_info)
         plan = await plan_chat(client, self.settings, request)
         return ResponseGeneration(client, given, plan, tracker)

@@ -21,6 +21,7 @@ from deploy.http.openai.logprobs import (
     prompt_logprobs,
 )
 from deploy.http.openai.sse import ChunkEncoder
+from deploy.http.settings import ApiSettings
 from engine.errors import RequestError
 from engine.protocol.tokenizer_messages import LogprobEntry
 from engine.sampling_params import check_prompt
@@ -287,7 +288,7 @@ def test_token_ids_at_the_edges() -> None:
 
 def seeds_of(**fields: Any) -> list[int | None]:
     request = translate(completion(prompt=[1, 2], **fields), "id", INFO)
-    plan = asyncio.run(plan_texts(FakeEngineClient(), request))
+    plan = asyncio.run(plan_texts(FakeEngineClient(), ApiSettings(), request))
     assert all(sequence.params.n == 1 for sequence in plan.sequences)
     return [sequence.params.seed for sequence in plan.sequences]
 
