@@ -72,6 +72,7 @@ OPERATIONS = [
     ("POST", "/v1/score"),
     ("POST", "/score"),
     ("POST", "/v1/messages/count_tokens"),
+    ("POST", "/v1/responses/input_tokens"),
     ("POST", "/abort_request"),
     *(("GET", f"/{name}_info") for name in ("model", "get_model", "server", "get_server")),
     ("GET", "/health_generate"),

@@ -10,8 +10,15 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 from deploy.http.body import MAX_MESSAGES, FreeObject, Strict, refusal
 from deploy.http.engine_client import ModelInfo
 from deploy.http.generation.plan import check_model, check_text_length
-from deploy.http.generation.request import ChatRequest, FieldNames
+from deploy.http.generation.request import (
+    ChatRequest,
+    FieldNames,
+    NamedConstraint,
+    named_error,
+)
 from deploy.http.generation.tool_use import Function, ToolUse
+from engine.constraints import structured
+from engine.errors import RequestError
 from engine.sampling_params import MAX_STOP_LENGTH, MAX_STOP_STRINGS, MODEL_DEFAULTS, SamplingParams
 
 NAME_PATTERN = r"^[A-Za-z0-9_.-]{1,128}$"
@@ -38,6 +45,12 @@ class ThinkingBlock(_Part):
     thinking: str
 
 
+class RedactedBlock(_Part):
+    """Reasoning that only Anthropic's servers can read; it is left out."""
+
+    type: Literal["redacted_thinking"]
+
+
 class ToolUseBlock(_Part):
     """A call in an earlier reply."""
 
@@ -57,15 +70,16 @@ class ToolResultBlock(_Part):
 
 
 Block = Annotated[
-    TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")
+    TextBlock | ThinkingBlock | RedactedBlock | ToolUseBlock | ToolResultBlock,
+    Field(discriminator="type"),
 ]
-_KINDS = ("text", "thinking", "tool_use", "tool_result")
+_KINDS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
 
 
 class Message(_Part):
     """A turn of the conversation."""
 
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: str | list[Block]
 
     @field_validator("content", mode="before")
@@ -85,7 +99,7 @@ class Message(_Part):
     def _check_blocks(self) -> "Message":
         for block in self.content if isinstance(self.content, list) else ():
             of_user = isinstance(block, ToolResultBlock)
-            of_assistant = isinstance(block, ToolUseBlock | ThinkingBlock)
+            of_assistant = isinstance(block, ToolUseBlock | ThinkingBlock | RedactedBlock)
             if (of_user and self.role != "user") or (of_assistant and self.role != "assistant"):
                 raise refusal(f"A block of type {block.type} can't be the {self.role}'s.")
         return self
@@ -161,6 +175,22 @@ class ToolChoice(Strict):
         return self
 
 
+class OutputFormat(Strict):
+    """What the answer must be: JSON after `schema`."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Strict):
+    """`effort` is a variable for the chat template (`reasoning_effort`)."""
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"task_budget": ()}
+
+    format: OutputFormat | None = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+
+
 class Thinking(Strict):
     """Whether the reply has the model's reasoning. There is no budget for it: `budget_tokens` is
     accepted, and `max_tokens` bounds all."""
@@ -177,8 +207,6 @@ class CountTokensRequest(Strict):
         "mcp_servers": ([],),
         "container": (),
         "context_management": (),
-        "output_config": (),
-        "output_format": (),
     }
 
     model: str = ""
@@ -187,6 +215,11 @@ class CountTokensRequest(Strict):
     tools: list[ToolDefinition] = Field(default_factory=list)
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig = OutputConfig.model_validate({})
+    output_format: OutputFormat | None = None
+    """The older place of `output_config.format`."""
+    cache_control: dict[str, Any] = Field(default_factory=dict)
+    """Accepted; prefixes are always cached."""
 
     @property
     def shows_thinking(self) -> bool:
@@ -235,7 +268,26 @@ class CountTokensRequest(Strict):
     @property
     def template_kwargs(self) -> dict[str, Any]:
         """Variables for the chat template."""
-        return {"enable_thinking": self.shows_thinking}
+        effort = self.output_config.effort
+        given = {} if effort is None else {"reasoning_effort": effort}
+        return {"enable_thinking": self.shows_thinking, **given}
+
+    @property
+    def answer_schema(self) -> dict[str, Any] | None:
+        """JSON schema of the answer."""
+        given = self.output_config.format or self.output_format
+        return None if given is None else given.schema_
+
+    def constraint(self) -> NamedConstraint | None:
+        """What the answer must be. Raises `RequestError`."""
+        if self.answer_schema is None:
+            return None
+        old = self.output_config.format is None
+        field = "output_format.schema" if old else "output_config.format.schema"
+        try:
+            return NamedConstraint(structured.json_schema(self.answer_schema), field)
+        except RequestError as error:
+            raise named_error(error, field) from None
 
 
 class MessagesRequest(CountTokensRequest):
@@ -268,16 +320,20 @@ class MessagesRequest(CountTokensRequest):
             name: defaults.get(name) if value is None else value for name, value in given.items()
         }
         chosen = {name: value for name, value in chosen.items() if value is not None}
+        tools = self.tool_use(info)
         return ChatRequest(
             id=request_id,
             given_id=request_id.removeprefix("msg_"),
             model=self.model,
             params=SamplingParams(**chosen, stop=self.stop_sequences),
-            max_tokens=self.max_tokens,
+            max_tokens=None,  # clients send their usual number: it is reduced to what fits
+            default_max_tokens=self.max_tokens,
             names=FieldNames("messages", "max_tokens"),
             stream=self.stream,
+            constraint=self.constraint(),
             messages=self.for_template(),
-            tools=self.tool_use(info),
+            tools=tools,
+            answer_schema=None if tools.format is None else self.answer_schema,
             add_generation_prompt=not self.continues,
             continue_final_message=self.continues,
             template_kwargs=self.template_kwargs,
@@ -288,8 +344,10 @@ def _text_of(content: str | list[TextBlock]) -> str:
     return content if isinstance(content, str) else "\n".join(block.text for block in content)
 
 
-def _length_of(block: TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock) -> int:
+def _length_of(block: Block) -> int:
     match block:
+        case RedactedBlock():
+            return 0
         case TextBlock():
             return len(block.text)
         case ThinkingBlock():

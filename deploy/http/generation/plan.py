@@ -82,7 +82,9 @@ async def plan_chat(client: EngineClient, settings: ApiSettings, request: ChatRe
     )
     check_prompt(ids, info.vocab_size, request.names.prompt)
     ids = truncate_prompt(ids, request.truncation, request.max_tokens, info)
-    max_tokens = resolve_max_tokens(len(ids), request.max_tokens, None, info, request.names)
+    max_tokens = resolve_max_tokens(
+        len(ids), request.max_tokens, request.default_max_tokens, info, request.names
+    )
     thinking = await _find_thinking(client, info, ids)
     constraint = _chat_constraint(request, thinking)
     reading = None

@@ -64,6 +64,8 @@ class GenerationRequest:
     model: str
     params: SamplingParams
     max_tokens: int | None
+    default_max_tokens: int | None = None
+    """Where none were asked for, or what fits if that is less; None for all that fits."""
     names: FieldNames
     stream: bool
     stream_interval: int = 1
@@ -93,11 +95,9 @@ class ChatRequest(GenerationRequest):
 
 @dataclass(kw_only=True)
 class TextRequest(GenerationRequest):
-    """Prompts to continue, texts or token ids. `default_max_tokens`: where none were asked for;
-    None for all that fits."""
+    """Prompts to continue, texts or token ids."""
 
     prompts: list[str] | list[list[int]]
     add_special_tokens: bool = True
-    default_max_tokens: int | None = None
     each: list[Wanted] = field(default_factory=list)
     """By prompt, all with the same `n`; empty if they all want the same."""

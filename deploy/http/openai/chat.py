@@ -37,7 +37,6 @@ class ChatCompletionRequest(GenerationFields):
         "prediction": (),
         "moderation": (),
         "thinking_token_budget": (),
-        "verbosity": ("medium",),
         "web_search_options": (),
         "documents": ([],),
         "mm_processor_kwargs": (),
@@ -61,6 +60,8 @@ class ChatCompletionRequest(GenerationFields):
     parallel_tool_calls: bool = True
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     """For templates that read it; `none` switches reasoning off where templates can."""
+    verbosity: Literal["low", "medium", "high"] | None = None
+    """For templates that read it."""
     include_reasoning: bool = True
     """False: the reply leaves the reasoning out."""
 
@@ -82,6 +83,8 @@ class ChatCompletionRequest(GenerationFields):
         given: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
         if effort == "none":
             given["enable_thinking"] = False
+        if self.verbosity is not None:
+            given["verbosity"] = self.verbosity
         return given | self.chat_template_kwargs
 
     @property

@@ -6,7 +6,7 @@ from deploy.http.openai.completions import CompletionEndpoint
 from deploy.http.openai.embeddings import EmbeddingEndpoint
 from deploy.http.openai.errors import openai_error
 from deploy.http.openai.replies import Error
-from deploy.http.openai.responses.endpoint import ResponsesEndpoint
+from deploy.http.openai.responses.endpoint import InputTokensRoute, ResponsesEndpoint
 from deploy.http.openai.score import ScoreEndpoint
 from deploy.http.openai.tokenization import DetokenizeRoute, TokenizeRoute
 
@@ -15,6 +15,7 @@ OPENAI = Dialect(
         CompletionEndpoint,
         ChatEndpoint,
         ResponsesEndpoint,
+        InputTokensRoute,
         EmbeddingEndpoint,
         ScoreEndpoint,
         TokenizeRoute,

@@ -10,6 +10,7 @@ from typing import Any
 import anthropic
 import openai
 import pytest
+from pydantic import BaseModel, Field
 
 from tests.support.random_schemas import check_json
 
@@ -98,6 +99,16 @@ def test_stop_sequences(claude: anthropic.Anthropic) -> None:
     assert free.startswith(got.content[0].text) and word not in got.content[0].text
 
 
+class City(BaseModel):
+    name: str = Field(max_length=20)
+    size: int = Field(ge=0, le=10**6)
+
+
+def test_parse(claude: anthropic.Anthropic) -> None:
+    parsed = claude.messages.parse(model=MODEL, messages=ASK, output_format=City, max_tokens=8192)
+    assert isinstance(parsed.parsed_output, City)
+
+
 def test_count_tokens(claude: anthropic.Anthropic) -> None:
     fields: dict[str, Any] = {"system": "Be brief.", "tools": [TOOL]}
     counted = claude.messages.count_tokens(model=MODEL, messages=ASK, **fields)
@@ -117,7 +128,7 @@ def test_the_async_client_runs_many_at_once(url: str) -> None:
 
 def test_errors_are_the_clients_own(claude: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
-        create(claude, max_tokens=5000)
+        create(claude, max_tokens=0)
     with pytest.raises(anthropic.NotFoundError):
         create(claude, model="other")
     with pytest.raises(anthropic.BadRequestError, match="image"):

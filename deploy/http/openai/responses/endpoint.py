@@ -1,4 +1,4 @@
-"""The route of OpenAI's Responses API."""
+"""The routes of OpenAI's Responses API."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from deploy.http.engine_client import EngineClient
 from deploy.http.errors import ErrorReply, Failure
 from deploy.http.generation.endpoint import Endpoint
 from deploy.http.generation.generation import Generation
+from deploy.http.generation.json_route import JsonRoute
 from deploy.http.generation.plan import plan_chat
 from deploy.http.metrics import RequestTracker
 from deploy.http.openai.errors import openai_error
 from deploy.http.openai.responses.generation import ResponseGeneration
-from deploy.http.openai.responses.replies import Response, ResponseEvent
+from deploy.http.openai.responses.replies import InputTokens, Response, ResponseEvent
 from deploy.http.openai.responses.request import ResponsesRequest
 
 
@@ -40,3 +41,21 @@ class ResponsesEndpoint(Endpoint):
         request = given.translate(f"resp_{request_id}", client.model_info)
         plan = await plan_chat(client, self.settings, request)
         return ResponseGeneration(client, given, plan, tracker)
+
+
+class InputTokensRoute(JsonRoute):
+    """`POST /v1/responses/input_tokens`."""
+
+    paths = ("/v1/responses/input_tokens",)
+    description = "As OpenAI's `POST /v1/responses/input_tokens`."
+    body = ResponsesRequest
+    reply = InputTokens
+
+    async def _answer(self, client: EngineClient, given: ResponsesRequest) -> dict[str, Any]:
+        request = given.translate("", client.model_info)
+        ids = await client.render_chat(
+            request.messages,
+            tools=request.tools.for_template,
+            template_kwargs=request.template_kwargs or None,
+        )
+        return {"object": "response.input_tokens", "input_tokens": len(ids)}

@@ -147,6 +147,13 @@ class Response(_Shape):
     user: str | None
 
 
+class InputTokens(_Shape):
+    """Reply of `POST /v1/responses/input_tokens`."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
 class _Event(_Shape):
     sequence_number: int
 

@@ -88,9 +88,9 @@ class TextFormat(Strict):
 class TextOptions(Strict):
     """Options of the answer."""
 
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"verbosity": ("medium",)}
-
     format: TextFormat = TextFormat.model_validate({})
+    verbosity: Literal["low", "medium", "high"] | None = None
+    """For templates that read it."""
 
 
 class Reasoning(Strict):
@@ -268,4 +268,6 @@ class ResponsesRequest(Strict):
         given: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
         if effort == "none":
             given["enable_thinking"] = False
+        if self.text.verbosity is not None:
+            given["verbosity"] = self.text.verbosity
         return given | self.chat_template_kwargs

@@ -222,6 +222,15 @@ def test_the_template_gets_the_conversation() -> None:
     assert options["tools"][0]["function"]["name"] == "f"
 
 
+def test_input_tokens_are_those_of_the_response() -> None:
+    body: dict[str, Any] = {"input": "hi", "instructions": "Be brief.", "tools": [TOOL]}
+    reply = post(f"{PATH}/input_tokens", fake("ok"), **body)
+    assert reply.json() == {
+        "object": "response.input_tokens",
+        "input_tokens": whole(fake("ok"), **body)["usage"]["input_tokens"],
+    }
+
+
 def test_a_reply_can_be_sent_back() -> None:
     reply = whole(fake(f"<think>Hm.</think>Well.\n{CALL}", reasons=True), tools=[TOOL])
     output = {
@@ -298,7 +307,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"tool_choice": {"type": "function", "name": "x"}, "tools": [TOOL]}, "tool_choice", "'x'"),
     ({"tool_choice": "required"}, "tool_choice", "tools"),
     ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema", "schema"),
-    ({"text": {"verbosity": "low"}}, "text.verbosity", "not supported"),
+    ({"text": {"verbosity": "some"}}, "text.verbosity", "'low'"),
     ({"top_logprobs": 2}, "top_logprobs", "include"),
     ({"include": ["file_search_call.results"]}, "include[0]", "logprobs"),
     ({"stream_options": {}}, "stream_options", "stream"),
