@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -91,12 +92,15 @@ def test_the_clients_own_stream(client: openai.OpenAI) -> None:
     assert snapshots[-1] == final.output_text and final.status == "completed"
 
 
-async def test_the_async_client(url: str) -> None:
-    async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
-        stream = await client.responses.create(
-            model=MODEL, input=ASK, max_output_tokens=6, stream=True
-        )
-        kinds = [event.type async for event in stream]
+def test_the_async_client(url: str) -> None:
+    async def run() -> list[str]:
+        async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            stream = await client.responses.create(
+                model=MODEL, input=ASK, max_output_tokens=6, stream=True
+            )
+            return [event.type async for event in stream]
+
+    kinds = asyncio.run(run())
     assert kinds[0] == "response.created"
     assert kinds[-1] in ("response.incomplete", "response.completed")
 
