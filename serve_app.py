@@ -71,6 +71,11 @@ def build_app(args: dict[str, Any]) -> Application:
         stall_timeout_s=server.stream_stall_timeout_s,
         allow_request_chat_templates=server.allow_request_chat_templates,
         add_request_id_header=False,  # Serve's proxy adds it
+        metrics_names=server.metrics_names,
+        body_timeout_s=server.body_timeout_s,
+        api_keys_file=server.api_keys_file or "",
+        allowed_hosts=tuple(server.allowed_hosts),
+        cors_origins=tuple(server.cors_origins),
     )
     ingress = serve.deployment(
         build_ingress(settings),

@@ -15,7 +15,8 @@ class RequestError(MantaError):
     """One request can't be served.
 
     `param` names the request field at fault (None if no single field is), `status` is the HTTP
-    status, `code` a machine-readable word as in OpenAI's error bodies.
+    status, `code` a machine-readable word as in OpenAI's error bodies. `retry_after_s`: when to try
+    again, for statuses that ask for it.
     """
 
     def __init__(
@@ -25,12 +26,14 @@ class RequestError(MantaError):
         *,
         status: int = 400,
         code: str | None = None,
+        retry_after_s: int = 1,
     ) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
         self.status = status
         self.code = code
+        self.retry_after_s = retry_after_s
 
 
 class EngineDeadError(MantaError):

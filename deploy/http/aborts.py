@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 
 @dataclass(eq=False)
 class Abort:
-    """One prompt's, for all its copies. `ids`: what it can be aborted by."""
+    """One prompt's, for all its copies. `ids`: what it can be aborted by; `owner`: the name of the
+    API key that it came with."""
 
     ids: frozenset[str] = frozenset()
+    owner: str = ""
     is_set: bool = False
     scopes: set[asyncio.Timeout] = field(default_factory=set)
     """Work that is under way; an abort lets its time run out."""

@@ -4,19 +4,25 @@
 import asyncio
 import itertools
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from deploy.http.access.gate import Gate, Rules
+from deploy.http.access.hosts import HostGuard
+from deploy.http.access.key_file import KeyFile
+from deploy.http.access.paths import app_path
+from deploy.http.access.quotas import Quotas
 from deploy.http.anthropic.dialect import ANTHROPIC
 from deploy.http.body import encode_json
-from deploy.http.dialect import Dialect
+from deploy.http.docs_page import ASSETS, add_docs
 from deploy.http.engine_client import EngineClient, ModelInfo
 from deploy.http.errors import ErrorReply, Failure, failure_of
 from deploy.http.generation.plan import check_model
@@ -44,8 +50,9 @@ def build_api(
     has metrics of its own.
     """
     settings = settings or ApiSettings()
-    metrics = ServerMetrics()
-    app = _Api(DIALECTS, settings.add_request_id_header, title="Manta", version=__version__)
+    metrics, quotas = ServerMetrics(settings.metrics_names), Quotas()
+    app = _Api(settings, metrics)
+    app.state.metrics = metrics
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(RequestValidationError, _on_bad_query)
     app.add_exception_handler(RequestError, _on_error)
@@ -53,7 +60,7 @@ def build_api(
     app.add_exception_handler(Exception, _on_error)
 
     for kind in (kind for dialect in DIALECTS for kind in dialect.routes):
-        route = kind(client_provider, metrics, settings)
+        route = kind(client_provider, metrics, settings, quotas)
         for path, method in itertools.product(kind.paths, kind.methods):
             app.add_api_route(
                 path,
@@ -102,19 +109,54 @@ def build_api(
     async def version() -> Response:
         return _json({"version": __version__})
 
+    add_docs(app)
     return app
 
 
 class _Api(DocumentedApi):
-    def __init__(
-        self, dialects: Sequence[Dialect], add_request_id_header: bool, **options: Any
-    ) -> None:
-        self._add_request_id_header = add_request_id_header
-        super().__init__(dialects, **options)
+    def __init__(self, settings: ApiSettings, metrics: ServerMetrics) -> None:
+        self._settings = settings
+        self._metrics = metrics
+        super().__init__(
+            DIALECTS, title="Manta", version=__version__, docs_url=None, redoc_url=None
+        )
 
     def build_middleware_stack(self) -> ASGIApp:
+        """Each layer sees a request before those that were put on earlier."""
+        settings, refused = self._settings, self._metrics.refused
+        stack = super().build_middleware_stack()
+        if settings.api_keys_file:
+            keys = KeyFile(settings.api_keys_file)
+            stack = Gate(stack, keys, access_rules(self), _worded, refused)
+        if settings.cors_origins:
+            stack = CORSMiddleware(
+                stack,
+                allow_origins=settings.cors_origins,
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+                expose_headers=["x-request-id"],
+            )
+        if settings.allowed_hosts or settings.is_local:
+            browsers_only = not settings.allowed_hosts
+            stack = HostGuard(
+                stack, settings.allowed_hosts, _worded, refused, browsers_only=browsers_only
+            )
         # Outside of Starlette's own middleware: its answers to crashes need an id too.
-        return RequestIdMiddleware(super().build_middleware_stack(), self._add_request_id_header)
+        return RequestIdMiddleware(stack, settings.add_request_id_header)
+
+
+def access_rules(app: FastAPI) -> Rules:
+    """Who may use which path of the application, if there are keys."""
+    known = {str(getattr(route, "path", "")) for route in app.routes}
+    kinds = [kind for dialect in DIALECTS for kind in dialect.routes]
+    user = {path for kind in kinds if not kind.for_admins for path in kind.paths}
+    return Rules(
+        open=frozenset({("GET", "/health"), ("GET", "/-/healthz")}),
+        open_prefix=ASSETS,
+        user=frozenset(user | {"/v1/models", "/version", "/ping"}),
+        user_prefix="/v1/models/",
+        known=frozenset(known),
+    )
 
 
 class RequestIdMiddleware:
@@ -178,15 +220,14 @@ def _error(reply: ErrorReply, headers: dict[str, str] | None = None) -> Response
     )
 
 
-def _worded(request: Request, failure: Failure) -> ErrorReply:
-    """The failure as the API of the request's path says it."""
-    path = request.url.path
+def _worded(path: str, failure: Failure) -> ErrorReply:
+    """The failure as the API of the path says it."""
     dialect = next((dialect for dialect in DIALECTS if dialect.has(path)), OPENAI)
     return dialect.error_reply(failure)
 
 
 async def _on_error(request: Request, exception: Exception) -> Response:
-    return _error(_worded(request, failure_of(exception, request.state.request_id)))
+    return _error(_worded(app_path(request.scope), failure_of(exception, request.state.request_id)))
 
 
 async def _on_bad_query(request: Request, exception: Exception) -> Response:
@@ -198,10 +239,11 @@ async def _on_bad_query(request: Request, exception: Exception) -> Response:
 
 async def _on_http_exception(request: Request, exception: Exception) -> Response:
     assert isinstance(exception, HTTPException)
-    path = f"{request.method} {request.url.path[:200]}"
+    path = app_path(request.scope)
+    asked = f"{request.method} {path[:200]}"
     message = {
-        404: f"Invalid URL ({path}).",
-        405: f"Method not allowed ({path}).",
+        404: f"Invalid URL ({asked}).",
+        405: f"Method not allowed ({asked}).",
     }.get(exception.status_code, exception.detail)
     headers = dict(exception.headers or {})
-    return _error(_worded(request, Failure(exception.status_code, message)), headers)
+    return _error(_worded(path, Failure(exception.status_code, message)), headers)

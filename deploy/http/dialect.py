@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
+from deploy.http.access.quotas import Quotas
 from deploy.http.engine_client import EngineClient
 from deploy.http.errors import ErrorReply, Failure
 from deploy.http.metrics import ServerMetrics
@@ -32,6 +33,8 @@ class Route(ABC):
     """Shapes of what a stream's events hold; empty if the route doesn't stream."""
     done: ClassVar[str] = ""
     """What the last event of a stream holds instead."""
+    for_admins: ClassVar[bool] = False
+    """Whether keys need the role admin."""
     errors: ClassVar[tuple[int, ...]]
     """Statuses of failures."""
 
@@ -40,11 +43,13 @@ class Route(ABC):
         client_provider: Callable[[], EngineClient],
         metrics: ServerMetrics,
         settings: ApiSettings,
+        quotas: Quotas,
     ) -> None:
         """`client_provider` is asked at each request."""
         self.client_provider = client_provider
         self.metrics = metrics
         self.settings = settings
+        self.quotas = quotas
 
     @abstractmethod
     async def handle(self, request: Request) -> Response:

@@ -9,12 +9,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 from deploy.http.aborts import Abort
 from engine.constraints import ConstraintSpec
 from engine.pooling import Pooling
+from engine.protocol.messages import KeyLimits
 from engine.protocol.tokenizer_messages import TextDelta
 from engine.sampling_params import SamplingParams
 from engine.trace import RoleTrace
@@ -59,6 +60,22 @@ class GenerateRequest:
     abort: Abort = field(default_factory=Abort, compare=False, repr=False)
     pooling: Pooling | None = None
     """Set: the one delta has an embedding of the prompt, and no tokens. `params` don't matter."""
+    key: KeyLimits | None = None
+    """The API key that it came with; None if the server has no keys."""
+
+
+SpendingReport = dict[str, tuple[float, float]]
+"""By API key: the tokens that an ingress has taken in all from the key's quota, and what is left of
+that (`deploy.http.access.quotas`)."""
+PlainFamily = tuple[str, str, str, str]
+"""A `deploy.http.metrics.exposition.Family` as plain data, for ways between processes."""
+
+
+class IngressReports(NamedTuple):
+    """What the ingresses measured, by name; and how many didn't answer."""
+
+    families: dict[str, list[PlainFamily]]
+    num_silent: int
 
 
 @dataclass
@@ -75,11 +92,18 @@ class EngineClient(ABC):
     def __init__(self) -> None:
         self.aborts: WeakSet[Abort] = WeakSet()
         """Those of the requests in this process, as long as anybody holds them."""
+        self.on_spending: Callable[[str, SpendingReport], None] | None = None
+        """Is called when an ingress, this one or another, tells what keys spend."""
 
     @property
     @abstractmethod
     def model_info(self) -> ModelInfo:
         """Static facts about the model; valid once the client has started."""
+
+    @property
+    def ingress(self) -> str:
+        """Name of this process among those that serve HTTP."""
+        return "0"
 
     @property
     def resumes(self) -> Mapping[str, int]:
@@ -129,17 +153,22 @@ class EngineClient(ABC):
         there is no engine, and what `read` raises. Cancelling aborts the request.
         """
 
-    def abort_here(self, request_id: str | None) -> None:
-        """End the requests of this process that have this id; None: all."""
+    def abort_here(self, request_id: str | None, owner: str | None = None) -> None:
+        """End the requests of this process that have this id and came with the API key `owner`;
+        None: with any id, with any key."""
         for abort in list(self.aborts):
-            if request_id is None or request_id in abort.ids:
+            if request_id in (None, *abort.ids) and owner in (None, abort.owner):
                 abort.set()
 
     @abstractmethod
-    async def abort(self, request_id: str | None) -> None:
-        """End the requests with this id, in whichever process they are; None: all requests.
+    async def abort(self, request_id: str | None, owner: str | None) -> None:
+        """As `abort_here`, in whichever process the requests are.
 
         Unknown ids are ignored. Raises `EngineDeadError` if a process doesn't answer."""
+
+    async def tell_spending(self, ingress: str, report: SpendingReport) -> None:  # noqa: B027
+        """Tell every other ingress what the requests of this one, `ingress`, spent. Here there is
+        no other one."""
 
     @abstractmethod
     async def flush_cache(self) -> list[str]:
@@ -158,6 +187,11 @@ class EngineClient(ABC):
     @abstractmethod
     async def stats(self) -> list[dict[str, float]]:
         """Latest scheduler statistics of each engine replica (see engine.scheduler.stats)."""
+
+    async def ingress_metrics(self, timeout_s: float) -> IngressReports:
+        """What every ingress measured, this one included or not. Raises `EngineDeadError` if none
+        can be asked. Here there is no other one."""
+        return IngressReports({}, 0)
 
     @abstractmethod
     async def trace(self, last: int) -> dict[str, list[RoleTrace]]:

@@ -15,12 +15,14 @@ RETRY_STATUSES = (429, 503)
 
 
 class Failure(NamedTuple):
-    """HTTP status and words. `param`: the field at fault; `code`: a word for programs."""
+    """HTTP status and words. `param`: the field at fault; `code`: a word for programs;
+    `retry_after_s`: when to try again, if the status asks for it."""
 
     status: int
     message: str
     param: str | None = None
     code: str | None = None
+    retry_after_s: int = 1
 
 
 class ErrorReply(NamedTuple):
@@ -29,11 +31,12 @@ class ErrorReply(NamedTuple):
     status: int
     body: bytes
     event: bytes
+    retry_after_s: int = 1
 
     @property
     def headers(self) -> dict[str, str]:
         """Headers that the status needs."""
-        return {"retry-after": "1"} if self.status in RETRY_STATUSES else {}
+        return {"retry-after": str(self.retry_after_s)} if self.status in RETRY_STATUSES else {}
 
 
 def failure_of(exception: BaseException, request_id: str) -> Failure:
@@ -43,7 +46,13 @@ def failure_of(exception: BaseException, request_id: str) -> Failure:
     log holds its text, which may quote the prompt. The log has its type and stack.
     """
     if isinstance(exception, RequestError):
-        return Failure(exception.status, exception.message, exception.param, exception.code)
+        return Failure(
+            exception.status,
+            exception.message,
+            exception.param,
+            exception.code,
+            exception.retry_after_s,
+        )
     if isinstance(exception, EngineDeadError):
         logger.error("request %s: the engine is gone: %s", request_id, exception)
         message = "The engine is not available; try again shortly."

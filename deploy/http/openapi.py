@@ -14,12 +14,14 @@ from deploy.http.openai import replies
 
 _ERRORS = {
     400: "A field is wrong; `param` names it.",
-    403: "A page of another site sent the request.",
+    401: "The API key is missing or not valid.",
+    403: "A page of another site sent the request, or the API key may not do this.",
     404: "The model is not the served one.",
-    408: "The request took longer than `request_timeout_s`.",
+    408: "The request took longer than `request_timeout_s`, or its body didn't come in time.",
     413: "The body is too large.",
     415: "The body's `Content-Type` is not JSON.",
-    429: "The queue is full.",
+    421: "`Host` doesn't name this server.",
+    429: "The queue is full, or the API key's quota is used up.",
     500: "The request failed.",
     503: "No engine takes the request.",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -17,5 +18,17 @@ class ApiSettings:
     allow_request_chat_templates: bool = False
     """Take `chat_template` from requests. Only for clients you trust: templates are programs, and
     a loop in one stalls the tokenizer for everybody."""
+    metrics_names: Literal["manta", "vllm"] = "manta"
+    """"vllm": `/metrics` has vLLM's names beside Manta's."""
     add_request_id_header: bool = True
     """Answer with `X-Request-Id`. False behind Ray Serve's Python proxy, which adds its own."""
+    body_timeout_s: float = 30.0
+    """A request's body has this time to come."""
+    api_keys_file: str = ""
+    """The keys that may call; "": everybody may."""
+    allowed_hosts: tuple[str, ...] = ()
+    """What `Host` may name besides this machine; (): anything."""
+    is_local: bool = False
+    """Only programs of this machine reach the server. Then browsers must name it in `Host`."""
+    cors_origins: tuple[str, ...] = ()
+    """Sites whose pages may use the API in a browser."""

@@ -7,6 +7,7 @@ from typing import Any
 from ray import serve
 
 from deploy.http.api import build_api
+from deploy.http.engine_client import SpendingReport
 from deploy.http.settings import ApiSettings
 from deploy.ingress.serve_client import IngressOptions, ServeEngineClient
 from deploy.serve_state import serve_log
@@ -37,10 +38,21 @@ def build_ingress(settings: ApiSettings) -> Any:
                 gc.freeze()
             self._client.check()
 
-        async def abort(self, request_id: str | None) -> None:
+        async def abort(self, request_id: str | None, owner: str | None) -> None:
             # Any ingress asks all of them: a request is in one, and nobody knows in which.
             if self._client is not None:
-                self._client.abort_here(request_id)
+                self._client.abort_here(request_id, owner)
+
+        async def metrics(self, asker: str, number: int) -> str | None:
+            # The ingress that a scrape reaches asks all of them, itself too.
+            if self._client is None:
+                return None
+            app: Any = self.app  # type: ignore[attr-defined]  # Serve's, as this process has it
+            return self._client.tell_metrics(asker, number, app.state.metrics.report)
+
+        async def hear_spending(self, ingress: str, report: SpendingReport) -> None:
+            if self._client is not None and self._client.on_spending is not None:
+                self._client.on_spending(ingress, report)
 
         async def __del__(self) -> None:
             if self._client is not None:

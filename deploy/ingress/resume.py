@@ -125,6 +125,7 @@ class Progress:
             priority=request.priority,
             cache_salt=request.cache_salt,
             pooling=request.pooling,
+            key=request.key,
         )
 
     def take(self, delta: TextDelta) -> None:

@@ -15,14 +15,24 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from ray import serve
 from ray.serve.exceptions import RayServeException
 
-from deploy.http.engine_client import EngineClient, EngineHealth, GenerateRequest, ModelInfo
+from deploy.http.engine_client import (
+    EngineClient,
+    EngineHealth,
+    GenerateRequest,
+    IngressReports,
+    ModelInfo,
+    PlainFamily,
+    SpendingReport,
+)
 from deploy.ingress.attempt import Attempts
 from deploy.ingress.engine_watch import EngineWatch
 from deploy.ingress.listener import IngressListener
+from deploy.ingress.metrics_exchange import MetricsExchange
 from deploy.ingress.replica_router import ReplicaRouter
-from deploy.ingress.resume import AttemptLostError, Loss, Progress, ResumeLimits
+from deploy.ingress.resume import RESUMED, AttemptLostError, Loss, Progress, ResumeLimits
 from deploy.ingress.tokenizer_link import TokenizerLink
 from deploy.routing import make_policy
 from deploy.serve_state.drain_watch import DrainWatch
@@ -34,7 +44,7 @@ from engine.errors import EngineDeadError, RequestError
 from engine.pooling import Pooling
 from engine.protocol import tokenizer_messages as tm
 from engine.protocol.async_inbox import AsyncInbox
-from engine.protocol.messages import KVEvents, KVSnapshot, Pong, RequestTaken
+from engine.protocol.messages import IngressMetrics, KVEvents, KVSnapshot, Pong, RequestTaken
 from engine.protocol.tokenizer_messages import TextDelta
 from engine.trace import RoleTrace, unpack
 
@@ -101,7 +111,7 @@ class ServeEngineClient(EngineClient, IngressListener):
             hidden_size=options.hidden_size,
             pooling=options.pooling,
         )
-        self._resumes: Counter[str] = Counter()
+        self._resumes: Counter[str] = Counter(dict.fromkeys(RESUMED, 0))
         self._drain = DrainWatch()
         self._inbox = AsyncInbox(node_ip(), self._on_message)
         hang_timeout_s, address = options.hang_timeout_s, self._inbox.address
@@ -109,6 +119,7 @@ class ServeEngineClient(EngineClient, IngressListener):
         self._watch = EngineWatch(engines, address, hang_timeout_s, self)
         self._router = _make_router(options, address, self._watch)
         self._attempts = Attempts(self._tokenizer, engines, self._watch, address, self._router)
+        self._exchange = MetricsExchange(ingresses, address)
         self._guard = GrammarGuard(options.model_path)
         self._leaving: asyncio.Task[None] | None = None
 
@@ -144,6 +155,7 @@ class ServeEngineClient(EngineClient, IngressListener):
         self._watch.close()
         self._tokenizer.stop()
         self._guard.shutdown()
+        self._exchange.close()
         self._inbox.close()
 
     def check(self) -> None:
@@ -154,6 +166,10 @@ class ServeEngineClient(EngineClient, IngressListener):
     @property
     def model_info(self) -> ModelInfo:
         return self._info
+
+    @property
+    def ingress(self) -> str:
+        return str(serve.get_replica_context().replica_id.unique_id)
 
     @property
     def resumes(self) -> Mapping[str, int]:
@@ -213,11 +229,14 @@ class ServeEngineClient(EngineClient, IngressListener):
     ) -> None:
         await self._attempts.generate(Progress(request, self._resume, self._resumes), read)
 
-    async def abort(self, request_id: str | None) -> None:
-        answers = await _ask_all(self._ingresses, "abort", ANSWER_TIMEOUT_S, request_id)
+    async def abort(self, request_id: str | None, owner: str | None) -> None:
+        answers = await _ask_all(self._ingresses, "abort", ANSWER_TIMEOUT_S, request_id, owner)
         failed = [answer for answer in answers if isinstance(answer, BaseException)]
         if failed:
             raise EngineDeadError(f"an ingress can't abort requests: {failed[0]}")
+
+    async def tell_spending(self, ingress: str, report: SpendingReport) -> None:
+        await _ask_all(self._ingresses, "hear_spending", ANSWER_TIMEOUT_S, ingress, report)
 
     async def flush_cache(self) -> list[str]:
         return _complaints(await self._ask_engines("flush_cache", ANSWER_TIMEOUT_S))
@@ -249,6 +268,16 @@ class ServeEngineClient(EngineClient, IngressListener):
         answers = await self._ask_engines("stats", ANSWER_TIMEOUT_S)
         return [r for r in answers if not isinstance(r, BaseException)]
 
+    async def ingress_metrics(self, timeout_s: float) -> IngressReports:
+        return await self._exchange.gather(timeout_s)
+
+    def tell_metrics(
+        self, asker: str, number: int, report: Callable[[EngineClient], list[PlainFamily]]
+    ) -> str:
+        """Send what this ingress measured to the inbox `asker`. Returns this ingress' name."""
+        self._exchange.answer(asker, number, self.ingress, report(self))
+        return self.ingress
+
     async def trace(self, last: int) -> dict[str, list[RoleTrace]]:
         answers = await self._ask_engines("trace", ANSWER_TIMEOUT_S, last)
         replicas = dict(a for a in answers if not isinstance(a, BaseException))
@@ -275,6 +304,8 @@ class ServeEngineClient(EngineClient, IngressListener):
                 self._router.take_events(message)
             case KVSnapshot() if self._router is not None:
                 self._router.take_snapshot(message)
+            case IngressMetrics():
+                self._exchange.take(message)
             case tm.EncodeReply() | tm.DecodeReply() | tm.Registered():
                 self._tokenizer.answer(message.call, message)
 

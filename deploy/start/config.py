@@ -1,10 +1,11 @@
 """The application's configuration: `args` of a Serve config file in `configs/`."""
 
 # No `from __future__ import annotations`: pydantic reads the annotations.
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from deploy.http.access.options import check_access
 from deploy.http.parsers.detection import check_parsers
 from deploy.replica.autoscaling import EngineLoadPolicy
 from deploy.routing import find_policy
@@ -49,6 +50,17 @@ class ServerOptions(BaseModel):
     """Requests that one engine replica may hold, running and queued."""
     stream_stall_timeout_s: float = Field(120.0, gt=0)
     """A stream is aborted when its client has read nothing for this time."""
+    api_keys_file: str | None = None
+    """Path of the keys that may call (docs/security.md); read again within 2 s of a change."""
+    auth: Literal["keys", "none"] | None = None
+    """`none`: everybody may call, also from other machines. By default nobody needs a key if there
+    is no `api_keys_file`, and then only programs of this machine may reach the server."""
+    allowed_hosts: list[str] = Field(default_factory=list, max_length=1000)
+    """Names and addresses that `Host` may have besides this machine's; empty: any."""
+    cors_origins: list[str] = Field(default_factory=list, max_length=1000)
+    """Sites whose pages may use the API in a browser, as `https://chat.example.com`."""
+    body_timeout_s: float = Field(30.0, gt=0)
+    """A request's body has this time to come."""
     max_body_bytes: int = Field(4 * 2**20, ge=1024, le=2**30)
     """A request with a larger body is refused (413)."""
     max_request_tokens: int = Field(4 * 2**20, ge=1)
@@ -73,6 +85,8 @@ class ServerOptions(BaseModel):
     gpu_wait_s: float | None = Field(600.0, ge=0)
     """A cluster without the GPUs of one engine has this time to grow; then the deployment fails.
     None: Ray places the engine when it can. The launcher's own cluster can't grow: no wait."""
+    metrics_names: Literal["manta", "vllm"] = "manta"
+    """`vllm`: `/metrics` has vLLM's names beside Manta's, for dashboards made for vLLM."""
     log_level: str = Field("INFO", pattern="^(DEBUG|INFO|WARNING|ERROR)$")
 
 
@@ -96,6 +110,7 @@ class AppConfig:
         if server.routing_policy != "serve":
             find_policy(server.routing_policy)
         check_parsers(server.tool_call_parser, server.reasoning_parser)
+        check_access(server.api_keys_file, server.auth, server.cors_origins)
         scaling = server.autoscaling
         if scaling is not None and scaling.max_replicas < scaling.min_replicas:
             raise ConfigError(

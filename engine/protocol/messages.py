@@ -153,6 +153,19 @@ class GenerationBatchResult(msgspec.Struct, array_like=True):
     if it held NaN or infinity."""
 
 
+class KeyLimits(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The API key that a request came with, and what an engine allows to it. None: no limit.
+
+    The limits of the latest request of a key hold for all of its requests.
+    """
+
+    name: str
+    max_running: int | None = None
+    """Sequences that run at once; others wait, though there is room."""
+    max_queued_tokens: int | None = None
+    """Prompt tokens that wait at once; a request beyond that is refused (429)."""
+
+
 class AddRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A request as the scheduler receives it.
 
@@ -176,6 +189,8 @@ class AddRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     pages. A router that needed them computed them; the prefix cache reuses them."""
     pooling: Pooling | None = None
     """Set if the request wants an embedding of its prompt and no tokens; `params` don't matter."""
+    key: KeyLimits | None = None
+    """None if the server has no keys."""
 
 
 class AbortRequest(msgspec.Struct, kw_only=True):
@@ -215,8 +230,9 @@ class StepOutputs(msgspec.Struct, array_like=True):
     token_ids: list[int]
     """[N]"""
     finished: list[FinishedReq]
-    started: list[tuple[int, int]]
-    """(rid, cached prompt tokens) of requests whose first token or embedding is in this message."""
+    started: list[tuple[int, int, float]]
+    """(rid, cached prompt tokens, seconds in the queue until the first admission) of requests whose
+    first token or embedding is in this message."""
     logprobs: dict[int, TokenLogprobs] | None = None
     """Log-probabilities by index into `rids`."""
     prompt_logprobs: dict[int, list[TokenLogprobs | None]] | None = None
@@ -366,3 +382,12 @@ class KVEvents(msgspec.Struct, array_like=True):
     seq: int
     """Number of the last event so far."""
     events: list[KVEvent]
+
+
+class IngressMetrics(msgspec.Struct, array_like=True):
+    """What an ingress measured, as families of Prometheus' text format: name, kind, help, samples.
+    `number` is that of the question."""
+
+    ingress: str
+    number: int
+    families: list[tuple[str, str, str, str]]

@@ -35,7 +35,8 @@ class TextDelta(msgspec.Struct, array_like=True, gc=False):
     `finish_reason`: "stop", "length", "abort" or "error". `stop_reason`: the stop string or the
     token id that ended it (None if something else did). `num_output` counts all output tokens so
     far, resumed ones included. `error*` are set for errors. `embedding`: of a request for one,
-    float32 [hidden], little-endian.
+    float32 [hidden], little-endian. `queue_s`: on the first delta, seconds in the scheduler's queue
+    until the first admission.
     """
 
     rid: int
@@ -52,6 +53,7 @@ class TextDelta(msgspec.Struct, array_like=True, gc=False):
     error_status: int = 0
     error_param: str | None = None
     embedding: bytes | None = None
+    queue_s: float = 0.0
 
 
 class EncodeRequest(msgspec.Struct, array_like=True):

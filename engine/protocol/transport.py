@@ -68,6 +68,7 @@ _KINDS: tuple[type[Any], ...] = (
     tokenizer_messages.Registered,
     tokenizer_messages.Unregister,
     tokenizer_messages.TextOutputs,
+    messages.IngressMetrics,
 )
 _CODES = {kind: code for code, kind in enumerate(_KINDS)}
 _BYE = 255

@@ -10,8 +10,9 @@ from engine.constraints import AllOf, Constraint, TokenFilter, create_constraint
 from engine.constraints.grammar_compiler import GrammarCompiler
 from engine.errors import RequestError
 from engine.pooling import Pooling
-from engine.protocol.messages import AddRequest, FinishedReq, Int64Array, IntArray
+from engine.protocol.messages import AddRequest, FinishedReq, Int64Array, IntArray, KeyLimits
 from engine.sampling_params import SamplingParams, check_prompt
+from engine.scheduler.key_shares import KeyShares
 from engine.scheduler.req import Req
 from engine.scheduler.scheduler_config import SchedulerConfig
 
@@ -21,20 +22,20 @@ _NOTHING_SAMPLED = SamplingParams(temperature=0.0)
 def make_req(
     request: AddRequest,
     config: SchedulerConfig,
-    num_waiting: int,
+    shares: KeyShares,
     now: float,
     grammars: GrammarCompiler | None = None,
 ) -> Req | FinishedReq:
     """A queued `Req`, or the `FinishedReq` that refuses it, or ends it if it was resumed complete.
 
-    `now` is in seconds of the loop's clock; `num_waiting` requests are queued already. `grammars`
-    is None if the model has no tokenizer.
+    `now` is in seconds of the loop's clock; `shares` has what waits already. `grammars` is None if
+    the model has no tokenizer.
     """
     prompt_len = len(request.input_ids)
     resumed = request.output_ids if request.output_ids is not None else np.zeros(0, np.int32)
     params = request.params if request.pooling is None else _NOTHING_SAMPLED
     try:
-        _verify(request, params, config, num_waiting)
+        _verify(request, params, config, shares)
         constraint = _make_constraint(params, config, resumed.tolist(), grammars)
     except RequestError as error:
         return FinishedReq(
@@ -67,6 +68,7 @@ def make_req(
         stop_ids=stop_ids,
         pooling=request.pooling,
         priority=request.priority,
+        key=request.key,
         namespace=request.cache_salt,
         page_hashes=[] if request.page_hashes is None else request.page_hashes.tolist(),
         arrival=now,
@@ -126,13 +128,46 @@ def _make_constraint(
 
 
 def _verify(
-    request: AddRequest, params: SamplingParams, config: SchedulerConfig, num_waiting: int
+    request: AddRequest, params: SamplingParams, config: SchedulerConfig, shares: KeyShares
 ) -> None:
     verify_prompt(request.input_ids, config.max_model_len, config.vocab_size, request.pooling)
     params.verify(config.vocab_size)
     if params.seed is None and params.temperature > 0:
         raise RequestError("a sampled request needs a seed (the ingress draws one)", "seed")
-    if num_waiting >= config.max_queued_requests:
+    if shares.num_waiting >= config.max_queued_requests and not _has_place(request, config, shares):
         raise RequestError(
-            f"the queue is full ({num_waiting} requests wait); try again later", status=429
+            f"the queue is full ({shares.num_waiting} requests wait); try again later", status=429
+        )
+    if request.key is not None and request.output_ids is None:
+        _check_queued_tokens(len(request.input_ids), request.key, shares)
+
+
+def _has_place(request: AddRequest, config: SchedulerConfig, shares: KeyShares) -> bool:
+    """Whether a request of a key may wait though the queue is full: others must not fill it to the
+    end, so each key has its part of the places."""
+    if request.key is None:
+        return False
+    share = shares.get(request.key)
+    own = 0 if share is None else len(share.waiting)
+    others = shares.num_waiting_keys(besides=request.key)
+    return others > 0 and own < config.max_queued_requests // (1 + others)
+
+
+def _check_queued_tokens(num_prompt: int, key: KeyLimits, shares: KeyShares) -> None:
+    limit = key.max_queued_tokens
+    if limit is None:
+        return
+    if num_prompt > limit:
+        raise RequestError(
+            f"the prompt has {num_prompt} tokens; requests of the key {key.name} may have at most "
+            f"{limit} waiting (max_queued_tokens)",
+            "prompt",
+        )
+    share = shares.get(key)
+    waiting = 0 if share is None else share.waiting_tokens
+    if waiting + num_prompt > limit:
+        raise RequestError(
+            f"{waiting} prompt tokens of the key {key.name} wait, and at most {limit} may; try "
+            "again later",
+            status=429,
         )

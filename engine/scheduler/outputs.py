@@ -13,7 +13,7 @@ from engine.scheduler.req import Req
 @dataclass
 class _ReaderOutputs:
     finished: list[FinishedReq] = field(default_factory=list)
-    started: list[tuple[int, int]] = field(default_factory=list)
+    started: list[tuple[int, int, float]] = field(default_factory=list)
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     """Log-probabilities by rid; rids become indices when the message is made."""
     prompt_logprobs: dict[int, list[TokenLogprobs | None]] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class OutputCollector:
     def start(self, req: Req) -> None:
         """Note that the first token or the embedding of `req` is in this step."""
         entry = self._entry(req.reader_no)
-        entry.started.append((req.rid, req.num_cached or 0))
+        entry.started.append((req.rid, req.num_cached or 0, req.queue_s))
         if req.params.prompt_logprobs is not None:
             entry.prompt_logprobs[req.rid] = req.prompt_logprobs[: req.prompt_len]
 

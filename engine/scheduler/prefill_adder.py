@@ -72,10 +72,11 @@ class PrefillAdder:
         self.additions: list[Addition] = []
         self._owners: set[tuple[int, bytes]] = set()
 
-    def add_chunked(self, req: Req) -> AddResult:
-        """Continue a request whose prompt is partly launched."""
+    def add_chunked(self, req: Req, parts: int = 1) -> AddResult:
+        """Continue a request whose prompt is partly launched, with one of `parts` parts of the
+        step's tokens; the rest is for others."""
         left = len(req.fill_ids) - req.kv_len
-        num = min(left, self._allowed(req.kv_len))
+        num = min(left, max(self._allowed(req.kv_len) // parts, self.kv.page_size))
         if num < left:
             num = self._page_floor(req.kv_len, num)
         if num <= 0:
@@ -87,8 +88,9 @@ class PrefillAdder:
         self._take(req, num, last=num == left)
         return AddResult.ADDED
 
-    def add(self, req: Req, *, force: bool = False) -> AddResult:
-        """Offer a matched waiting request. `force`: nothing else runs, so it must go."""
+    def add(self, req: Req, *, force: bool = False, whole: bool = False) -> AddResult:
+        """Offer a matched waiting request. `force`: nothing else runs, so it must go. `whole`: not
+        a part of its prompt, because another request's is partly launched."""
         if self._is_shared(req):
             return AddResult.DEFERRED
         if req.last_node is None:
@@ -107,7 +109,8 @@ class PrefillAdder:
         num = extend
         allowed = self._allowed(req.cached_len)
         if extend > allowed and (self.chunking or self.additions):
-            num = self._page_floor(req.cached_len, allowed) if self.chunking else 0
+            in_parts = self.chunking and not whole
+            num = self._page_floor(req.cached_len, allowed) if in_parts else 0
             if num <= 0:
                 self.kv.tree.dec_lock_ref(req.last_node)
                 return AddResult.OTHER

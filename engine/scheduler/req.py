@@ -10,7 +10,13 @@ import numpy as np
 
 from engine.constraints import Constraint
 from engine.pooling import Pooling
-from engine.protocol.messages import FinishedReq, IntArray, PromptLogprobs, TokenLogprobs
+from engine.protocol.messages import (
+    FinishedReq,
+    IntArray,
+    KeyLimits,
+    PromptLogprobs,
+    TokenLogprobs,
+)
 from engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -52,6 +58,8 @@ class Req:
     reader_no: int = 0
     """`reply_to` as a small number, for grouping outputs."""
     priority: int = 0
+    key: KeyLimits | None = None
+    """The API key that it came with."""
     namespace: str = ""
     page_hashes: list[int] = field(default_factory=list)
     """Hashes of the first whole pages of prompt and output, as far as the router computed them."""
@@ -78,12 +86,19 @@ class Req:
     """Whether its first token since it came to this engine, or its embedding, was sent."""
     num_cached: int | None = None
     """Prompt tokens found in the prefix cache at its first admission."""
+    queue_s: float = 0.0
+    """Seconds from its arrival to its first admission."""
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
 
     @property
     def prompt_len(self) -> int:
         """Tokens of the prompt, without output."""
         return len(self.origin_input_ids)
+
+    @property
+    def key_name(self) -> str:
+        """Name of its API key; "" if the server has none."""
+        return "" if self.key is None else self.key.name
 
     @property
     def finished(self) -> bool:

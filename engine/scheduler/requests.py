@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.protocol.messages import FinishedReq
+from engine.scheduler.key_shares import KeyShares
 from engine.scheduler.kv_manager import KVManager
 from engine.scheduler.micro_batch import MicroBatch
 from engine.scheduler.outputs import OutputCollector
@@ -32,7 +33,8 @@ class Requests:
         self._stats = stats
         self.by_key: dict[tuple[str, int], Req] = {}
         """All requests by (reply_to, rid)."""
-        self.waiting: list[Req] = []
+        self.shares = KeyShares()
+        """Those that wait, by API key."""
         self.chunked: Req | None = None
         """The one request whose prompt is partly launched, shared by all micro-batches."""
         self.leaving: list[Req] = []
@@ -44,18 +46,23 @@ class Requests:
     def add(self, req: Req) -> None:
         """Put a new request into the waiting queue."""
         self.by_key[(req.reply_to, req.rid)] = req
-        self.waiting.append(req)
+        self.shares.add(req)
 
-    def admit(self, reqs: Sequence[Req]) -> None:
-        """Move waiting requests that have their rows to the running ones."""
-        for req in reqs:
-            req.status = ReqStatus.RUNNING
-            self._stats.prompt_tokens_total += len(req.fill_ids)
-            self._stats.cached_tokens_total += req.cached_len
-            if req.num_cached is None:
-                req.num_cached = min(req.cached_len, req.prompt_len)
-        taken = {id(r) for r in reqs}
-        self.waiting = [r for r in self.waiting if id(r) not in taken]
+    @property
+    def waiting(self) -> list[Req]:
+        """Requests that wait for a row."""
+        return self.shares.waiting
+
+    def take(self, req: Req, now: float) -> None:
+        """A waiting request has got its row at time `now`, and runs. The caller takes it out of
+        `shares`."""
+        req.status = ReqStatus.RUNNING
+        self._stats.prompt_tokens_total += len(req.fill_ids)
+        self._stats.cached_tokens_total += req.cached_len
+        if req.num_cached is None:
+            req.num_cached = min(req.cached_len, req.prompt_len)
+            req.queue_s = now - req.arrival
+        self.shares.admit(req)
 
     def end(self, req: Req, told: FinishedReq | None) -> None:
         """Decide that a request has ended. `told` is what its reader gets, None if nothing.
@@ -72,7 +79,7 @@ class Requests:
     def end_now(self, req: Req, told: FinishedReq | None = None) -> None:
         """End a request in any state. `told` is as in `end`."""
         if req.status is ReqStatus.WAITING:
-            self.waiting = [r for r in self.waiting if r is not req]
+            self.shares.forget_waiting([req])
         self._leave_batch(req)
         self.end(req, told)
         self.let_go(req)
@@ -135,10 +142,13 @@ class Requests:
 
     def _release(self, req: Req) -> None:
         self.leaving = [r for r in self.leaving if r is not req]
+        held_row = req.req_pool_idx != 0
         self._kv.release(req, insert=True)
         self.full_until = 0
         if req.status is ReqStatus.RETRACTING:
             req.status = ReqStatus.WAITING
-            self.waiting.append(req)
-        else:
+            self.shares.wait(req)
+        if held_row:
+            self.shares.release(req)
+        if req.status is ReqStatus.FINISHED:
             del self.by_key[(req.reply_to, req.rid)]

@@ -29,7 +29,7 @@ from engine.protocol.messages import (
 )
 from engine.registry import SCHEDULE_POLICIES
 from engine.scheduler.admission import make_req
-from engine.scheduler.balance import fair_share, open_places, rebalance
+from engine.scheduler.balance import rebalance
 from engine.scheduler.batch_builder import build_batch
 from engine.scheduler.chunk_sizer import ChunkSizer
 from engine.scheduler.delayed_sample import DelayedSamples
@@ -37,19 +37,17 @@ from engine.scheduler.kv_manager import KVManager
 from engine.scheduler.micro_batch import LaunchedStep, MicroBatch
 from engine.scheduler.new_token_ratio import NewTokenRatio
 from engine.scheduler.outputs import OutputCollector
-from engine.scheduler.prefill_adder import Addition, AddResult, PrefillAdder
+from engine.scheduler.prefill_adder import Addition
+from engine.scheduler.prefill_planner import PrefillPlanner
 from engine.scheduler.req import Req, ReqStatus
 from engine.scheduler.requests import Requests
-from engine.scheduler.schedule_policy import SchedulePolicy
 from engine.scheduler.scheduler_config import SchedulerConfig
 from engine.scheduler.stats import SchedulerStats
-from engine.scheduler.victims import ends_in_flight, preemption_victims, retraction_victim
+from engine.scheduler.victims import ends_in_flight, retraction_victim
 
 logger = logging.getLogger(__name__)
 
 EXPIRE_INTERVAL_S = 0.05
-FULL_RETRY_STEPS = 16
-"""Steps until requests are offered to a full batch again; `NewTokenRatio` decays meanwhile."""
 
 
 class Scheduler:
@@ -59,7 +57,6 @@ class Scheduler:
         """`grammars` compiles those of requests; without it, such requests are refused."""
         self.config, self.grammars = config, grammars
         self.kv = KVManager(config)
-        self.policy: SchedulePolicy = SCHEDULE_POLICIES[config.schedule_policy]()
         self.ratio = NewTokenRatio(config.schedule_conservativeness)
         self.sizer: ChunkSizer | None = None
         if config.enable_dynamic_chunking and config.chunked_prefill_size is not None:
@@ -69,6 +66,16 @@ class Scheduler:
         self.stats = SchedulerStats(kv_total_tokens=self.kv.total_size)
         self.micro_batches = [MicroBatch(i) for i in range(config.num_micro_batches)]
         self.requests = Requests(self.kv, self.micro_batches, self.outputs, self.stats)
+        self.prefill = PrefillPlanner(
+            self.kv,
+            self.ratio,
+            self.sizer,
+            SCHEDULE_POLICIES[config.schedule_policy](),
+            self.requests,
+            self.micro_batches,
+            config,
+            self.stats,
+        )
         self._next_micro_batch = self._step = 0
         self._next_expire = -math.inf
 
@@ -79,7 +86,7 @@ class Scheduler:
         number = self.outputs.reader_no(request.reply_to)
         if (request.reply_to, request.rid) in self.requests.by_key:
             raise ValueError(f"request id {request.rid} of {request.reply_to!r} is in use")
-        made = make_req(request, self.config, len(self.requests.waiting), now, self.grammars)
+        made = make_req(request, self.config, self.requests.shares, now, self.grammars)
         if isinstance(made, FinishedReq):
             self.outputs.finish(number, made)
             return
@@ -121,17 +128,17 @@ class Scheduler:
             self.requests.expire(now)
         count = len(self.micro_batches)
         while True:
-            num_waiting = len(self.requests.waiting)
+            num_waiting = self.requests.shares.num_waiting
             for offset in range(count):
                 mb = self.micro_batches[(self._next_micro_batch + offset) % count]
                 if len(mb.in_flight) >= self.config.lookahead:
                     continue
-                batch = self._compose(mb)
+                batch = self._compose(mb, now)
                 if batch is not None:
                     self._next_micro_batch = (mb.index + 1) % count
                     return batch
             # A retraction made room. With no step in flight, no result would lead to its use.
-            if self.num_in_flight or len(self.requests.waiting) == num_waiting:
+            if self.num_in_flight or self.requests.shares.num_waiting == num_waiting:
                 return None
 
     def process_result(self, result: GenerationBatchResult) -> None:
@@ -174,7 +181,8 @@ class Scheduler:
         """What breaks the invariant of `KVManager`, or None."""
         for mb in self.micro_batches:
             mb.running.sync_lens()
-        return self.kv.check(self.requests.by_key.values())
+        reqs = self.requests.by_key.values()
+        return self.kv.check(reqs) or self.requests.shares.check(reqs)
 
     def on_idle(self) -> None:
         """Look for leaks of KV memory; log, count and repair them. Call when there is no work."""
@@ -202,79 +210,14 @@ class Scheduler:
 
     # Composing a step
 
-    def _compose(self, mb: MicroBatch) -> ModelWorkerBatch | None:
-        additions = self._new_prefill(mb)
+    def _compose(self, mb: MicroBatch, now: float) -> ModelWorkerBatch | None:
+        additions = self.prefill.plan(mb, self._step, now)
         if additions:
             return self._launch(mb, additions, with_decode=self.config.enable_mixed_chunk)
         if len(mb.running) == 0 or not self._has_decode_room(mb):
             return None
         self.ratio.on_decode()
         return self._launch(mb, [], with_decode=True)
-
-    def _new_prefill(self, mb: MicroBatch) -> list[Addition]:
-        full = self._step < self.requests.full_until
-        if self.requests.chunked is None and (full or not self.requests.waiting):
-            return []
-        mixed = self.config.enable_mixed_chunk
-        num_decode = len(mb.running) if mixed else 0
-        decode_need = self.kv.decode_need(mb.running.seq_lens + 1) if num_decode else 0
-        if decode_need > self.kv.room:
-            return []
-        adder = PrefillAdder(
-            self.kv,
-            self.ratio,
-            (r for m in self.micro_batches for r in m.running.reqs),
-            self.config,
-            num_decode=num_decode,
-            decode_need=decode_need,
-            sizer=self.sizer,
-        )
-        if self.requests.chunked is not None:
-            added = adder.add_chunked(self.requests.chunked)
-            if added is not AddResult.ADDED:
-                return []
-            if not adder.additions[0].last:
-                return adder.additions
-            self.requests.chunked = None
-        if not full:
-            self._add_waiting(mb, adder)
-        return adder.additions
-
-    def _add_waiting(self, mb: MicroBatch, adder: PrefillAdder) -> None:
-        slots = self.kv.rows.available_size()
-        if len(self.micro_batches) > 1:
-            held = len(mb.running) + sum(a.last for a in adder.additions)
-            share = fair_share(len(self.requests.by_key), self.micro_batches)
-            slots = min(slots, open_places(held, share, self.config.max_micro_batch_size))
-        if slots <= 0 and not self.config.enable_priority_preemption:
-            return
-        matched = self.policy.sort(self.requests.waiting, self.kv.match)
-        admitted: list[Req] = []
-        for req in self.requests.waiting:
-            if not matched:
-                req.begin_round()
-                self.kv.match(req)
-            if len(admitted) >= slots:
-                self._preempt_for(req)
-                break
-            alone = not admitted and not adder.additions and self._nothing_runs()
-            added = adder.add(req, force=alone)
-            if added is AddResult.DEFERRED:
-                continue
-            if added is AddResult.NO_TOKEN and not self._preempt_for(req):
-                self.requests.full_until = self._step + FULL_RETRY_STEPS
-            if added is not AddResult.ADDED:
-                break
-            self.kv.admit(req)
-            admitted.append(req)
-            if not adder.additions[-1].last:
-                self.requests.chunked = req
-                break
-        if admitted:
-            self.requests.admit(admitted)
-
-    def _nothing_runs(self) -> bool:
-        return self.num_in_flight == 0 and all(len(m.running) == 0 for m in self.micro_batches)
 
     def _launch(
         self, mb: MicroBatch, additions: Sequence[Addition], *, with_decode: bool
@@ -313,6 +256,8 @@ class Scheduler:
         terminated: Collection[int] = ()
         if step.constrained:
             errors, terminated = self.delayed.accept(step, result)
+        if requests.shares.is_contended:
+            requests.shares.charge_each(step.sampled)
         for i, (req, token) in enumerate(zip(step.sampled, tokens, strict=True)):
             if req.status is finished:
                 dropped.append(i)
@@ -378,22 +323,3 @@ class Scheduler:
             self.stats.retractions_total += 1
             if len(mb.running) == 0:
                 return False
-
-    def _preempt_for(self, req: Req) -> bool:
-        """Retract running requests of lower priority until `req` would fit; none if it can't.
-
-        A later step admits `req` itself, when the room is there.
-        """
-        if not self.config.enable_priority_preemption or self.requests.leaving:
-            return False
-        for mb in self.micro_batches:
-            mb.running.sync_lens()
-        missing = self.kv.round_up(len(req.fill_ids) - req.cached_len + 1) - self.kv.room
-        need_row = self.kv.rows.available_size() == 0
-        chosen = preemption_victims(req, self.micro_batches, self.kv.held, missing, need_row)
-        if not chosen:
-            return False
-        for victim in chosen:
-            self.requests.retract(victim)
-            self.stats.preemptions_total += 1
-        return True

@@ -52,11 +52,17 @@ def preemption_victims(
 ) -> list[Req]:
     """Running requests less important than `req` whose retraction makes it fit; [] if none do.
 
-    The least important and latest ones come first. `missing` tokens must become free, and a row if
+    Only those that came with the same API key: priorities order a key's own requests. The least
+    important and latest ones come first. `missing` tokens must become free, and a row if
     `need_row`. `held` returns the tokens that a request owns.
     """
     victims = sorted(
-        (r for m in micro_batches for r in m.running.reqs if r.priority > req.priority),
+        (
+            r
+            for m in micro_batches
+            for r in m.running.reqs
+            if r.priority > req.priority and r.key_name == req.key_name
+        ),
         key=lambda r: (r.priority, r.arrival, r.rid),
         reverse=True,
     )

@@ -28,6 +28,8 @@ class _Request:
     prompt_ids: Sequence[int] | None
     """Kept only until the prompt's logprobs have come."""
     num_cached: int = 0
+    queue_s: float = 0.0
+    """Until it is sent, with the first delta."""
     num_output: int = 0
     text_len: int = 0
     """Characters detokenized so far, held back or not."""
@@ -128,9 +130,9 @@ class DetokenizerManager:
         stopped: list[int] = []
         requests = self._requests
         ends = {end.rid: end for end in out.finished}
-        for rid, num_cached in out.started:
+        for rid, num_cached, queue_s in out.started:
             if (request := requests.get(rid)) is not None:
-                request.num_cached = num_cached
+                request.num_cached, request.queue_s = num_cached, queue_s
                 if out.prompt_logprobs and request.prompt_ids is not None:
                     self._add_prompt_logprobs(request, out.prompt_logprobs.get(rid))
         logprobs = out.logprobs
@@ -233,6 +235,8 @@ def _take(request: _Request, text: str) -> TextDelta:
         request.logprobs,
         request.prompt_logprobs,
     )
+    if request.queue_s:
+        delta.queue_s, request.queue_s = request.queue_s, 0.0
     request.token_ids = []
     request.logprobs = request.prompt_logprobs = None
     return delta

@@ -122,7 +122,7 @@ class TokenizerRole:
 
     def _on_step(self, out: StepOutputs) -> None:
         if out.scheduler:
-            for rid, _ in out.started:
+            for rid, *_ in out.started:
                 if rid in self._ingress:
                     self._scheduler[rid] = out.scheduler
                     self._running[out.scheduler] += 1

@@ -102,25 +102,19 @@ async def long_streams(url: str, then: Any) -> list[dict[str, Any]]:
                 call.cancel()
 
 
-def in_flight(url: str) -> set[float]:
-    """Requests that each ingress holds, as many scrapes see it."""
-    found = set()
-    for _ in range(20):
-        text = httpx.get(f"{url}/metrics", timeout=30).text
-        (line,) = (
-            line
-            for line in text.splitlines()
-            if line.startswith('manta_requests_in_flight{endpoint="generate"}')
-        )
-        found.add(float(line.rpartition(" ")[2]))
-    return found
+def in_flight(url: str) -> list[float]:
+    """Requests that each ingress holds, as one scrape sees it."""
+    lines = httpx.get(f"{url}/metrics", timeout=30).text.splitlines()
+    head = 'manta_requests_in_flight{endpoint="generate",'
+    return [float(line.rpartition(" ")[2]) for line in lines if line.startswith(head)]
 
 
 def test_aborts_reach_every_ingress_and_engine(url: str) -> None:
     def act() -> None:
         until(url, lambda found: sum(state["num_running"] for state in found) == COUNT)
         assert min(state["num_running"] for state in states(url)) > 0, "one replica has all"
-        assert max(in_flight(url)) < COUNT, "one ingress has all"
+        held = in_flight(url)
+        assert len(held) == 2 and max(held) < COUNT == sum(held), held
         busy = httpx.post(f"{url}/flush_cache", timeout=30)
         assert busy.status_code == 400 and "requests run or wait" in busy.json()["error"]["message"]
         for at in range(0, COUNT, 2):
@@ -137,6 +131,31 @@ def test_aborts_reach_every_ingress_and_engine(url: str) -> None:
     lengths = [end["meta_info"]["completion_tokens"] for end in ends]
     assert all(0 < length < TOKENS for length in lengths)
     assert max(lengths[0::2]) < min(lengths[1::2])
+
+
+def test_one_scrape_has_every_ingress_once(url: str) -> None:
+    def requests(text: str) -> list[float]:
+        head = 'manta_requests_total{endpoint="generate",status="200",'
+        return [float(li.rpartition(" ")[2]) for li in text.splitlines() if li.startswith(head)]
+
+    def scrape() -> str:
+        time.sleep(0.6)  # what others said is used again for half a second
+        return httpx.get(f"{url}/metrics", timeout=30).text
+
+    before = sum(requests(scrape()))
+    body = {"input_ids": prompt(5), "sampling_params": sampling(2)}
+    for _ in range(8):
+        assert httpx.post(f"{url}/generate", json=body, timeout=30).status_code == 200
+    for _ in range(4):  # whichever answers
+        text = scrape()
+        lines = [line for line in text.splitlines() if not line.startswith("#")]
+        names = [line.rpartition(" ")[0] for line in lines]
+        assert len(set(names)) == len(names)
+        assert len(requests(text)) == 2 and sum(requests(text)) == before + 8
+        up = [line for line in lines if line.startswith("manta_ingress_up{")]
+        assert [line.rpartition(" ")[2] for line in up] == ["1.0", "1.0"]
+        engines = [line for line in lines if line.startswith("manta_engine_num_running{")]
+        assert len(engines) == 2
 
 
 def test_a_flush_empties_every_cache(url: str) -> None:

@@ -246,8 +246,8 @@ class FakeEngineClient(EngineClient):
             offset += 0 if token in SPECIAL else 1
         return entries
 
-    async def abort(self, request_id: str | None) -> None:
-        self.abort_here(request_id)
+    async def abort(self, request_id: str | None, owner: str | None) -> None:
+        self.abort_here(request_id, owner)
 
     async def flush_cache(self) -> list[str]:
         self.num_flushes += 1

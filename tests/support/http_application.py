@@ -18,12 +18,12 @@ from tests.support.fake_client import FakeEngineClient
 class Server:
     """The application on uvicorn in a thread."""
 
-    def __init__(self, client: FakeEngineClient) -> None:
+    def __init__(self, client: FakeEngineClient, settings: ApiSettings | None = None) -> None:
         self.client = client
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.port = self.socket.getsockname()[1]
-        api_settings = ApiSettings(max_body_bytes=2**20, stall_timeout_s=0.5)
-        app = build_api(lambda: client, api_settings)
+        settings = settings or ApiSettings(max_body_bytes=2**20, stall_timeout_s=0.5)
+        app = build_api(lambda: client, settings)
         self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
         self._thread = threading.Thread(
             target=lambda: asyncio.run(self._server.serve(sockets=[self.socket]))

@@ -23,6 +23,7 @@ from benchmarks.common import REPO_ROOT
 from benchmarks.servers import ManagedServer, free_port
 from deploy.bench.sse_decoder import DONE, SSEDecoder
 from deploy.start.processes import marked_processes
+from tests.support.metrics_text import bare
 from tests.support.processes import launch_mark
 
 START_TIMEOUT_S = 180.0
@@ -147,7 +148,7 @@ def metric(url: str, name: str) -> float:
         values = re.findall(rf"^{name}(?:\{{[^}}]*\}})? (\S+)$", text, re.MULTILINE)
         if values:
             return sum(float(v) for v in values)
-        late = "\nmanta_engine_stats_up 0.0\n" in text and time.monotonic() < deadline
+        late = "\nmanta_engine_stats_up 0.0\n" in bare(text) and time.monotonic() < deadline
         assert late and name.startswith("manta_engine_"), f"{name} is not among:\n{text}"
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from engine.constraints import ConstraintSpec
 from engine.pooling import Pooling
-from engine.protocol.messages import AddRequest, FinishedReq, GenerationBatchResult
+from engine.protocol.messages import AddRequest, FinishedReq, GenerationBatchResult, KeyLimits
 from engine.sampling_params import SamplingParams
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.scheduler_config import SchedulerConfig
@@ -99,6 +99,7 @@ class Harness:
         resume: int = 0,
         choices: list[list[int]] | None = None,
         ignore_eos: bool = False,
+        key: KeyLimits | None = None,
         **params: Any,
     ) -> None:
         """Queue a request; `choices` constrain it."""
@@ -128,6 +129,7 @@ class Harness:
                 ),
                 priority=priority,
                 cache_salt=salt,
+                key=key,
                 output_ids=np.asarray(out[:resume], np.int32) if resume else None,
             ),
             self.now,
@@ -156,7 +158,7 @@ class Harness:
 
     def collect(self) -> None:
         for reply_to, out in self.scheduler.take_outputs():
-            for rid, cached in out.started:
+            for rid, cached, _ in out.started:
                 self.cached[(reply_to, rid)] = cached
             for rid, token in zip(out.rids, out.token_ids, strict=True):
                 key = (reply_to, rid)
@@ -198,6 +200,12 @@ class Harness:
     def check(self) -> None:
         leak = self.scheduler.check_invariants()
         assert leak is None, leak
+        for req in self.scheduler.requests.by_key.values():
+            share = self.scheduler.requests.shares.get(req.key)
+            assert share is not None
+            assert share.num_running <= (
+                share.limits.max_running or self.config.max_running_requests
+            )
         for m in self.scheduler.micro_batches:
             count = sum(r.constraint is not None for r in m.running.reqs)
             assert m.running.num_constrained == count

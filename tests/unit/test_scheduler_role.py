@@ -65,8 +65,8 @@ def test_a_flush_empties_the_cache(asker: Asker) -> None:
     assert kv.allocator.available_size() == kv.total_size
     kv.tree.check_integrity()
     asker.add(2, 1)
-    started = asker.next(StepOutputs).started
-    assert started == [(2, 0)], "nothing is cached"
+    ((rid, num_cached, _),) = asker.next(StepOutputs).started
+    assert (rid, num_cached) == (2, 0), "nothing is cached"
 
 
 def test_a_scheduler_with_requests_refuses(asker: Asker) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from deploy.http.access.api_key import ApiKey
 from deploy.http.anthropic.errors import anthropic_error
 from deploy.http.anthropic.generation import MessageGeneration
 from deploy.http.anthropic.replies import AnthropicError, MessageEvent, MessageReply, TokenCount
@@ -14,7 +15,7 @@ from deploy.http.generation.endpoint import Endpoint
 from deploy.http.generation.generation import Generation
 from deploy.http.generation.json_route import JsonRoute
 from deploy.http.generation.plan import plan_chat
-from deploy.http.metrics import RequestTracker
+from deploy.http.generation.request import Incoming
 
 
 class MessagesEndpoint(Endpoint):
@@ -35,12 +36,11 @@ class MessagesEndpoint(Endpoint):
         self,
         client: EngineClient,
         given: MessagesRequest,
-        request_id: str,
-        tracker: RequestTracker,
+        incoming: Incoming,
     ) -> Generation[Any]:
-        request = given.translate(f"msg_{request_id}", client.model_info)
-        plan = await plan_chat(client, self.settings, request)
-        return MessageGeneration(client, given, plan, tracker)
+        request = given.translate(f"msg_{incoming.id}", client.model_info)
+        plan = await plan_chat(client, self.settings, request, incoming.key)
+        return MessageGeneration(client, given, plan, incoming.tracker)
 
 
 class CountTokensRoute(JsonRoute):
@@ -51,7 +51,9 @@ class CountTokensRoute(JsonRoute):
     body = CountTokensRequest
     reply = TokenCount
 
-    async def _answer(self, client: EngineClient, given: CountTokensRequest) -> dict[str, Any]:
+    async def _answer(
+        self, client: EngineClient, given: CountTokensRequest, key: ApiKey | None
+    ) -> dict[str, Any]:
         given.check(client.model_info)
         ids = await client.render_chat(
             given.for_template(),

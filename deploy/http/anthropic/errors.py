@@ -19,9 +19,9 @@ _TYPES = {
 
 def anthropic_error(failure: Failure) -> ErrorReply:
     """The error; its `type` follows from the status. The message names the field at fault."""
-    status, message, param, _ = failure
+    status, message, param, _, retry_after_s = failure
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     if param is not None and param not in message:
         message = f"{param}: {message}"
     body = msgspec.json.encode({"type": "error", "error": {"type": kind, "message": message}})
-    return ErrorReply(status, body, b"event: error\ndata: " + body + b"\n\n")
+    return ErrorReply(status, body, b"event: error\ndata: " + body + b"\n\n", retry_after_s)

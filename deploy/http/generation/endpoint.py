@@ -20,12 +20,15 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from deploy.http.access.api_key import ApiKey
+from deploy.http.access.quotas import Quotas
 from deploy.http.body import parse_body
 from deploy.http.dialect import Route
 from deploy.http.engine_client import EngineClient
 from deploy.http.errors import ErrorReply, Failure, failure_of
 from deploy.http.generation.event_stream import EventStream
 from deploy.http.generation.generation import Generation
+from deploy.http.generation.request import Incoming
 from deploy.http.metrics import RequestTracker, ServerMetrics
 from deploy.http.settings import ApiSettings
 from engine.errors import RequestError
@@ -59,18 +62,24 @@ def check_same_site(headers: Headers) -> None:
         raise RequestError("Pages of other sites may not do this.", status=403)
 
 
-async def read_body(request: Request, limit: int) -> bytes:
-    """The request body. Raises `RequestError` (413) if it is longer than `limit` bytes, and
-    `ClientDisconnect`."""
+async def read_body(request: Request, settings: ApiSettings) -> bytes:
+    """The request body. Raises `RequestError` if it is too long (413) or doesn't come in time
+    (408), and `ClientDisconnect`."""
+    limit = settings.max_body_bytes
     length = request.headers.get("content-length", "")
     if length.isdigit() and int(length) > limit:
         raise _too_large(limit)
     chunks, size = [], 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > limit:
-            raise _too_large(limit)
-        chunks.append(chunk)
+    try:
+        async with asyncio.timeout(settings.body_timeout_s):
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size > limit:
+                    raise _too_large(limit)
+                chunks.append(chunk)
+    except TimeoutError:
+        message = f"The request body didn't come within {settings.body_timeout_s:g} s."
+        raise RequestError(message, status=408, code="request_timeout") from None
     return b"".join(chunks)
 
 
@@ -92,13 +101,14 @@ class Endpoint(Route):
         client_provider: Callable[[], EngineClient],
         metrics: ServerMetrics,
         settings: ApiSettings,
+        quotas: Quotas,
     ) -> None:
-        super().__init__(client_provider, metrics, settings)
+        super().__init__(client_provider, metrics, settings, quotas)
         metrics.add_endpoint(self.name)
 
     async def handle(self, request: Request) -> Response:
         """The HTTP handler. The response that it returns reads the body and answers."""
-        return GenerationResponse(self, request.state.request_id)
+        return GenerationResponse(self)
 
     @staticmethod
     @abstractmethod
@@ -107,7 +117,7 @@ class Endpoint(Route):
 
     @abstractmethod
     async def prepare(
-        self, client: EngineClient, given: Any, request_id: str, tracker: RequestTracker
+        self, client: EngineClient, given: Any, incoming: Incoming
     ) -> Generation[Any]:
         """Check the request `given`, whose type is `body`, tokenize it and plan its sequences.
         Raises `RequestError`; no sequence runs yet."""
@@ -119,40 +129,40 @@ class GenerationResponse(Response):
     A stream is given up when its client has read nothing for `stall_timeout_s`.
     """
 
-    def __init__(self, endpoint: Endpoint, request_id: str) -> None:
+    def __init__(self, endpoint: Endpoint) -> None:
         super().__init__()
         self._endpoint = endpoint
-        self._request_id = request_id
         self._stream: EventStream | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._send_chunk: Send = scope["state"]["send"]
+        state = scope["state"]
+        self._send_chunk: Send = state["send"]
+        self._request_id: str = state["request_id"]
+        key: ApiKey | None = state.get("key")
         name, metrics = self._endpoint.name, self._endpoint.metrics
-        tracker = RequestTracker(metrics, name)
+        tracker = RequestTracker(metrics, name, "" if key is None else key.name)
+        incoming = Incoming(self._request_id, tracker, key)
         status = CLIENT_GONE
         with metrics.in_flight.labels(name).track_inprogress():
             try:
-                status = await self._answer(scope, receive, send, tracker)
+                status = await self._answer(scope, receive, send, incoming)
             except (ClientDisconnect, OSError):
                 pass  # no client is left to answer; counted as CLIENT_GONE
             finally:
                 tracker.end(status)
 
-    async def _answer(
-        self, scope: Scope, receive: Receive, send: Send, tracker: RequestTracker
-    ) -> int:
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, incoming: Incoming) -> int:
         try:
             check_content_type(Headers(scope=scope))
-            limit = self._endpoint.settings.max_body_bytes
-            body = await read_body(Request(scope, receive), limit)
+            body = await read_body(Request(scope, receive), self._endpoint.settings)
         except RequestError as exception:
             return await _send_error(send, self._error(exception))
-        return await self._run(body, tracker, receive, send)
+        return await self._run(body, incoming, receive, send)
 
-    async def _run(self, body: bytes, tracker: RequestTracker, receive: Receive, send: Send) -> int:
+    async def _run(self, body: bytes, incoming: Incoming, receive: Receive, send: Send) -> int:
         """Serve until the answer is complete or the client leaves or stalls. Returns the final
         status."""
-        work = asyncio.create_task(self._serve(body, tracker, send))
+        work = asyncio.create_task(self._serve(body, incoming, send))
         gone = asyncio.create_task(_wait_for_disconnect(receive))
         watch = asyncio.create_task(self._watch_stall())
         tasks = (work, gone, watch)
@@ -166,19 +176,27 @@ class GenerationResponse(Response):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _serve(self, body: bytes, tracker: RequestTracker, send: Send) -> int:
+    async def _serve(self, body: bytes, incoming: Incoming, send: Send) -> int:
+        ticket, quotas, key = None, self._endpoint.quotas, incoming.key
         try:
-            client = self._endpoint.client_provider()
-            given = await parse_body(body, self._endpoint.body)
-            generation = await self._endpoint.prepare(client, given, self._request_id, tracker)
-            if not generation.stream:
-                reply = await generation.result()
-        except Exception as exception:
-            return await _send_error(send, self._error(exception))
-        if generation.stream:
-            return await self._send_stream(generation, send)
-        await _send_json(send, 200, reply, {})
-        return 200
+            try:
+                client = self._endpoint.client_provider()
+                given = await parse_body(body, self._endpoint.body)
+                generation = await self._endpoint.prepare(client, given, incoming)
+                if key is not None and key.tokens_per_minute is not None:
+                    quotas.share(client)
+                    ticket = quotas.begin(key, generation.num_prompt, incoming.tracker)
+                if not generation.stream:
+                    reply = await generation.result()
+            except Exception as exception:
+                return await _send_error(send, self._error(exception))
+            if generation.stream:
+                return await self._send_stream(generation, send)
+            await _send_json(send, 200, reply, {})
+            return 200
+        finally:
+            if ticket is not None:
+                quotas.end(ticket)
 
     def _error(self, exception: Exception) -> ErrorReply:
         return self._endpoint.error_reply(failure_of(exception, self._request_id))

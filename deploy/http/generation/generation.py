@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from deploy.http.generation.backlog import Backlog, StreamInterval
 from deploy.http.generation.event_stream import EventStream
 from deploy.http.generation.plan import Plan, until_aborted
 from deploy.http.generation.reading import OutputState
-from deploy.http.metrics import RequestTracker
+from deploy.http.metrics import RequestTracker, Work
 from engine.errors import RequestError
 from engine.protocol.tokenizer_messages import LogprobEntry, TextDelta
 
@@ -59,6 +60,11 @@ class Generation(ABC, Generic[F]):
         self._outputs = [
             Output(None if reading is None else reading.read()) for _ in plan.sequences
         ]
+
+    @property
+    def num_prompt(self) -> int:
+        """Tokens of all prompts; copies of a prompt count once."""
+        return sum(len(sequence.prompt_ids) for sequence in self._plan.sequences[:: self._plan.n])
 
     async def result(self) -> bytes:
         """Body of the reply in one piece. Raises what `EngineClient.generate` raises."""
@@ -112,6 +118,9 @@ class Generation(ABC, Generic[F]):
 
     async def _run(self, read: Callable[[int, list[TextDelta]], None]) -> None:
         """Run all sequences; `read` gets their numbers and deltas. The first error ends all."""
+        firsts = self._plan.sequences[:: self._plan.n]
+        max_tokens = [first.params.max_tokens or 0 for first in firsts if first.pooling is None]
+        self._tracker.work = Work(time.perf_counter(), self._plan.n, max_tokens)
         generates = [
             self._generate(index, partial(read, index)) for index in range(len(self._outputs))
         ]

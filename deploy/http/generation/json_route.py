@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from deploy.http.access.api_key import ApiKey
 from deploy.http.body import encode_json, parse_body
 from deploy.http.dialect import Route
 from deploy.http.engine_client import EngineClient
@@ -17,20 +18,22 @@ from deploy.http.generation.endpoint import CLIENT_GONE, check_content_type, rea
 class JsonRoute(Route):
     """A route that reads JSON, if it has a body, and answers with JSON."""
 
-    errors: ClassVar[tuple[int, ...]] = (400, 404, 413, 415, 500, 503)
+    errors: ClassVar[tuple[int, ...]] = (400, 404, 408, 413, 415, 500, 503)
 
     async def handle(self, request: Request) -> Response:
         given = None
         if self.body is not None:
             check_content_type(request.headers)
             try:
-                body = await read_body(request, self.settings.max_body_bytes)
+                body = await read_body(request, self.settings)
             except ClientDisconnect:
                 return Response(status_code=CLIENT_GONE)
             given = await parse_body(body, self.body)
-        answer = await self._answer(self.client_provider(), given)
+        key = request.scope["state"].get("key")
+        answer = await self._answer(self.client_provider(), given, key)
         return Response(encode_json(answer), media_type="application/json")
 
     @abstractmethod
-    async def _answer(self, client: EngineClient, given: Any) -> dict[str, Any]:
-        """The reply to `given`, whose type is `body`. Raises `RequestError`."""
+    async def _answer(self, client: EngineClient, given: Any, key: ApiKey | None) -> dict[str, Any]:
+        """The reply to `given`, whose type is `body`. `key`: None if the server has no keys. Raises
+        `RequestError`."""

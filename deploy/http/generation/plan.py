@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from deploy.http.aborts import Abort
+from deploy.http.access.api_key import ApiKey
 from deploy.http.engine_client import EngineClient, GenerateRequest, ModelInfo
 from deploy.http.generation.reading import OutputReading
 from deploy.http.generation.request import (
@@ -61,7 +62,9 @@ class Prompt(NamedTuple):
     abort: Abort
 
 
-async def plan_chat(client: EngineClient, settings: ApiSettings, request: ChatRequest) -> Plan:
+async def plan_chat(
+    client: EngineClient, settings: ApiSettings, request: ChatRequest, key: ApiKey | None
+) -> Plan:
     """Render the conversation and check everything. Raises `RequestError`; nothing runs yet."""
     info = client.model_info
     check_model(request.model, info)
@@ -71,7 +74,7 @@ async def plan_chat(client: EngineClient, settings: ApiSettings, request: ChatRe
             "programs; use the model's own.",
             "chat_template",
         )
-    abort = _open_abort(client, request, request.id)
+    abort = _open_abort(client, request, request.id, key)
     ids = await client.render_chat(
         request.messages,
         add_generation_prompt=request.add_generation_prompt,
@@ -92,10 +95,12 @@ async def plan_chat(client: EngineClient, settings: ApiSettings, request: ChatRe
         reading = OutputReading(request.tools, thinking)
     wanted = Wanted(request.params, request.max_tokens, constraint, request.id)
     prompts = [Prompt(ids, max_tokens, wanted, abort)]
-    return await _plan(client, settings, request, prompts, reading)
+    return await _plan(client, settings, request, prompts, reading, key)
 
 
-async def plan_texts(client: EngineClient, settings: ApiSettings, request: TextRequest) -> Plan:
+async def plan_texts(
+    client: EngineClient, settings: ApiSettings, request: TextRequest, key: ApiKey | None
+) -> Plan:
     """Tokenize the prompts and check everything. Raises `RequestError`; nothing runs yet."""
     info = client.model_info
     check_model(request.model, info)
@@ -103,14 +108,14 @@ async def plan_texts(client: EngineClient, settings: ApiSettings, request: TextR
     if not each:
         alike = Wanted(request.params, request.max_tokens, request.constraint, request.id)
         each = [alike] * len(request.prompts)
-    aborts = [_open_abort(client, request, wanted.id) for wanted in each]
+    aborts = [_open_abort(client, request, wanted.id, key) for wanted in each]
     prompts = []
     encoded = await _encode(client, request, info)
     for ids, wanted, abort in zip(encoded, each, aborts, strict=True):
         kept = truncate_prompt(ids, request.truncation, wanted.max_tokens, info)
         max_tokens = resolve_max_tokens(len(kept), wanted.max_tokens, default, info, request.names)
         prompts.append(Prompt(kept, max_tokens, wanted, abort))
-    return await _plan(client, settings, request, prompts, None)
+    return await _plan(client, settings, request, prompts, None, key)
 
 
 def check_model(name: str, info: ModelInfo) -> None:
@@ -241,9 +246,12 @@ def _cut(text: str, truncation: Truncation | None, info: ModelInfo) -> str:
     return text[:limit] if is_right else text[-limit:]
 
 
-def _open_abort(client: EngineClient, request: GenerationRequest, prompt_id: str) -> Abort:
+def _open_abort(
+    client: EngineClient, request: GenerationRequest, prompt_id: str, key: ApiKey | None
+) -> Abort:
     """What can end the request from now on."""
-    abort = Abort(frozenset({request.id, request.given_id or request.id, prompt_id}))
+    ids = frozenset({request.id, request.given_id or request.id, prompt_id})
+    abort = Abort(ids, "" if key is None else key.name)
     client.aborts.add(abort)
     return abort
 
@@ -311,6 +319,7 @@ async def _plan(
     request: GenerationRequest,
     prompts: list[Prompt],
     reading: OutputReading | None,
+    key: ApiKey | None,
 ) -> Plan:
     """Checked sampling parameters for every sequence.
 
@@ -318,6 +327,10 @@ async def _plan(
     elsewhere with the same noise.
     """
     info = client.model_info
+    priority, namespace, limits = request.priority, request.cache_salt, None
+    if key is not None:
+        priority = key.priority(request.priority)
+        namespace, limits = key.namespace(request.cache_salt), key.limits
     bad_words_ids = await _bad_words_ids(client, request.bad_words)
     checked: NamedConstraint | None = None
     verified: SamplingParams | None = None
@@ -344,11 +357,12 @@ async def _plan(
                 request.id,
                 prompt.ids,
                 copy,
-                request.priority,
-                request.cache_salt,
+                priority,
+                namespace,
                 request.return_token_ids,
                 prompt.abort,
                 request.pooling,
+                limits,
             )
             for copy in params.copies(lambda: secrets.randbits(63))
         ]

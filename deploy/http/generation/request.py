@@ -5,11 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from deploy.http.access.api_key import ApiKey
 from deploy.http.generation.tool_use import ToolUse
+from deploy.http.metrics import RequestTracker
 from engine.constraints import ConstraintSpec
 from engine.errors import RequestError
 from engine.pooling import Pooling
 from engine.sampling_params import SamplingParams
+
+
+class Incoming(NamedTuple):
+    """A request as it came. `id`: its `X-Request-Id`; `key`: None if the server has no keys."""
+
+    id: str
+    tracker: RequestTracker
+    key: ApiKey | None = None
 
 
 class FieldNames(NamedTuple):

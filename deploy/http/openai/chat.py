@@ -11,8 +11,7 @@ from deploy.http.body import MAX_MESSAGES, FreeObject, encode_json, refusal
 from deploy.http.engine_client import EngineClient, ModelInfo
 from deploy.http.generation.generation import Generation, Output
 from deploy.http.generation.plan import check_model, check_text_length, plan_chat
-from deploy.http.generation.request import ChatRequest, FieldNames
-from deploy.http.metrics import RequestTracker
+from deploy.http.generation.request import ChatRequest, FieldNames, Incoming
 from deploy.http.openai.generation import OpenAIEndpoint, OpenAIGeneration
 from deploy.http.openai.logprobs import LogprobStyle, chat_logprobs, prompt_logprobs
 from deploy.http.openai.messages import ChatMessage
@@ -122,14 +121,13 @@ class ChatEndpoint(OpenAIEndpoint):
         self,
         client: EngineClient,
         fields: ChatCompletionRequest,
-        request_id: str,
-        tracker: RequestTracker,
+        incoming: Incoming,
     ) -> Generation[Any]:
         request = translate(
-            fields, f"chatcmpl-{fields.request_id or request_id}", client.model_info
+            fields, f"chatcmpl-{fields.request_id or incoming.id}", client.model_info
         )
-        plan = await plan_chat(client, self.settings, request)
-        return ChatGeneration(client, fields, plan, tracker)
+        plan = await plan_chat(client, self.settings, request, incoming.key)
+        return ChatGeneration(client, fields, plan, incoming.tracker)
 
 
 def translate(given: ChatCompletionRequest, request_id: str, info: ModelInfo) -> ChatRequest:

@@ -10,7 +10,7 @@ from deploy.http.body import encode_json, refusal
 from deploy.http.engine_client import EngineClient, ModelInfo
 from deploy.http.generation.generation import Generation, Output
 from deploy.http.generation.plan import Plan, plan_texts
-from deploy.http.generation.request import FieldNames, TextRequest
+from deploy.http.generation.request import FieldNames, Incoming, TextRequest
 from deploy.http.metrics import RequestTracker
 from deploy.http.openai.generation import OpenAIEndpoint, OpenAIGeneration
 from deploy.http.openai.logprobs import completion_logprobs, echoed_logprobs, prompt_logprobs
@@ -74,14 +74,13 @@ class CompletionEndpoint(OpenAIEndpoint):
         self,
         client: EngineClient,
         fields: CompletionRequest,
-        request_id: str,
-        tracker: RequestTracker,
+        incoming: Incoming,
     ) -> Generation[Any]:
-        request_id = f"cmpl-{fields.request_id or request_id}"
+        request_id = f"cmpl-{fields.request_id or incoming.id}"
         request = translate(fields, request_id, client.model_info)
-        plan = await plan_texts(client, self.settings, request)
+        plan = await plan_texts(client, self.settings, request, incoming.key)
         echoes = await _echoes(client, fields, plan) if fields.echo else []
-        return CompletionGeneration(client, fields, plan, tracker, echoes)
+        return CompletionGeneration(client, fields, plan, incoming.tracker, echoes)
 
 
 def translate(given: CompletionRequest, request_id: str, info: ModelInfo) -> TextRequest:

@@ -7,13 +7,13 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from deploy.http.access.api_key import ApiKey
 from deploy.http.body import Strict, encode_json, refusal
 from deploy.http.engine_client import EngineClient
 from deploy.http.generation.embedding import EmbeddingGeneration
 from deploy.http.generation.generation import Generation
 from deploy.http.generation.plan import Plan, plan_texts
-from deploy.http.generation.request import FieldNames, TextRequest, Truncation
-from deploy.http.metrics import RequestTracker
+from deploy.http.generation.request import FieldNames, Incoming, TextRequest, Truncation
 from deploy.http.openai.generation import OpenAIEndpoint, usage
 from deploy.http.openai.replies import Embeddings
 from deploy.http.openai.request import Prompts, documented
@@ -60,6 +60,7 @@ class PooledFields(Strict):
         prompts: list[str] | list[list[int]],
         name: str,
         request_id: str,
+        key: ApiKey | None,
     ) -> Plan:
         """The plan that embeds the prompts of the field `name`. Raises `RequestError`."""
         truncation = None
@@ -81,7 +82,7 @@ class PooledFields(Strict):
             prompts=prompts,
             add_special_tokens=self.add_special_tokens,
         )
-        return await plan_texts(client, settings, request)
+        return await plan_texts(client, settings, request, key)
 
 
 class EmbeddingRequest(PooledFields):
@@ -112,14 +113,15 @@ class EmbeddingEndpoint(OpenAIEndpoint):
         self,
         client: EngineClient,
         fields: EmbeddingRequest,
-        request_id: str,
-        tracker: RequestTracker,
+        incoming: Incoming,
     ) -> Generation[Any]:
-        request_id = f"embd-{fields.request_id or request_id}"
+        request_id = f"embd-{fields.request_id or incoming.id}"
         check_dimensions(fields.dimensions, client.model_info.hidden_size)
-        plan = await fields.plan(client, self.settings, fields.input, "input", request_id)
+        plan = await fields.plan(
+            client, self.settings, fields.input, "input", request_id, incoming.key
+        )
         return EmbeddingsReply(
-            client, fields, plan, tracker, fields.dimensions, normalize=fields.normalize
+            client, fields, plan, incoming.tracker, fields.dimensions, normalize=fields.normalize
         )
 
 

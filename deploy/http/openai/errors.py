@@ -15,8 +15,8 @@ _TYPES = {
 
 def openai_error(failure: Failure) -> ErrorReply:
     """The error; its `type` follows from the status."""
-    status, message, param, code = failure
+    status, message, param, code, retry_after_s = failure
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     error = {"message": message, "type": kind, "param": param, "code": code}
     body = msgspec.json.encode({"error": error})
-    return ErrorReply(status, body, b"data: " + body + b"\n\n")
+    return ErrorReply(status, body, b"data: " + body + b"\n\n", retry_after_s)

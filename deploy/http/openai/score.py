@@ -10,7 +10,7 @@ from deploy.http.body import encode_json, refusal
 from deploy.http.engine_client import EngineClient
 from deploy.http.generation.embedding import EmbeddingGeneration
 from deploy.http.generation.generation import Generation
-from deploy.http.metrics import RequestTracker
+from deploy.http.generation.request import Incoming
 from deploy.http.openai.embeddings import PooledFields
 from deploy.http.openai.generation import OpenAIEndpoint, usage
 from deploy.http.openai.replies import Scores
@@ -79,16 +79,15 @@ class ScoreEndpoint(OpenAIEndpoint):
         self,
         client: EngineClient,
         fields: ScoreRequest,
-        request_id: str,
-        tracker: RequestTracker,
+        incoming: Incoming,
     ) -> Generation[Any]:
-        request_id = f"score-{fields.request_id or request_id}"
+        request_id = f"score-{fields.request_id or incoming.id}"
         plan, other = [
-            await fields.plan(client, self.settings, texts, name, request_id)
+            await fields.plan(client, self.settings, texts, name, request_id, incoming.key)
             for texts, name in zip(fields.sides, fields.pair, strict=True)
         ]
         plan.sequences += other.sequences
-        return ScoreReply(client, fields, plan, tracker)
+        return ScoreReply(client, fields, plan, incoming.tracker)
 
 
 class ScoreReply(EmbeddingGeneration[ScoreRequest]):

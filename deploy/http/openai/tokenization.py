@@ -5,6 +5,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from deploy.http.access.api_key import ApiKey
 from deploy.http.body import MAX_MESSAGES, FreeObject, Strict, refusal
 from deploy.http.engine_client import EngineClient
 from deploy.http.generation.json_route import JsonRoute
@@ -86,7 +87,9 @@ class TokenizeRoute(JsonRoute):
     body = TokenizeRequest
     reply = Tokenized
 
-    async def _answer(self, client: EngineClient, request: TokenizeRequest) -> dict[str, Any]:
+    async def _answer(
+        self, client: EngineClient, request: TokenizeRequest, key: ApiKey | None
+    ) -> dict[str, Any]:
         info = client.model_info
         check_model(request.model, info)
         if request.messages is not None:
@@ -121,7 +124,9 @@ class DetokenizeRoute(JsonRoute):
     body = DetokenizeRequest
     reply = Detokenized
 
-    async def _answer(self, client: EngineClient, request: DetokenizeRequest) -> dict[str, Any]:
+    async def _answer(
+        self, client: EngineClient, request: DetokenizeRequest, key: ApiKey | None
+    ) -> dict[str, Any]:
         info = client.model_info
         check_model(request.model, info)
         check_token_ids("tokens", request.tokens, info.vocab_size)

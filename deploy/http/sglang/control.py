@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
+from deploy.http.access.api_key import ApiKey
 from deploy.http.body import Strict, refusal
 from deploy.http.dialect import Route
 from deploy.http.engine_client import EngineClient
@@ -43,7 +44,8 @@ class AbortRoute(JsonRoute):
     paths = ("/abort_request",)
     description = (
         "As SGLang's `POST /abort_request`. A request that waits or runs ends with what it has and "
-        "finish reason abort, in every API. Unknown ids are ignored."
+        "finish reason abort, in every API. Unknown ids are ignored, and so are those of requests "
+        "with another API key, unless the key's role is admin."
     )
     body = AbortFields
     reply = Aborted
@@ -53,8 +55,11 @@ class AbortRoute(JsonRoute):
         check_same_site(request.headers)
         return await super().handle(request)
 
-    async def _answer(self, client: EngineClient, given: AbortFields) -> dict[str, Any]:
-        await client.abort(None if given.abort_all else given.rid)
+    async def _answer(
+        self, client: EngineClient, given: AbortFields, key: ApiKey | None
+    ) -> dict[str, Any]:
+        owner = None if key is None or key.role == "admin" else key.name
+        await client.abort(None if given.abort_all else given.rid, owner)
         return {"success": True}
 
 
@@ -67,6 +72,7 @@ class FlushCacheRoute(Route):
         "As SGLang's `/flush_cache`. 400 if an engine replica has requests; the others' caches are "
         "empty then."
     )
+    for_admins = True
     reply = None
     errors = (400, 403, 500, 503)
 
@@ -94,7 +100,9 @@ class HealthGenerateRoute(JsonRoute):
         check_same_site(request.headers)
         return await super().handle(request)
 
-    async def _answer(self, client: EngineClient, given: None) -> dict[str, Any]:
+    async def _answer(
+        self, client: EngineClient, given: None, key: ApiKey | None
+    ) -> dict[str, Any]:
         health = await client.check_generate(HEALTH_TIMEOUT_S)
         if not health.ok:
             raise RequestError(health.detail, status=503)

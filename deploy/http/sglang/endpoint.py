@@ -9,7 +9,7 @@ from deploy.http.errors import ErrorReply, Failure
 from deploy.http.generation.endpoint import Endpoint
 from deploy.http.generation.generation import Generation
 from deploy.http.generation.plan import Plan, plan_texts
-from deploy.http.metrics import RequestTracker
+from deploy.http.generation.request import Incoming
 from deploy.http.sglang.errors import sglang_error
 from deploy.http.sglang.generation import GenerateGeneration
 from deploy.http.sglang.replies import GeneratedChunk, GenerateReply, SGLangError
@@ -36,12 +36,11 @@ class GenerateEndpoint(Endpoint):
         self,
         client: EngineClient,
         given: GenerateFields,
-        request_id: str,
-        tracker: RequestTracker,
+        incoming: Incoming,
     ) -> Generation[Any]:
-        plan = await plan_texts(client, self.settings, given.translate(request_id))
+        plan = await plan_texts(client, self.settings, given.translate(incoming.id), incoming.key)
         firsts = await _first_tokens(client, given, plan)
-        return GenerateGeneration(client, given, plan, tracker, firsts)
+        return GenerateGeneration(client, given, plan, incoming.tracker, firsts)
 
 
 async def _first_tokens(client: EngineClient, given: GenerateFields, plan: Plan) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from deploy.http.access.api_key import ApiKey
 from deploy.http.engine_client import EngineClient
 from deploy.http.generation.json_route import JsonRoute
 from deploy.http.sglang.replies import SGLangModelInfo, SGLangServerInfo
@@ -20,7 +21,9 @@ class ModelInfoRoute(JsonRoute):
     reply = SGLangModelInfo
     errors = (500, 503)
 
-    async def _answer(self, client: EngineClient, given: None) -> dict[str, Any]:
+    async def _answer(
+        self, client: EngineClient, given: None, key: ApiKey | None
+    ) -> dict[str, Any]:
         info = client.model_info
         return {
             "model_path": info.path,
@@ -42,16 +45,19 @@ class ServerInfoRoute(JsonRoute):
     paths = ("/server_info", "/get_server_info")
     methods = ("GET",)
     description = "As SGLang's `GET /server_info`."
+    for_admins = True
     reply = SGLangServerInfo
     errors = (500, 503)
 
-    async def _answer(self, client: EngineClient, given: None) -> dict[str, Any]:
+    async def _answer(
+        self, client: EngineClient, given: None, key: ApiKey | None
+    ) -> dict[str, Any]:
         server, stats = await asyncio.gather(client.server_info(), client.stats())
         info, replicas = client.model_info, server.pop("replicas")
         states = {state["replica"]: state for state in stats}
         shared = dict(replicas[0]) if replicas else {}
-        for key in ("replica", "model", "num_kv_tokens"):
-            shared.pop(key, None)
+        for name in ("replica", "model", "num_kv_tokens"):
+            shared.pop(name, None)
         return {
             **shared,
             **server,

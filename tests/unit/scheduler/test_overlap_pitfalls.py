@@ -18,6 +18,7 @@ from engine.kvcache import KVPoolError
 from engine.protocol.messages import AbortRequest
 from engine.scheduler import scheduler as scheduler_module
 from engine.scheduler.kv_manager import KVManager
+from engine.scheduler.prefill_planner import PrefillPlanner
 from engine.scheduler.req import ReqStatus
 from engine.scheduler.requests import Requests
 from engine.scheduler.running_batch import RunningBatch
@@ -365,7 +366,7 @@ def check_decode_waits_for_a_leaving_request() -> None:
 
 
 @guarded_by(
-    without(Scheduler, "_preempt_for", (" or self.requests.leaving", "")),
+    without(PrefillPlanner, "_preempt_for", (" or self._requests.leaving", "")),
     AssertionError,
     "preempted for a row",
 )

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.pooling import Pooling
-from engine.protocol.messages import AbortRequest
+from engine.protocol.messages import AbortRequest, KeyLimits
 from tests.support.scheduler_harness import MODES, VOCAB, Harness
 
 CHOICES = [
@@ -18,6 +18,7 @@ CHOICES = [
     [[20]],
     [[20, 21, 22, 20, 21, 22, 20, 21], [20, 21, 22, 21], [20, 21], [22] * 12],
 ]
+KEYS = [None, KeyLimits("a", max_running=2), KeyLimits("b"), KeyLimits("c", max_running=1)]
 STEMS = [[(7 * i + k * k) % VOCAB for k in range(50)] for i in range(3)]
 
 
@@ -73,6 +74,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         resume=st.sampled_from([0, 0, 1, 5]),
         reply_to=st.sampled_from(["a", "b"]),
         choices=st.sampled_from(CHOICES),
+        key=st.sampled_from(KEYS),
     )
     def add(
         self,
@@ -85,6 +87,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         resume: int,
         reply_to: str,
         choices: list[list[int]] | None,
+        key: KeyLimits | None,
     ) -> None:
         prompt = stem[:shared] + [(self.next_rid + 3 * k) % VOCAB for k in range(tail)]
         self.h.add(
@@ -96,6 +99,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             stop=None if stop is None else [stop],
             priority=priority,
             resume=resume,
+            key=key,
         )
         self.next_rid += 1
 

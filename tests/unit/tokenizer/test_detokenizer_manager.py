@@ -35,7 +35,7 @@ def manager(tokenizer: Tokenizer) -> DetokenizerManager:
 def step(
     tokens: dict[int, int],
     finished: Sequence[FinishedReq] = (),
-    started: Sequence[tuple[int, int]] = (),
+    started: Sequence[tuple[int, int, float]] = (),
     logprobs: dict[int, TokenLogprobs] | None = None,
     prompt_logprobs: dict[int, list[TokenLogprobs | None]] | None = None,
 ) -> StepOutputs:
@@ -85,7 +85,7 @@ def test_text_runs_until_the_length_limit(
 ) -> None:
     ids = encode(tokenizer, "The fox 🦊 jumps")
     manager.add(7, SamplingParams(), PROMPT)
-    started, _ = manager.process(step({7: ids[0]}, started=[(7, 2)]))
+    started, _ = manager.process(step({7: ids[0]}, started=[(7, 2, 0.5)]))
     deltas = started + run(manager, 7, ids[1:], end(7, "length"))
     assert text_of(deltas) == "The fox 🦊 jumps"
     assert ids_of(deltas) == ids
@@ -187,7 +187,7 @@ def test_abort_and_unknown_requests(manager: DetokenizerManager) -> None:
     manager.add(1, SamplingParams(), PROMPT)
     manager.abort(1)
     manager.abort(2)
-    assert manager.process(step({1: 9, 2: 9}, [end(2, "abort")], [(2, 0)])) == ([], [])
+    assert manager.process(step({1: 9, 2: 9}, [end(2, "abort")], [(2, 0, 0.0)])) == ([], [])
     assert len(manager) == 0
 
 
@@ -223,7 +223,7 @@ def test_prompt_logprobs_come_with_the_first_delta(
     items = [None, *(TokenLogprobs(-float(i), [], []) for i in range(1, len(prompt)))]
     manager.add(1, SamplingParams(prompt_logprobs=0), np.array(prompt, np.int32))
     fox = encode(tokenizer, "🦊")
-    first, _ = manager.process(step({1: fox[0]}, started=[(1, 0)], prompt_logprobs={1: items}))
+    first, _ = manager.process(step({1: fox[0]}, started=[(1, 0, 0.0)], prompt_logprobs={1: items}))
     assert first == []
     deltas = run(manager, 1, fox[1:], end(1, "length"))
     entries = deltas[0].prompt_logprobs
@@ -334,7 +334,7 @@ def test_spaces_between_special_tokens() -> None:
 def test_an_embedding_comes_with_the_end(manager: DetokenizerManager) -> None:
     for rid in (1, 2, 3):
         manager.add(rid, SamplingParams(), PROMPT)
-    out = step({3: 7}, [end(1, "stop"), end(2, "stop"), end(9, "stop")], [(1, 2), (2, 0)])
+    out = step({3: 7}, [end(1, "stop"), end(2, "stop"), end(9, "stop")], [(1, 2, 0.0), (2, 0, 0.0)])
     out.embeddings = {1: b"abcd", 2: b"efgh", 9: b"ijkl"}
     deltas, stopped = manager.process(out)
     found = {delta.rid: delta for delta in deltas}

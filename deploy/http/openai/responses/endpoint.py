@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from deploy.http.access.api_key import ApiKey
 from deploy.http.engine_client import EngineClient
 from deploy.http.errors import ErrorReply, Failure
 from deploy.http.generation.endpoint import Endpoint
 from deploy.http.generation.generation import Generation
 from deploy.http.generation.json_route import JsonRoute
 from deploy.http.generation.plan import plan_chat
-from deploy.http.metrics import RequestTracker
+from deploy.http.generation.request import Incoming
 from deploy.http.openai.errors import openai_error
 from deploy.http.openai.responses.generation import ResponseGeneration
 from deploy.http.openai.responses.replies import InputTokens, Response, ResponseEvent
@@ -35,12 +36,11 @@ class ResponsesEndpoint(Endpoint):
         self,
         client: EngineClient,
         given: ResponsesRequest,
-        request_id: str,
-        tracker: RequestTracker,
+        incoming: Incoming,
     ) -> Generation[Any]:
-        request = given.translate(f"resp_{request_id}", client.model_info)
-        plan = await plan_chat(client, self.settings, request)
-        return ResponseGeneration(client, given, plan, tracker)
+        request = given.translate(f"resp_{incoming.id}", client.model_info)
+        plan = await plan_chat(client, self.settings, request, incoming.key)
+        return ResponseGeneration(client, given, plan, incoming.tracker)
 
 
 class InputTokensRoute(JsonRoute):
@@ -51,7 +51,9 @@ class InputTokensRoute(JsonRoute):
     body = ResponsesRequest
     reply = InputTokens
 
-    async def _answer(self, client: EngineClient, given: ResponsesRequest) -> dict[str, Any]:
+    async def _answer(
+        self, client: EngineClient, given: ResponsesRequest, key: ApiKey | None
+    ) -> dict[str, Any]:
         request = given.translate("", client.model_info)
         ids = await client.render_chat(
             request.messages,

@@ -17,6 +17,7 @@ from engine.errors import EngineDeadError, RequestError
 from engine.protocol.tokenizer_messages import TextDelta
 from tests.support.api_calls import call, error_of, post
 from tests.support.fake_client import BOS, HIDDEN, FakeEngineClient, expected_embedding
+from tests.support.metrics_text import bare
 
 EMBEDDINGS, SCORE = "/v1/embeddings", "/v1/score"
 
@@ -294,13 +295,13 @@ def test_all_texts_run_at_once_and_end_with_their_client(path: str, body: dict[s
             while len(client.started) < 3:
                 await asyncio.sleep(0)
             assert client.open == 3
-            metrics = (await http.get("/metrics")).text
+            metrics = bare((await http.get("/metrics")).text)
             name = path.rpartition("/")[2]
             assert f'manta_requests_in_flight{{endpoint="{name}"}} 1.0' in metrics
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
             assert client.open == 0 and len(client.aborted) == 3
-            metrics = (await http.get("/metrics")).text
+            metrics = bare((await http.get("/metrics")).text)
             assert f'manta_requests_in_flight{{endpoint="{name}"}} 0.0' in metrics
             assert f'manta_requests_total{{endpoint="{name}",status="499"}} 1.0' in metrics
 
@@ -317,7 +318,7 @@ def test_only_prompt_tokens_are_counted() -> None:
             assert (await http.post(EMBEDDINGS, json={"input": ["ab", "c"]})).is_success
             return (await http.get("/metrics")).text
 
-    metrics = asyncio.run(run()).splitlines()
+    metrics = bare(asyncio.run(run())).splitlines()
     for line in (
         "manta_prompt_tokens_total 5.0",
         "manta_cached_prompt_tokens_total 2.0",

@@ -29,6 +29,7 @@ from tests.support.api_calls import (
     post,
 )
 from tests.support.fake_client import BOS, FakeEngineClient, expected_ids, expected_text
+from tests.support.metrics_text import bare, values
 
 
 def test_completion_reply_has_openais_shape() -> None:
@@ -445,8 +446,7 @@ def test_metrics() -> None:
             await http.post(CHAT, json={"messages": []})
             return (await http.get("/metrics")).text
 
-    lines = asyncio.run(run()).splitlines()
-    values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    found = values(asyncio.run(run()))
     expected = {
         'manta_requests_total{endpoint="completions",status="200"}': 1,
         'manta_requests_total{endpoint="chat_completions",status="200"}': 1,
@@ -465,14 +465,14 @@ def test_metrics() -> None:
         'manta_engine_num_running{replica="1"}': 4,
         'manta_engine_retractions_total{replica="0"}': 5,
     }
-    assert {key: float(values[key]) for key in expected} == expected
+    assert {key: found[key] for key in expected} == expected
 
 
 def test_metrics_go_on_without_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deploy.http.metrics.STATS_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("deploy.http.metrics.scrape.TIMEOUT_S", 0.01)
     client = FakeEngineClient()
     client.stats_delay_s = 60
-    text = call(client, "GET", "/metrics").text
+    text = bare(call(client, "GET", "/metrics").text)
     assert "manta_engine_stats_up 0.0" in text
     assert "num_running" not in text
 
@@ -512,6 +512,6 @@ def test_replies_are_as_documented() -> None:
 
 
 def test_latencies_are_exported_before_the_first_token() -> None:
-    text = call(FakeEngineClient(), "GET", "/metrics").text
+    text = bare(call(FakeEngineClient(), "GET", "/metrics").text)
     for name in ("time_to_first_token", "inter_token_latency", "e2e_request_latency"):
         assert f'manta_{name}_seconds_count{{endpoint="completions"}} 0.0' in text

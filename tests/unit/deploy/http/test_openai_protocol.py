@@ -288,7 +288,7 @@ def test_token_ids_at_the_edges() -> None:
 
 def seeds_of(**fields: Any) -> list[int | None]:
     request = translate(completion(prompt=[1, 2], **fields), "id", INFO)
-    plan = asyncio.run(plan_texts(FakeEngineClient(), ApiSettings(), request))
+    plan = asyncio.run(plan_texts(FakeEngineClient(), ApiSettings(), request, None))
     assert all(sequence.params.n == 1 for sequence in plan.sequences)
     return [sequence.params.seed for sequence in plan.sequences]
 

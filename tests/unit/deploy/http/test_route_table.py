@@ -10,7 +10,7 @@ from benchmarks.common import REPO_ROOT
 from deploy.http.api import build_api
 from tests.support.fake_client import FakeEngineClient
 
-HELPERS = {("GET", "/docs/oauth2-redirect"), ("GET", "/redoc")}
+HELPERS = {("GET", "/docs/assets/{}")}
 """FastAPI's own, beside /docs."""
 
 

@@ -192,7 +192,7 @@ class World:
         embeddings: dict[int, bytes] | None = None,
     ) -> bool:
         """One step's output through the detokenizer; whether a stop string ended it."""
-        started = [(add.rid, 3 if add.output_ids is None else 1)] if is_first else []
+        started = [(add.rid, 3 if add.output_ids is None else 1, 0.0)] if is_first else []
         prompt = None
         if started and add.params.prompt_logprobs is not None:
             prompt = {add.rid: [None, *(TokenLogprobs(-float(t), [], []) for t in PROMPT[1:])]}

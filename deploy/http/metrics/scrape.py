@@ -1,0 +1,108 @@
+"""`Scrape`: the metrics of all ingresses and engines, gathered for one answer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from deploy.http.engine_client import EngineClient, PlainFamily
+from deploy.http.metrics.engine_stats import EngineStats
+from deploy.http.metrics.exposition import Family, exposition, joined, label_text, scalar
+from deploy.http.metrics.vllm_names import engine_families
+
+logger = logging.getLogger(__name__)
+
+FRESH_S = 0.5
+"""What others said is used again for this time."""
+TIMEOUT_S = 2.0
+UNKNOWN = "unknown"
+"""Name of ingresses that don't answer and never did."""
+
+
+class Others(NamedTuple):
+    """What the other processes said."""
+
+    engines: EngineStats
+    ingresses: dict[str, list[PlainFamily]]
+    """By name, maybe with the ingress that asked."""
+    silent: list[str]
+    """Names of ingresses that didn't answer in time."""
+
+
+class Scrape:
+    """Asks the others at most twice a second, however many scrapes there are. What the own ingress
+    measures is always as of now. Use from one event loop."""
+
+    def __init__(self) -> None:
+        self._asked: tuple[float, asyncio.Task[Others]] | None = None
+        self._known: set[str] = set()
+        """Ingresses that have answered, until all that Serve knows have answered without them."""
+
+    async def text(self, client: EngineClient, own: list[PlainFamily], *, with_vllm: bool) -> bytes:
+        """The whole answer. `own`: what the ingress of this process measured."""
+        others = await self._others(client)
+        model = label_text({"model_name": client.model_info.name})
+        families: list[Family | PlainFamily] = [*own]
+        for name, report in others.ingresses.items():
+            if name != client.ingress:
+                families += report
+        up = dict.fromkeys(others.silent, 0.0) | dict.fromkeys(others.ingresses, 1.0)
+        up[client.ingress] = 1.0
+        families.append(
+            scalar(
+                "manta_ingress_up",
+                "gauge",
+                "1 if the ingress answered this scrape, so that its metrics are in it.",
+                [
+                    (joined(label_text({"ingress": name}), model), value)
+                    for name, value in sorted(up.items())
+                ],
+            )
+        )
+        families += others.engines.families(model)
+        if with_vllm:
+            families += engine_families(others.engines, model)
+        return exposition(families)
+
+    async def _others(self, client: EngineClient) -> Others:
+        asked = self._asked
+        if asked is None or (asked[1].done() and time.monotonic() - asked[0] > FRESH_S):
+            task = asyncio.create_task(self._ask(client))
+            asked = self._asked = (time.monotonic(), task)
+        # A scrape that is given up doesn't end the question of the others.
+        return await asyncio.shield(asked[1])
+
+    async def _ask(self, client: EngineClient) -> Others:
+        engines, (ingresses, silent) = await asyncio.gather(
+            _engine_stats(client), self._ingresses(client)
+        )
+        return Others(EngineStats(engines), ingresses, silent)
+
+    async def _ingresses(
+        self, client: EngineClient
+    ) -> tuple[dict[str, list[PlainFamily]], list[str]]:
+        """The answers by name, and who didn't answer."""
+        try:
+            reports, num_silent = await client.ingress_metrics(TIMEOUT_S)
+        except Exception as exception:  # no error here may hide the metrics of this process
+            logger.warning("no metrics of other ingresses: %s", type(exception).__name__)
+            reports, num_silent = {}, 1
+        missing = self._known - reports.keys() if num_silent else set()
+        self._known = missing | reports.keys()
+        silent = sorted(missing)
+        if num_silent > len(silent):
+            silent.append(UNKNOWN)
+        return reports, silent
+
+
+async def _engine_stats(client: EngineClient) -> Sequence[dict[str, float]] | None:
+    """None if the engines don't answer in time: the scrape goes on without them."""
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            return await client.stats()
+    except Exception as exception:  # no error here may hide the other metrics
+        logger.warning("no engine statistics: %s", type(exception).__name__)
+        return None
