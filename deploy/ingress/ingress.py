@@ -1,16 +1,19 @@
 """`build_ingress`: Serve deployment with the HTTP API; several replicas may run."""
 
 # No `from __future__ import annotations`: Ray Serve inspects the annotations.
+import asyncio
 import gc
 from typing import Any
 
 from ray import serve
 
+from deploy.http.access.listening import check_listening
 from deploy.http.api import build_api
 from deploy.http.engine_client import SpendingReport
 from deploy.http.settings import ApiSettings
 from deploy.ingress.serve_client import IngressOptions, ServeEngineClient
 from deploy.serve_state import serve_log
+from deploy.serve_state.http_host import http_host
 
 
 def build_ingress(settings: ApiSettings) -> Any:
@@ -28,6 +31,7 @@ def build_ingress(settings: ApiSettings) -> Any:
             # Serve calls this before the replica takes traffic: the first call starts the client
             # in the loop that the handlers run in.
             if self._client is None:
+                await asyncio.to_thread(_check_listening, self._options)
                 here = serve.get_replica_context()
                 ingresses = serve.get_deployment_handle(here.deployment, here.app_name)
                 self._client = await ServeEngineClient.create(
@@ -59,3 +63,10 @@ def build_ingress(settings: ApiSettings) -> Any:
                 self._client.stop()
 
     return Ingress
+
+
+def _check_listening(options: IngressOptions) -> None:
+    """Once more: the application may have been built before Serve ran."""
+    host = http_host()
+    if host is not None:
+        check_listening(options.server["api_keys_file"], options.server["auth"], host)

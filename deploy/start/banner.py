@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.start.target import Target
+from deploy.start.tls import scheme
 from engine import __version__
 
 
@@ -34,7 +35,8 @@ def ready_lines(target: Target, seconds: float) -> list[str]:
     host = reachable_host(str(target.http["host"]))
     address = f"[{host}]" if ":" in host else host
     app = target.config["applications"][0]
-    base = f"http://{address}:{target.http['port']}{app.get('route_prefix', '/').rstrip('/')}"
+    prefix = app.get("route_prefix", "/").rstrip("/")
+    base = f"{scheme(target.http)}://{address}:{target.http['port']}{prefix}"
     body = {"model": target.applications[0].model_name, "prompt": "Return the", "max_tokens": 32}
     return [
         f"ready after {seconds:.0f} s: OpenAI's API on {base}/v1 (Ctrl-C stops)",

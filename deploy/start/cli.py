@@ -37,7 +37,7 @@ def serve(options: argparse.Namespace) -> int:
     from deploy.start import launch
     from deploy.start.target import load_target
 
-    target = load_target(options.target, options.set, options.host, options.port)
+    target = load_target(options.target, options.set, options.host, options.port, _tls(options))
     return launch.serve(target, use_haproxy=options.haproxy, verbose=options.verbose)
 
 
@@ -48,7 +48,7 @@ def check(options: argparse.Namespace) -> int:
     from deploy.start.preflight import GIB, memory_bytes
     from deploy.start.target import load_target
 
-    target = load_target(options.target, options.set, options.host, options.port)
+    target = load_target(options.target, options.set, options.host, options.port, _tls(options))
     for app in target.applications:
         print(describe(app))
         cache = app.engine.max_total_tokens
@@ -61,6 +61,11 @@ def check(options: argparse.Namespace) -> int:
     print(f"would listen on {target.http['host']} port {target.http['port']}")
     print("ok")
     return 0
+
+
+def _tls(options: argparse.Namespace) -> dict[str, str]:
+    given = {"ssl_certfile": options.ssl_certfile, "ssl_keyfile": options.ssl_keyfile}
+    return {key: value for key, value in given.items() if value is not None}
 
 
 def chat(options: argparse.Namespace) -> int:
@@ -117,6 +122,8 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--host", help="overrides http_options.host")
     parser.add_argument("--port", type=int, help="overrides http_options.port")
+    parser.add_argument("--ssl-certfile", help="overrides http_options.ssl_certfile: serve https")
+    parser.add_argument("--ssl-keyfile", help="overrides http_options.ssl_keyfile")
     parser.add_argument(
         "--set",
         action="append",

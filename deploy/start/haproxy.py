@@ -18,6 +18,7 @@ from engine.errors import ConfigError
 
 SWITCH = "RAY_SERVE_ENABLE_HA_PROXY"
 BINARY_PATH = "RAY_SERVE_HAPROXY_BINARY_PATH"
+PEM = "MANTA_HAPROXY_PEM"
 LOOPBACK = ("127.0.0.1", "localhost")
 ALL_INTERFACES = "0.0.0.0"
 MAX_CONNECTIONS = 16384
@@ -69,7 +70,9 @@ def environment(
     ingress' CPU per token instead of 47 (48 streams, 20 ms steps).
     """
     timeout_s = int(http_options.get("request_timeout_s") or LONG_TIMEOUT_S)
+    tls = {PEM: str(join_pem(folder, http_options))} if http_options.get("ssl_certfile") else {}
     return {
+        **tls,
         SWITCH: "1",
         BINARY_PATH: str(WRAPPER),
         "MANTA_HAPROXY_BINARY": binary,
@@ -88,6 +91,16 @@ def environment(
         "RAY_SERVE_HAPROXY_MAXCONN": str(_max_connections()),
         "RAY_SERVE_HAPROXY_NBTHREAD": str(min(4, os.cpu_count() or 1)),
     }
+
+
+def join_pem(folder: Path, http_options: dict[str, Any]) -> Path:
+    """Write certificate and key to one file in `folder`, as HAProxy wants them; only this user may
+    read it."""
+    path = folder / "server.pem"
+    parts = [Path(http_options[name]).read_bytes() for name in ("ssl_certfile", "ssl_keyfile")]
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        file.write(b"\n".join(parts))
+    return path
 
 
 def _max_connections() -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import http.client
 import os
 import signal
+import ssl
 import sys
 import time
 import uuid
@@ -18,11 +19,13 @@ from types import FrameType
 
 import yaml
 
+from deploy.http.access.listening import check_listening
 from deploy.http.header_guard import IMPORT_PATH
 from deploy.start import haproxy
 from deploy.start.banner import loading_lines, reachable_host, ready_lines
 from deploy.start.causes import cause_of, port_taken
 from deploy.start.child import ServeRun, say
+from deploy.start.cluster_token import check_cluster_token
 from deploy.start.folder import LaunchFolder, launch_folder
 from deploy.start.kernels import build_kernels
 from deploy.start.log_file import LaunchLog
@@ -30,6 +33,7 @@ from deploy.start.ports import PortBlock, hold_api_port
 from deploy.start.preflight import check_machine
 from deploy.start.processes import MARK, end_marked_processes
 from deploy.start.target import Target
+from deploy.start.tls import check_tls, scheme, without_tls
 
 STOP_TIMEOUT_S = 45.0
 POLL_S = 0.1
@@ -61,12 +65,16 @@ def check(target: Target, use_haproxy: bool, stack: ExitStack) -> list[str]:
     """
     host, port = str(target.http["host"]), int(target.http["port"])
     warnings = []
+    check_tls(target.http)
+    for app in target.applications:
+        check_listening(app.server.api_keys_file, app.server.auth, host)
     if use_haproxy:
         if haproxy.binary() is None:
             warnings.append("there is no HAProxy for this platform: using Serve's own proxy")
         else:
             haproxy.check_host(host)
     if not _is_own_cluster():
+        check_cluster_token(os.environ["RAY_ADDRESS"])
         return warnings
     stack.enter_context(hold_api_port(host, port))
     return [*check_machine(target), *warnings]
@@ -87,11 +95,13 @@ class Launch:
         self._host, self._port = str(target.http["host"]), int(target.http["port"])
         self._folder: LaunchFolder = stack.enter_context(launch_folder())
         self._settings = {haproxy.SWITCH: "0"}
+        self._serve_config = target.config
         binary = haproxy.binary() if use_haproxy else None
         if binary is not None:
             ports = stack.enter_context(PortBlock())
             folder = self._folder.path
             self._settings = haproxy.environment(binary, folder, target.http, ports)
+            self._serve_config = without_tls(target.config)
         self._log, problem = _open_log(self._port, stack)
         self._verbose = verbose or self._log is None
         self._mark = uuid.uuid4().hex
@@ -110,7 +120,7 @@ class Launch:
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup sets it
             signal.signal(signal.SIGHUP, self._on_signal)
         config = self._folder.path / "serve.yaml"
-        config.write_text(yaml.safe_dump(self._target.config))
+        config.write_text(yaml.safe_dump(self._serve_config))
         child = ServeRun(
             config, self._environment(), self._folder.lock_fd, self._log, self._verbose
         )
@@ -133,7 +143,7 @@ class Launch:
     def _environment(self) -> dict[str, str]:
         """The child's environment. Variables that are set already win, except HAProxy's switch and
         its wrapper."""
-        ours = (haproxy.SWITCH, haproxy.BINARY_PATH)
+        ours = (haproxy.SWITCH, haproxy.BINARY_PATH, haproxy.PEM)
         env = {
             **self._settings,
             **os.environ,
@@ -182,7 +192,7 @@ class Launch:
     def _is_healthy(self) -> bool:
         prefix = str(self._target.config["applications"][0].get("route_prefix", "/")).rstrip("/")
         host = reachable_host(self._host)
-        connection = http.client.HTTPConnection(host, self._port, timeout=HEALTH_TIMEOUT_S)
+        connection = self._connect(host)
         try:
             connection.request("GET", f"{prefix}/health")
             return connection.getresponse().status == 200
@@ -190,6 +200,16 @@ class Launch:
             return False
         finally:
             connection.close()
+
+    def _connect(self, host: str) -> http.client.HTTPConnection:
+        """To the server, which is our own child: its certificate needs no check."""
+        if scheme(self._target.http) == "http":
+            return http.client.HTTPConnection(host, self._port, timeout=HEALTH_TIMEOUT_S)
+        context = ssl.create_default_context()
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        return http.client.HTTPSConnection(
+            host, self._port, timeout=HEALTH_TIMEOUT_S, context=context
+        )
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()

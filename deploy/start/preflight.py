@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import shutil
 import sys
@@ -11,6 +10,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from deploy.http.access.listening import is_loopback
 from deploy.start.target import Target
 from engine.errors import ConfigError
 from engine.host_memory import available_host_bytes
@@ -29,13 +29,14 @@ _INDEX = "model.safetensors.index.json"
 def check_machine(target: Target) -> list[str]:
     """What to tell the user, in sentences. Raises `ConfigError` where the start can't succeed."""
     warnings: list[str] = []
+    host = str(target.http["host"])
     for app in target.applications:
         if app.engine.load_format == "auto":
             check_weights(Path(app.resolved.model.path))
     if sys.platform == "linux":
         warnings += _check_memory([app for app in target.applications if is_on_cpu(app)])
-    if not _is_loopback(str(target.http["host"])):
-        warnings.append("others can reach this server, and the API asks for no key")
+    if not is_loopback(host) and not target.http.get("ssl_certfile"):
+        warnings.append("what clients send crosses the network unencrypted, keys too, without TLS")
     shared = Path("/dev/shm")
     if shared.is_dir() and shutil.disk_usage(shared).free < SHARED_MEMORY_BYTES:
         warnings.append(
@@ -107,13 +108,6 @@ def _check_memory(apps: list[Any]) -> list[str]:
     if sum(map(model_bytes, apps)) > free:
         raise ConfigError(advice)
     return [advice] if needed > free else []
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def is_on_cpu(app: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,9 +43,14 @@ class Target(NamedTuple):
 
 
 def load_target(
-    target: str, overrides: list[str], host: str | None = None, port: int | None = None
+    target: str,
+    overrides: list[str],
+    host: str | None = None,
+    port: int | None = None,
+    http_options: Mapping[str, str] | None = None,
 ) -> Target:
-    """Read and check what to serve. `overrides`: `key=value` of the applications' args.
+    """Read and check what to serve. `overrides`: `key=value` of the applications' args; `host`,
+    `port` and `http_options` take the place of those in `http_options`.
 
     Raises `ConfigError` naming what is wrong and what to do.
     """
@@ -57,6 +63,7 @@ def load_target(
     http = _mapping(config, "http_options")
     http["host"] = host if host is not None else http.get("host") or "127.0.0.1"
     http["port"] = port if port is not None else http.get("port") or 8000
+    http.update(http_options or {})
     if not isinstance(http["port"], int):
         raise ConfigError(f"http_options.port must be a number, not {http['port']!r}.")
     applications = []

@@ -1,23 +1,28 @@
 """`KeyShares`: the waiting requests by API key, and whose turn it is.
 
-Keys take turns by deficit round robin (Shreedhar and Varghese, 1995) with tokens as the currency. A
-key whose turn comes gets `QUANTUM` tokens of credit, and its requests are admitted while it has
-credit. Computed prompt tokens and sampled tokens are charged, so a key whose requests generate much
-waits for more turns. A key that has nothing waiting has neither credit nor debt: it can't save up.
+Keys take turns by deficit round robin (Shreedhar and Varghese, 1995) with tokens as the currency.
+The key with the most credit has the turn, and pays for the prompt tokens that the step computes for
+it. If no key with something to admit has credit, every key gets `QUANTUM` tokens, until one of them
+has. Sampled tokens are paid for too, while a request waits that could be admitted. So what a key
+used when nobody else wanted it is no debt.
+
+No key has more than `QUANTUM` tokens of credit, so none saves up. A key that comes (back) finds the
+others with credit, not with debts that it would profit from. Debts stay while a key has requests
+that run: to have only one request wait at a time is no way to more tokens.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from engine.protocol.messages import KeyLimits
 from engine.scheduler.req import Req
-from engine.scheduler.schedule_policy import SchedulePolicy
 
 QUANTUM = 512
-"""Tokens of credit that a turn brings: about a prompt, so that turns change often."""
+"""Tokens of credit that a round brings: about a prompt, so that turns change often."""
+MAX_DECODE_DEBT = 16 * QUANTUM
+"""Sampled tokens lead to no deeper debt: a key that had most rows for long isn't locked out."""
 _NAMELESS = KeyLimits("")
 
 
@@ -31,7 +36,7 @@ class KeyShare:
     """Requests that hold a row."""
     waiting_tokens: int = 0
     """Prompt tokens of those that wait and haven't begun."""
-    credit: float = 0.0
+    credit: int = QUANTUM
 
     @property
     def may_run(self) -> bool:
@@ -45,7 +50,6 @@ class KeyShares:
 
     def __init__(self) -> None:
         self._by_name: dict[str, KeyShare] = {}
-        """In the order of their turns: the first one's is now."""
 
     @property
     def waiting(self) -> list[Req]:
@@ -59,24 +63,18 @@ class KeyShares:
         """Their number."""
         return sum(len(share.waiting) for share in self._by_name.values())
 
-    @property
-    def is_contended(self) -> bool:
-        """Whether there is more than one key."""
-        return len(self._by_name) > 1
-
     def get(self, limits: KeyLimits | None) -> KeyShare | None:
         """The share of a key, if it has requests."""
         return self._by_name.get((limits or _NAMELESS).name)
+
+    def of(self, req: Req) -> KeyShare:
+        """The share of a request that was added and hasn't left."""
+        return self._by_name[req.key_name]
 
     def num_waiting_keys(self, besides: KeyLimits | None) -> int:
         """Keys that have requests waiting, without one."""
         name = (besides or _NAMELESS).name
         return sum(bool(s.waiting) for s in self._by_name.values() if s.limits.name != name)
-
-    def num_others(self, req: Req) -> int:
-        """Keys besides that of `req` that may run a waiting request."""
-        name = req.key_name
-        return sum(s.may_run for s in self._by_name.values() if s.limits.name != name)
 
     def add(self, req: Req) -> None:
         """A request begins to wait. What it says of its key holds from now on."""
@@ -90,15 +88,17 @@ class KeyShares:
 
     def wait(self, req: Req) -> None:
         """A request waits (again)."""
-        share = self._by_name[req.key_name]
-        if not share.waiting and self.is_contended:
-            self._to_the_end(share)
+        share = self.of(req)
+        if not share.waiting and len(self._by_name) > 1:
+            others = [s.credit for s in self._by_name.values() if s.waiting]
+            if others:
+                self._pay(max(others))
         share.waiting.append(req)
         share.waiting_tokens += _queued_tokens(req)
 
     def admit(self, req: Req) -> None:
         """A waiting request gets a row. Call `forget_waiting` before the next step."""
-        self._by_name[req.key_name].num_running += 1
+        self.of(req).num_running += 1
 
     def forget_waiting(self, reqs: Collection[Req]) -> None:
         """These don't wait any more: they were admitted, or have ended."""
@@ -107,67 +107,39 @@ class KeyShares:
             share = self._by_name[name]
             share.waiting = [req for req in share.waiting if id(req) not in gone]
             share.waiting_tokens = sum(_queued_tokens(req) for req in share.waiting)
-            if not share.waiting:
-                share.credit = 0.0
             self._forget(share)
 
     def release(self, req: Req) -> None:
         """A request gives its row back."""
-        share = self._by_name[req.key_name]
+        share = self.of(req)
         share.num_running -= 1
         self._forget(share)
 
-    def charge(self, req: Req, tokens: int) -> None:
-        """Tokens were computed for a request."""
-        share = self._by_name[req.key_name]
-        if share.waiting:
-            share.credit -= tokens
-
-    def charge_each(self, reqs: Sequence[Req]) -> None:
-        """A token was sampled for each of these."""
-        for req in reqs:
-            share = self._by_name.get(req.key_name)
-            if share is not None and share.waiting:
-                share.credit -= 1
+    def ready(self) -> list[KeyShare]:
+        """Those that may run a waiting request."""
+        return [share for share in self._by_name.values() if share.may_run]
 
     def may_run(self) -> bool:
         """Whether a waiting request may be admitted, as far as keys are concerned."""
         return any(share.may_run for share in self._by_name.values())
 
-    def offers(
-        self, policy: SchedulePolicy, match: Callable[[Req], None], besides: Req | None = None
-    ) -> Iterator[Req]:
-        """Waiting requests in the order in which to admit them, each matched; those of the key of
-        `besides` are left out.
+    def next(self, ready: Sequence[KeyShare]) -> KeyShare:
+        """Whose turn it is, of at least one share. Of equal ones it is the one that runs least."""
+        best = max(ready, key=lambda share: (share.credit, -share.num_running))
+        self._pay(best.credit)
+        return best
 
-        `policy` orders the requests of a key. Before it asks for the next one, the caller has
-        admitted and charged the last one, or it doesn't want that now.
-        """
-        left_out = None if besides is None else besides.key_name
-        queues: dict[str, Iterator[Req]] = {}
-        over: set[str] = set()
-        while True:
-            ready = [
-                share
-                for name, share in self._by_name.items()
-                if share.may_run and name != left_out and name not in over
-            ]
-            if not ready:
-                return
-            name = self._next(ready).limits.name
-            if name not in queues:
-                queues[name] = _in_order(self._by_name[name].waiting, policy, match)
-            req = next(queues[name], None)
-            if req is None:
-                over.add(name)
-            else:
-                yield req
+    def charge(self, share: KeyShare, tokens: int) -> None:
+        """Prompt tokens are computed for a key. A key without others needn't pay."""
+        if len(self._by_name) > 1:
+            share.credit -= tokens
 
-    def heads(self, policy: SchedulePolicy, match: Callable[[Req], None]) -> Iterator[Req]:
-        """The next request of each key that may run one, matched."""
-        for share in list(self._by_name.values()):
-            if share.may_run:
-                yield next(_in_order(share.waiting, policy, match))
+    def charge_rows(self, rows: Mapping[str, int]) -> None:
+        """A step samples a token for each of so many rows by key name."""
+        if len(self._by_name) > 1 and self.may_run():
+            for name, count in rows.items():
+                share = self._by_name[name]
+                share.credit = max(share.credit - count, min(share.credit, -MAX_DECODE_DEBT))
 
     def check(self, reqs: Collection[Req]) -> str | None:
         """What is wrong with the counts, of all requests `reqs`; None if nothing is."""
@@ -182,29 +154,17 @@ class KeyShares:
                 )
         return None
 
-    def _next(self, ready: list[KeyShare]) -> KeyShare:
-        """The share whose turn it is, of those that may run, which are in the order of turns."""
-        if len(ready) == 1:
-            return ready[0]
-        if ready[0].credit > 0:
-            return ready[0]
-        if all(share.credit <= 0 for share in ready):
-            # So many whole rounds as nobody gains credit in.
-            rounds = min(math.floor(-share.credit / QUANTUM) for share in ready)
-            for share in ready:
-                share.credit += rounds * QUANTUM
-        for share in ready:
-            if share.credit > 0:
-                return share
-            self._to_the_end(share)
-            share.credit += QUANTUM
-        # A round has gone by: each share is where it was, and some have credit now.
-        return next(share for share in ready if share.credit > 0)
+    def clear(self) -> None:
+        """Forget all keys; only when there is no request."""
+        self._by_name.clear()
 
-    def _to_the_end(self, share: KeyShare) -> None:
-        """Its next turn is after those of all others."""
-        name = share.limits.name
-        self._by_name[name] = self._by_name.pop(name)
+    def _pay(self, most: int) -> None:
+        """So many rounds that a share with `most` credit has some: none if it has."""
+        if most > 0 or len(self._by_name) == 1:
+            return
+        rounds = 1 + -most // QUANTUM
+        for share in self._by_name.values():
+            share.credit = min(QUANTUM, share.credit + rounds * QUANTUM)
 
     def _forget(self, share: KeyShare) -> None:
         if not share.waiting and share.num_running == 0:
@@ -214,14 +174,3 @@ class KeyShares:
 def _queued_tokens(req: Req) -> int:
     """What a waiting request counts for in `max_queued_tokens`: nothing once it has begun."""
     return 0 if req.output_ids else req.prompt_len
-
-
-def _in_order(
-    queue: list[Req], policy: SchedulePolicy, match: Callable[[Req], None]
-) -> Iterator[Req]:
-    matched = policy.sort(queue, match)
-    for req in queue:
-        if not matched:
-            req.begin_round()
-            match(req)
-        yield req

@@ -72,19 +72,23 @@ class PrefillAdder:
         self.additions: list[Addition] = []
         self._owners: set[tuple[int, bytes]] = set()
 
-    def add_chunked(self, req: Req, parts: int = 1) -> AddResult:
-        """Continue a request whose prompt is partly launched, with one of `parts` parts of the
-        step's tokens; the rest is for others."""
+    def reserve(self, req: Req) -> None:
+        """Keep the room that the rest of a partly launched request needs. Call it before requests
+        are offered, and `add_chunked` before or behind that."""
+        self._own(req, req.kv_len)
+        self.rem_total -= self.ratio.reserve(req) + self._pages(req.kv_len, len(req.fill_ids))
+
+    def add_chunked(self, req: Req) -> AddResult:
+        """Continue a request whose prompt is partly launched, and whose room is reserved."""
         left = len(req.fill_ids) - req.kv_len
-        num = min(left, max(self._allowed(req.kv_len) // parts, self.kv.page_size))
+        num = min(left, self._allowed(req.kv_len))
         if num < left:
             num = self._page_floor(req.kv_len, num)
         if num <= 0:
             return AddResult.OTHER
         if self._pages(req.kv_len, req.kv_len + num) > self.rem_now:
             return AddResult.NO_TOKEN
-        self._own(req, req.kv_len)
-        self.rem_total -= self.ratio.reserve(req) + self._pages(req.kv_len + num, len(req.fill_ids))
+        self.rem_total += self._pages(req.kv_len, req.kv_len + num)
         self._take(req, num, last=num == left)
         return AddResult.ADDED
 

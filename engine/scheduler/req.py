@@ -88,6 +88,10 @@ class Req:
     """Prompt tokens found in the prefix cache at its first admission."""
     queue_s: float = 0.0
     """Seconds from its arrival to its first admission."""
+    gave_way_at: int = 0
+    """Launched tokens when it last gave way to another key's prompt."""
+    keeps_place: bool = False
+    """Whether it doesn't give way (again)."""
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
 
     @property

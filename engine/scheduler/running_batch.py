@@ -6,6 +6,7 @@ Lists and arrays are replaced, never changed in place, so a launched step may ke
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -35,6 +36,8 @@ class RunningBatch:
         """int32 [B]: `Req.reader_no`."""
         self.num_constrained = 0
         """Number of rows whose request has a `Constraint`."""
+        self.num_by_key: Counter[str] = Counter()
+        """Number of rows by the name of their request's API key."""
 
     def __len__(self) -> int:
         return len(self.reqs)
@@ -59,6 +62,7 @@ class RunningBatch:
         self.rids = np.concatenate([self.rids, np.fromiter((r.rid for r in new), np.int64, n)])
         self.readers = np.concatenate([self.readers, _ints((r.reader_no for r in new), n)])
         self.num_constrained += sum(r.constraint is not None for r in new)
+        self.num_by_key.update(r.key_name for r in new)
 
     def advance(self, locs: IntArray) -> None:
         """Count one more launched token of every row, at slots `locs` [B].
@@ -92,6 +96,7 @@ class RunningBatch:
         target.rids = np.concatenate([target.rids, self.rids[at]])
         target.readers = np.concatenate([target.readers, self.readers[at]])
         target.num_constrained += sum(r.constraint is not None for r in moved)
+        target.num_by_key.update(r.key_name for r in moved)
         self._keep(~mask)
 
     def sync_lens(self) -> None:
@@ -104,6 +109,7 @@ class RunningBatch:
             self.reqs[i].kv_len = int(self.seq_lens[i])
             if self.reqs[i].constraint is not None:
                 self.num_constrained -= 1
+            self._uncount(self.reqs[i].key_name)
         kept = np.flatnonzero(mask)
         self.reqs = [self.reqs[i] for i in kept.tolist()]
         self.rows = self.rows[kept]
@@ -112,6 +118,11 @@ class RunningBatch:
         self.remaining = self.remaining[kept]
         self.rids = self.rids[kept]
         self.readers = self.readers[kept]
+
+    def _uncount(self, key_name: str) -> None:
+        self.num_by_key[key_name] -= 1
+        if not self.num_by_key[key_name]:
+            del self.num_by_key[key_name]
 
 
 def _ints(values: Iterable[int], count: int) -> IntArray:

@@ -178,7 +178,7 @@ class Scheduler:
         return True
 
     def check_invariants(self) -> str | None:
-        """What breaks the invariant of `KVManager`, or None."""
+        """What breaks the invariants of `KVManager` and `KeyShares`, or None."""
         for mb in self.micro_batches:
             mb.running.sync_lens()
         reqs = self.requests.by_key.values()
@@ -194,6 +194,7 @@ class Scheduler:
             logger.error("%s; resetting the KV cache", leak)
             self.stats.kv_leaks_total += 1
             self.kv.reset()
+            self.requests.shares.clear()
 
     def snapshot_stats(self) -> SchedulerStats:
         """A copy of the statistics, with gauges as they are now."""
@@ -238,6 +239,7 @@ class Scheduler:
         ):
             self.delayed.launch(batch, launched)
         if decode is not None:
+            self.requests.shares.charge_rows(decode.num_by_key)
             decode.advance(batch.out_cache_loc[len(batch.out_cache_loc) - len(decode) :])
         for req, _, _ in additions:
             self.kv.cache_unfinished(req)
@@ -256,8 +258,6 @@ class Scheduler:
         terminated: Collection[int] = ()
         if step.constrained:
             errors, terminated = self.delayed.accept(step, result)
-        if requests.shares.is_contended:
-            requests.shares.charge_each(step.sampled)
         for i, (req, token) in enumerate(zip(step.sampled, tokens, strict=True)):
             if req.status is finished:
                 dropped.append(i)

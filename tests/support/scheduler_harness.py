@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import Any
 
 import numpy as np
@@ -209,6 +209,7 @@ class Harness:
         for m in self.scheduler.micro_batches:
             count = sum(r.constraint is not None for r in m.running.reqs)
             assert m.running.num_constrained == count
+            assert m.running.num_by_key == Counter(r.key_name for r in m.running.reqs)
 
     def check_done(self) -> None:
         assert self.scheduler.is_idle

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from engine.config import EngineConfig, load_config
 from engine.errors import ConfigError
+from engine.protocol.messages import KeyLimits
 from engine.scheduler.scheduler_config import SchedulerConfig
 from engine.worker.auto_config import make_worker_config
 from tests.support.scheduler_harness import VOCAB, Harness, TimedWorker, prompt
@@ -89,13 +90,15 @@ PREEMPTED_WHILE_IDLE = dict(
 """No step was in flight when a waiting request pushed out the last running one."""
 
 
-@example(values=PREEMPTED_WHILE_IDLE, seed=28848)
-@given(values=sizes(), seed=st.integers(0, 2**16))
+@example(values=PREEMPTED_WHILE_IDLE, seed=28848, num_keys=1)
+@given(values=sizes(), seed=st.integers(0, 2**16), num_keys=st.integers(1, 3))
 @settings(
     max_examples=120,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
-def test_every_accepted_configuration_makes_progress(values: dict[str, Any], seed: int) -> None:
+def test_every_accepted_configuration_makes_progress(
+    values: dict[str, Any], seed: int, num_keys: int
+) -> None:
     config = accepted(values)
     if config is None:
         return
@@ -107,7 +110,8 @@ def test_every_accepted_configuration_makes_progress(values: dict[str, Any], see
         # The first two take all that a request may have.
         length = longest - 1 if i == 0 else 1 if i == 1 else rng.randrange(1, longest)
         outputs = longest if i < 2 else rng.randrange(1, 40)
-        h.add(i, prompt(rng, length), outputs, priority=rng.randrange(3))
+        key = KeyLimits(str(i % num_keys))
+        h.add(i, prompt(rng, length), outputs, priority=rng.randrange(3), key=key)
         # At worst a page of prompt a step, and each request sent back a few times.
         budget += 5 * (length // config.page_size + 1 + outputs)
         if i == 6:

@@ -16,6 +16,7 @@ from deploy.start import haproxy
 from deploy.start.folder import launch_folder
 from deploy.start.ports import PortBlock
 from engine.errors import ConfigError
+from tests.support.certificates import make_certificate
 
 
 def configured(folder: Path, **http_options: object) -> dict[str, str]:
@@ -89,6 +90,36 @@ def test_pages_leave_the_network_and_the_api_stays_where_it_was(
         ]
 
 
+def test_headers_have_to_come_in_time(tmp_path: Path) -> None:
+    config = tmp_path / "haproxy.cfg"
+    config.write_text(rendered("8404", "9101"))
+    for seconds in ("10", "3", "3"):
+        env = configured(tmp_path) | (
+            {} if seconds == "10" else {"MANTA_HAPROXY_HEADER_S": seconds}
+        )
+        assert run_wrapper(env, config).returncode == 0
+        lines = [line.strip() for line in config.read_text().splitlines()]
+        assert lines.count(f"timeout http-request {seconds}s") == 1
+        assert sum("timeout http-request" in line for line in lines) == 1
+    config.write_text(rendered("8404", "9101").replace("option abortonclose", ""))
+    done = run_wrapper(configured(tmp_path), config)
+    assert done.returncode == 1 and "wait for headers" in done.stderr
+
+
+def test_tls(tmp_path: Path) -> None:
+    cert, key = make_certificate(tmp_path)
+    env = configured(tmp_path, ssl_certfile=cert, ssl_keyfile=key)
+    config = tmp_path / "haproxy.cfg"
+    config.write_text(rendered("8404", "9101"))
+    for _ in range(2):
+        assert run_wrapper(env, config).returncode == 0
+        (bind,) = [line for line in config.read_text().splitlines() if "bind *:8000" in line]
+        assert bind.count(f"ssl crt {tmp_path}/server.pem") == 1
+    config.write_text(rendered("8404", "9101").replace("frontend http_frontend", "frontend other"))
+    done = run_wrapper(env, config)
+    assert done.returncode == 1 and "TLS" in done.stderr
+
+
 def test_clients_that_leave_are_noticed(tmp_path: Path) -> None:
     """`splice-request` switches `abortonclose` off."""
     config = tmp_path / "haproxy.cfg"
@@ -157,5 +188,5 @@ def test_host_of_one_interface_is_refused_with_haproxy_only(
     with pytest.raises(ConfigError, match="--no-haproxy"):
         haproxy.check_host("192.168.1.5")
     if haproxy.binary() is not None:
-        assert main(["configs/llama.yaml", "--host", "192.168.1.5"]) == 2
+        assert main(["configs/llama.yaml", "--host", "192.168.1.5", "--set", "auth=none"]) == 2
         assert "--no-haproxy" in capsys.readouterr().err

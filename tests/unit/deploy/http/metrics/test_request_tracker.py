@@ -107,7 +107,7 @@ def test_refusals_are_counted_by_reason() -> None:
         for name, value in found.items()
         if (match := re.fullmatch(r'manta_refusals_total\{reason="(\w+)"\}', name))
     }
-    assert reasons == {"unauthorized": 2, "forbidden": 0, "misdirected": 0, "quota": 0}
+    assert reasons == {"unauthorized": 2, "forbidden": 0, "misdirected": 0}
 
 
 def test_an_embedding_has_a_queue_time_alone() -> None:
