@@ -63,7 +63,9 @@ class EngineConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
     model: str = "models/manta-small"
-    """Model folder, or a hub id that is in the local Hugging Face cache."""
+    """Model folder, or a hub id."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub id; None: its main branch, as it is at the start."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """auto: the checkpoint's type, but float32 on a CPU without bfloat16 instructions."""
     device: Literal["auto", "cpu", "cuda", "simulated"] = "auto"
@@ -160,7 +162,7 @@ class EngineConfig(BaseModel):
 
     def resolve(self) -> ResolvedConfig:
         """Read the model's config and check every size against it. Raises `ConfigError`."""
-        folder = resolve_model_path(self.model)
+        folder = resolve_model_path(self.model, self.revision)
         model = ModelConfig.from_pretrained(folder)
         max_len = self.max_model_len or model.max_position_embeddings
         if max_len > model.max_position_embeddings:
@@ -257,24 +259,30 @@ def load_config(kind: type[M], values: dict[str, Any]) -> M:
         raise ConfigError(" ".join(_explain(kind, e) for e in error.errors())) from error
 
 
-def resolve_model_path(model: str) -> Path:
-    """Folder of `model`, which is a folder, shipped with Manta, or in the local hub cache.
+def resolve_model_path(model: str, revision: str | None = None) -> Path:
+    """Folder of `model`, which is a folder, shipped with Manta, or of the hub.
 
-    Raises `ConfigError` if the model isn't on this machine and can't be fetched.
+    All that is read later (weights, configuration, tokenizer, templates) is read from this folder,
+    so `revision` holds for all of it. Raises `ConfigError` if the model isn't on this machine and
+    can't be fetched.
     """
     for candidate in (Path(model), shipped_root() / model):
         if candidate.is_dir():
+            if revision is not None:
+                raise ConfigError(
+                    f"revision is only for models of the hub, and '{model}' is a folder; remove it."
+                )
             return candidate.resolve()
     if model.count("/") == 1 and not model.startswith((".", "/", "models/")):
         from huggingface_hub import snapshot_download
 
+        at = f" at revision '{revision}'" if revision is not None else ""
         try:
-            return Path(
-                snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.jinja"])
-            )
+            patterns = ["*.json", "*.safetensors", "*.jinja"]
+            return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
         except Exception as error:  # any hub or network failure ends in the same advice
             raise ConfigError(
-                f"model '{model}' is neither a folder nor fetchable from the hub "
+                f"model '{model}'{at} is neither a folder nor fetchable from the hub "
                 f"({type(error).__name__}); set `model` to a local folder."
             ) from error
     raise ConfigError(

@@ -96,9 +96,15 @@ class SafetensorsSource(WeightSource):
         if index.exists():
             try:
                 weight_map = json.loads(index.read_text())["weight_map"]
-            except (json.JSONDecodeError, KeyError, TypeError) as error:
+                names = sorted({str(name) for name in weight_map.values()})
+            except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
                 raise ConfigError(f"{index} is not a valid safetensors index: {error!r}") from error
-            for name in sorted(set(weight_map.values())):
+            for name in names:
+                if name == ".." or Path(name).name != name:
+                    raise ConfigError(
+                        f"{index} names the file {name!r}, which isn't plainly in its folder; "
+                        "download the model again."
+                    )
                 if not (self.folder / name).exists():
                     raise ConfigError(f"{index} names the file {name}, which does not exist.")
             return dict(weight_map)

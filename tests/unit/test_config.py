@@ -8,14 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from deploy.launch import main
 from deploy.start.config import AppConfig, AutoscalingOptions, ServerOptions
+from deploy.start.preflight import check_weights
 from deploy.start.target import load_target
-from engine.config import MAX_MICRO_BATCHES, EngineConfig
+from engine.config import MAX_MICRO_BATCHES, EngineConfig, resolve_model_path
 from engine.distributed import MAX_PENDING_SENDS
 from engine.errors import ConfigError
+from engine.layers.weights import SafetensorsSource
 from engine.scheduler.scheduler_config import SchedulerConfig
 from engine.worker.auto_config import make_worker_config
 
@@ -221,3 +224,37 @@ def test_launcher_refuses_a_misspelt_application_key(tmp_path: Path) -> None:
     path.write_text("applications: [{name: x, import_path: 'serve_app:build_app', argz: {}}]")
     with pytest.raises(ConfigError, match="argz"):
         load_target(str(path), [])
+
+
+def test_a_revision_reaches_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One download, of one folder: everything is read from that (CVE-2026-47155)."""
+    asked: list[tuple[str, str | None]] = []
+
+    def download(model: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append((model, revision))
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert resolve_model_path("someone/model", "abc123") == tmp_path
+    assert resolve_model_path("someone/model") == tmp_path
+    assert asked == [("someone/model", "abc123"), ("someone/model", None)]
+
+
+def test_a_folder_has_no_revision() -> None:
+    with pytest.raises(ConfigError, match="revision is only for models of the hub"):
+        EngineConfig(model="models/manta-small", revision="main").resolve()
+
+
+@pytest.mark.parametrize(
+    "name", ["../a.safetensors", "/etc/a.safetensors", "b/a.safetensors", ".."]
+)
+def test_index_files_stay_in_their_folder(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "model"
+    (folder / "b").mkdir(parents=True)
+    for place in (tmp_path, folder, folder / "b"):
+        (place / "a.safetensors").write_bytes(b"")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": name}}))
+    with pytest.raises(ConfigError, match="isn't plainly in its folder"):
+        SafetensorsSource(folder, torch.float32, torch.device("cpu"))
+    with pytest.raises(ConfigError, match="names"):
+        check_weights(folder)
