@@ -12,6 +12,7 @@ from ray.serve.schema import LoggingConfig
 from deploy.http.access.listening import check_listening, is_loopback
 from deploy.http.parsers.detection import model_reasons, tool_format_of
 from deploy.http.settings import ApiSettings
+from deploy.http.tracing.options import TracingOptions
 from deploy.ingress.ingress import build_ingress
 from deploy.ingress.resume import ResumeLimits
 from deploy.ingress.serve_client import IngressOptions
@@ -70,6 +71,9 @@ def build_app(args: dict[str, Any]) -> Application:
         server.hang_timeout_s,
         server.drain_timeout_s,
     )
+    tracing = None
+    if server.otlp_endpoint is not None:
+        tracing = TracingOptions(server.otlp_endpoint, config.model_name)
     settings = ApiSettings(
         max_body_bytes=server.max_body_bytes,
         max_request_tokens=server.max_request_tokens,
@@ -82,6 +86,7 @@ def build_app(args: dict[str, Any]) -> Application:
         allowed_hosts=tuple(server.allowed_hosts),
         is_local=host is not None and is_loopback(host),
         cors_origins=tuple(server.cors_origins),
+        tracing=tracing,
     )
     ingress = serve.deployment(
         build_ingress(settings),

@@ -50,10 +50,12 @@ class Connection(asyncio.Protocol):
     `next_body` gives the body of each request, None to stop. `streams` are its replies.
     """
 
-    def __init__(self, host: str, next_body: Callable[[], bytes | None]) -> None:
+    def __init__(self, host: str, next_body: Callable[[], bytes | None], headers: str = "") -> None:
+        """`headers`: more of them, each with its line end."""
         self.streams: list[Stream] = []
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._host = host
+        self._headers = headers
         self._next_body = next_body
         self._transport: asyncio.Transport | None = None
         self._kept = b""
@@ -104,7 +106,8 @@ class Connection(asyncio.Protocol):
         self.streams.append(Stream(time.monotonic()))
         head = (
             f"POST /v1/completions HTTP/1.1\r\nHost: {self._host}\r\n"
-            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+            f"{self._headers}\r\n"
         )
         self._transport.write(head.encode() + body)
 
@@ -115,11 +118,13 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
 
-async def connect(port: int, next_body: Callable[[], bytes | None]) -> Connection:
-    """An open connection to 127.0.0.1:`port`, its first request sent."""
+async def connect(
+    port: int, next_body: Callable[[], bytes | None], headers: str = ""
+) -> Connection:
+    """An open connection to 127.0.0.1:`port`, its first request sent. For `headers` see there."""
     host = f"127.0.0.1:{port}"
     loop = asyncio.get_running_loop()
     _, connection = await loop.create_connection(
-        lambda: Connection(host, next_body), "127.0.0.1", port
+        lambda: Connection(host, next_body, headers), "127.0.0.1", port
     )
     return connection

@@ -53,6 +53,7 @@ def build_api(
     metrics, quotas = ServerMetrics(settings.metrics_names), Quotas()
     app = _Api(settings, metrics)
     app.state.metrics = metrics
+    app.state.tracing = None
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(RequestValidationError, _on_bad_query)
     app.add_exception_handler(RequestError, _on_error)
@@ -141,13 +142,19 @@ class _Api(DocumentedApi):
             stack = HostGuard(
                 stack, settings.allowed_hosts, _worded, refused, browsers_only=browsers_only
             )
+        if settings.tracing is not None:
+            # Needs OpenTelemetry's packages, which an install may lack.
+            from deploy.http.tracing.layer import TracingLayer
+            from deploy.http.tracing.provider import Tracing
+
+            self.state.tracing = tracing = Tracing(settings.tracing)
+            stack = TracingLayer(stack, tracing.provider, known_paths(self))
         # Outside of Starlette's own middleware: its answers to crashes need an id too.
         return RequestIdMiddleware(stack, settings.add_request_id_header)
 
 
 def access_rules(app: FastAPI) -> Rules:
     """Who may use which path of the application, if there are keys."""
-    known = {str(getattr(route, "path", "")) for route in app.routes}
     kinds = [kind for dialect in DIALECTS for kind in dialect.routes]
     user = {path for kind in kinds if not kind.for_admins for path in kind.paths}
     return Rules(
@@ -155,8 +162,13 @@ def access_rules(app: FastAPI) -> Rules:
         open_prefix=ASSETS,
         user=frozenset(user | {"/v1/models", "/version", "/ping"}),
         user_prefix="/v1/models/",
-        known=frozenset(known),
+        known=known_paths(app),
     )
+
+
+def known_paths(app: FastAPI) -> frozenset[str]:
+    """The paths of the application's routes."""
+    return frozenset(str(getattr(route, "path", "")) for route in app.routes)
 
 
 class RequestIdMiddleware:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from deploy.http.tracing.options import TracingOptions
+
 
 @dataclass(frozen=True)
 class ApiSettings:
@@ -32,3 +34,5 @@ class ApiSettings:
     """Only programs of this machine reach the server. Then browsers must name it in `Host`."""
     cors_origins: tuple[str, ...] = ()
     """Sites whose pages may use the API in a browser."""
+    tracing: TracingOptions | None = None
+    """Where traces of requests go; None: there are none."""

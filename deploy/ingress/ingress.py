@@ -61,6 +61,9 @@ def build_ingress(settings: ApiSettings) -> Any:
         async def __del__(self) -> None:
             if self._client is not None:
                 self._client.stop()
+            app: Any = self.app  # type: ignore[attr-defined]
+            if app.state.tracing is not None:
+                await asyncio.to_thread(app.state.tracing.close)
 
     return Ingress
 

@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from deploy.http.access.options import check_access
 from deploy.http.parsers.detection import check_parsers
+from deploy.http.tracing.options import check_tracing
 from deploy.replica.autoscaling import EngineLoadPolicy
 from deploy.routing import find_policy
 from engine.config import EngineConfig, ResolvedConfig, load_config
@@ -87,7 +88,12 @@ class ServerOptions(BaseModel):
     None: Ray places the engine when it can. The launcher's own cluster can't grow: no wait."""
     metrics_names: Literal["manta", "vllm"] = "manta"
     """`vllm`: `/metrics` has vLLM's names beside Manta's, for dashboards made for vLLM."""
+    otlp_endpoint: str | None = None
+    """Base URL of a collector of traces (OTLP over HTTP), as `http://collector:4318`; None: there
+    are no traces. Needs the extra `otel`."""
     log_level: str = Field("INFO", pattern="^(DEBUG|INFO|WARNING|ERROR)$")
+    log_format: Literal["text", "json"] = "text"
+    """`json`: every line of the log is one JSON object."""
 
 
 class AppConfig:
@@ -111,6 +117,7 @@ class AppConfig:
             find_policy(server.routing_policy)
         check_parsers(server.tool_call_parser, server.reasoning_parser)
         check_access(server.api_keys_file, server.auth, server.cors_origins)
+        check_tracing(server.otlp_endpoint)
         scaling = server.autoscaling
         if scaling is not None and scaling.max_replicas < scaling.min_replicas:
             raise ConfigError(

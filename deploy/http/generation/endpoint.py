@@ -12,7 +12,7 @@ import re
 import time
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import BaseModel
 from starlette.datastructures import Headers
@@ -32,6 +32,9 @@ from deploy.http.generation.request import Incoming
 from deploy.http.metrics import RequestTracker, ServerMetrics
 from deploy.http.settings import ApiSettings
 from engine.errors import RequestError
+
+if TYPE_CHECKING:  # needs OpenTelemetry's packages, which an install may lack
+    from deploy.http.tracing.request_trace import RequestTrace
 
 logger = logging.getLogger(__name__)
 
@@ -139,6 +142,7 @@ class GenerationResponse(Response):
         self._send_chunk: Send = state["send"]
         self._request_id: str = state["request_id"]
         key: ApiKey | None = state.get("key")
+        self._trace: RequestTrace | None = state.get("trace")
         name, metrics = self._endpoint.name, self._endpoint.metrics
         tracker = RequestTracker(metrics, name, "" if key is None else key.name)
         incoming = Incoming(self._request_id, tracker, key)
@@ -150,6 +154,8 @@ class GenerationResponse(Response):
                 pass  # no client is left to answer; counted as CLIENT_GONE
             finally:
                 tracker.end(status)
+                if self._trace is not None:
+                    self._trace.end(status, tracker)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, incoming: Incoming) -> int:
         try:
@@ -186,6 +192,9 @@ class GenerationResponse(Response):
                 if key is not None and key.tokens_per_minute is not None:
                     quotas.share(client)
                     ticket = quotas.begin(key, generation.num_prompt, incoming.tracker)
+                if self._trace is not None:
+                    self._trace.begin(client.model_info.name, generation.num_prompt)
+                    generation.trace = self._trace
                 if not generation.stream:
                     reply = await generation.result()
             except Exception as exception:

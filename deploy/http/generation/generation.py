@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from deploy.http.engine_client import EngineClient
 from deploy.http.errors import ErrorReply, Failure
@@ -19,6 +19,9 @@ from deploy.http.generation.reading import OutputState
 from deploy.http.metrics import RequestTracker, Work
 from engine.errors import RequestError
 from engine.protocol.tokenizer_messages import LogprobEntry, TextDelta
+
+if TYPE_CHECKING:  # needs OpenTelemetry's packages, which an install may lack
+    from deploy.http.tracing.request_trace import RequestTrace
 
 F = TypeVar("F")
 """The body of a request."""
@@ -56,6 +59,8 @@ class Generation(ABC, Generic[F]):
         self._client = client
         self._plan = plan
         self._tracker = tracker
+        self.trace: RequestTrace | None = None
+        """Set before the plan runs: notes the progress too."""
         reading = plan.reading
         self._outputs = [
             Output(None if reading is None else reading.read()) for _ in plan.sequences
@@ -149,6 +154,8 @@ class Generation(ABC, Generic[F]):
         if output.is_dropped:
             _drop_output(delta)
         self._tracker.delta(index, delta)
+        if self.trace is not None:
+            self.trace.delta(index, delta)
         output.num_output, output.num_cached = delta.num_output, delta.num_cached
         if delta.prompt_logprobs is not None:
             output.prompt_logprobs = delta.prompt_logprobs
