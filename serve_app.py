@@ -18,6 +18,7 @@ from deploy.ingress.resume import ResumeLimits
 from deploy.ingress.serve_client import IngressOptions
 from deploy.replica.engine_replica import EngineReplica
 from deploy.replica.request_router import ChosenReplicaRouter
+from deploy.serve_state import serve_log
 from deploy.serve_state.drain_watch import HANDOVER_S, HEALTH_PERIOD_S
 from deploy.serve_state.http_host import http_host
 from deploy.start.config import AppConfig
@@ -35,6 +36,8 @@ def build_app(args: dict[str, Any]) -> Application:
     """
     config = AppConfig.from_args(args)
     server = config.server
+    if server.log_format == "json":  # the line that says what a start waits for
+        serve_log.set_up(server.log_level, server.log_format)
     host = http_host()
     if host is not None:
         check_listening(server.api_keys_file, server.auth, host)
@@ -49,6 +52,7 @@ def build_app(args: dict[str, Any]) -> Application:
     if use_gpu and ray.is_initialized():
         nodes = wait_for_gpus(engine, patience(server.gpu_wait_s), node_gpus)
         strategy = placement_strategy(engine.tp_size, engine.pp_size, nodes)
+    encoding = "JSON" if server.log_format == "json" else "TEXT"
     engines = serve.deployment(
         EngineReplica,
         name="engine",
@@ -61,7 +65,7 @@ def build_app(args: dict[str, Any]) -> Application:
         graceful_shutdown_timeout_s=server.drain_timeout_s + HANDOVER_S,
         graceful_shutdown_wait_loop_s=0.5,
         # The engines' calls are our own, some every second; the ingress' log has the requests.
-        logging_config=LoggingConfig(enable_access_log=False),
+        logging_config=LoggingConfig(encoding=encoding, enable_access_log=False),
         **({"request_router_config": _ROUTER} if config.routing_policy else {}),
         **config.replica_scaling(),
     ).bind(
@@ -70,6 +74,7 @@ def build_app(args: dict[str, Any]) -> Application:
         server.log_level,
         server.hang_timeout_s,
         server.drain_timeout_s,
+        server.log_format,
     )
     tracing = None
     if server.otlp_endpoint is not None:
@@ -91,6 +96,7 @@ def build_app(args: dict[str, Any]) -> Application:
     ingress = serve.deployment(
         build_ingress(settings),
         name="ingress",
+        logging_config=LoggingConfig(encoding=encoding),
         num_replicas=server.ingress_replicas,
         max_ongoing_requests=100_000,
         ray_actor_options={"num_cpus": config.cpu_per_actor},
@@ -119,6 +125,7 @@ def build_app(args: dict[str, Any]) -> Application:
             server=server.model_dump(),
             hidden_size=config.resolved.model.hidden_size,
             pooling=config.resolved.pooling,
+            log_format=server.log_format,
         ),
     )
 

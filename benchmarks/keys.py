@@ -1,6 +1,6 @@
 """Keys: what a flood of one costs another, and what keys, limits and metrics cost all.
 
-    python benchmarks/keys.py          # a table, three minutes
+    python benchmarks/keys.py          # a table, five minutes
     python benchmarks/keys.py --save   # also results/keys.json
 
 1. Key A may run 16 of 32 rows and has 500 requests queued. The time to the first token of key B's
@@ -39,7 +39,7 @@ ROWS, OF_A, QUEUED = 32, 16, 500
 MAX_SLOWDOWN = 3.0
 MIN_RATIO = 0.97
 PROBES = 25
-STREAMS, TOKENS, TURNS = 32, 300, 7
+STREAMS, TOKENS, TURNS = 32, 200, 20
 RESULT = REPO_ROOT / "benchmarks" / "results" / "keys.json"
 
 

@@ -22,7 +22,7 @@ def build_ingress(settings: ApiSettings) -> Any:
     @serve.ingress(build_api(ServeEngineClient.current, settings))
     class Ingress:
         def __init__(self, engines: Any, options: IngressOptions) -> None:
-            serve_log.set_up(options.log_level)
+            serve_log.set_up(options.log_level, options.log_format)
             self._engines = engines
             self._options = options
             self._client: ServeEngineClient | None = None

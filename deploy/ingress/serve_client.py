@@ -41,6 +41,7 @@ from engine.actors.ray_types import node_ip
 from engine.constraints import ConstraintSpec
 from engine.constraints.guard import GrammarGuard
 from engine.errors import EngineDeadError, RequestError
+from engine.log_lines import LogFormat
 from engine.pooling import Pooling
 from engine.protocol import tokenizer_messages as tm
 from engine.protocol.async_inbox import AsyncInbox
@@ -83,6 +84,7 @@ class IngressOptions:
     """The server's own configuration, for those who ask for it."""
     hidden_size: int = 0
     pooling: Pooling = "last"
+    log_format: LogFormat = "text"
 
 
 class ServeEngineClient(EngineClient, IngressListener):
@@ -115,7 +117,9 @@ class ServeEngineClient(EngineClient, IngressListener):
         self._drain = DrainWatch()
         self._inbox = AsyncInbox(node_ip(), self._on_message)
         hang_timeout_s, address = options.hang_timeout_s, self._inbox.address
-        self._tokenizer = TokenizerLink(options.model_path, hang_timeout_s, self)
+        self._tokenizer = TokenizerLink(
+            options.model_path, hang_timeout_s, self, options.log_format
+        )
         self._watch = EngineWatch(engines, address, hang_timeout_s, self)
         self._router = _make_router(options, address, self._watch)
         self._attempts = Attempts(self._tokenizer, engines, self._watch, address, self._router)

@@ -16,6 +16,7 @@ from engine.actors.actor_process import ActorProcess
 from engine.actors.role_watch import RoleWatch
 from engine.actors.tokenizer_actor import RemoteTokenizerActor
 from engine.errors import EngineDeadError, MantaError, RequestError
+from engine.log_lines import LogFormat
 from engine.protocol.messages import Shutdown
 from engine.protocol.transport import Outbox
 
@@ -38,8 +39,15 @@ class TokenizerLink:
     """Owns the tokenizer actor. Requests and their texts are registered with the actor and lost
     with it; the listener is told of the loss."""
 
-    def __init__(self, model_path: str, hang_timeout_s: float, listener: IngressListener) -> None:
+    def __init__(
+        self,
+        model_path: str,
+        hang_timeout_s: float,
+        listener: IngressListener,
+        log_format: LogFormat = "text",
+    ) -> None:
         self._model_path = model_path
+        self._log_format = log_format
         self._hang_timeout_s = hang_timeout_s
         self._listener = listener
         self._up = asyncio.Event()
@@ -140,7 +148,7 @@ class TokenizerLink:
 
     async def _start_actor(self) -> Any:
         """Start an actor. Returns a reference that resolves when the actor ends."""
-        self._actor = RemoteTokenizerActor.remote(self._model_path)
+        self._actor = RemoteTokenizerActor.remote(self._model_path, self._log_format)
         self._process = None
         described = asyncio.wrap_future(self._actor.describe.remote().future())
         async with asyncio.timeout(START_TIMEOUT_S):

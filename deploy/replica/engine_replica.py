@@ -27,6 +27,7 @@ from engine.actors.engine_group import EngineGroup
 from engine.actors.ray_types import node_ip
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError, EngineDrainingError
+from engine.log_lines import LogFormat
 from engine.protocol import encoding
 from engine.protocol.async_inbox import AsyncInbox
 from engine.protocol.messages import (
@@ -63,13 +64,14 @@ class EngineReplica:
         log_level: str,
         hang_timeout_s: float,
         drain_timeout_s: float,
+        log_format: LogFormat = "text",
     ) -> None:
-        serve_log.set_up(log_level)
+        serve_log.set_up(log_level, log_format)
         self._config = EngineConfig(**engine)
         self._hang_timeout_s = hang_timeout_s
         self._drain_timeout_s = drain_timeout_s
         placement = get_current_placement_group()
-        self._group = EngineGroup(self._config, placement, share, hang_timeout_s)
+        self._group = EngineGroup(self._config, placement, share, hang_timeout_s, log_format)
         self._open = OpenCalls()
         self._ingresses = IngressLinks()
         self._drain = DrainWatch()

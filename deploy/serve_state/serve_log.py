@@ -6,28 +6,26 @@ import logging
 import re
 
 from engine.errors import EngineDeadError, EngineDrainingError
+from engine.log_lines import LogFormat, formatter_of, log_to_stderr
 
 OURS = ("engine", "deploy")
-FORMAT = "%(levelname)s %(name)s: %(message)s"
 _PROBE = re.compile(r"(GET|HEAD) (/\S*)?/(health|metrics) ")
 
 
-def set_up(log_level: str) -> None:
+def set_up(log_level: str, log_format: LogFormat = "text") -> None:
     """Our loggers print from `log_level` on, with their names. Serve's loggers leave out access
     lines of probes, which come about every second. They also leave out tracebacks of requests that
     were given back or lost with their engine: these requests go on elsewhere, and one line of ours
     says how many."""
-    for name in OURS:
-        logger = logging.getLogger(name)
-        logger.setLevel(log_level)
-        logger.propagate = False
-        if not logger.handlers:
-            handler = logging.StreamHandler()
-            handler.setFormatter(logging.Formatter(FORMAT))
-            logger.addHandler(handler)
+    log_to_stderr(OURS, log_level, log_format)
     serve_log = logging.getLogger("ray.serve")
     if is_news not in serve_log.filters:
         serve_log.addFilter(is_news)
+    if log_format == "json":
+        # Serve's own JSON encoding is for its files alone; what it prints would stay text.
+        for handler in serve_log.handlers:
+            if type(handler) is logging.StreamHandler:
+                handler.setFormatter(formatter_of(log_format))
 
 
 def is_news(record: logging.LogRecord) -> bool:

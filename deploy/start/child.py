@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from deploy.start.causes import config_error_in
-from deploy.start.log_file import LaunchLog
+from deploy.start.log_file import ANSI, LaunchLog
 
 OUR_WARNING = re.compile(r"\b(WARNING|ERROR|CRITICAL) ((?:engine|deploy)\.[\w.]+: .*)")
 NOISE = "Task ServeController.graceful_shutdown failed."
 """What the raylet prints when Serve's controller ends; the controller ends itself with Serve."""
+_JSON = '{"time": "'
+"""How a record of `log_format: json` begins, behind what Ray writes before it."""
 LINES_KEPT = 50
 _PR_SET_PDEATHSIG = 1
 
@@ -93,14 +95,33 @@ class _Output(threading.Thread):
     def _take(self, line: str) -> None:
         if NOISE in line:
             return
-        self.last_lines = [*self.last_lines[1 - LINES_KEPT :], line]
-        self.config_error = self.config_error or config_error_in(line)
+        texts = json_in(line) or [line]
+        for text in texts:
+            self.last_lines = [*self.last_lines[1 - LINES_KEPT :], text]
+            self.config_error = self.config_error or config_error_in(text)
         if self._log is not None:
             self._log.write(line)
         if self._verbose:
             say(line.rstrip("\n"), to=sys.stderr)
-        elif match := OUR_WARNING.search(line):
+        elif match := OUR_WARNING.search(texts[0]):
             say(f"{match[1].lower()}: {match[2]}", to=sys.stderr)
+
+
+def json_in(line: str) -> list[str]:
+    """The record that a line of the log holds as JSON, as lines of the format text; empty if there
+    is none."""
+    text = ANSI.sub("", line)
+    begin = text.find(_JSON)
+    if begin < 0:
+        return []
+    try:
+        record, _ = json.JSONDecoder().raw_decode(text, begin)
+        said = f"{record['level']} {record['logger']}: {record['message']}"
+    except (ValueError, KeyError):  # cut off, or another program's
+        return []
+    if exception := record.get("exception"):
+        said += f"\n{exception}"
+    return [part + "\n" for part in said.split("\n")]
 
 
 class _Status(threading.Thread):

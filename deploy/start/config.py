@@ -12,6 +12,7 @@ from deploy.replica.autoscaling import EngineLoadPolicy
 from deploy.routing import find_policy
 from engine.config import EngineConfig, ResolvedConfig, load_config
 from engine.errors import ConfigError
+from engine.log_lines import LogFormat
 
 _CPU_PER_ACTOR = 0.02
 """Logical CPUs that each actor reserves with Ray. Small: on CPU the real limit is threads
@@ -92,7 +93,7 @@ class ServerOptions(BaseModel):
     """Base URL of a collector of traces (OTLP over HTTP), as `http://collector:4318`; None: there
     are no traces. Needs the extra `otel`."""
     log_level: str = Field("INFO", pattern="^(DEBUG|INFO|WARNING|ERROR)$")
-    log_format: Literal["text", "json"] = "text"
+    log_format: LogFormat = "text"
     """`json`: every line of the log is one JSON object."""
 
 

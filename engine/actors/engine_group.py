@@ -19,6 +19,7 @@ from engine.actors.scheduler_actor import RemoteSchedulerActor
 from engine.actors.worker_actor import RemoteWorkerActor
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineDeadError
+from engine.log_lines import LogFormat
 from engine.openmp import wait_policy
 from engine.protocol.messages import Shutdown
 from engine.protocol.transport import Outbox
@@ -49,12 +50,14 @@ class EngineGroup:
         placement_group: PlacementGroup | None,
         share: int,
         hang_timeout_s: float = 10.0,
+        log_format: LogFormat = "text",
     ):
         """`share` is the number of engines that split this machine's cores and memory. An actor
         that doesn't answer for `hang_timeout_s` counts as dead."""
         self.config = config
         self.share = share
         self.hang_timeout_s = hang_timeout_s
+        self.log_format = log_format
         self.scheduler_address = ""
         self.worker_config: WorkerConfig | None = None
         self.num_kv_tokens = 0
@@ -89,7 +92,9 @@ class EngineGroup:
         actor failed and why."""
         config = self.config.model_dump()
         bundles = self._worker_bundles()
-        self._scheduler = RemoteSchedulerActor.options(scheduling_strategy=self._bundle(0)).remote()
+        self._scheduler = RemoteSchedulerActor.options(
+            scheduling_strategy=self._bundle(0)
+        ).remote(self.log_format)
         for rank, bundle in enumerate(bundles):
             self._workers.append(self._start_worker(rank, bundle))
         self.worker_config, store = await self._workers[0].prepare.remote(config, self.share)
@@ -220,7 +225,7 @@ class EngineGroup:
             num_gpus=gpus,
             scheduling_strategy=self._bundle(bundle),
             runtime_env={"env_vars": {**wait_policy(), "OMP_NUM_THREADS": threads}},
-        ).remote(rank)
+        ).remote(rank, self.log_format)
         return actor
 
     def _bundle(self, index: int) -> PlacementGroupSchedulingStrategy | str:

@@ -17,6 +17,7 @@ from engine.constraints.grammar_compiler import GrammarCompiler
 from engine.errors import ConfigError
 from engine.executor.message_executor import collect_ready
 from engine.grammar_setup import make_grammar_compiler
+from engine.log_lines import LogFormat, log_to_stderr
 from engine.protocol.transport import Inbox
 from engine.scheduler.scheduler_config import SchedulerConfig
 from engine.scheduler.stats import SchedulerStats
@@ -29,7 +30,8 @@ logger = logging.getLogger(__name__)
 class SchedulerActor:
     """`run` occupies one thread as long as the engine lives; other threads answer control calls."""
 
-    def __init__(self) -> None:
+    def __init__(self, log_format: LogFormat = "text") -> None:
+        log_to_stderr(["engine"], "WARNING", log_format)
         self._config: ResolvedConfig | None = None
         self._inbox: Inbox | None = None
         self._results: Inbox | None = None

@@ -6,13 +6,15 @@ import ray
 
 from engine.actors.actor_process import ActorProcess
 from engine.actors.ray_types import actor_class, node_ip
+from engine.log_lines import LogFormat, log_to_stderr
 from engine.tokenizer.tokenizer_role import TokenizerRole
 
 
 class TokenizerActor:
     """`run` occupies one thread for the actor's life."""
 
-    def __init__(self, model_path: str) -> None:
+    def __init__(self, model_path: str, log_format: LogFormat = "text") -> None:
+        log_to_stderr(["engine"], "WARNING", log_format)
         self._role = TokenizerRole(model_path, node_ip())
 
     @ray.method(concurrency_group="control")

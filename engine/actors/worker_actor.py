@@ -9,6 +9,7 @@ import ray
 from engine.actors.actor_process import ActorProcess
 from engine.actors.ray_types import actor_class, node_ip
 from engine.config import EngineConfig
+from engine.log_lines import LogFormat
 from engine.trace import StageSpan, TraceRing, pack, stage_trace
 from engine.worker.worker_loop import log_as_worker, preload, run_worker
 from engine.worker_config import WorkerConfig
@@ -17,8 +18,9 @@ from engine.worker_config import WorkerConfig
 class WorkerActor:
     """Loads its shard and runs steps until its engine ends; never restarted alone."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, log_format: LogFormat = "text") -> None:
         self.rank = rank
+        self._log_format = log_format
         self._store: Any = None
         self._trace: TraceRing[StageSpan] = TraceRing()
         preload()
@@ -44,7 +46,7 @@ class WorkerActor:
     @ray.method(concurrency_group="loop")
     def run(self, config: WorkerConfig, store: tuple[str, int], results_address: str) -> None:
         """Run this rank's steps; returns after `Shutdown`."""
-        log_as_worker(self.rank)
+        log_as_worker(self.rank, self._log_format)
         host = node_ip()
         run_worker(config, self.rank, store, results_address, host, self._trace)
 

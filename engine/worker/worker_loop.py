@@ -12,6 +12,7 @@ import traceback
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import EngineDeadError
+from engine.log_lines import LogFormat, formatter_of
 from engine.protocol.messages import (
     GenerationBatchResult,
     ModelWorkerBatch,
@@ -73,9 +74,11 @@ def preload() -> None:
     threading.Thread(target=importlib.import_module, args=(name,), daemon=True).start()
 
 
-def log_as_worker(rank: int) -> None:
+def log_as_worker(rank: int, log_format: LogFormat = "text") -> None:
     """Set up logging of a worker's own process: warnings to stderr, and rank 0's start messages."""
-    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(formatter_of(log_format))
+    logging.basicConfig(handlers=[handler])
     logging.getLogger("engine").setLevel(logging.INFO if rank == 0 else logging.WARNING)
 
 

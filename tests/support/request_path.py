@@ -88,7 +88,7 @@ class _Handle:
 class _TokenizerActor:
     """A `TokenizerRole` in a thread, with the methods of its actor."""
 
-    def __init__(self, model_path: str) -> None:
+    def __init__(self, model_path: str, _: str = "text") -> None:
         self._role = TokenizerRole(model_path, HOST)
         self._thread = threading.Thread(target=self._work)
         described: Future[Any] = Future()

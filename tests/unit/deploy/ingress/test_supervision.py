@@ -342,7 +342,7 @@ class FakeTokenizers:
         monkeypatch.setattr(tokenizer_link.ray, "kill", lambda _: None)
         monkeypatch.setattr(tokenizer_link, "START_PAUSE_S", 0.0)
 
-    def remote(self, _: str) -> FakeTokenizer:
+    def remote(self, *_: str) -> FakeTokenizer:
         tokenizer = FakeTokenizer(fails=self.failing > 0)
         self.failing -= tokenizer.fails
         self.made.append(tokenizer)

@@ -28,6 +28,7 @@ from deploy.start.log_file import LaunchLog
 from deploy.start.ports import PortBlock, hold_api_port
 from deploy.start.target import load_target
 from engine.errors import ConfigError, EngineDeadError, EngineDrainingError
+from engine.log_lines import JsonFormatter
 from engine.shipped import shipped_root
 from tests.support.http_application import wait_until
 
@@ -396,6 +397,43 @@ def test_warnings_of_ours_reach_the_terminal_and_rays_do_not() -> None:
         "(ServeController pid=3) WARNING 2026-11-22 15:00:00,000 controller 3 -- HTTPOptions.host",
     ):
         assert child.OUR_WARNING.search(noise) is None
+
+
+@pytest.mark.parametrize("end", ["", " [repeated 3x across cluster]"])
+def test_json_lines_are_read_as_text(end: str) -> None:
+    try:
+        raise ConfigError('set "page_size" to 16')
+    except ConfigError:
+        info = sys.exc_info()
+    made = logging.LogRecord("engine.x", logging.WARNING, "", 0, "few %s\nor none", ("{}",), info)
+    line = f"\x1b[36m(WorkerActor pid=3)\x1b[0m {JsonFormatter().format(made)}{end}\n"
+    texts = child.json_in(line)
+    assert texts[:2] == ["WARNING engine.x: few {}\n", "or none\n"]
+    match = child.OUR_WARNING.search(texts[0])
+    assert match is not None and match[2] == "engine.x: few {}"
+    assert [found for text in texts if (found := config_error_in(text))] == [
+        'set "page_size" to 16'
+    ]
+    assert child.json_in(line[:40]) == child.json_in('x {"time": "now"}') == []
+    assert child.json_in("WARNING engine.x: few") == []
+
+
+def test_a_json_warning_reaches_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    code = (
+        "from deploy.serve_state import serve_log; import logging\n"
+        "serve_log.set_up('INFO', 'json')\n"
+        "logging.getLogger('deploy.x').info('loaded')\n"
+        "logging.getLogger('deploy.x').warning('few graphs')\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True,
+    )  # fmt: skip
+    output = child._Output(process, None, verbose=False)
+    output.start()
+    assert process.wait(60) == 0
+    output.join(60)
+    assert capsys.readouterr().err == "warning: deploy.x: few graphs\n"
 
 
 @pytest.mark.parametrize(
