@@ -92,9 +92,9 @@ class EngineGroup:
         actor failed and why."""
         config = self.config.model_dump()
         bundles = self._worker_bundles()
-        self._scheduler = RemoteSchedulerActor.options(
-            scheduling_strategy=self._bundle(0)
-        ).remote(self.log_format)
+        self._scheduler = RemoteSchedulerActor.options(scheduling_strategy=self._bundle(0)).remote(
+            self.log_format
+        )
         for rank, bundle in enumerate(bundles):
             self._workers.append(self._start_worker(rank, bundle))
         self.worker_config, store = await self._workers[0].prepare.remote(config, self.share)

@@ -99,6 +99,7 @@ class RequestTrace:
         )
         if status >= 499:
             root.set_attribute("error.type", str(status))
+        if status >= 500:
             root.set_status(Status(StatusCode.ERROR))
         inside = set_span_in_context(root, parent)
         for index, sequence in sorted(self._sequences.items()):

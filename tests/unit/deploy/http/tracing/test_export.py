@@ -11,8 +11,10 @@ from opentelemetry.sdk.trace.export import SpanExportResult
 from deploy.http.tracing import provider as provider_module
 from deploy.http.tracing.options import TracingOptions, check_tracing
 from deploy.http.tracing.provider import PatientExporter, Tracing
+from deploy.start.config import AppConfig
 from engine.errors import ConfigError
 from tests.support.collector import Collector
+from tests.support.source_files import ROOT
 
 
 def test_spans_reach_the_collector() -> None:
@@ -95,3 +97,8 @@ def test_missing_packages_are_named(missing: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(sys, "meta_path", [Without, *sys.meta_path])
     with pytest.raises(ConfigError, match=r"manta-serve\[otel\]"):
         check_tracing("http://c:4318")
+
+
+def test_the_configuration_is_checked() -> None:
+    with pytest.raises(ConfigError, match="otlp_endpoint"):
+        AppConfig.from_args({"model": str(ROOT / "models/manta-small"), "otlp_endpoint": "c:4318"})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from deploy.http.tracing.layer import parent_of
 from deploy.http.tracing.options import TracingOptions
 from engine.errors import RequestError
 from tests.support.api_calls import CHAT, COMPLETIONS, USER, call
-from tests.support.api_keys import entry, write_keys
+from tests.support.api_keys import bearer, entry, write_keys
 from tests.support.fake_client import FakeEngineClient
 from tests.support.http_application import Server, wait_until
 
@@ -201,14 +200,18 @@ def test_a_failure(spans: Spans, stream: bool, at: int) -> None:
     assert names == ([] if at == 0 else ["queue", "prefill", "decode"])
 
 
-def test_keys(spans: Spans, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sent", ["alice", "somebody"])
+def test_keys(spans: Spans, tmp_path: Path, sent: str) -> None:
     path = write_keys(tmp_path / "keys.yaml", entry("alice"))
     settings = ApiSettings(tracing=SETTINGS.tracing, api_keys_file=str(path))
-    wrong = {"authorization": f"Bearer {secrets.token_hex(16)}"}
-    assert post(FakeEngineClient(), CHAT, settings, json={}, headers=wrong).status_code == 401
-    assert attributes(spans.root())["http.response.status_code"] == 401
-    assert "manta.key" not in attributes(spans.root())
-    assert wrong["authorization"][7:] not in spans.root().to_json()
+    body = {"messages": [USER], "max_tokens": 2}
+    reply = post(FakeEngineClient(), CHAT, settings, json=body, headers=bearer(sent))
+    known = sent == "alice"
+    assert reply.status_code == (200 if known else 401)
+    found = attributes(spans.root())
+    assert found["http.response.status_code"] == reply.status_code
+    assert found.get("manta.key") == ("alice" if known else None)
+    assert "somebody" not in spans.root().to_json()
 
 
 def test_a_client_that_leaves(spans: Spans) -> None:
@@ -234,5 +237,7 @@ def test_a_client_that_leaves(spans: Spans) -> None:
     finally:
         server.stop()
     assert attributes(spans.root())["http.response.status_code"] == 499
+    assert attributes(spans.root())["error.type"] == "499"
+    assert spans.root().status.status_code is StatusCode.UNSET
     decode = next(span for span in spans.children() if span.name == "decode")
     assert decode.end_time == spans.root().end_time
