@@ -60,7 +60,7 @@ class Generation(ABC, Generic[F]):
         self._plan = plan
         self._tracker = tracker
         self.trace: RequestTrace | None = None
-        """Set before the plan runs: notes the progress too."""
+        """Set before the plan runs: notes how each sequence begins and ends."""
         reading = plan.reading
         self._outputs = [
             Output(None if reading is None else reading.read()) for _ in plan.sequences
@@ -154,7 +154,7 @@ class Generation(ABC, Generic[F]):
         if output.is_dropped:
             _drop_output(delta)
         self._tracker.delta(index, delta)
-        if self.trace is not None:
+        if self.trace is not None and (not output.num_output or delta.finish_reason is not None):
             self.trace.delta(index, delta)
         output.num_output, output.num_cached = delta.num_output, delta.num_cached
         if delta.prompt_logprobs is not None:

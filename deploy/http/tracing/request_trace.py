@@ -21,7 +21,7 @@ class _Sequence:
     queue_s: float
     num_prompt: int
     num_cached: int
-    has_output: bool
+    is_embedding: bool
     last_at: float | None = None
     finish_reason: str = ""
     num_output: int = 0
@@ -51,15 +51,14 @@ class RequestTrace:
         """Note progress of a sequence. Only its first and its last delta matter."""
         sequence = self._sequences.get(index)
         if sequence is None:
-            has_come = delta.num_output > 0 or delta.embedding is not None
-            if not has_come and delta.finish_reason is not None:
-                return  # failed or aborted before anything came: nobody knows how far it got
+            if delta.num_output == 0 and delta.finish_reason in ("abort", "error"):
+                return  # nothing came before: nobody knows how far it got
             self._sequences[index] = sequence = _Sequence(
                 time.perf_counter(),
                 delta.queue_s,
                 delta.num_prompt,
                 delta.num_cached,
-                delta.num_output > 0,
+                delta.embedding is not None,
             )
         if delta.finish_reason is not None:
             sequence.last_at = time.perf_counter()
@@ -136,7 +135,7 @@ class RequestTrace:
             "manta.cached_tokens": sequence.num_cached,
         }
         add("prefill", admitted_at, sequence.first_at, prefill)
-        if not sequence.has_output:  # an embedding
+        if sequence.is_embedding:
             return
         decode: dict[str, AttributeValue] = {}
         if sequence.last_at is not None:

@@ -123,6 +123,7 @@ def test_application_asks_ray_for_a_gpu_each(
     nodes: list[int], strategy: str, asked: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(serve_app.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(serve_app, "http_host", lambda: None)
     monkeypatch.setattr(serve_app, "node_gpus", lambda: nodes)
     for device in ("cuda", "auto"):
         app = serve_app.build_app({"device": device, "tp_size": 2, **asked})
@@ -136,6 +137,7 @@ def test_application_asks_ray_for_a_gpu_each(
 
 def test_application_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve_app.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(serve_app, "http_host", lambda: None)
     monkeypatch.setattr(serve_app, "node_gpus", lambda: [1])
     app = serve_app.build_app({"device": "auto", "tp_size": 2})
     assert app._bound_deployment.init_args[0]._bound_deployment.init_args[0]["device"] == "cpu"

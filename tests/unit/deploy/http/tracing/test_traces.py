@@ -181,6 +181,14 @@ def test_an_embedding_has_no_decode(spans: Spans) -> None:
     assert [span.name for span in spans.children()] == ["queue", "prefill"]
 
 
+def test_a_prompt_alone_is_prefilled(spans: Spans) -> None:
+    """One token is computed with it and dropped."""
+    body = {"prompt": "abc", "max_tokens": 0, "echo": True, "seed": 5}
+    assert post(FakeEngineClient(), COMPLETIONS, json=body).status_code == 200
+    assert [span.name for span in spans.children()] == ["queue", "prefill", "decode"]
+    assert attributes(spans.root())["gen_ai.usage.output_tokens"] == 0
+
+
 def test_gets_are_not_traced(spans: Spans) -> None:
     for path in ("/health", "/metrics", "/v1/models"):
         assert call(FakeEngineClient(), "GET", path, api_settings=SETTINGS).status_code == 200
