@@ -103,7 +103,7 @@ class Engine:
                             core.scheduler.abort(AbortRequest(rid=rid))
                         if message.logprobs and i in message.logprobs:
                             self.logprobs.setdefault(rid, []).append(message.logprobs[i])
-                self.cached.update(message.started)
+                self.cached.update({rid: cached for rid, cached, _ in message.started})
                 self.prompt_logprobs.update(message.prompt_logprobs or {})
                 for rid, data in (message.embeddings or {}).items():
                     self.embeddings[rid] = np.frombuffer(data, np.float32)
