@@ -12,8 +12,10 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 
-def make_certificate(folder: Path, name: str = "server") -> tuple[str, str]:
-    """A certificate of its own for localhost, and its key."""
+def make_certificate(
+    folder: Path, name: str = "server", addresses: tuple[str, ...] = ("127.0.0.1",)
+) -> tuple[str, str]:
+    """A certificate of its own for localhost and these IP addresses, and its key."""
     cert, key = folder / f"{name}.crt", folder / f"{name}.key"
     private = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
@@ -28,7 +30,10 @@ def make_certificate(folder: Path, name: str = "server") -> tuple[str, str]:
         .not_valid_after(now + timedelta(days=1))
         .add_extension(
             x509.SubjectAlternativeName(
-                [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
+                [
+                    x509.DNSName("localhost"),
+                    *(x509.IPAddress(ipaddress.ip_address(address)) for address in addresses),
+                ]
             ),
             critical=False,
         )
