@@ -1,5 +1,4 @@
-"""What the TCP connections of this machine carry over its loopback device, as a listener on the wire
-would see it."""
+"""What TCP connections carry over the loopback device, as a listener on the wire would see it."""
 
 from __future__ import annotations
 
@@ -20,8 +19,8 @@ LARGEST_FRAME = 2**17
 class LoopbackCapture:
     """Records every TCP payload while its `with` block lasts.
 
-    Entering raises `PermissionError` without the right to open packet sockets (CAP_NET_RAW). Leaving
-    raises `RuntimeError` if the kernel dropped packets.
+    Entering raises `PermissionError` without the right to open packet sockets (CAP_NET_RAW).
+    Leaving raises `RuntimeError` if the kernel dropped packets.
     """
 
     def __init__(self) -> None:
