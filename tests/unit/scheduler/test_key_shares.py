@@ -65,11 +65,11 @@ def test_two_keys_share_tokens(
         **mode, schedule_policy=policy, max_running_requests=8, num_kv_tokens=1024, eos_token_ids=()
     )
     keys: dict[int, KeyLimits] = {}
-    for rid in range(0, 2000, 2):
+    for rid in range(0, 800, 2):
         for key, at, length, tokens in ((A, rid, of_a, out_a), (B, rid + 1, of_b, out_b)):
             keys[at] = key
             h.add(at, prompt(at, length), tokens, key=key, ignore_eos=True)
-    while waiting(h, A) > 20 and waiting(h, B) > 20 and sum(map(len, h.tokens.values())) < 3000:
+    while waiting(h, A) > 20 and waiting(h, B) > 20 and sum(map(len, h.tokens.values())) < 2000:
         h.step()
     h.check()
     admitted = {
