@@ -1,13 +1,15 @@
 """Keys: what a flood of one costs another, and what keys, limits and metrics cost all.
 
-    python benchmarks/keys.py          # a table, five minutes
+    python benchmarks/keys.py          # a table, 12 minutes
     python benchmarks/keys.py --save   # also results/keys.json
 
 1. Key A may run 16 of 32 rows and has 500 requests queued. The time to the first token of key B's
    requests is compared with that on the idle server.
 2. Two servers, one plain, and one with keys, a quota, fair shares and vLLM's metric names beside
-   ours, whose /metrics are read every second. They are loaded in turns with the same streams, and
-   the tokens per second of each pair of turns are compared.
+   ours, whose /metrics are read every second. They are loaded in turns with the same streams.
+   Tokens per second and CPU time per token (of all processes) of each pair of turns are compared.
+   Both are started several times, because two plain servers also differ by some percent.
+3. The same with a simulated device of 1 ms steps: what the path of a token costs.
 """
 
 from __future__ import annotations
@@ -21,10 +23,10 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import yaml
@@ -39,7 +41,9 @@ ROWS, OF_A, QUEUED = 32, 16, 500
 MAX_SLOWDOWN = 3.0
 MIN_RATIO = 0.97
 PROBES = 25
-STREAMS, TOKENS, TURNS = 32, 200, 20
+STARTS, TURNS = 5, 4
+Settings = dict[str, object]
+"""Of a server, as `manta_server` takes them."""
 RESULT = REPO_ROOT / "benchmarks" / "results" / "keys.json"
 
 
@@ -51,21 +55,23 @@ def main() -> int:
     args = parser.parse_args()
     exit_on_sigterm()
     try:
-        with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-            keyed = {
-                "api_keys_file": write_keys(Path(folder) / "keys.yaml"),
-                "max_running_requests": ROWS,
-                "metrics_names": "vllm",
+        with tempfile.TemporaryDirectory() as folder:
+            keys = write_keys(Path(folder) / "keys.yaml")
+            keyed = {"api_keys_file": keys, "metrics_names": "vllm"}
+            rows = {"max_running_requests": ROWS}
+            path = {
+                "device": "simulated",
+                "simulated": "{step_ms: 1.0}",
+                "max_total_tokens": 262144,
             }
-            server = stack.enter_context(manta_server(keyed))
-            flood = asyncio.run(measure_flood(server))
-            plain = stack.enter_context(manta_server({"max_running_requests": ROWS}))
-            ratios = asyncio.run(compare(plain, server))
+            with manta_server(rows | keyed) as server:
+                flood = asyncio.run(measure_flood(server))
+            model = compare(rows, keyed, Load(streams=32, tokens=640))
+            simulated = compare(path, keyed, Load(streams=64, tokens=2000))
     except (ServerError, StreamError) as error:
         print(error, file=sys.stderr)
         finish({"benchmark": "keys", "error": str(error)}, False)
         return 1
-    ratio = statistics.median(ratios)
     print_table(
         ["key B's first token, ms", "idle", "beside A's 500", "ratio"],
         [
@@ -73,15 +79,42 @@ def main() -> int:
             for name in ("p50", "p90")
         ],
     )
-    print(
-        f"tokens/s with keys / without: {ratio:.3f} (turns {min(ratios):.3f} to {max(ratios):.3f})"
+    compared = {"model": model, "token_path": simulated}
+    print_table(
+        ["with keys / without", "tok/s", "lowest turn", "highest turn", "CPU/tok"],
+        [
+            [
+                name,
+                found["tokens_s_ratio"],
+                min(found["tokens_s_of_turns"]),
+                max(found["tokens_s_of_turns"]),
+                found["cpu_ratio"],
+            ]
+            for name, found in compared.items()
+        ],
     )
-    ok = flood["p50_ratio"] <= MAX_SLOWDOWN and ratio >= MIN_RATIO
-    result = {"benchmark": "keys", **flood, "throughput_ratio": ratio, "turns": ratios}
+    ok = flood["p50_ratio"] <= MAX_SLOWDOWN and all(
+        found["tokens_s_ratio"] >= MIN_RATIO for found in compared.values()
+    )
+    result = {"benchmark": "keys", **flood, **compared}
     if args.save:
         save_result(RESULT, result, ok)
     finish(result, ok)
     return 0 if ok else 1
+
+
+class Load(NamedTuple):
+    """Streams that run at once, once each, and the tokens of each."""
+
+    streams: int
+    tokens: int
+
+
+class Turn(NamedTuple):
+    """What a server did in a turn. CPU time is of all its processes."""
+
+    tokens_s: float
+    cpu_us_per_token: float
 
 
 def write_keys(path: Path) -> str:
@@ -141,32 +174,58 @@ async def first_tokens(server: ManagedServer, start: int) -> list[float]:
     return times[3:]
 
 
-async def compare(plain: ManagedServer, keyed: ManagedServer) -> list[float]:
-    """Tokens per second with keys, as a fraction of without, for each pair of turns."""
-    ratios = []
+def compare(plain: Settings, keyed: Settings, load: Load) -> dict[str, Any]:
+    """With the settings of `keyed` too, as fractions of without: medians over pairs of turns, and
+    each pair's."""
+    pairs: list[tuple[Turn, Turn]] = []
+    for start in range(STARTS):
+        settings = {"plain": plain, "keyed": plain | keyed}
+        names = ("plain", "keyed") if start % 2 else ("keyed", "plain")
+        with ExitStack() as stack:
+            servers = {name: stack.enter_context(manta_server(settings[name])) for name in names}
+            pairs += asyncio.run(take_turns(servers, load))
+    speeds = [keyed.tokens_s / plain.tokens_s for keyed, plain in pairs]
+    cpu = [keyed.cpu_us_per_token / plain.cpu_us_per_token for keyed, plain in pairs]
+    return {
+        "load": load._asdict(),
+        "tokens_s_with_keys": statistics.median(keyed.tokens_s for keyed, _ in pairs),
+        "tokens_s_without": statistics.median(plain.tokens_s for _, plain in pairs),
+        "tokens_s_ratio": statistics.median(speeds),
+        "tokens_s_of_turns": speeds,
+        "cpu_ratio": statistics.median(cpu),
+        "cpu_of_turns": cpu,
+    }
+
+
+async def take_turns(servers: Mapping[str, ManagedServer], load: Load) -> list[tuple[Turn, Turn]]:
+    """Pairs of turns with keys and without."""
+    pairs: list[tuple[Turn, Turn]] = []
     for turn in range(TURNS + 1):
-        speeds = {}
+        found = {}
         for name in ("plain", "keyed") if turn % 2 else ("keyed", "plain"):
-            server, key = (plain, "") if name == "plain" else (keyed, "x-api-key: b\r\n")
-            speeds[name] = await load(server, key, turn)
+            headers = "" if name == "plain" else "x-api-key: b\r\n"
+            found[name] = await run_turn(servers[name], headers, load, turn)
         if turn:  # the first turn warms both up
-            ratios.append(speeds["keyed"] / speeds["plain"])
-    return ratios
+            pairs.append((found["keyed"], found["plain"]))
+    return pairs
 
 
-async def load(server: ManagedServer, headers: str, turn: int) -> float:
-    """Tokens per second of `STREAMS` streams, from the first token to the last."""
-    left = itertools.islice(bodies(TOKENS, turn * 1000), STREAMS)
-    readers = [
-        await connect(server.port, lambda: next(left, None), headers) for _ in range(STREAMS)
-    ]
+async def run_turn(server: ManagedServer, headers: str, load: Load, turn: int) -> Turn:
+    """From the first token to the last."""
+    left = itertools.islice(bodies(load.tokens, turn * 1000), load.streams)
     scraper = asyncio.create_task(scrape(server)) if headers else None
+    cpu = server.cpu_seconds()
+    readers = [
+        await connect(server.port, lambda: next(left, None), headers) for _ in range(load.streams)
+    ]
     await asyncio.gather(*(reader.closed for reader in readers))
+    cpu = server.cpu_seconds() - cpu
     if scraper is not None:
         scraper.cancel()
     streams = [stream for reader in readers for stream in reader.streams]
+    tokens = sum(stream.tokens for stream in streams)
     began = min(stream.arrivals[0][0] for stream in streams)
-    return sum(stream.tokens for stream in streams) / (max(s.ended for s in streams) - began)
+    return Turn(tokens / (max(s.ended for s in streams) - began), cpu / tokens * 1e6)
 
 
 async def scrape(server: ManagedServer) -> None:
