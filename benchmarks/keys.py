@@ -1,6 +1,6 @@
 """Keys: what a flood of one costs another, and what keys, limits and metrics cost all.
 
-    python benchmarks/keys.py          # a table, 12 minutes
+    python benchmarks/keys.py          # a table, 20 minutes
     python benchmarks/keys.py --save   # also results/keys.json
 
 1. Key A may run 16 of 32 rows and has 500 requests queued. The time to the first token of key B's

@@ -1,22 +1,69 @@
-"""More starts and stops of `manta serve`: under load, impatient, and thirty in a row."""
+"""More starts and stops of `manta serve`: ports that are taken, failures, under load, impatient,
+and thirty in a row."""
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import shutil
 import signal
+import socket
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from benchmarks.common import REPO_ROOT
+from deploy.start import ports
 from deploy.start.processes import marked_processes
 from tests.support.http_server import metric
 from tests.support.launches import MODEL, SMALL, Started, assert_nothing_left, started
 from tests.support.leaving import Client, Way
 from tests.support.processes import launch_mark
+
+
+def test_every_port_of_first_choice_is_taken(tmp_path: Path) -> None:
+    """The first block by one port; in the second those of the first replicas."""
+    with ExitStack() as taken:
+        first, second = ports.FIRST, ports.FIRST + ports.BLOCK
+        for port in (
+            first,
+            *(second + ports.REPLICAS_FROM + i for i in range(3)),
+            8404,
+            9101,
+            8500,
+        ):
+            try:
+                taken.enter_context(socket.create_server(("127.0.0.1", port)))
+            except OSError:  # by somebody else: as good
+                continue
+        with started([MODEL, *SMALL], tmp_path) as launch:
+            launch.wait_ready()
+            assert launch.answers()
+            assert launch.stop() == 0
+
+
+@pytest.mark.parametrize("what", ["tokenizer", "device"])
+def test_a_start_that_fails_ends_with_its_cause(tmp_path: Path, what: str) -> None:
+    model = Path(shutil.copytree(REPO_ROOT / MODEL, tmp_path / "model"))
+    arguments = [str(model), *SMALL]
+    if what == "tokenizer":
+        (model / "tokenizer.json").write_text("{}")
+        cause = "tokenizer.json can't be read"
+    else:
+        arguments += ["--set", "device=cuda"]
+        cause = "needs 1 GPU"
+    launch = Started(arguments, tmp_path)
+    assert launch.wait_end() == 1
+    *before, last = launch.lines
+    assert last.startswith("error: ") and cause in last, launch.lines
+    assert "Error" not in last and len(launch.lines) <= 10
+    assert f"full log: {launch.logs}" in before[-1]
+    assert cause in launch.log, "and it is kept"
+    assert launch.left == []
 
 
 def test_a_stop_under_load_leaves_no_traceback(tmp_path: Path) -> None:
