@@ -24,6 +24,7 @@ from engine.registry import (
     SCHEDULE_POLICIES,
 )
 from engine.shipped import shipped_root
+from engine.speculative.config import SpeculativeConfig
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -132,6 +133,8 @@ class EngineConfig(BaseModel):
     """Micro-batches in flight beyond pp_size."""
     pp_max_micro_batch_size: int | None = Field(None, ge=1)
     """Running requests per micro-batch; None: max_running_requests / micro-batches."""
+    speculative_config: SpeculativeConfig | None = None
+    """Drafts of the next tokens, several of which a step may confirm; None: one token a step."""
     queue_timeout_s: float | None = Field(None, gt=0)
     """A request that waits longer than this ends with 503."""
     request_timeout_s: float | None = Field(None, gt=0)
@@ -160,6 +163,11 @@ class EngineConfig(BaseModel):
         """Steps of one micro-batch that may be in flight."""
         return 2 if self.enable_overlap and self.pp_size == 1 else 1
 
+    @property
+    def draft_tokens(self) -> int:
+        """KV tokens that a request may hold beyond its own; 0 without speculation."""
+        return 0 if self.speculative_config is None else self.speculative_config.spare_tokens
+
     def resolve(self) -> ResolvedConfig:
         """Read the model's config and check every size against it. Raises `ConfigError`."""
         folder = resolve_model_path(self.model, self.revision)
@@ -178,12 +186,20 @@ class EngineConfig(BaseModel):
                     f"max_total_tokens ({self.max_total_tokens}) holds fewer than two pages of "
                     f"{self.page_size} tokens; raise it or lower page_size."
                 )
-            if self.max_model_len is not None and usable < self.max_model_len:
+            spare = self.draft_tokens
+            if self.max_model_len is not None and usable < self.max_model_len + spare:
+                drafts = f" and {spare} tokens of drafts (2 x (k + 1))" if spare else ""
                 raise ConfigError(
                     f"max_total_tokens ({self.max_total_tokens}) can't hold one request of "
-                    f"max_model_len ({self.max_model_len}) tokens; raise it or lower max_model_len."
+                    f"max_model_len ({self.max_model_len}) tokens{drafts}; raise it or lower "
+                    "max_model_len."
                 )
-            max_len = min(max_len, usable)
+            max_len = min(max_len, usable - spare)
+            if max_len < 2:
+                raise ConfigError(
+                    f"max_total_tokens ({self.max_total_tokens}) holds no request beside {spare} "
+                    "tokens of drafts; raise it or lower num_speculative_tokens."
+                )
         chunk = self.chunked_prefill_size
         if chunk > 0 and chunk < self.page_size:
             raise ConfigError(

@@ -76,6 +76,19 @@ class ParallelState:
         dist.all_reduce(tensor, dist.ReduceOp.MIN, group=self.world_group)
         return int(tensor.item())
 
+    def check_equal(self, value: int) -> None:
+        """Raise `RuntimeError` unless all ranks of the tensor parallel group call with the same
+        `value`, below 2^62. Blocks."""
+        if self.tp_size == 1:
+            return
+        tensor = torch.tensor([value, -value], dtype=torch.int64)
+        if dist.get_backend(self.tp_group) == "nccl":
+            tensor = tensor.cuda()
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.tp_group)
+        largest, smallest = tensor.tolist()
+        if largest != -smallest:
+            raise RuntimeError("tensor parallel ranks disagree on a step's drafts")
+
     def all_gather_last_dim(self, tensor: Tensor) -> Tensor:
         """[N, d] on each tensor parallel rank -> [N, tp_size * d] on all, in rank order."""
         if self.tp_size == 1:

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -361,7 +361,10 @@ def _apply(delta: TextDelta, running: _Running) -> None:
 
 
 def _absorb_ids(out: StepOutputs, running: dict[int, _Running]) -> list[int]:
-    for rid, token in zip(out.rids, out.token_ids, strict=True):
+    rids: Iterable[int] = out.rids
+    if out.counts is not None:
+        rids = np.repeat(out.rids, out.counts).tolist()
+    for rid, token in zip(rids, out.token_ids, strict=True):
         running[rid].sequence.token_ids.append(token)
     for end in out.finished:
         if end.reason == "error":

@@ -90,6 +90,15 @@ EVICTION_POLICIES: Registry[Any] = Registry(
 )
 """Subclasses of `EvictionPolicy`."""
 
+DRAFTERS: Registry[Any] = Registry(
+    "speculative_config.method",
+    {
+        "ngram": "engine.speculative.ngram:NgramDrafter",
+        "suffix": "engine.speculative.suffix:SuffixDrafter",
+    },
+)
+"""Calls that take a `SpeculativeConfig` and return a `Drafter`."""
+
 # One decoder with switches in `ModelConfig`: biases, norms of q and k, sliding windows.
 _LLAMA = "engine.models.llama:LlamaModel"
 

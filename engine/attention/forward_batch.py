@@ -29,11 +29,11 @@ class StepInputs(NamedTuple, Generic[A]):
     """int64 [B]: row of `req_to_token` of each request."""
     logits_rows: A
     """int64 [S + L]: index into the T tokens of each sampled row's last token, then of each of
-    `PooledRows.last`."""
+    `PooledRows.last`. A row that checks drafts counts once for each of its tokens, in order."""
     sample_slots: A
     """int64 [S + L]: `req_pool_indices` of these rows."""
     sample_lens: A
-    """int64 [S + L]: `seq_lens` of these rows."""
+    """int64 [S + L]: tokens of the row up to and with that token."""
     seq_lens: A
     """int32 [B]: tokens in the cache once the step is done."""
 
@@ -47,14 +47,19 @@ def step_inputs(batch: ModelWorkerBatch) -> StepInputs[np.ndarray]:
     sampled = batch.sample_rows
     if batch.pooled is not None:
         sampled = np.concatenate([sampled, batch.pooled.last])
+    behind: np.ndarray | int = 0
+    if batch.verify is not None:
+        counts = sample_counts(batch)
+        sampled = np.repeat(sampled, counts)
+        behind = np.repeat(np.cumsum(counts), counts) - 1 - np.arange(len(sampled))
     return StepInputs(
         input_ids=batch.input_ids.astype(np.int64),
         positions=np.arange(starts[-1]) + np.repeat(seq_lens - starts[1:], query_lens),
         out_cache_loc=batch.out_cache_loc.astype(np.int64),
         req_pool_indices=rows,
-        logits_rows=starts[1:][sampled] - 1,
+        logits_rows=starts[1:][sampled] - 1 - behind,
         sample_slots=rows[sampled],
-        sample_lens=seq_lens[sampled],
+        sample_lens=seq_lens[sampled] - behind,
         seq_lens=batch.seq_lens.astype(np.int32),
     )
 
@@ -62,6 +67,7 @@ def step_inputs(batch: ModelWorkerBatch) -> StepInputs[np.ndarray]:
 @dataclass
 class ForwardBatch:
     """Rows and tokens as in `ModelWorkerBatch`: T tokens, B rows, the first `num_extend` extend.
+    Rows that check drafts count as extend rows here: they are a few tokens behind a prefix.
 
     Tensors are those of `StepInputs`. Fields ending in `_cpu` are host copies, so that planning
     never reads the device.
@@ -109,7 +115,7 @@ class ForwardBatch:
         cls, batch: ModelWorkerBatch, host: StepInputs[np.ndarray], device: StepInputs[Tensor]
     ) -> ForwardBatch:
         """`host` holds the inputs of `batch`, `device` the same on the device."""
-        num_extend = batch.num_extend
+        num_extend = batch.num_extend if batch.verify is None else len(batch.req_pool_indices)
         starts = token_starts(batch)
         seq_lens = batch.seq_lens.astype(np.int64)
         extend_lens = np.diff(starts[: num_extend + 1])
@@ -140,4 +146,17 @@ def token_starts(batch: ModelWorkerBatch) -> Int64Array:
     starts = np.ones(len(batch.req_pool_indices) + 1, dtype=np.int64)
     starts[0] = 0
     starts[1 : batch.num_extend + 1] = batch.extend_lens
+    if batch.verify is not None:
+        starts[batch.num_extend + 1 :] += batch.verify.num_drafts
     return np.cumsum(starts, out=starts)
+
+
+def sample_counts(batch: ModelWorkerBatch) -> Int64Array:
+    """int64 [S + L]: tokens that each sampled row of a step that checks drafts samples, then a 1
+    for each of `PooledRows.last`."""
+    assert batch.verify is not None
+    pooled = 0 if batch.pooled is None else len(batch.pooled.last)
+    counts = np.ones(len(batch.sample_rows) + pooled, np.int64)
+    is_decode = np.flatnonzero(batch.sample_rows >= batch.num_extend)
+    counts[is_decode] += batch.verify.num_drafts[batch.sample_rows[is_decode] - batch.num_extend]
+    return counts

@@ -132,6 +132,10 @@ class TokenToKVPoolAllocator:
             raise KVPoolError("alloc_decode: a last_loc doesn't fit its seq_len")
         return slots
 
+    def alloc_pages(self, count: int) -> Int32Array | None:
+        """Numbers of `count` pages, whose slots belong to the caller; None if too few are free."""
+        return self._pop(count)
+
     def free(self, slots: NDArray[np.integer]) -> None:
         """Free every page that the slots touch; several slots of one page free it once.
 

@@ -23,18 +23,32 @@ Int64Array = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class ForwardMode(IntEnum):
-    """What the rows of a step are: prompt chunks, single decode tokens, or both."""
+    """What the rows of a step are: prompt chunks, single decode tokens, or both.
+
+    VERIFY: decode rows check drafts (`VerifyRows`), perhaps beside prompt chunks."""
 
     EXTEND = 1
     DECODE = 2
     MIXED = 3
+    VERIFY = 4
+
+
+class SlotSpeculation(msgspec.Struct, array_like=True):
+    """What drafting needs to know of a request that takes a slot."""
+
+    max_len: int
+    """Tokens of prompt and output that the request may have in all."""
+    namespace: str
+    """Of the prefix cache: requests of other namespaces must not see its outputs."""
+    prediction: np.ndarray | None = None
+    """int32 [n]: the output that its client expects."""
 
 
 class SlotParams(msgspec.Struct, array_like=True):
     """Sampling state that a worker installs in a slot (= row of `ReqToTokenPool`).
 
     Sent once when a request takes the slot. `token_ids` (prompt and output so far) is only filled
-    if the penalties need it; `num_output` of them are output.
+    if penalties or drafters need it.
     """
 
     slot: int
@@ -42,6 +56,8 @@ class SlotParams(msgspec.Struct, array_like=True):
     eos_token_ids: list[int]
     params: SamplingParams
     token_ids: np.ndarray | None = None
+    speculation: SlotSpeculation | None = None
+    """Set if the engine speculates."""
 
 
 class PooledRows(msgspec.Struct, array_like=True):
@@ -59,11 +75,34 @@ class PooledRows(msgspec.Struct, array_like=True):
     """int32 [E - L]: those of `mean` that end their prompt."""
 
 
+class VerifyRows(msgspec.Struct, array_like=True):
+    """The decode rows of a step that checks drafts, R = B - num_extend of them.
+
+    The inputs of a row are its last token and its drafts. Each of these tokens samples one, and
+    what is kept is everything up to and with the first token that is not the draft at its place.
+
+    If `slots` is None, the step is complete. Otherwise the scheduler didn't know the rows' lengths
+    and tokens, because the step before was in flight. Then `num_drafts` are the most that a row
+    may have, the step has no `input_ids` and `out_cache_loc` for these rows, and their `seq_lens`
+    mean nothing: the worker fills them in (`engine.speculative.step_filler`).
+    """
+
+    num_drafts: np.ndarray
+    """int32 [R]"""
+    slots: np.ndarray | None = None
+    """int32 [sum(slot_counts)]: KV slots of the positions that the rows may reach, one row after
+    the other."""
+    slot_starts: np.ndarray | None = None
+    """int32 [R]: the first of these positions."""
+    slot_counts: np.ndarray | None = None
+    """int32 [R]: their number."""
+
+
 class ModelWorkerBatch(msgspec.Struct, array_like=True):
     """One step: what every worker needs to run it and nothing that it already has.
 
-    Rows are requests: the first `num_extend` extend (prompt chunks), the others decode one token.
-    B rows, T tokens in all (`sum(extend_lens) + B - num_extend`), S sampled rows.
+    Rows are requests: the first `num_extend` extend (prompt chunks), the others decode one token,
+    or with `verify` one token and drafts. B rows, T tokens in all, S sampled rows.
     """
 
     step: int
@@ -98,6 +137,8 @@ class ModelWorkerBatch(msgspec.Struct, array_like=True):
     comes."""
     pooled: PooledRows | None = None
     """Set if rows of the step are pooled."""
+    verify: VerifyRows | None = None
+    """Set if the decode rows check drafts."""
 
 
 class SampleMasks(msgspec.Struct, array_like=True):
@@ -133,14 +174,24 @@ class PromptLogprobs(msgspec.Struct, array_like=True):
     logprobs: list[TokenLogprobs]
 
 
+class VerifiedRows(msgspec.Struct, array_like=True):
+    """What became of the drafts of a step, for each of its S sampled rows."""
+
+    num_tokens: list[int]
+    """Tokens that the row gave: 1 + accepted drafts; fewer if it failed (`row_errors`)."""
+    num_drafted: list[int]
+    """Drafts that were checked."""
+
+
 class GenerationBatchResult(msgspec.Struct, array_like=True):
     """Result of one step, from the last pipeline stage's first tensor-parallel rank."""
 
     step: int
     next_token_ids: list[int]
-    """[S], in the order of `ModelWorkerBatch.sample_rows`."""
+    """[S], in the order of `ModelWorkerBatch.sample_rows`; with `verified` those of a row one after
+    the other, [sum(num_tokens)]."""
     logprobs: list[TokenLogprobs | None] | None = None
-    """[S] if any sampled row asked for log-probabilities."""
+    """As `next_token_ids`, if any sampled row asked for log-probabilities."""
     prompt_logprobs: list[PromptLogprobs] | None = None
     row_errors: dict[int, str] | None = None
     """Why a request can't go on (NaN logits), by index into the sampled rows."""
@@ -151,6 +202,11 @@ class GenerationBatchResult(msgspec.Struct, array_like=True):
     embeddings: list[bytes] | None = None
     """[E] if rows were pooled, in the order of `PooledRows`: float32 [hidden], little-endian; ""
     if it held NaN or infinity."""
+    verified: VerifiedRows | None = None
+    """Set if the step checked drafts."""
+    drafts: list[list[int]] | None = None
+    """[S]: drafts for each sampled row's next step, where the scheduler sends them
+    (`WorkerConfig.drafts_in_results`)."""
 
 
 class KeyLimits(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -191,6 +247,8 @@ class AddRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Set if the request wants an embedding of its prompt and no tokens; `params` don't matter."""
     key: KeyLimits | None = None
     """None if the server has no keys."""
+    prediction_ids: np.ndarray | None = None
+    """int32 [n]: the output that the client expects, as drafts."""
 
 
 class AbortRequest(msgspec.Struct, kw_only=True):
@@ -219,28 +277,32 @@ class FinishedReq(msgspec.Struct, array_like=True):
     message: str = ""
     status: int = 0
     param: str | None = None
+    num_predicted: int = 0
+    """Output tokens that were drafts from the client's prediction."""
 
 
 class StepOutputs(msgspec.Struct, array_like=True):
-    """What one step gave to one reader: at most one token per request, then the ends."""
+    """What one step gave to one reader: the tokens of each request, then the ends."""
 
     step: int
     rids: list[int]
     """[N]"""
     token_ids: list[int]
-    """[N]"""
+    """[N]; with `counts` those of a request one after the other, [sum(counts)]."""
     finished: list[FinishedReq]
     started: list[tuple[int, int, float]]
     """(rid, cached prompt tokens, seconds in the queue until the first admission) of requests whose
     first token or embedding is in this message."""
     logprobs: dict[int, TokenLogprobs] | None = None
-    """Log-probabilities by index into `rids`."""
+    """Log-probabilities by index into `token_ids`."""
     prompt_logprobs: dict[int, list[TokenLogprobs | None]] | None = None
     """By rid, for the whole prompt; sent with the first token. The first entry is None."""
     scheduler: str = ""
     """Address of the scheduler's inbox, set when requests start; aborts go there."""
     embeddings: dict[int, bytes] | None = None
     """By rid, as in `GenerationBatchResult`; these requests end with this message."""
+    counts: list[int] | None = None
+    """[N]: tokens of each request; None: one each."""
 
 
 class RequestsDone(msgspec.Struct, array_like=True):

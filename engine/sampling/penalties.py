@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -69,9 +70,12 @@ class PenaltyPool:
         ones = torch.ones(output_index.shape, dtype=torch.float32, device=self._device)
         self.counts.view(-1).scatter_add_(0, output_index, ones)
 
-    def apply(self, logits: Tensor, group: PenaltyGroup, factors: Tensor) -> None:
+    def apply(
+        self, logits: Tensor, group: PenaltyGroup, factors: Tensor, earlier: Tensor | None = None
+    ) -> None:
         """Penalise the group's rows of `logits` [S, vocab] in place.
 
+        `earlier` int64 [2, P] are (row, token) pairs: drafts that count as output of the row.
         `factors` float32 [S, 3]: repetition, presence, frequency. Repetition (CTRL, Keskar et al.
         2019) covers prompt and output and divides a positive logit, multiplies another; presence
         and frequency (OpenAI) cover the output and are subtracted.
@@ -80,22 +84,36 @@ class PenaltyPool:
         repetition, presence, frequency = (
             group.rows.take(factors[:, column : column + 1]) for column in range(3)
         )
+        drafts = None if earlier is None else _drafts_of(group, earlier, len(logits))
         if group.repetition:
+            seen = self.seen.index_select(0, group.pool_rows)
+            if drafts is not None:
+                seen.view(-1).scatter_reduce_(0, drafts.cells(seen), drafts.counts, "amax")
             # 1 where not seen. Exact where seen, because repetition - 1 is exact down to 0.5.
-            factor = self.seen.index_select(0, group.pool_rows).mul_(repetition - 1.0).add_(1.0)
+            factor = seen.mul_(repetition - 1.0).add_(1.0)
             # Both halves instead of torch.where: comparisons aren't vectorised on a CPU.
             scores = (scores.clamp(min=0.0) / factor).add_(factor.mul_(scores.clamp(max=0.0)))
         if group.presence or group.frequency:
             counts = self.counts.index_select(0, group.pool_rows)
+            if drafts is not None:
+                counts.view(-1).scatter_add_(0, drafts.cells(counts), drafts.counts)
             if group.frequency:
                 scores = scores - counts * frequency
             if group.presence:
                 scores = scores - counts.clamp_(max=1.0).mul_(presence)
         group.rows.put(logits, scores)
 
-    def add_tokens(self, group: PenaltyGroup, token_ids: Tensor) -> None:
-        """Count one new output token int64 [S] for each row of the group."""
+    def add_tokens(
+        self, group: PenaltyGroup, token_ids: Tensor, kept: Tensor | None = None
+    ) -> None:
+        """Count one new output token int64 [S] for each row of the group, if it is `kept` bool [S].
+        None: all are."""
         index = group.pool_rows * self._vocab_size + group.rows.take(token_ids)
+        if kept is not None:
+            counts = group.rows.take(kept).to(torch.float32)
+            self.seen.view(-1).scatter_reduce_(0, index, counts, "amax")
+            self.counts.view(-1).scatter_add_(0, index, counts)
+            return
         self.seen.view(-1).index_fill_(0, index, 1.0)
         ones = torch.ones(index.shape, dtype=torch.float32, device=self._device)
         self.counts.view(-1).scatter_add_(0, index, ones)
@@ -107,3 +125,26 @@ class PenaltyPool:
         self.counts = torch.cat([self.counts, empty])
         self.seen = torch.cat([self.seen, empty])
         self._free.extend(range(new - 1, old - 1, -1))
+
+
+class _Drafts(NamedTuple):
+    """Drafts before the rows of a group."""
+
+    rows: Tensor
+    """int64 [P]: the group's rows."""
+    tokens: Tensor
+    counts: Tensor
+    """float32 [P]: 1, or 0 for drafts of other rows, whose `rows` is 0."""
+
+    def cells(self, table: Tensor) -> Tensor:
+        """int64 [P]: index into the flat `table` [group, vocab]."""
+        return self.rows * table.shape[1] + self.tokens
+
+
+def _drafts_of(group: PenaltyGroup, earlier: Tensor, num_rows: int) -> _Drafts:
+    rows, tokens = earlier[0], earlier[1]
+    if group.rows.index is not None:
+        place = torch.full((num_rows,), -1, dtype=torch.int64, device=rows.device)
+        place[group.rows.index] = torch.arange(group.rows.count, device=rows.device)
+        rows = place[rows]
+    return _Drafts(rows.clamp(min=0), tokens, (rows >= 0).to(torch.float32))

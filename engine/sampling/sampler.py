@@ -11,6 +11,7 @@ from torch import Tensor
 from engine.protocol.messages import TokenLogprobs
 from engine.registry import SAMPLING_BACKENDS
 from engine.sampling.base import SamplingBackend
+from engine.sampling.draft_check import DraftCheck
 from engine.sampling.logprobs import LogprobTensors, token_ranks
 from engine.sampling.plan import SamplingPlan
 from engine.sampling.state import SamplingState
@@ -25,10 +26,13 @@ class HostTokens(NamedTuple):
     """bool [S]"""
     logprobs: list[TokenLogprobs | None] | None
     """[S], None for rows that asked for none; None if no row asked."""
+    num_kept: np.ndarray | None = None
+    """int64, by row of the step, if it checked drafts."""
 
 
 class SampledTokens(NamedTuple):
-    """What a step sampled, still on the device."""
+    """What a step sampled, still on the device. In a step that checks drafts a row has several of
+    the S tokens."""
 
     next_token_ids: Tensor
     """int64 [S], always within the vocabulary."""
@@ -38,6 +42,8 @@ class SampledTokens(NamedTuple):
     logprobs: LogprobTensors | None
     logprob_rows: np.ndarray | None
     """int64: the rows that `logprobs` belongs to."""
+    num_kept: Tensor | None = None
+    """int64, by row of the step: its first tokens that are valid, if the step checks drafts."""
 
     def to_host(self) -> HostTokens:
         """Copy to the host and build messages. Waits for the device."""
@@ -50,6 +56,7 @@ class SampledTokens(NamedTuple):
             self.next_token_ids.to("cpu", torch.int32).numpy(),
             self.nan_rows.cpu().numpy(),
             logprobs,
+            None if self.num_kept is None else self.num_kept.cpu().numpy(),
         )
 
 
@@ -74,8 +81,12 @@ class Sampler:
         slots_cpu: np.ndarray,
         seq_lens: Tensor,
         mask: Tensor | None = None,
+        check: DraftCheck | None = None,
     ) -> SampledTokens:
         """Sample one token per row and count it for the penalties.
+
+        With a `check` rows are tokens that follow one another: each is sampled as if the drafts
+        before it were output, and only those that are kept count later.
 
         `logits` contiguous float32 [S, vocab], overwritten; `slots` int64 [S] on the device and
         the same on the host; `seq_lens` int64 [S]: tokens in the KV cache, which is the position
@@ -85,19 +96,22 @@ class Sampler:
         raw = None if plan.logprobs is None else plan.logprobs.rows.take(logits)
         if raw is logits:
             raw = logits.clone()
-        self._adjust(logits, plan, slots, seq_lens, mask)
+        self._adjust(logits, plan, slots, seq_lens, mask, check)
         drawn = self._backend.sample(logits, plan, slots, seq_lens)
+        num_kept = None if check is None else check.num_kept(drawn.token_ids)
         if plan.penalties is not None:
-            self.state.penalty_pool.add_tokens(plan.penalties, drawn.token_ids)
+            kept = None if check is None or num_kept is None else check.is_kept(num_kept)
+            self.state.penalty_pool.add_tokens(plan.penalties, drawn.token_ids, kept)
         # x - x is NaN for NaN and for infinities. This costs a third of isfinite.
         nan_rows = (drawn.row_max - drawn.row_max).isnan()
         if plan.logprobs is None or raw is None:
-            return SampledTokens(drawn.token_ids, nan_rows, None, None)
+            return SampledTokens(drawn.token_ids, nan_rows, None, None, num_kept)
         token_ids = plan.logprobs.rows.take(drawn.token_ids)
         logprobs = self._backend.logprobs(raw, token_ids, plan.logprobs.num_top.tolist())
         if plan.logprobs.listed is not None:
             logprobs = plan.logprobs.listed.instead_of_top(logprobs, raw, token_ids)
-        return SampledTokens(drawn.token_ids, nan_rows, logprobs, plan.logprobs.batch_rows)
+        rows = plan.logprobs.batch_rows
+        return SampledTokens(drawn.token_ids, nan_rows, logprobs, rows, num_kept)
 
     @torch.inference_mode()
     def prompt_logprobs(
@@ -117,6 +131,7 @@ class Sampler:
         slots: Tensor,
         seq_lens: Tensor,
         mask: Tensor | None,
+        check: DraftCheck | None,
     ) -> None:
         if mask is not None:
             logits.masked_fill_(mask.logical_not(), -torch.inf)
@@ -129,4 +144,5 @@ class Sampler:
             flat.scatter_add_(0, plan.banned.index, ban.index_select(0, plan.banned.rows))
         if plan.penalties is not None:
             factors = self.state.penalty_factors(slots)
-            self.state.penalty_pool.apply(logits, plan.penalties, factors)
+            earlier = None if check is None else check.earlier
+            self.state.penalty_pool.apply(logits, plan.penalties, factors, earlier)

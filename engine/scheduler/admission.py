@@ -76,6 +76,7 @@ def make_req(
         queue_deadline=None if config.queue_timeout_s is None else now + config.queue_timeout_s,
         constraint=constraint,
         output_ids=resumed.tolist(),
+        prediction=None if config.speculative is None else request.prediction_ids,
     )
 
 

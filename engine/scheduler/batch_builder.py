@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -13,6 +14,8 @@ from engine.protocol.messages import (
     ModelWorkerBatch,
     PooledRows,
     SlotParams,
+    SlotSpeculation,
+    VerifyRows,
 )
 from engine.scheduler.kv_manager import KVManager
 from engine.scheduler.micro_batch import LaunchedStep
@@ -31,16 +34,21 @@ def build_batch(
     decode: RunningBatch | None,
     *,
     send_tokens: bool,
+    whole_steps: bool = False,
 ) -> tuple[ModelWorkerBatch, LaunchedStep, list[int]]:
     """The step's message, what the scheduler keeps of it, and the last slot of each extend row
     that ends its prompt.
 
     With `send_tokens`, decode rows carry their token, because pipeline stages other than the last
-    have no FutureMap entry for it; else they carry -1.
+    have no FutureMap entry for it; else they carry -1. With `whole_steps`, no step of these rows is
+    in flight and their requests have drafts: the step needs nothing of the worker's.
     """
+    rows_of_decode = None
+    if decode is not None:
+        rows_of_decode = _decode_rows(kv, decode, send_tokens, whole_steps)
     if not additions:
-        assert decode is not None
-        return _decode_only(kv, step, micro_batch, decode, send_tokens)
+        assert decode is not None and rows_of_decode is not None
+        return _decode_only(step, micro_batch, decode, rows_of_decode)
     reqs = [a.req for a in additions]
     lens = [a.num_tokens for a in additions]
     fresh = [r for r in reqs if not r.installed]
@@ -58,15 +66,16 @@ def build_batch(
     all_reqs: list[Req] = reqs
     input_ids = np.concatenate(chunks)
     sample_rows = _ints(sampled_idx)
-    if decode is not None:
-        after = decode.seq_lens + 1
-        more = kv.decode(decode.rows, after, decode.last_locs)
+    mode, verify = ForwardMode.EXTEND, None
+    if decode is not None and rows_of_decode is not None:
         rows = np.concatenate([rows, decode.rows])
-        seq_lens = np.concatenate([seq_lens, after])
-        input_ids = np.concatenate([input_ids, _decode_tokens(decode, send_tokens)])
-        locs = np.concatenate([locs, more])
-        rows_of_decode = np.arange(len(reqs), len(reqs) + len(decode), dtype=np.int32)
-        sample_rows = np.concatenate([sample_rows, rows_of_decode])
+        seq_lens = np.concatenate([seq_lens, rows_of_decode.seq_lens])
+        input_ids = np.concatenate([input_ids, rows_of_decode.input_ids])
+        locs = np.concatenate([locs, rows_of_decode.locs])
+        decode_numbers = np.arange(len(reqs), len(reqs) + len(decode), dtype=np.int32)
+        sample_rows = np.concatenate([sample_rows, decode_numbers])
+        verify = rows_of_decode.verify
+        mode = ForwardMode.MIXED if verify is None else ForwardMode.VERIFY
         sampled = sampled + decode.reqs
         all_reqs = reqs + decode.reqs
         rids = np.concatenate([rids, decode.rids])
@@ -74,7 +83,7 @@ def build_batch(
     batch = ModelWorkerBatch(
         step=step,
         micro_batch=micro_batch,
-        forward_mode=ForwardMode.EXTEND if decode is None else ForwardMode.MIXED,
+        forward_mode=mode,
         num_extend=len(reqs),
         req_pool_indices=rows,
         seq_lens=seq_lens,
@@ -87,9 +96,10 @@ def build_batch(
         if with_prefix
         else _NONE,
         sample_rows=sample_rows,
-        new_slots=[_slot_params(r) for r in fresh],
+        new_slots=[_slot_params(r, kv.speculates) for r in fresh],
         extend_next_ids=_next_ids(reqs) if any(r.wants_prompt_logprobs for r in reqs) else None,
         pooled=_pooled_rows(additions) if any(r.pooling for r in reqs) else None,
+        verify=verify,
     )
     for req in fresh:
         req.installed = True
@@ -102,32 +112,74 @@ def build_batch(
         num_landed=len(sampled_idx),
         chunk=(lens[0], reqs[0].kv_len - lens[0]) if len(all_reqs) == 1 else None,
         embedded=[] if batch.pooled is None else _embedded(batch.pooled, reqs),
+        drafts=None if verify is None or decode is None else _planned(decode),
     )
     return batch, launched, last_locs
 
 
-def _decode_only(
-    kv: KVManager, step: int, micro_batch: int, decode: RunningBatch, send_tokens: bool
-) -> tuple[ModelWorkerBatch, LaunchedStep, list[int]]:
+class _DecodeRows(NamedTuple):
+    """The decode rows' part of a step, as in `ModelWorkerBatch`."""
+
+    seq_lens: IntArray
+    input_ids: IntArray
+    locs: IntArray
+    verify: VerifyRows | None = None
+
+
+def _decode_rows(
+    kv: KVManager, decode: RunningBatch, send_tokens: bool, whole_steps: bool
+) -> _DecodeRows:
     after = decode.seq_lens + 1
-    locs = kv.decode(decode.rows, after, decode.last_locs)
+    drafts = decode.drafts
+    if drafts is None:
+        locs = kv.decode(decode.rows, after, decode.last_locs)
+        return _DecodeRows(after, _decode_tokens(decode, send_tokens), locs)
+    drafts.alloc = kv.reserve(decode.rows, drafts.alloc, drafts.targets)
+    planned = drafts.planned
+    if decode.is_exact and not planned.any():
+        locs = kv.slots(decode.rows, decode.seq_lens, np.ones_like(after))
+        return _DecodeRows(after, _decode_tokens(decode, send_tokens), locs)
+    if whole_steps:
+        known = [
+            token
+            for req, count in zip(decode.reqs, planned.tolist(), strict=True)
+            for token in (req.output_ids[-1], *req.drafts[:count])
+        ]
+        locs = kv.slots(decode.rows, decode.seq_lens, planned + 1)
+        return _DecodeRows(after + planned, _ints(known), locs, VerifyRows(planned))
+    starts, counts = decode.seq_lens, drafts.targets - decode.seq_lens
+    slots = kv.slots(decode.rows, starts, counts)
+    return _DecodeRows(after, _NONE, _NONE, VerifyRows(planned, slots, starts, counts))
+
+
+def _planned(decode: RunningBatch) -> tuple[IntArray, IntArray]:
+    assert decode.drafts is not None
+    return decode.rows, decode.drafts.planned
+
+
+def _decode_only(
+    step: int, micro_batch: int, decode: RunningBatch, rows: _DecodeRows
+) -> tuple[ModelWorkerBatch, LaunchedStep, list[int]]:
     batch = ModelWorkerBatch(
         step,
         micro_batch,
-        ForwardMode.DECODE,
+        ForwardMode.DECODE if rows.verify is None else ForwardMode.VERIFY,
         0,
         decode.rows,
-        after,
+        rows.seq_lens,
         _NONE,
-        _decode_tokens(decode, send_tokens),
-        locs,
+        rows.input_ids,
+        rows.locs,
         _NONE,
         _NONE,
         _NONE,
         np.arange(len(decode), dtype=np.int32),
         [],
+        verify=rows.verify,
     )
     launched = LaunchedStep(step, decode.reqs, decode.reqs, decode.rids, decode.readers)
+    if rows.verify is not None:
+        launched.drafts = _planned(decode)
     return batch, launched, []
 
 
@@ -137,7 +189,7 @@ def _decode_tokens(decode: RunningBatch, send: bool) -> IntArray:
     return _ints([r.output_ids[-1] for r in decode.reqs])
 
 
-def _slot_params(req: Req) -> SlotParams:
+def _slot_params(req: Req, speculates: bool) -> SlotParams:
     params = req.params
     if params.prompt_logprobs is not None and not req.wants_prompt_logprobs:
         params = msgspec.structs.replace(params, prompt_logprobs=None)
@@ -148,8 +200,15 @@ def _slot_params(req: Req) -> SlotParams:
         prompt_len=req.prompt_len,
         eos_token_ids=sorted(req.stop_ids - frozenset(params.stop_token_ids)),
         params=params,
-        token_ids=req.fill_ids if params.has_penalties else None,
+        token_ids=req.fill_ids if params.has_penalties or speculates else None,
+        speculation=_speculation(req) if speculates else None,
     )
+
+
+def _speculation(req: Req) -> SlotSpeculation:
+    # Names of keys hold no line feed, so no two pairs of key and salt are the same.
+    namespace = f"{req.key_name}\n{req.namespace}"
+    return SlotSpeculation(req.prompt_len + req.max_new_tokens, namespace, req.prediction)
 
 
 def _next_ids(reqs: Sequence[Req]) -> IntArray:

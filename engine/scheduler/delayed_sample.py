@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from engine.constraints import mask_words
-from engine.protocol.messages import GenerationBatchResult, ModelWorkerBatch, SampleMasks
+from engine.protocol.messages import ModelWorkerBatch, SampleMasks
 from engine.scheduler.micro_batch import ConstrainedRow, LaunchedStep
 
 logger = logging.getLogger(__name__)
@@ -59,14 +59,19 @@ class DelayedSamples:
             ready.append(self._masks(self._unmasked.popleft()))
         return ready
 
-    def accept(self, step: LaunchedStep, result: GenerationBatchResult) -> AcceptedTokens:
-        """Advance the constraints of a step that is about to be committed."""
-        errors = dict(result.row_errors or {})
+    def accept(
+        self, step: LaunchedStep, tokens: Sequence[int], row_errors: Mapping[int, str] | None
+    ) -> AcceptedTokens:
+        """Advance the constraints of a step that is about to be committed.
+
+        `tokens` [S]: that of each sampled row. `row_errors`: see `GenerationBatchResult`.
+        """
+        errors = dict(row_errors or {})
         terminated: set[int] = set()
         for row, req, _ in step.constrained:
             if req.finished or row in errors or req.constraint is None:
                 continue
-            if not req.constraint.accept(result.next_token_ids[row]):
+            if not req.constraint.accept(tokens[row]):
                 if not req.constraint.error:
                     logger.error(
                         "request %s: sampled a token that its mask forbids", req.request_id

@@ -12,7 +12,9 @@ import numpy as np
 from engine.kvcache import KVPoolError, RadixCache, ReqToTokenPool, TokenToKVPoolAllocator
 from engine.protocol.messages import IntArray
 from engine.scheduler.req import Req
+from engine.scheduler.running_batch import RunningBatch
 from engine.scheduler.scheduler_config import SchedulerConfig
+from engine.speculative.positions import positions
 
 
 class KVManager:
@@ -24,6 +26,7 @@ class KVManager:
     def __init__(self, config: SchedulerConfig) -> None:
         self.page_size = config.page_size
         self.enable_prefix_cache = config.enable_prefix_cache
+        self.speculates = config.speculative is not None
         self.rows = ReqToTokenPool(config.max_running_requests, config.max_model_len)
         self.allocator = TokenToKVPoolAllocator(config.num_kv_tokens, config.page_size)
         self.tree = RadixCache(
@@ -50,7 +53,7 @@ class KVManager:
 
     def held(self, req: Req) -> int:
         """Tokens of whole pages that `req` owns outside the tree."""
-        return self.round_up(req.kv_len - req.cached_len)
+        return self.round_up(req.slots_len - req.cached_len)
 
     def match(self, req: Req) -> None:
         """Find the cached prefix of `req.fill_ids`; at least one token is left to compute."""
@@ -87,9 +90,11 @@ class KVManager:
             at += n
         return locs
 
-    def decode_need(self, seq_lens: IntArray) -> int:
-        """Tokens of new pages for one more token each, ending at lengths `seq_lens` [B]."""
-        return self.allocator.pages_needed_decode(seq_lens) * self.page_size
+    def decode_need(self, running: RunningBatch) -> int:
+        """Tokens of new pages for the next decode step of `running`."""
+        if (drafts := running.drafts) is not None:
+            return self.reserve_need(drafts.alloc, drafts.targets)
+        return self.allocator.pages_needed_decode(running.seq_lens + 1) * self.page_size
 
     def decode(self, rows: IntArray, seq_lens: IntArray, last_locs: IntArray) -> IntArray:
         """One slot per row [B]; `seq_lens` count the new token. Raises if there is no room."""
@@ -99,6 +104,45 @@ class KVManager:
             raise KVPoolError("decode without room: the scheduler must check first")
         self.rows.req_to_token[rows, seq_lens - 1] = locs
         return locs
+
+    def reserve_need(self, alloc: IntArray, targets: IntArray) -> int:
+        """Tokens of the new pages that `reserve` takes."""
+        size = self.page_size
+        return int(np.maximum(-(-targets // size) - -(-alloc // size), 0).sum()) * size
+
+    def reserve(self, rows: IntArray, alloc: IntArray, targets: IntArray) -> IntArray:
+        """Give rows [B] that have slots for `alloc` [B] positions those for `targets`, in whole
+        pages. Returns the positions that have slots now. Raises if there is no room."""
+        size = self.page_size
+        grows = targets > alloc
+        if not grows.any():
+            return alloc
+        rows, have, want = rows[grows], alloc[grows], targets[grows]
+        first_page, last_page = -(-have // size), -(-want // size)
+        num_pages = last_page - first_page
+        total = int(num_pages.sum())
+        self._make_room(total)
+        pages = self.allocator.alloc_pages(total)
+        if pages is None:
+            raise KVPoolError("drafts without room: the scheduler must check first")
+        table = self.rows.req_to_token
+        # First what is left of the row's last page, then the pages.
+        rest = first_page * size - have
+        if rest.any():
+            last = table[rows, have - 1]
+            at = positions(have, rest)
+            table[np.repeat(rows, rest), at] = np.repeat(last - have + 1, rest) + at
+        slots = (pages[:, np.newaxis] * np.int32(size) + np.arange(size, dtype=np.int32)).ravel()
+        counts = num_pages * size
+        table[np.repeat(rows, counts), positions(first_page * size, counts)] = slots
+        reached = alloc.copy()
+        reached[grows] = last_page * size
+        return reached
+
+    def slots(self, rows: IntArray, starts: IntArray, counts: IntArray) -> IntArray:
+        """Slots int32 [sum(counts)] of the positions from starts [B] on, row after row."""
+        found: IntArray = self.rows.req_to_token[np.repeat(rows, counts), positions(starts, counts)]
+        return found
 
     def cache_unfinished(self, req: Req) -> None:
         """Share what `req` has launched so far, so that requests behind it can use it.
@@ -142,13 +186,13 @@ class KVManager:
                 if done > req.cached_len:
                     self.allocator.free(row[req.cached_len : done].copy())
                 keep = known
-        if req.kv_len > keep:
-            self.allocator.free(row[keep : req.kv_len].copy())
+        if req.slots_len > keep:
+            self.allocator.free(row[keep : req.slots_len].copy())
         self.tree.dec_lock_ref(req.last_node)
         self.rows.free(req.req_pool_idx)
         req.req_pool_idx = 0
         req.last_node = None
-        req.cached_len = req.kv_len = 0
+        req.cached_len = req.kv_len = req.alloc_len = 0
 
     def check(self, active: Iterable[Req]) -> str | None:
         """What breaks the invariant, or None. `active`: every request that has a row."""

@@ -42,6 +42,9 @@ class LaunchedStep:
     """Rows whose embedding the step completes, in the order of the result's embeddings."""
     constrained: Sequence[ConstrainedRow] = ()
     """Sampled rows that need a mask; the step's sampling is delayed if there are any."""
+    drafts: tuple[IntArray, IntArray] | None = None
+    """Rows of `ReqToTokenPool` and planned drafts of the decode rows, which are the last of
+    `sampled`; None if the step checks no drafts."""
 
 
 @dataclass(slots=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 
@@ -14,7 +16,7 @@ from engine.scheduler.req import Req
 class _ReaderOutputs:
     finished: list[FinishedReq] = field(default_factory=list)
     started: list[tuple[int, int, float]] = field(default_factory=list)
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    logprobs: dict[int, Sequence[TokenLogprobs]] = field(default_factory=dict)
     """Log-probabilities by rid; rids become indices when the message is made."""
     prompt_logprobs: dict[int, list[TokenLogprobs | None]] = field(default_factory=dict)
     embeddings: dict[int, bytes] = field(default_factory=dict)
@@ -44,8 +46,8 @@ class OutputCollector:
         if req.params.prompt_logprobs is not None:
             entry.prompt_logprobs[req.rid] = req.prompt_logprobs[: req.prompt_len]
 
-    def logprobs(self, req: Req, logprobs: TokenLogprobs) -> None:
-        """Keep the log-probabilities of the token of `req` in this step."""
+    def logprobs(self, req: Req, logprobs: Sequence[TokenLogprobs]) -> None:
+        """Keep the log-probabilities of the tokens of `req` in this step."""
         self._entry(req.reader_no).logprobs[req.rid] = logprobs
 
     def embedding(self, req: Req, embedding: bytes) -> None:
@@ -67,6 +69,31 @@ class OutputCollector:
                 self._emit(step, number, rids[mask].tolist(), array[mask].tolist())
         self._close_rest(step)
 
+    def close_runs(
+        self,
+        step: int,
+        rids: Int64Array,
+        tokens: list[int],
+        readers: IntArray,
+        counts: IntArray,
+    ) -> None:
+        """As `close_step`, for requests that have `counts` [N] tokens each, one or more, one after
+        the other in `tokens`."""
+        if len(self._names) <= 1:
+            self._emit(step, 0, rids.tolist(), tokens, counts.tolist())
+        else:
+            array, owners = np.asarray(tokens, np.int32), np.repeat(readers, counts)
+            for number in np.unique(readers).tolist():
+                mask = readers == number
+                self._emit(
+                    step,
+                    number,
+                    rids[mask].tolist(),
+                    array[owners == number].tolist(),
+                    counts[mask].tolist(),
+                )
+        self._close_rest(step)
+
     def take(self, step: int = -1) -> list[tuple[str, StepOutputs]]:
         """(reply_to, message) pairs in order, including ends that no step carried."""
         self._close_rest(step)
@@ -77,16 +104,29 @@ class OutputCollector:
         for number in list(self._pending):
             self._emit(step, number, [], [])
 
-    def _emit(self, step: int, number: int, rids: list[int], tokens: list[int]) -> None:
+    def _emit(
+        self,
+        step: int,
+        number: int,
+        rids: list[int],
+        tokens: list[int],
+        counts: list[int] | None = None,
+    ) -> None:
         entry = self._pending.pop(number, None)
         if entry is None:
             if rids:
-                self._ready.append((self._names[number], StepOutputs(step, rids, tokens, [], [])))
+                message = StepOutputs(step, rids, tokens, [], [], counts=counts)
+                self._ready.append((self._names[number], message))
             return
         logprobs = None
         if entry.logprobs:
-            index = {rid: i for i, rid in enumerate(rids)}
-            logprobs = {index[rid]: value for rid, value in entry.logprobs.items()}
+            starts = range(len(rids)) if counts is None else accumulate(counts, initial=0)
+            index = dict(zip(rids, starts, strict=False))
+            logprobs = {
+                index[rid] + i: value
+                for rid, values in entry.logprobs.items()
+                for i, value in enumerate(values)
+            }
         message = StepOutputs(
             step,
             rids,
@@ -96,6 +136,7 @@ class OutputCollector:
             logprobs,
             entry.prompt_logprobs or None,
             embeddings=entry.embeddings or None,
+            counts=counts,
         )
         self._ready.append((self._names[number], message))
 

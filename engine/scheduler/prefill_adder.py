@@ -59,7 +59,8 @@ class PrefillAdder:
         decode_need: int,
         sizer: ChunkSizer | None = None,
     ) -> None:
-        """`num_decode` decode rows are in the step too (mixed); they need `decode_need` tokens."""
+        """`num_decode` tokens of decode rows are in the step too (mixed); they need `decode_need`
+        tokens of KV room."""
         self.kv = kv
         self.ratio = ratio
         self.sizer = sizer

@@ -86,8 +86,8 @@ class PrefillPlanner:
         if requests.chunked is None and (full or not self._shares.may_run()):
             return []
         mixed = self._config.enable_mixed_chunk
-        num_decode = len(mb.running) if mixed else 0
-        decode_need = self._kv.decode_need(mb.running.seq_lens + 1) if num_decode else 0
+        num_decode = mb.running.num_tokens if mixed else 0
+        decode_need = self._kv.decode_need(mb.running) if num_decode else 0
         if decode_need > self._kv.room:
             return []
         adder = PrefillAdder(

@@ -39,8 +39,10 @@ class Req:
     Regions of its row in `ReqToTokenPool`, all in tokens:
       [0, cached_len)       owned by the radix tree, locked through `last_node`; page-aligned
       [cached_len, kv_len)  owned by the request
-      [kv_len, ...)         nothing yet
-    `kv_len` counts launched tokens: the steps in flight that write them may not have run.
+      [kv_len, alloc_len)   owned by the request, for drafts; what they hold counts for nothing
+      [alloc_len, ...)      nothing yet
+    `kv_len` counts launched tokens: the steps in flight that write them may not have run. While
+    drafts are in flight it counts the least that they will be.
     `output_ids` holds committed tokens only, never placeholders.
     """
 
@@ -77,6 +79,8 @@ class Req:
     """Row of `ReqToTokenPool`; 0 = none (row 0 is padding)."""
     cached_len: int = 0
     kv_len: int = 0
+    alloc_len: int = 0
+    """Below `kv_len` if the request has no slots for drafts."""
     last_node: TreeNode | None = None
     prefix_indices: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
     """Slots of the cached prefix, between match and admission."""
@@ -93,6 +97,12 @@ class Req:
     keeps_place: bool = False
     """Whether it doesn't give way (again)."""
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    prediction: IntArray | None = None
+    """The output that its client expects."""
+    num_predicted: int = 0
+    """Output tokens that were drafts from the prediction."""
+    drafts: list[int] = field(default_factory=list)
+    """For its next step, where results carry drafts."""
 
     @property
     def prompt_len(self) -> int:
@@ -103,6 +113,11 @@ class Req:
     def key_name(self) -> str:
         """Name of its API key; "" if the server has none."""
         return "" if self.key is None else self.key.name
+
+    @property
+    def slots_len(self) -> int:
+        """Positions of its row that have slots."""
+        return max(self.kv_len, self.alloc_len)
 
     @property
     def finished(self) -> bool:
@@ -136,6 +151,7 @@ class Req:
             matched_token,
             message,
             status,
+            num_predicted=self.num_predicted,
         )
 
     def fail(self, message: str) -> FinishedReq:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from engine.protocol.messages import Int64Array, IntArray
+from engine.scheduler.draft_rows import DraftRows
 from engine.scheduler.req import Req
 
 _NONE = np.zeros(0, np.int32)
@@ -21,14 +22,16 @@ _NONE = np.zeros(0, np.int32)
 class RunningBatch:
     """Requests whose prompt is launched and that have output left to launch. B rows."""
 
-    def __init__(self) -> None:
+    def __init__(self, drafts: DraftRows | None = None) -> None:
+        """`drafts` is set if the engine speculates."""
+        self.drafts = drafts
         self.reqs: list[Req] = []
         self.rows: IntArray = _NONE
         """int32 [B]: rows of `ReqToTokenPool`."""
         self.seq_lens: IntArray = _NONE
-        """int32 [B]: tokens launched into the KV cache."""
+        """int32 [B]: tokens launched into the KV cache; with drafts in flight, the least."""
         self.last_locs: IntArray = _NONE
-        """int32 [B]: slot of the last launched token."""
+        """int32 [B]: slot of the last launched token; not kept if the engine speculates."""
         self.remaining: IntArray = _NONE
         """int32 [B]: output tokens that may still be launched."""
         self.rids: Int64Array = np.zeros(0, np.int64)
@@ -41,6 +44,16 @@ class RunningBatch:
 
     def __len__(self) -> int:
         return len(self.reqs)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the next decode step."""
+        return len(self.reqs) + (0 if self.drafts is None else int(self.drafts.planned.sum()))
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether `seq_lens` are the lengths, not only the least ones."""
+        return self.drafts is None or np.array_equal(self.seq_lens, self.drafts.most)
 
     def append(self, reqs: Sequence[Req], last_locs: Sequence[int]) -> None:
         """Add requests whose last prompt chunk was just launched, unless all output is launched."""
@@ -63,16 +76,37 @@ class RunningBatch:
         self.readers = np.concatenate([self.readers, _ints((r.reader_no for r in new), n)])
         self.num_constrained += sum(r.constraint is not None for r in new)
         self.num_by_key.update(r.key_name for r in new)
+        if self.drafts is not None:
+            self.drafts.append(new)
 
     def advance(self, locs: IntArray) -> None:
-        """Count one more launched token of every row, at slots `locs` [B].
+        """Count one more launched token of every row, at slots `locs` [B], or its drafts too.
 
         Rows whose whole output is launched now leave: they only wait for results.
         """
         self.seq_lens = self.seq_lens + 1
-        self.last_locs = locs
+        if self.drafts is None:
+            self.last_locs = locs
+        else:
+            self.drafts.advance()
         self.remaining = self.remaining - 1
         if not self.remaining.all():
+            self._keep(self.remaining > 0)
+
+    def learn(self, rows: IntArray, planned: IntArray, num_tokens: IntArray) -> None:
+        """A step that checked drafts is back: `rows` of `ReqToTokenPool` [n] gave `num_tokens`,
+        where they might have given `planned` + 1. Rows that are not here any more are ignored."""
+        if self.drafts is None or len(self) == 0 or len(rows) == 0:
+            return
+        size = int(max(rows.max(), self.rows.max())) + 1
+        more, fewer = np.zeros(size, np.int32), np.zeros(size, np.int32)
+        more[rows] = num_tokens - 1
+        fewer[rows] = planned + 1 - num_tokens
+        gained = more[self.rows]
+        self.seq_lens = self.seq_lens + gained
+        self.drafts.most = self.drafts.most - fewer[self.rows]
+        self.remaining = self.remaining - gained
+        if (self.remaining <= 0).any():
             self._keep(self.remaining > 0)
 
     def remove(self, reqs: Sequence[Req]) -> None:
@@ -97,16 +131,23 @@ class RunningBatch:
         target.readers = np.concatenate([target.readers, self.readers[at]])
         target.num_constrained += sum(r.constraint is not None for r in moved)
         target.num_by_key.update(r.key_name for r in moved)
+        if target.drafts is not None and self.drafts is not None:
+            target.drafts.take(self.drafts, at)
         self._keep(~mask)
 
     def sync_lens(self) -> None:
         """Write the launched lengths back to the requests."""
         for req, length in zip(self.reqs, self.seq_lens.tolist(), strict=True):
             req.kv_len = length
+        if self.drafts is not None:
+            for req, length in zip(self.reqs, self.drafts.alloc.tolist(), strict=True):
+                req.alloc_len = length
 
     def _keep(self, mask: np.ndarray[Any, np.dtype[np.bool_]]) -> None:
         for i in np.flatnonzero(~mask).tolist():
             self.reqs[i].kv_len = int(self.seq_lens[i])
+            if self.drafts is not None:
+                self.reqs[i].alloc_len = int(self.drafts.alloc[i])
             if self.reqs[i].constraint is not None:
                 self.num_constrained -= 1
             self._uncount(self.reqs[i].key_name)
@@ -118,6 +159,8 @@ class RunningBatch:
         self.remaining = self.remaining[kept]
         self.rids = self.rids[kept]
         self.readers = self.readers[kept]
+        if self.drafts is not None:
+            self.drafts.keep(kept)
 
     def _uncount(self, key_name: str) -> None:
         self.num_by_key[key_name] -= 1

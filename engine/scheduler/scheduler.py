@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -23,6 +23,7 @@ from engine.protocol.messages import (
     AddRequest,
     FinishedReq,
     GenerationBatchResult,
+    IntArray,
     ModelWorkerBatch,
     SampleMasks,
     StepOutputs,
@@ -32,15 +33,18 @@ from engine.scheduler.admission import make_req
 from engine.scheduler.balance import rebalance
 from engine.scheduler.batch_builder import build_batch
 from engine.scheduler.chunk_sizer import ChunkSizer
+from engine.scheduler.committer import Committer
 from engine.scheduler.delayed_sample import DelayedSamples
+from engine.scheduler.draft_length import DraftLength
+from engine.scheduler.draft_rows import DraftRows
 from engine.scheduler.kv_manager import KVManager
-from engine.scheduler.micro_batch import LaunchedStep, MicroBatch
+from engine.scheduler.micro_batch import MicroBatch
 from engine.scheduler.new_token_ratio import NewTokenRatio
 from engine.scheduler.outputs import OutputCollector
 from engine.scheduler.prefill_adder import Addition
 from engine.scheduler.prefill_planner import PrefillPlanner
-from engine.scheduler.req import Req, ReqStatus
 from engine.scheduler.requests import Requests
+from engine.scheduler.running_batch import RunningBatch
 from engine.scheduler.scheduler_config import SchedulerConfig
 from engine.scheduler.stats import SchedulerStats
 from engine.scheduler.victims import ends_in_flight, retraction_victim
@@ -64,7 +68,10 @@ class Scheduler:
         self.outputs = OutputCollector()
         self.delayed = DelayedSamples(config.vocab_size)
         self.stats = SchedulerStats(kv_total_tokens=self.kv.total_size)
-        self.micro_batches = [MicroBatch(i) for i in range(config.num_micro_batches)]
+        self.micro_batches = [
+            MicroBatch(i, RunningBatch(None if config.speculative is None else DraftRows()))
+            for i in range(config.num_micro_batches)
+        ]
         self.requests = Requests(self.kv, self.micro_batches, self.outputs, self.stats)
         self.prefill = PrefillPlanner(
             self.kv,
@@ -76,6 +83,10 @@ class Scheduler:
             config,
             self.stats,
         )
+        self.committer = Committer(self.requests, self.outputs, self.delayed, self.stats)
+        self.draft_length: DraftLength | None = None
+        if config.speculative is not None:
+            self.draft_length = DraftLength(config.speculative)
         self._next_micro_batch = self._step = 0
         self._next_expire = -math.inf
 
@@ -152,9 +163,11 @@ class Scheduler:
             step.reqs[entry.row].add_prompt_logprobs(entry)
         if self.sizer is not None and step.chunk is not None and result.device_s is not None:
             self.sizer.observe(*step.chunk, result.device_s)
+        if self.draft_length is not None:
+            self.draft_length.observe(step, result)
         if step.embedded:
             self.requests.end_embedded(step.embedded, result.embeddings or ())
-        self._commit(mb, step, result)
+        self.committer.commit(mb, step, result)
         self.requests.settle()
         if len(self.micro_batches) > 1:
             rebalance(self.micro_batches, mb, step, self.config.max_micro_batch_size)
@@ -212,6 +225,8 @@ class Scheduler:
     # Composing a step
 
     def _compose(self, mb: MicroBatch, now: float) -> ModelWorkerBatch | None:
+        if self.draft_length is not None:
+            self._plan_drafts(mb.running, self.draft_length)
         additions = self.prefill.plan(mb, self._step, now)
         if additions:
             return self._launch(mb, additions, with_decode=self.config.enable_mixed_chunk)
@@ -219,6 +234,17 @@ class Scheduler:
             return None
         self.ratio.on_decode()
         return self._launch(mb, [], with_decode=True)
+
+    def _plan_drafts(self, running: RunningBatch, length: DraftLength) -> None:
+        """Decide how many drafts the next step's rows have; none before anybody must leave."""
+        assert running.drafts is not None
+        most: int | IntArray = length.choose(len(running))
+        if most and self.config.lookahead == 1:
+            known = np.fromiter((len(r.drafts) for r in running.reqs), np.int32, len(running))
+            most = np.minimum(known, most)
+        running.drafts.plan(most)
+        if running.drafts.planned.any() and self.kv.decode_need(running) > self.kv.room:
+            running.drafts.plan(0)
 
     def _launch(
         self, mb: MicroBatch, additions: Sequence[Addition], *, with_decode: bool
@@ -233,6 +259,7 @@ class Scheduler:
             additions,
             decode,
             send_tokens=self.config.pp_size > 1,
+            whole_steps=self.config.lookahead == 1,
         )
         if (decode is not None and decode.num_constrained) or any(
             a.req.constraint is not None for a in additions
@@ -247,57 +274,6 @@ class Scheduler:
         mb.in_flight.append(launched)
         return batch
 
-    # Results
-
-    def _commit(self, mb: MicroBatch, step: LaunchedStep, result: GenerationBatchResult) -> None:
-        tokens = result.next_token_ids
-        ended: list[Req] = []
-        dropped: list[int] = []
-        requests, finished = self.requests, ReqStatus.FINISHED
-        errors: Mapping[int, str] | None = result.row_errors
-        terminated: Collection[int] = ()
-        if step.constrained:
-            errors, terminated = self.delayed.accept(step, result)
-        for i, (req, token) in enumerate(zip(step.sampled, tokens, strict=True)):
-            if req.status is finished:
-                dropped.append(i)
-                continue
-            if errors is not None and i in errors:
-                dropped.append(i)
-                ended.append(req)
-                requests.end(req, req.fail(errors[i]))
-                continue
-            output = req.output_ids
-            output.append(token)
-            if not req.started:
-                req.started = True
-                self.outputs.start(req)
-            if result.logprobs is not None:
-                logprobs = result.logprobs[i]
-                if logprobs is not None:
-                    self.outputs.logprobs(req, logprobs)
-            if token in req.stop_ids:
-                ended.append(req)
-                requests.end(req, req.finish("stop", matched_token=token))
-            elif len(output) >= req.max_new_tokens:
-                ended.append(req)
-                requests.end(req, req.finish("stop" if i in terminated else "length"))
-        for i in terminated:
-            req = step.sampled[i]
-            if not req.finished:
-                ended.append(req)
-                requests.end(req, req.finish("stop"))
-        self.stats.generation_tokens_total += len(tokens) - len(dropped)
-        rids, readers = step.rids, step.readers
-        if dropped:
-            rids, readers = np.delete(rids, dropped), np.delete(readers, dropped)
-            tokens = np.delete(tokens, dropped).tolist()
-        self.outputs.close_step(step.step, rids, tokens, readers)
-        if ended:
-            mb.running.remove(ended)
-            for req in ended:
-                requests.let_go(req)
-
     # Out of room
 
     def _has_decode_room(self, mb: MicroBatch) -> bool:
@@ -306,7 +282,7 @@ class Scheduler:
         False if this step must be skipped: a result in flight is about to free the missing room.
         """
         while True:
-            need = self.kv.decode_need(mb.running.seq_lens + 1)
+            need = self.kv.decode_need(mb.running)
             if need <= self.kv.room:
                 return True
             if self.requests.leaving or ends_in_flight(self.micro_batches):

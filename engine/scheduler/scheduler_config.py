@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from engine.config import EngineConfig, ResolvedConfig
 from engine.errors import ConfigError
+from engine.speculative.config import SpeculativeConfig
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class SchedulerConfig:
     num_micro_batches: int = 1
     max_micro_batch_size: int = 256
     pp_size: int = 1
+    speculative: SpeculativeConfig | None = None
     queue_timeout_s: float | None = None
     request_timeout_s: float | None = None
 
@@ -42,6 +44,14 @@ class SchedulerConfig:
             raise ConfigError(
                 f"the KV cache ({usable} tokens) can't hold one request of max_model_len "
                 f"({self.max_model_len}); raise max_total_tokens or lower max_model_len."
+            )
+        spare = 0 if self.speculative is None else self.speculative.spare_tokens
+        if usable < self.max_model_len + spare:
+            raise ConfigError(
+                f"the KV cache ({usable} tokens) can't hold one request of max_model_len "
+                f"({self.max_model_len}) and {spare} tokens of drafts (two steps of "
+                "num_speculative_tokens + 1); raise max_total_tokens, or lower max_model_len or "
+                "num_speculative_tokens."
             )
 
     @classmethod
@@ -76,6 +86,7 @@ class SchedulerConfig:
             num_micro_batches=count,
             max_micro_batch_size=per_micro_batch,
             pp_size=engine.pp_size,
+            speculative=engine.speculative_config,
             queue_timeout_s=engine.queue_timeout_s,
             request_timeout_s=engine.request_timeout_s,
         )

@@ -24,3 +24,6 @@ class SchedulerStats(msgspec.Struct):
     preemptions_total: int = 0
     requests_finished_total: int = 0
     kv_leaks_total: int = 0
+    drafts_total: int = 0
+    draft_tokens_total: int = 0
+    accepted_tokens_total: int = 0

@@ -136,18 +136,27 @@ class DetokenizerManager:
                 if out.prompt_logprobs and request.prompt_ids is not None:
                     self._add_prompt_logprobs(request, out.prompt_logprobs.get(rid))
         logprobs = out.logprobs
-        for index, (rid, token_id) in enumerate(zip(out.rids, out.token_ids, strict=True)):
+        index = -1
+        for number, rid in enumerate(out.rids):
             request = requests.get(rid)
+            first = index + 1
+            index = first if out.counts is None else index + out.counts[number]
             if request is None:
                 continue
+            checker = request.checker
+            text = self._add_first(request, out, first, index) if first < index else ""
+            if checker is not None and checker.matched is not None:
+                deltas.append(self._end(request, text, "stop", checker.matched))
+                stopped.append(rid)
+                continue
+            token_id = out.token_ids[index]
             if logprobs and index in logprobs:
                 self._add_logprobs(request, token_id, logprobs[index])
             request.token_ids.append(token_id)
             if ends and (end := ends.pop(rid, None)) is not None:
-                deltas.append(self._finish(request, end, token_id))
+                deltas.append(self._finish(request, end, token_id, text))
                 continue
-            text = request.add_token(token_id)
-            checker = request.checker
+            text += request.add_token(token_id)
             if checker is not None and checker.matched is not None:
                 deltas.append(self._end(request, text, "stop", checker.matched))
                 stopped.append(rid)
@@ -160,12 +169,28 @@ class DetokenizerManager:
                     delta.embedding = out.embeddings.get(end.rid)
         return deltas, stopped
 
-    def _finish(self, request: _Request, end: FinishedReq, token_id: int | None) -> TextDelta:
-        """The last delta of a request that the scheduler ended, at `token_id` if one came."""
+    def _add_first(self, request: _Request, out: StepOutputs, first: int, last: int) -> str:
+        """Add the tokens of a run that come before its last one, up to a stop string; their text
+        that may go out."""
         text = ""
+        for index in range(first, last):
+            token_id = out.token_ids[index]
+            if out.logprobs and index in out.logprobs:
+                self._add_logprobs(request, token_id, out.logprobs[index])
+            request.token_ids.append(token_id)
+            text += request.add_token(token_id)
+            if request.checker is not None and request.checker.matched is not None:
+                break
+        return text
+
+    def _finish(
+        self, request: _Request, end: FinishedReq, token_id: int | None, text: str = ""
+    ) -> TextDelta:
+        """The last delta of a request that the scheduler ended, at `token_id` if one came. `text`
+        comes before it."""
         if token_id is not None:
             if end.matched_token is None or request.include_stop:
-                text = request.add_token(token_id)
+                text += request.add_token(token_id)
             else:
                 # The token that stopped it is output, but not text.
                 request.num_output += 1

@@ -45,7 +45,7 @@ def make_worker_config(
     threads = engine.cpu_threads
     if threads is None:
         threads = auto_threads(_num_cores(), engine.world_size * share, serving=serving)
-    pages = -(-config.max_model_len // engine.page_size)
+    pages = -(-(config.max_model_len + engine.draft_tokens) // engine.page_size)
     attention = _attention_backend(engine.attention_backend, config.model, dtype, device)
     if engine.quantization == "int8":
         _check_int8(config.model, device, attention)
@@ -71,6 +71,8 @@ def make_worker_config(
         simulated=engine.simulated,
         cuda_graph_max_batch_size=graph_max_batch_size(engine) if device == "cuda" else 0,
         quantization=engine.quantization,
+        speculative=engine.speculative_config,
+        drafts_in_results=engine.lookahead == 1,
         short_step_s=short_step_s(
             threads * engine.world_size * share, _num_cores(), attention, serving=serving
         ),
@@ -91,10 +93,12 @@ def _num_kv_tokens(config: WorkerConfig, share: int) -> int | None:
 def max_step_tokens(engine: EngineConfig, max_model_len: int) -> int:
     """Tokens of the largest step that the scheduler may send.
 
-    That is a full chunk, or one page of a prompt together with a decode row of every request.
-    Without chunking it is a long prompt, which runs alone.
+    That is a full chunk, or one page of a prompt together with a decode row of every request (and
+    its drafts). Without chunking it is a long prompt, which runs alone.
     """
     chunk, rows = engine.chunked_prefill_size, engine.max_running_requests
+    if engine.speculative_config is not None:
+        rows *= engine.speculative_config.num_speculative_tokens + 1
     budget = chunk if chunk > 0 else max(engine.max_prefill_tokens, max_model_len + rows)
     return max(budget, rows + engine.page_size)
 

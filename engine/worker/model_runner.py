@@ -154,6 +154,7 @@ class ModelRunner:
             self.parallel.is_last_stage
             and self.attention.supports_sampled_queries
             and batch.num_extend > 0
+            and len(batch.logits_rows) < batch.num_tokens
             and not batch.prompt_logits_rows
             and (batch.pooled is None or len(batch.pooled.mean) == 0)
         )

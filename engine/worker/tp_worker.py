@@ -6,6 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -23,8 +24,9 @@ from engine.protocol.messages import (
     PromptLogprobs,
     SampleMasks,
 )
+from engine.sampling.draft_check import draft_check
 from engine.sampling.logprobs import LogprobTensors
-from engine.sampling.sampler import SampledTokens, Sampler
+from engine.sampling.sampler import HostTokens, SampledTokens, Sampler
 from engine.sampling.state import SamplingState
 from engine.trace import StageSpan, TraceRing
 from engine.worker.base import LaunchedForward, ModelWorker, PendingResult
@@ -35,6 +37,7 @@ from engine.worker.model_runner import ForwardOutput, ModelRunner
 from engine.worker.sizing.estimate import stage_weight_bytes
 from engine.worker.sizing.kv_sizing import MemoryMeter, agree_on_kv_tokens, check_weights_fit
 from engine.worker.sizing.out_of_memory import ALLOCATE, PROFILE, WEIGHTS, out_of_memory_advice
+from engine.worker.speculation import Runs, Speculation, make_speculation, runs_of
 from engine.worker.step_threads import StepThreads
 from engine.worker_config import WorkerConfig
 
@@ -57,7 +60,7 @@ class PromptLogprobTensors(NamedTuple):
 class TpPendingResult(PendingResult):
     """A step whose kernels are launched."""
 
-    step: int
+    batch: ModelWorkerBatch
     sampled: SampledTokens
     prompt_logprobs: list[PromptLogprobTensors]
     has_embeddings: bool
@@ -65,33 +68,62 @@ class TpPendingResult(PendingResult):
     """The tensors of `_result_tensors`, on their way to the host."""
     timing: StepTiming
     note_spans: Callable[[], None]
+    speculation: Speculation | None = None
+
+    @property
+    def step(self) -> int:
+        return self.batch.step
 
     def seconds_left(self) -> float:
         return 0.0 if self.download.is_done() else _DEVICE_POLL_S
 
+    @cached_property
+    def _tensors(self) -> Iterator[Tensor]:
+        return iter(self.download.wait())
+
+    @cached_property
+    def _host(self) -> HostTokens:
+        return _on_host(self.sampled, self._tensors).to_host()
+
+    @cached_property
+    def _runs(self) -> Runs:
+        return runs_of(self.batch, self._host)
+
+    def runs(self) -> Runs:
+        """The tokens of each row. Waits for the device."""
+        return self._runs
+
     def collect(self) -> GenerationBatchResult:
-        tensors = iter(self.download.wait())
-        host = _on_host(self.sampled, tensors).to_host()
-        errors: dict[int, str] | None = None
-        if host.nan_rows.any():
-            text = "the model produced NaN or no allowed token for this request"
-            errors = {int(i): text for i in np.flatnonzero(host.nan_rows)}
+        host, verified = self._host, None
+        tokens, logprobs = host.next_token_ids.tolist(), host.logprobs
+        failed = np.flatnonzero(host.nan_rows).tolist()
+        if host.num_kept is not None:
+            runs = self._runs
+            tokens, logprobs = runs.flat, runs.logprobs
+            failed, verified = runs.failed, runs.verified
+        text = "the model produced NaN or no allowed token for this request"
         prompt = [
-            PromptLogprobs(row, start, list(_logprobs_on_host(logprobs, tensors).to_host()))
+            PromptLogprobs(row, start, list(_logprobs_on_host(logprobs, self._tensors).to_host()))
             for row, start, logprobs in self.prompt_logprobs
         ]
-        embeddings = _as_bytes(next(tensors)) if self.has_embeddings else None
+        embeddings = _as_bytes(next(self._tensors)) if self.has_embeddings else None
+        drafts = None
+        if self.speculation is not None:
+            self.speculation.learn(self.step)
+            drafts = self.speculation.next_drafts(self.batch)
         self.download.release()
         self.note_spans()
         started_at, ended_at = self.timing.span()
         return GenerationBatchResult(
             step=self.step,
-            next_token_ids=host.next_token_ids.tolist(),
-            logprobs=host.logprobs,
+            next_token_ids=tokens,
+            logprobs=logprobs,
             prompt_logprobs=prompt or None,
-            row_errors=errors,
+            row_errors=dict.fromkeys(failed, text) or None,
             device_s=ended_at - started_at,
             embeddings=embeddings,
+            verified=verified,
+            drafts=drafts,
         )
 
 
@@ -106,6 +138,7 @@ def _result_tensors(
     sampled: SampledTokens, prompt: list[PromptLogprobTensors], embeddings: Tensor | None
 ) -> list[Tensor]:
     tensors = [sampled.next_token_ids, sampled.nan_rows]
+    tensors += [] if sampled.num_kept is None else [sampled.num_kept]
     logprobs = [] if sampled.logprobs is None else [sampled.logprobs]
     for found in logprobs + [item.logprobs for item in prompt]:
         tensors += [found.token, found.top_ids, found.top]
@@ -116,10 +149,11 @@ def _result_tensors(
 def _on_host(sampled: SampledTokens, tensors: Iterator[Tensor]) -> SampledTokens:
     """`sampled` with its tensors replaced by the next of `tensors`, made by `_result_tensors`."""
     ids, nan_rows = next(tensors), next(tensors)
+    num_kept = None if sampled.num_kept is None else next(tensors)
     logprobs = sampled.logprobs
     if logprobs is not None:
         logprobs = _logprobs_on_host(logprobs, tensors)
-    return SampledTokens(ids, nan_rows, logprobs, sampled.logprob_rows)
+    return SampledTokens(ids, nan_rows, logprobs, sampled.logprob_rows, num_kept)
 
 
 def _logprobs_on_host(logprobs: LogprobTensors, tensors: Iterator[Tensor]) -> LogprobTensors:
@@ -196,6 +230,9 @@ class TpModelWorker(ModelWorker):
             self._size_kv_cache(config, meter)
             self.queue.join()
         self.num_kv_tokens = self.runner.kv_pool.num_slots
+        self._speculation: Speculation | None = None
+        if config.speculative is not None and parallel.is_last_stage:
+            self._speculation = make_speculation(config, parallel)
         self.graphs = self._capture(config.cuda_graph_max_batch_size, graph_backend)
         self.queue.join()
         self._trace = trace
@@ -221,15 +258,19 @@ class TpModelWorker(ModelWorker):
             prompt, embeddings = launched.prompt_logprobs, launched.output.embeddings
             timing = self._end(launched.batch, launched.forward)
             download = self.queue.download(_result_tensors(sampled, prompt, embeddings))
-            return TpPendingResult(
-                launched.batch.step,
+            pending = TpPendingResult(
+                launched.batch,
                 sampled,
                 prompt,
                 embeddings is not None,
                 download,
                 timing,
                 self._note_spans,
+                self._speculation,
             )
+            if self._speculation is not None:
+                self._speculation.note(launched.batch, pending)
+            return pending
 
     def _capture(self, max_batch_size: int, backend: GraphBackend | None) -> DecodeGraphs | None:
         device = self.runner.device
@@ -251,6 +292,8 @@ class TpModelWorker(ModelWorker):
         )
 
     def _forward(self, batch: ModelWorkerBatch) -> LaunchedForward | None:
+        if self._speculation is not None:
+            batch = self._speculation.begin(batch)
         for item in batch.new_slots:
             if item.params.prompt_logprobs is None:
                 self._prompt_logprobs.pop(item.slot, None)
@@ -296,6 +339,8 @@ class TpModelWorker(ModelWorker):
         batch, forward, logits = launched.batch, launched.forward, launched.output.logits
         num_rows = len(batch.sample_rows)
         slots_cpu = batch.req_pool_indices[batch.sample_rows]
+        if batch.verify is not None:
+            return self._sample_drafts(launched, slots_cpu, masks)
         if self.graphs is not None and launched.graph_size is not None and masks is None:
             variant = self.graphs.variant(self.sampler.state.plan(slots_cpu))
             if variant is not None:
@@ -306,6 +351,29 @@ class TpModelWorker(ModelWorker):
             mask = allowed_tokens(masks, num_rows, logits.shape[1], self.runner.device)
         sampled = self.sampler(logits.contiguous(), slots, slots_cpu, seq_lens, mask)
         self.future_map.store(slots, sampled.next_token_ids)
+        return sampled
+
+    def _sample_drafts(
+        self, launched: TpLaunchedForward, slots_cpu: np.ndarray, masks: SampleMasks | None
+    ) -> SampledTokens:
+        """Sample every token of the rows that check drafts, and keep the last valid ones."""
+        device, logits = self.runner.device, launched.output.logits
+        check = draft_check(launched.batch, device)
+        mask = None
+        if masks is not None and len(masks.rows):
+            # Rows with a mask have no drafts: their one token is the first.
+            rows = check.starts_cpu[masks.rows].astype(np.int32)
+            masks = SampleMasks(masks.step, rows, masks.masks)
+            mask = allowed_tokens(masks, len(logits), logits.shape[1], device)
+        forward = launched.forward
+        slots, seq_lens = forward.sample_slots[: len(logits)], forward.sample_lens[: len(logits)]
+        repeats = np.diff(np.append(check.starts_cpu, len(logits)))
+        sampled = self.sampler(
+            logits.contiguous(), slots, np.repeat(slots_cpu, repeats), seq_lens, mask, check
+        )
+        assert sampled.num_kept is not None
+        last = check.last_kept(sampled.num_kept)
+        self.future_map.store(slots[check.starts], sampled.next_token_ids[last])
         return sampled
 
     def _end(self, batch: ModelWorkerBatch, forward: ForwardBatch) -> StepTiming:

@@ -124,6 +124,7 @@ class DecodeGraphs:
         rows = len(batch.req_pool_indices)
         plain = (
             batch.num_extend == 0
+            and batch.verify is None
             and len(batch.prefix_rows) == 0
             and np.array_equal(batch.sample_rows, np.arange(rows))
         )

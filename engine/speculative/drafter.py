@@ -1,0 +1,58 @@
+"""`Drafter`: guesses the next tokens of requests."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from importlib import import_module
+
+from engine.errors import ConfigError
+from engine.protocol.messages import SlotParams
+from engine.registry import DRAFTERS
+from engine.speculative.config import SpeculativeConfig
+
+
+class Drafter(ABC):
+    """Drafts for the requests of a worker, by slot.
+
+    Tensor parallel ranks each have one, and see the same calls in the same order. So drafts may
+    depend on these alone: no clock, no randomness without a fixed seed. A drafter with a model of
+    its own (a draft model; EAGLE and MTP heads) is loaded here too, and `propose` runs it.
+    """
+
+    def __init__(self, config: SpeculativeConfig) -> None:
+        self.config = config
+
+    @abstractmethod
+    def install(self, params: SlotParams) -> None:
+        """A request took a slot, in place of the one before. `params.token_ids` are its prompt and
+        output so far."""
+
+    @abstractmethod
+    def observe(self, slot: int, tokens: Sequence[int]) -> None:
+        """The request in `slot` got these output tokens."""
+
+    @abstractmethod
+    def propose(self, slots: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
+        """At most `counts[i]` guesses of what follows the tokens of each slot, in order."""
+
+
+def make_drafter(config: SpeculativeConfig) -> Drafter:
+    """The drafter of `config.method`. Raises `ConfigError` if it isn't there."""
+    method = config.method
+    if method in DRAFTERS:
+        drafter = DRAFTERS[method](config)
+    else:
+        module, _, name = method.partition(":")
+        try:
+            drafter = getattr(import_module(module), name)(config)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(
+                f"speculative_config.method {method!r} can't be loaded ({error}); it must be "
+                f"module:Class, or one of {', '.join(DRAFTERS)}."
+            ) from error
+    if not isinstance(drafter, Drafter):
+        raise ConfigError(
+            f"speculative_config.method {method!r} is no engine.speculative.drafter.Drafter."
+        )
+    return drafter

@@ -1,0 +1,119 @@
+"""Drafts from the request's own tokens and from recent outputs of others (suffix decoding, Oliaro
+et al. 2024, with n-gram indexes in place of suffix trees)."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from engine.protocol.messages import SlotParams
+from engine.speculative.config import SpeculativeConfig
+from engine.speculative.drafter import Drafter
+from engine.speculative.ngram import NO_MATCH, Match, NgramIndex
+
+SHORTEST = 3
+MAX_NAMESPACES = 256
+"""Cache namespaces whose outputs are kept; the one that was used longest ago leaves first."""
+
+
+class OutputStore:
+    """The latest outputs of one cache namespace, at most `max_outputs`, those that still grow
+    included."""
+
+    def __init__(self, longest: int, max_outputs: int) -> None:
+        self._longest, self._max_outputs = longest, max_outputs
+        self._outputs: OrderedDict[int, NgramIndex] = OrderedDict()
+        self._latest: dict[tuple[int, ...], int] = {}
+        """By n-gram: the output that had it last."""
+        self._next = 0
+
+    def __len__(self) -> int:
+        return len(self._outputs)
+
+    def begin(self) -> int:
+        """A new output; its number."""
+        number, self._next = self._next, self._next + 1
+        self._outputs[number] = NgramIndex(SHORTEST, self._longest)
+        if len(self._outputs) > self._max_outputs:
+            self._drop(*self._outputs.popitem(last=False))
+        return number
+
+    def extend(self, number: int, tokens: Sequence[int]) -> None:
+        """An output goes on; nothing happens if it was dropped."""
+        output = self._outputs.get(number)
+        if output is None:
+            return
+        first = max(len(output.tokens) - SHORTEST, 0)
+        output.extend(tokens)
+        for gram in _grams(output.tokens[first:-1]):
+            self._latest[gram] = number
+
+    def find(self, ending: Sequence[int]) -> tuple[Match, NgramIndex | None]:
+        """The longest end of `ending` in the output that had its last tokens last."""
+        number = self._latest.get(tuple(ending[-SHORTEST:]))
+        if number is None:
+            return NO_MATCH, None
+        output = self._outputs[number]
+        return output.find(ending), output
+
+    def _drop(self, number: int, output: NgramIndex) -> None:
+        for gram in _grams(output.tokens):
+            if self._latest.get(gram) == number:
+                del self._latest[gram]
+
+
+class SuffixDrafter(Drafter):
+    """The longest match counts; of equal ones that of the request's own tokens."""
+
+    def __init__(self, config: SpeculativeConfig) -> None:
+        super().__init__(config)
+        self._own: dict[int, NgramIndex] = {}
+        self._outputs: dict[int, tuple[OutputStore, int]] = {}
+        """By slot: where its output is kept, and its number there."""
+        self._stores: OrderedDict[str, OutputStore] = OrderedDict()
+
+    def install(self, params: SlotParams) -> None:
+        assert params.token_ids is not None and params.speculation is not None
+        depth = self.config.suffix_decoding_max_tree_depth
+        tokens = params.token_ids.tolist()
+        self._own[params.slot] = NgramIndex(SHORTEST, depth, tokens)
+        store = self._store(params.speculation.namespace)
+        number = store.begin()
+        store.extend(number, tokens[params.prompt_len :])
+        self._outputs[params.slot] = (store, number)
+
+    def observe(self, slot: int, tokens: Sequence[int]) -> None:
+        self._own[slot].extend(tokens)
+        store, number = self._outputs[slot]
+        store.extend(number, tokens)
+
+    def propose(self, slots: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
+        return [self._propose(slot, count) for slot, count in zip(slots, counts, strict=True)]
+
+    def _propose(self, slot: int, count: int) -> list[int]:
+        own, (store, _) = self._own[slot], self._outputs[slot]
+        if count <= 0:
+            return []
+        found, others = own.find(own.tokens), store.find(own.tokens)
+        if others[1] is not None and others[0].length > found.length:
+            following = others[1].tokens[others[0].position + 1 :][:count]
+            if following:
+                return following
+        return own.after(found.position, count) if found.length else []
+
+    def _store(self, namespace: str) -> OutputStore:
+        store = self._stores.get(namespace)
+        if store is None:
+            config = self.config
+            store = OutputStore(
+                config.suffix_decoding_max_tree_depth, config.suffix_decoding_max_cached_requests
+            )
+            self._stores[namespace] = store
+            if len(self._stores) > MAX_NAMESPACES:
+                self._stores.popitem(last=False)
+        self._stores.move_to_end(namespace)
+        return store
+
+
+def _grams(tokens: Sequence[int]) -> list[tuple[int, ...]]:
+    return [tuple(tokens[i : i + SHORTEST]) for i in range(len(tokens) - SHORTEST + 1)]

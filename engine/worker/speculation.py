@@ -1,0 +1,138 @@
+"""A worker's side of speculative decoding: runs of tokens, and what its `StepFiller` learns."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from engine.attention.forward_batch import sample_counts
+from engine.distributed import ParallelState
+from engine.protocol.messages import (
+    Int64Array,
+    ModelWorkerBatch,
+    TokenLogprobs,
+    VerifiedRows,
+)
+from engine.sampling.sampler import HostTokens
+from engine.speculative.drafter import make_drafter
+from engine.speculative.step_filler import StepFiller
+from engine.worker_config import WorkerConfig
+
+
+class Runs(NamedTuple):
+    """The tokens of a step, S sampled rows of them."""
+
+    tokens: list[list[int]]
+    """[S]: what each row gave. A row that failed gave what came before the token that failed."""
+    failed: list[int]
+    """Rows that failed."""
+    logprobs: list[TokenLogprobs | None] | None
+    """Of all these tokens, if a row asked for them."""
+    verified: VerifiedRows | None
+    """Set if the step checked drafts."""
+
+    @property
+    def flat(self) -> list[int]:
+        """All tokens, row after row."""
+        return [token for run in self.tokens for token in run]
+
+
+def runs_of(batch: ModelWorkerBatch, host: HostTokens) -> Runs:
+    """The runs of a complete step."""
+    tokens = host.next_token_ids.tolist()
+    nan_rows = np.flatnonzero(host.nan_rows).tolist()
+    if batch.verify is None or host.num_kept is None:
+        failed = set(nan_rows)
+        runs = [[] if i in failed else [token] for i, token in enumerate(tokens)]
+        return Runs(runs, nan_rows, host.logprobs, None)
+    counts = sample_counts(batch)[: len(batch.sample_rows)]
+    starts = np.cumsum(counts) - counts
+    num_kept = host.num_kept.astype(np.int64)
+    failed_rows: list[int] = []
+    rows = np.repeat(np.arange(len(counts)), counts)
+    for index in reversed(nan_rows):  # the first of a row counts
+        row = int(rows[index])
+        if index - starts[row] < num_kept[row]:
+            num_kept[row] = index - starts[row]
+            failed_rows.append(row)
+    kept = list(zip(starts.tolist(), (starts + num_kept).tolist(), strict=True))
+    logprobs = host.logprobs
+    if logprobs is not None:
+        logprobs = [entry for start, end in kept for entry in logprobs[start:end]]
+    return Runs(
+        [tokens[start:end] for start, end in kept],
+        sorted(set(failed_rows)),
+        logprobs,
+        VerifiedRows(num_kept.tolist(), (counts - 1).tolist()),
+    )
+
+
+class Sampled(Protocol):
+    """A step that was sampled."""
+
+    @property
+    def step(self) -> int:
+        """Its number."""
+
+    def runs(self) -> Runs:
+        """Its tokens. Waits for the device."""
+
+
+class _Unlearned(NamedTuple):
+    batch: ModelWorkerBatch
+    owners: Int64Array
+    sampled: Sampled
+
+
+class Speculation:
+    """Hands the tokens of sampled steps to the filler, in the order of the steps."""
+
+    def __init__(self, filler: StepFiller, num_drafts: int, *, drafts_in_results: bool) -> None:
+        """`num_drafts`: the most of a row and step. `drafts_in_results`: see `WorkerConfig`."""
+        self._filler = filler
+        self._num_drafts = num_drafts
+        self._in_results = drafts_in_results
+        self._unlearned: deque[_Unlearned] = deque()
+
+    def begin(self, batch: ModelWorkerBatch) -> ModelWorkerBatch:
+        """Take note of a step's new requests; the step with everything in it."""
+        self._filler.install(batch.new_slots)
+        if batch.verify is None or batch.verify.slots is None:
+            return batch
+        self.learn()
+        return self._filler.fill(batch)
+
+    def note(self, batch: ModelWorkerBatch, sampled: Sampled) -> None:
+        """A complete step was sampled."""
+        self._unlearned.append(_Unlearned(batch, self._filler.owners(batch), sampled))
+
+    def learn(self, up_to: int | None = None) -> None:
+        """Take the tokens of the steps sampled so far (`up_to`: of those up to this step)."""
+        while self._unlearned and (up_to is None or self._unlearned[0].sampled.step <= up_to):
+            batch, owners, sampled = self._unlearned.popleft()
+            self._filler.record(batch, owners, sampled.runs().tokens)
+
+    def next_drafts(self, batch: ModelWorkerBatch) -> list[list[int]] | None:
+        """Drafts for the sampled rows' next steps, if results carry them. Call `learn` before."""
+        if not self._in_results:
+            return None
+        slots = batch.req_pool_indices[batch.sample_rows].tolist()
+        return self._filler.propose(slots, [self._num_drafts] * len(slots))
+
+
+def make_speculation(config: WorkerConfig, parallel: ParallelState) -> Speculation:
+    """What a rank of the last stage needs for `config.speculative`."""
+    speculative = config.speculative
+    assert speculative is not None
+    filler = StepFiller(
+        make_drafter(speculative),
+        config.max_running_requests + 1,
+        parallel.check_equal if parallel.tp_size > 1 else None,
+    )
+    return Speculation(
+        filler,
+        speculative.num_speculative_tokens,
+        drafts_in_results=config.drafts_in_results,
+    )
