@@ -39,9 +39,6 @@ class WorkerConfig:
     """Largest decode batch that is captured; 0: none is."""
     quantization: str = "auto"
     speculative: SpeculativeConfig | None = None
-    drafts_in_results: bool = False
-    """Whether drafts go to the scheduler with the results, to come back in the next step's message.
-    Otherwise the worker keeps them: the next step is under way before the result is."""
     short_step_s: float = 0.0
     """Steps on CPU that are estimated to take less run on one thread (`StepThreads`)."""
 

@@ -139,6 +139,8 @@ class ModelWorkerBatch(msgspec.Struct, array_like=True):
     """Set if rows of the step are pooled."""
     verify: VerifyRows | None = None
     """Set if the decode rows check drafts."""
+    drafts_wanted: int = 0
+    """The most drafts of each sampled row's next step that the result shall bring."""
 
 
 class SampleMasks(msgspec.Struct, array_like=True):
@@ -205,8 +207,7 @@ class GenerationBatchResult(msgspec.Struct, array_like=True):
     verified: VerifiedRows | None = None
     """Set if the step checked drafts."""
     drafts: list[list[int]] | None = None
-    """[S]: drafts for each sampled row's next step, where the scheduler sends them
-    (`WorkerConfig.drafts_in_results`)."""
+    """[S]: for each sampled row's next step, if the step asked for them (`drafts_wanted`)."""
 
 
 class KeyLimits(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -136,9 +136,7 @@ class Committer:
         self._end_terminated(step, terminated, ended)
         self._stats.generation_tokens_total += len(flat)
         gave = np.flatnonzero(counts)
-        self._outputs.close_runs(
-            step.step, step.rids[gave], flat, step.readers[gave], counts[gave]
-        )
+        self._outputs.close_runs(step.step, step.rids[gave], flat, step.readers[gave], counts[gave])
         return ended
 
     def _take(self, req: Req, run: _Run, terminated: bool) -> int:
@@ -157,9 +155,13 @@ class Committer:
                 break
         if run.num_drafted:
             stats, accepted = self._stats, max(min(taken, len(run.tokens) - 1), 0)
-            stats.drafts_total += 1
-            stats.draft_tokens_total += run.num_drafted
-            stats.accepted_tokens_total += accepted
+            stats.spec_decode_drafts_total += 1
+            stats.spec_decode_draft_tokens_total += run.num_drafted
+            stats.spec_decode_accepted_tokens_total += accepted
+            by_position = stats.spec_decode_accepted_per_position_total
+            by_position += [0] * (run.num_drafted - len(by_position))
+            for position in range(accepted):
+                by_position[position] += 1
             if req.prediction is not None:
                 req.num_predicted += accepted
         if not taken:

@@ -1,21 +1,148 @@
-"""`DraftLength`: how many drafts a step's rows have."""
+"""`DraftLength`: how many drafts a step's rows have.
+
+A step of B rows with k drafts each takes the time of B (1 + k) tokens, and gives
+B (1 + p + ... + p^k) tokens if each draft is accepted with probability p. The k that gives the most
+tokens per second depends on both: on a CPU a step of 8 tokens takes little longer than one of 1,
+and one of 256 tokens twice as long as one of 128. So step times are kept by the number of tokens,
+and acceptance over the last steps. k = 0 is the ordinary step; then a step with drafts is tried now
+and then.
+"""
 
 from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+
+import numpy as np
 
 from engine.protocol.messages import GenerationBatchResult
 from engine.scheduler.micro_batch import LaunchedStep
 from engine.speculative.config import SpeculativeConfig
 
+MEMORY = 0.95
+"""Weight of what was known, after each step with drafts."""
+TIME_MEMORY = 0.8
+"""The same for step times of a size."""
+OUTLIER = 3.0
+"""A step that takes so many times as long as expected counts as that."""
+PROBE_DRAFTS = 2
+MIN_PROBE_STEPS, MAX_PROBE_STEPS = 16, 256
+"""Steps without drafts until some are tried; doubled after each try that changed nothing."""
+MARGIN = 1.02
+"""Gain that drafts must promise: what drafting itself takes is not in the step times."""
+
+
+class StepTimes:
+    """Seconds of steps by their number of tokens."""
+
+    def __init__(self) -> None:
+        self._sizes: list[int] = []
+        self._seconds: list[float] = []
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """A step with `tokens` took `seconds`."""
+        size = _bucket(tokens)
+        at = bisect.bisect_left(self._sizes, size)
+        if at == len(self._sizes) or self._sizes[at] != size:
+            self._sizes.insert(at, size)
+            self._seconds.insert(at, seconds)
+            return
+        known = self._seconds[at]
+        self._seconds[at] = TIME_MEMORY * known + (1 - TIME_MEMORY) * min(seconds, OUTLIER * known)
+
+    def estimate(self, tokens: float) -> float:
+        """Seconds of a step with `tokens`, between those of the sizes seen; 0.0 if none was.
+
+        Beyond the largest size it is that of the largest: a larger step is tried before it is
+        judged. Times never fall with the size.
+        """
+        if not self._sizes:
+            return 0.0
+        seconds = np.maximum.accumulate(self._seconds)
+        return float(np.interp(tokens, self._sizes, seconds))
+
 
 class DraftLength:
-    """Chooses the number of drafts."""
+    """Chooses the number of drafts before each step, and learns from each result."""
 
     def __init__(self, config: SpeculativeConfig) -> None:
-        self._most = config.num_speculative_tokens
+        self.most = config.num_speculative_tokens
+        self._is_fixed = config.draft_length == "fixed"
+        self._times = StepTimes()
+        self._accepted, self._tried = 1.0, 2.0
+        self._drafted, self._planned = 1.0, 1.0
+        self._steps_without = 0
+        self._probe_after = MIN_PROBE_STEPS
 
     def choose(self, num_rows: int) -> int:
         """The most drafts that each of `num_rows` decode rows may have in the next step."""
-        return self._most
+        if self._is_fixed or num_rows == 0:
+            return self.most
+        best = self._best(num_rows)
+        if best:
+            self._steps_without, self._probe_after = 0, MIN_PROBE_STEPS
+            return best
+        self._steps_without += 1
+        if self._steps_without < self._probe_after:
+            return 0
+        self._steps_without = 0
+        self._probe_after = min(2 * self._probe_after, MAX_PROBE_STEPS)
+        return min(PROBE_DRAFTS, self.most)
 
     def observe(self, step: LaunchedStep, result: GenerationBatchResult) -> None:
         """A step is back."""
+        if self._is_fixed:
+            return
+        verified, tokens = result.verified, len(step.sampled)
+        if verified is not None and step.drafts is not None:
+            first = len(step.sampled) - len(step.drafts[0])
+            self._observe_drafts(
+                verified.num_tokens[first:],
+                verified.num_drafted[first:],
+                int(step.drafts[1].sum()),
+            )
+            tokens += sum(verified.num_drafted)
+        is_decode = len(step.sampled) == len(step.reqs) and not step.num_landed
+        if is_decode and result.device_s is not None:
+            self._times.observe(tokens, result.device_s)
+
+    def _observe_drafts(
+        self, num_tokens: Sequence[int], num_drafted: Sequence[int], planned: int
+    ) -> None:
+        """`planned` drafts were allowed in all; rows had `num_drafted` and gave `num_tokens`."""
+        accepted = tried = 0
+        for tokens, drafted in zip(num_tokens, num_drafted, strict=True):
+            if drafted and tokens:
+                accepted += tokens - 1
+                tried += min(tokens, drafted)
+        if planned:
+            self._drafted = MEMORY * self._drafted + sum(num_drafted)
+            self._planned = MEMORY * self._planned + planned
+        if tried:
+            self._accepted = MEMORY * self._accepted + accepted
+            self._tried = MEMORY * self._tried + tried
+
+    def _best(self, num_rows: int) -> int:
+        """The number of drafts that promises the most tokens per second."""
+        rate = min(self._accepted / self._tried, 0.99)
+        share = self._drafted / self._planned
+        alone = self._times.estimate(num_rows)
+        if alone == 0.0:
+            return self.most
+        best, best_speed = 0, MARGIN / alone
+        tokens, chance = 1.0, share
+        for count in range(1, self.most + 1):
+            chance *= rate
+            tokens += chance
+            speed = tokens / self._times.estimate(num_rows * (1.0 + share * count))
+            if speed > best_speed:
+                best, best_speed = count, speed
+        return best
+
+
+def _bucket(tokens: int) -> int:
+    """The size whose time a step with `tokens` counts for: four to each doubling above 8."""
+    if tokens <= 8:
+        return tokens
+    step = 1 << (tokens.bit_length() - 3)
+    return tokens // step * step

@@ -220,6 +220,9 @@ class Scheduler:
             kv_cached_tokens=self.kv.tree.evictable_size,
             kv_used_tokens=self.kv.total_size - self.kv.room,
             new_token_ratio=self.ratio.value,
+            spec_decode_accepted_per_position_total=list(
+                self.stats.spec_decode_accepted_per_position_total
+            ),
         )
 
     # Composing a step
@@ -236,7 +239,10 @@ class Scheduler:
         return self._launch(mb, [], with_decode=True)
 
     def _plan_drafts(self, running: RunningBatch, length: DraftLength) -> None:
-        """Decide how many drafts the next step's rows have; none before anybody must leave."""
+        """Decide how many drafts the next step's rows have; none before anybody must leave.
+
+        With one step in flight the scheduler has the drafts, which came with the last result.
+        """
         assert running.drafts is not None
         most: int | IntArray = length.choose(len(running))
         if most and self.config.lookahead == 1:
@@ -261,6 +267,8 @@ class Scheduler:
             send_tokens=self.config.pp_size > 1,
             whole_steps=self.config.lookahead == 1,
         )
+        if self.draft_length is not None and self.config.lookahead == 1:
+            batch.drafts_wanted = self.draft_length.most
         if (decode is not None and decode.num_constrained) or any(
             a.req.constraint is not None for a in additions
         ):

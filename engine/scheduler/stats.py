@@ -24,6 +24,9 @@ class SchedulerStats(msgspec.Struct):
     preemptions_total: int = 0
     requests_finished_total: int = 0
     kv_leaks_total: int = 0
-    drafts_total: int = 0
-    draft_tokens_total: int = 0
-    accepted_tokens_total: int = 0
+    spec_decode_drafts_total: int = 0
+    """Rows of steps that checked drafts."""
+    spec_decode_draft_tokens_total: int = 0
+    spec_decode_accepted_tokens_total: int = 0
+    spec_decode_accepted_per_position_total: list[int] = msgspec.field(default_factory=list)
+    """By place of the draft in its step."""

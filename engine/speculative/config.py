@@ -55,9 +55,7 @@ class SpeculativeConfig(BaseModel):
                 + ", ".join(DRAFTERS)
             )
         if not isinstance(method, str) or (method not in DRAFTERS and ":" not in method):
-            raise ValueError(
-                f"method {method!r} is unknown; choose one of " + ", ".join(DRAFTERS)
-            )
+            raise ValueError(f"method {method!r} is unknown; choose one of " + ", ".join(DRAFTERS))
         return values
 
     @model_validator(mode="after")

@@ -125,9 +125,7 @@ class StepFiller:
             batch,
             seq_lens=seq_lens,
             input_ids=np.concatenate([batch.input_ids, np.array(inputs, np.int32)]),
-            out_cache_loc=np.concatenate(
-                [batch.out_cache_loc, _slots_of(verify, starts, counts)]
-            ),
+            out_cache_loc=np.concatenate([batch.out_cache_loc, _slots_of(verify, starts, counts)]),
             verify=VerifyRows((counts - 1).astype(np.int32)),
         )
 

@@ -72,7 +72,6 @@ def make_worker_config(
         cuda_graph_max_batch_size=graph_max_batch_size(engine) if device == "cuda" else 0,
         quantization=engine.quantization,
         speculative=engine.speculative_config,
-        drafts_in_results=engine.lookahead == 1,
         short_step_s=short_step_s(
             threads * engine.world_size * share, _num_cores(), attention, serving=serving
         ),

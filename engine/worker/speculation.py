@@ -89,11 +89,8 @@ class _Unlearned(NamedTuple):
 class Speculation:
     """Hands the tokens of sampled steps to the filler, in the order of the steps."""
 
-    def __init__(self, filler: StepFiller, num_drafts: int, *, drafts_in_results: bool) -> None:
-        """`num_drafts`: the most of a row and step. `drafts_in_results`: see `WorkerConfig`."""
+    def __init__(self, filler: StepFiller) -> None:
         self._filler = filler
-        self._num_drafts = num_drafts
-        self._in_results = drafts_in_results
         self._unlearned: deque[_Unlearned] = deque()
 
     def begin(self, batch: ModelWorkerBatch) -> ModelWorkerBatch:
@@ -115,11 +112,12 @@ class Speculation:
             self._filler.record(batch, owners, sampled.runs().tokens)
 
     def next_drafts(self, batch: ModelWorkerBatch) -> list[list[int]] | None:
-        """Drafts for the sampled rows' next steps, if results carry them. Call `learn` before."""
-        if not self._in_results:
+        """Drafts for the sampled rows' next steps, if the step asked for any. Call `learn`
+        before."""
+        if not batch.drafts_wanted:
             return None
         slots = batch.req_pool_indices[batch.sample_rows].tolist()
-        return self._filler.propose(slots, [self._num_drafts] * len(slots))
+        return self._filler.propose(slots, [batch.drafts_wanted] * len(slots))
 
 
 def make_speculation(config: WorkerConfig, parallel: ParallelState) -> Speculation:
@@ -131,8 +129,4 @@ def make_speculation(config: WorkerConfig, parallel: ParallelState) -> Speculati
         config.max_running_requests + 1,
         parallel.check_equal if parallel.tp_size > 1 else None,
     )
-    return Speculation(
-        filler,
-        speculative.num_speculative_tokens,
-        drafts_in_results=config.drafts_in_results,
-    )
+    return Speculation(filler)

@@ -13,6 +13,7 @@ from collections.abc import Collection
 
 import numpy as np
 
+from engine.attention.forward_batch import sample_counts, token_starts
 from engine.pooling import Pooling
 from engine.protocol.encoding import decode, encode
 from engine.protocol.messages import (
@@ -20,7 +21,9 @@ from engine.protocol.messages import (
     ModelWorkerBatch,
     PooledRows,
     SampleMasks,
+    VerifiedRows,
 )
+from engine.speculative.step_filler import StepFiller
 
 
 def next_token(tokens: np.ndarray, vocab: int) -> int:
@@ -85,7 +88,17 @@ def _mean(total: int, count: int) -> bytes:
 class FakeWorker:
     """Runs steps in order; `launch` encodes and decodes the message as the wire would."""
 
-    def __init__(self, num_slots: int, max_rows: int, max_len: int, vocab: int) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        max_rows: int,
+        max_len: int,
+        vocab: int,
+        filler: StepFiller | None = None,
+    ) -> None:
+        """`filler`: as a worker of an engine that speculates has it."""
+        self.filler = filler
+        self.drafts_checked = 0
         self.memory = np.full(num_slots, -7, np.int64)
         self.mirror = np.zeros((max_rows + 1, max_len), np.int64)
         self.future = np.full(max_rows + 1, -7, np.int64)
@@ -115,6 +128,9 @@ class FakeWorker:
     def run(self) -> GenerationBatchResult:
         """Execute the oldest launched step. Its masks must have come before."""
         b = self.pending.popleft()
+        if self.filler is not None:
+            self.filler.install(b.new_slots)
+            b = self.filler.fill(b)
         assert not b.delayed_sample or b.step in self.masks, "no masks: a worker waits for ever"
         allowed = _unpack(self.masks.pop(b.step)) if b.delayed_sample else {}
         assert b.step > self.steps_seen, "steps out of order"
@@ -123,7 +139,7 @@ class FakeWorker:
         for row, n in zip(b.prefix_rows.tolist(), b.prefix_lens.tolist(), strict=True):
             self.mirror[row, :n] = b.prefix_locs[at : at + n]
             at += n
-        lens = b.extend_lens.tolist() + [1] * (len(b.req_pool_indices) - b.num_extend)
+        lens = np.diff(token_starts(b)).tolist()
         assert sum(lens) == len(b.input_ids) == len(b.out_cache_loc)
         assert len(set(b.out_cache_loc.tolist())) == len(b.out_cache_loc), "slot written twice"
         at = 0
@@ -140,23 +156,43 @@ class FakeWorker:
             if i < b.num_extend:
                 self.prompt_tokens_run += n
             at += n
-        tokens = []
+        runs: list[list[int]] = []
         errors = {}
         for number, i in enumerate(b.sample_rows.tolist()):
             row, end = int(b.req_pool_indices[i]), int(b.seq_lens[i])
+            drafts = 0 if b.verify is None or i < b.num_extend else lens[i] - 1
+            assert drafts == 0 or number not in allowed, "drafts behind a mask"
             read = self.memory[self.mirror[row, :end]]
-            token = next_token(read, self.vocab)
-            if number in allowed:
-                if allowed[number]:
-                    token = next_allowed(read, allowed[number])
-                else:
-                    errors[number] = "no token is allowed"
-            self.future[row] = token
-            tokens.append(int(token))
+            run: list[int] = []
+            for known in range(end - drafts, end + 1):
+                token = next_token(read[:known], self.vocab)
+                if number in allowed:
+                    if allowed[number]:
+                        token = next_allowed(read, allowed[number])
+                    else:
+                        errors[number] = "no token is allowed"
+                run.append(int(token))
+                if known < end and read[known] != token:
+                    break
+            self.future[row] = run[-1]
+            self.drafts_checked += drafts
+            runs.append(run)
         embeddings = None if b.pooled is None else self._embeddings(b, b.pooled)
-        return GenerationBatchResult(
-            b.step, tokens, row_errors=errors or None, embeddings=embeddings
+        result = GenerationBatchResult(
+            b.step,
+            [token for run in runs for token in run],
+            row_errors=errors or None,
+            embeddings=embeddings,
         )
+        if b.verify is not None:
+            counts = [len(run) for run in runs]
+            result.verified = VerifiedRows(counts, (sample_counts(b)[: len(runs)] - 1).tolist())
+        if self.filler is not None:
+            self.filler.record(b, self.filler.owners(b), runs)
+            if b.drafts_wanted:
+                slots = b.req_pool_indices[b.sample_rows].tolist()
+                result.drafts = self.filler.propose(slots, [b.drafts_wanted] * len(slots))
+        return result
 
     def _embeddings(self, b: ModelWorkerBatch, pooled: PooledRows) -> list[bytes]:
         sampled = set(b.sample_rows.tolist())

@@ -15,9 +15,12 @@ from engine.protocol.messages import AddRequest, FinishedReq, GenerationBatchRes
 from engine.sampling_params import SamplingParams
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.scheduler_config import SchedulerConfig
+from engine.speculative.step_filler import StepFiller
+from tests.support.drafters import RightUntilError
 from tests.support.fake_worker import (
     FakeWorker,
     allowed_tokens,
+    next_token,
     reference,
     reference_embedding,
 )
@@ -47,6 +50,7 @@ class Harness:
             self.config.max_running_requests,
             self.config.max_model_len,
             VOCAB,
+            _filler(self.config),
         )
         self.now = 0.0
         self.tokens: dict[tuple[str, int], list[int]] = defaultdict(list)
@@ -160,7 +164,9 @@ class Harness:
         for reply_to, out in self.scheduler.take_outputs():
             for rid, cached, _ in out.started:
                 self.cached[(reply_to, rid)] = cached
-            for rid, token in zip(out.rids, out.token_ids, strict=True):
+            counts = [1] * len(out.rids) if out.counts is None else out.counts
+            rids = [r for r, count in zip(out.rids, counts, strict=True) for _ in range(count)]
+            for rid, token in zip(rids, out.token_ids, strict=True):
                 key = (reply_to, rid)
                 assert key not in self.finished, "token after the end"
                 assert key not in self.aborted, "token after abort"
@@ -227,6 +233,16 @@ class Harness:
                 assert self.tokens[key] == out, key
                 assert end.reason == self.reasons[key], key
                 assert self.embeddings.get(key) == self.expected_embeddings.get(key), key
+
+
+def _filler(config: SchedulerConfig) -> StepFiller | None:
+    """For a scheduler that speculates: three of four drafts are right."""
+    if config.speculative is None:
+        return None
+    drafter = RightUntilError(
+        config.speculative, lambda tokens: next_token(np.asarray(tokens, np.int32), VOCAB)
+    )
+    return StepFiller(drafter, config.max_running_requests + 1)
 
 
 MODES = [

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from deploy.http.metrics.exposition import Family, joined, label_text, scalar
 
-Statistics = Mapping[str, float | str]
-"""Of one replica, by name; `replica` is the replica's own name."""
+Statistics = Mapping[str, float | str | list[int]]
+"""Of one replica, by name; `replica` is the replica's own name. A list has a number for each
+position."""
 
 
 class EngineStats:
@@ -29,6 +30,8 @@ class EngineStats:
             for key, value in stats.items():
                 if key != "replica" and isinstance(value, int | float):
                     samples.setdefault(key, []).append((replica, value))
+                elif isinstance(value, list):
+                    samples.setdefault(key, []).extend(_by_position(replica, value))
         up = scalar(
             "manta_engine_stats_up",
             "gauge",
@@ -38,17 +41,34 @@ class EngineStats:
         return [up, *(_family(key, values) for key, values in samples.items())]
 
     def by_replica(self, *keys: str) -> list[tuple[str, list[float]]]:
-        """Replicas that have all of these statistics, with their values."""
-        return [
-            (name, [float(stats[key]) for key in keys])
-            for name, stats in self._replicas
-            if all(key in stats for key in keys)
-        ]
+        """Replicas that have all of these statistics, which are numbers, with their values."""
+        found = []
+        for name, stats in self._replicas:
+            values = [stats.get(key) for key in keys]
+            if all(isinstance(value, int | float | str) for value in values):
+                found.append((name, [float(value) for value in values]))  # type: ignore[arg-type]
+        return found
+
+    def by_position(self, key: str, labels_of: Callable[[str], str]) -> list[tuple[str, float]]:
+        """Samples of a statistic that is a list: `labels_of` the replica, and the position."""
+        found: list[tuple[str, float]] = []
+        for name, stats in self._replicas:
+            values = stats.get(key)
+            if isinstance(values, list):
+                found += _by_position(labels_of(name), values)
+        return found
 
 
 def _name(stats: Statistics, index: int) -> str:
     name = stats.get("replica", index)
     return f"{name:g}" if isinstance(name, float) else str(name)
+
+
+def _by_position(labels: str, values: Sequence[int]) -> list[tuple[str, float]]:
+    return [
+        (joined(label_text({"position": str(at)}), labels), value)
+        for at, value in enumerate(values)
+    ]
 
 
 def _family(key: str, values: Sequence[tuple[str, float]]) -> Family:

@@ -59,6 +59,24 @@ _ENGINE = (
         "Tokens that were found in the prefix cache.",
         "cached_tokens_total",
     ),
+    (
+        "vllm:spec_decode_num_drafts_total",
+        "counter",
+        "Rows of steps that checked drafts.",
+        "spec_decode_drafts_total",
+    ),
+    (
+        "vllm:spec_decode_num_draft_tokens_total",
+        "counter",
+        "Drafts that were checked.",
+        "spec_decode_draft_tokens_total",
+    ),
+    (
+        "vllm:spec_decode_num_accepted_tokens_total",
+        "counter",
+        "Drafts that were accepted.",
+        "spec_decode_accepted_tokens_total",
+    ),
 )
 
 
@@ -109,6 +127,14 @@ def engine_families(stats: EngineStats, labels: str) -> list[Family]:
             "gauge",
             "Share of the KV cache that requests hold; 1 means all of it.",
             [(of(replica), held / total) for replica, (held, total) in used if total],
+        )
+    )
+    found.append(
+        scalar(
+            "vllm:spec_decode_num_accepted_tokens_per_pos_total",
+            "counter",
+            "Drafts that were accepted, by their place in the step.",
+            stats.by_position("spec_decode_accepted_per_position_total", of),
         )
     )
     found.append(_iterations(stats, of))

@@ -17,6 +17,7 @@ import pytest
 from engine.kvcache import KVPoolError
 from engine.protocol.messages import AbortRequest
 from engine.scheduler import scheduler as scheduler_module
+from engine.scheduler.committer import Committer
 from engine.scheduler.kv_manager import KVManager
 from engine.scheduler.prefill_planner import PrefillPlanner
 from engine.scheduler.req import ReqStatus
@@ -30,7 +31,7 @@ from tests.support.overlap import AnyOrder, Overlap, Reader, tiny_tokenizer, two
 from tests.support.scheduler_harness import VOCAB
 
 FREED_AT_ONCE = replaced(Requests, "is_in_flight", lambda self, req: False)
-EXTRA_TOKEN_KEPT = without(Scheduler, "_commit", ("if req.status is finished:", "if False:"))
+EXTRA_TOKEN_KEPT = without(Committer, "_commit_tokens", ("if req.status is finished:", "if False:"))
 
 
 # Leaving while a step is in flight

@@ -24,6 +24,7 @@ from engine.protocol.messages import (
     ModelWorkerBatch,
     SampleMasks,
 )
+from engine.scheduler.committer import Committer
 from engine.scheduler.micro_batch import MicroBatch
 from engine.scheduler.running_batch import RunningBatch
 from engine.scheduler.scheduler import Scheduler
@@ -36,7 +37,7 @@ from tests.support.overlap import Overlap, Reader, tiny_tokenizer, two_running
 from tests.support.scheduler_harness import VOCAB, Harness
 
 NONE = np.zeros(0, np.int32)
-EXTRA_TOKEN_KEPT = without(Scheduler, "_commit", ("if req.status is finished:", "if False:"))
+EXTRA_TOKEN_KEPT = without(Committer, "_commit_tokens", ("if req.status is finished:", "if False:"))
 
 
 def written_placeholders(*edits: tuple[str, str]) -> TakeOut:
@@ -55,7 +56,7 @@ def written_placeholders(*edits: tuple[str, str]) -> TakeOut:
 
         patch.setattr(Scheduler, "_launch", append)
         replace = ("output.append(token)", "output[output.index(-1)] = token")
-        without(Scheduler, "_commit", replace, *edits)(patch)
+        without(Committer, "_commit_tokens", replace, *edits)(patch)
 
     return apply
 
@@ -104,8 +105,8 @@ def check_no_step_beyond_the_last_token() -> None:
     written_placeholders(
         ("len(output) >= ", "sum(t >= 0 for t in output) >= "),
         (
-            "self.outputs.close_step(step.step, rids, tokens, readers)",
-            "self.outputs.close_step(step.step, rids, "
+            "self._outputs.close_step(step.step, rids, tokens, readers)",
+            "self._outputs.close_step(step.step, rids, "
             "np.asarray([r.output_ids[-1] for r in step.sampled]), readers)",
         ),
     ),
@@ -121,7 +122,7 @@ def check_placeholders_never_reach_the_detokenizer() -> None:
 
 
 @guarded_by(
-    without(Scheduler, "_commit", (" and i in ", " and i < 0 and i in ")),
+    without(Committer, "_commit_tokens", (" and i in ", " and i < 0 and i in ")),
     KeyError,
     "'c', 1",
 )

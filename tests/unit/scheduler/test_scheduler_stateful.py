@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.pooling import Pooling
 from engine.protocol.messages import AbortRequest, KeyLimits
+from engine.speculative.config import SpeculativeConfig
 from tests.support.scheduler_harness import MODES, VOCAB, Harness
 
 CHOICES = [
@@ -35,6 +36,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         kv=st.sampled_from([96, 128, 320]),
         careful=st.sampled_from([0.01, 1.0]),
         eos=st.sampled_from([(), (7,)]),
+        drafts=st.sampled_from([0, 0, 1, 4, 7]),
+        adaptive=st.booleans(),
     )
     def start(
         self,
@@ -47,9 +50,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         kv: int,
         careful: float,
         eos: tuple[int, ...],
+        drafts: int,
+        adaptive: bool,
     ) -> None:
+        speculative = None
+        if drafts:
+            kv = max(kv, 112)  # a request and the drafts of two steps
+            speculative = SpeculativeConfig(
+                method="ngram",
+                num_speculative_tokens=drafts,
+                draft_length="adaptive" if adaptive else "fixed",
+            )
         self.h = Harness(
             **mode,
+            speculative=speculative,
             page_size=page,
             num_kv_tokens=kv,
             schedule_policy=policy,
