@@ -124,6 +124,7 @@ def build_app(args: dict[str, Any]) -> Application:
             reasons=model_reasons(server.reasoning_parser, templates),
             server=server.model_dump(),
             hidden_size=config.resolved.model.hidden_size,
+            speculates=engine.speculative_config is not None,
             pooling=config.resolved.pooling,
             log_format=server.log_format,
         ),

@@ -32,8 +32,9 @@ from engine.model_config import ModelConfig
 MAX_MEMORY = 2**29
 """Bytes that a grammar may take, beside the stack of the thread that compiles it (up to 40 MB were
 measured for grammars that compile in time)."""
-MAX_WALL = 3
-"""Times the CPU time that a grammar may take."""
+MAX_WALL = 6
+"""Times the CPU time that a grammar may take. A check that others keep from the CPU for longer ends
+without a verdict: on a machine with four servers, 3 were not enough for a grammar of 40 ms."""
 NUM_TRIAL_TOKENS = 64
 TRIAL_S = 0.1
 """CPU time after which no other trial token is chosen."""
@@ -117,8 +118,10 @@ def _cause(status: int) -> GuardReply:
     if not os.WIFSIGNALED(status):
         return GuardReply("died", f"exit status {os.waitstatus_to_exitcode(status)}")
     number = signal.Signals(os.WTERMSIG(status))
-    if number in (signal.SIGPROF, signal.SIGALRM):
+    if number is signal.SIGPROF:
         return GuardReply("late")
+    if number is signal.SIGALRM:
+        return GuardReply("starved")
     words = {signal.SIGSEGV: "stack overflow", signal.SIGABRT: "out of memory, or a mistake in it"}
     return GuardReply("died", words.get(number, number.name))
 

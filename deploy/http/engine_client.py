@@ -43,6 +43,8 @@ class ModelInfo:
     """Numbers of an embedding."""
     pooling: Pooling = "last"
     """How embeddings are made."""
+    speculates: bool = False
+    """Whether its engines check drafts."""
 
 
 @dataclass
@@ -62,6 +64,8 @@ class GenerateRequest:
     """Set: the one delta has an embedding of the prompt, and no tokens. `params` don't matter."""
     key: KeyLimits | None = None
     """The API key that it came with; None if the server has no keys."""
+    prediction_ids: list[int] = field(default_factory=list)
+    """The output that the client expects; empty if the engines don't speculate."""
 
 
 SpendingReport = dict[str, tuple[float, float]]

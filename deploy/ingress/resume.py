@@ -115,6 +115,7 @@ class Progress:
     def add_request(self, rid: int, reply_to: str) -> AddRequest:
         """The message that gives the next attempt to an engine."""
         request = self.request
+        expected = request.prediction_ids
         return AddRequest(
             rid=rid,
             reply_to=reply_to,
@@ -126,6 +127,7 @@ class Progress:
             cache_salt=request.cache_salt,
             pooling=request.pooling,
             key=request.key,
+            prediction_ids=np.asarray(expected, np.int32) if expected else None,
         )
 
     def take(self, delta: TextDelta) -> None:

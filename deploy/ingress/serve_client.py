@@ -83,6 +83,7 @@ class IngressOptions:
     server: dict[str, Any] = field(default_factory=dict)
     """The server's own configuration, for those who ask for it."""
     hidden_size: int = 0
+    speculates: bool = False
     pooling: Pooling = "last"
     log_format: LogFormat = "text"
 
@@ -112,6 +113,7 @@ class ServeEngineClient(EngineClient, IngressListener):
             options.model_path,
             hidden_size=options.hidden_size,
             pooling=options.pooling,
+            speculates=options.speculates,
         )
         self._resumes: Counter[str] = Counter(dict.fromkeys(RESUMED, 0))
         self._drain = DrainWatch()

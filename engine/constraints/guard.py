@@ -124,6 +124,10 @@ class GrammarGuard:
             verdict = self._known(key)  # a request with the same grammar may have been before
         if verdict is None:
             reply = self._ask(payload)
+            if reply.verdict == "starved":
+                raise RequestError(
+                    "the machine is too busy to check the grammar; try again later", status=503
+                )
             late = reply.verdict == "late"
             until = self._clock() + LATE_FOR_S if late else math.inf
             verdict = _Verdict(self._words(reply), until)

@@ -16,9 +16,10 @@ MAX_FRAME = 2**20
 
 
 class GuardReply(msgspec.Struct, array_like=True):
-    """`refused`: for the reason in `message`. `died`, `late`: so did the process that compiled."""
+    """`refused`: for the reason in `message`. `died`, `late`: so did the process that compiled.
+    `starved`: it got too little of the CPU to say."""
 
-    verdict: Literal["ok", "refused", "died", "late"]
+    verdict: Literal["ok", "refused", "died", "late", "starved"]
     message: str = ""
 
 

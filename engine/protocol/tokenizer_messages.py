@@ -54,6 +54,8 @@ class TextDelta(msgspec.Struct, array_like=True, gc=False):
     error_param: str | None = None
     embedding: bytes | None = None
     queue_s: float = 0.0
+    num_predicted: int = 0
+    """On the last delta: output tokens that were drafts from the client's prediction."""
 
 
 class EncodeRequest(msgspec.Struct, array_like=True):

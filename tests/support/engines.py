@@ -92,15 +92,20 @@ class Engine:
         stop_after: dict[int, int],
     ) -> None:
         step = 0
+        ended: set[int] = set()
+        """Prompts that were aborted: what a step still brings of them counts for nothing."""
         while not core.scheduler.is_idle:
             step += 1
             for _, message in core.step():
                 assert all(end.reason != "error" for end in message.finished), message.finished
-                for i, (rid, token) in enumerate(zip(message.rids, message.token_ids, strict=True)):
-                    if rid >= 0:
+                rids = np.repeat(message.rids, 1 if message.counts is None else message.counts)
+                tokens = zip(rids.tolist(), message.token_ids, strict=True)
+                for i, (rid, token) in enumerate(tokens):
+                    if rid >= 0 and rid not in ended:
                         out[rid].append(token)
                         if len(out[rid]) == stop_after.get(rid):
                             core.scheduler.abort(AbortRequest(rid=rid))
+                            ended.add(rid)
                         if message.logprobs and i in message.logprobs:
                             self.logprobs.setdefault(rid, []).append(message.logprobs[i])
                 self.cached.update({rid: cached for rid, cached, _ in message.started})

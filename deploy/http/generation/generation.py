@@ -37,6 +37,8 @@ class Output:
     state: OutputState | None = None
     num_output: int = 0
     num_cached: int = 0
+    num_predicted: int = 0
+    """Output tokens that the request predicted."""
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     texts: list[str] = field(default_factory=list)
@@ -157,6 +159,7 @@ class Generation(ABC, Generic[F]):
         if self.trace is not None and (not output.num_output or delta.finish_reason is not None):
             self.trace.delta(index, delta)
         output.num_output, output.num_cached = delta.num_output, delta.num_cached
+        output.num_predicted = delta.num_predicted
         if delta.prompt_logprobs is not None:
             output.prompt_logprobs = delta.prompt_logprobs
         if delta.finish_reason is not None:

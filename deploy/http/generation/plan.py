@@ -332,6 +332,10 @@ async def _plan(
         priority = key.priority(request.priority)
         namespace, limits = key.namespace(request.cache_salt), key.limits
     bad_words_ids = await _bad_words_ids(client, request.bad_words)
+    prediction_ids: list[int] = []
+    if request.prediction and info.speculates:
+        found = await client.encode([request.prediction], add_special_tokens=False)
+        prediction_ids = found[0][: info.max_model_len]
     checked: NamedConstraint | None = None
     verified: SamplingParams | None = None
     sequences: list[GenerateRequest] = []
@@ -363,6 +367,7 @@ async def _plan(
                 prompt.abort,
                 request.pooling,
                 limits,
+                prediction_ids,
             )
             for copy in params.copies(lambda: secrets.randbits(63))
         ]

@@ -85,6 +85,8 @@ class GenerationRequest:
     priority: int = 0
     cache_salt: str = ""
     return_token_ids: bool = False
+    prediction: str = ""
+    """The output that the client expects."""
     pooling: Pooling | None = None
     """Set: the prompts are embedded. `max_tokens` is 0 then, and `params` don't matter."""
 

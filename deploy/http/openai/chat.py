@@ -7,14 +7,14 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from deploy.http.body import MAX_MESSAGES, FreeObject, encode_json, refusal
+from deploy.http.body import MAX_MESSAGES, FreeObject, Strict, encode_json, refusal
 from deploy.http.engine_client import EngineClient, ModelInfo
 from deploy.http.generation.generation import Generation, Output
 from deploy.http.generation.plan import check_model, check_text_length, plan_chat
 from deploy.http.generation.request import ChatRequest, FieldNames, Incoming
 from deploy.http.openai.generation import OpenAIEndpoint, OpenAIGeneration
 from deploy.http.openai.logprobs import LogprobStyle, chat_logprobs, prompt_logprobs
-from deploy.http.openai.messages import ChatMessage
+from deploy.http.openai.messages import ChatMessage, TextPart
 from deploy.http.openai.parts import delta_payloads, finish_reason, message_fields
 from deploy.http.openai.replies import ChatCompletion, ChatCompletionChunk, Error
 from deploy.http.openai.request import UNSUPPORTED, GenerationFields
@@ -22,6 +22,20 @@ from deploy.http.openai.sse import ChunkEncoder
 from deploy.http.openai.tools import Tool, ToolChoice, schema_of_answer, tool_use
 from engine.protocol.tokenizer_messages import TextDelta
 from engine.sampling_params import MAX_LOGPROBS
+
+
+class Prediction(Strict):
+    """OpenAI's predicted output: a text, or text parts that are joined."""
+
+    type: Literal["content"] = "content"
+    content: str | list[TextPart]
+
+    @property
+    def text(self) -> str:
+        """The expected text."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
 
 
 class ChatCompletionRequest(GenerationFields):
@@ -33,7 +47,6 @@ class ChatCompletionRequest(GenerationFields):
         "function_call": ("none", "auto"),
         "audio": (),
         "modalities": (["text"],),
-        "prediction": (),
         "moderation": (),
         "thinking_token_budget": (),
         "web_search_options": (),
@@ -63,6 +76,8 @@ class ChatCompletionRequest(GenerationFields):
     """For templates that read it."""
     include_reasoning: bool = True
     """False: the reply leaves the reasoning out."""
+    prediction: Prediction | None = None
+    """The answer that is expected: tokens of the reply that equal it may come several at once."""
 
     @property
     def wants_logprobs(self) -> bool:
@@ -134,6 +149,8 @@ def translate(given: ChatCompletionRequest, request_id: str, info: ModelInfo) ->
     """The request that a body stands for. Raises `RequestError`."""
     check_model(given.model, info)
     check_text_length(sum(len(m.text) for m in given.messages), info, "messages")
+    prediction = "" if given.prediction is None else given.prediction.text
+    check_text_length(len(prediction), info, "prediction")
     tools = tool_use(given.tools, given.tool_choice, given.parallel_tool_calls, info)
     by_new_name = given.max_completion_tokens is not None
     top = given.top_logprobs if given.logprobs else None
@@ -148,6 +165,7 @@ def translate(given: ChatCompletionRequest, request_id: str, info: ModelInfo) ->
         continue_final_message=given.continue_final_message,
         chat_template=given.chat_template,
         template_kwargs=given.template_kwargs,
+        prediction=prediction,
     )
 
 
@@ -193,9 +211,17 @@ class ChatGeneration(OpenAIGeneration[ChatCompletionRequest]):
 
     def _usage(self) -> dict[str, Any]:
         usage = super()._usage()
+        details: dict[str, int] = {}
         if self._plan.reading is not None:
             tokens = sum(o.state.num_reasoning for o in self._outputs if o.state is not None)
-            usage["completion_tokens_details"] = {"reasoning_tokens": tokens}
+            details["reasoning_tokens"] = tokens
+        if self._request.prediction is not None:
+            expected = sum(len(s.prediction_ids) for s in self._plan.sequences)
+            accepted = sum(output.num_predicted for output in self._outputs)
+            details["accepted_prediction_tokens"] = accepted
+            details["rejected_prediction_tokens"] = max(expected - accepted, 0)
+        if details:
+            usage["completion_tokens_details"] = details
         return usage
 
     @cached_property

@@ -31,10 +31,13 @@ class CachedTokens(_Shape):
     cached_tokens: int
 
 
-class ReasoningTokens(_Shape):
-    """Tokens that the model thought with, among those of the output."""
+class CompletionTokens(_Shape):
+    """What tokens of the output were: thoughts of the model, or predicted by the request."""
 
-    reasoning_tokens: int
+    reasoning_tokens: int | None = None
+    accepted_prediction_tokens: int | None = None
+    rejected_prediction_tokens: int | None = None
+    """Predicted tokens that did not come."""
 
 
 class Usage(_Shape):
@@ -44,7 +47,7 @@ class Usage(_Shape):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
-    completion_tokens_details: ReasoningTokens | None = None
+    completion_tokens_details: CompletionTokens | None = None
 
 
 class PromptLogprob(_Shape):

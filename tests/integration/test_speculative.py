@@ -1,0 +1,274 @@
+"""Speculation changes nothing but the number of steps.
+
+Outputs equal those of transformers (greedy, float32), or those of the same engine without
+speculation, for every drafter. `make test` runs a covering subset, `make test-matrix` the product.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from engine.constraints import ConstraintSpec
+from engine.sampling_params import SamplingParams
+from tests.support.drafters import OUTPUTS
+from tests.support.engines import Engine, engine_for, greedy_reference, load_reference
+from tests.support.models import ARCHITECTURES, make_model
+
+CARRIED = Path(__file__).resolve().parents[2] / "models" / "manta-small"
+MAX_NEW = 24
+LOGPROB_TOLERANCE = 1e-4
+DRAFTERS = {
+    "ngram": "ngram",
+    "suffix": "suffix",
+    "random": "tests.support.drafters:RandomDrafter",
+    "right": "tests.support.drafters:RightUntilError",
+}
+MODELS = ("carried", "mistral", "qwen3")
+LAYOUTS = ((1, 1), (2, 1), (1, 2))
+# (model, drafter, k, page, tp, pp) of the subset.
+SUBSET = {
+    ("carried", "ngram", 4, 16, 1, 1),
+    ("carried", "ngram", 8, 1, 2, 1),
+    ("carried", "right", 4, 16, 1, 2),
+    ("carried", "right", 1, 1, 1, 1),
+    ("carried", "suffix", 8, 16, 1, 1),
+    ("carried", "random", 4, 1, 1, 1),
+    ("mistral", "right", 8, 16, 1, 1),
+    ("mistral", "random", 1, 16, 2, 1),
+    ("mistral", "ngram", 4, 1, 1, 2),
+    ("qwen3", "right", 4, 1, 2, 1),
+    ("qwen3", "suffix", 1, 1, 1, 1),
+}
+# (chunk, retract, overlap, draft_length): every pair of values meets.
+SCHEDULES = [
+    (-1, 0, False, "fixed"),
+    (-1, 4, True, "adaptive"),
+    (32, 4, False, "adaptive"),
+    (32, 0, True, "fixed"),
+    (32, 4, True, "fixed"),
+]
+LIST_A, LIST_B = [40, 41, 42, 43, 44], [40, 41, 50]
+PARAMS: dict[str, SamplingParams] = {
+    "sampled": SamplingParams(max_tokens=MAX_NEW, seed=5, logprobs=2),
+    "cold": SamplingParams(max_tokens=MAX_NEW, temperature=0.3, top_p=0.8, seed=1),
+    "top_k": SamplingParams(max_tokens=MAX_NEW, temperature=0.7, top_k=4, min_p=0.02, seed=2),
+    "penalties": SamplingParams(
+        max_tokens=MAX_NEW,
+        temperature=0,
+        repetition_penalty=1.3,
+        presence_penalty=0.5,
+        frequency_penalty=0.7,
+    ),
+    "sampled penalties": SamplingParams(
+        max_tokens=MAX_NEW, temperature=0.6, seed=9, frequency_penalty=1.5, logprobs=0
+    ),
+    "bias": SamplingParams(max_tokens=MAX_NEW, temperature=0, logit_bias={7: 4.0, 9: -50.0}),
+    "listed": SamplingParams(
+        max_tokens=MAX_NEW, temperature=0, logprobs=3, logprob_token_ids=[3, 5]
+    ),
+    "prompt": SamplingParams(max_tokens=MAX_NEW, temperature=0, logprobs=1, prompt_logprobs=1),
+    "bad words": SamplingParams(max_tokens=MAX_NEW, temperature=0, bad_words_ids=[[11], [12, 13]]),
+    "choice": SamplingParams(
+        max_tokens=MAX_NEW,
+        temperature=0,
+        constraint=ConstraintSpec("token_choice", {"choices": [LIST_A, LIST_B]}),
+    ),
+}
+
+
+class Case:
+    """A model, prompts that repeat themselves in parts, and what transformers makes of them."""
+
+    def __init__(self, path: Path, folder: Path) -> None:
+        self.path = path
+        reference = load_reference(path)
+        vocab = reference.config.vocab_size
+        rng = random.Random(3)
+        stem = [rng.randrange(3, vocab) for _ in range(20)]
+        self.prompts = [
+            [rng.randrange(3, vocab)],
+            stem * 3 + [5],
+            stem + [rng.randrange(3, vocab) for _ in range(30)] + stem,
+            [rng.randrange(3, vocab) for _ in range(17)],
+            [7, 8, 9] * 12,
+        ]
+        self.expected = greedy_reference(reference, self.prompts, MAX_NEW)
+        self.outputs = folder / f"{path.name}.json"
+        self.tell(self.expected)
+
+    def tell(self, outputs: Sequence[Sequence[int]]) -> None:
+        """The outputs that `RightUntilError` guesses from now on."""
+        known = [p + list(out) for p, out in zip(self.prompts, outputs, strict=True)]
+        self.outputs.write_text(json.dumps(known))
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Case]]:
+    transformers.utils.logging.set_verbosity_error()
+    folder = tmp_path_factory.mktemp("outputs")
+
+    class Lazy(dict[str, Case]):
+        def __missing__(self, name: str) -> Case:
+            path = CARRIED
+            if name != "carried":
+                arch, overrides = ARCHITECTURES[name]
+                made = tmp_path_factory.mktemp(name)
+                path = make_model(made, arch, num_hidden_layers=4, **overrides)
+            self[name] = Case(path, folder)
+            return self[name]
+
+    yield Lazy()
+
+
+def speculative(drafter: str, count: int, **more: Any) -> dict[str, Any]:
+    return {"method": DRAFTERS[drafter], "num_speculative_tokens": count, **more}
+
+
+def accepted(engine: Engine) -> int:
+    return engine.stats.spec_decode_accepted_tokens_total
+
+
+@pytest.mark.parametrize(
+    ("model", "drafter", "count", "page", "tp", "pp"),
+    [
+        (*most, *layout)
+        for *most, layout in itertools.product(MODELS, DRAFTERS, (1, 4, 8), (1, 16), LAYOUTS)
+    ],
+)
+def test_greedy_equals_transformers(
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    cases: dict[str, Case],
+    model: str,
+    drafter: str,
+    count: int,
+    page: int,
+    tp: int,
+    pp: int,
+) -> None:
+    full = request.config.getoption("--full-matrix")
+    if not full and (model, drafter, count, page, tp, pp) not in SUBSET:
+        pytest.skip("not in the covering subset (make test-matrix runs it)")
+    case = cases[model]
+    case.tell(case.expected)
+    monkeypatch.setenv(OUTPUTS, str(case.outputs))
+    params = SamplingParams(max_tokens=MAX_NEW, temperature=0, ignore_eos=True)
+    config = {"tp_size": tp, "pp_size": pp, "page_size": page}
+    drafts = speculative(drafter, count)
+    with engine_for(case.path, speculative_config=drafts, **config) as engine:
+        for chunk, retract, overlap, length in SCHEDULES:
+            got = engine.run(
+                case.prompts,
+                params,
+                retract_every=retract,
+                chunked_prefill_size=chunk,
+                enable_overlap=overlap,
+                speculative_config=engine.config.speculative_config.model_copy(
+                    update={"draft_length": length}
+                ),
+            )
+            variant = f"chunk={chunk} retract={retract} overlap={overlap} {length}"
+            assert got == case.expected, variant
+            assert not retract or engine.retractions > 0, variant
+            if length == "fixed" and drafter == "right":
+                assert accepted(engine) > 20, variant
+            if length == "fixed" and drafter == "random":
+                assert engine.stats.spec_decode_draft_tokens_total > 20, variant
+
+
+@pytest.fixture(scope="module")
+def plain(cases: dict[str, Case]) -> Iterator[Engine]:
+    with engine_for(cases["carried"].path, page_size=16) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_every_parameter(
+    cases: dict[str, Case], plain: Engine, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    """Tokens, log-probabilities and ends are those without speculation."""
+    case = cases["carried"]
+    monkeypatch.setenv(OUTPUTS, str(case.outputs))
+    names = list(PARAMS)
+    prompts = [case.prompts[i % len(case.prompts)] for i in range(len(names))]
+    params = [PARAMS[name] for name in names]
+    stop_after = {names.index("bias"): 7}
+    want = plain.run(prompts, params, stop_after=stop_after)
+    logprobs, prompt_logprobs = plain.logprobs, plain.prompt_logprobs
+    known = [p + list(out) for p, out in zip(prompts, want, strict=True)]
+    case.outputs.write_text(json.dumps(known))
+    config = dict(page_size=16, attention_backend=backend, sampling_backend=backend)
+    drafts = speculative("right", 4, draft_length="fixed")
+    with engine_for(case.path, speculative_config=drafts, **config) as engine:
+        for overlap, chunk in itertools.product((True, False), (-1, 32)):
+            got = engine.run(
+                prompts,
+                params,
+                stop_after=stop_after,
+                enable_overlap=overlap,
+                chunked_prefill_size=chunk,
+            )
+            for name, ours, theirs in zip(names, got, want, strict=True):
+                assert ours == theirs, (name, overlap, chunk)
+            assert accepted(engine) > 40
+            assert engine.logprobs.keys() == logprobs.keys()
+            for rid, entries in logprobs.items():
+                for mine, other in zip(engine.logprobs[rid], entries, strict=True):
+                    assert abs(mine.logprob - other.logprob) < LOGPROB_TOLERANCE, names[rid]
+                    assert mine.top_ids == other.top_ids, names[rid]
+            assert engine.prompt_logprobs.keys() == prompt_logprobs.keys()
+
+
+def test_stop_tokens_and_min_tokens(
+    cases: dict[str, Case], plain: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stop token in the middle of an accepted run ends the output there."""
+    case = cases["carried"]
+    monkeypatch.setenv(OUTPUTS, str(case.outputs))
+    case.tell(case.expected)
+    params = []
+    for index, out in enumerate(case.expected):
+        stop = out[6 + index]
+        least = 10 if index % 2 else 0
+        params.append(
+            SamplingParams(
+                max_tokens=MAX_NEW, temperature=0, stop_token_ids=[stop], min_tokens=least
+            )
+        )
+    want = plain.run(case.prompts, params)
+    assert any(len(out) < MAX_NEW for out in want)
+    drafts = speculative("right", 8, draft_length="fixed")
+    with engine_for(case.path, page_size=16, speculative_config=drafts) as engine:
+        for overlap in (True, False):
+            assert engine.run(case.prompts, params, enable_overlap=overlap) == want, overlap
+            assert accepted(engine) > 4
+
+
+def test_little_kv_room(cases: dict[str, Case], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests are retracted for want of room, and drafts fall away before that."""
+    case = cases["carried"]
+    monkeypatch.setenv(OUTPUTS, str(case.outputs))
+    case.tell(case.expected)
+    params = SamplingParams(max_tokens=MAX_NEW, temperature=0, ignore_eos=True)
+    drafts = speculative("right", 8, draft_length="fixed")
+    config = dict(page_size=1, max_model_len=112, speculative_config=drafts)
+    with engine_for(case.path, **config) as engine:
+        for overlap in (True, False):
+            got = engine.run(
+                case.prompts * 4,
+                params,
+                kv_tokens=130,
+                enable_overlap=overlap,
+                schedule_conservativeness=0.01,
+                enable_prefix_cache=False,
+                max_total_tokens=None,
+            )
+            assert got == case.expected * 4
