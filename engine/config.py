@@ -168,6 +168,25 @@ class EngineConfig(BaseModel):
         """KV tokens that a request may hold beyond its own; 0 without speculation."""
         return 0 if self.speculative_config is None else self.speculative_config.spare_tokens
 
+    def _check_draft_model(self, name: str, target: ModelConfig, max_len: int) -> None:
+        draft = ModelConfig.from_pretrained(resolve_model_path(name))
+        if draft.vocab_size != target.vocab_size:
+            raise ConfigError(
+                f"the draft model has a vocabulary of {draft.vocab_size} tokens and the model one "
+                f"of {target.vocab_size}; speculative_config.model must have the model's own "
+                "tokenizer."
+            )
+        if draft.max_position_embeddings < max_len:
+            raise ConfigError(
+                f"the draft model takes {draft.max_position_embeddings} tokens and max_model_len "
+                f"is {max_len}; lower max_model_len or choose another speculative_config.model."
+            )
+        if self.pp_size > 1 or not self.enable_overlap:
+            raise ConfigError(
+                "speculative_config.method draft_model needs pp_size: 1 and enable_overlap: true; "
+                "set them, or choose ngram or suffix."
+            )
+
     def resolve(self) -> ResolvedConfig:
         """Read the model's config and check every size against it. Raises `ConfigError`."""
         folder = resolve_model_path(self.model, self.revision)
@@ -251,6 +270,8 @@ class EngineConfig(BaseModel):
                 "enable_priority_preemption needs schedule_policy: priority; set it or switch "
                 "preemption off."
             )
+        if self.speculative_config is not None and self.speculative_config.model is not None:
+            self._check_draft_model(self.speculative_config.model, model, max_len)
         pooling = read_pooling(model.path) if self.pooling == "auto" else self.pooling
         return ResolvedConfig(self, model, max_len, pooling)
 

@@ -114,6 +114,14 @@ class Sampler:
         return SampledTokens(drawn.token_ids, nan_rows, logprobs, rows, num_kept)
 
     @torch.inference_mode()
+    def draw(
+        self, logits: Tensor, slots: Tensor, slots_cpu: np.ndarray, seq_lens: Tensor
+    ) -> Tensor:
+        """Tokens int64 [S] drawn as `__call__` does, but for what depends on earlier tokens: no
+        penalties, bias or masks. Nothing is counted."""
+        return self._backend.sample(logits, self.state.plan(slots_cpu), slots, seq_lens).token_ids
+
+    @torch.inference_mode()
     def prompt_logprobs(
         self, logits: Tensor, next_token_ids: Tensor, num_top: int
     ) -> LogprobTensors:

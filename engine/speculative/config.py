@@ -9,10 +9,14 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from engine.registry import DRAFTERS
 
 MAX_DRAFTS = 16
+DRAFT_MODEL = "draft_model"
 DEFAULT_LOOKUP_MAX = 5
 DEFAULT_LOOKUP_MIN = 2
 UNSUPPORTED = ("eagle", "eagle3", "medusa", "mtp", "mlp_speculator")
 """Methods of vLLM that need heads trained for the model."""
+
+
+_METHODS = ", ".join([*DRAFTERS, DRAFT_MODEL])
 
 
 class SpeculativeConfig(BaseModel):
@@ -24,6 +28,8 @@ class SpeculativeConfig(BaseModel):
     """A word of `DRAFTERS`, or `module:Class` for a `Drafter` of one's own."""
     num_speculative_tokens: int = Field(4, ge=1, le=MAX_DRAFTS)
     """Drafts of a row and step, at most. Steps have fewer where that is faster."""
+    model: str | None = None
+    """draft_model: the folder of a small model with the same vocabulary, or a hub id."""
     prompt_lookup_max: int | None = Field(None, ge=1, le=64)
     """ngram: the longest end of a request's tokens that is looked for in the tokens before."""
     prompt_lookup_min: int | None = Field(None, ge=1, le=64)
@@ -44,18 +50,28 @@ class SpeculativeConfig(BaseModel):
             return values
         values = dict(values)
         if "method" not in values:
-            lookup = "prompt_lookup_max" in values or "prompt_lookup_min" in values
-            if not lookup:
-                raise ValueError("method is missing; choose one of " + ", ".join(DRAFTERS))
-            values["method"] = "ngram"
+            if "prompt_lookup_max" in values or "prompt_lookup_min" in values:
+                values["method"] = "ngram"
+            elif "model" in values:
+                values["method"] = DRAFT_MODEL
+            else:
+                raise ValueError(f"method is missing; choose one of {_METHODS}")
         method = values["method"]
         if method in UNSUPPORTED:
             raise ValueError(
                 f"method '{method}' needs draft heads, which Manta can't load yet; choose one of "
-                + ", ".join(DRAFTERS)
+                + _METHODS
             )
-        if not isinstance(method, str) or (method not in DRAFTERS and ":" not in method):
-            raise ValueError(f"method {method!r} is unknown; choose one of " + ", ".join(DRAFTERS))
+        known = isinstance(method, str) and (
+            method in DRAFTERS or method == DRAFT_MODEL or ":" in method
+        )
+        if not known:
+            raise ValueError(f"method {method!r} is unknown; choose one of {_METHODS}")
+        if (method == DRAFT_MODEL) != (values.get("model") is not None):
+            raise ValueError(
+                "method draft_model needs model, the folder of a small model, and no other method "
+                "has one"
+            )
         return values
 
     @model_validator(mode="after")

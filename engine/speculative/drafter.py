@@ -5,11 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from engine.errors import ConfigError
-from engine.protocol.messages import SlotParams
+from engine.protocol.messages import IntArray, ModelWorkerBatch, SlotParams
 from engine.registry import DRAFTERS
 from engine.speculative.config import SpeculativeConfig
+
+if TYPE_CHECKING:
+    from engine.attention.forward_batch import ForwardBatch
 
 
 class Drafter(ABC):
@@ -17,7 +21,8 @@ class Drafter(ABC):
 
     Tensor parallel ranks each have one, and see the same calls in the same order. So drafts may
     depend on these alone: no clock, no randomness without a fixed seed. A drafter with a model of
-    its own (a draft model; EAGLE and MTP heads) is loaded here too, and `propose` runs it.
+    its own computes in `prefill` and `propose` (`engine.worker.draft_model`; EAGLE and MTP heads
+    would, and would read the target's hidden states in `prefill`).
     """
 
     def __init__(self, config: SpeculativeConfig) -> None:
@@ -35,6 +40,17 @@ class Drafter(ABC):
     @abstractmethod
     def propose(self, slots: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
         """At most `counts[i]` guesses of what follows the tokens of each slot, in order."""
+
+    def reserve(  # noqa: B027 -- most drafters have no KV cache
+        self, rows: IntArray, starts: IntArray, counts: IntArray, slots: IntArray
+    ) -> None:
+        """KV slots int32 [sum(counts)] of the positions from `starts` [n] on of `rows` [n], which
+        the step to be drafted for may use. For drafters with keys and values of their own."""
+
+    def prefill(  # noqa: B027
+        self, batch: ModelWorkerBatch, forward: ForwardBatch
+    ) -> None:
+        """The target has run a step, and `forward` are its inputs on the device."""
 
 
 def make_drafter(config: SpeculativeConfig) -> Drafter:

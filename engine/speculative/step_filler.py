@@ -112,6 +112,8 @@ class StepFiller:
         if verify is None or verify.slots is None:
             return batch
         rows = batch.req_pool_indices[batch.num_extend :]
+        assert verify.slot_starts is not None and verify.slot_counts is not None
+        self._drafter.reserve(rows, verify.slot_starts, verify.slot_counts, verify.slots)
         drafts = self.propose(rows.tolist(), verify.num_drafts.tolist())
         counts = np.fromiter(map(len, drafts), np.int64, len(drafts)) + 1
         starts = self._lens[rows]

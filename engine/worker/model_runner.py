@@ -53,9 +53,14 @@ class ModelRunner:
     """
 
     def __init__(
-        self, config: WorkerConfig, parallel: ParallelState, meter: MemoryMeter | None = None
+        self,
+        config: WorkerConfig,
+        parallel: ParallelState,
+        meter: MemoryMeter | None = None,
+        table: Tensor | None = None,
     ) -> None:
-        """Load this rank's weights and allocate what steps need.
+        """Load this rank's weights and allocate what steps need. `table`: the `req_to_token` of
+        another model, whose KV slots this one shares.
 
         A `meter` is told when only the weights are there. Until `resize_kv_cache` the KV cache then
         has only its padding page; without a `meter` it has the size of `config`. Raises
@@ -78,11 +83,10 @@ class ModelRunner:
         self._pooler = Pooler(self.model.final_norm)
         if meter is not None:
             meter.loaded()
-        self.req_to_token = torch.zeros(
-            (config.max_running_requests + 1, config.max_model_len + config.page_size),
-            dtype=torch.int32,
-            device=self.device,
-        )
+        shape = (config.max_running_requests + 1, config.max_model_len + config.page_size)
+        if table is None:
+            table = torch.zeros(shape, dtype=torch.int32, device=self.device)
+        self.req_to_token = table
         self._make_kv_cache((config.num_kv_tokens or 0) if meter is None else 0)
 
     def resize_kv_cache(self, num_kv_slots: int) -> None:

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from engine.attention.forward_batch import sample_counts
+from engine.attention.forward_batch import ForwardBatch, sample_counts
 from engine.distributed import ParallelState
 from engine.protocol.messages import (
     Int64Array,
@@ -15,9 +15,12 @@ from engine.protocol.messages import (
     TokenLogprobs,
     VerifiedRows,
 )
-from engine.sampling.sampler import HostTokens
-from engine.speculative.drafter import make_drafter
+from engine.sampling.sampler import HostTokens, Sampler
+from engine.speculative.config import DRAFT_MODEL
+from engine.speculative.drafter import Drafter, make_drafter
 from engine.speculative.step_filler import StepFiller
+from engine.worker.draft_model import DraftModelDrafter
+from engine.worker.model_runner import ModelRunner
 from engine.worker_config import WorkerConfig
 
 
@@ -89,7 +92,8 @@ class _Unlearned(NamedTuple):
 class Speculation:
     """Hands the tokens of sampled steps to the filler, in the order of the steps."""
 
-    def __init__(self, filler: StepFiller) -> None:
+    def __init__(self, drafter: Drafter, filler: StepFiller) -> None:
+        self._drafter = drafter
         self._filler = filler
         self._unlearned: deque[_Unlearned] = deque()
 
@@ -100,6 +104,10 @@ class Speculation:
             return batch
         self.learn()
         return self._filler.fill(batch)
+
+    def ran(self, batch: ModelWorkerBatch, forward: ForwardBatch) -> None:
+        """The target's forward of a complete step is launched."""
+        self._drafter.prefill(batch, forward)
 
     def note(self, batch: ModelWorkerBatch, sampled: Sampled) -> None:
         """A complete step was sampled."""
@@ -120,13 +128,21 @@ class Speculation:
         return self._filler.propose(slots, [batch.drafts_wanted] * len(slots))
 
 
-def make_speculation(config: WorkerConfig, parallel: ParallelState) -> Speculation:
-    """What a rank of the last stage needs for `config.speculative`."""
+def make_speculation(
+    config: WorkerConfig, parallel: ParallelState, runner: ModelRunner, sampler: Sampler
+) -> Speculation:
+    """What a rank of the last stage needs for `config.speculative`. `runner` and `sampler` are its
+    own. Raises `ConfigError` if the drafter can't be made."""
     speculative = config.speculative
     assert speculative is not None
+    drafter: Drafter
+    if speculative.method == DRAFT_MODEL:
+        drafter = DraftModelDrafter(speculative, config, runner, sampler)
+    else:
+        drafter = make_drafter(speculative)
     filler = StepFiller(
-        make_drafter(speculative),
+        drafter,
         config.max_running_requests + 1,
         parallel.check_equal if parallel.tp_size > 1 else None,
     )
-    return Speculation(filler)
+    return Speculation(drafter, filler)

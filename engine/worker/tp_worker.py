@@ -232,7 +232,7 @@ class TpModelWorker(ModelWorker):
         self.num_kv_tokens = self.runner.kv_pool.num_slots
         self._speculation: Speculation | None = None
         if config.speculative is not None and parallel.is_last_stage:
-            self._speculation = make_speculation(config, parallel)
+            self._speculation = make_speculation(config, parallel, self.runner, self.sampler)
         self.graphs = self._capture(config.cuda_graph_max_batch_size, graph_backend)
         self.queue.join()
         self._trace = trace
@@ -318,6 +318,8 @@ class TpModelWorker(ModelWorker):
         if output is None:
             self._end(batch, forward)
             return None
+        if self._speculation is not None:
+            self._speculation.ran(batch, forward)
         self.sampler.state.install(batch.new_slots)
         prompt = self._prompt(batch, forward, output)
         return TpLaunchedForward(batch, self, forward, output, prompt, size)

@@ -8,10 +8,12 @@ from __future__ import annotations
 import torch
 
 from engine.attention.kv_pool import MHATokenToKVPool, resolve_kv_dtype
+from engine.config import resolve_model_path
 from engine.distributed import ParallelState
 from engine.errors import ConfigError
 from engine.host_memory import available_host_bytes
 from engine.layers.weight_format import weight_format
+from engine.model_config import ModelConfig
 from engine.models.loader import resolve_dtype
 from engine.worker_config import WorkerConfig
 
@@ -31,6 +33,8 @@ def profile_max_tokens(config: WorkerConfig, engines: int = 1) -> int:
     per_token = kv_bytes_per_token(config, kv_dtype)
     if config.attention_backend == "torch":
         per_token += kv_bytes_per_token(config, torch.float32)
+    if config.speculative is not None and config.speculative.model is not None:
+        per_token += _draft_bytes_per_token(config, kv_dtype)
     share = int(available_host_bytes() * (config.memory_fraction / engines)) // config.world_size
     budget = min(share, CPU_MAX_BYTES)
     tokens = budget // per_token
@@ -74,3 +78,12 @@ def kv_bytes_per_token(config: WorkerConfig, dtype: torch.dtype) -> int:
     layers = max(len(stage) for stage in model.stage_layers(config.pp_size))
     heads = model.local_kv_heads(config.tp_size)
     return MHATokenToKVPool.bytes_per_token(layers, heads, model.head_dim, dtype)
+
+
+def _draft_bytes_per_token(config: WorkerConfig, dtype: torch.dtype) -> int:
+    """Bytes of one token in the KV cache of the draft model, which every worker has whole."""
+    assert config.speculative is not None and config.speculative.model is not None
+    model = ModelConfig.from_pretrained(resolve_model_path(config.speculative.model))
+    return MHATokenToKVPool.bytes_per_token(
+        model.num_layers, model.num_kv_heads, model.head_dim, dtype
+    )

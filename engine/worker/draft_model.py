@@ -1,0 +1,151 @@
+"""`DraftModelDrafter`: a small model of the same vocabulary drafts.
+
+Its keys and values lie at the same KV slots as those of the target, in a pool of its own, and its
+rows are those of the target's table. It draws with the noise of the request and position that the
+target will draw with. So where the two distributions are alike, so are the tokens.
+
+What the cache holds for it need not be right: pages that came without its computing them (steps
+without drafts, prefixes of such requests) make its drafts worse, never an output wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from engine.attention.forward_batch import ForwardBatch
+from engine.config import resolve_model_path
+from engine.distributed import ParallelState
+from engine.errors import ConfigError
+from engine.model_config import ModelConfig
+from engine.protocol.messages import ForwardMode, IntArray, ModelWorkerBatch, SlotParams
+from engine.sampling.sampler import Sampler
+from engine.speculative.config import SpeculativeConfig
+from engine.speculative.drafter import Drafter
+from engine.speculative.positions import positions
+from engine.worker.model_runner import ModelRunner
+from engine.worker_config import WorkerConfig
+
+_NONE: IntArray = np.zeros(0, np.int32)
+
+
+class _Row(NamedTuple):
+    """A request that drafts."""
+
+    slot: int
+    most: int
+    drafts: list[int]
+
+
+class DraftModelDrafter(Drafter):
+    """Every tensor parallel rank has the whole model and computes the same drafts."""
+
+    def __init__(
+        self,
+        speculative: SpeculativeConfig,
+        config: WorkerConfig,
+        target: ModelRunner,
+        sampler: Sampler,
+    ) -> None:
+        """Loads the model. Raises `ConfigError` if it can't be read."""
+        super().__init__(speculative)
+        if target.device.type != "cpu":
+            raise ConfigError(
+                "speculative_config.method draft_model runs on CPU only so far; choose ngram or "
+                "suffix."
+            )
+        assert speculative.model is not None
+        self._runner = ModelRunner(
+            replace(
+                config,
+                model=ModelConfig.from_pretrained(resolve_model_path(speculative.model)),
+                tp_size=1,
+                pp_size=1,
+                num_kv_tokens=target.kv_pool.num_slots,
+            ),
+            ParallelState.single(),
+            table=target.req_to_token,
+        )
+        self._table: IntArray = target.req_to_token.numpy()
+        self._sampler = sampler
+        self._tokens: dict[int, list[int]] = {}
+        self._lens: dict[int, int] = {}
+        """Tokens of each slot whose keys and values the model has computed."""
+
+    def install(self, params: SlotParams) -> None:
+        assert params.token_ids is not None
+        self._tokens[params.slot] = params.token_ids.tolist()
+        self._lens[params.slot] = 0
+
+    def observe(self, slot: int, tokens: Sequence[int]) -> None:
+        self._tokens[slot] += tokens
+
+    def reserve(self, rows: IntArray, starts: IntArray, counts: IntArray, slots: IntArray) -> None:
+        self._table[np.repeat(rows, counts), positions(starts, counts)] = slots
+
+    def prefill(self, batch: ModelWorkerBatch, forward: ForwardBatch) -> None:
+        if batch.num_extend == 0:
+            return
+        self._compute(forward)
+        for slot, length in zip(
+            batch.req_pool_indices[: batch.num_extend].tolist(),
+            batch.seq_lens[: batch.num_extend].tolist(),
+            strict=True,
+        ):
+            self._lens[slot] = length
+
+    def propose(self, slots: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
+        rows = [_Row(slot, most, []) for slot, most in zip(slots, counts, strict=True)]
+        active = [row for row in rows if row.most > 0]
+        while active:
+            self._draft(active)
+            active = [row for row in active if len(row.drafts) < row.most]
+        return [row.drafts for row in rows]
+
+    @torch.inference_mode()
+    def _draft(self, rows: list[_Row]) -> None:
+        """One more draft for each of the rows, behind all tokens that aren't computed yet."""
+        slots = np.array([row.slot for row in rows], np.int32)
+        texts = [self._tokens[row.slot] + row.drafts for row in rows]
+        ends = np.array([len(text) for text in texts], np.int32)
+        starts = np.array(
+            [min(self._lens[row.slot], len(t) - 1) for row, t in zip(rows, texts, strict=True)],
+            np.int32,
+        )
+        counts = ends - starts
+        inputs = [token for t, at in zip(texts, starts.tolist(), strict=True) for token in t[at:]]
+        batch = ModelWorkerBatch(
+            0,
+            0,
+            ForwardMode.EXTEND,
+            len(rows),
+            slots,
+            ends,
+            counts,
+            np.array(inputs, np.int32),
+            self._table[np.repeat(slots, counts), positions(starts, counts)],
+            _NONE,
+            _NONE,
+            _NONE,
+            np.arange(len(rows), dtype=np.int32),
+            [],
+        )
+        forward = ForwardBatch.from_worker_batch(batch, self._runner.device)
+        hidden = self._compute(forward).index_select(0, forward.logits_rows)
+        logits = self._runner.model.compute_logits(hidden)
+        drawn = self._sampler.draw(
+            logits.contiguous(), forward.sample_slots, slots, forward.sample_lens
+        )
+        for row, end, token in zip(rows, ends.tolist(), drawn.tolist(), strict=True):
+            self._lens[row.slot] = end
+            row.drafts.append(token)
+
+    @torch.inference_mode()
+    def _compute(self, forward: ForwardBatch) -> torch.Tensor:
+        """Hidden states [T, hidden]; writes keys and values."""
+        self._runner.attention.init_forward(forward)
+        return self._runner.model.forward(forward, self._runner.attention, None)
