@@ -94,8 +94,9 @@ class EngineDriver:
         now = time.monotonic()
         if not isinstance(message, StepOutputs):
             raise RuntimeError(f"no output for {timeout_s:.0f} s")
-        arrivals.messages.append((now, len(message.rids)))
-        for rid, token in zip(message.rids, message.token_ids, strict=True):
+        arrivals.messages.append((now, len(message.token_ids)))
+        rids = np.repeat(message.rids, 1 if message.counts is None else message.counts)
+        for rid, token in zip(rids.tolist(), message.token_ids, strict=True):
             arrivals.tokens.setdefault(rid, []).append(token)
         for end in message.finished:
             if end.reason == "error":

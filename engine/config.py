@@ -45,6 +45,11 @@ class SimulatedDevice(BaseModel):
     """Nanoseconds per token in the KV cache of the step's rows."""
     transfer_ms: float = Field(default=0.0, ge=0.0)
     """Milliseconds of a transfer from one pipeline stage to the next."""
+    draft_acceptance: float = Field(default=0.7, ge=0.0, le=1.0)
+    """With speculative_config: probability that a draft is right, whatever the method."""
+    drafts_on: Literal["host", "device"] = "host"
+    """host: a step whose drafts depend on the step before waits until that one's tokens are on the
+    host. device: it waits for nothing."""
 
     def seconds(self, num_tokens: int, num_context: int) -> float:
         """Length of a step with `num_tokens` inputs whose rows hold `num_context` tokens."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Mapping
 
 import numpy as np
 
 from engine.protocol.messages import (
     GenerationBatchResult,
-    TokenLogprobs,
+    IntArray,
     VerifiedRows,
 )
 from engine.scheduler.delayed_sample import DelayedSamples
@@ -18,14 +17,6 @@ from engine.scheduler.outputs import OutputCollector
 from engine.scheduler.req import Req, ReqStatus
 from engine.scheduler.requests import Requests
 from engine.scheduler.stats import SchedulerStats
-
-
-class _Run(NamedTuple):
-    """The tokens that a row gave, and their log-probabilities."""
-
-    tokens: Sequence[int]
-    logprobs: Sequence[TokenLogprobs | None]
-    num_drafted: int
 
 
 class Committer:
@@ -112,39 +103,55 @@ class Committer:
         if step.drafts is not None:
             rows, planned = step.drafts
             mb.running.learn(rows, planned, num_tokens[len(num_tokens) - len(rows) :])
-        ended: list[Req] = []
-        requests = self._requests
-        runs = list(_runs(result, verified))
+        self._count_drafts(num_tokens, np.asarray(verified.num_drafted, np.int32))
+        tokens, logprobs, finished = result.next_token_ids, result.logprobs, ReqStatus.FINISHED
         errors: Mapping[int, str] = result.row_errors or {}
         terminated: Collection[int] = ()
         if step.constrained:
-            firsts = [run.tokens[0] if run.tokens else -1 for run in runs]
-            errors, terminated = self._delayed.accept(step, firsts, errors)
-        counts = np.zeros(len(runs), np.int32)
-        flat: list[int] = []
-        for i, (req, run) in enumerate(zip(step.sampled, runs, strict=True)):
-            if req.finished:
-                continue
-            taken = self._take(req, run, i in terminated)
-            counts[i] = taken
-            flat += run.tokens[:taken]
-            if req.finished:
-                ended.append(req)
-            elif i in errors:
-                ended.append(req)
-                requests.end(req, req.fail(errors[i]))
+            errors, terminated = self._delayed.accept(step, _firsts(tokens, num_tokens), errors)
+        special = {*errors, *terminated}
+        ended: list[Req] = []
+        counts, given = verified.num_tokens, None
+        end = 0
+        for i, (req, count) in enumerate(zip(step.sampled, counts, strict=True)):
+            start, end = end, end + count
+            kept = 0
+            if req.status is not finished:
+                run, output = tokens[start:end], req.output_ids
+                if (
+                    run
+                    and logprobs is None
+                    and req.started
+                    and req.prediction is None
+                    and i not in special
+                    and len(output) + count < req.max_new_tokens
+                    and req.stop_ids.isdisjoint(run)
+                ):
+                    output += run
+                    continue
+                if run:
+                    kept = self._take(req, run, i in terminated)
+                if logprobs is not None:
+                    found = [entry for entry in logprobs[start : start + kept] if entry is not None]
+                    if found:
+                        self._outputs.logprobs(req, found)
+                if i in errors and not req.finished:
+                    self._requests.end(req, req.fail(errors[i]))
+                if req.finished:
+                    ended.append(req)
+            if kept == 0 or kept < count:
+                given = list(counts) if given is None else given
+                given[i] = kept
         self._end_terminated(step, terminated, ended)
-        self._stats.generation_tokens_total += len(flat)
-        gave = np.flatnonzero(counts)
-        self._outputs.close_runs(step.step, step.rids[gave], flat, step.readers[gave], counts[gave])
+        self._close(step, tokens, counts, given)
         return ended
 
-    def _take(self, req: Req, run: _Run, terminated: bool) -> int:
-        """Add a run to a request up to its end. Returns the tokens that count."""
+    def _take(self, req: Req, run: list[int], terminated: bool) -> int:
+        """Add a run to a request up to its end, and end it there. Returns the tokens that count."""
         output = req.output_ids
-        taken = 0
         end: tuple[str, int | None] | None = None
-        for token in run.tokens:
+        taken = 0
+        for token in run:
             taken += 1
             output.append(token)
             if token in req.stop_ids:
@@ -153,28 +160,42 @@ class Committer:
                 end = ("stop" if terminated else "length", None)
             if end is not None:
                 break
-        if run.num_drafted:
-            stats, accepted = self._stats, max(min(taken, len(run.tokens) - 1), 0)
-            stats.spec_decode_drafts_total += 1
-            stats.spec_decode_draft_tokens_total += run.num_drafted
-            stats.spec_decode_accepted_tokens_total += accepted
-            by_position = stats.spec_decode_accepted_per_position_total
-            by_position += [0] * (run.num_drafted - len(by_position))
-            for position in range(accepted):
-                by_position[position] += 1
-            if req.prediction is not None:
-                req.num_predicted += accepted
-        if not taken:
-            return 0
+        if req.prediction is not None:
+            req.num_predicted += min(taken, len(run) - 1)
         if not req.started:
             req.started = True
             self._outputs.start(req)
-        logprobs = [entry for entry in run.logprobs[:taken] if entry is not None]
-        if logprobs:
-            self._outputs.logprobs(req, logprobs)
         if end is not None:
             self._requests.end(req, req.finish(end[0], matched_token=end[1]))
         return taken
+
+    def _close(
+        self, step: LaunchedStep, tokens: list[int], counts: list[int], given: list[int] | None
+    ) -> None:
+        """Send what rows gave: of their `counts` tokens the first `given`; None: all of them."""
+        rids, readers = step.rids, step.readers
+        if given is not None:
+            starts = np.cumsum(counts) - counts
+            spans = zip(starts.tolist(), given, strict=True)
+            tokens = [token for start, n in spans for token in tokens[start : start + n]]
+            gave = np.flatnonzero(given)
+            rids, readers = rids[gave], readers[gave]
+            counts = [n for n in given if n]
+        self._stats.generation_tokens_total += len(tokens)
+        self._outputs.close_runs(step.step, rids, tokens, readers, counts)
+
+    def _count_drafts(self, num_tokens: IntArray, num_drafted: IntArray) -> None:
+        stats, checked = self._stats, num_drafted > 0
+        accepted = np.maximum(num_tokens[checked] - 1, 0)
+        stats.spec_decode_drafts_total += int(checked.sum())
+        stats.spec_decode_draft_tokens_total += int(num_drafted.sum())
+        stats.spec_decode_accepted_tokens_total += int(accepted.sum())
+        by_position = stats.spec_decode_accepted_per_position_total
+        by_position += [0] * (int(num_drafted.max(initial=0)) - len(by_position))
+        # Rows that accepted more than a place's number accepted the draft at that place.
+        more_than = len(accepted) - np.cumsum(np.bincount(accepted))
+        for position, count in enumerate(more_than[:-1].tolist()):
+            by_position[position] += count
 
     def _end_terminated(
         self, step: LaunchedStep, terminated: Collection[int], ended: list[Req]
@@ -187,10 +208,8 @@ class Committer:
                 self._requests.end(req, req.finish("stop"))
 
 
-def _runs(result: GenerationBatchResult, verified: VerifiedRows) -> Iterator[_Run]:
-    tokens, logprobs = result.next_token_ids, result.logprobs
-    at = 0
-    for count, drafted in zip(verified.num_tokens, verified.num_drafted, strict=True):
-        end = at + count
-        yield _Run(tokens[at:end], () if logprobs is None else logprobs[at:end], drafted)
-        at = end
+def _firsts(tokens: list[int], num_tokens: IntArray) -> list[int]:
+    """The first token of each row; -1 for rows that gave none."""
+    starts = np.cumsum(num_tokens) - num_tokens
+    pairs = zip(starts.tolist(), num_tokens.tolist(), strict=True)
+    return [tokens[start] if count else -1 for start, count in pairs]

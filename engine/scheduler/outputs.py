@@ -75,14 +75,15 @@ class OutputCollector:
         rids: Int64Array,
         tokens: list[int],
         readers: IntArray,
-        counts: IntArray,
+        counts: list[int],
     ) -> None:
         """As `close_step`, for requests that have `counts` [N] tokens each, one or more, one after
         the other in `tokens`."""
         if len(self._names) <= 1:
-            self._emit(step, 0, rids.tolist(), tokens, counts.tolist())
+            self._emit(step, 0, rids.tolist(), tokens, counts)
         else:
             array, owners = np.asarray(tokens, np.int32), np.repeat(readers, counts)
+            lengths = np.asarray(counts, np.int32)
             for number in np.unique(readers).tolist():
                 mask = readers == number
                 self._emit(
@@ -90,7 +91,7 @@ class OutputCollector:
                     number,
                     rids[mask].tolist(),
                     array[owners == number].tolist(),
-                    counts[mask].tolist(),
+                    lengths[mask].tolist(),
                 )
         self._close_rest(step)
 

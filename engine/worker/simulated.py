@@ -19,11 +19,19 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.attention.forward_batch import token_starts
+from engine.attention.forward_batch import sample_counts, step_inputs, token_starts
 from engine.distributed import ParallelState
-from engine.protocol.messages import GenerationBatchResult, IntArray, ModelWorkerBatch, SampleMasks
+from engine.protocol.messages import (
+    GenerationBatchResult,
+    IntArray,
+    ModelWorkerBatch,
+    SampleMasks,
+    VerifiedRows,
+)
+from engine.speculative.step_filler import StepFiller
 from engine.trace import StageSpan, TraceRing
 from engine.worker.base import LaunchedForward, ModelWorker, PendingResult
+from engine.worker.simulated_drafts import SimulatedDrafter
 from engine.worker_config import WorkerConfig
 
 
@@ -37,6 +45,8 @@ class SimulatedResult(PendingResult):
     ready_at: float
     device_s: float
     embeddings: list[bytes] | None
+    verified: VerifiedRows | None = None
+    drafts: list[list[int]] | None = None
 
     def seconds_left(self) -> float:
         return max(0.0, self.ready_at - time.monotonic())
@@ -50,6 +60,8 @@ class SimulatedResult(PendingResult):
             row_errors=self.errors or None,
             device_s=self.device_s,
             embeddings=self.embeddings,
+            verified=self.verified,
+            drafts=self.drafts,
         )
 
 
@@ -59,18 +71,33 @@ class SimulatedForward(LaunchedForward):
 
     worker: SimulatedWorker
     last_ids: IntArray
-    """int32 [S]: the token before each sampled one."""
+    """int32 [S']: the token before each sampled one. A row that checks drafts samples several."""
     ready_at: float
     device_s: float
 
     def sample(self, masks: SampleMasks | None) -> PendingResult:
-        tokens, errors = self.worker.next_tokens(self, masks)
+        runs, errors = self.worker.next_tokens(self, masks)
         # A delayed sample starts when its masks are here.
         ready_at = self.ready_at if masks is None else max(self.ready_at, time.monotonic())
-        embeddings = None if self.batch.pooled is None else self.worker.embeddings(self.batch)
-        return SimulatedResult(
-            self.batch.step, tokens.tolist(), errors, ready_at, self.device_s, embeddings
+        batch = self.batch
+        embeddings = None if batch.pooled is None else self.worker.embeddings(batch)
+        result = SimulatedResult(
+            batch.step,
+            [token for run in runs for token in run],
+            errors,
+            ready_at,
+            self.device_s,
+            embeddings,
         )
+        if batch.verify is not None:
+            drafted = sample_counts(batch)[: len(runs)] - 1
+            result.verified = VerifiedRows([len(run) for run in runs], drafted.tolist())
+        if (filler := self.worker.filler) is not None:
+            filler.record(batch, filler.owners(batch), runs)
+            if batch.drafts_wanted:
+                slots = batch.req_pool_indices[batch.sample_rows].tolist()
+                result.drafts = filler.propose(slots, [batch.drafts_wanted] * len(slots))
+        return result
 
 
 class SimulatedWorker(ModelWorker):
@@ -89,8 +116,18 @@ class SimulatedWorker(ModelWorker):
         ids = np.arange(config.model.vocab_size, dtype=np.int32)
         self._ordinary = ids[~np.isin(ids, config.model.eos_token_ids)]
         self._hidden_size = config.model.hidden_size
+        self.filler: StepFiller | None = None
+        """Set if the engine speculates."""
+        if config.speculative is not None and parallel.is_last_stage:
+            slots = config.max_running_requests + 1
+            acceptance = self.device.draft_acceptance
+            drafter = SimulatedDrafter(config.speculative, slots, acceptance, self._follow)
+            agree = parallel.check_equal if parallel.tp_size > 1 else None
+            self.filler = StepFiller(drafter, slots, agree)
 
     def forward(self, batch: ModelWorkerBatch) -> LaunchedForward | None:
+        if self.filler is not None:
+            batch = self._complete(self.filler, batch)
         arrived = time.monotonic()
         if not self.parallel.is_first_stage:
             arrived = max(arrived, self._receive())
@@ -101,21 +138,29 @@ class SimulatedWorker(ModelWorker):
         if not self.parallel.is_last_stage:
             self._hand_over(self._free_at + self.device.transfer_ms / 1e3)
             return None
-        rows = batch.sample_rows
-        last_ids = batch.input_ids[token_starts(batch)[1:][rows] - 1]
-        known = self._last[batch.req_pool_indices[rows]]
+        inputs = step_inputs(batch)
+        sampled = len(inputs.logits_rows) - (0 if batch.pooled is None else len(batch.pooled.last))
+        last_ids = batch.input_ids[inputs.logits_rows[:sampled]]
+        known = self._last[inputs.sample_slots[:sampled]]
         last_ids = np.where(last_ids < 0, known, last_ids)
         return SimulatedForward(batch, self, last_ids, self._free_at, cost)
 
     def next_tokens(
         self, forward: SimulatedForward, masks: SampleMasks | None
-    ) -> tuple[IntArray, dict[int, str]]:
-        """Tokens int32 [S] and errors by sampled row. The tokens are kept for the next step."""
+    ) -> tuple[list[list[int]], dict[int, str]]:
+        """Tokens of each of the S rows, and errors by row. The last ones are kept for the next
+        step."""
         batch = forward.batch
         slots = batch.req_pool_indices[batch.sample_rows]
-        positions = batch.seq_lens[batch.sample_rows].astype(np.uint64)
-        mixed = hash_tokens(forward.last_ids, positions)
+        lens = batch.seq_lens[batch.sample_rows].astype(np.int64)
+        counts = np.ones(len(slots), np.int64)
+        if batch.verify is not None:
+            counts = sample_counts(batch)[: len(slots)]
+        ends = np.cumsum(counts)
+        behind = np.repeat(ends, counts) - 1 - np.arange(len(forward.last_ids))
+        mixed = hash_tokens(forward.last_ids, (np.repeat(lens, counts) - behind).astype(np.uint64))
         tokens = self._ordinary[mixed % np.uint64(len(self._ordinary))]
+        firsts = ends - counts
         errors: dict[int, str] = {}
         if masks is not None:
             bits = np.unpackbits(masks.masks.view(np.uint8), axis=1, bitorder="little")
@@ -123,10 +168,31 @@ class SimulatedWorker(ModelWorker):
                 ids = np.flatnonzero(allowed)
                 if len(ids) == 0:
                     errors[row] = "no token is allowed for this request"
-                else:
-                    tokens[row] = ids[int(mixed[row]) % len(ids)]
-        self._last[slots] = tokens
-        return tokens, errors
+                else:  # rows with masks have no drafts
+                    tokens[firsts[row]] = ids[int(mixed[firsts[row]]) % len(ids)]
+        # A token counts if all drafts before it, which are the inputs, are what was sampled.
+        follows = np.append(forward.last_ids[1:], -1) == tokens
+        follows[ends - 1] = False
+        wrong = np.flatnonzero(~follows)
+        last = wrong[np.searchsorted(wrong, firsts)]
+        self._last[slots] = tokens[last]
+        found = tokens.tolist()
+        spans = zip(firsts.tolist(), (last + 1).tolist(), strict=True)
+        return [found[start:end] for start, end in spans], errors
+
+    def _follow(self, tokens: np.ndarray, positions: np.ndarray) -> IntArray:
+        mixed = hash_tokens(tokens, positions.astype(np.uint64))
+        return self._ordinary[mixed % np.uint64(len(self._ordinary))]
+
+    def _complete(self, filler: StepFiller, batch: ModelWorkerBatch) -> ModelWorkerBatch:
+        """The step with its drafts, made when the tokens that they depend on are there."""
+        filler.install(batch.new_slots)
+        waits = batch.verify is not None and batch.verify.slots is not None
+        if waits and self.device.drafts_on == "host":
+            left = self._free_at - time.monotonic()
+            if left > 0.0:
+                time.sleep(left)
+        return filler.fill(batch)
 
     def embeddings(self, batch: ModelWorkerBatch) -> list[bytes]:
         """The embeddings that a step with pooled rows completes, with numbers from -0.5 to 0.5."""
