@@ -66,7 +66,7 @@ GAIN_OF_TOKENS = 0.8
 PREDICTION_NEEDED = 4.0
 NOTHING_LOST = 0.97
 ROWS = 256
-MODULES = ["bisect", "heapq", "shlex", "calendar", "csv", "difflib", "textwrap", "statistics"]
+MODULES = ("bisect", "heapq", "shlex", "csv")
 
 
 # Drafting
@@ -307,7 +307,7 @@ def compare(plain: ManagedServer, drafts: ManagedServer, load: Load, rounds: int
     generated = grown("manta_engine_generation_tokens_total")
     accepted = grown("manta_engine_spec_decode_accepted_tokens_total")
     drafted = grown("manta_engine_spec_decode_draft_tokens_total")
-    return {
+    row = {
         "load": load.name,
         "concurrency": load.concurrency,
         "speed_up": statistics.median(ratios),
@@ -316,6 +316,9 @@ def compare(plain: ManagedServer, drafts: ManagedServer, load: Load, rounds: int
         "tokens_per_step": generated / max(generated - accepted, 1.0),
         "acceptance": accepted / max(drafted, 1.0),
     }
+    shown = ", ".join(f"{key} {_shown(value)}" for key, value in row.items() if key != "speed_ups")
+    print(shown, file=sys.stderr, flush=True)
+    return row
 
 
 def http(model: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -323,7 +326,7 @@ def http(model: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
     tokenizer = Tokenizer.from_pretrained(model)
     texts = prompts(tokenizer)
     rng = np.random.default_rng(0)
-    randoms = rng.integers(10, 2000, (64, 128)).tolist()
+    randoms = rng.integers(10, 2000, (32, 128)).tolist()
     base = {"model": str(model), "max_total_tokens": 65536, "max_model_len": 2048}
     rows: list[dict[str, Any]] = []
 
@@ -371,7 +374,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--parts", default=",".join(parts), help="some of " + ",".join(parts))
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each load")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each load")
     parser.add_argument("--steps", type=int, default=300, help="of the simulated device")
     parser.add_argument("--models", default="manta-small,llama-88m")
     parser.add_argument("--save", action="store_true", help=f"write {SAVE_TO.name}")

@@ -155,6 +155,8 @@ def sample_counts(batch: ModelWorkerBatch) -> Int64Array:
     """int64 [S + L]: tokens that each sampled row of a step that checks drafts samples, then a 1
     for each of `PooledRows.last`."""
     assert batch.verify is not None
+    if batch.num_extend == 0:
+        return batch.verify.num_drafts.astype(np.int64) + 1
     pooled = 0 if batch.pooled is None else len(batch.pooled.last)
     counts = np.ones(len(batch.sample_rows) + pooled, np.int64)
     is_decode = np.flatnonzero(batch.sample_rows >= batch.num_extend)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -13,27 +14,56 @@ from engine.device.pinned import to_device
 from engine.protocol.messages import Int64Array, ModelWorkerBatch
 
 
-class DraftCheck(NamedTuple):
-    """The drafts among the S' sampled tokens of a step, on the device, in the order of its S rows.
+@dataclass
+class DraftCheck:
+    """The drafts among the S' sampled tokens of a step, in the order of its S rows.
 
     A row of 1 + k sampled tokens has k drafts. The token sampled behind draft j is valid if all
-    drafts up to j are.
+    drafts up to j are. Fields are on the host, properties on the device.
     """
 
-    rows: Tensor
-    """int64 [S']: the row of each sampled token."""
-    starts: Tensor
-    """int64 [S]: index of each row's first sampled token."""
-    drafts: Tensor
-    """int64 [S']: the draft at the place of each sampled token, -1 behind the last draft."""
-    earlier: Tensor
-    """int64 [2, P]: (sampled token, draft before it), all pairs within a row."""
+    device: torch.device
+    counts: Int64Array
+    """[S]: sampled tokens of each row."""
     starts_cpu: Int64Array
+    """[S]: index of each row's first sampled token."""
+    drafts_cpu: Int64Array
+    """[S']: the draft at the place of each sampled token, -1 behind the last draft."""
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """int64 [S']: the row of each sampled token."""
+        return to_device(self._rows_cpu, self.device)
+
+    @cached_property
+    def starts(self) -> Tensor:
+        """int64 [S]: `starts_cpu`."""
+        return to_device(self.starts_cpu, self.device)
+
+    @cached_property
+    def earlier(self) -> Tensor:
+        """int64 [2, P]: (sampled token, draft before it), all pairs within a row."""
+        rows, starts = self._rows_cpu, self.starts_cpu
+        before = np.arange(len(rows)) - starts[rows]
+        of = np.repeat(np.arange(len(rows)), before)
+        which = np.arange(len(of)) - np.repeat(np.cumsum(before) - before, before)
+        pairs = np.stack([of, self.drafts_cpu[starts[rows[of]] + which]])
+        return to_device(pairs, self.device)
+
+    @cached_property
+    def _rows_cpu(self) -> Int64Array:
+        return np.repeat(np.arange(len(self.counts)), self.counts)
 
     def num_kept(self, sampled: Tensor) -> Tensor:
         """int64 [S]: tokens of each row up to and with the first that isn't its draft."""
+        if sampled.device.type == "cpu":
+            # The last token of a row always differs: its draft is -1.
+            wrong = np.flatnonzero(sampled.numpy() != self.drafts_cpu)
+            first_wrong = wrong[np.searchsorted(wrong, self.starts_cpu)]
+            return torch.from_numpy(first_wrong - self.starts_cpu + 1)
         index = torch.arange(len(sampled), device=sampled.device)
-        differs = torch.where(sampled == self.drafts, len(sampled), index)
+        drafts = to_device(self.drafts_cpu, self.device)
+        differs = torch.where(sampled == drafts, len(sampled), index)
         first = torch.full_like(self.starts, len(sampled)).scatter_reduce_(
             0, self.rows, differs, "amin"
         )
@@ -54,21 +84,13 @@ def draft_check(batch: ModelWorkerBatch, device: torch.device) -> DraftCheck:
     num_rows = len(batch.sample_rows)
     counts = sample_counts(batch)[:num_rows]
     ends = np.cumsum(counts)
-    starts = ends - counts
-    rows = np.repeat(np.arange(num_rows), counts)
-    # Index of each sampled token's input among the step's tokens; the next input is the draft.
-    inputs = token_starts(batch)[1:][batch.sample_rows][rows] - (ends[rows] - np.arange(len(rows)))
-    is_last = np.arange(len(rows)) == ends[rows] - 1
-    ahead = np.minimum(inputs + 1, len(batch.input_ids) - 1)
-    drafts = np.where(is_last, -1, batch.input_ids[ahead]).astype(np.int64)
-    before = np.arange(len(rows)) - starts[rows]
-    of = np.repeat(np.arange(len(rows)), before)
-    which = np.arange(len(of)) - np.repeat(np.cumsum(before) - before, before)
-    pairs = np.stack([of, drafts[starts[rows[of]] + which]])
-    return DraftCheck(
-        to_device(rows, device),
-        to_device(starts, device),
-        to_device(drafts, device),
-        to_device(pairs, device),
-        starts,
-    )
+    # The input behind a sampled token's own is the draft at its place.
+    if batch.num_extend == 0:
+        drafts = np.append(batch.input_ids[1:], -1).astype(np.int64)
+    else:
+        last = token_starts(batch)[1:][batch.sample_rows] - 1
+        behind = np.repeat(ends, counts) - 1 - np.arange(ends[-1])
+        ahead = np.repeat(last, counts) - behind + 1
+        drafts = batch.input_ids[np.minimum(ahead, len(batch.input_ids) - 1)].astype(np.int64)
+    drafts[ends - 1] = -1
+    return DraftCheck(device, counts, ends - counts, drafts)

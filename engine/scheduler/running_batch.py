@@ -98,13 +98,14 @@ class RunningBatch:
         where they might have given `planned` + 1. Rows that are not here any more are ignored."""
         if self.drafts is None or len(self) == 0 or len(rows) == 0:
             return
-        size = int(max(rows.max(), self.rows.max())) + 1
-        more, fewer = np.zeros(size, np.int32), np.zeros(size, np.int32)
-        more[rows] = num_tokens - 1
-        fewer[rows] = planned + 1 - num_tokens
-        gained = more[self.rows]
+        gained, missed = num_tokens - 1, planned + 1 - num_tokens
+        if not np.array_equal(rows, self.rows):  # rows have left, or joined, since then
+            size = int(max(rows.max(), self.rows.max())) + 1
+            by_row = np.zeros((2, size), np.int32)
+            by_row[0, rows], by_row[1, rows] = gained, missed
+            gained, missed = by_row[:, self.rows]
         self.seq_lens = self.seq_lens + gained
-        self.drafts.most = self.drafts.most - fewer[self.rows]
+        self.drafts.most = self.drafts.most - missed
         self.remaining = self.remaining - gained
         if (self.remaining <= 0).any():
             self._keep(self.remaining > 0)

@@ -369,9 +369,8 @@ class TpModelWorker(ModelWorker):
             mask = allowed_tokens(masks, len(logits), logits.shape[1], device)
         forward = launched.forward
         slots, seq_lens = forward.sample_slots[: len(logits)], forward.sample_lens[: len(logits)]
-        repeats = np.diff(np.append(check.starts_cpu, len(logits)))
         sampled = self.sampler(
-            logits.contiguous(), slots, np.repeat(slots_cpu, repeats), seq_lens, mask, check
+            logits.contiguous(), slots, np.repeat(slots_cpu, check.counts), seq_lens, mask, check
         )
         assert sampled.num_kept is not None
         last = check.last_kept(sampled.num_kept)
