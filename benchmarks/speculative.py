@@ -354,7 +354,8 @@ def http(model: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
         bodies = []
         for name in MODULES:
             messages = [{"role": "user", "content": f"What does the module {name} do?"}]
-            body = {"messages": messages, "max_tokens": 128, "temperature": 0}
+            body: dict[str, Any] = {"messages": messages, "max_tokens": 256, "min_tokens": 256}
+            body["temperature"] = 0
             load = Load("", "/v1/chat/completions", [body], 1)
             reply = asyncio.run(send(plain.base_url, load))[1][0].text
             bodies.append({**body, "prediction": {"type": "content", "content": reply}})

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 
 from engine.executor.base import Executor
-from engine.protocol.messages import ModelWorkerBatch, StepOutputs
+from engine.protocol.messages import GenerationBatchResult, ModelWorkerBatch, StepOutputs
 from engine.scheduler.scheduler import Scheduler
 from engine.trace import StepSpan, TraceRing
 
@@ -35,8 +35,8 @@ class EngineCore:
         self.clock = clock
         self.trace: TraceRing[StepSpan] = trace if trace is not None else TraceRing()
         self._sent: dict[int, tuple[ModelWorkerBatch, float, float]] = {}
-        self._committed: list[tuple[int, float, float]] = []
-        """(step, received, committed) of steps that are traced once their outputs are sent."""
+        self._committed: list[tuple[GenerationBatchResult, float, float]] = []
+        """(result, received, committed) of steps that are traced once their outputs are sent."""
 
     def launch_ready(self) -> int:
         """Send every step that may be launched now; returns how many were."""
@@ -63,7 +63,7 @@ class EngineCore:
         received = self.clock()
         self.scheduler.process_result(result)
         self._send_masks()
-        self._committed.append((result.step, received, self.clock()))
+        self._committed.append((result, received, self.clock()))
         return True
 
     def step(self) -> list[tuple[str, StepOutputs]]:
@@ -82,19 +82,31 @@ class EngineCore:
             self.executor.sample(masks)
 
     def _record(self) -> None:
-        for step, received, committed in self._committed:
-            batch, started, sent = self._sent.pop(step)
+        for result, received, committed in self._committed:
+            batch, started, sent = self._sent.pop(result.step)
+            rows, tokens, drafted, accepted = (
+                len(batch.req_pool_indices),
+                len(batch.input_ids),
+                0,
+                0,
+            )
+            if (verified := result.verified) is not None:
+                drafted = sum(verified.num_drafted)
+                accepted = max(sum(verified.num_tokens) - len(verified.num_tokens), 0)
+                tokens = int(batch.extend_lens.sum()) + rows - batch.num_extend + drafted
             self.trace.add(
                 StepSpan(
-                    step,
+                    result.step,
                     batch.micro_batch,
                     batch.forward_mode.name.lower(),
-                    len(batch.req_pool_indices),
-                    len(batch.input_ids),
+                    rows,
+                    tokens,
                     started,
                     sent,
                     received,
                     committed,
+                    drafted,
+                    accepted,
                 )
             )
         self._committed.clear()

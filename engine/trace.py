@@ -35,6 +35,9 @@ class StepSpan(NamedTuple):
     sent_at: float
     received_at: float
     processed_at: float
+    num_drafted: int = 0
+    """Drafts that the step checked; its `num_tokens` count them."""
+    num_accepted: int = 0
 
 
 class StageSpan(NamedTuple):
@@ -191,6 +194,8 @@ def _scheduler_events(pid: int, s: StepSpan, offset: float) -> list[dict[str, An
         "rows": s.num_rows,
         "tokens": s.num_tokens,
     }
+    if s.num_drafted:
+        args |= {"drafted": s.num_drafted, "accepted": s.num_accepted}
     flight, own = _MICRO_BATCH_TRACK + s.micro_batch, _SCHEDULER_TRACK
     return [
         _span("schedule", pid, own, s.composed_at, s.sent_at, offset, args),

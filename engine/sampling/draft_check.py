@@ -61,6 +61,10 @@ class DraftCheck:
             wrong = np.flatnonzero(sampled.numpy() != self.drafts_cpu)
             first_wrong = wrong[np.searchsorted(wrong, self.starts_cpu)]
             return torch.from_numpy(first_wrong - self.starts_cpu + 1)
+        return self.num_kept_on_device(sampled)
+
+    def num_kept_on_device(self, sampled: Tensor) -> Tensor:
+        """`num_kept` without a look at the tokens by the host."""
         index = torch.arange(len(sampled), device=sampled.device)
         drafts = to_device(self.drafts_cpu, self.device)
         differs = torch.where(sampled == drafts, len(sampled), index)

@@ -53,11 +53,13 @@ class StepTimes:
     def estimate(self, tokens: float) -> float:
         """Seconds of a step with `tokens`, between those of the sizes seen; 0.0 if none was.
 
-        Beyond the largest size it is that of the largest: a larger step is tried before it is
-        judged. Times never fall with the size.
+        Beyond the largest size it is that of the largest, and below the smallest it falls with the
+        size: what was never tried is thought well of, until it is. Times never fall with the size.
         """
         if not self._sizes:
             return 0.0
+        if tokens < self._sizes[0]:
+            return self._seconds[0] * tokens / self._sizes[0]
         seconds = np.maximum.accumulate(self._seconds)
         return float(np.interp(tokens, self._sizes, seconds))
 

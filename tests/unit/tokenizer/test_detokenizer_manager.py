@@ -342,3 +342,61 @@ def test_an_embedding_comes_with_the_end(manager: DetokenizerManager) -> None:
     assert found[1].num_cached == 2 and found[1].token_ids == [] and found[1].text == ""
     assert 3 not in found or found[3].embedding is None
     assert stopped == [] and len(manager) == 1
+
+
+def in_runs(
+    manager: DetokenizerManager, ids: list[int], cuts: Sequence[int], last: FinishedReq
+) -> tuple[list[TextDelta], list[int]]:
+    """Feed `ids` in runs of the lengths `cuts`, as steps that checked drafts give them. Deltas, and
+    the requests that stop strings ended."""
+    deltas: list[TextDelta] = []
+    stopped: list[int] = []
+    at = 0
+    for cut in cuts:
+        part = ids[at : at + cut]
+        if not part or stopped:
+            break
+        logprobs = {i: TokenLogprobs(-float(at + i), [], []) for i in range(len(part))}
+        at += len(part)
+        ends = [last] if at == len(ids) else []
+        out = StepOutputs(0, [1], part, ends, [], logprobs, counts=[len(part)])
+        new, found = manager.process(out)
+        deltas += new
+        stopped += found
+    return deltas, stopped
+
+
+@given(data=st.data())
+@relaxed
+def test_runs_give_what_single_tokens_give(tokenizer: Tokenizer, data: st.DataObject) -> None:
+    """Text, ids, log-probabilities and ends, with stop strings in the middle of a run."""
+    text = data.draw(st.sampled_from(CORPUS))
+    ids = encode(tokenizer, text)[:40]
+    begin = data.draw(st.integers(0, max(0, len(text) - 3)))
+    stop = data.draw(st.sampled_from([[], [text[begin : begin + 3] or "x"], ["e", "th"]]))
+    params = SamplingParams(
+        stop=stop,
+        min_tokens=data.draw(st.sampled_from([0, 5])),
+        include_stop_str_in_output=data.draw(st.booleans()),
+        logprobs=0,
+    )
+    last = end(1, "stop", ids[-1]) if data.draw(st.booleans()) else end(1, "length")
+    cuts = data.draw(st.lists(st.integers(1, 9), min_size=len(ids), max_size=len(ids)))
+    found = []
+    for lengths in ([1] * len(ids), cuts):
+        manager = DetokenizerManager(tokenizer)
+        manager.add(1, params, PROMPT)
+        deltas, stopped = in_runs(manager, ids, lengths, last)
+        entries = [(e.token_id, e.text_offset) for d in deltas for e in d.logprobs or ()]
+        tail = deltas[-1]
+        found.append(
+            (
+                text_of(deltas),
+                ids_of(deltas),
+                entries,
+                (tail.finish_reason, tail.stop_reason, tail.num_output),
+                bool(stopped) or tail.finish_reason is not None,
+                len(manager),
+            )
+        )
+    assert found[0] == found[1]

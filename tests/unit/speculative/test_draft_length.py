@@ -1,0 +1,93 @@
+"""`DraftLength` and `StepTimes`."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.protocol.messages import GenerationBatchResult, VerifiedRows
+from engine.scheduler.draft_length import MAX_PROBE_STEPS, DraftLength, StepTimes
+from engine.speculative.config import SpeculativeConfig
+
+
+def length(most: int = 8, **more: Any) -> DraftLength:
+    return DraftLength(SpeculativeConfig(method="ngram", num_speculative_tokens=most, **more))
+
+
+def run(
+    chooser: DraftLength, rows: int, acceptance: float, seconds: Any, steps: int, seed: int = 0
+) -> list[int]:
+    """What is chosen over some steps whose drafts are accepted with a probability."""
+    rng = np.random.default_rng(seed)
+    chosen = []
+    for _ in range(steps):
+        count = chooser.choose(rows)
+        chosen.append(count)
+        accepted = (rng.random((rows, count)) < acceptance).cumprod(1).sum(1) if count else None
+        result = GenerationBatchResult(1, [0] * rows, device_s=seconds(rows * (1 + count)))
+        step: Any = SimpleNamespace(
+            sampled=[None] * rows, reqs=[None] * rows, num_landed=0, drafts=None
+        )
+        if accepted is not None:
+            step.drafts = (np.arange(rows), np.full(rows, count, np.int32))
+            result.verified = VerifiedRows((accepted + 1).tolist(), [count] * rows)
+        chooser.observe(step, result)
+    return chosen
+
+
+def memory_bound(tokens: int) -> float:
+    """Flat up to 16 tokens, then in proportion."""
+    return 0.01 * max(1.0, tokens / 16)
+
+
+@pytest.mark.parametrize(
+    ("rows", "acceptance", "low", "high"),
+    [
+        (1, 0.9, 7, 8),  # drafts cost nothing
+        (1, 0.0, 0, 0),
+        (8, 0.8, 1, 8),
+        (32, 0.3, 0, 0),  # every draft costs as much as a token and gives a third of one
+        (32, 0.99, 2, 8),  # a row's 8 drafts give 8 tokens for the price of 9, again and again
+    ],
+)
+def test_the_number_that_gives_most(rows: int, acceptance: float, low: int, high: int) -> None:
+    chosen = run(length(), rows, acceptance, memory_bound, 600)
+    late = sorted(chosen[300:])
+    assert low <= late[len(late) // 2] <= high, late
+
+
+def test_it_follows_a_change() -> None:
+    chooser = length()
+    assert run(chooser, 4, 0.0, memory_bound, 300)[-100:].count(0) > 80
+    assert np.median(run(chooser, 4, 0.95, memory_bound, 900)[-200:]) >= 3
+    assert run(chooser, 4, 0.0, memory_bound, 300)[-100:].count(0) > 80
+
+
+def test_drafts_that_are_never_right_cost_little() -> None:
+    chosen = run(length(), 32, 0.0, lambda tokens: 1e-4 * tokens, 2000)
+    extra = sum(count for count in chosen[100:]) / len(chosen[100:])
+    assert extra < 0.03, extra
+    assert any(chosen[-MAX_PROBE_STEPS:]), "it must go on trying"
+
+
+def test_fixed_is_fixed() -> None:
+    chooser = length(5, draft_length="fixed")
+    assert set(run(chooser, 64, 0.0, memory_bound, 50)) == {5}
+
+
+def test_step_times() -> None:
+    times = StepTimes()
+    assert times.estimate(5) == 0.0
+    times.observe(1, 0.010)
+    assert times.estimate(50) == 0.010
+    assert times.estimate(0.5) == 0.005
+    times.observe(33, 0.030)
+    assert 0.010 < times.estimate(16) < times.estimate(24) < 0.030
+    times.observe(8, 0.002)
+    assert times.estimate(8) == 0.010, "a larger step doesn't take less"
+    for _ in range(3):
+        times.observe(1, 10.0)
+    assert times.estimate(1) < 0.05, "an outlier counts little"
