@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention.forward_batch import sample_counts, token_starts
 from engine.device.pinned import to_device
 from engine.protocol.messages import Int64Array, ModelWorkerBatch
+from engine.protocol.step_layout import sample_counts, token_starts
 
 
 @dataclass

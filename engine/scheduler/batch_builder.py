@@ -8,15 +8,8 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from engine.protocol.messages import (
-    ForwardMode,
-    IntArray,
-    ModelWorkerBatch,
-    PooledRows,
-    SlotParams,
-    SlotSpeculation,
-    VerifyRows,
-)
+from engine.protocol.messages import ForwardMode, IntArray, ModelWorkerBatch, SlotParams
+from engine.protocol.step_parts import PooledRows, SlotSpeculation, VerifyRows
 from engine.scheduler.kv_manager import KVManager
 from engine.scheduler.micro_batch import LaunchedStep
 from engine.scheduler.prefill_adder import Addition

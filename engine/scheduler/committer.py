@@ -6,11 +6,8 @@ from collections.abc import Collection, Mapping
 
 import numpy as np
 
-from engine.protocol.messages import (
-    GenerationBatchResult,
-    IntArray,
-    VerifiedRows,
-)
+from engine.protocol.messages import GenerationBatchResult, IntArray
+from engine.protocol.step_parts import VerifiedRows
 from engine.scheduler.delayed_sample import DelayedSamples
 from engine.scheduler.micro_batch import LaunchedStep, MicroBatch
 from engine.scheduler.outputs import OutputCollector

@@ -5,15 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import Any
 
 from engine.errors import ConfigError
 from engine.protocol.messages import IntArray, ModelWorkerBatch, SlotParams
 from engine.registry import DRAFTERS
 from engine.speculative.config import SpeculativeConfig
-
-if TYPE_CHECKING:
-    from engine.attention.forward_batch import ForwardBatch
 
 
 class Drafter(ABC):
@@ -48,9 +45,9 @@ class Drafter(ABC):
         the step to be drafted for may use. For drafters with keys and values of their own."""
 
     def prefill(  # noqa: B027
-        self, batch: ModelWorkerBatch, forward: ForwardBatch
+        self, batch: ModelWorkerBatch, forward: Any
     ) -> None:
-        """The target has run a step, and `forward` are its inputs on the device."""
+        """The target has run a step; `forward` (`ForwardBatch`) are its inputs on the device."""
 
 
 def make_drafter(config: SpeculativeConfig) -> Drafter:

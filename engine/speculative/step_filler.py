@@ -12,13 +12,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 
-from engine.protocol.messages import (
-    Int64Array,
-    IntArray,
-    ModelWorkerBatch,
-    SlotParams,
-    VerifyRows,
-)
+from engine.protocol.messages import Int64Array, IntArray, ModelWorkerBatch, SlotParams
+from engine.protocol.step_parts import VerifyRows
 from engine.speculative.drafter import Drafter
 from engine.speculative.positions import positions
 from engine.speculative.prediction import PredictionFollower

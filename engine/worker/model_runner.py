@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import AttentionBackend, AttentionInputs
-from engine.attention.forward_batch import ForwardBatch, StepInputs, step_inputs, token_starts
+from engine.attention.forward_batch import ForwardBatch, StepInputs, step_inputs
 from engine.attention.kv_pool import MHATokenToKVPool, resolve_kv_dtype
 from engine.device.queue import make_queue
 from engine.distributed import ParallelState
@@ -17,6 +17,7 @@ from engine.errors import ConfigError
 from engine.models.load_progress import LoadProgress
 from engine.models.loader import load_model
 from engine.protocol.messages import Int64Array, IntArray, ModelWorkerBatch
+from engine.protocol.step_layout import token_starts
 from engine.registry import ATTENTION_BACKENDS
 from engine.worker.pooler import Pooler
 from engine.worker.sizing.kv_sizing import MemoryMeter

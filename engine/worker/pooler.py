@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.forward_batch import ForwardBatch
-from engine.protocol.messages import PooledRows
+from engine.protocol.step_parts import PooledRows
 
 
 class _RunningSum(NamedTuple):

@@ -19,15 +19,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.attention.forward_batch import sample_counts, step_inputs, token_starts
+from engine.attention.forward_batch import step_inputs
 from engine.distributed import ParallelState
-from engine.protocol.messages import (
-    GenerationBatchResult,
-    IntArray,
-    ModelWorkerBatch,
-    SampleMasks,
-    VerifiedRows,
-)
+from engine.protocol.messages import GenerationBatchResult, IntArray, ModelWorkerBatch, SampleMasks
+from engine.protocol.step_layout import sample_counts, token_starts
+from engine.protocol.step_parts import VerifiedRows
 from engine.speculative.step_filler import StepFiller
 from engine.trace import StageSpan, TraceRing
 from engine.worker.base import LaunchedForward, ModelWorker, PendingResult

@@ -7,14 +7,11 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from engine.attention.forward_batch import ForwardBatch, sample_counts
+from engine.attention.forward_batch import ForwardBatch
 from engine.distributed import ParallelState
-from engine.protocol.messages import (
-    Int64Array,
-    ModelWorkerBatch,
-    TokenLogprobs,
-    VerifiedRows,
-)
+from engine.protocol.messages import Int64Array, ModelWorkerBatch, TokenLogprobs
+from engine.protocol.step_layout import sample_counts
+from engine.protocol.step_parts import VerifiedRows
 from engine.sampling.sampler import HostTokens, Sampler
 from engine.speculative.config import DRAFT_MODEL
 from engine.speculative.drafter import Drafter, make_drafter

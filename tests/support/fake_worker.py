@@ -13,16 +13,11 @@ from collections.abc import Collection
 
 import numpy as np
 
-from engine.attention.forward_batch import sample_counts, token_starts
 from engine.pooling import Pooling
 from engine.protocol.encoding import decode, encode
-from engine.protocol.messages import (
-    GenerationBatchResult,
-    ModelWorkerBatch,
-    PooledRows,
-    SampleMasks,
-    VerifiedRows,
-)
+from engine.protocol.messages import GenerationBatchResult, ModelWorkerBatch, SampleMasks
+from engine.protocol.step_layout import sample_counts, token_starts
+from engine.protocol.step_parts import PooledRows, VerifiedRows
 from engine.speculative.step_filler import StepFiller
 
 

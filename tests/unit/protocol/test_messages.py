@@ -14,10 +14,10 @@ from engine.protocol.messages import (
     ForwardMode,
     GenerationBatchResult,
     ModelWorkerBatch,
-    PooledRows,
     SlotParams,
     StepOutputs,
 )
+from engine.protocol.step_parts import PooledRows
 from engine.protocol.tokenizer_messages import TextDelta, TextOutputs
 from engine.sampling_params import SamplingParams
 

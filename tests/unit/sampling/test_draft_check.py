@@ -8,13 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.protocol.messages import (
-    ForwardMode,
-    IntArray,
-    ModelWorkerBatch,
-    SlotParams,
-    VerifyRows,
-)
+from engine.protocol.messages import ForwardMode, IntArray, ModelWorkerBatch, SlotParams
+from engine.protocol.step_parts import VerifyRows
 from engine.sampling.draft_check import DraftCheck, draft_check
 from engine.sampling.sampler import HostTokens, SampledTokens, Sampler
 from engine.sampling.state import SamplingState

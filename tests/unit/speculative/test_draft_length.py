@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.protocol.messages import GenerationBatchResult, VerifiedRows
+from engine.protocol.messages import GenerationBatchResult
+from engine.protocol.step_parts import VerifiedRows
 from engine.scheduler.draft_length import MAX_PROBE_STEPS, DraftLength, StepTimes
 from engine.speculative.config import SpeculativeConfig
 

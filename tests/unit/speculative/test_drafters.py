@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.protocol.messages import SlotParams, SlotSpeculation
+from engine.protocol.messages import SlotParams
+from engine.protocol.step_parts import SlotSpeculation
 from engine.sampling_params import SamplingParams
 from engine.speculative.config import SpeculativeConfig
 from engine.speculative.ngram import MAX_CANDIDATES, NgramDrafter, NgramIndex

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.protocol.messages import PooledRows
+from engine.protocol.step_parts import PooledRows
 from tests.support.models import make_model
 from tests.support.step_driver import DrivenReq, StepDriver, make_runner
 

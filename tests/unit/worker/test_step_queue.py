@@ -11,12 +11,8 @@ import torch
 
 from engine.config import EngineConfig, SimulatedDevice
 from engine.distributed import ParallelState
-from engine.protocol.messages import (
-    GenerationBatchResult,
-    ModelWorkerBatch,
-    PooledRows,
-    SampleMasks,
-)
+from engine.protocol.messages import GenerationBatchResult, ModelWorkerBatch, SampleMasks
+from engine.protocol.step_parts import PooledRows
 from engine.trace import StageSpan, TraceRing
 from engine.worker.auto_config import make_worker_config
 from engine.worker.base import LaunchedForward, ModelWorker, PendingResult

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from engine.attention.torch_backend import TorchAttentionBackend
-from engine.protocol.messages import ModelWorkerBatch, PooledRows
+from engine.protocol.messages import ModelWorkerBatch
+from engine.protocol.step_parts import PooledRows
 from engine.sampling.sampler import Sampler
 from engine.sampling_params import SamplingParams
 from engine.worker.future_map import FutureMap
@@ -205,10 +206,10 @@ def test_reading_a_tensor_as_a_whole_is_noticed(
 def test_waiting_in_the_sampler_is_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     adjust = Sampler._adjust
 
-    def changed(self, logits, plan, slots, seq_lens, mask):  # type: ignore[no-untyped-def]
+    def changed(self, logits, *more):  # type: ignore[no-untyped-def]
         if logits.isnan().any():
             raise ValueError("NaN")
-        adjust(self, logits, plan, slots, seq_lens, mask)
+        adjust(self, logits, *more)
 
     monkeypatch.setattr(Sampler, "_adjust", changed)
     worker = make(folder)

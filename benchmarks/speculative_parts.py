@@ -1,0 +1,173 @@
+"""Parts of `speculative.py` without a server: drafting, a simulated device, the scheduler."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import numpy as np
+
+from benchmarks.common import REPO_ROOT
+from benchmarks.engine_driver import Arrivals, EngineDriver
+from engine.config import EngineConfig
+from engine.engine_core import EngineCore
+from engine.executor.base import Executor
+from engine.protocol.messages import (
+    AddRequest,
+    GenerationBatchResult,
+    ModelWorkerBatch,
+    SampleMasks,
+    SlotParams,
+)
+from engine.protocol.step_parts import VerifiedRows
+from engine.sampling_params import SamplingParams
+from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.scheduler_config import SchedulerConfig
+from engine.speculative.config import SpeculativeConfig
+from engine.speculative.ngram import NgramDrafter
+
+CARRIED = REPO_ROOT / "models" / "manta-small"
+DRAFTING_LIMIT_US = 10.0
+BUSY_NEEDED = {"device": 0.95, "host": 0.90}
+ROWS = 256
+
+
+# Drafting
+
+
+def drafting() -> list[dict[str, Any]]:
+    """Time of one draft of 4 tokens, the index included."""
+    rows = []
+    rng = np.random.default_rng(0)
+    for context in (1024, 32768):
+        # A vocabulary this small makes every n-gram occur before: the dearest look-ups.
+        for vocab, kind in ((60, "repeats"), (100_000, "new")):
+            drafter = NgramDrafter(SpeculativeConfig(method="ngram"))
+            tokens = rng.integers(0, vocab, context).astype(np.int32)
+            drafter.install(SlotParams(1, context, [], SamplingParams(), tokens))
+            more = rng.integers(0, vocab, 4000).tolist()
+            began = time.perf_counter()
+            for token in more:
+                drafter.propose([1], [4])
+                drafter.observe(1, [token])
+            micros = (time.perf_counter() - began) / len(more) * 1e6
+            ok = micros <= DRAFTING_LIMIT_US
+            rows.append({"context": context, "tokens": kind, "us_per_row": micros, "ok": ok})
+    return rows
+
+
+# A simulated device
+
+
+def simulated(steps: int) -> list[dict[str, Any]]:
+    """How busy the device is kept."""
+    rows = []
+    for where, needed in BUSY_NEEDED.items():
+        config = {
+            "device": "simulated",
+            "simulated": {"step_ms": 10.0, "draft_acceptance": 0.7, "drafts_on": where},
+            "speculative_config": {"method": "ngram", "draft_length": "fixed"},
+            "max_running_requests": 64,
+        }
+        with EngineDriver(**config) as driver:
+            rng = np.random.default_rng(0)
+            prompts = [rng.integers(10, 4000, 32).astype(np.int32) for _ in range(64)]
+            params = SamplingParams(max_tokens=steps * 2, temperature=0.0, ignore_eos=True)
+            driver.add(prompts, [params] * 64)
+            driver.collect(Arrivals(), 64)
+            stats = driver.stats()
+            spans = [span for role in driver.trace(8192) for span in role.stages]
+        spans = spans[5 : len(spans) * 3 // 4]  # all rows run
+        busy = sum(span.ended_at - span.started_at for span in spans)
+        share = busy / (spans[-1].ended_at - spans[0].started_at)
+        rows.append(
+            {
+                "drafts_on": where,
+                "busy": share,
+                "accepted": stats.spec_decode_accepted_tokens_total
+                / max(1, stats.spec_decode_draft_tokens_total),
+                "ok": share >= needed,
+            }
+        )
+    return rows
+
+
+# The scheduler
+
+
+class InstantExecutor(Executor):
+    """Answers at once; where rows have drafts, each gives `given` tokens."""
+
+    def __init__(self, num_kv_tokens: int, given: int) -> None:
+        self.num_kv_tokens = num_kv_tokens
+        self.given = given
+        self._results: list[GenerationBatchResult] = []
+        self._verified: VerifiedRows | None = None
+        self._tokens: list[int] = []
+
+    def launch(self, batch: ModelWorkerBatch) -> None:
+        rows = len(batch.sample_rows)
+        if batch.verify is None:
+            self._results.append(GenerationBatchResult(batch.step, [7] * rows))
+            return
+        if self._verified is None or len(self._verified.num_tokens) != rows:
+            prompts = rows - len(batch.verify.num_drafts)
+            drafts = [0] * prompts + batch.verify.num_drafts.tolist()
+            counts = [min(self.given, 1 + count) for count in drafts]
+            self._verified, self._tokens = VerifiedRows(counts, drafts), [7] * sum(counts)
+        result = GenerationBatchResult(batch.step, self._tokens)
+        result.verified = self._verified
+        self._results.append(result)
+
+    def sample(self, masks: SampleMasks) -> None:
+        raise NotImplementedError
+
+    def wait(self, timeout_s: float | None) -> GenerationBatchResult | None:
+        return self._results.pop(0)
+
+    def shutdown(self) -> None:
+        pass
+
+
+def scheduler() -> list[dict[str, Any]]:
+    """CPU time per token of composing, processing and output messages."""
+    rows = []
+    for given in (0, 3):
+        prompts_of_rows = np.random.default_rng(0).integers(10, 4000, (ROWS, 256))
+        config: dict[str, Any] = {"speculative_config": {"method": "ngram"}} if given else {}
+        engine = EngineConfig(
+            model=str(CARRIED),
+            max_total_tokens=400_000,
+            max_model_len=1000,
+            chunked_prefill_size=ROWS * 256,
+            **config,
+        )
+        if engine.speculative_config is not None:
+            engine.speculative_config.draft_length = "fixed"
+        core = EngineCore(
+            Scheduler(SchedulerConfig.from_config(engine.resolve(), 400_000)),
+            InstantExecutor(400_000, given),
+        )
+        for rid, prompt in enumerate(prompts_of_rows.astype(np.int32)):
+            params = SamplingParams(max_tokens=600, temperature=0.0, ignore_eos=True)
+            core.scheduler.add(AddRequest(rid=rid, input_ids=prompt, params=params), 0.0)
+        while core.scheduler.requests.waiting or core.scheduler.requests.chunked:
+            core.step()
+        for _ in range(10):
+            core.step()
+        times, tokens = [], 0
+        for _ in range(100):
+            began = time.thread_time()
+            outputs = core.step()
+            times.append(time.thread_time() - began)
+            tokens += sum(len(out.token_ids) for _, out in outputs)
+        rows.append(
+            {
+                "steps": "with drafts" if given else "ordinary",
+                "us_per_step": statistics.median(times) * 1e6,
+                "us_per_token": statistics.median(times) * 1e6 * len(times) / tokens,
+            }
+        )
+    rows[1]["ok"] = rows[1]["us_per_token"] <= rows[0]["us_per_token"]
+    return rows
