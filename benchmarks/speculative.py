@@ -13,7 +13,9 @@ http       two servers at a time, one of which speculates. The same requests go 
 
 Prompts of `http`: `editing` is a piece of Python's library, and its first lines once more;
 `extraction` is such a piece and some lines from the middle of it; `plain` is its beginning;
-`random` are random token ids, sampled at temperature 1. `prediction` is a chat whose prediction is
+`random` are random token ids, sampled at temperature 1. `1 tokens` and `2 tokens` are random ids
+too, and a bias leaves so many tokens for the output: a model of random weights repeats itself only
+so. `prediction` is a chat whose prediction is
 the reply itself.
 """
 
@@ -50,6 +52,9 @@ MODULES = ("bisect", "heapq", "shlex", "csv")
 
 
 # Servers
+
+
+COMPLETIONS = "/v1/completions"
 
 
 class Load(NamedTuple):
@@ -169,6 +174,7 @@ def http(model: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
     randoms = rng.integers(10, 2000, (32, 128)).tolist()
     base = {"model": str(model), "max_total_tokens": 65536, "max_model_len": 2048}
     rows: list[dict[str, Any]] = []
+    rounds = args.rounds
 
     def config(count: int) -> str:
         return f"{{method: ngram, num_speculative_tokens: {count}}}"
@@ -177,17 +183,23 @@ def http(model: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
         plain = stack.enter_context(manta_server(base))
         drafts = stack.enter_context(manta_server({**base, "speculative_config": config(4)}))
         for kind in ("editing", "extraction", "plain"):
-            load = Load(kind, "/v1/completions", completions(texts[kind], 96), 1)
-            row = compare(plain, drafts, load, args.rounds)
-            row["needed"] = None if kind == "plain" else GAIN_OF_TOKENS * row["tokens_per_step"]
+            load = Load(kind, COMPLETIONS, completions(texts[kind], 96), 1)
+            row = compare(plain, drafts, load, rounds)
+            repeats = kind != "plain" and model == CARRIED
+            row["needed"] = GAIN_OF_TOKENS * row["tokens_per_step"] if repeats else None
             rows.append(row)
+        for count in (1, 2):
+            bias = {str(100 + i): 100 for i in range(count)}
+            bodies = completions(randoms[:4], 128, logit_bias=bias)
+            row = compare(plain, drafts, Load(f"{count} tokens", COMPLETIONS, bodies, 1), rounds)
+            rows.append({**row, "needed": GAIN_OF_TOKENS * row["tokens_per_step"]})
         sampled = completions(randoms, 64, temperature=1.0, seed=1)
-        load = Load("random", "/v1/completions", sampled, 32)
-        rows.append({**compare(plain, drafts, load, args.rounds), "needed": NOTHING_LOST})
+        load = Load("random", COMPLETIONS, sampled, 32)
+        rows.append({**compare(plain, drafts, load, rounds), "needed": NOTHING_LOST})
         schema = {"type": "array", "items": {"type": "integer"}, "minItems": 20, "maxItems": 20}
         constrained = completions(texts["plain"], 96, structured_outputs={"json": schema})
-        load = Load("JSON schema", "/v1/completions", constrained, 1)
-        rows.append({**compare(plain, drafts, load, args.rounds), "needed": None})
+        load = Load("JSON schema", COMPLETIONS, constrained, 1)
+        rows.append({**compare(plain, drafts, load, rounds), "needed": None})
     with ExitStack() as stack:
         plain = stack.enter_context(manta_server(base))
         drafts = stack.enter_context(manta_server({**base, "speculative_config": config(8)}))
@@ -201,7 +213,7 @@ def http(model: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
             bodies.append({**body, "prediction": {"type": "content", "content": reply}})
         load = Load("prediction", "/v1/chat/completions", bodies, 1)
         needed = PREDICTION_NEEDED if model == CARRIED else None
-        rows.append({**compare(plain, drafts, load, args.rounds), "needed": needed})
+        rows.append({**compare(plain, drafts, load, rounds), "needed": needed})
     for row in rows:
         row["model"] = model.name
         row["ok"] = row["needed"] is None or row["speed_up"] >= row["needed"]
