@@ -71,10 +71,12 @@ class Answer(NamedTuple):
     num_tokens: int
 
 
-def prompts(tokenizer: Tokenizer) -> dict[str, list[list[int]]]:
-    """Token ids by kind."""
+def prompts(
+    tokenizer: Tokenizer, modules: Sequence[str] | None = None
+) -> dict[str, list[list[int]]]:
+    """Token ids by kind, of pieces of modules."""
     pieces = []
-    for name in MODULES:
+    for name in MODULES if modules is None else modules:
         module = __import__(name)
         assert isinstance(module, types.ModuleType)
         lines = inspect.getsource(module).splitlines(keepends=True)

@@ -19,15 +19,22 @@ from engine.protocol.messages import GenerationBatchResult
 from engine.scheduler.micro_batch import LaunchedStep
 from engine.speculative.config import SpeculativeConfig
 
-MEMORY = 0.95
-"""Weight of what was known, after each step with drafts."""
+MAX_TRIALS = 16.0
+"""Drafts that acceptance is known from; older ones count less and less."""
+SHARE_MEMORY = 0.95
+"""Weight of what was known of how many drafts are found, after each step that asked for some."""
+MIN_SHARE = 0.02
+"""If fewer of the drafts asked for are found, none are asked for: to ask takes time, too."""
+JUDGED_SHARE = 0.25
+"""Drafts are judged as if at least so many rows had some: the others cost and gain nothing."""
 TIME_MEMORY = 0.8
-"""The same for step times of a size."""
+"""Weight of what was known of step times of a size, after each such step."""
 OUTLIER = 3.0
 """A step that takes so many times as long as expected counts as that."""
-PROBE_DRAFTS = 2
-MIN_PROBE_STEPS, MAX_PROBE_STEPS = 16, 256
-"""Steps without drafts until some are tried; doubled after each try that changed nothing."""
+PROBE_DRAFTS, PROBE_STEPS = 2, 2
+"""How many drafts are tried, and for how many steps, where none are worth it."""
+MIN_PROBE_PAUSE, MAX_PROBE_PAUSE = 16, 128
+"""Steps until some are tried again; doubled each time."""
 MARGIN = 1.02
 """Gain that drafts must promise: what drafting itself takes is not in the step times."""
 
@@ -72,23 +79,25 @@ class DraftLength:
         self._is_fixed = config.draft_length == "fixed"
         self._times = StepTimes()
         self._accepted, self._tried = 1.0, 2.0
-        self._drafted, self._planned = 1.0, 1.0
-        self._steps_without = 0
-        self._probe_after = MIN_PROBE_STEPS
+        self._share = 1.0
+        """Of the drafts that steps asked for, those that were found."""
+        self._pause = MIN_PROBE_PAUSE
+        self._until_probe = 0
 
     def choose(self, num_rows: int) -> int:
         """The most drafts that each of `num_rows` decode rows may have in the next step."""
         if self._is_fixed or num_rows == 0:
             return self.most
-        best = self._best(num_rows)
+        best = self._best(num_rows) if self._share >= MIN_SHARE else 0
         if best:
-            self._steps_without, self._probe_after = 0, MIN_PROBE_STEPS
+            self._pause = self._until_probe = MIN_PROBE_PAUSE
             return best
-        self._steps_without += 1
-        if self._steps_without < self._probe_after:
+        self._until_probe -= 1
+        if self._until_probe >= PROBE_STEPS:
             return 0
-        self._steps_without = 0
-        self._probe_after = min(2 * self._probe_after, MAX_PROBE_STEPS)
+        if self._until_probe <= 0:
+            self._pause = min(2 * self._pause, MAX_PROBE_PAUSE)
+            self._until_probe = self._pause
         return min(PROBE_DRAFTS, self.most)
 
     def observe(self, step: LaunchedStep, result: GenerationBatchResult) -> None:
@@ -118,16 +127,21 @@ class DraftLength:
                 accepted += tokens - 1
                 tried += min(tokens, drafted)
         if planned:
-            self._drafted = MEMORY * self._drafted + sum(num_drafted)
-            self._planned = MEMORY * self._planned + planned
+            found = sum(num_drafted) / planned
+            remembered = SHARE_MEMORY * self._share + (1 - SHARE_MEMORY) * found
+            # Where hardly any were found for long, a find is news.
+            self._share = found if self._share < MIN_SHARE < found else remembered
         if tried:
-            self._accepted = MEMORY * self._accepted + accepted
-            self._tried = MEMORY * self._tried + tried
+            self._accepted += accepted
+            self._tried += tried
+            if self._tried > MAX_TRIALS:
+                self._accepted *= MAX_TRIALS / self._tried
+                self._tried = MAX_TRIALS
 
     def _best(self, num_rows: int) -> int:
         """The number of drafts that promises the most tokens per second."""
         rate = min(self._accepted / self._tried, 0.99)
-        share = self._drafted / self._planned
+        share = max(self._share, JUDGED_SHARE)
         alone = self._times.estimate(num_rows)
         if alone == 0.0:
             return self.most
