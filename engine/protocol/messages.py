@@ -143,7 +143,7 @@ class GenerationBatchResult(msgspec.Struct, array_like=True):
     error: str | None = None
     """Set if the step failed: the engine can't go on."""
     device_s: float | None = None
-    """Seconds that the last stage was busy with the step."""
+    """Seconds that the last stage was busy with the step, its drafts included."""
     embeddings: list[bytes] | None = None
     """[E] if rows were pooled, in the order of `PooledRows`: float32 [hidden], little-endian; ""
     if it held NaN or infinity."""

@@ -35,8 +35,9 @@ PROBE_DRAFTS, PROBE_STEPS = 2, 2
 """How many drafts are tried, and for how many steps, where none are worth it."""
 MIN_PROBE_PAUSE, MAX_PROBE_PAUSE = 16, 128
 """Steps until some are tried again; doubled each time."""
-MARGIN = 1.02
-"""Gain that drafts must promise: what drafting itself takes is not in the step times."""
+MARGIN = 1.1
+"""Gain that drafts must promise: what they take of other processes' time is not in the step
+times."""
 
 
 class StepTimes:

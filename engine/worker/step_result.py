@@ -48,6 +48,8 @@ class TpPendingResult(PendingResult):
     timing: StepTiming
     note_spans: Callable[[], None]
     speculation: Speculation | None = None
+    draft_s: float = 0.0
+    """Seconds that making the step's drafts took, before the device began."""
 
     @property
     def step(self) -> int:
@@ -99,7 +101,7 @@ class TpPendingResult(PendingResult):
             logprobs=logprobs,
             prompt_logprobs=prompt or None,
             row_errors=dict.fromkeys(failed, text) or None,
-            device_s=ended_at - started_at,
+            device_s=ended_at - started_at + self.draft_s,
             embeddings=embeddings,
             verified=verified,
             drafts=drafts,

@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 import transformers
 
+from engine.config import EngineConfig, load_config
 from engine.constraints import ConstraintSpec
+from engine.errors import ConfigError
 from engine.sampling_params import SamplingParams
 from tests.support.drafters import OUTPUTS
 from tests.support.engines import Engine, engine_for, greedy_reference, load_reference
@@ -272,3 +274,58 @@ def test_little_kv_room(cases: dict[str, Case], monkeypatch: pytest.MonkeyPatch)
                 max_total_tokens=None,
             )
             assert got == case.expected * 4
+
+
+@pytest.mark.parametrize(("model", "tp"), [("carried", 1), ("carried", 2), ("mistral", 1)])
+def test_a_draft_model(
+    cases: dict[str, Case], tmp_path: Path, plain: Engine, model: str, tp: int
+) -> None:
+    """The carried model drafts for itself, and is always right, sampled too; another model drafts
+    for the one with windows, and is hardly ever right."""
+    case = cases[model]
+    path = case.path
+    if model != "carried":
+        arch, overrides = ARCHITECTURES[model]
+        path = make_model(tmp_path, arch, seed=1, num_hidden_layers=1, **overrides)
+    drafts = {"model": str(path), "num_speculative_tokens": 4, "draft_length": "fixed"}
+    params = SamplingParams(max_tokens=MAX_NEW, temperature=0, ignore_eos=True)
+    with engine_for(case.path, tp_size=tp, page_size=16, speculative_config=drafts) as engine:
+        for chunk, retract in ((-1, 0), (32, 4)):
+            got = engine.run(
+                case.prompts, params, chunked_prefill_size=chunk, retract_every=retract
+            )
+            assert got == case.expected, (chunk, retract)
+            checked = engine.stats.spec_decode_draft_tokens_total
+            assert checked > 20
+            if model == "carried" and not retract:
+                assert accepted(engine) > 0.9 * checked
+        if model == "carried":
+            sampled = PARAMS["sampled"]
+            assert engine.run(case.prompts, sampled) == plain.run(case.prompts, sampled)
+            assert accepted(engine) > 0.9 * engine.stats.spec_decode_draft_tokens_total
+
+
+def test_a_draft_model_that_does_not_fit(tmp_path: Path) -> None:
+    arch, overrides = ARCHITECTURES["llama"]
+    other = make_model(tmp_path, arch, **overrides)
+    keys: dict[str, Any] = {"model": str(CARRIED), "speculative_config": {"model": str(other)}}
+    with pytest.raises(ConfigError, match="vocabulary of 211 tokens"):
+        load_config(EngineConfig, keys).resolve()
+    own = {"model": str(CARRIED), "speculative_config": {"model": str(CARRIED)}}
+    for more in ({"pp_size": 2}, {"enable_overlap": False}):
+        with pytest.raises(ConfigError, match="needs pp_size: 1 and enable_overlap: true"):
+            load_config(EngineConfig, own | more).resolve()
+
+
+def test_room_for_drafts() -> None:
+    """A request and the drafts of two steps must fit; without a stated length it gives way."""
+    keys: dict[str, Any] = {
+        "model": str(CARRIED),
+        "max_total_tokens": 128,
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 4},
+    }
+    assert load_config(EngineConfig, keys).resolve().max_model_len == 118
+    with pytest.raises(ConfigError, match="and 10 tokens of drafts"):
+        load_config(EngineConfig, keys | {"max_model_len": 119}).resolve()
+    with pytest.raises(ConfigError, match="holds no request beside 10 tokens of drafts"):
+        load_config(EngineConfig, keys | {"max_total_tokens": 10, "page_size": 1}).resolve()

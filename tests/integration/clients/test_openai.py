@@ -436,3 +436,15 @@ def test_a_stream_is_the_reply_in_pieces(url: str, tokenizer: Tokenizer, seed: i
         if choice["finish_reason"] == "length" and not body.get("echo"):
             skip = body.get("skip_special_tokens", True)
             assert tokenizer.decode(ids, skip_special_tokens=skip) == text
+
+
+def test_prediction_without_speculation(client: openai.OpenAI) -> None:
+    """It is accepted, and has no effect."""
+    prediction: Any = {"type": "content", "content": "It joins the parts of a path."}
+    ask: Any = {"model": MODEL, "messages": ASK, "max_tokens": 12, "temperature": 0}
+    reply = client.chat.completions.create(prediction=prediction, **ask)
+    without = client.chat.completions.create(**ask)
+    assert reply.choices[0].message.content == without.choices[0].message.content
+    details = reply.usage and reply.usage.completion_tokens_details
+    assert details is not None
+    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (0, 0)
