@@ -143,14 +143,16 @@ class GenerationBatchResult(msgspec.Struct, array_like=True):
     error: str | None = None
     """Set if the step failed: the engine can't go on."""
     device_s: float | None = None
-    """Seconds that the last stage was busy with the step, its drafts included."""
+    """Seconds that the last stage was busy with the step."""
+    period_s: float | None = None
+    """The same with what the host did since the step before; only if the engine speculates."""
     embeddings: list[bytes] | None = None
     """[E] if rows were pooled, in the order of `PooledRows`: float32 [hidden], little-endian; ""
     if it held NaN or infinity."""
     verified: VerifiedRows | None = None
     """Set if the step checked drafts."""
     drafts: list[list[int]] | None = None
-    """[S]: for each sampled row's next step, if the step asked for them (`drafts_wanted`)."""
+    """[S]: for each sampled row's next step, if asked for (`drafts_wanted`)."""
 
 
 class KeyLimits(msgspec.Struct, frozen=True, omit_defaults=True):

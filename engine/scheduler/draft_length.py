@@ -35,7 +35,7 @@ PROBE_DRAFTS, PROBE_STEPS = 2, 2
 """How many drafts are tried, and for how many steps, where none are worth it."""
 MIN_PROBE_PAUSE, MAX_PROBE_PAUSE = 16, 128
 """Steps until some are tried again; doubled each time."""
-MARGIN = 1.1
+MARGIN = 1.05
 """Gain that drafts must promise: what they take of other processes' time is not in the step
 times."""
 
@@ -115,8 +115,8 @@ class DraftLength:
             )
             tokens += sum(verified.num_drafted)
         is_decode = len(step.sampled) == len(step.reqs) and not step.num_landed
-        if is_decode and result.device_s is not None:
-            self._times.observe(tokens, result.device_s)
+        if is_decode and result.period_s is not None:
+            self._times.observe(tokens, result.period_s)
 
     def _observe_drafts(
         self, num_tokens: Sequence[int], num_drafted: Sequence[int], planned: int

@@ -55,6 +55,7 @@ class SimulatedResult(PendingResult):
             self.tokens,
             row_errors=self.errors or None,
             device_s=self.device_s,
+            period_s=self.device_s,
             embeddings=self.embeddings,
             verified=self.verified,
             drafts=self.drafts,

@@ -20,6 +20,9 @@ from engine.worker.draft_model import DraftModelDrafter
 from engine.worker.model_runner import ModelRunner
 from engine.worker_config import WorkerConfig
 
+MAX_HOST_S = 1e-3
+"""What the host does between two steps takes less than a step and this."""
+
 
 class Runs(NamedTuple):
     """The tokens of a step, S sampled rows of them."""
@@ -93,6 +96,7 @@ class Speculation:
         self._drafter = drafter
         self._filler = filler
         self._unlearned: deque[_Unlearned] = deque()
+        self._ended_at = 0.0
 
     def begin(self, batch: ModelWorkerBatch) -> ModelWorkerBatch:
         """Take note of a step's new requests; the step with everything in it."""
@@ -115,6 +119,13 @@ class Speculation:
         while self._unlearned and (up_to is None or self._unlearned[0].sampled.step <= up_to):
             batch, owners, sampled = self._unlearned.popleft()
             self._filler.record(batch, owners, sampled.runs().tokens)
+
+    def period_s(self, started_at: float, ended_at: float) -> float:
+        """Seconds of the stage's time that a step took which ran from `started_at` to `ended_at`,
+        counted from the end of the step before, unless the stage had nothing to do in between."""
+        device_s, before = ended_at - started_at, started_at - self._ended_at
+        self._ended_at = ended_at
+        return device_s + (before if 0.0 < before < device_s + MAX_HOST_S else 0.0)
 
     def next_drafts(self, batch: ModelWorkerBatch) -> list[list[int]] | None:
         """Drafts for the sampled rows' next steps, if the step asked for any. Call `learn`

@@ -48,8 +48,6 @@ class TpPendingResult(PendingResult):
     timing: StepTiming
     note_spans: Callable[[], None]
     speculation: Speculation | None = None
-    draft_s: float = 0.0
-    """Seconds that making the step's drafts took, before the device began."""
 
     @property
     def step(self) -> int:
@@ -95,13 +93,17 @@ class TpPendingResult(PendingResult):
         self.download.release()
         self.note_spans()
         started_at, ended_at = self.timing.span()
+        period_s = None
+        if self.speculation is not None:
+            period_s = self.speculation.period_s(started_at, ended_at)
         return GenerationBatchResult(
             step=self.step,
             next_token_ids=tokens,
             logprobs=logprobs,
             prompt_logprobs=prompt or None,
             row_errors=dict.fromkeys(failed, text) or None,
-            device_s=ended_at - started_at + self.draft_s,
+            device_s=ended_at - started_at,
+            period_s=period_s,
             embeddings=embeddings,
             verified=verified,
             drafts=drafts,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
 from dataclasses import dataclass
 
@@ -49,8 +48,6 @@ class TpLaunchedForward(LaunchedForward):
     prompt_logprobs: list[PromptLogprobTensors]
     graph_size: int | None
     """Size of the captured decode that made the logits; None if none did."""
-    draft_s: float
-    """Seconds that making its drafts took."""
 
     def sample(self, masks: SampleMasks | None) -> PendingResult:
         return self.worker.sample(self, masks)
@@ -146,7 +143,6 @@ class TpModelWorker(ModelWorker):
                 timing,
                 self._note_spans,
                 self._speculation,
-                launched.draft_s,
             )
             if self._speculation is not None:
                 self._speculation.note(launched.batch, pending)
@@ -172,11 +168,8 @@ class TpModelWorker(ModelWorker):
         )
 
     def _forward(self, batch: ModelWorkerBatch) -> LaunchedForward | None:
-        draft_s = 0.0
         if self._speculation is not None:
-            started = time.perf_counter()
             batch = self._speculation.begin(batch)
-            draft_s = time.perf_counter() - started
         for item in batch.new_slots:
             if item.params.prompt_logprobs is None:
                 self._prompt_logprobs.pop(item.slot, None)
@@ -205,7 +198,7 @@ class TpModelWorker(ModelWorker):
             self._speculation.ran(batch, forward)
         self.sampler.state.install(batch.new_slots)
         prompt = self._prompt(batch, forward, output)
-        return TpLaunchedForward(batch, self, forward, output, prompt, size, draft_s)
+        return TpLaunchedForward(batch, self, forward, output, prompt, size)
 
     def _run_graph(
         self, graphs: DecodeGraphs, batch: ModelWorkerBatch, forward: ForwardBatch

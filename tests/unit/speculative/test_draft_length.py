@@ -28,7 +28,7 @@ def run(
         count = chooser.choose(rows)
         chosen.append(count)
         accepted = (rng.random((rows, count)) < acceptance).cumprod(1).sum(1) if count else None
-        result = GenerationBatchResult(1, [0] * rows, device_s=seconds(rows * (1 + count)))
+        result = GenerationBatchResult(1, [0] * rows, period_s=seconds(rows * (1 + count)))
         step: Any = SimpleNamespace(
             sampled=[None] * rows, reqs=[None] * rows, num_landed=0, drafts=None
         )
@@ -85,7 +85,7 @@ def test_requests_without_finds_cost_nothing_and_a_find_is_noticed() -> None:
         asked.append(count)
         found = count if turn >= 900 else 0
         step.drafts = (np.array([1]), np.array([count], np.int32)) if count else None
-        result = GenerationBatchResult(1, [0], device_s=0.01)
+        result = GenerationBatchResult(1, [0], period_s=0.01)
         if count:
             result.verified = VerifiedRows([1 + found], [found])
         chooser.observe(step, result)
