@@ -24,9 +24,8 @@ Int64Array = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class ForwardMode(IntEnum):
-    """What the rows of a step are: prompt chunks, single decode tokens, or both.
-
-    VERIFY: decode rows check drafts (`VerifyRows`), perhaps beside prompt chunks."""
+    """What the rows of a step are: prompt chunks, single decode tokens, or both. VERIFY: decode
+    rows check drafts (`VerifyRows`), perhaps beside prompt chunks."""
 
     EXTEND = 1
     DECODE = 2
