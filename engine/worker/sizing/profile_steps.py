@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 
 from engine.protocol.messages import ForwardMode, ModelWorkerBatch, SlotParams
+from engine.protocol.step_parts import VerifyRows
 from engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from engine.worker_config import WorkerConfig
 
@@ -17,7 +19,7 @@ def largest_steps(config: WorkerConfig) -> list[ModelWorkerBatch]:
     There are two, because different parts cost most. One is a chunk at the end of the longest
     prompt, with its log-probabilities (attention over the whole context, logits of every token).
     The other has the largest number of rows that may run, all sampled (logits of every row, sorted
-    for top-p).
+    for top-p). If the engine speculates, a third has all rows with all their drafts, each sampled.
 
     Every token lies in the padding page, so that no KV cache is needed: the values mean nothing,
     the shapes are right.
@@ -33,7 +35,23 @@ def largest_steps(config: WorkerConfig) -> list[ModelWorkerBatch]:
     rows = min(config.max_running_requests, tokens)
     lens = [n for n in _even(tokens, rows, config.max_model_len) if n]
     nucleus = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, min_p=0.01, seed=0)
-    return [long, _extend_step(1, lens, [0] * len(lens), nucleus)]
+    steps = [long, _extend_step(1, lens, [0] * len(lens), nucleus)]
+    if config.speculative is not None:
+        drafts = min(config.speculative.num_speculative_tokens, config.max_model_len - 1)
+        steps.append(_verify_step(2, config.max_running_requests, drafts, nucleus))
+    return steps
+
+
+def _verify_step(step: int, rows: int, drafts: int, params: SamplingParams) -> ModelWorkerBatch:
+    """`rows` requests that check `drafts` drafts each."""
+    batch = _extend_step(step, [drafts + 1] * rows, [0] * rows, params)
+    return msgspec.structs.replace(
+        batch,
+        forward_mode=ForwardMode.VERIFY,
+        num_extend=0,
+        extend_lens=np.zeros(0, np.int32),
+        verify=VerifyRows(np.full(rows, drafts, np.int32)),
+    )
 
 
 def _extend_step(

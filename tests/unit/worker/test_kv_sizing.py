@@ -13,13 +13,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.attention.forward_batch import step_inputs
 from engine.config import EngineConfig
 from engine.device.memory import CudaMemory, DeviceProcess, parse_processes
 from engine.distributed import ParallelState
 from engine.errors import ConfigError
 from engine.protocol.messages import ModelWorkerBatch
+from engine.protocol.step_layout import token_starts
 from engine.sampling_params import MAX_LOGPROBS
 from engine.scheduler.scheduler_config import SchedulerConfig
+from engine.speculative.config import SpeculativeConfig
 from engine.worker import auto_config, model_runner, tp_worker
 from engine.worker.auto_config import make_worker_config, max_step_tokens
 from engine.worker.sizing.estimate import stage_weight_bytes
@@ -348,3 +351,11 @@ def test_processes_of_the_driver_are_read() -> None:
     text = "GPU:0\nprocess      12345 uses     1024.000 MB GPU memory\nprocess   7 uses  2.500 MB"
     assert parse_processes(text, 7) == [DeviceProcess(12345, GIB)]
     assert parse_processes("pynvml module not found, please install nvidia-ml-py", 1) == []
+
+
+def test_steps_with_drafts_are_profiled() -> None:
+    """Every draft of every row has logits."""
+    drafts = SpeculativeConfig(method="ngram", num_speculative_tokens=4)
+    *_, last = largest_steps(dataclasses.replace(BASE, speculative=drafts, max_running_requests=5))
+    assert len(step_inputs(last).logits_rows) == 25
+    assert token_starts(last)[-1] == 25
