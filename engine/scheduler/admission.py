@@ -11,7 +11,7 @@ from engine.constraints.grammar_compiler import GrammarCompiler
 from engine.errors import RequestError
 from engine.pooling import Pooling
 from engine.protocol.messages import AddRequest, FinishedReq, Int64Array, IntArray, KeyLimits
-from engine.sampling_params import SamplingParams, check_prompt
+from engine.sampling_params import SamplingParams, check_prompt, check_token_ids
 from engine.scheduler.key_shares import KeyShares
 from engine.scheduler.req import Req
 from engine.scheduler.scheduler_config import SchedulerConfig
@@ -133,6 +133,8 @@ def _verify(
 ) -> None:
     verify_prompt(request.input_ids, config.max_model_len, config.vocab_size, request.pooling)
     params.verify(config.vocab_size)
+    if request.prediction_ids is not None:
+        check_token_ids("prediction", request.prediction_ids, config.vocab_size)
     if params.seed is None and params.temperature > 0:
         raise RequestError("a sampled request needs a seed (the ingress draws one)", "seed")
     if shares.num_waiting >= config.max_queued_requests and not _has_place(request, config, shares):

@@ -107,6 +107,7 @@ class Committer:
         if step.constrained:
             errors, terminated = self._delayed.accept(step, _firsts(tokens, num_tokens), errors)
         special = {*errors, *terminated}
+        refused = errors.keys() - (result.row_errors or {}).keys()
         ended: list[Req] = []
         counts, given = verified.num_tokens, None
         end = 0
@@ -115,6 +116,8 @@ class Committer:
             kept = 0
             if req.status is not finished:
                 run, output = tokens[start:end], req.output_ids
+                if i in refused:
+                    run = []
                 if (
                     run
                     and logprobs is None

@@ -27,7 +27,9 @@ class KVManager:
         self.page_size = config.page_size
         self.enable_prefix_cache = config.enable_prefix_cache
         self.speculates = config.speculative is not None
-        self.rows = ReqToTokenPool(config.max_running_requests, config.max_model_len)
+        # Drafts get whole pages: the last one may reach beyond the longest request.
+        width = config.max_model_len + config.page_size
+        self.rows = ReqToTokenPool(config.max_running_requests, width)
         self.allocator = TokenToKVPoolAllocator(config.num_kv_tokens, config.page_size)
         self.tree = RadixCache(
             self.allocator,

@@ -245,6 +245,10 @@ class Scheduler:
         """
         assert running.drafts is not None
         most: int | IntArray = length.choose(len(running))
+        if most and (self.requests.chunked is not None or self.requests.shares.num_waiting):
+            # Half of a step's tokens stay for prompts.
+            budget = self.config.chunked_prefill_size or self.config.max_prefill_tokens
+            most = min(length.most, max(budget // 2 // max(len(running), 1) - 1, 0), int(most))
         if most and self.config.lookahead == 1:
             known = np.fromiter((len(r.drafts) for r in running.reqs), np.int32, len(running))
             most = np.minimum(known, most)

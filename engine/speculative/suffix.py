@@ -12,8 +12,9 @@ from engine.speculative.drafter import Drafter
 from engine.speculative.ngram import NO_MATCH, Match, NgramIndex
 
 SHORTEST = 3
-MAX_NAMESPACES = 256
-"""Cache namespaces whose outputs are kept; the one that was used longest ago leaves first."""
+MAX_TOKENS = 500_000
+"""Tokens of all outputs that are kept, some 280 bytes each. The oldest of the namespace that
+was used longest ago leave first."""
 
 
 class OutputStore:
@@ -26,6 +27,8 @@ class OutputStore:
         self._latest: dict[tuple[int, ...], int] = {}
         """By n-gram: the output that had it last."""
         self._next = 0
+        self.num_tokens = 0
+        """Of all outputs."""
 
     def __len__(self) -> int:
         return len(self._outputs)
@@ -35,8 +38,16 @@ class OutputStore:
         number, self._next = self._next, self._next + 1
         self._outputs[number] = NgramIndex(SHORTEST, self._longest)
         if len(self._outputs) > self._max_outputs:
-            self._drop(*self._outputs.popitem(last=False))
+            self.drop_oldest()
         return number
+
+    def drop_oldest(self) -> None:
+        """Forget the output that began first."""
+        number, output = self._outputs.popitem(last=False)
+        self.num_tokens -= len(output.tokens)
+        for gram in _grams(output.tokens):
+            if self._latest.get(gram) == number:
+                del self._latest[gram]
 
     def extend(self, number: int, tokens: Sequence[int]) -> None:
         """An output goes on; nothing happens if it was dropped."""
@@ -45,6 +56,7 @@ class OutputStore:
             return
         first = max(len(output.tokens) - SHORTEST, 0)
         output.extend(tokens)
+        self.num_tokens += len(tokens)
         for gram in _grams(output.tokens[first:-1]):
             self._latest[gram] = number
 
@@ -56,11 +68,6 @@ class OutputStore:
         output = self._outputs[number]
         return output.find(ending), output
 
-    def _drop(self, number: int, output: NgramIndex) -> None:
-        for gram in _grams(output.tokens):
-            if self._latest.get(gram) == number:
-                del self._latest[gram]
-
 
 class SuffixDrafter(Drafter):
     """The longest match counts; of equal ones that of the request's own tokens."""
@@ -71,29 +78,46 @@ class SuffixDrafter(Drafter):
         self._outputs: dict[int, tuple[OutputStore, int]] = {}
         """By slot: where its output is kept, and its number there."""
         self._stores: OrderedDict[str, OutputStore] = OrderedDict()
+        self._num_tokens = 0
+        """Of all stores."""
 
     def install(self, params: SlotParams) -> None:
         assert params.token_ids is not None and params.speculation is not None
         depth = self.config.suffix_decoding_max_tree_depth
         tokens = params.token_ids.tolist()
         self._own[params.slot] = NgramIndex(SHORTEST, depth, tokens)
+        self._outputs.pop(params.slot, None)
+        if params.speculation.max_len <= len(tokens):
+            return  # it wants an embedding
         store = self._store(params.speculation.namespace)
-        number = store.begin()
-        store.extend(number, tokens[params.prompt_len :])
-        self._outputs[params.slot] = (store, number)
+        self._outputs[params.slot] = (store, store.begin())
+        self._extend(params.slot, tokens[params.prompt_len :])
 
     def observe(self, slot: int, tokens: Sequence[int]) -> None:
         self._own[slot].extend(tokens)
+        self._extend(slot, tokens)
+
+    def _extend(self, slot: int, tokens: Sequence[int]) -> None:
         store, number = self._outputs[slot]
+        before = store.num_tokens
         store.extend(number, tokens)
+        self._num_tokens += store.num_tokens - before
+        while self._num_tokens > MAX_TOKENS:
+            name, oldest = next(iter(self._stores.items()))
+            if not len(oldest):
+                del self._stores[name]
+                continue
+            self._num_tokens -= oldest.num_tokens
+            oldest.drop_oldest()
+            self._num_tokens += oldest.num_tokens
 
     def propose(self, slots: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
         return [self._propose(slot, count) for slot, count in zip(slots, counts, strict=True)]
 
     def _propose(self, slot: int, count: int) -> list[int]:
-        own, (store, _) = self._own[slot], self._outputs[slot]
         if count <= 0:
             return []
+        own, (store, _) = self._own[slot], self._outputs[slot]
         found, others = own.find(own.tokens), store.find(own.tokens)
         if others[1] is not None and others[0].length > found.length:
             following = others[1].tokens[others[0].position + 1 :][:count]
@@ -109,8 +133,6 @@ class SuffixDrafter(Drafter):
                 config.suffix_decoding_max_tree_depth, config.suffix_decoding_max_cached_requests
             )
             self._stores[namespace] = store
-            if len(self._stores) > MAX_NAMESPACES:
-                self._stores.popitem(last=False)
         self._stores.move_to_end(namespace)
         return store
 

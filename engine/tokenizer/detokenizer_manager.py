@@ -197,7 +197,9 @@ class DetokenizerManager:
         text += request.add_last()
         request.num_cached = max(request.num_cached, end.num_cached)
         if request.checker is not None and request.checker.matched is not None:
-            return self._end(request, text, "stop", request.checker.matched)
+            delta = self._end(request, text, "stop", request.checker.matched)
+            delta.num_predicted = end.num_predicted
+            return delta
         delta = self._end(request, text, end.reason, end.matched_token)
         delta.num_predicted = end.num_predicted
         delta.error, delta.error_status, delta.error_param = end.message, end.status, end.param

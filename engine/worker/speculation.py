@@ -100,10 +100,10 @@ class Speculation:
 
     def begin(self, batch: ModelWorkerBatch) -> ModelWorkerBatch:
         """Take note of a step's new requests; the step with everything in it."""
+        completes = batch.verify is not None and batch.verify.slots is not None
+        if completes or batch.new_slots:
+            self.learn()  # drafters see tokens and requests in the order of the steps, on all ranks
         self._filler.install(batch.new_slots)
-        if batch.verify is None or batch.verify.slots is None:
-            return batch
-        self.learn()
         return self._filler.fill(batch)
 
     def ran(self, batch: ModelWorkerBatch, forward: ForwardBatch) -> None:
@@ -115,10 +115,16 @@ class Speculation:
         self._unlearned.append(_Unlearned(batch, self._filler.owners(batch), sampled))
 
     def learn(self, up_to: int | None = None) -> None:
-        """Take the tokens of the steps sampled so far (`up_to`: of those up to this step)."""
-        while self._unlearned and (up_to is None or self._unlearned[0].sampled.step <= up_to):
-            batch, owners, sampled = self._unlearned.popleft()
+        """Take the tokens of the steps sampled so far (`up_to`: of those up to this step). Steps
+        of other micro-batches may have overtaken one that waited for its masks."""
+        later: deque[_Unlearned] = deque()
+        while self._unlearned:
+            batch, owners, sampled = entry = self._unlearned.popleft()
+            if up_to is not None and sampled.step > up_to:
+                later.append(entry)
+                continue
             self._filler.record(batch, owners, sampled.runs().tokens)
+        self._unlearned = later
 
     def period_s(self, started_at: float, ended_at: float) -> float:
         """Seconds of the stage's time that a step took which ran from `started_at` to `ended_at`,

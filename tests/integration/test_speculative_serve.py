@@ -28,7 +28,7 @@ MAX_TOKENS = 200
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ManagedServer]:
-    config = "{method: ngram, num_speculative_tokens: 4, draft_length: fixed}"
+    config = {"method": "ngram", "num_speculative_tokens": 4, "draft_length": "fixed"}
     with manta(max_total_tokens=16384, dtype="float32", speculative_config=config) as running:
         yield running
 

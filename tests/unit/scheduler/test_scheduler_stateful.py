@@ -38,6 +38,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         eos=st.sampled_from([(), (7,)]),
         drafts=st.sampled_from([0, 0, 1, 4, 7]),
         adaptive=st.booleans(),
+        longest=st.sampled_from([96, 93]),
     )
     def start(
         self,
@@ -52,6 +53,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         eos: tuple[int, ...],
         drafts: int,
         adaptive: bool,
+        longest: int,
     ) -> None:
         speculative = None
         if drafts:
@@ -64,6 +66,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.h = Harness(
             **mode,
             speculative=speculative,
+            max_model_len=longest,
             page_size=page,
             num_kv_tokens=kv,
             schedule_policy=policy,

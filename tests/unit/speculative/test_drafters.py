@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from engine.protocol.messages import SlotParams
 from engine.protocol.step_parts import SlotSpeculation
 from engine.sampling_params import SamplingParams
+from engine.speculative import suffix
 from engine.speculative.config import SpeculativeConfig
 from engine.speculative.ngram import MAX_CANDIDATES, NgramDrafter, NgramIndex
 from engine.speculative.prediction import PredictionFollower
@@ -119,6 +120,26 @@ def test_a_store_is_bounded_and_forgets_whole_outputs(outputs: list[list[int]]) 
     known = {tuple(t[i : i + SHORTEST]) for t in kept for i in range(len(t) - SHORTEST)}
     assert set(store._latest) <= known
     assert all(number in store._outputs for number in store._latest.values())
+
+
+def test_all_stores_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suffix, "MAX_TOKENS", 50)
+    drafter = SuffixDrafter(SpeculativeConfig(method="suffix"))
+    for number in range(40):
+        drafter.install(slot(number % 8, [number], f"namespace {number}"))
+        drafter.observe(number % 8, [number, 1, 2, 3, 4, 5, 6])
+        kept = sum(store.num_tokens for store in drafter._stores.values())
+        assert kept == drafter._num_tokens <= 50
+        found = [len(o.tokens) for s in drafter._stores.values() for o in s._outputs.values()]
+        assert sum(found) == kept
+    assert len(drafter._stores) <= 10
+    drafter.observe(0, [7, 8])  # its output may have been dropped
+    drafter.install(slot(1, [5, 6, 7], "x", prompt_len=3))
+    embedding = slot(2, [5, 6, 7], "x")
+    assert embedding.speculation is not None
+    embedding.speculation.max_len = 3
+    drafter.install(embedding)
+    assert len(drafter._stores["x"]) == 1
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=40), st.integers(1, 9))
