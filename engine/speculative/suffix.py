@@ -90,7 +90,9 @@ class SuffixDrafter(Drafter):
         if params.speculation.max_len <= len(tokens):
             return  # it wants an embedding
         store = self._store(params.speculation.namespace)
+        before = store.num_tokens
         self._outputs[params.slot] = (store, store.begin())
+        self._num_tokens += store.num_tokens - before  # the oldest output may have left
         self._extend(params.slot, tokens[params.prompt_len :])
 
     def observe(self, slot: int, tokens: Sequence[int]) -> None:

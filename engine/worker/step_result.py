@@ -44,7 +44,7 @@ class TpPendingResult(PendingResult):
     prompt_logprobs: list[PromptLogprobTensors]
     has_embeddings: bool
     download: Download
-    """The tensors of `_result_tensors`, on their way to the host."""
+    """The tensors of `result_tensors`, on their way to the host."""
     timing: StepTiming
     note_spans: Callable[[], None]
     speculation: Speculation | None = None

@@ -124,9 +124,11 @@ def test_a_store_is_bounded_and_forgets_whole_outputs(outputs: list[list[int]]) 
 
 def test_all_stores_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suffix, "MAX_TOKENS", 50)
-    drafter = SuffixDrafter(SpeculativeConfig(method="suffix"))
-    for number in range(40):
-        drafter.install(slot(number % 8, [number], f"namespace {number}"))
+    config = SpeculativeConfig(method="suffix", suffix_decoding_max_cached_requests=2)
+    drafter = SuffixDrafter(config)
+    for number in range(80):
+        name = f"namespace {number if number < 40 else 40}"
+        drafter.install(slot(number % 8, [number], name))
         drafter.observe(number % 8, [number, 1, 2, 3, 4, 5, 6])
         kept = sum(store.num_tokens for store in drafter._stores.values())
         assert kept == drafter._num_tokens <= 50
