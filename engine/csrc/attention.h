@@ -63,48 +63,73 @@ struct Attend {
     }
   }
 
-  // Scores of one row become weights; keys it cannot see get 0.
-  void weigh(Tile<C>& tile, int64_t row, int64_t first_key, int64_t count) const {
-    float* scores = tile.scores[row];
+  // Scores of a row for keys that it cannot see become -infinity.
+  void hide(Tile<C>& tile, int64_t row, int64_t first_key, int64_t count) const {
     const int64_t last = tile.position[row];
     const int64_t low = a.window > 0 ? last + 1 - a.window : 0;
-    if (first_key < low || first_key + kBlock - 1 > last || count < kBlock) {
-      for (int64_t j = 0; j < kBlock; j++)
-        if (first_key + j < low || first_key + j > last || j >= count) scores[j] = -infinity();
+    if (first_key >= low && first_key + kBlock - 1 <= last && count == kBlock) return;
+    for (int64_t j = 0; j < kBlock; j++)
+      if (first_key + j < low || first_key + j > last || j >= count) tile.scores[row][j] = -infinity();
+  }
+
+  // Scores of rows [row, end) become weights; keys they cannot see get 0. Step by step over all
+  // rows, so that none waits for the one before it.
+  void weigh(Tile<C>& tile, int64_t row, int64_t end, int64_t first_key, int64_t count) const {
+    alignas(64) float now[kTileRows + kLanes];
+    for (int64_t i = row; i < end; i++) {
+      hide(tile, i, first_key, count);
+      const float* scores = tile.scores[i];
+      V top = load(scores);
+      for (int64_t j = kLanes; j < kBlock; j += kLanes) top = max(load(scores + j), top);
+      now[i] = max_lane(top);
     }
-    V top = load(scores);
-    for (int64_t j = kLanes; j < kBlock; j += kLanes) top = max(load(scores + j), top);
-    const float before = tile.top[row], block = max_lane(top);
-    const float now = block > before ? block : before;
-    if (now == -infinity()) {  // it sees none of the keys, but a NaN is kept
-      tile.fade[row] = 1.0f;
-      V mass = load(tile.mass[row]);
+    for (int64_t i = row; i < end; i += kLanes) {
+      const int64_t n = end - i < kLanes ? end - i : kLanes;
+      const V before = load_part(tile.top + i, n), block = load_part(now + i, n);
+      const V top = where_less(before, block, block, before);
+      store_part(now + i, top, n);
+      store_part(tile.fade + i, exp(before - top), n);
+      store_part(tile.top + i, top, n);
+    }
+    for (int64_t i = row; i < end; i++) {
+      if (now[i] == -infinity()) {
+        see_nothing(tile, i);
+        continue;
+      }
+      float* scores = tile.scores[i];
+      const V top = set1(now[i]);
+      V mass = load(tile.mass[i]) * set1(tile.fade[i]);
       for (int64_t j = 0; j < kBlock; j += kLanes) {
-        const V weight = where_nan(load(scores + j), load(scores + j), zero());
+        const V weight = exp(load(scores + j) - top);
         store(scores + j, weight);
         mass = mass + weight;
       }
-      store(tile.mass[row], mass);
-      return;
+      store(tile.mass[i], mass);
     }
-    const float fade = exp(before - now);
-    V mass = load(tile.mass[row]) * set1(fade);
+  }
+
+  // The weights of a row that sees none of the keys: 0, but a NaN is kept.
+  void see_nothing(Tile<C>& tile, int64_t row) const {
+    float* scores = tile.scores[row];
+    tile.fade[row] = 1.0f;
+    V mass = load(tile.mass[row]);
     for (int64_t j = 0; j < kBlock; j += kLanes) {
-      const V weight = exp(load(scores + j) - set1(now));
+      const V weight = where_nan(load(scores + j), load(scores + j), zero());
       store(scores + j, weight);
       mass = mass + weight;
     }
     store(tile.mass[row], mass);
-    tile.top[row] = now;
-    tile.fade[row] = fade;
   }
 
   // Values of a block as float32, for tiles that read them more than once.
   void read_values(const Keys& keys, int64_t kv_head, Tile<C>& tile) const {
     const P* pool = static_cast<const P*>(a.v_pool) + kv_head * a.dim;
-    for (int64_t j = 0; j < keys.count; j++)
+    for (int64_t j = 0; j < keys.count; j++) {
+      for (int64_t d = 0; j < keys.num_ahead && d < a.dim; d += kPanel)
+        fetch(keys.ahead[j] * key_stride + kv_head * a.dim + d);
       for (int64_t d = 0; d < a.dim; d += kLanes)
         store(tile.values[j] + d, load_part(pool + keys.slots[j] * key_stride + d, a.dim - d));
+    }
   }
 
   // Adds the weighted values of a block; value j is at `values` + offset(j).
@@ -165,10 +190,11 @@ struct Attend {
   }
 
   void all_rows(
-      Tile<C>& tile, int64_t row, int64_t rows, const Keys& keys, int64_t kv_head,
-      bool values) const {
-    for (const int64_t end = row + rows; row < end; row += kRows)
+      Tile<C>& tile, int64_t row, int64_t rows, Keys keys, int64_t kv_head, bool values) const {
+    for (const int64_t end = row + rows; row < end; row += kRows) {
       for_rows(tile, row, end - row < kRows ? end - row : kRows, keys, kv_head, values);
+      keys.num_ahead = 0;
+    }
   }
 
   // Software prefetch. It runs one block ahead, a key at a time: in bursts it would stall.
@@ -206,7 +232,7 @@ struct Attend {
       const int64_t left = high - key;
       const int32_t* slots = slots_of(step) + key;
       Keys keys{slots, key < low ? low - key : 0, left < kBlock ? left : kBlock};
-      if (step.count == 1 && left > kBlock) {
+      if (left > kBlock) {
         keys.ahead = slots + kBlock;
         keys.num_ahead = left < 2 * kBlock ? left - kBlock : kBlock;
       } else if (left <= kBlock) {
@@ -216,10 +242,10 @@ struct Attend {
       for (int64_t h = 0; h < heads.count; h++) {
         const int64_t row = h * rows, kv_head = heads.first + h;
         read_keys(keys, kv_head, tile);
-        keys.copied = rows > kRows;
+        keys.copied = rows > kCopyRows;
         if (keys.copied) read_values(keys, kv_head, tile);
         all_rows(tile, row, rows, keys, kv_head, false);
-        for (int64_t i = 0; i < rows; i++) weigh(tile, row + i, key, keys.count);
+        weigh(tile, row, row + rows, key, keys.count);
         all_rows(tile, row, rows, keys, kv_head, true);
       }
     }

@@ -8,6 +8,7 @@ namespace manta::MANTA_ISA {
 constexpr int64_t kBlock = 64;
 constexpr int64_t kPart = 512;
 constexpr int64_t kTileRows = kMaxGroup;
+constexpr int64_t kCopyRows = 5 * kRows;  // for fewer rows of a head, values are read from the pool
 constexpr int64_t kMaxDim = kMaxHeadDim;
 
 inline float infinity() { return __builtin_inff(); }
