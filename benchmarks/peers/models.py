@@ -8,6 +8,7 @@ that runs them in bfloat16 hold the same numbers.
 from __future__ import annotations
 
 import hashlib
+import random
 import shutil
 import sysconfig
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+    from transformers import LlamaForCausalLM
 
 SEED = 0
 WEIGHT_STD = 0.06
@@ -37,6 +39,11 @@ SHAPES: dict[str, dict[str, int]] = {
         "num_key_value_heads": 4,
     },
 }
+COPYING = "llama-88m-copying"
+"""The shapes of `llama-88m`, with weights that give each token one successor (`successors`)."""
+SHAPES[COPYING] = SHAPES["llama-88m"]
+COPYING_SCALE = 0.02
+"""What the layers of `COPYING` add to the hidden state, against random weights."""
 CORPUS_BYTES = 8 << 20
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>\n{{ message['content'] }}\n{% endfor %}"
@@ -70,7 +77,10 @@ def build(name: str, folder: Path) -> Path:
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     torch.manual_seed(SEED)
-    model = LlamaForCausalLM(config).bfloat16()
+    model = LlamaForCausalLM(config)
+    if name == COPYING:
+        _give_successors(model)
+    model.bfloat16()
 
     building = folder.with_name(folder.name + ".building")
     shutil.rmtree(building, ignore_errors=True)
@@ -78,6 +88,32 @@ def build(name: str, folder: Path) -> Path:
     tokenizer.save_pretrained(building)
     building.rename(folder)
     return folder
+
+
+def successors(vocab_size: int) -> list[int]:
+    """What `COPYING` puts behind each token, as one cycle through all tokens but bos and eos.
+
+    A model with random weights never repeats what stands in its prompt. This one goes on with any
+    passage of the cycle as a model does that copies a text.
+    """
+    tokens = list(range(2, vocab_size))
+    random.Random(SEED).shuffle(tokens)
+    behind = [2, 2, *tokens]
+    for token, following in zip(tokens, [*tokens[1:], tokens[0]], strict=True):
+        behind[token] = following
+    return behind
+
+
+def _give_successors(model: LlamaForCausalLM) -> None:
+    """The head finds a token's embedding in the hidden state; all layers are computed as ever."""
+    import torch
+
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.mul_(COPYING_SCALE)
+            layer.mlp.down_proj.weight.mul_(COPYING_SCALE)
+        embeddings = model.model.embed_tokens.weight
+        model.lm_head.weight[torch.tensor(successors(len(embeddings)))] = embeddings
 
 
 def fingerprint(folder: Path) -> str:

@@ -40,28 +40,41 @@ class StepInputs(NamedTuple, Generic[A]):
     """int32 [B]: tokens in the cache once the step is done."""
 
 
-def step_inputs(batch: ModelWorkerBatch) -> StepInputs[np.ndarray]:
-    """The inputs of one step, on the host."""
-    starts = token_starts(batch)
+def step_inputs(
+    batch: ModelWorkerBatch, starts: Int64Array | None = None
+) -> StepInputs[np.ndarray]:
+    """The inputs of one step, on the host. `starts`: its `token_starts`."""
+    if starts is None:
+        starts = token_starts(batch)
     rows = batch.req_pool_indices.astype(np.int64)
     seq_lens = batch.seq_lens.astype(np.int64)
     query_lens = np.diff(starts)
-    sampled = batch.sample_rows
-    if batch.pooled is not None:
-        sampled = np.concatenate([sampled, batch.pooled.last])
-    behind: np.ndarray | int = 0
-    if batch.verify is not None:
-        counts = sample_counts(batch)
-        sampled = np.repeat(sampled, counts)
-        behind = np.repeat(np.cumsum(counts), counts) - 1 - np.arange(len(sampled))
+    tokens = np.arange(starts[-1])
+    positions = tokens + np.repeat(seq_lens - starts[1:], query_lens)
+    if batch.num_extend == 0 and len(batch.sample_rows) == len(rows):
+        # Every token of every row is sampled.
+        logits_rows, sample_slots, sample_lens = tokens, rows, positions + 1
+        if batch.verify is not None:
+            sample_slots = np.repeat(rows, query_lens)
+    else:
+        sampled = batch.sample_rows
+        if batch.pooled is not None:
+            sampled = np.concatenate([sampled, batch.pooled.last])
+        behind: np.ndarray | int = 0
+        if batch.verify is not None:
+            counts = sample_counts(batch)
+            sampled = np.repeat(sampled, counts)
+            behind = np.repeat(np.cumsum(counts), counts) - 1 - np.arange(len(sampled))
+        logits_rows = starts[1:][sampled] - 1 - behind
+        sample_slots, sample_lens = rows[sampled], seq_lens[sampled] - behind
     return StepInputs(
         input_ids=batch.input_ids.astype(np.int64),
-        positions=np.arange(starts[-1]) + np.repeat(seq_lens - starts[1:], query_lens),
+        positions=positions,
         out_cache_loc=batch.out_cache_loc.astype(np.int64),
         req_pool_indices=rows,
-        logits_rows=starts[1:][sampled] - 1 - behind,
-        sample_slots=rows[sampled],
-        sample_lens=seq_lens[sampled] - behind,
+        logits_rows=logits_rows,
+        sample_slots=sample_slots,
+        sample_lens=sample_lens,
         seq_lens=batch.seq_lens.astype(np.int32),
     )
 
@@ -114,11 +127,17 @@ class ForwardBatch:
 
     @classmethod
     def on_device(
-        cls, batch: ModelWorkerBatch, host: StepInputs[np.ndarray], device: StepInputs[Tensor]
+        cls,
+        batch: ModelWorkerBatch,
+        host: StepInputs[np.ndarray],
+        device: StepInputs[Tensor],
+        starts: Int64Array | None = None,
     ) -> ForwardBatch:
-        """`host` holds the inputs of `batch`, `device` the same on the device."""
+        """`host` holds the inputs of `batch`, `device` the same on the device; `starts`: its
+        `token_starts`."""
         num_extend = batch.num_extend if batch.verify is None else len(batch.req_pool_indices)
-        starts = token_starts(batch)
+        if starts is None:
+            starts = token_starts(batch)
         seq_lens = batch.seq_lens.astype(np.int64)
         extend_lens = np.diff(starts[: num_extend + 1])
         return cls(

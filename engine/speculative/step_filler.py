@@ -12,10 +12,9 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 
-from engine.protocol.messages import Int64Array, IntArray, ModelWorkerBatch, SlotParams
+from engine.protocol.messages import IntArray, ModelWorkerBatch, SlotParams
 from engine.protocol.step_parts import VerifyRows
 from engine.speculative.drafter import Drafter
-from engine.speculative.positions import positions
 from engine.speculative.prediction import PredictionFollower
 
 
@@ -31,12 +30,13 @@ class StepFiller:
         """`agree` raises if tensor parallel ranks call it with different numbers."""
         self._drafter = drafter
         self._agree = agree
-        self._lens = np.zeros(num_slots, np.int64)
+        # Lists: a step has few rows, and each call of numpy costs as much as a row.
+        self._lens = [0] * num_slots
         """Tokens in the KV cache; the last token isn't."""
-        self._limits = np.zeros(num_slots, np.int64)
+        self._limits = [0] * num_slots
         """`SlotSpeculation.max_len`"""
-        self._last = np.zeros(num_slots, np.int64)
-        self._owners = np.zeros(num_slots, np.int64)
+        self._last = [0] * num_slots
+        self._owners = [0] * num_slots
         """Counts the requests that had the slot."""
         self._predictions: dict[int, PredictionFollower] = {}
 
@@ -55,30 +55,27 @@ class StepFiller:
                 )
             self._drafter.install(item)
 
-    def owners(self, batch: ModelWorkerBatch) -> Int64Array:
+    def owners(self, batch: ModelWorkerBatch) -> list[int]:
         """Whose tokens the sampled rows [S] of a step are, for `record`."""
-        owners: Int64Array = self._owners[batch.req_pool_indices[batch.sample_rows]]
-        return owners
+        owners = self._owners
+        return [owners[slot] for slot in batch.req_pool_indices[batch.sample_rows].tolist()]
 
     def record(
-        self, batch: ModelWorkerBatch, owners: Int64Array, runs: Sequence[Sequence[int]]
+        self, batch: ModelWorkerBatch, owners: Sequence[int], runs: Sequence[Sequence[int]]
     ) -> None:
         """Take the tokens that each sampled row of a complete step gave. Steps come in order.
 
         Rows whose slot has another request by now are passed over.
         """
-        slots = batch.req_pool_indices[batch.sample_rows]
-        before = batch.seq_lens[batch.sample_rows].astype(np.int64) - 1
-        if batch.verify is not None:
-            is_decode = batch.sample_rows >= batch.num_extend
-            drafts = batch.verify.num_drafts[batch.sample_rows[is_decode] - batch.num_extend]
-            before[is_decode] -= drafts
-        current = (self._owners[slots] == owners).tolist()
-        rows = zip(slots.tolist(), before.tolist(), current, runs, strict=True)
-        for slot, num_before, is_current, tokens in rows:
-            if not is_current or not tokens:
+        slots, lens = batch.req_pool_indices.tolist(), batch.seq_lens.tolist()
+        drafts = [] if batch.verify is None else batch.verify.num_drafts.tolist()
+        sampled = zip(batch.sample_rows.tolist(), owners, runs, strict=True)
+        for row, owner, tokens in sampled:
+            slot = slots[row]
+            if not tokens or self._owners[slot] != owner:
                 continue
-            self._lens[slot] = num_before + len(tokens)
+            checked = drafts[row - batch.num_extend] if drafts and row >= batch.num_extend else 0
+            self._lens[slot] = lens[row] - 1 - checked + len(tokens)
             self._last[slot] = tokens[-1]
             self._drafter.observe(slot, tokens)
             if (prediction := self._predictions.get(slot)) is not None:
@@ -86,9 +83,11 @@ class StepFiller:
 
     def propose(self, slots: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
         """At most `counts[i]` drafts for each slot, none beyond what its request may output."""
-        taken = np.asarray(slots, np.int64)
-        room = self._limits[taken] - self._lens[taken] - 2
-        most = np.clip(room, 0, np.asarray(counts)).tolist()
+        limits, lens = self._limits, self._lens
+        most = [
+            max(0, min(count, limits[slot] - lens[slot] - 2))
+            for slot, count in zip(slots, counts, strict=True)
+        ]
         if not self._predictions:
             return self._drafter.propose(slots, most)
         others = [i for i, slot in enumerate(slots) if slot not in self._predictions]
@@ -109,31 +108,41 @@ class StepFiller:
         rows = batch.req_pool_indices[batch.num_extend :]
         assert verify.slot_starts is not None and verify.slot_counts is not None
         self._drafter.reserve(rows, verify.slot_starts, verify.slot_counts, verify.slots)
-        drafts = self.propose(rows.tolist(), verify.num_drafts.tolist())
-        counts = np.fromiter(map(len, drafts), np.int64, len(drafts)) + 1
-        starts = self._lens[rows]
+        slots = rows.tolist()
+        drafts = self.propose(slots, verify.num_drafts.tolist())
+        starts = [self._lens[slot] for slot in slots]
+        inputs: list[int] = []
+        for slot, more in zip(slots, drafts, strict=True):
+            inputs.append(self._last[slot])
+            inputs += more
         seq_lens = batch.seq_lens.copy()
-        seq_lens[batch.num_extend :] = starts + counts
-        last = self._last[rows].tolist()
-        inputs = [token for own, more in zip(last, drafts, strict=True) for token in (own, *more)]
+        lens = [start + 1 + len(more) for start, more in zip(starts, drafts, strict=True)]
+        seq_lens[batch.num_extend :] = lens
         if self._agree is not None:
-            self._agree(zlib.crc32(np.array([*inputs, *seq_lens.tolist()], np.int64).tobytes()))
+            self._agree(zlib.crc32(np.array([*inputs, *lens], np.int64).tobytes()))
+        input_ids, locs = np.array(inputs, np.int32), _slots_of(verify, starts, lens)
+        if batch.num_extend:
+            input_ids = np.concatenate([batch.input_ids, input_ids])
+            locs = np.concatenate([batch.out_cache_loc, locs])
         return msgspec.structs.replace(
             batch,
             seq_lens=seq_lens,
-            input_ids=np.concatenate([batch.input_ids, np.array(inputs, np.int32)]),
-            out_cache_loc=np.concatenate([batch.out_cache_loc, _slots_of(verify, starts, counts)]),
-            verify=VerifyRows((counts - 1).astype(np.int32)),
+            input_ids=input_ids,
+            out_cache_loc=locs,
+            verify=VerifyRows(np.array([len(more) for more in drafts], np.int32)),
         )
 
 
-def _slots_of(verify: VerifyRows, starts: Int64Array, counts: Int64Array) -> IntArray:
-    """KV slots int32 [sum(counts)] of the positions from starts [R] on."""
+def _slots_of(verify: VerifyRows, starts: Sequence[int], ends: Sequence[int]) -> IntArray:
+    """KV slots int32 of the positions from starts [R] up to ends [R], row after row."""
     assert verify.slots is not None
     assert verify.slot_starts is not None and verify.slot_counts is not None
-    ends = np.cumsum(verify.slot_counts)
-    first = ends - verify.slot_counts + starts - verify.slot_starts
-    if (starts < verify.slot_starts).any() or (first + counts > ends).any():
-        raise ValueError("a step has too few KV slots for its rows: lengths have gone apart")
-    found: IntArray = verify.slots[positions(first, counts)]
-    return found
+    found: list[IntArray] = []
+    at = 0
+    firsts, counts = verify.slot_starts.tolist(), verify.slot_counts.tolist()
+    for start, end, first, count in zip(starts, ends, firsts, counts, strict=True):
+        if start < first or end > first + count:
+            raise ValueError("a step has too few KV slots for its rows: lengths have gone apart")
+        found.append(verify.slots[at + start - first : at + end - first])
+        at += count
+    return np.concatenate(found)

@@ -135,11 +135,12 @@ class ModelRunner:
         Batches must be prepared in the order in which the scheduler made them. -1 entries of the
         result's `input_ids` are the caller's to resolve before `forward`.
         """
-        inputs = step_inputs(batch)
-        update = self.table_update(batch, inputs)
+        starts = token_starts(batch)
+        inputs = step_inputs(batch, starts)
+        update = self.table_update(batch, inputs, starts)
         *tensors, cells, locs = self.queue.upload([*inputs, *update])
         self.write_table(cells, locs)
-        return ForwardBatch.on_device(batch, inputs, StepInputs(*tensors))
+        return ForwardBatch.on_device(batch, inputs, StepInputs(*tensors), starts)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> ForwardOutput | None:
@@ -194,10 +195,13 @@ class ModelRunner:
         start, end = batch.token_starts_cpu[row : row + 2].tolist()
         return self.model.compute_logits(output.hidden[start:end])
 
-    def table_update(self, batch: ModelWorkerBatch, inputs: StepInputs[np.ndarray]) -> TableUpdate:
-        """What a step changes in `req_to_token`: its new tokens, and replaced prefixes."""
+    def table_update(
+        self, batch: ModelWorkerBatch, inputs: StepInputs[np.ndarray], starts: Int64Array
+    ) -> TableUpdate:
+        """What a step changes in `req_to_token`: its new tokens, and replaced prefixes. `starts`:
+        its `token_starts`."""
         width = self.req_to_token.shape[1]
-        token_rows = np.repeat(inputs.req_pool_indices, np.diff(token_starts(batch)))
+        token_rows = np.repeat(inputs.req_pool_indices, np.diff(starts))
         cells = token_rows * width + inputs.positions
         locs = batch.out_cache_loc.astype(np.int32)
         if len(batch.prefix_rows) == 0:

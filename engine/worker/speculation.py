@@ -9,7 +9,7 @@ import numpy as np
 
 from engine.attention.forward_batch import ForwardBatch
 from engine.distributed import ParallelState
-from engine.protocol.messages import Int64Array, ModelWorkerBatch, TokenLogprobs
+from engine.protocol.messages import ModelWorkerBatch, TokenLogprobs
 from engine.protocol.step_layout import sample_counts
 from engine.protocol.step_parts import VerifiedRows
 from engine.sampling.sampler import HostTokens, Sampler
@@ -50,26 +50,25 @@ def runs_of(batch: ModelWorkerBatch, host: HostTokens) -> Runs:
         failed = set(nan_rows)
         runs = [[] if i in failed else [token] for i, token in enumerate(tokens)]
         return Runs(runs, nan_rows, host.logprobs, None)
-    counts = sample_counts(batch)[: len(batch.sample_rows)]
-    starts = np.cumsum(counts) - counts
-    num_kept = host.num_kept.astype(np.int64)
+    kept = host.num_kept.tolist()
+    counts = sample_counts(batch)[: len(kept)].tolist()
+    bad = set(nan_rows)
+    runs: list[list[int]] = []
     failed_rows: list[int] = []
-    rows = np.repeat(np.arange(len(counts)), counts)
-    for index in reversed(nan_rows):  # the first of a row counts
-        row = int(rows[index])
-        if index - starts[row] < num_kept[row]:
-            num_kept[row] = index - starts[row]
+    logprobs: list[TokenLogprobs | None] | None = None if host.logprobs is None else []
+    start = 0
+    for row, (count, num) in enumerate(zip(counts, kept, strict=True)):
+        end = start + num
+        if bad and (found := bad.intersection(range(start, end))):
             failed_rows.append(row)
-    kept = list(zip(starts.tolist(), (starts + num_kept).tolist(), strict=True))
-    logprobs = host.logprobs
-    if logprobs is not None:
-        logprobs = [entry for start, end in kept for entry in logprobs[start:end]]
-    return Runs(
-        [tokens[start:end] for start, end in kept],
-        sorted(set(failed_rows)),
-        logprobs,
-        VerifiedRows(num_kept.tolist(), (counts - 1).tolist()),
-    )
+            end = min(found)
+        runs.append(tokens[start:end])
+        if logprobs is not None:
+            assert host.logprobs is not None
+            logprobs += host.logprobs[start:end]
+        start += count
+    verified = VerifiedRows([len(run) for run in runs], [count - 1 for count in counts])
+    return Runs(runs, failed_rows, logprobs, verified)
 
 
 class Sampled(Protocol):
@@ -85,7 +84,7 @@ class Sampled(Protocol):
 
 class _Unlearned(NamedTuple):
     batch: ModelWorkerBatch
-    owners: Int64Array
+    owners: list[int]
     sampled: Sampled
 
 

@@ -250,7 +250,7 @@ class TpModelWorker(ModelWorker):
         )
         assert sampled.num_kept is not None
         last = check.last_kept(sampled.num_kept)
-        self.future_map.store(slots[check.starts], sampled.next_token_ids[last])
+        self.future_map.store(slots.index_select(0, last), sampled.next_token_ids[last])
         return sampled
 
     def _end(self, batch: ModelWorkerBatch, forward: ForwardBatch) -> StepTiming:

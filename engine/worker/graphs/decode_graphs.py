@@ -29,6 +29,7 @@ from tqdm import tqdm
 from engine.attention.forward_batch import ForwardBatch, StepInputs, step_inputs
 from engine.errors import ConfigError
 from engine.protocol.messages import ForwardMode, ModelWorkerBatch
+from engine.protocol.step_layout import token_starts
 from engine.sampling.plan import Draw, RowGroup, SamplingPlan
 from engine.sampling.sampler import SampledTokens
 from engine.sampling.state import SamplingState
@@ -185,10 +186,11 @@ class DecodeGraphs:
     def _load(
         self, padded: ModelWorkerBatch, inputs: StepInputs[Tensor], cells: Tensor, locs: Tensor
     ) -> ForwardBatch:
-        host = step_inputs(padded)
-        self._buffers.write(host, self.runner.table_update(padded, host))
+        starts = token_starts(padded)
+        host = step_inputs(padded, starts)
+        self._buffers.write(host, self.runner.table_update(padded, host, starts))
         self.runner.write_table(cells, locs)
-        return ForwardBatch.on_device(padded, host, inputs)
+        return ForwardBatch.on_device(padded, host, inputs, starts)
 
     @torch.inference_mode()
     def _capture_all(self, limits: CaptureLimits) -> None:
