@@ -11,12 +11,11 @@ http       two servers at a time, one of which speculates. The same requests go 
            every prompt was sent before, so that prefill counts for little. Greedy outputs must be
            equal. "tokens/step" is the server's own count: output tokens for each row and step.
 
-Prompts of `http`: `editing` is a piece of Python's library, and its first lines once more;
-`extraction` is such a piece and some lines from the middle of it; `plain` is its beginning;
-`random` are random token ids, sampled at temperature 1. `1 tokens` and `2 tokens` are random ids
-too, and a bias leaves so many tokens for the output: a model of random weights repeats itself only
-so. `prediction` is a chat whose prediction is
-the reply itself.
+Prompts of `http` for the carried model: `editing` is a piece of Python's library, and its first
+lines once more; `extraction` is such a piece and some lines from the middle of it; `plain` is its
+beginning. Those for the 88 M model, whose weights make it copy: `copying_prompts`. `random` are
+random token ids, sampled at temperature 1. `1 tokens` and `2 tokens` are random ids too, and a bias
+leaves so many tokens for the output. `prediction` is a chat whose prediction is the reply itself.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ import time
 import types
 from collections.abc import Sequence
 from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,6 +48,8 @@ SAVE_TO = REPO_ROOT / "benchmarks" / "results" / "speculative.json"
 GAIN_OF_TOKENS = 0.8
 PREDICTION_NEEDED = 4.0
 NOTHING_LOST = 0.97
+EDITED_LEN = 128
+EXTRACTED_LEN = 112
 MODULES = ("bisect", "heapq", "shlex", "csv")
 
 
@@ -87,6 +89,35 @@ def prompts(
         "plain": ["".join(p[:12]) for p in pieces],
     }
     return {kind: [tokenizer.encode(text)[:700] for text in found] for kind, found in texts.items()}
+
+
+def copying_prompts(count: int) -> dict[str, list[list[int]]]:
+    """Token ids by kind, for the model that goes on with any passage as `successors` says.
+
+    `editing`: a passage in which every 12th token is wrong, and its first 8 tokens; the output is
+    the passage without the faults. `extraction`: six passages, and the first 4 tokens of one of
+    them; the output is the passage. `plain`: a passage; the output is what comes after it.
+    """
+    behind = models.successors(models.SHAPES[models.COPYING]["vocab_size"])
+    rng = np.random.default_rng(1)
+
+    def passage(length: int) -> list[int]:
+        found = [int(rng.integers(2, len(behind)))]
+        while len(found) < length:
+            found.append(behind[found[-1]])
+        return found
+
+    kinds: dict[str, list[list[int]]] = {"editing": [], "extraction": [], "plain": []}
+    for _ in range(count):
+        right = passage(EDITED_LEN)
+        wrong = list(right)
+        for place in range(11, len(wrong), 12):
+            wrong[place] = int(rng.integers(2, len(behind)))
+        kinds["editing"].append(wrong + right[:8])
+        passages = [passage(EXTRACTED_LEN) for _ in range(6)]
+        kinds["extraction"].append([*chain(*passages), *passages[2][:4]])
+        kinds["plain"].append(passage(EDITED_LEN))
+    return kinds
 
 
 def completions(ids: Sequence[list[int]], max_tokens: int, **more: Any) -> list[dict[str, Any]]:
@@ -170,8 +201,10 @@ def compare(plain: ManagedServer, drafts: ManagedServer, load: Load, rounds: int
 
 def http(model: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
     """All loads on one model."""
-    tokenizer = Tokenizer.from_pretrained(model)
-    texts = prompts(tokenizer)
+    if model == CARRIED:
+        texts = prompts(Tokenizer.from_pretrained(model))
+    else:
+        texts = copying_prompts(len(MODULES))
     rng = np.random.default_rng(0)
     randoms = rng.integers(10, 2000, (32, 128)).tolist()
     base = {"model": str(model), "max_total_tokens": 65536, "max_model_len": 2048}
@@ -187,7 +220,7 @@ def http(model: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
         for kind in ("editing", "extraction", "plain"):
             load = Load(kind, COMPLETIONS, completions(texts[kind], 96), 1)
             row = compare(plain, drafts, load, rounds)
-            repeats = kind != "plain" and model == CARRIED
+            repeats = kind != "plain"
             row["needed"] = GAIN_OF_TOKENS * row["tokens_per_step"] if repeats else None
             rows.append(row)
         for count in (1, 2):
@@ -214,8 +247,7 @@ def http(model: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
             reply = asyncio.run(send(plain.base_url, load))[1][0].text
             bodies.append({**body, "prediction": {"type": "content", "content": reply}})
         load = Load("prediction", "/v1/chat/completions", bodies, 1)
-        needed = PREDICTION_NEEDED if model == CARRIED else None
-        rows.append({**compare(plain, drafts, load, rounds), "needed": needed})
+        rows.append({**compare(plain, drafts, load, rounds), "needed": PREDICTION_NEEDED})
     for row in rows:
         row["model"] = model.name
         row["ok"] = row["needed"] is None or row["speed_up"] >= row["needed"]
@@ -231,7 +263,7 @@ def main() -> int:
     parser.add_argument("--parts", default=",".join(parts), help="some of " + ",".join(parts))
     parser.add_argument("--rounds", type=int, default=3, help="turns of each load")
     parser.add_argument("--steps", type=int, default=300, help="of the simulated device")
-    parser.add_argument("--models", default="manta-small,llama-88m")
+    parser.add_argument("--models", default=f"{CARRIED.name},{models.COPYING}")
     parser.add_argument("--save", action="store_true", help=f"write {SAVE_TO.name}")
     args = parser.parse_args()
     exit_on_sigterm()

@@ -42,7 +42,7 @@ SHAPES: dict[str, dict[str, int]] = {
 COPYING = "llama-88m-copying"
 """The shapes of `llama-88m`, with weights that give each token one successor (`successors`)."""
 SHAPES[COPYING] = SHAPES["llama-88m"]
-COPYING_SCALE = 0.02
+COPYING_SCALE = 0.005
 """What the layers of `COPYING` add to the hidden state, against random weights."""
 CORPUS_BYTES = 8 << 20
 CHAT_TEMPLATE = (
