@@ -15,7 +15,8 @@ Prompts of `http` for the carried model: `editing` is a piece of Python's librar
 lines once more; `extraction` is such a piece and some lines from the middle of it; `plain` is its
 beginning. Those for the 88 M model, whose weights make it copy: `copying_prompts`. `random` are
 random token ids, sampled at temperature 1. `1 tokens` and `2 tokens` are random ids too, and a bias
-leaves so many tokens for the output. `prediction` is a chat whose prediction is the reply itself.
+leaves so many tokens for the output. `prediction` is a chat whose prediction is the reply itself,
+of the 88 M model one word again and again.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ SAVE_TO = REPO_ROOT / "benchmarks" / "results" / "speculative.json"
 GAIN_OF_TOKENS = 0.8
 PREDICTION_NEEDED = 4.0
 NOTHING_LOST = 0.97
-EDITED_LEN = 128
-EXTRACTED_LEN = 112
+COPIED_LEN = 256
+"""Tokens of the outputs that repeat a part of their prompt."""
 MODULES = ("bisect", "heapq", "shlex", "csv")
 
 
@@ -95,7 +96,7 @@ def copying_prompts(count: int) -> dict[str, list[list[int]]]:
     """Token ids by kind, for the model that goes on with any passage as `successors` says.
 
     `editing`: a passage in which every 12th token is wrong, and its first 8 tokens; the output is
-    the passage without the faults. `extraction`: six passages, and the first 4 tokens of one of
+    the passage without the faults. `extraction`: three passages, and the first 4 tokens of one of
     them; the output is the passage. `plain`: a passage; the output is what comes after it.
     """
     behind = models.successors(models.SHAPES[models.COPYING]["vocab_size"])
@@ -109,14 +110,14 @@ def copying_prompts(count: int) -> dict[str, list[list[int]]]:
 
     kinds: dict[str, list[list[int]]] = {"editing": [], "extraction": [], "plain": []}
     for _ in range(count):
-        right = passage(EDITED_LEN)
+        right = passage(COPIED_LEN + 8)
         wrong = list(right)
         for place in range(11, len(wrong), 12):
             wrong[place] = int(rng.integers(2, len(behind)))
         kinds["editing"].append(wrong + right[:8])
-        passages = [passage(EXTRACTED_LEN) for _ in range(6)]
-        kinds["extraction"].append([*chain(*passages), *passages[2][:4]])
-        kinds["plain"].append(passage(EDITED_LEN))
+        passages = [passage(COPIED_LEN + 4) for _ in range(3)]
+        kinds["extraction"].append([*chain(*passages), *passages[1][:4]])
+        kinds["plain"].append(passage(128))
     return kinds
 
 
@@ -201,8 +202,9 @@ def compare(plain: ManagedServer, drafts: ManagedServer, load: Load, rounds: int
 
 def http(model: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
     """All loads on one model."""
+    tokenizer = Tokenizer.from_pretrained(model)
     if model == CARRIED:
-        texts = prompts(Tokenizer.from_pretrained(model))
+        texts = prompts(tokenizer)
     else:
         texts = copying_prompts(len(MODULES))
     rng = np.random.default_rng(0)
@@ -218,7 +220,7 @@ def http(model: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
         plain = stack.enter_context(manta_server(base))
         drafts = stack.enter_context(manta_server({**base, "speculative_config": config(4)}))
         for kind in ("editing", "extraction", "plain"):
-            load = Load(kind, COMPLETIONS, completions(texts[kind], 96), 1)
+            load = Load(kind, COMPLETIONS, completions(texts[kind], COPIED_LEN), 1)
             row = compare(plain, drafts, load, rounds)
             repeats = kind != "plain"
             row["needed"] = GAIN_OF_TOKENS * row["tokens_per_step"] if repeats else None
@@ -243,6 +245,9 @@ def http(model: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
             messages = [{"role": "user", "content": f"What does the module {name} do?"}]
             body: dict[str, Any] = {"messages": messages, "max_tokens": 256, "min_tokens": 256}
             body["temperature"] = 0
+            if model != CARRIED:
+                # The tokens that this model copies are no text that gives them back.
+                body["logit_bias"] = {str(_only(tokenizer.encode("self"))): 100}
             load = Load("", "/v1/chat/completions", [body], 1)
             reply = asyncio.run(send(plain.base_url, load))[1][0].text
             bodies.append({**body, "prediction": {"type": "content", "content": reply}})
@@ -293,6 +298,11 @@ def main() -> int:
         save_result(SAVE_TO, figures, ok)
     finish(figures, ok)
     return 0 if ok else 1
+
+
+def _only(ids: Sequence[int]) -> int:
+    (token,) = ids
+    return token
 
 
 def _shown(value: object) -> str:
