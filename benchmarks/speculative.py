@@ -51,6 +51,22 @@ PREDICTION_NEEDED = 4.0
 NOTHING_LOST = 0.97
 COPIED_LEN = 256
 """Tokens of the outputs that repeat a part of their prompt."""
+_NUMBERS = ("shipping_address_number", "invoice_address_number", "number_of_items_ordered")
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "schema, numbers": {
+        "type": "array",
+        "items": {"type": "integer", "maximum": 99},
+        "minItems": 20,
+        "maxItems": 20,
+    },
+    "schema, names": {
+        "type": "object",
+        "properties": {name: {"type": "integer", "maximum": 99} for name in _NUMBERS},
+        "required": list(_NUMBERS),
+        "additionalProperties": False,
+    },
+}
+"""One that leaves choices everywhere, and one that forces long names."""
 MODULES = ("bisect", "heapq", "shlex", "csv")
 
 
@@ -203,10 +219,7 @@ def compare(plain: ManagedServer, drafts: ManagedServer, load: Load, rounds: int
 def http(model: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
     """All loads on one model."""
     tokenizer = Tokenizer.from_pretrained(model)
-    if model == CARRIED:
-        texts = prompts(tokenizer)
-    else:
-        texts = copying_prompts(len(MODULES))
+    texts = prompts(tokenizer) if model == CARRIED else copying_prompts(len(MODULES))
     rng = np.random.default_rng(0)
     randoms = rng.integers(10, 2000, (32, 128)).tolist()
     base = {"model": str(model), "max_total_tokens": 65536, "max_model_len": 2048}
@@ -233,10 +246,10 @@ def http(model: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
         sampled = completions(randoms, 64, temperature=1.0, seed=1)
         load = Load("random", COMPLETIONS, sampled, 32)
         rows.append({**compare(plain, drafts, load, rounds), "needed": NOTHING_LOST})
-        schema = {"type": "array", "items": {"type": "integer"}, "minItems": 20, "maxItems": 20}
-        constrained = completions(texts["plain"], 96, structured_outputs={"json": schema})
-        load = Load("JSON schema", COMPLETIONS, constrained, 1)
-        rows.append({**compare(plain, drafts, load, rounds), "needed": None})
+        for name, schema in SCHEMAS.items():
+            constrained = completions(texts["plain"], 128, structured_outputs={"json": schema})
+            load = Load(name, COMPLETIONS, constrained, 1)
+            rows.append({**compare(plain, drafts, load, rounds), "needed": None})
     with ExitStack() as stack:
         plain = stack.enter_context(manta_server(base))
         drafts = stack.enter_context(manta_server({**base, "speculative_config": config(8)}))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from engine.constraints.grammar_compiler import GrammarCompiler  # loads llguidance
 
 MaskArray = np.ndarray[Any, np.dtype[np.uint32]]
+ALL = np.uint32(0xFFFFFFFF)
+"""Part of a mask that allows all tokens."""
 
 
 class Constraint(ABC):
@@ -32,6 +34,20 @@ class Constraint(ABC):
     @abstractmethod
     def accept(self, token: int) -> bool:
         """Go on by one token. False, and no change, if it isn't allowed."""
+
+    def forced(self, most: int) -> list[int]:
+        """At most `most` tokens that the output probably goes on with, because the constraint
+        leaves only one text. Its tokens may be cut in other ways, so these are guesses."""
+        return []
+
+    def fill_masks(self, drafts: Sequence[int], out: MaskArray) -> None:
+        """`fill_mask` to `out[0]`, and to `out[1 + i]` as it would be behind `drafts[: i + 1]`.
+
+        `drafts` begin a `forced`. Behind a draft that isn't allowed, or that ends the output, every
+        token is allowed: none can be output there. The state doesn't change.
+        """
+        out[1:] = ALL
+        self.fill_mask(out[0])
 
     @property
     def error(self) -> str:

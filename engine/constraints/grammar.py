@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from engine.constraints.base import ConstraintKind, MaskArray, mask_words
+from engine.constraints.base import ALL, ConstraintKind, MaskArray, mask_words
 from engine.constraints.grammar_payload import parse_grammar, refused
 
 if TYPE_CHECKING:  # these load llguidance, and clients that only verify don't need it
@@ -87,6 +87,32 @@ class Grammar(ConstraintKind):
         for token in self._ignored_eos:
             if token < self._vocab_size:
                 out[token >> 5] &= ~np.uint32(1 << (token & 31))
+
+    def forced(self, most: int) -> list[int]:
+        if self._ended or self.error:
+            return []
+        started = time.thread_time()
+        tokens: list[int] = self._matcher.compute_ff_tokens()
+        self._template.charge_mask(time.thread_time() - started)
+        for i, token in enumerate(tokens):
+            if token >= self._vocab_size or token in self._eos_token_ids | self._ignored_eos:
+                return tokens[: min(i, most)]
+        return tokens[:most]
+
+    def fill_masks(self, drafts: Sequence[int], out: MaskArray) -> None:
+        self.fill_mask(out[0])
+        first, consumed = self._mask, 0
+        out[1:] = ALL
+        for draft, behind in zip(drafts, out[1:], strict=True):
+            if self._ended or self._matcher.is_error() or not self._consume(draft):
+                break
+            consumed += 1
+            if self.is_terminated:
+                break
+            self.fill_mask(behind)
+        if consumed and not self._matcher.rollback(consumed) and not self._matcher.is_error():
+            raise RuntimeError(f"the grammar can't go back by {consumed} tokens")
+        self._mask = first
 
     def accept(self, token: int) -> bool:
         if self._ended or token in self._ignored_eos:

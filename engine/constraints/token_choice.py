@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from engine.constraints.base import ConstraintKind, MaskArray, allow_tokens
+from engine.constraints.base import ALL, ConstraintKind, MaskArray, allow_tokens
 from engine.errors import RequestError
 
 if TYPE_CHECKING:
@@ -86,6 +86,29 @@ class TokenChoice(ConstraintKind):
         allow_tokens(out, self._node.children)
         if self._node.is_choice:
             allow_tokens(out, self._eos_token_ids)
+
+    def forced(self, most: int) -> list[int]:
+        found: list[int] = []
+        node = self._node
+        while len(found) < most and not self._ended and len(node.children) == 1:
+            if node.is_choice and self._eos_token_ids:
+                break
+            ((token, node),) = node.children.items()
+            found.append(token)
+        return found
+
+    def fill_masks(self, drafts: Sequence[int], out: MaskArray) -> None:
+        self.fill_mask(out[0])
+        here = self._node
+        out[1:] = ALL
+        for draft, behind in zip(drafts, out[1:], strict=True):
+            if draft not in self._node.children:
+                break
+            self._node = self._node.children[draft]
+            if self.is_terminated:
+                break
+            self.fill_mask(behind)
+        self._node = here
 
     def accept(self, token: int) -> bool:
         if self._ended:

@@ -97,12 +97,12 @@ class ModelWorkerBatch(msgspec.Struct, array_like=True):
 class SampleMasks(msgspec.Struct, array_like=True):
     """Tokens that the constrained rows of a step may sample; they complete a delayed sample.
 
-    Sent once the tokens before them are known. K rows; rows not named may sample any token.
+    Sent once the tokens before them are known. K masks; rows not named may sample any token.
     """
 
     step: int
     rows: np.ndarray
-    """int32 [K]: indices into the step's S sampled rows."""
+    """int32 [K]: of the step's S sampled rows; one with drafts once for each of its tokens."""
     masks: np.ndarray
     """uint32 [K, ceil(vocab / 32)]: bit t % 32 of word t // 32 is set if token t is allowed."""
 

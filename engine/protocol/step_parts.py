@@ -32,6 +32,22 @@ class PooledRows(msgspec.Struct, array_like=True):
     """int32 [E - L]: those of `mean` that end their prompt."""
 
 
+class ForcedRun(msgspec.Struct, array_like=True):
+    """Tokens that a row's constraint leaves no choice about, as far as is known (guesses)."""
+
+    length: int
+    """Tokens of prompt and output before them, when this was known."""
+    tokens: list[int]
+
+    def drafts(self, length: int, last: int, most: int) -> list[int]:
+        """At most `most` of them that are still to come in a row of `length` tokens that ends in
+        `last`; none if the row went another way."""
+        passed = length - self.length
+        if passed > 0 and (passed > len(self.tokens) or self.tokens[passed - 1] != last):
+            return []
+        return self.tokens[passed : passed + most]
+
+
 class VerifyRows(msgspec.Struct, array_like=True):
     """The decode rows of a step that checks drafts, R = B - num_extend of them.
 
@@ -53,6 +69,8 @@ class VerifyRows(msgspec.Struct, array_like=True):
     """int32 [R]: the first of these positions."""
     slot_counts: np.ndarray | None = None
     """int32 [R]: their number."""
+    forced: dict[int, ForcedRun] | None = None
+    """By number of the row: where its drafts come from, if it has a constraint."""
 
 
 class VerifiedRows(msgspec.Struct, array_like=True):

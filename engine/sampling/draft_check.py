@@ -54,6 +54,16 @@ class DraftCheck:
     def _rows_cpu(self) -> Int64Array:
         return np.repeat(np.arange(len(self.counts)), self.counts)
 
+    def places(self, rows: np.ndarray) -> np.ndarray:
+        """int32 [K]: the sampled tokens that masks of `rows` [K] are for, one for each token of a
+        row. Raises `ValueError` if a row has more tokens than masks, or fewer."""
+        named, first, count = np.unique(rows, return_index=True, return_counts=True)
+        if not np.array_equal(count, self.counts[named]):
+            raise ValueError("a step has other drafts than its masks are for")
+        behind = np.arange(len(rows)) - np.repeat(first, count)
+        places: np.ndarray = (self.starts_cpu[rows] + behind).astype(np.int32)
+        return places
+
     def num_kept(self, sampled: Tensor) -> Tensor:
         """int64 [S]: tokens of each row up to and with the first that isn't its draft."""
         if sampled.device.type == "cpu":

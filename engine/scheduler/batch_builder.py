@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from engine.protocol.messages import ForwardMode, IntArray, ModelWorkerBatch, SlotParams
-from engine.protocol.step_parts import PooledRows, SlotSpeculation, VerifyRows
+from engine.protocol.step_parts import ForcedRun, PooledRows, SlotSpeculation, VerifyRows
 from engine.scheduler.kv_manager import KVManager
 from engine.scheduler.micro_batch import LaunchedStep
 from engine.scheduler.prefill_adder import Addition
@@ -107,6 +108,8 @@ def build_batch(
         embedded=[] if batch.pooled is None else _embedded(batch.pooled, reqs),
         drafts=None if verify is None or decode is None else _planned(decode),
     )
+    if verify is not None and rows_of_decode is not None:
+        launched.forced = rows_of_decode.forced
     return batch, launched, last_locs
 
 
@@ -117,6 +120,8 @@ class _DecodeRows(NamedTuple):
     input_ids: IntArray
     locs: IntArray
     verify: VerifyRows | None = None
+    forced: Mapping[int, ForcedRun] = MappingProxyType({})
+    """By number of the row: drafts of constrained rows."""
 
 
 def _decode_rows(
@@ -132,6 +137,10 @@ def _decode_rows(
     if decode.is_exact and not planned.any():
         locs = kv.slots(decode.rows, decode.seq_lens, np.ones_like(after))
         return _DecodeRows(after, _decode_tokens(decode, send_tokens), locs)
+    forced: dict[int, ForcedRun] = {}
+    if drafts.forced:
+        numbers = enumerate(decode.rows.tolist())
+        forced = {i: drafts.forced[row].run for i, row in numbers if row in drafts.forced}
     if whole_steps:
         known = [
             token
@@ -139,10 +148,11 @@ def _decode_rows(
             for token in (req.output_ids[-1], *req.drafts[:count])
         ]
         locs = kv.slots(decode.rows, decode.seq_lens, planned + 1)
-        return _DecodeRows(after + planned, _ints(known), locs, VerifyRows(planned))
+        return _DecodeRows(after + planned, _ints(known), locs, VerifyRows(planned), forced)
     starts, counts = decode.seq_lens, drafts.targets - decode.seq_lens
     slots = kv.slots(decode.rows, starts, counts)
-    return _DecodeRows(after, _NONE, _NONE, VerifyRows(planned, slots, starts, counts))
+    verify = VerifyRows(planned, slots, starts, counts, forced or None)
+    return _DecodeRows(after, _NONE, _NONE, verify, forced)
 
 
 def _planned(decode: RunningBatch) -> tuple[IntArray, IntArray]:
@@ -172,7 +182,7 @@ def _decode_only(
     )
     launched = LaunchedStep(step, decode.reqs, decode.reqs, decode.rids, decode.readers)
     if rows.verify is not None:
-        launched.drafts = _planned(decode)
+        launched.drafts, launched.forced = _planned(decode), rows.forced
     return batch, launched, []
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from itertools import accumulate
 
 import numpy as np
 
@@ -54,7 +55,8 @@ class Committer:
         errors: Mapping[int, str] | None = result.row_errors
         terminated: Collection[int] = ()
         if step.constrained:
-            errors, terminated = self._delayed.accept(step, tokens, result.row_errors)
+            runs = [(token,) for token in tokens]
+            errors, terminated, _ = self._delayed.accept(step, runs, result.row_errors)
         for i, (req, token) in enumerate(zip(step.sampled, tokens, strict=True)):
             if req.status is finished:
                 dropped.append(i)
@@ -104,10 +106,11 @@ class Committer:
         tokens, logprobs, finished = result.next_token_ids, result.logprobs, ReqStatus.FINISHED
         errors: Mapping[int, str] = result.row_errors or {}
         terminated: Collection[int] = ()
+        cut: Mapping[int, int] = {}
         if step.constrained:
-            errors, terminated = self._delayed.accept(step, _firsts(tokens, num_tokens), errors)
+            runs = _runs(tokens, verified.num_tokens)
+            errors, terminated, cut = self._delayed.accept(step, runs, errors)
         special = {*errors, *terminated}
-        refused = errors.keys() - (result.row_errors or {}).keys()
         ended: list[Req] = []
         counts, given = verified.num_tokens, None
         end = 0
@@ -116,8 +119,8 @@ class Committer:
             kept = 0
             if req.status is not finished:
                 run, output = tokens[start:end], req.output_ids
-                if i in refused:
-                    run = []
+                if i in cut:
+                    run = run[: cut[i]]
                 if (
                     run
                     and logprobs is None
@@ -160,7 +163,7 @@ class Committer:
                 end = ("stop" if terminated else "length", None)
             if end is not None:
                 break
-        if req.prediction is not None:
+        if req.prediction is not None and req.constraint is None:
             req.num_predicted += min(taken, len(run) - 1)
         if not req.started:
             req.started = True
@@ -208,8 +211,7 @@ class Committer:
                 self._requests.end(req, req.finish("stop"))
 
 
-def _firsts(tokens: list[int], num_tokens: IntArray) -> list[int]:
-    """The first token of each row; -1 for rows that gave none."""
-    starts = np.cumsum(num_tokens) - num_tokens
-    pairs = zip(starts.tolist(), num_tokens.tolist(), strict=True)
-    return [tokens[start] if count else -1 for start, count in pairs]
+def _runs(tokens: list[int], counts: Sequence[int]) -> list[list[int]]:
+    """The tokens of each row."""
+    ends = accumulate(counts)
+    return [tokens[end - count : end] for end, count in zip(ends, counts, strict=True)]

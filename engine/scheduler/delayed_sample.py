@@ -26,7 +26,9 @@ class AcceptedTokens(NamedTuple):
     errors: dict[int, str]
     """Why a request can't go on: the worker's reasons, and tokens that weren't allowed."""
     terminated: Collection[int]
-    """Rows whose output is complete with this token."""
+    """Rows whose output is complete with the last of these tokens."""
+    kept: dict[int, int]
+    """How many tokens count, of rows in `errors` or `terminated`."""
 
 
 class DelayedSamples:
@@ -45,10 +47,15 @@ class DelayedSamples:
         rows = [i for i, req in enumerate(step.sampled) if req.constraint is not None]
         if not rows:
             return
-        lens = batch.seq_lens[batch.sample_rows].tolist()
-        step.constrained = [
-            ConstrainedRow(i, step.sampled[i], lens[i] - step.sampled[i].prompt_len) for i in rows
-        ]
+        planned: list[int] = [] if step.drafts is None else step.drafts[1].tolist()
+        first = len(step.sampled) - len(planned)
+        constrained = []
+        for i in rows:
+            req, forced = step.sampled[i], step.forced.get(i - first)
+            num_drafts = planned[i - first] if forced is not None else 0
+            constrained.append(ConstrainedRow(i, req, req.num_delayed, num_drafts, forced))
+            req.num_delayed += 1
+        step.constrained = constrained
         batch.delayed_sample = True
         self._unmasked.append(step)
 
@@ -60,41 +67,66 @@ class DelayedSamples:
         return ready
 
     def accept(
-        self, step: LaunchedStep, tokens: Sequence[int], row_errors: Mapping[int, str] | None
+        self,
+        step: LaunchedStep,
+        runs: Sequence[Sequence[int]],
+        row_errors: Mapping[int, str] | None,
     ) -> AcceptedTokens:
         """Advance the constraints of a step that is about to be committed.
 
-        `tokens` [S]: that of each sampled row. `row_errors`: see `GenerationBatchResult`.
+        `runs` [S]: the tokens of each sampled row. `row_errors`: see `GenerationBatchResult`.
         """
         errors = dict(row_errors or {})
         terminated: set[int] = set()
-        for row, req, _ in step.constrained:
+        kept: dict[int, int] = {}
+        for row, req, _, _, _ in step.constrained:
+            req.num_accepted += 1
             if req.finished or row in errors or req.constraint is None:
                 continue
-            if not req.constraint.accept(tokens[row]):
-                if not req.constraint.error:
-                    logger.error(
-                        "request %s: sampled a token that its mask forbids", req.request_id
-                    )
-                errors[row] = "the model sampled a token that the constraint doesn't allow"
-            elif req.constraint.is_terminated:
-                terminated.add(row)
-        return AcceptedTokens(errors, terminated)
+            for count, token in enumerate(runs[row]):
+                if not req.constraint.accept(token):
+                    if not req.constraint.error:
+                        logger.error(
+                            "request %s: sampled a token that its mask forbids", req.request_id
+                        )
+                    errors[row] = "the model sampled a token that the constraint doesn't allow"
+                    kept[row] = count
+                    break
+                if req.constraint.is_terminated:
+                    terminated.add(row)
+                    kept[row] = count + 1
+                    break
+        return AcceptedTokens(errors, terminated, kept)
 
     def _masks(self, step: LaunchedStep) -> SampleMasks:
         # The token of an ended request is dropped. A retracting request keeps its token.
         rows = [r for r in step.constrained if not r.req.finished]
-        masks = np.zeros((len(rows), self._words), np.uint32)
-        for mask, (_, req, _) in zip(masks, rows, strict=True):
+        drafts = [_drafts(r) for r in rows]
+        counts = [1 + len(d) for d in drafts]
+        masks = np.zeros((sum(counts), self._words), np.uint32)
+        end = 0
+        for (_, req, _, _, _), of_row, count in zip(rows, drafts, counts, strict=True):
+            start, end = end, end + count
             assert req.constraint is not None
-            req.constraint.fill_mask(mask)
-        return SampleMasks(step.step, np.array([r.row for r in rows], np.int32), masks)
+            req.constraint.fill_masks(of_row, masks[start:end])
+        numbers = np.repeat(np.array([r.row for r in rows], np.int32), counts)
+        return SampleMasks(step.step, numbers, masks)
+
+
+def _drafts(row: ConstrainedRow) -> list[int]:
+    """The drafts that the worker will check; its `StepFiller` comes to the same."""
+    req = row.req
+    if row.forced is None or not req.output_ids:
+        return []
+    length = req.prompt_len + len(req.output_ids)
+    most = min(row.num_drafts, req.prompt_len + req.max_new_tokens - length - 1)
+    return row.forced.drafts(length, req.output_ids[-1], max(most, 0))
 
 
 def _is_up_to_date(rows: Sequence[ConstrainedRow]) -> bool:
     return all(
         r.req.finished
-        or len(r.req.output_ids) == r.num_output
+        or r.req.num_accepted == r.number
         or (r.req.constraint is not None and r.req.constraint.is_static)
         for r in rows
     )

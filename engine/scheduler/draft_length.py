@@ -107,12 +107,13 @@ class DraftLength:
             return
         verified, tokens = result.verified, len(step.sampled)
         if verified is not None and step.drafts is not None:
-            first = len(step.sampled) - len(step.drafts[0])
-            self._observe_drafts(
-                verified.num_tokens[first:],
-                verified.num_drafted[first:],
-                int(step.drafts[1].sum()),
-            )
+            first, planned = len(step.sampled) - len(step.drafts[0]), step.drafts[1].tolist()
+            gave, drafted = verified.num_tokens[first:], verified.num_drafted[first:]
+            if step.forced:  # what constraints know says nothing of the drafter
+                free = [i for i in range(len(planned)) if i not in step.forced]
+                gave, drafted = [gave[i] for i in free], [drafted[i] for i in free]
+                planned = [planned[i] for i in free]
+            self._observe_drafts(gave, drafted, sum(planned))
             tokens += sum(verified.num_drafted)
         is_decode = len(step.sampled) == len(step.reqs) and not step.num_landed
         if is_decode and result.period_s is not None:

@@ -7,14 +7,28 @@ rejected draft stay with the row: the next step writes there again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 
 from engine.protocol.messages import IntArray
+from engine.protocol.step_parts import ForcedRun
 from engine.scheduler.req import Req
 
 _NONE = np.zeros(0, np.int32)
+
+
+class ForcedDrafts(NamedTuple):
+    """What a row's constraint leaves no choice about."""
+
+    run: ForcedRun
+    most: int
+    """Drafts of the next step at most."""
+
+
+NOTHING_FORCED: Mapping[int, ForcedDrafts] = MappingProxyType({})
 
 
 class DraftRows:
@@ -31,6 +45,8 @@ class DraftRows:
         """1, or 0 for rows whose next token depends on masks."""
         self.planned: IntArray = _NONE
         """Drafts of the step that is being composed."""
+        self.forced: Mapping[int, ForcedDrafts] = {}
+        """By row of `ReqToTokenPool`: what constraints give to this step."""
 
     def append(self, reqs: Sequence[Req]) -> None:
         """Requests joined."""
@@ -57,10 +73,23 @@ class DraftRows:
         self.limits = np.concatenate([self.limits, source.limits[at]])
         self.may_draft = np.concatenate([self.may_draft, source.may_draft[at]])
 
-    def plan(self, most: int | IntArray) -> None:
-        """Let the next step have at most `most` drafts a row, and none that can't be output."""
-        room = np.minimum(self.limits - self.most - 2, most) * self.may_draft
-        self.planned = np.maximum(room, 0, dtype=np.int32)
+    def plan(
+        self,
+        most: int | IntArray,
+        rows: IntArray = _NONE,
+        forced: Mapping[int, ForcedDrafts] = NOTHING_FORCED,
+    ) -> None:
+        """Let the next step have at most `most` drafts a row, and none that can't be output.
+
+        Those of `rows` [B] of `ReqToTokenPool` that are in `forced` have their drafts from there.
+        """
+        room = self.limits - self.most - 2
+        planned = np.minimum(room, most) * self.may_draft
+        for i, row in enumerate(rows.tolist() if forced else ()):
+            if row in forced:
+                planned[i] = min(int(room[i]), forced[row].most)
+        self.forced = forced
+        self.planned = np.maximum(planned, 0, dtype=np.int32)
 
     @property
     def targets(self) -> IntArray:

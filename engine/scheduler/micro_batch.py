@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from engine.protocol.messages import Int64Array, IntArray
+from engine.protocol.step_parts import ForcedRun
 from engine.scheduler.req import Req
 from engine.scheduler.running_batch import RunningBatch
 
@@ -18,8 +19,12 @@ class ConstrainedRow(NamedTuple):
     row: int
     """Index into the step's sampled rows."""
     req: Req
-    num_output: int
-    """Output tokens before the one that this row samples."""
+    number: int
+    """Steps of the request whose sampling was delayed before this one."""
+    num_drafts: int
+    """The most drafts that the row may have."""
+    forced: ForcedRun | None
+    """Where they come from."""
 
 
 @dataclass(slots=True)
@@ -45,6 +50,8 @@ class LaunchedStep:
     drafts: tuple[IntArray, IntArray] | None = None
     """Rows of `ReqToTokenPool` and planned drafts of the decode rows, which are the last of
     `sampled`; None if the step checks no drafts."""
+    forced: Mapping[int, ForcedRun] = field(default_factory=dict)
+    """By number among the decode rows: drafts of a constrained row."""
 
 
 @dataclass(slots=True)

@@ -102,7 +102,11 @@ class Req:
     num_predicted: int = 0
     """Output tokens that were drafts from the prediction."""
     drafts: list[int] = field(default_factory=list)
-    """For its next step, where results carry drafts."""
+    """For its next step, where results carry drafts, or its constraint gives them."""
+    num_delayed: int = 0
+    """Steps launched so far that waited or wait for its masks."""
+    num_accepted: int = 0
+    """Those of them whose tokens its constraint has seen."""
 
     @property
     def prompt_len(self) -> int:

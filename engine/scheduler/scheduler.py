@@ -28,6 +28,7 @@ from engine.protocol.messages import (
     SampleMasks,
     StepOutputs,
 )
+from engine.protocol.step_parts import ForcedRun
 from engine.registry import SCHEDULE_POLICIES
 from engine.scheduler.admission import make_req
 from engine.scheduler.balance import rebalance
@@ -36,7 +37,7 @@ from engine.scheduler.chunk_sizer import ChunkSizer
 from engine.scheduler.committer import Committer
 from engine.scheduler.delayed_sample import DelayedSamples
 from engine.scheduler.draft_length import DraftLength
-from engine.scheduler.draft_rows import DraftRows
+from engine.scheduler.draft_rows import DraftRows, ForcedDrafts
 from engine.scheduler.kv_manager import KVManager
 from engine.scheduler.micro_batch import MicroBatch
 from engine.scheduler.new_token_ratio import NewTokenRatio
@@ -252,9 +253,28 @@ class Scheduler:
         if most and self.config.lookahead == 1:
             known = np.fromiter((len(r.drafts) for r in running.reqs), np.int32, len(running))
             most = np.minimum(known, most)
-        running.drafts.plan(most)
+        running.drafts.plan(most, running.rows, self._forced(running, length.most))
         if running.drafts.planned.any() and self.kv.decode_need(running) > self.kv.room:
             running.drafts.plan(0)
+
+    def _forced(self, running: RunningBatch, most: int) -> dict[int, ForcedDrafts]:
+        """By row of `ReqToTokenPool`: the drafts that constraints give to the next step.
+
+        With a step in flight they begin with the tokens that it will give.
+        """
+        found: dict[int, ForcedDrafts] = {}
+        if not running.num_constrained:
+            return found
+        least, ahead = (1, most + 1) if self.config.lookahead > 1 else (0, 0)
+        for req in running.reqs:
+            if req.constraint is None:
+                continue
+            req.drafts = req.constraint.forced(ahead + most)
+            count = min(len(req.drafts) - least, most)
+            if count > 0:
+                run = ForcedRun(req.prompt_len + len(req.output_ids), req.drafts)
+                found[req.req_pool_idx] = ForcedDrafts(run, count)
+        return found
 
     def _launch(
         self, mb: MicroBatch, additions: Sequence[Addition], *, with_decode: bool

@@ -100,6 +100,20 @@ class StepFiller:
                 drafts[i] = prediction.propose(most[i])
         return drafts
 
+    def _drafts(self, slots: Sequence[int], verify: VerifyRows) -> list[list[int]]:
+        """The drafts of the rows in `slots`, whether made here or given by a constraint."""
+        counts: list[int] = verify.num_drafts.tolist()
+        if not verify.forced:
+            return self.propose(slots, counts)
+        asked = [0 if row in verify.forced else count for row, count in enumerate(counts)]
+        drafts = self.propose(slots, asked)
+        for row, run in verify.forced.items():
+            slot = slots[row]
+            length = self._lens[slot] + 1
+            most = min(counts[row], self._limits[slot] - length - 1)
+            drafts[row] = run.drafts(length, self._last[slot], max(most, 0))
+        return drafts
+
     def fill(self, batch: ModelWorkerBatch) -> ModelWorkerBatch:
         """The step with everything in it. A complete step is returned as it is."""
         verify = batch.verify
@@ -109,7 +123,7 @@ class StepFiller:
         assert verify.slot_starts is not None and verify.slot_counts is not None
         self._drafter.reserve(rows, verify.slot_starts, verify.slot_counts, verify.slots)
         slots = rows.tolist()
-        drafts = self.propose(slots, verify.num_drafts.tolist())
+        drafts = self._drafts(slots, verify)
         starts = [self._lens[slot] for slot in slots]
         inputs: list[int] = []
         for slot, more in zip(slots, drafts, strict=True):

@@ -14,6 +14,7 @@ after any interruption, like a model's greedy tokens. So are embeddings, of the 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -161,12 +162,14 @@ class SimulatedWorker(ModelWorker):
         errors: dict[int, str] = {}
         if masks is not None:
             bits = np.unpackbits(masks.masks.view(np.uint8), axis=1, bitorder="little")
+            seen: Counter[int] = Counter()
             for row, allowed in zip(masks.rows.tolist(), bits, strict=True):
-                ids = np.flatnonzero(allowed)
+                ids, place = np.flatnonzero(allowed), firsts[row] + seen[row]
+                seen[row] += 1
                 if len(ids) == 0:
                     errors[row] = "no token is allowed for this request"
-                else:  # rows with masks have no drafts
-                    tokens[firsts[row]] = ids[int(mixed[firsts[row]]) % len(ids)]
+                else:
+                    tokens[place] = ids[int(mixed[place]) % len(ids)]
         # A token counts if all drafts before it, which are the inputs, are what was sampled.
         follows = np.append(forward.last_ids[1:], -1) == tokens
         follows[ends - 1] = False

@@ -48,8 +48,8 @@ def runs_of(batch: ModelWorkerBatch, host: HostTokens) -> Runs:
     nan_rows = np.flatnonzero(host.nan_rows).tolist()
     if batch.verify is None or host.num_kept is None:
         failed = set(nan_rows)
-        runs = [[] if i in failed else [token] for i, token in enumerate(tokens)]
-        return Runs(runs, nan_rows, host.logprobs, None)
+        single = [[] if i in failed else [token] for i, token in enumerate(tokens)]
+        return Runs(single, nan_rows, host.logprobs, None)
     kept = host.num_kept.tolist()
     counts = sample_counts(batch)[: len(kept)].tolist()
     bad = set(nan_rows)

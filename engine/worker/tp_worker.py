@@ -239,9 +239,7 @@ class TpModelWorker(ModelWorker):
         check = draft_check(launched.batch, device)
         mask = None
         if masks is not None and len(masks.rows):
-            # Rows with a mask have no drafts: their one token is the first.
-            rows = check.starts_cpu[masks.rows].astype(np.int32)
-            masks = SampleMasks(masks.step, rows, masks.masks)
+            masks = SampleMasks(masks.step, check.places(masks.rows), masks.masks)
             mask = allowed_tokens(masks, len(logits), logits.shape[1], device)
         forward = launched.forward
         slots, seq_lens = forward.sample_slots[: len(logits)], forward.sample_lens[: len(logits)]

@@ -17,7 +17,7 @@ import pytest
 import transformers
 
 from engine.config import EngineConfig, load_config
-from engine.constraints import ConstraintSpec
+from engine.constraints import ConstraintSpec, structured
 from engine.errors import ConfigError
 from engine.sampling_params import SamplingParams
 from tests.support.drafters import OUTPUTS
@@ -57,6 +57,12 @@ SCHEDULES = [
     (32, 0, True, "fixed"),
     (32, 4, True, "fixed"),
 ]
+FORCES = {
+    "type": "object",
+    "properties": {"first_name": {"enum": ["Ada", "Bob"]}, "kind": {"const": "a kind of person"}},
+    "required": ["first_name", "kind"],
+    "additionalProperties": False,
+}
 LIST_A, LIST_B = [40, 41, 42, 43, 44], [40, 41, 50]
 PARAMS: dict[str, SamplingParams] = {
     "sampled": SamplingParams(max_tokens=MAX_NEW, seed=5, logprobs=2),
@@ -82,6 +88,21 @@ PARAMS: dict[str, SamplingParams] = {
         max_tokens=MAX_NEW,
         temperature=0,
         constraint=ConstraintSpec("token_choice", {"choices": [LIST_A, LIST_B]}),
+    ),
+    "schema": SamplingParams(
+        max_tokens=40,
+        temperature=0,
+        logprobs=1,
+        constraint=structured.json_schema(FORCES, any_whitespace=False),
+    ),
+    "sampled schema": SamplingParams(
+        max_tokens=40, temperature=1.0, seed=7, constraint=structured.json_schema(FORCES)
+    ),
+    "cut regex": SamplingParams(
+        max_tokens=9, temperature=0, constraint=structured.regex("always the same [a-z]+ text")
+    ),
+    "regex without eos": SamplingParams(
+        max_tokens=40, seed=4, ignore_eos=True, constraint=structured.regex("[ab] end of it all")
     ),
 }
 
@@ -227,6 +248,28 @@ def test_every_parameter(
                     assert abs(mine.logprob - other.logprob) < LOGPROB_TOLERANCE, names[rid]
                     assert mine.top_ids == other.top_ids, names[rid]
             assert engine.prompt_logprobs.keys() == prompt_logprobs.keys()
+
+
+@pytest.mark.parametrize("layout", [(1, 1), (2, 1), (1, 2)])
+def test_drafts_that_constraints_give(
+    cases: dict[str, Case], plain: Engine, layout: tuple[int, int]
+) -> None:
+    """The outputs are the same, in fewer steps, also beside rows that a drafter drafts for."""
+    case = cases["carried"]
+    forced = [PARAMS[n] for n in ("schema", "sampled schema", "cut regex", "regex without eos")]
+    params = [*forced, PARAMS["choice"], SamplingParams(max_tokens=MAX_NEW, temperature=0)]
+    prompts = [case.prompts[i % len(case.prompts)] for i in range(len(params))]
+    want = plain.run(prompts, params)
+    config = dict(tp_size=layout[0], pp_size=layout[1], page_size=16)
+    drafts = speculative("ngram", 4)
+    with engine_for(case.path, speculative_config=drafts, **config) as engine:
+        for overlap, retract in itertools.product((True, False), (0, 4)):
+            got = engine.run(prompts, params, enable_overlap=overlap, retract_every=retract)
+            assert got == want, (overlap, retract)
+            assert accepted(engine) > 8
+        alone = engine.run(prompts[:1], params[:1])
+        assert alone == want[:1]
+        assert accepted(engine) >= 4 and engine.stats.steps_total < len(want[0])
 
 
 def test_stop_tokens_and_min_tokens(

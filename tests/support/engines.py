@@ -15,6 +15,7 @@ from engine.config import EngineConfig
 from engine.engine_core import EngineCore
 from engine.executor.base import Executor
 from engine.executor.factory import make_executor
+from engine.grammar_setup import make_grammar_compiler
 from engine.pooling import Pooling
 from engine.protocol.messages import AbortRequest, AddRequest, TokenLogprobs
 from engine.sampling_params import SamplingParams
@@ -61,8 +62,13 @@ class Engine:
         would. `pooling` has, by prompt, how it is pooled, if it is. The scheduler uses `kv_tokens`
         of the KV cache."""
         engine = self.config.model_copy(update=scheduler)
-        config = SchedulerConfig.from_config(engine.resolve(), kv_tokens)
-        sched = Scheduler(config)
+        resolved = engine.resolve()
+        config = SchedulerConfig.from_config(resolved, kv_tokens)
+        constrained = params if isinstance(params, Sequence) else [params]
+        grammars = None
+        if any(p.constraint and p.constraint.kind == "grammar" for p in constrained):
+            grammars = make_grammar_compiler(resolved.model)
+        sched = Scheduler(config, grammars)
         # Steps begin anew in each run: workers don't need increasing ones. Results name their step.
         core = EngineCore(sched, self.executor)
         for i, ids in enumerate(warm):

@@ -156,14 +156,15 @@ class FakeWorker:
         for number, i in enumerate(b.sample_rows.tolist()):
             row, end = int(b.req_pool_indices[i]), int(b.seq_lens[i])
             drafts = 0 if b.verify is None or i < b.num_extend else lens[i] - 1
-            assert drafts == 0 or number not in allowed, "drafts behind a mask"
+            masks = allowed.get(number, [])
+            assert not masks or len(masks) == 1 + drafts, "other masks than drafts"
             read = self.memory[self.mirror[row, :end]]
             run: list[int] = []
             for known in range(end - drafts, end + 1):
                 token = next_token(read[:known], self.vocab)
-                if number in allowed:
-                    if allowed[number]:
-                        token = next_allowed(read, allowed[number])
+                if masks:
+                    if of_place := masks[known - end + drafts]:
+                        token = next_allowed(read[:known], of_place)
                     else:
                         errors[number] = "no token is allowed"
                 run.append(int(token))
@@ -209,10 +210,10 @@ class FakeWorker:
         return [b""] * len(found) if self.is_failing else found
 
 
-def _unpack(masks: SampleMasks) -> dict[int, list[int]]:
-    """Allowed tokens by sampled row."""
+def _unpack(masks: SampleMasks) -> dict[int, list[list[int]]]:
+    """By sampled row: the tokens allowed at each of its places."""
+    found: dict[int, list[list[int]]] = {}
     bits = np.unpackbits(masks.masks.view(np.uint8), axis=1, bitorder="little")
-    return {
-        row: np.flatnonzero(allowed).tolist()
-        for row, allowed in zip(masks.rows.tolist(), bits, strict=True)
-    }
+    for row, allowed in zip(masks.rows.tolist(), bits, strict=True):
+        found.setdefault(row, []).append(np.flatnonzero(allowed).tolist())
+    return found

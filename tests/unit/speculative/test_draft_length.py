@@ -30,7 +30,7 @@ def run(
         accepted = (rng.random((rows, count)) < acceptance).cumprod(1).sum(1) if count else None
         result = GenerationBatchResult(1, [0] * rows, period_s=seconds(rows * (1 + count)))
         step: Any = SimpleNamespace(
-            sampled=[None] * rows, reqs=[None] * rows, num_landed=0, drafts=None
+            sampled=[None] * rows, reqs=[None] * rows, num_landed=0, drafts=None, forced={}
         )
         if accepted is not None:
             step.drafts = (np.arange(rows), np.full(rows, count, np.int32))
@@ -78,7 +78,7 @@ def test_drafts_that_are_never_right_cost_little() -> None:
 def test_requests_without_finds_cost_nothing_and_a_find_is_noticed() -> None:
     """Nothing is found for long; then drafts are found, and all are right."""
     chooser = length()
-    step: Any = SimpleNamespace(sampled=[None], reqs=[None], num_landed=0)
+    step: Any = SimpleNamespace(sampled=[None], reqs=[None], num_landed=0, forced={})
     asked = []
     for turn in range(1200):
         count = chooser.choose(1)
