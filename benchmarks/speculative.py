@@ -7,6 +7,7 @@ drafting   microseconds that the n-gram drafter takes for a row and step, 1 k an
 simulated  a device with steps of 10 ms, 64 rows, acceptance 0.7, through actors and messages: the
            share of the time that it is busy
 scheduler  CPU time of the scheduler per token, 256 rows: ordinary steps, and steps with drafts
+bfloat16   greedy outputs of 32 that change with the batch, and with drafts
 http       two servers at a time, one of which speculates. The same requests go to both in turns;
            every prompt was sent before, so that prefill counts for little. Greedy outputs must be
            equal. "tokens/step" is the server's own count: output tokens for each row and step.
@@ -30,6 +31,7 @@ import time
 import types
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,7 +44,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.common import PEERS, REPO_ROOT, finish, print_table, save_result
 from benchmarks.peers import models
 from benchmarks.servers import ManagedServer, exit_on_sigterm, manta_server
-from benchmarks.speculative_parts import CARRIED, drafting, scheduler, simulated
+from benchmarks.speculative_parts import CARRIED, bfloat16, drafting, scheduler, simulated
 from engine.tokenizer.tokenizer import Tokenizer
 
 SAVE_TO = REPO_ROOT / "benchmarks" / "results" / "speculative.json"
@@ -274,7 +276,7 @@ def http(model: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def main() -> int:
     """Exit status: 1 if a threshold does not hold."""
-    parts = ("drafting", "simulated", "scheduler", "http")
+    parts = ("drafting", "simulated", "scheduler", "bfloat16", "http")
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -296,9 +298,12 @@ def main() -> int:
                 found += http(model, args)
             columns = ("model", "load", "concurrency", "speed_up", "tokens_per_step", "acceptance")
         else:
-            found = {"drafting": drafting, "scheduler": scheduler}.get(
-                part, lambda: simulated(args.steps)
-            )()
+            found = {
+                "drafting": drafting,
+                "simulated": partial(simulated, args.steps),
+                "scheduler": scheduler,
+                "bfloat16": bfloat16,
+            }[part]()
             columns = tuple(found[0])
         figures[part] = found
         print_table(

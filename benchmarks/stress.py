@@ -5,6 +5,7 @@ evicted, long prompts chunked, requests retracted, one in twenty aborted by its 
 
     python benchmarks/stress.py                       # six minutes
     python benchmarks/stress.py --requests 10000      # a short one
+    python benchmarks/stress.py --drafts              # steps check drafts, 0.7 of which are right
 """
 
 from __future__ import annotations
@@ -38,22 +39,24 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=100_000)
     parser.add_argument("--step-ms", type=float, default=1.0)
     parser.add_argument("--save", action="store_true", help="write the result")
+    parser.add_argument("--drafts", action="store_true", help="speculate, up to 4 drafts a row")
     args = parser.parse_args()
-    figures = run(args.requests, args.step_ms)
+    figures = run(args.requests, args.step_ms, drafts=args.drafts)
     rows = [[done, rss] for done, rss in figures["rss_mib"]]
     print_table(["requests ended", "scheduler RSS, MiB"], rows)
     clean = figures["kv_leaks"] == 0 and figures["kv_used"] == 0
+    clean &= (figures["accepted_drafts"] > 0) == args.drafts
     ok = figures["growth"] <= GROWTH_ALLOWED and figures["retractions"] > 0 and clean
     print(
         f"growth after warm-up {figures['growth']:.1%}; {figures['requests_per_s']:.0f} requests/s;"
         f" {figures['retractions']:.0f} retractions, {figures['aborted']} aborted"
     )
     if args.save:
-        save_result(RESULT, figures, ok)
+        save_result(RESULT.with_stem("stress-drafts") if args.drafts else RESULT, figures, ok)
     finish(figures, ok)
 
 
-def run(total: int, step_ms: float) -> dict[str, Any]:
+def run(total: int, step_ms: float, *, drafts: bool) -> dict[str, Any]:
     """Send `total` requests, at most `OUTSTANDING` at a time. Returns the figures, with the memory
     at every 50th part."""
     rng = np.random.default_rng(1)
@@ -66,6 +69,7 @@ def run(total: int, step_ms: float) -> dict[str, Any]:
         max_total_tokens=24_000,
         chunked_prefill_size=2048,
         schedule_conservativeness=0.2,
+        speculative_config={"method": "ngram", "num_speculative_tokens": 4} if drafts else None,
     ) as driver:
         pid = driver.scheduler_pid()
         every = max(1, total // 50)
@@ -113,6 +117,7 @@ def run(total: int, step_ms: float) -> dict[str, Any]:
         "rss_mib": memory,
         "growth": max(rss for done, rss in memory if done >= total * WARM_UP) / at_warm_up - 1,
         "aborted": aborted,
+        "accepted_drafts": stats.spec_decode_accepted_tokens_total,
         "retractions": stats.retractions_total,
         "kv_leaks": stats.kv_leaks_total,
         "kv_used": stats.kv_used_tokens,

@@ -297,6 +297,32 @@ def test_stop_tokens_and_min_tokens(
             assert accepted(engine) > 4
 
 
+def test_streams_go_on_elsewhere(
+    cases: dict[str, Case], plain: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outputs of an engine that speculates go on at one that doesn't, and the other way round, at
+    any token."""
+    case = cases["carried"]
+    monkeypatch.setenv(OUTPUTS, str(case.outputs))
+    names = list(PARAMS)
+    prompts = [case.prompts[i % len(case.prompts)] for i in range(len(names))]
+    params = [PARAMS[name] for name in names]
+    want = plain.run(prompts, params)
+    case.outputs.write_text(
+        json.dumps([p + list(out) for p, out in zip(prompts, want, strict=True)])
+    )
+    drafts = speculative("right", 4, draft_length="fixed")
+    with engine_for(case.path, page_size=16, speculative_config=drafts) as engine:
+        for first, second, shift in ((engine, plain, 0), (plain, engine, 3), (engine, engine, 5)):
+            until = {i: 1 + (3 * i + shift) % (len(out) - 1) for i, out in enumerate(want)}
+            begun = first.run(prompts, params, stop_after=until)
+            assert [len(out) for out in begun] == list(until.values())
+            rest = second.run(prompts, params, resumed=begun)
+            for name, head, tail, whole in zip(names, begun, rest, want, strict=True):
+                assert head + tail == whole, (name, shift)
+        assert accepted(engine) > 40
+
+
 def test_little_kv_room(cases: dict[str, Case], monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests are retracted for want of room, and drafts fall away before that."""
     case = cases["carried"]

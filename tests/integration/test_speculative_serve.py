@@ -7,6 +7,7 @@ import os
 import re
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,6 +16,7 @@ import pytest
 
 from benchmarks.servers import ManagedServer
 from engine import LLM, SamplingParams
+from tests.support.drafters import OUTPUTS
 from tests.support.http_server import manta
 from tests.support.processes import actor_pids, launch_mark
 
@@ -95,6 +97,24 @@ def test_streams_also_when_the_worker_dies(server: ManagedServer, expected: Any)
     assert asyncio.run(stream_all(url)) == expected
     (worker,) = actor_pids(launch_mark(server.pid), "WorkerActor")
     assert asyncio.run(stream_all(url, worker)) == expected
+
+
+def test_streams_go_on_at_a_replica_that_does_not_draft(
+    expected: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two engines one drafts. Its worker dies, and its streams go on at the other."""
+    first = tmp_path / "first"
+    monkeypatch.setenv(OUTPUTS, str(first))
+    config = {"method": "tests.support.drafters:OnlyTheFirst", "draft_length": "fixed"}
+    sizes = {"max_total_tokens": 16384, "num_replicas": 2}
+    with manta(dtype="float32", speculative_config=config, **sizes) as running:
+        url = f"{running.base_url}/v1"
+        worker = int(first.read_text())
+        assert len(actor_pids(launch_mark(running.pid), "WorkerActor")) == 2
+        assert asyncio.run(stream_all(url, worker)) == expected
+        metrics = httpx.get(f"{running.base_url}/metrics", timeout=30).text
+        resumed = re.findall(r"^manta_requests_resumed_total{[^}]*} (\S+)", metrics, re.M)
+        assert sum(map(float, resumed)) > 0
 
 
 def test_a_stop_string_within_a_run(client: openai.OpenAI, expected: Any) -> None:

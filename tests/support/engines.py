@@ -53,13 +53,15 @@ class Engine:
         warm: Sequence[Sequence[int]] = (),
         stop_after: dict[int, int] | None = None,
         pooling: Sequence[Pooling | None] = (),
+        resumed: Sequence[Sequence[int]] = (),
         kv_tokens: int = KV_TOKENS,
         **scheduler: Any,
     ) -> list[list[int]]:
         """Output ids of each prompt. `warm` prompts run first, to fill the prefix cache. With
         `retract_every` n, every nth step sends a running request back to the queue. `stop_after`
         has, by prompt, the number of tokens after which the client ends it, as a stop string
-        would. `pooling` has, by prompt, how it is pooled, if it is. The scheduler uses `kv_tokens`
+        would. `pooling` has, by prompt, how it is pooled, if it is. `resumed` has, by prompt, the
+        output that it had elsewhere. The scheduler uses `kv_tokens`
         of the KV cache."""
         engine = self.config.model_copy(update=scheduler)
         resolved = engine.resolve()
@@ -82,6 +84,8 @@ class Engine:
             p = params if isinstance(params, SamplingParams) else params[i]
             request = _request(i, ids, p)
             request.pooling = pooling[i] if pooling else None
+            if resumed and len(resumed[i]):
+                request.output_ids = np.array(resumed[i], np.int32)
             core.scheduler.add(request, core.clock())
         self._drain(core, out, retract_every, stop_after or {})
         self.stats = sched.snapshot_stats()
