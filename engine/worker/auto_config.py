@@ -103,12 +103,15 @@ def max_step_tokens(engine: EngineConfig, max_model_len: int) -> int:
 
 
 def graph_max_batch_size(engine: EngineConfig) -> int:
-    """Rows of the largest decode batch to capture, at most those of a micro-batch; 0 for none."""
+    """Rows of the largest decode batch to capture, at most those of a micro-batch, which count
+    once for each token if they have drafts; 0 for none."""
     if not engine.enable_cuda_graphs:
         return 0
     rows = engine.pp_max_micro_batch_size
     if rows is None:
         rows = -(-engine.max_running_requests // engine.num_micro_batches)
+    if engine.speculative_config is not None:
+        rows *= engine.speculative_config.num_speculative_tokens + 1
     return min(rows, engine.cuda_graph_max_batch_size or MAX_GRAPH_ROWS)
 
 

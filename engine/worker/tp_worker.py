@@ -26,6 +26,7 @@ from engine.worker.base import LaunchedForward, ModelWorker, PendingResult
 from engine.worker.future_map import FutureMap
 from engine.worker.graphs.backend import CudaGraphBackend, GraphBackend
 from engine.worker.graphs.decode_graphs import DecodeGraphs
+from engine.worker.graphs.sizes import num_decodes
 from engine.worker.model_runner import ForwardOutput, ModelRunner
 from engine.worker.sizing.estimate import stage_weight_bytes
 from engine.worker.sizing.kv_sizing import MemoryMeter, agree_on_kv_tokens, check_weights_fit
@@ -203,7 +204,7 @@ class TpModelWorker(ModelWorker):
     def _run_graph(
         self, graphs: DecodeGraphs, batch: ModelWorkerBatch, forward: ForwardBatch
     ) -> ForwardOutput | None:
-        logits = graphs.forward(forward, len(batch.req_pool_indices))
+        logits = graphs.forward(forward, num_decodes(batch))
         if logits is None:
             return None
         if batch.delayed_sample:

@@ -8,7 +8,8 @@ and a batch is padded to the next size that was captured. Two graphs are chained
 
 because the way to sample differs from step to step: greedy rows only, or rows that also draw from
 the whole vocabulary. Rows with other needs (top-k, penalties, masks, log-probabilities, ...) are
-sampled eagerly from the same logits. Prefills and mixed steps run eagerly.
+sampled eagerly from the same logits. So are rows that check drafts, each token of which runs as a
+row of its own. Prefills and mixed steps run eagerly.
 """
 
 from __future__ import annotations
@@ -37,7 +38,15 @@ from engine.sampling.torch_backend import TorchSampling
 from engine.worker.future_map import FutureMap
 from engine.worker.graphs.backend import GraphBackend
 from engine.worker.graphs.buffers import GraphBuffers, GraphOutputs
-from engine.worker.graphs.sizes import capture_order, graph_sizes, pad_decode, smallest_fitting
+from engine.worker.graphs.sizes import (
+    as_decodes,
+    capture_order,
+    graph_sizes,
+    is_decode,
+    num_decodes,
+    pad_decode,
+    smallest_fitting,
+)
 from engine.worker.model_runner import ModelRunner
 from engine.worker.sizing.memory_profile import GRAPH_RESERVE_BYTES
 
@@ -122,14 +131,8 @@ class DecodeGraphs:
 
     def size_for(self, batch: ModelWorkerBatch) -> int | None:
         """The captured size that `batch` can run with; None: it must run eagerly."""
-        rows = len(batch.req_pool_indices)
-        plain = (
-            batch.num_extend == 0
-            and batch.verify is None
-            and len(batch.prefix_rows) == 0
-            and np.array_equal(batch.sample_rows, np.arange(rows))
-        )
-        return smallest_fitting(self._graphs, rows) if plain and rows else None
+        rows = num_decodes(batch)
+        return smallest_fitting(self._graphs, rows) if rows and is_decode(batch) else None
 
     def variant(self, plan: SamplingPlan) -> Variant | None:
         """How a graph samples rows with this plan; None: they are sampled eagerly."""
@@ -144,7 +147,7 @@ class DecodeGraphs:
         """`ModelRunner.prepare` for a graph of `size_for(batch)`: writes the padded batch to the
         memory that the graph reads."""
         graph = self._graphs[size]
-        padded = pad_decode(batch, size)
+        padded = pad_decode(as_decodes(batch), size)
         return self._load(padded, graph.inputs, graph.cells, graph.locs)
 
     @torch.inference_mode()

@@ -34,6 +34,44 @@ def smallest_fitting(sizes: Iterable[int], rows: int) -> int | None:
     return None if size is None or size > max(MAX_PADDING * rows, 8) else size
 
 
+def is_decode(batch: ModelWorkerBatch) -> bool:
+    """Whether a complete step can run as decodes: rows with one token, or with drafts behind it,
+    all of which sample."""
+    rows = len(batch.req_pool_indices)
+    return (
+        batch.num_extend == 0
+        and len(batch.prefix_rows) == 0
+        and np.array_equal(batch.sample_rows, np.arange(rows))
+    )
+
+
+def num_decodes(batch: ModelWorkerBatch) -> int:
+    """Rows of `as_decodes(batch)`."""
+    return len(batch.req_pool_indices if batch.verify is None else batch.input_ids)
+
+
+def as_decodes(batch: ModelWorkerBatch) -> ModelWorkerBatch:
+    """Rows that check drafts as one row for each of their tokens.
+
+    A layer writes all keys and values of a step before any token attends. So a token finds those
+    of the drafts before it in the cache, and decodes like any other, one position further on. That
+    reads a row's keys once for each of its tokens, but needs no other graphs than decodes have.
+    """
+    if batch.verify is None:
+        return batch
+    counts = batch.verify.num_drafts + 1
+    behind = np.cumsum(counts) - counts
+    before = batch.seq_lens - counts
+    seq_lens = np.repeat(before - behind, counts) + np.arange(1, len(batch.input_ids) + 1)
+    return msgspec.structs.replace(
+        batch,
+        req_pool_indices=np.repeat(batch.req_pool_indices, counts),
+        seq_lens=seq_lens.astype(np.int32),
+        sample_rows=np.arange(len(batch.input_ids), dtype=np.int32),
+        verify=None,
+    )
+
+
 def pad_decode(batch: ModelWorkerBatch, size: int) -> ModelWorkerBatch:
     """`batch`, of decode rows that all sample, padded with further rows up to `size`.
 

@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import logging
+import random
+from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.protocol.messages import GenerationBatchResult, ModelWorkerBatch
+from engine.protocol.messages import (
+    ForwardMode,
+    GenerationBatchResult,
+    ModelWorkerBatch,
+    SlotParams,
+)
+from engine.protocol.step_parts import VerifyRows
 from engine.sampling_params import SamplingParams
 from engine.worker.auto_config import graph_max_batch_size
 from engine.worker.graphs import sizes as sizes_module
-from engine.worker.graphs.decode_graphs import CaptureLimits, DecodeGraphs, Variant
+from engine.worker.graphs.decode_graphs import (
+    CaptureLimits,
+    DecodeGraphs,
+    Variant,
+    _nothing_but_padding,
+)
 from engine.worker.graphs.sizes import capture_order, graph_sizes, pad_decode, smallest_fitting
 from engine.worker.step_queue import StepQueue
 from engine.worker.tp_worker import TpModelWorker
@@ -24,6 +38,8 @@ from tests.support.fake_graphs import CapturableAttention, RecordedGraphs, use_c
 from tests.support.guards import without
 from tests.support.models import make_model
 from tests.support.worker_driver import MakeParams, Steps, drain, make_worker, run_step
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
 
 
 @pytest.fixture(scope="module")
@@ -488,10 +504,110 @@ def test_padding_rows_are_padding() -> None:
         ({"pp_size": 2, "pp_max_micro_batch_size": 12}, 12),
         ({"pp_size": 3, "max_running_requests": 100}, 34),
         ({"enable_cuda_graphs": False}, 0),
+        ({"max_running_requests": 8, "speculative_config": NGRAM}, 40),
+        ({"max_running_requests": 100, "speculative_config": NGRAM}, 256),
     ],
 )
-def test_largest_size_by_config(options: dict[str, int], wanted: int) -> None:
+def test_largest_size_by_config(options: dict[str, Any], wanted: int) -> None:
     assert graph_max_batch_size(EngineConfig(**options)) == wanted
+
+
+def step_of(
+    number: int, rows: list[tuple[int, list[int], list[int]]], new: list[SlotParams] | None = None
+) -> ModelWorkerBatch:
+    """`rows` have a slot, tokens in the cache and inputs: prompts if there are `new` slots, else a
+    last token and drafts. Slot s has the KV slots from 48 * s on."""
+    counts = [len(inputs) for _, _, inputs in rows]
+    ends = [len(cached) + len(inputs) for _, cached, inputs in rows]
+    locs = [48 * slot + i for slot, cached, inputs in rows for i in _span(cached, inputs)]
+    batch = _nothing_but_padding(1)
+    return msgspec.structs.replace(
+        batch,
+        step=number,
+        forward_mode=ForwardMode.EXTEND if new else ForwardMode.VERIFY,
+        num_extend=len(rows) if new else 0,
+        req_pool_indices=_ints([slot for slot, _, _ in rows]),
+        seq_lens=_ints(ends),
+        extend_lens=_ints(counts if new else []),
+        input_ids=_ints([token for _, _, inputs in rows for token in inputs]),
+        out_cache_loc=_ints(locs),
+        sample_rows=_ints(range(len(rows))),
+        new_slots=new or [],
+        verify=None if new else VerifyRows(_ints([count - 1 for count in counts])),
+    )
+
+
+@pytest.mark.parametrize("make_params", [greedy, seeded, anything])
+def test_rows_with_drafts_run_in_the_graphs_of_decodes(
+    folder: Path, make_params: MakeParams
+) -> None:
+    """Eight requests, with right and wrong drafts: the tokens are those of an eager worker."""
+    pair = make_pair(folder, max_batch_size=40)
+    rng = random.Random(1)
+    prompts = [[rng.randrange(3, 211) for _ in range(rng.randint(1, 9))] for _ in range(8)]
+    new = [SlotParams(i, len(p), [2], make_params(i), _ints(p)) for i, p in enumerate(prompts, 1)]
+    known = _alone(pair.eager, prompts, new)
+    texts = [list(prompt) for prompt in prompts]
+    rows = [(i, [], prompt) for i, prompt in enumerate(prompts, 1)]
+    batch = step_of(1, rows, new)
+    accepted = number = 0
+    while True:
+        results = []
+        for worker in (pair.graphs, pair.eager):
+            queue = StepQueue(worker)
+            queue.launch(batch)
+            result = queue.take_oldest()
+            assert result is not None
+            results.append(result)
+        same_results(*results)
+        assert results[0].verified == results[1].verified
+        counts = [1] * 8
+        if results[0].verified is not None:
+            counts = results[0].verified.num_tokens
+            accepted += sum(counts) - len(counts)
+        end = 0
+        for text, count in zip(texts, counts, strict=True):
+            text += results[0].next_token_ids[end : end + count]
+            end += count
+        if max(len(text) for text in texts) > 38:
+            break
+        number += 1
+        rows = []
+        for slot, (text, whole) in enumerate(zip(texts, known, strict=True), 1):
+            assert text == whole[: len(text)]
+            right = whole[len(text) : len(text) + rng.randint(0, 4)]
+            drafts = [token if rng.random() < 0.8 else token ^ 1 for token in right]
+            rows.append((slot, text[:-1], [text[-1], *drafts]))
+        batch = step_of(1 + number, rows)
+        assert pair.graphs.graphs is not None
+        assert pair.graphs.graphs.size_for(batch) is not None
+    assert accepted > 30 and pair.backend.replayed >= number
+
+
+def _alone(
+    worker: TpModelWorker, prompts: list[list[int]], new: list[SlotParams]
+) -> list[list[int]]:
+    """Prompts with what follows them, token by token."""
+    texts = [list(prompt) for prompt in prompts]
+    batch = step_of(1, [(i, [], p) for i, p in enumerate(prompts, 1)], new)
+    for number in range(2, 42):
+        queue = StepQueue(worker)
+        queue.launch(batch)
+        result = queue.take_oldest()
+        assert result is not None
+        for text, token in zip(texts, result.next_token_ids, strict=True):
+            text.append(token)
+        rows = [(i, text[:-1], text[-1:]) for i, text in enumerate(texts, 1)]
+        batch = step_of(number, rows)
+    return texts
+
+
+def _span(cached: list[int], inputs: list[int]) -> range:
+    return range(len(cached), len(cached) + len(inputs))
+
+
+def _ints(values: Iterable[int]) -> np.ndarray:
+    return np.array(list(values), np.int32)
 
 
 class Pipe:
