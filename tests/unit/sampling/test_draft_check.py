@@ -8,45 +8,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.protocol.messages import ForwardMode, IntArray, ModelWorkerBatch, SlotParams
-from engine.protocol.step_parts import VerifyRows
+from engine.protocol.messages import SlotParams
 from engine.sampling.draft_check import DraftCheck, draft_check
 from engine.sampling.sampler import HostTokens, SampledTokens, Sampler
 from engine.sampling.state import SamplingState
 from engine.sampling_params import SamplingParams
 from engine.worker.speculation import runs_of
+from tests.support.verify_steps import ints, verify_batch
 
 VOCAB = 40
 CPU = torch.device("cpu")
-NONE = np.zeros(0, np.int32)
-
-
-def ints(values: list[int]) -> IntArray:
-    return np.array(values, np.int32)
-
-
-def verify_batch(extends: list[int], rows: list[list[int]], lens: list[int]) -> ModelWorkerBatch:
-    """A step with prompts of `extends` tokens and decode rows with inputs `rows` (the last token
-    and drafts), whose requests have `lens` tokens with them."""
-    inputs = [9] * sum(extends) + [token for row in rows for token in row]
-    count = len(extends) + len(rows)
-    return ModelWorkerBatch(
-        1,
-        0,
-        ForwardMode.VERIFY,
-        len(extends),
-        np.arange(1, count + 1, dtype=np.int32),
-        ints([*extends, *lens]),
-        ints(extends),
-        ints(inputs),
-        np.zeros(len(inputs), np.int32),
-        NONE,
-        NONE,
-        NONE,
-        np.arange(count, dtype=np.int32),
-        [],
-        verify=VerifyRows(ints([len(row) - 1 for row in rows])),
-    )
 
 
 @given(

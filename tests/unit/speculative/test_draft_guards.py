@@ -44,7 +44,7 @@ from tests.support.guards import (
     without,
 )
 from tests.support.scheduler_harness import VOCAB, Harness
-from tests.unit.sampling.test_draft_check import verify_batch
+from tests.support.verify_steps import verify_batch
 
 CHOICES = [[20, 21, 22, 20, 21, 22, 20, 21, 22, 23], [20, 21, 22, 20, 24]]
 ADD_TOKENS = PenaltyPool.add_tokens
@@ -178,12 +178,12 @@ def check_drafts_fall_away_before_a_request_does() -> None:
 @guarded_by(
     without(DelayedSamples, "launch", ("req.num_delayed += 1", "pass")),
     AssertionError,
-    "",
+    "other masks than drafts",
 )
 @guarded_by(
     without(DelayedSamples, "accept", ("terminated.add(row)", "continue")),
     AssertionError,
-    "",
+    "no token is allowed",
 )
 def check_forced_tokens_are_drafts_with_masks_of_their_own() -> None:
     h = drafting(4)
