@@ -111,7 +111,12 @@ def test_streams_go_on_at_a_replica_that_does_not_draft(
         url = f"{running.base_url}/v1"
         worker = int(first.read_text())
         assert len(actor_pids(launch_mark(running.pid), "WorkerActor")) == 2
-        assert asyncio.run(stream_all(url, worker)) == expected
+        assert asyncio.run(stream_all(url)) == expected
+
+        async def many() -> list[dict[str, list[tuple[str, list[int]]]]]:
+            return await asyncio.gather(stream_all(url), stream_all(url), stream_all(url, worker))
+
+        assert asyncio.run(many()) == [expected] * 3
         metrics = httpx.get(f"{running.base_url}/metrics", timeout=30).text
         resumed = re.findall(r"^manta_requests_resumed_total{[^}]*} (\S+)", metrics, re.M)
         assert sum(map(float, resumed)) > 0
