@@ -3,8 +3,9 @@
     python benchmarks/peers/speculative.py            # sets up what is missing, then measures
 
 One server at a time: each engine without drafts, and with `{"method": "ngram"}` and the same
-numbers. All get the same prompts of the carried model (`editing`, `extraction` and `plain` of
-`benchmarks/speculative.py`), greedy, and the same compute threads. Every prompt was sent before.
+numbers. All get the same prompts (`editing`, `extraction` and `plain` of
+`benchmarks/speculative.py`, for each of its models), greedy, and the same compute threads. Every
+prompt was sent before.
 `gain` is tokens/s with drafts by tokens/s without. ok: in every cell our gain is at least vLLM's,
 and our tokens/s with drafts are at least vLLM's.
 """
@@ -24,7 +25,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.common import PEERS, REPO_ROOT, finish, print_table, save_result
-from benchmarks.peers import vllm_cpu
+from benchmarks.peers import models, vllm_cpu
 from benchmarks.servers import (
     ManagedServer,
     ServerError,
@@ -32,7 +33,7 @@ from benchmarks.servers import (
     free_port,
     manta_server,
 )
-from benchmarks.speculative import COMPLETIONS, Load, completions, prompts, send
+from benchmarks.speculative import COMPLETIONS, Load, completions, copying_prompts, prompts, send
 from benchmarks.speculative_parts import CARRIED
 from deploy.bench.arguments import positive
 from engine.tokenizer.tokenizer import Tokenizer
@@ -67,28 +68,23 @@ def main() -> int:
     parser.add_argument("--output-len", type=positive, default=96)
     parser.add_argument("--rounds", type=positive, default=3)
     parser.add_argument("--save", action="store_true", help=f"write {SAVE_TO.name}")
+    parser.add_argument("--models", default=f"{CARRIED.name},{models.COPYING}")
     args = parser.parse_args()
     exit_on_sigterm()
-    texts = prompts(Tokenizer.from_pretrained(CARRIED), MODULES)
-    ids = [prompt for group in zip(*texts.values(), strict=True) for prompt in group]
-    bodies = completions((ids * 2)[:32], args.output_len, model=CARRIED.name)
-    speeds: dict[Contender, dict[int, list[float]]] = {}
-    acceptance: dict[str, float] = {}
+    rows: list[dict[str, Any]] = []
     error = ""
-    try:
-        for contender in (Contender(e, d) for e in ("vllm", "manta") for d in (False, True)):
-            with start(contender, args) as server:
-                speeds[contender] = measure(server, bodies, args.rounds)
-                if contender.drafts:
-                    acceptance[contender.engine] = accepted(server)
-    except (ServerError, vllm_cpu.PeerSetupError, RuntimeError) as failure:
-        error = str(failure)
-        print(f"FAILED: {error}", file=sys.stderr)
-    rows = [] if error else cells(speeds)
+    for name in args.models.split(","):
+        try:
+            rows += compare(name, args)
+        except (ServerError, vllm_cpu.PeerSetupError, RuntimeError) as failure:
+            error = str(failure)
+            print(f"FAILED: {error}", file=sys.stderr)
+    columns = ["model", "concurrency", "vllm tok/s", "with drafts", "gain"]
     print_table(
-        ["concurrency", "vllm tok/s", "with drafts", "gain", "manta tok/s", "with drafts", "gain"],
+        [*columns, "manta tok/s", "with drafts", "gain"],
         [
             [
+                row["model"],
                 row["concurrency"],
                 *(
                     f"{row[engine][key]:.3g}"
@@ -106,7 +102,6 @@ def main() -> int:
         "speculative_config": DRAFTS,
         "threads": args.threads,
         "dtype": args.dtype,
-        "acceptance": acceptance,
         "rows": rows,
         "error": error,
     }
@@ -116,12 +111,32 @@ def main() -> int:
     return 0 if ok else 1
 
 
-def start(contender: Contender, args: argparse.Namespace) -> ManagedServer:
+def compare(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Cells of all contenders with one model."""
+    model, texts = CARRIED, {}
+    if name == CARRIED.name:
+        texts = prompts(Tokenizer.from_pretrained(CARRIED), MODULES)
+    else:
+        model = models.build(name, PEERS / "models" / name)
+        texts = copying_prompts(len(MODULES))
+    ids = [prompt for group in zip(*texts.values(), strict=True) for prompt in group]
+    bodies = completions((ids * 2)[:32], args.output_len, model=name)
+    speeds: dict[Contender, dict[int, list[float]]] = {}
+    acceptance: dict[str, float] = {}
+    for contender in (Contender(e, d) for e in ("vllm", "manta") for d in (False, True)):
+        with start(contender, model, args) as server:
+            speeds[contender] = measure(server, bodies, args.rounds)
+            if contender.drafts:
+                acceptance[contender.engine] = accepted(server)
+    return [{"model": name, **row, "acceptance": acceptance} for row in cells(speeds)]
+
+
+def start(contender: Contender, model: Path, args: argparse.Namespace) -> ManagedServer:
     """The contender's server; the caller enters it."""
     if contender.engine == "manta":
         config: dict[str, object] = {
-            "model": CARRIED,
-            "served_model_name": CARRIED.name,
+            "model": model,
+            "served_model_name": model.name,
             "dtype": args.dtype,
             "cpu_threads": args.threads,
             "page_size": PAGE_SIZE,
@@ -136,7 +151,7 @@ def start(contender: Contender, args: argparse.Namespace) -> ManagedServer:
     port = free_port()
     command = vllm_cpu.serve_command(
         python,
-        CARRIED,
+        model,
         port,
         dtype=args.dtype,
         block_size=PAGE_SIZE,
