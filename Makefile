@@ -47,9 +47,10 @@ test: install-dev
 test-extended: install-dev
 	$(BIN)/python -m pytest tests/extended tests/chaos -q
 
-# The full token-exact product (architectures x tp x pp x page x chunk x cache x retraction).
+# The full token-exact product (architectures x tp x pp x page x chunk x cache x retraction), and
+# that of speculation (models x drafters x drafts x page x tp x pp).
 test-matrix: install-dev
-	$(BIN)/python -m pytest tests/integration/test_token_exact.py -q --full-matrix
+	$(BIN)/python -m pytest tests/integration/test_token_exact.py tests/integration/test_speculative.py -q --full-matrix
 
 # What only a GPU can show; everything is skipped without one.
 test-gpu: install-dev

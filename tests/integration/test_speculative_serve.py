@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
-import signal
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,17 +12,17 @@ import openai
 import pytest
 
 from benchmarks.servers import ManagedServer
-from engine import LLM, SamplingParams
-from tests.support.drafters import OUTPUTS
 from tests.support.http_server import manta
 from tests.support.processes import actor_pids, launch_mark
-
-MODEL = "manta-small"
-CODE = (
-    "class A:\n    def f(self):\n        return 1\n\n    def g(self):\n        return 1\n\n    def "
+from tests.support.speculative_streams import (
+    CODE,
+    MAX_TOKENS,
+    MODEL,
+    PROMPTS,
+    fields,
+    outputs_without_drafts,
+    stream_all,
 )
-PROMPTS = ["def main():", "Return the", CODE, "import os\nimport sys\nimport os\nimport"]
-MAX_TOKENS = 200
 
 
 @pytest.fixture(scope="module")
@@ -44,43 +41,7 @@ def client(server: ManagedServer) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, list[tuple[str, list[int]]]]:
-    """Text and ids of every prompt without speculation, greedy and sampled."""
-    found: dict[str, list[tuple[str, list[int]]]] = {}
-    with LLM(f"models/{MODEL}", dtype="float32", max_total_tokens=16384) as llm:
-        for name, more in (("greedy", {"temperature": 0.0}), ("sampled", {"seed": 7})):
-            params = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True, **more)  # type: ignore[arg-type]
-            outputs = llm.generate(PROMPTS, params, use_tqdm=False)
-            found[name] = [(o.outputs[0].text, o.outputs[0].token_ids) for o in outputs]
-    return found
-
-
-def fields(name: str) -> dict[str, Any]:
-    sampling = {"temperature": 0} if name == "greedy" else {"seed": 7}
-    extra = {"ignore_eos": True, "return_token_ids": True}
-    return {"model": MODEL, "max_tokens": MAX_TOKENS, "extra_body": extra, **sampling}
-
-
-async def stream(url: str, prompt: str, name: str) -> tuple[str, list[int]]:
-    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
-        text, ids = "", []
-        chunks = await client.completions.create(prompt=prompt, stream=True, **fields(name))
-        async for chunk in chunks:
-            text += chunk.choices[0].text
-            ids += chunk.choices[0].token_ids or []  # type: ignore[attr-defined]
-        return text, ids
-
-
-async def stream_all(url: str, worker: int | None = None) -> dict[str, list[tuple[str, list[int]]]]:
-    """All prompts at once; after a moment `worker` is killed."""
-    streams = {
-        name: [asyncio.ensure_future(stream(url, prompt, name)) for prompt in PROMPTS]
-        for name in ("greedy", "sampled")
-    }
-    if worker is not None:
-        await asyncio.sleep(0.3)
-        assert not all(task.done() for tasks in streams.values() for task in tasks)
-        os.kill(worker, signal.SIGKILL)
-    return {name: list(await asyncio.gather(*tasks)) for name, tasks in streams.items()}
+    return outputs_without_drafts()
 
 
 @pytest.mark.parametrize("name", ["greedy", "sampled"])
@@ -97,29 +58,6 @@ def test_streams_also_when_the_worker_dies(server: ManagedServer, expected: Any)
     assert asyncio.run(stream_all(url)) == expected
     (worker,) = actor_pids(launch_mark(server.pid), "WorkerActor")
     assert asyncio.run(stream_all(url, worker)) == expected
-
-
-def test_streams_go_on_at_a_replica_that_does_not_draft(
-    expected: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of two engines one drafts. Its worker dies, and its streams go on at the other."""
-    first = tmp_path / "first"
-    monkeypatch.setenv(OUTPUTS, str(first))
-    config = {"method": "tests.support.drafters:OnlyTheFirst", "draft_length": "fixed"}
-    sizes = {"max_total_tokens": 16384, "num_replicas": 2}
-    with manta(dtype="float32", speculative_config=config, **sizes) as running:
-        url = f"{running.base_url}/v1"
-        worker = int(first.read_text())
-        assert len(actor_pids(launch_mark(running.pid), "WorkerActor")) == 2
-        assert asyncio.run(stream_all(url)) == expected
-
-        async def many() -> list[dict[str, list[tuple[str, list[int]]]]]:
-            return await asyncio.gather(stream_all(url), stream_all(url), stream_all(url, worker))
-
-        assert asyncio.run(many()) == [expected] * 3
-        metrics = httpx.get(f"{running.base_url}/metrics", timeout=30).text
-        resumed = re.findall(r"^manta_requests_resumed_total{[^}]*} (\S+)", metrics, re.M)
-        assert sum(map(float, resumed)) > 0
 
 
 def test_a_stop_string_within_a_run(client: openai.OpenAI, expected: Any) -> None:
