@@ -6,7 +6,6 @@ import json
 import os
 import zlib
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from engine.protocol.messages import SlotParams
@@ -37,22 +36,6 @@ class KeepsTokens(Drafter):
     def guess(self, tokens: list[int], count: int) -> list[int]:
         """At most `count` tokens behind `tokens`."""
         raise NotImplementedError
-
-
-class OnlyTheFirst(KeepsTokens):
-    """Repeats the last token, in the process that is first to create the file `OUTPUTS`; drafters
-    in other processes never draft."""
-
-    def __init__(self, config: SpeculativeConfig) -> None:
-        super().__init__(config)
-        path = Path(os.environ[OUTPUTS])
-        with suppress(FileExistsError):
-            path.touch(exist_ok=False)
-            path.write_text(str(os.getpid()))
-        self._drafts = path.read_text() == str(os.getpid())
-
-    def guess(self, tokens: list[int], count: int) -> list[int]:
-        return [tokens[-1]] * count if self._drafts else []
 
 
 class RandomDrafter(KeepsTokens):

@@ -36,24 +36,27 @@ def fields(name: str) -> dict[str, Any]:
     return {"model": MODEL, "max_tokens": MAX_TOKENS, "extra_body": extra, **sampling}
 
 
-async def stream(url: str, prompt: str, name: str) -> tuple[str, list[int]]:
+async def stream(url: str, prompt: str, name: str, begun: asyncio.Event) -> tuple[str, list[int]]:
     async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
         text, ids = "", []
         chunks = await client.completions.create(prompt=prompt, stream=True, **fields(name))
         async for chunk in chunks:
+            begun.set()
             text += chunk.choices[0].text
             ids += chunk.choices[0].token_ids or []  # type: ignore[attr-defined]
         return text, ids
 
 
 async def stream_all(url: str, worker: int | None = None) -> dict[str, list[tuple[str, list[int]]]]:
-    """All prompts at once; after a moment `worker` is killed."""
+    """All prompts at once; when each has some output, `worker` is killed."""
+    begun = [asyncio.Event() for _ in range(2 * len(PROMPTS))]
+    events = iter(begun)
     streams = {
-        name: [asyncio.ensure_future(stream(url, prompt, name)) for prompt in PROMPTS]
+        name: [asyncio.ensure_future(stream(url, p, name, next(events))) for p in PROMPTS]
         for name in ("greedy", "sampled")
     }
     if worker is not None:
-        await asyncio.sleep(0.3)
+        await asyncio.gather(*(event.wait() for event in begun))
         assert not all(task.done() for tasks in streams.values() for task in tasks)
         os.kill(worker, signal.SIGKILL)
     return {name: list(await asyncio.gather(*tasks)) for name, tasks in streams.items()}
