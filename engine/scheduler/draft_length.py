@@ -21,8 +21,6 @@ from engine.speculative.config import SpeculativeConfig
 
 MAX_TRIALS = 16.0
 """Drafts that acceptance is known from; older ones count less and less."""
-STEPS_REMEMBERED = 8
-"""With many rows it is known from the drafts of so many steps: one step's luck must not decide."""
 SHARE_MEMORY = 0.95
 """Weight of what was known of how many drafts are found, after each step that asked for some."""
 MIN_SHARE = 0.02
@@ -138,10 +136,9 @@ class DraftLength:
         if tried:
             self._accepted += accepted
             self._tried += tried
-            most = max(MAX_TRIALS, STEPS_REMEMBERED * tried)
-            if self._tried > most:
-                self._accepted *= most / self._tried
-                self._tried = most
+            if self._tried > MAX_TRIALS:
+                self._accepted *= MAX_TRIALS / self._tried
+                self._tried = MAX_TRIALS
 
     def _best(self, num_rows: int) -> int:
         """The number of drafts that promises the most tokens per second."""
