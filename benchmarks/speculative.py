@@ -92,12 +92,10 @@ class Answer(NamedTuple):
     num_tokens: int
 
 
-def prompts(
-    tokenizer: Tokenizer, modules: Sequence[str] | None = None
-) -> dict[str, list[list[int]]]:
+def prompts(tokenizer: Tokenizer, modules: Sequence[str]) -> dict[str, list[list[int]]]:
     """Token ids by kind, of pieces of modules."""
     pieces = []
-    for name in MODULES if modules is None else modules:
+    for name in modules:
         module = __import__(name)
         assert isinstance(module, types.ModuleType)
         lines = inspect.getsource(module).splitlines(keepends=True)
@@ -137,6 +135,18 @@ def copying_prompts(count: int) -> dict[str, list[list[int]]]:
         kinds["extraction"].append([*chain(*passages), *passages[1][:4]])
         kinds["plain"].append(passage(128))
     return kinds
+
+
+def model_folder(name: str) -> Path:
+    """The carried model, or one of `benchmarks.peers.models`."""
+    return CARRIED if name == CARRIED.name else models.build(name, PEERS / "models" / name)
+
+
+def prompts_of(model: Path, modules: Sequence[str]) -> dict[str, list[list[int]]]:
+    """Prompts by kind whose outputs repeat parts of them, as many of each as there are modules."""
+    if model == CARRIED:
+        return prompts(Tokenizer.from_pretrained(model), modules)
+    return copying_prompts(len(modules))
 
 
 def completions(ids: Sequence[list[int]], max_tokens: int, **more: Any) -> list[dict[str, Any]]:
@@ -221,7 +231,7 @@ def compare(plain: ManagedServer, drafts: ManagedServer, load: Load, rounds: int
 def http(model: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
     """All loads on one model."""
     tokenizer = Tokenizer.from_pretrained(model)
-    texts = prompts(tokenizer) if model == CARRIED else copying_prompts(len(MODULES))
+    texts = prompts_of(model, MODULES)
     rng = np.random.default_rng(0)
     randoms = rng.integers(10, 2000, (32, 128)).tolist()
     base = {"model": str(model), "max_total_tokens": 65536, "max_model_len": 2048}
@@ -292,10 +302,7 @@ def main() -> int:
         if part == "http":
             found: list[dict[str, Any]] = []
             for name in args.models.split(","):
-                model = CARRIED
-                if name != CARRIED.name:
-                    model = models.build(name, PEERS / "models" / name)
-                found += http(model, args)
+                found += http(model_folder(name), args)
             columns = ("model", "load", "concurrency", "speed_up", "tokens_per_step", "acceptance")
         else:
             found = {

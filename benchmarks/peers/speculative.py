@@ -33,10 +33,9 @@ from benchmarks.servers import (
     free_port,
     manta_server,
 )
-from benchmarks.speculative import COMPLETIONS, Load, completions, copying_prompts, prompts, send
+from benchmarks.speculative import COMPLETIONS, Load, completions, model_folder, prompts_of, send
 from benchmarks.speculative_parts import CARRIED
 from deploy.bench.arguments import positive
-from engine.tokenizer.tokenizer import Tokenizer
 
 SAVE_TO = REPO_ROOT / "benchmarks" / "results" / "speculative-peers.json"
 MODULES = ("bisect", "heapq", "shlex", "csv", "calendar", "difflib", "textwrap", "statistics")
@@ -113,12 +112,8 @@ def main() -> int:
 
 def compare(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Cells of all contenders with one model."""
-    model, texts = CARRIED, {}
-    if name == CARRIED.name:
-        texts = prompts(Tokenizer.from_pretrained(CARRIED), MODULES)
-    else:
-        model = models.build(name, PEERS / "models" / name)
-        texts = copying_prompts(len(MODULES))
+    model = model_folder(name)
+    texts = prompts_of(model, MODULES)
     ids = [prompt for group in zip(*texts.values(), strict=True) for prompt in group]
     bodies = completions((ids * 2)[:32], args.output_len, model=name)
     speeds: dict[Contender, dict[int, list[float]]] = {}

@@ -94,8 +94,9 @@ class Grammar(ConstraintKind):
         started = time.thread_time()
         tokens: list[int] = self._matcher.compute_ff_tokens()
         self._template.charge_mask(time.thread_time() - started)
+        ends = self._eos_token_ids | self._ignored_eos
         for i, token in enumerate(tokens):
-            if token >= self._vocab_size or token in self._eos_token_ids | self._ignored_eos:
+            if token >= self._vocab_size or token in ends:
                 return tokens[: min(i, most)]
         return tokens[:most]
 

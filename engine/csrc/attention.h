@@ -235,7 +235,7 @@ struct Attend {
       if (left > kBlock) {
         keys.ahead = slots + kBlock;
         keys.num_ahead = left < 2 * kBlock ? left - kBlock : kBlock;
-      } else if (left <= kBlock) {
+      } else {
         keys.ahead = next.slots;
         keys.num_ahead = next.count;
       }

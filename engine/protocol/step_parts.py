@@ -39,10 +39,12 @@ class ForcedRun(msgspec.Struct, array_like=True):
     """Tokens of prompt and output before them, when this was known."""
     tokens: list[int]
 
-    def drafts(self, length: int, last: int, most: int) -> list[int]:
+    def drafts(self, length: int, last: int, most: int, limit: int) -> list[int]:
         """At most `most` of them that are still to come in a row of `length` tokens that ends in
-        `last`; none if the row went another way."""
+        `last`, and may have `limit`; none if the row went another way. The scheduler makes masks
+        for the drafts that the worker checks, so both ask here."""
         passed = length - self.length
+        most = max(0, min(most, limit - length - 1))
         if passed > 0 and (passed > len(self.tokens) or self.tokens[passed - 1] != last):
             return []
         return self.tokens[passed : passed + most]

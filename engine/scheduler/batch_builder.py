@@ -107,9 +107,8 @@ def build_batch(
         chunk=(lens[0], reqs[0].kv_len - lens[0]) if len(all_reqs) == 1 else None,
         embedded=[] if batch.pooled is None else _embedded(batch.pooled, reqs),
         drafts=None if verify is None or decode is None else _planned(decode),
+        forced={} if rows_of_decode is None else rows_of_decode.forced,
     )
-    if verify is not None and rows_of_decode is not None:
-        launched.forced = rows_of_decode.forced
     return batch, launched, last_locs
 
 

@@ -79,7 +79,8 @@ class DelayedSamples:
         errors = dict(row_errors or {})
         terminated: set[int] = set()
         kept: dict[int, int] = {}
-        for row, req, _, _, _ in step.constrained:
+        for constrained in step.constrained:
+            row, req = constrained.row, constrained.req
             req.num_accepted += 1
             if req.finished or row in errors or req.constraint is None:
                 continue
@@ -105,10 +106,10 @@ class DelayedSamples:
         counts = [1 + len(d) for d in drafts]
         masks = np.zeros((sum(counts), self._words), np.uint32)
         end = 0
-        for (_, req, _, _, _), of_row, count in zip(rows, drafts, counts, strict=True):
+        for row, of_row, count in zip(rows, drafts, counts, strict=True):
             start, end = end, end + count
-            assert req.constraint is not None
-            req.constraint.fill_masks(of_row, masks[start:end])
+            assert row.req.constraint is not None
+            row.req.constraint.fill_masks(of_row, masks[start:end])
         numbers = np.repeat(np.array([r.row for r in rows], np.int32), counts)
         return SampleMasks(step.step, numbers, masks)
 
@@ -119,8 +120,8 @@ def _drafts(row: ConstrainedRow) -> list[int]:
     if row.forced is None or not req.output_ids:
         return []
     length = req.prompt_len + len(req.output_ids)
-    most = min(row.num_drafts, req.prompt_len + req.max_new_tokens - length - 1)
-    return row.forced.drafts(length, req.output_ids[-1], max(most, 0))
+    limit = req.prompt_len + req.max_new_tokens
+    return row.forced.drafts(length, req.output_ids[-1], row.num_drafts, limit)
 
 
 def _is_up_to_date(rows: Sequence[ConstrainedRow]) -> bool:

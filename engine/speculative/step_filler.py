@@ -109,9 +109,8 @@ class StepFiller:
         drafts = self.propose(slots, asked)
         for row, run in verify.forced.items():
             slot = slots[row]
-            length = self._lens[slot] + 1
-            most = min(counts[row], self._limits[slot] - length - 1)
-            drafts[row] = run.drafts(length, self._last[slot], max(most, 0))
+            length, last = self._lens[slot] + 1, self._last[slot]
+            drafts[row] = run.drafts(length, last, counts[row], self._limits[slot])
         return drafts
 
     def fill(self, batch: ModelWorkerBatch) -> ModelWorkerBatch:

@@ -15,6 +15,7 @@ from engine.protocol.messages import AddRequest, FinishedReq, GenerationBatchRes
 from engine.sampling_params import SamplingParams
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.scheduler_config import SchedulerConfig
+from engine.speculative.config import SpeculativeConfig
 from engine.speculative.step_filler import StepFiller
 from tests.support.drafters import RightUntilError
 from tests.support.fake_worker import (
@@ -233,6 +234,12 @@ class Harness:
                 assert self.tokens[key] == out, key
                 assert end.reason == self.reasons[key], key
                 assert self.embeddings.get(key) == self.expected_embeddings.get(key), key
+
+
+def drafting(count: int = 4, length: Any = "fixed", **more: Any) -> Harness:
+    """A harness whose rows have up to `count` drafts."""
+    config = SpeculativeConfig(method="ngram", num_speculative_tokens=count, draft_length=length)
+    return Harness(speculative=config, **more)
 
 
 def _filler(config: SchedulerConfig) -> StepFiller | None:

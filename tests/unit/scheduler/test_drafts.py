@@ -9,14 +9,8 @@ import pytest
 
 from engine.protocol.messages import AddRequest
 from engine.sampling_params import SamplingParams
-from engine.speculative.config import SpeculativeConfig
 from tests.support.fake_worker import reference
-from tests.support.scheduler_harness import MODES, VOCAB, Harness
-
-
-def drafting(count: int = 4, **more: Any) -> Harness:
-    config = SpeculativeConfig(method="ngram", num_speculative_tokens=count, draft_length="fixed")
-    return Harness(speculative=config, **more)
+from tests.support.scheduler_harness import MODES, VOCAB, drafting
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -6,7 +6,7 @@ run as it is, and without each of its guards, where it has to fail.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ from engine.scheduler.draft_rows import DraftRows
 from engine.scheduler.running_batch import RunningBatch
 from engine.scheduler.scheduler import Scheduler
 from engine.speculative.config import SpeculativeConfig
-from engine.speculative.drafter import Drafter
+from engine.speculative.ngram import NgramDrafter
 from engine.speculative.step_filler import StepFiller
 from tests.support.fake_worker import reference
 from tests.support.grammars import VOCAB as GRAMMAR_VOCAB
@@ -43,17 +43,12 @@ from tests.support.guards import (
     replaced,
     without,
 )
-from tests.support.scheduler_harness import VOCAB, Harness
+from tests.support.scheduler_harness import VOCAB, drafting
 from tests.support.verify_steps import verify_batch
 
 CHOICES = [[20, 21, 22, 20, 21, 22, 20, 21, 22, 23], [20, 21, 22, 20, 24]]
 ADD_TOKENS = PenaltyPool.add_tokens
 FAILED: Any = pytest.fail.Exception
-
-
-def drafting(count: int = 4, length: Any = "fixed", **more: Any) -> Harness:
-    config = SpeculativeConfig(method="ngram", num_speculative_tokens=count, draft_length=length)
-    return Harness(**{"lookahead": 2, "speculative": config, **more})
 
 
 def both(first: TakeOut, second: TakeOut) -> TakeOut:
@@ -85,7 +80,7 @@ def both(first: TakeOut, second: TakeOut) -> TakeOut:
     r"\('c', \d\)",
 )
 def check_a_stop_token_within_an_accepted_run() -> None:
-    h = drafting(8)
+    h = drafting(8, lookahead=2)
     for rid in range(6):
         out = reference([rid, 3], 40, VOCAB)
         h.add(rid, [rid, 3], 40, stop=[out[9 + rid]])
@@ -107,7 +102,7 @@ def check_a_stop_token_within_an_accepted_run() -> None:
     "too few KV slots",
 )
 def check_outputs_end_at_their_length() -> None:
-    h = drafting(8)
+    h = drafting(8, lookahead=2)
     for rid in range(6):
         h.add(rid, [rid, 3], 11 + rid, ignore_eos=True)
     h.run()
@@ -124,7 +119,7 @@ def check_outputs_end_at_their_length() -> None:
 )
 def check_a_slot_that_has_another_request() -> None:
     """The worker learns a step's tokens after the slot was given to the next request."""
-    filler = StepFiller(_Silent(SpeculativeConfig(method="ngram")), 3)
+    filler = StepFiller(NgramDrafter(SpeculativeConfig(method="ngram")), 3)
     first, second = (_slot_params(1, tokens) for tokens in ([5, 6], [7, 8, 9]))
     filler.install([first])
     batch = verify_batch([], [[6, 7]], [3])
@@ -141,7 +136,7 @@ def check_a_slot_that_has_another_request() -> None:
     "hardly any drafts",
 )
 def check_the_scheduler_learns_lengths() -> None:
-    h = drafting(4)
+    h = drafting(4, lookahead=2)
     for rid in range(4):
         h.add(rid, [rid, 3], 60, ignore_eos=True)
     h.run()
@@ -160,6 +155,7 @@ def check_the_scheduler_learns_lengths() -> None:
 def check_drafts_fall_away_before_a_request_does() -> None:
     h = drafting(
         8,
+        lookahead=2,
         num_kv_tokens=76,
         page_size=1,
         max_model_len=58,
@@ -186,7 +182,7 @@ def check_drafts_fall_away_before_a_request_does() -> None:
     "no token is allowed",
 )
 def check_forced_tokens_are_drafts_with_masks_of_their_own() -> None:
-    h = drafting(4)
+    h = drafting(4, lookahead=2)
     for rid in range(6):
         h.add(rid, [rid, 3], 30, choices=CHOICES, ignore_eos=rid % 2 == 0)
         h.add(10 + rid, [rid, 4], 30)
@@ -225,7 +221,7 @@ def check_masks_behind_drafts_change_no_state() -> None:
     "judged by a grammar",
 )
 def check_forced_tokens_say_nothing_of_the_drafter() -> None:
-    h = drafting(4, "adaptive")
+    h = drafting(4, "adaptive", lookahead=2)
     h.add(1, [1, 3], 60, choices=[[20, 21, 22] * 19], ignore_eos=True)
     h.run()
     length = h.scheduler.draft_length
@@ -273,17 +269,6 @@ def check_penalties_count_drafts_before_a_token_and_later_only_what_was_kept() -
     # 5 is right; then 5 would be wrong, since its penalty counts the draft before.
     assert sample([1, 5, 5, 6], 5) == [5, 6], "a token doesn't see the drafts before it"
     assert sample([6], 4) == [7], "a penalty counts what was not kept, or not what was"
-
-
-class _Silent(Drafter):
-    def install(self, params: SlotParams) -> None:
-        pass
-
-    def observe(self, slot: int, tokens: Sequence[int]) -> None:
-        pass
-
-    def propose(self, slots: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
-        return [[] for _ in slots]
 
 
 def _slot_params(slot: int, tokens: list[int]) -> SlotParams:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,22 +20,17 @@ from engine.protocol.messages import (
     ModelWorkerBatch,
     SlotParams,
 )
-from engine.protocol.step_parts import VerifyRows
 from engine.sampling_params import SamplingParams
 from engine.worker.auto_config import graph_max_batch_size
 from engine.worker.graphs import sizes as sizes_module
-from engine.worker.graphs.decode_graphs import (
-    CaptureLimits,
-    DecodeGraphs,
-    Variant,
-    _nothing_but_padding,
-)
+from engine.worker.graphs.decode_graphs import CaptureLimits, DecodeGraphs, Variant
 from engine.worker.graphs.sizes import capture_order, graph_sizes, pad_decode, smallest_fitting
 from engine.worker.step_queue import StepQueue
 from engine.worker.tp_worker import TpModelWorker
 from tests.support.fake_graphs import CapturableAttention, RecordedGraphs, use_capturable_attention
 from tests.support.guards import without
 from tests.support.models import make_model
+from tests.support.verify_steps import ints, verify_batch
 from tests.support.worker_driver import MakeParams, Steps, drain, make_worker, run_step
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
@@ -517,23 +511,19 @@ def step_of(
 ) -> ModelWorkerBatch:
     """`rows` have a slot, tokens in the cache and inputs: prompts if there are `new` slots, else a
     last token and drafts. Slot s has the KV slots from 48 * s on."""
-    counts = [len(inputs) for _, _, inputs in rows]
-    ends = [len(cached) + len(inputs) for _, cached, inputs in rows]
-    locs = [48 * slot + i for slot, cached, inputs in rows for i in _span(cached, inputs)]
-    batch = _nothing_but_padding(1)
+    inputs = [tokens for _, _, tokens in rows]
+    ends = [len(cached) + len(tokens) for _, cached, tokens in rows]
+    batch = verify_batch(ends, [], []) if new else verify_batch([], inputs, ends)
+    locs = [48 * slot + i for slot, cached, tokens in rows for i in _span(cached, tokens)]
     return msgspec.structs.replace(
         batch,
         step=number,
         forward_mode=ForwardMode.EXTEND if new else ForwardMode.VERIFY,
-        num_extend=len(rows) if new else 0,
-        req_pool_indices=_ints([slot for slot, _, _ in rows]),
-        seq_lens=_ints(ends),
-        extend_lens=_ints(counts if new else []),
-        input_ids=_ints([token for _, _, inputs in rows for token in inputs]),
-        out_cache_loc=_ints(locs),
-        sample_rows=_ints(range(len(rows))),
+        req_pool_indices=ints([slot for slot, _, _ in rows]),
+        input_ids=ints([token for tokens in inputs for token in tokens]),
+        out_cache_loc=ints(locs),
         new_slots=new or [],
-        verify=None if new else VerifyRows(_ints([count - 1 for count in counts])),
+        verify=None if new else batch.verify,
     )
 
 
@@ -545,7 +535,7 @@ def test_rows_with_drafts_run_in_the_graphs_of_decodes(
     pair = make_pair(folder, max_batch_size=40)
     rng = random.Random(1)
     prompts = [[rng.randrange(3, 211) for _ in range(rng.randint(1, 9))] for _ in range(8)]
-    new = [SlotParams(i, len(p), [2], make_params(i), _ints(p)) for i, p in enumerate(prompts, 1)]
+    new = [SlotParams(i, len(p), [2], make_params(i), ints(p)) for i, p in enumerate(prompts, 1)]
     known = _alone(pair.eager, prompts, new)
     texts = [list(prompt) for prompt in prompts]
     rows = [(i, [], prompt) for i, prompt in enumerate(prompts, 1)]
@@ -604,10 +594,6 @@ def _alone(
 
 def _span(cached: list[int], inputs: list[int]) -> range:
     return range(len(cached), len(cached) + len(inputs))
-
-
-def _ints(values: Iterable[int]) -> np.ndarray:
-    return np.array(list(values), np.int32)
 
 
 class Pipe:
