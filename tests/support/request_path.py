@@ -17,6 +17,7 @@ from fastapi import FastAPI, Request, Response
 from deploy.http.api import build_api
 from deploy.http.generation.endpoint import Endpoint
 from deploy.ingress import engine_watch, serve_client, tokenizer_link
+from deploy.ingress.engine_watch import EngineWatch
 from deploy.ingress.resume import ResumeLimits
 from deploy.ingress.serve_client import IngressOptions, ServeEngineClient
 from deploy.replica import engine_replica
@@ -148,7 +149,13 @@ def files_of_a_request(
         files.is_on = True
         return await begin(self, request)
 
-    begin = Endpoint.handle
+    def hear(self: EngineWatch, *args: Any) -> None:
+        heard.append(None)
+        hear_of(self, *args)
+
+    heard: list[None] = []
+    begin, hear_of = Endpoint.handle, EngineWatch.heard
+    monkeypatch.setattr(EngineWatch, "heard", hear)
     monkeypatch.setattr(Scheduler, "add", add_and_end)
     monkeypatch.setattr(Outbox, "send", send_to_scheduler)
     monkeypatch.setattr(Endpoint, "handle", handle)
@@ -173,7 +180,8 @@ def files_of_a_request(
             model_path, "m", 64, VOCAB, "WARNING", ResumeLimits(), 1e6, 1.0, routing_policy, 4
         )
         client = await ServeEngineClient.create(_Handle(replica), None, options)
-        await _until(lambda: client._watch._replicas)
+        # The replica introduces itself and answers the ping that this starts; both are done.
+        await _until(lambda: len(heard) >= 2)
         try:
             await _request(build_api(ServeEngineClient.current), body, arrived)
             await _until(lambda: not len(replica._open))
