@@ -99,7 +99,7 @@ def build_app(args: dict[str, Any]) -> Application:
         logging_config=LoggingConfig(encoding=encoding),
         num_replicas=server.ingress_replicas,
         max_ongoing_requests=100_000,
-        ray_actor_options={"num_cpus": config.cpu_per_actor},
+        ray_actor_options=config.ingress_actor_options(),
         health_check_period_s=HEALTH_PERIOD_S,
         health_check_timeout_s=server.hang_timeout_s,
         graceful_shutdown_timeout_s=server.drain_timeout_s + HANDOVER_S,

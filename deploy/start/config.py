@@ -1,7 +1,7 @@
 """The application's configuration: `args` of a Serve config file in `configs/`."""
 
 # No `from __future__ import annotations`: pydantic reads the annotations.
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -14,6 +14,7 @@ from engine.config import EngineConfig, ResolvedConfig, load_config
 from engine.errors import ConfigError
 from engine.log_lines import LogFormat
 
+Quantity = Annotated[float, Field(gt=0)]
 _CPU_PER_ACTOR = 0.02
 """Logical CPUs that each actor reserves with Ray. Small: on CPU the real limit is threads
 (`cpu_threads`), and a two-core machine must still hold DP x TP x PP."""
@@ -84,6 +85,12 @@ class ServerOptions(BaseModel):
     drain_timeout_s: float = Field(30.0, ge=0)
     """When a replica is stopped, its running requests have this time to end. Then another replica
     continues them."""
+    ingress_resources: dict[str, Quantity] = Field(default_factory=dict)
+    """Custom resources of Ray that each ingress reserves: it runs on nodes that have them."""
+    engine_resources: dict[str, Quantity] = Field(default_factory=dict)
+    """The same for each engine's scheduler."""
+    worker_resources: dict[str, Quantity] = Field(default_factory=dict)
+    """The same for each worker of an engine."""
     gpu_wait_s: float | None = Field(600.0, ge=0)
     """A cluster without the GPUs of one engine has this time to grow; then the deployment fails.
     None: Ray places the engine when it can. The launcher's own cluster can't grow: no wait."""
@@ -162,7 +169,17 @@ class AppConfig:
     def placement_bundles(self, *, use_gpu: bool) -> list[dict[str, float]]:
         """Bundle 0 holds replica and scheduler; then comes one bundle per worker in rank order."""
         worker = {"GPU": 1.0, "CPU": 1.0} if use_gpu else {"CPU": _CPU_PER_ACTOR}
-        return [{"CPU": _CPU_PER_ACTOR}] + [dict(worker) for _ in range(self.engine.world_size)]
+        worker |= self.server.worker_resources
+        scheduler = {"CPU": _CPU_PER_ACTOR} | self.server.engine_resources
+        return [scheduler] + [dict(worker) for _ in range(self.engine.world_size)]
+
+    def ingress_actor_options(self) -> dict[str, Any]:
+        """Ray's options for an ingress. Where it has custom resources, it needs no CPUs: nodes
+        without any then take ingresses and nothing else."""
+        resources = self.server.ingress_resources
+        if resources:
+            return {"num_cpus": 0, "resources": dict(resources)}
+        return {"num_cpus": self.cpu_per_actor}
 
     @property
     def cpu_per_actor(self) -> float:

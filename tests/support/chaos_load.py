@@ -28,7 +28,12 @@ class Case:
 
 
 def make_cases(
-    url: str, count: int, output: int, seed: int = 1, prompt_len: range = range(20, 90)
+    url: str,
+    count: int,
+    output: int,
+    seed: int = 1,
+    prompt_len: range = range(20, 90),
+    headers: dict[str, str] | None = None,
 ) -> list[Case]:
     """Greedy requests with answers that rounding can't change, run one by one.
 
@@ -42,6 +47,7 @@ def make_cases(
         reply = httpx.post(
             f"{url}/v1/completions",
             json={**body, "logprobs": 2, "return_token_ids": True},
+            headers=headers,
             timeout=120,
         ).json()
         choice = reply["choices"][0]
@@ -63,6 +69,7 @@ class Load:
     num_streams: int
     stagger_s: float = 0.0
     """Seconds over which the clients begin one after the other."""
+    headers: dict[str, str] = field(default_factory=dict)
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     finished: list[Streamed] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
@@ -73,7 +80,9 @@ class Load:
         turns = itertools.cycle(self.cases)
         connector = aiohttp.TCPConnector(limit=0)
         timeout = aiohttp.ClientTimeout(total=None, sock_read=90)
-        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+        async with aiohttp.ClientSession(
+            connector=connector, timeout=timeout, headers=self.headers
+        ) as session:
 
             async def client(pause_s: float) -> None:
                 await asyncio.sleep(pause_s)
