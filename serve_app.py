@@ -70,7 +70,7 @@ def build_app(args: dict[str, Any]) -> Application:
         **config.replica_scaling(),
     ).bind(
         engine.model_dump(),
-        config.max_replicas,
+        config.engines_per_node,
         server.log_level,
         server.hang_timeout_s,
         server.drain_timeout_s,
@@ -98,6 +98,8 @@ def build_app(args: dict[str, Any]) -> Application:
         name="ingress",
         logging_config=LoggingConfig(encoding=encoding),
         num_replicas=server.ingress_replicas,
+        # A changed config starts the new ones before it stops the old ones.
+        max_surge_percent=100,
         max_ongoing_requests=100_000,
         ray_actor_options=config.ingress_actor_options(),
         health_check_period_s=HEALTH_PERIOD_S,

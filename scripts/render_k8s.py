@@ -32,14 +32,21 @@ class Overlay(NamedTuple):
 
 EVERYWHERE = {
     "api_keys_file": "/etc/manta/keys/keys.yaml",
-    # The pods of the group `ingress` have 2, so that a new ingress fits beside the old one.
+    # The pods of the group `ingress` have 4, so that new ingresses fit beside the old ones.
     "ingress_resources": {"manta_ingress": 1},
     # A stream has this time to end when its pods go: k8s/README.md#how-long-an-end-takes
     "drain_timeout_s": 300,
 }
 OVERLAYS = {
-    # A pod of the group `engines` has 1.
-    "cpu": Overlay("configs/llama.yaml", {"engine_resources": {"manta_engine": 1}}),
+    "cpu": Overlay(
+        "configs/llama.yaml",
+        {
+            # A pod of the group `engines` has 1.
+            "engine_resources": {"manta_engine": 1},
+            "num_replicas": None,
+            "autoscaling": {"min_replicas": 1, "max_replicas": 4},
+        },
+    ),
     "gpu": Overlay(
         "configs/llama-8b-gpu.yaml",
         {

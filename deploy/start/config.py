@@ -148,6 +148,12 @@ class AppConfig:
         return self.server.num_replicas if scaling is None else scaling.max_replicas
 
     @property
+    def engines_per_node(self) -> int:
+        """Engines that share a machine's cores and memory: all, unless custom resources place
+        them."""
+        return 1 if self.server.engine_resources else self.max_replicas
+
+    @property
     def routing_policy(self) -> str:
         """How the ingress chooses replicas; "" if Serve chooses or there is only one replica."""
         policy = self.server.routing_policy

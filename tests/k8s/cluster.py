@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import secrets
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -125,9 +126,7 @@ class Cluster:
             around.image,
         )
         port = int(self.config["http_options"]["port"])
-        pod = Pod(
-            name, spec, interface, container, folder, kuberay.probe(group, port), environment
-        )
+        pod = Pod(name, spec, interface, container, folder, kuberay.probe(group, port), environment)
         self.pods.append(pod)
         pod.start()
         return pod
@@ -189,7 +188,9 @@ class Cluster:
     def _wait_for_head(self) -> None:
         """As KubeRay's init container `wait-gcs-ready` does."""
         if not self.head.was_ready.wait(START_TIMEOUT_S):
-            raise TimeoutError(f"the head isn't ready: {self.head.container.log.read_text()[-2000:]}")
+            raise TimeoutError(
+                f"the head isn't ready: {self.head.container.log.read_text()[-2000:]}"
+            )
 
     def _in_head(self, command: list[str], wanted: str) -> None:
         deadline = time.monotonic() + 60
@@ -208,7 +209,10 @@ class Cluster:
 
 def image_environment() -> dict[str, str]:
     """The environment of a process in the image."""
-    import sys
-
-    path = f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-    return {"PATH": path, "PYTHONPATH": "/opt/manta", "PYTHONUNBUFFERED": "1", "LANG": "C.UTF-8"}
+    folders = [str(Path(sys.executable).parent), "/usr/local/bin", "/usr/sbin", "/usr/bin", "/bin"]
+    return {
+        "PATH": ":".join(folders),
+        "PYTHONPATH": "/opt/manta",
+        "PYTHONUNBUFFERED": "1",
+        "LANG": "C.UTF-8",
+    }

@@ -145,7 +145,11 @@ class Container:
         words = ["nsenter", "--target", str(pid), *spaces, *self._as_user(), *env, *command]
         try:
             done = subprocess.run(
-                words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout_s
+                words,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=timeout_s,
             )
         except subprocess.TimeoutExpired as expired:
             return 124, str(expired.output or "")

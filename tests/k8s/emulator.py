@@ -66,9 +66,7 @@ class Emulator:
         try:
             image = self.folder / "image"
             image.mkdir()
-            self.around = Surroundings(
-                self.network, self.folder, image_folder(image), documents
-            )
+            self.around = Surroundings(self.network, self.folder, image_folder(image), documents)
             self._make_secrets()
             self._start_redis()
             self._service = self.network.add("service", {}, "kube-system")
@@ -198,9 +196,10 @@ class Emulator:
 
 
 def scaled(config: dict[str, Any], replicas: int) -> dict[str, Any]:
-    """A config with another number of engines."""
+    """A config with at least this number of engines."""
     changed = copy.deepcopy(config)
-    changed["applications"][0]["args"]["num_replicas"] = replicas
+    scaling = changed["applications"][0]["args"]["autoscaling"]
+    scaling |= {"min_replicas": replicas, "downscale_delay_s": 5.0}
     return changed
 
 
@@ -212,7 +211,9 @@ def main() -> None:
     began = time.monotonic()
     with Emulator(documents) as emulator:
         emulator.apply()
-        print(f"serves at {emulator.url} after {time.monotonic() - began:.0f} s; key {emulator.key}")
+        print(
+            f"serves at {emulator.url} after {time.monotonic() - began:.0f} s; key {emulator.key}"
+        )
         with suppress(KeyboardInterrupt):
             threading.Event().wait()
 

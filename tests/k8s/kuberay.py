@@ -7,6 +7,7 @@ uses it.
 from __future__ import annotations
 
 import json
+import shlex
 from typing import Any
 
 from tests.k8s.manifests import Document
@@ -21,6 +22,22 @@ def quantity(text: str) -> float:
         if text.endswith(unit):
             return float(text.removesuffix(unit)) * factor
     return float(text.removesuffix("m")) / 1000 if text.endswith("m") else float(text)
+
+
+def custom_resources(params: dict[str, str]) -> dict[str, float]:
+    """Ray's custom resources in a group's rayStartParams. Raises `ValueError` unless they are JSON
+    in the quotes that the shell needs."""
+    text = params.get("resources")
+    if text is None:
+        return {}
+    words = shlex.split(text)
+    try:
+        value = json.loads(words[0])
+    except (IndexError, ValueError):
+        value = None
+    if len(words) != 1 or not isinstance(value, dict):
+        raise ValueError(f"rayStartParams.resources isn't JSON in quotes: {text}")
+    return value
 
 
 def start_command(service: Document, group: dict[str, Any]) -> list[str]:
@@ -98,5 +115,3 @@ def put_command(token: str, config: dict[str, Any]) -> list[str]:
         "print(r.urlopen(q, timeout=60).status)"
     )
     return ["python", "-c", script, json.dumps(config), token]
-
-

@@ -118,9 +118,8 @@ class Network:
                     for rule in spec.get(direction.lower(), []):
                         lines += self._accept(rule, peers, "saddr" if peers == "from" else "daddr")
             chains.append("\n".join([f"chain {hook} {{", *lines, "}"]))
-        return "table inet policies\ndelete table inet policies\ntable inet policies {\n%s\n}\n" % (
-            "\n".join(chains)
-        )
+        table = "table inet policies"
+        return "\n".join([table, f"delete {table}", f"{table} {{", *chains, "}", ""])
 
     def _accept(self, rule: dict[str, Any], peers: str, field_name: str) -> list[str]:
         where = [""]

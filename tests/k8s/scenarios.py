@@ -94,7 +94,7 @@ def new_cluster(emulator: Emulator) -> None:
 def scaled_up_and_down(emulator: Emulator) -> None:
     """1 -> 2 -> 1 engines by a changed config; pods come and go as by the autoscaler."""
     cluster = emulator.cluster
-    one = cluster.config
+    one = scaled(cluster.config, 1)
     new = cluster.add_pod(cluster.group("engines"))
     cluster.put(scaled(one, 2))
     _wait(lambda: new.is_ready, "the second engine runs")
