@@ -3,7 +3,9 @@
 #                sets PATH anew: a virtual environment elsewhere would not be found)
 #   TORCH_INDEX  package index to take torch alone from, e.g. that of its CPU builds; empty: pip's own
 #   EXTRAS       extras of pyproject.toml, separated by spaces, e.g. gpu
-ARG BASE=python:3.11-slim-bookworm
+#   CUDA_BASE    an image with nvcc, for the FlashInfer kernels of the stage `gpu`
+ARG BASE=python:3.11-slim-bookworm@sha256:a36c24f9cbdf4fd0f52d67f0823eeac19c2028c637cecc392d97f980d4fec56b
+ARG CUDA_BASE=nvidia/cuda:13.0.1-devel-ubuntu24.04@sha256:7d2f6a8c2071d911524f95061a0db363e24d27aa51ec831fcccf9e76eb72bc92
 FROM ${BASE} AS packages
 
 # wget and bash: the health probes that KubeRay puts into the pods.
@@ -45,10 +47,18 @@ COPY engine/csrc engine/csrc
 COPY engine/native engine/native
 RUN mkdir -p engine/native/lib && python -m engine.native.build --into engine/native/lib
 
-FROM packages
+# What is in the image, as CycloneDX: Python's packages, and Debian's in a file beside it. The tool itself
+# isn't part of it.
+FROM packages AS sbom
+RUN python -m venv /tmp/tool && /tmp/tool/bin/pip install -c constraints.txt cyclonedx-bom \
+    && /tmp/tool/bin/cyclonedx-py environment --of JSON --output-file sbom.json "$(command -v python)" \
+    && dpkg-query --show > sbom-debian.txt
+
+FROM packages AS cpu
 COPY LICENSE serve_app.py ./
 COPY engine engine
 COPY --from=kernels /opt/manta/engine/native/lib engine/native/lib
+COPY --from=sbom /opt/manta/sbom.json /opt/manta/sbom-debian.txt ./
 COPY deploy deploy
 COPY configs configs
 COPY models models
@@ -67,3 +77,29 @@ USER 1000:1000
 EXPOSE 8000
 # KubeRay starts Ray instead and hands it the application.
 CMD ["python", "-m", "deploy.launch", "configs/llama.yaml", "--host", "0.0.0.0", "--set", "auth=none", "--verbose"]
+
+# For GPUs: FlashInfer's kernels for Llama's head sizes on Hopper (9.0a), compiled without a GPU. Some 20
+# minutes on 2 cores. --build-arg EXTRAS=gpu --target gpu
+FROM ${CUDA_BASE} AS cuda
+FROM packages AS flashinfer
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends g++ ninja-build \
+    && rm -rf /var/lib/apt/lists/*
+COPY --from=cuda /usr/local/cuda /usr/local/cuda
+ENV CUDA_HOME=/usr/local/cuda
+COPY scripts/build_kernels.py scripts/
+COPY benchmarks/__init__.py benchmarks/common.py benchmarks/
+RUN python scripts/build_kernels.py --out /aot --head-dim 64 128 --dtype bfloat16 float16
+
+FROM cpu AS gpu
+USER 0
+COPY --from=flashinfer /aot /tmp/aot
+RUN python -c "import importlib.util as u, shutil; \
+f = u.find_spec('flashinfer').submodule_search_locations[0]; \
+shutil.copytree('/tmp/aot', f + '/data/aot', dirs_exist_ok=True)" && rm -r /tmp/aot
+# A missing module is an error: there is no compiler in the image.
+ENV FLASHINFER_DISABLE_JIT=1
+USER 1000:1000
+
+# The default
+FROM cpu

@@ -11,7 +11,7 @@ STAMP := $(VENV)/.installed-$(SUM)
 DEV_STAMP := $(VENV)/.installed-dev-$(SUM)
 
 .DELETE_ON_ERROR:
-.PHONY: serve test test-fast test-extended test-matrix test-gpu chaos starts fuzz lint bench bench-gpu \
+.PHONY: serve test test-fast test-extended test-matrix test-gpu chaos starts fuzz k8s-emulate lint bench bench-gpu \
 	install install-dev clean
 
 # What running needs.
@@ -69,6 +69,10 @@ starts: install-dev
 # Thousands of requests made from the OpenAPI document: some 20 minutes.
 fuzz: install-dev
 	$(BIN)/python -m pytest tests/extended/test_openapi_fuzz.py -q -s --full-chaos
+
+# The Kubernetes manifests in pods made of namespaces, and all that happens to pods: some 20 minutes. As root.
+k8s-emulate: install-dev
+	$(BIN)/python -m pytest tests/extended/test_k8s_emulator.py -q -s --full-chaos
 
 lint: install-dev
 	$(BIN)/ruff check .

@@ -131,6 +131,13 @@ class Attempts:
         else:  # its call was cancelled too late; if the request has ended, this has no effect
             self.watch.send(replica, AbortRequest(rid=rid, reply_to=self.tokenizer.address))
 
+    def replica_lost(self, replica: str) -> None:
+        """Fail the attempts that a lost replica has, and those that none has taken yet: they may be
+        on the way to it. Their calls may not end for a long time if its host is gone too."""
+        for attempt in list(self._open.values()):
+            if attempt.replica in (replica, ""):
+                attempt.lose_engine("its replica was lost")
+
     def fail_all(self, error: Exception) -> None:
         """Fail every attempt that is open now with a copy of `error`."""
         for attempt in self._open.values():
@@ -321,11 +328,19 @@ class Attempt:
         if not lost:
             assert isinstance(error, Exception)
             return error
+        return self._engine_lost(name)
+
+    def lose_engine(self, detail: str) -> None:
+        """End the attempt because its engine is lost."""
+        if not self._is_over and self._call is not None:
+            self.fail(self._engine_lost(detail))
+
+    def _engine_lost(self, detail: str) -> AttemptLostError:
         self._is_lost = True
         # An engine that never took the request can't have been lost because of it.
         if not self.replica:
-            return AttemptLostError(Loss.NOT_TAKEN, name)
-        return AttemptLostError(Loss.ENGINE, name, in_company=self.in_company)
+            return AttemptLostError(Loss.NOT_TAKEN, detail)
+        return AttemptLostError(Loss.ENGINE, detail, in_company=self.in_company)
 
 
 def _by_request(messages: list[list[TextDelta]]) -> Iterable[tuple[int, list[TextDelta]]]:

@@ -131,9 +131,9 @@ class Cluster:
         pod.start()
         return pod
 
-    def delete_pod(self, pod: Pod) -> float:
-        """Delete a pod with its grace period. Returns seconds until it was gone."""
-        took_s = pod.delete()
+    def delete_pod(self, pod: Pod, *, force: bool = False) -> float:
+        """Delete a pod with its grace period, unless `force`. Returns seconds until it was gone."""
+        took_s = pod.delete(force=force)
         self._forget(pod)
         self._around.network.remove(pod.interface)
         return took_s

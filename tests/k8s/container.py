@@ -195,5 +195,6 @@ def image_folder(target: Path) -> Path:
 
 
 def _dockerfile() -> list[str]:
-    """Lines of the Dockerfile's last stage."""
-    return (ROOT / "Dockerfile").read_text().rpartition("\nFROM ")[2].splitlines()
+    """Lines of the stage that is the image."""
+    text = (ROOT / "Dockerfile").read_text()
+    return text.partition("\nFROM packages AS cpu\n")[2].partition("\nFROM ")[0].splitlines()

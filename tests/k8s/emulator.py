@@ -34,8 +34,14 @@ from tests.k8s.container import image_folder
 from tests.k8s.manifests import Document, find, matches, render, served, the
 from tests.k8s.network import Interface, Network
 
-PROGRAMS = {"ip": "iproute2", "nft": "nftables", "redis-server": "redis-server", "nginx": "nginx"}
-"""Programs that it runs -> the Debian packages that have them."""
+PROGRAMS = {
+    "ip": "iproute2",
+    "nft": "nftables",
+    "redis-server": "redis-server",
+    "nginx": "nginx-light",
+    "/usr/lib/nginx/modules/ngx_stream_module.so": "libnginx-mod-stream",
+}
+"""Programs and files that it uses -> the Debian packages that have them."""
 NGINX = """
 daemon off; worker_processes 1; pid {folder}/nginx.pid; error_log {folder}/nginx.log warn;
 events {{ worker_connections 1024; }}
@@ -51,7 +57,11 @@ class Emulator:
     """One Kubernetes namespace with Manta in it. Use it as a context."""
 
     def __init__(self, documents: list[Document]) -> None:
-        missing = [package for program, package in PROGRAMS.items() if not shutil.which(program)]
+        missing = [
+            package
+            for program, package in PROGRAMS.items()
+            if not (shutil.which(program) or Path(program).exists())
+        ]
         if missing:
             raise RuntimeError(f"install Debian's {', '.join(missing)}")
         self.folder = Path(tempfile.mkdtemp(prefix="manta-k8s-"))
@@ -182,7 +192,7 @@ class Emulator:
                 folder=self.folder, upstream=upstream, target=target, address=self._service.address
             )
             config = self.folder / "nginx.conf"
-            config.write_text("load_module modules/ngx_stream_module.so;" + text)
+            config.write_text("load_module /usr/lib/nginx/modules/ngx_stream_module.so;" + text)
             words = ["ip", "netns", "exec", self._service.netns, "nginx", "-c", str(config)]
             if nginx is None:
                 log = (self.folder / "nginx.out").open("wb")

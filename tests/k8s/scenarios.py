@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import yaml
+
 from tests.k8s.cluster import START_TIMEOUT_S, Cluster
 from tests.k8s.emulator import Emulator, scaled
 from tests.k8s.manifests import the
@@ -93,17 +95,21 @@ def new_cluster(emulator: Emulator) -> None:
 
 def scaled_up_and_down(emulator: Emulator) -> None:
     """1 -> 2 -> 1 engines by a changed config; pods come and go as by the autoscaler."""
+    _scale_up(emulator.cluster)
+    _scale_down(emulator.cluster)
+
+
+def host_lost(emulator: Emulator) -> None:
+    """One of two engines' hosts is gone at once: its network, then all its processes."""
     cluster = emulator.cluster
-    one = scaled(cluster.config, 1)
-    new = cluster.add_pod(cluster.group("engines"))
-    cluster.put(scaled(one, 2))
-    _wait(lambda: new.is_ready, "the second engine runs")
-    cluster.wait_until_running()
-    cluster.put(one)
-    _wait(lambda: _engines(cluster) == 1, "one engine is left")
-    idle = next(pod for pod in cluster.of("engines") if not _has_engine(pod))
-    cluster.delete_pod(idle)
-    cluster.wait_until_running()
+    lost = _scale_up(cluster)
+    time.sleep(3)  # so that it has streams
+    emulator.network.set_link(lost.interface, "down")
+    cluster.delete_pod(lost, force=True)
+    time.sleep(15)
+    new = cluster.add_pod(cluster.group("engines"))  # on a third host
+    _wait(lambda: new.is_ready and _has_engine(new), "there is a second engine again")
+    _scale_down(cluster)
 
 
 def network_cut(emulator: Emulator) -> None:
@@ -122,8 +128,6 @@ def parallel_service(emulator: Emulator, tp_size: int, pp_size: int) -> dict[str
     group = service["spec"]["rayClusterConfig"]["workerGroupSpecs"][1]
     group["numOfHosts"] = 2
     group["rayStartParams"]["resources"] = '\'{"manta_engine": 1, "manta_worker": 1}\''
-    import yaml
-
     config = yaml.safe_load(service["spec"]["serveConfigV2"])
     config["applications"][0]["args"] |= {
         "tp_size": tp_size,
@@ -132,6 +136,24 @@ def parallel_service(emulator: Emulator, tp_size: int, pp_size: int) -> dict[str
     }
     service["spec"]["serveConfigV2"] = yaml.safe_dump(config)
     return service
+
+
+def _scale_up(cluster: Cluster) -> Pod:
+    """From one engine to two. Returns the new pod."""
+    new = cluster.add_pod(cluster.group("engines"))
+    cluster.put(scaled(cluster.config, 2))
+    _wait(lambda: new.is_ready and _has_engine(new), "the second engine runs")
+    cluster.wait_until_running()
+    return new
+
+
+def _scale_down(cluster: Cluster) -> None:
+    """From two engines to one, and the other's pod goes."""
+    cluster.put(scaled(cluster.config, 1))
+    _wait(lambda: _engines(cluster) == 1, "one engine is left")
+    idle = next(pod for pod in cluster.of("engines") if not _has_engine(pod))
+    cluster.delete_pod(idle)
+    cluster.wait_until_running()
 
 
 def _kill(pod: Pod) -> None:

@@ -172,6 +172,16 @@ LLAMA_SHAPES = {
         "intermediate_size": 28672,
         "max_position_embeddings": 131072,
     },
+    "meta-llama/Llama-3.1-405B-Instruct": {
+        "vocab_size": 128256,
+        "hidden_size": 16384,
+        "num_hidden_layers": 126,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 53248,
+        "max_position_embeddings": 131072,
+    },
 }
 
 

@@ -31,15 +31,19 @@ def _docker_stages() -> list[list[str]]:
     return stages
 
 
-def _is_kernel_stage(stage: list[str]) -> bool:
-    return stage[0].endswith(" AS kernels")
+IMAGE = ("", "packages", "cpu")
+"""The stages of the image for CPUs; the first is what stands before all stages."""
 
 
-def _docker(word: str, *, in_image: bool = True) -> list[str]:
-    """Arguments of every instruction `word` of the image, or of the stage that compiles."""
-    stages = [stage for stage in _docker_stages() if _is_kernel_stage(stage) != in_image]
-    lines = [line.split(None, 1) for stage in stages for line in stage]
-    return [arguments for instruction, arguments in lines if instruction == word]
+def _docker(word: str, *stages: str) -> list[str]:
+    """Arguments of every instruction `word` of the stages, by default those of the image."""
+    found = []
+    for stage in _docker_stages():
+        name = stage[0].rpartition(" AS ")[2] if " AS " in stage[0] else ""
+        if name in (stages or IMAGE):
+            lines = [line.split(None, 1) for line in stage]
+            found += [arguments for instruction, arguments in lines if instruction == word]
+    return found
 
 
 def _docker_env() -> dict[str, str]:
@@ -47,10 +51,10 @@ def _docker_env() -> dict[str, str]:
     return dict(word.split("=", 1) for word in words)
 
 
-def _copied() -> dict[str, str]:
+def _copied(*stages: str) -> dict[str, str]:
     """Path in the repository -> path below the working folder of the image."""
     result = {}
-    for line in _docker("COPY"):
+    for line in _docker("COPY", *stages):
         *sources, target = line.split()
         if sources[0].startswith("--from="):
             continue
@@ -65,7 +69,8 @@ def test_image_holds_what_the_application_needs() -> None:
     assert all((ROOT / source).exists() for source in copied)
     ignore = (ROOT / ".dockerignore").read_text().split("\n")
     assert "*" in ignore
-    assert {line[1:] for line in ignore if line.startswith("!")} == set(copied)
+    needed = set(copied) | set(_copied("flashinfer"))
+    assert {line[1:] for line in ignore if line.startswith("!")} == needed
     (folder,) = _docker("WORKDIR")
     assert _docker_env()["PYTHONPATH"] == folder
     (app,) = yaml.safe_load((ROOT / "configs/llama.yaml").read_text())["applications"]
@@ -81,13 +86,13 @@ def test_image_holds_what_the_application_needs() -> None:
 
 def test_image_ships_the_cpu_kernels_without_a_compiler(tmp_path: Path) -> None:
     folder = "engine/native/lib"
-    (install, build) = _docker("RUN", in_image=False)
+    (install, build) = _docker("RUN", "kernels")
     assert "g++" in install and not any("g++" in run for run in _docker("RUN"))
     assert build.endswith(f"python -m engine.native.build --into {folder}")
     (workdir,) = _docker("WORKDIR")
     assert f"--from=kernels {workdir}/{folder} {folder}" in _docker("COPY")
     assert folder in (ROOT / ".dockerignore").read_text().split("\n"), "it is another machine's"
-    for line in _docker("COPY", in_image=False):
+    for line in _docker("COPY", "kernels"):
         source, target = line.split()
         if (ROOT / source).is_dir():
             shutil.copytree(ROOT / source, tmp_path / target)
@@ -161,3 +166,30 @@ def test_pods_have_the_images_environment() -> None:
     assert pods[in_loop] == "0"
     for name in ("OMP_WAIT_POLICY", "RAY_worker_niceness"):
         assert f'env.setdefault("{name}", "{pods[name]}")' in launcher
+
+
+def test_base_images_are_digests_and_the_default_is_for_cpus() -> None:
+    bases = {arg for arg in _docker("ARG") if "BASE=" in arg}
+    assert len(bases) == 2 and all(re.search(r"@sha256:[0-9a-f]{64}$", base) for base in bases)
+    redis = (ROOT / "k8s/base/redis.yaml").read_text()
+    assert re.search(r"image: redis:7\.2-bookworm@sha256:[0-9a-f]{64}\n", redis)
+    assert _docker_stages()[-1] == ["FROM cpu"]
+
+
+def test_the_gpu_image_has_kernels_for_the_overlays_models() -> None:
+    """Its kernels are compiled with a command that the script takes, and it compiles none."""
+    (_, build) = _docker("RUN", "flashinfer")
+    words = shlex.split(build)
+    done = subprocess.run(
+        [sys.executable, *words[1:], "--help"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert "--head-dim" in done.stdout and "128" in words and "bfloat16" in words
+    assert _docker("ENV", "gpu") == ["FLASHINFER_DISABLE_JIT=1"]
+    assert _docker("USER", "gpu")[-1] == _docker("USER")[-1]
+    assert all((ROOT / source).exists() for source in _copied("flashinfer"))
+
+
+def test_the_image_has_a_list_of_what_is_in_it() -> None:
+    (run,) = _docker("RUN", "sbom")
+    assert "cyclonedx-py environment" in run and "dpkg-query" in run
+    assert any("sbom.json" in line and "--from=sbom" in line for line in _docker("COPY"))

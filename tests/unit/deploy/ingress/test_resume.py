@@ -59,6 +59,8 @@ class Trouble:
     busy: bool = False
     swallow: bool = False
     """The text of that token is lost on its way; nothing else happens."""
+    hangs: bool = False
+    """The call neither goes on nor ends."""
 
 
 @dataclass
@@ -160,7 +162,9 @@ class World:
             swallow = False
             if trouble is not None and position - done == trouble.after:
                 swallow = trouble.swallow
-                if trouble.error is None:
+                if trouble.hangs:
+                    await self.hung.wait()
+                elif trouble.error is None:
                     self.lose_tokenizer()
                 elif not swallow:
                     raise trouble.error
@@ -473,6 +477,31 @@ def test_engine_that_never_took_the_request_is_not_its_fault(
     world = World(tokenizer, [*refused, Trouble(0, RayServeException("no"), is_taken=False)])
     assert read(world) == read(World(tokenizer))
     assert world.resumes == {}, "nothing was under way"
+
+
+@pytest.mark.parametrize("after", [None, 0, 9])
+def test_a_replica_whose_host_is_gone(
+    tokenizer: Tokenizer, after: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its calls don't end. What it has goes on elsewhere, and what was on the way to it (None)."""
+    monkeypatch.setattr("deploy.ingress.resume.RETRY_PAUSE_S", 0.0)
+    world = World(tokenizer, [Trouble(after or 0, is_taken=after is not None, hangs=True)])
+
+    async def run() -> Read:
+        reading = asyncio.create_task(world.read())
+        for _ in range(200):
+            await asyncio.sleep(0)
+        assert len(world.calls) == 1 and not reading.done()
+        if after is not None:
+            world.attempts.replica_lost("replica-of-others")
+            await asyncio.sleep(0.01)
+            assert len(world.calls) == 1
+        world.attempts.replica_lost(f"replica-{world.calls[0].rid}")
+        return gathered(await reading)
+
+    assert asyncio.run(run()) == read(World(tokenizer))
+    assert len(world.calls) == 2
+    assert world.resumes == ({} if after is None else {"engine": 1})
 
 
 def test_waits_for_an_engine_up_to_the_limit(tokenizer: Tokenizer) -> None:
