@@ -7,7 +7,7 @@ are in its own namespace, so they hold for what it sends and for what it gets.
 from __future__ import annotations
 
 import itertools
-import os
+import secrets
 import subprocess
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -43,9 +43,12 @@ class Network:
     def __init__(self, policies: list[Document], namespace: str) -> None:
         self._policies = policies
         self._namespace = namespace
-        self._tag = f"{os.getpid() % 100000}"
+        self._tag = secrets.token_hex(3)
         self._bridge = f"mb{self._tag}"
-        self._subnet = f"{NET}.{os.getpid() % 250 + 1}"
+        used = run("ip", "-o", "-4", "address")
+        self._subnet = next(
+            subnet for i in range(1, 255) if f" {(subnet := f'{NET}.{i}')}." not in used
+        )
         self._numbers = itertools.count(2)
         self._interfaces: list[Interface] = []
         run("ip", "link", "add", self._bridge, "type", "bridge")

@@ -18,7 +18,6 @@ from typing import Any
 import aiohttp
 import httpx
 import pytest
-import yaml
 
 from benchmarks.common import REPO_ROOT
 from benchmarks.servers import ManagedServer
@@ -55,12 +54,12 @@ def long_model() -> Iterator[str]:
 
 @contextmanager
 def as_in_a_pod(model: str) -> Iterator[ManagedServer]:
-    """A server with the environment of the CPU manifest's worker. Only the path of the sources
-    differs, and HAProxy's files have their own folder."""
-    manifest = yaml.safe_load((REPO_ROOT / "k8s/rayservice-cpu.yaml").read_text())
-    (group,) = manifest["spec"]["rayClusterConfig"]["workerGroupSpecs"]
-    (container,) = group["template"]["spec"]["containers"]
-    env = {e["name"]: e["value"].replace("/opt/manta", str(REPO_ROOT)) for e in container["env"]}
+    """A server with the environment of the manifests' pods. Only the path of the sources and the
+    home differ, and HAProxy's files have their own folder."""
+    lines = (REPO_ROOT / "k8s/base/environment.env").read_text().splitlines()
+    pairs = dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
+    env = {key: value.replace("/opt/manta", str(REPO_ROOT)) for key, value in pairs.items()}
+    del env["HOME"]
     env["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     env["PYTHONPATH"] = str(REPO_ROOT)
     with tempfile.TemporaryDirectory(prefix="m-", dir="/tmp") as folder:
