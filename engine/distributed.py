@@ -10,6 +10,10 @@ supervises the ranks has to end them all. Nothing here needs a barrier.
 
 from __future__ import annotations
 
+import fcntl
+import os
+import socket
+import struct
 from collections import deque
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -25,6 +29,7 @@ from engine.errors import ConfigError
 # micro-batches in flight, or a stage would wait for the next one's compute. Each holds memory:
 # gloo reports a send as completed only to a caller that waits for it.
 MAX_PENDING_SENDS = 16
+_SIOCGIFADDR = 0x8915  # Linux, netdevice(7)
 
 
 @dataclass(frozen=True)
@@ -152,6 +157,29 @@ def open_store(host: str, port: int, *, master: bool) -> dist.TCPStore:  # type:
     """The key-value store through which ranks find each other. The `master` listens (port 0: any
     free port); keep it alive."""
     return dist.TCPStore(host, port, None, master, wait_for_workers=False)  # type: ignore[attr-defined]
+
+
+def let_gloo_use(address: str) -> None:
+    """Make gloo connect over the interface that has this IPv4 address, unless the environment names
+    one. By itself gloo takes the address of the host's name, and loopback where that has none, so
+    that ranks on other hosts can't connect."""
+    name = interface_of(address)
+    if name:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+def interface_of(address: str) -> str:
+    """The network interface of this machine with an IPv4 address; "" if there is none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode())
+            try:
+                reply = fcntl.ioctl(probe, _SIOCGIFADDR, request)
+            except OSError:  # an interface without an address
+                continue
+            if socket.inet_ntoa(reply[20:24]) == address:
+                return name
+    return ""
 
 
 def init_parallel(

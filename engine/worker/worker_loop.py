@@ -54,7 +54,7 @@ def run_worker(
     inbox = Inbox(host)
     results = Outbox(results_address)
     try:
-        parallel, worker = _start(config, rank, store, inbox, results, trace or TraceRing())
+        parallel, worker = _start(config, rank, store, inbox, results, host, trace or TraceRing())
         # torch leaves a large heap. Collecting it later would stop the device for tens of ms.
         gc.collect()
         gc.freeze()
@@ -88,10 +88,11 @@ def _start(
     store: tuple[str, int],
     inbox: Inbox,
     results: Outbox,
+    host: str,
     trace: TraceRing[StageSpan],
 ) -> tuple[ParallelState, ModelWorker]:
     # torch is imported here, so that a parent can import this module at little cost.
-    from engine.distributed import init_parallel, open_store
+    from engine.distributed import init_parallel, let_gloo_use, open_store
     from engine.worker.factory import make_worker
 
     try:
@@ -100,6 +101,8 @@ def _start(
 
             # The process that started this one made one GPU visible to it.
             torch.cuda.set_device(0)
+        if config.world_size > 1:
+            let_gloo_use(host)
         parallel = init_parallel(
             config.comm_backend,
             "",

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
-from engine.distributed import ParallelState, init_parallel
+from engine.distributed import ParallelState, init_parallel, interface_of, let_gloo_use
 from engine.errors import ConfigError
 from tests.support.models import make_model
 from tests.support.step_driver import StepDriver, make_runner
@@ -199,6 +199,21 @@ def test_a_stage_does_not_wait_for_the_next_ones_compute(played: Played) -> None
 def test_survivors_raise_when_a_rank_dies(played: Played) -> None:
     [message] = played.reports["death"]
     assert message
+
+
+def test_gloo_uses_the_nodes_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host's name may stand for loopback; the address that other hosts know doesn't."""
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("203.0.113.1") == ""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    let_gloo_use("203.0.113.1")
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    let_gloo_use("127.0.0.1")
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    let_gloo_use("127.0.0.1")
+    assert os.environ.pop("GLOO_SOCKET_IFNAME") == "lo"
 
 
 def test_single_worker_needs_no_group() -> None:
