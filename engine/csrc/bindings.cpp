@@ -121,15 +121,18 @@ Tensor pack_int8(const Tensor& weight, at::ScalarType type) {
   return packed;
 }
 
+void check_packed(const Tensor& weight, int64_t out) {
+  TORCH_CHECK(weight.dim() == 2, "a weight must be [out, in]");
+  TORCH_CHECK(weight.is_contiguous() && weight.size(0) == panels(out) * kernels().panel,
+              "the weight is not packed for ", out, " outputs");
+}
+
 Tensor multiply(Form form, const Tensor& x, const Tensor& weight, const c10::optional<Tensor>& scale,
                 const c10::optional<Tensor>& bias, int64_t out, bool as_float) {
   check_cpu(x, weight, bias ? *bias : x, scale ? *scale : x);
-  TORCH_CHECK(weight.dim() == 2, "a weight must be [out, in]");
+  check_packed(weight, out);
   check_rows(x, weight.size(1));
   TORCH_CHECK(x.size(1) % numbers_per_unit(x.scalar_type()) == 0, "inputs of 16 bits must be even");
-  const int64_t rows_needed = form == Form::rows ? out : panels(out) * kernels().panel;
-  TORCH_CHECK(weight.is_contiguous() && weight.size(0) == rows_needed, "the weight is not packed for ",
-              out, " outputs");
   TORCH_CHECK(form == Form::int8 || weight.scalar_type() == x.scalar_type(), "x is ",
               x.scalar_type(), " and the weight ", weight.scalar_type());
   TORCH_CHECK(!bias || (bias->is_contiguous() && bias->numel() == out &&
@@ -148,11 +151,6 @@ Tensor multiply(Form form, const Tensor& x, const Tensor& weight, const c10::opt
 Tensor linear(const Tensor& x, const Tensor& packed, const c10::optional<Tensor>& bias, int64_t out,
               bool as_float) {
   return multiply(Form::packed, x, packed, c10::nullopt, bias, out, as_float);
-}
-
-Tensor linear_rows(const Tensor& x, const Tensor& weight, bool as_float) {
-  TORCH_CHECK(weight.dim() == 2, "a weight must be [out, in]");
-  return multiply(Form::rows, x, weight, c10::nullopt, c10::nullopt, weight.size(0), as_float);
 }
 
 Tensor linear_int8(const Tensor& x, const Tensor& packed, const Tensor& scale,
@@ -178,6 +176,22 @@ const int64_t* index_below(const Tensor& x, int64_t size, int64_t end) {
   for (int64_t i = 0; i < size; i++)
     TORCH_CHECK(ids[i] >= 0 && ids[i] < end, "an index is ", ids[i], ", not in [0, ", end, ")");
   return ids;
+}
+
+// Rows `ids` of the matrix [out, in] that `pack` was given.
+Tensor unpack_rows(const Tensor& packed, const Tensor& ids, int64_t out) {
+  check_cpu(packed, ids);
+  type_of(packed);
+  check_packed(packed, out);
+  const int64_t in = packed.size(1), per_unit = numbers_per_unit(packed.scalar_type());
+  TORCH_CHECK(in % per_unit == 0, "inputs of 16 bits must be even");
+  TORCH_CHECK(ids.dim() == 1, "ids must be int64 [rows], not ", ids.sizes());
+  const int64_t* rows = index_below(ids, ids.size(0), out);
+  Tensor y = at::empty({ids.size(0), in}, packed.options());
+  kernels().unpack_rows({static_cast<const uint32_t*>(packed.data_ptr()), rows,
+                         static_cast<uint32_t*>(y.data_ptr()), y.size(0), in / per_unit,
+                         at::get_num_threads()});
+  return y;
 }
 
 // Row i of a step has tokens [starts[i], starts[i + 1]), the last of its lengths[i] tokens.
@@ -340,8 +354,8 @@ PYBIND11_MODULE(manta_cpu_kernels, m) {
     return manta::pack_int8(weight, type == "float32" ? at::kFloat : type == "bfloat16" ? at::kBFloat16 : at::kHalf);
   });
   m.def("linear", &manta::linear);
-  m.def("linear_rows", &manta::linear_rows);
   m.def("linear_int8", &manta::linear_int8);
+  m.def("unpack_rows", &manta::unpack_rows);
   m.def("attention", &manta::attention);
   m.def("rms_norm", &manta::rms_norm);
   m.def("add_rms_norm_", &manta::add_rms_norm_);

@@ -25,6 +25,7 @@ const Kernels& kernels() {
         MANTA_BY_TYPE(type, pack_int8<T>(weight, out, in, packed));
       },
       .linear = [](const Linear& a) { MANTA_BY_TYPE(a.type, linear<T>(a)); },
+      .unpack_rows = unpack_rows,
       .attention = [](const Attention& a) { MANTA_BY_TYPE(a.type, attention<T>(a)); },
       .norm = [](const Norm& a) { MANTA_BY_TYPE(a.type, norm<T>(a)); },
       .rope = [](const Rope& a) { MANTA_BY_TYPE(a.type, rope<T>(a)); },

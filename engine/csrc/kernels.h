@@ -14,8 +14,7 @@ constexpr int64_t kMaxGroup = 48;
 // How a weight matrix [out, in] lies in memory.
 enum class Form : int {
   packed,  // panels of kPanel columns: [out / kPanel][in / unit][kPanel] units
-  rows,    // as in the checkpoint: [out][in]
-  int8,    // as `packed`, a byte for each number; a scale for each output
+  int8,    // the same, a byte for each number; a scale for each output
 };
 
 // y = x W^T + bias. Strides in elements.
@@ -31,6 +30,15 @@ struct Linear {
   int64_t y_stride;
   bool y_float;
   int64_t rows, in, out;
+  int threads;
+};
+
+// Rows of a packed matrix, for an embedding that shares it with the output head.
+struct UnpackRows {
+  const uint32_t* packed;
+  const int64_t* ids;  // [rows], below the matrix' `out`
+  uint32_t* y;         // [rows, units]
+  int64_t rows, units;
   int threads;
 };
 
@@ -116,6 +124,7 @@ struct Kernels {
   void (*pack)(Type type, const void* weight, int64_t out, int64_t in, void* packed);
   void (*pack_int8)(Type type, const int8_t* weight, int64_t out, int64_t in, int8_t* packed);
   void (*linear)(const Linear&);
+  void (*unpack_rows)(const UnpackRows&);
   void (*attention)(const Attention&);
   void (*norm)(const Norm&);
   void (*rope)(const Rope&);

@@ -15,6 +15,8 @@ constexpr int64_t kPanel = kVectors * kLanes;
 constexpr int kRows = kLanes == 16 ? 6 : 5;
 constexpr int64_t kRowBlock = 96;
 constexpr int64_t kAloneMacs = 1 << 18;  // below this another thread costs more than it saves
+constexpr int64_t kAloneUnits = 1 << 15;  // the same of units that are copied
+constexpr int64_t kUnpackedRows = 8;      // that a thread takes at a time
 
 inline int64_t panels(int64_t out) { return (out + kPanel - 1) / kPanel; }
 
@@ -131,16 +133,22 @@ void linear(const Linear& a) {
     if (a.form == Form::packed) {
       const uint32_t* panel = static_cast<const uint32_t*>(a.weight) + p * panel_units;
       panel_block<T>(a, row, end, column, panel);
-    } else if (a.form == Form::int8) {
+    } else {
       const int8_t* panel = static_cast<const int8_t*>(a.weight) + p * panel_units * kPerUnit<T>;
       panel_block<T>(a, row, end, column, panel);
-    } else {
-      // A matrix that an embedding reads by rows: each panel is packed as it is met.
-      struct Panel;
-      uint32_t* scratch = own_memory<Panel>(panel_units);
-      const T* rows = static_cast<const T*>(a.weight) + column * a.in;
-      pack_panel<T>(rows, a.out - column, a.in, scratch);
-      panel_block<T>(a, row, end, column, static_cast<const uint32_t*>(scratch));
+    }
+  });
+}
+
+// A row's units lie kPanel apart, each in a cache line of its own.
+inline void unpack_rows(const UnpackRows& a) {
+  const bool small = a.rows * a.units < kAloneUnits;
+  run_ranges(a.rows, kUnpackedRows, small ? 1 : a.threads, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; row++) {
+      const int64_t id = a.ids[row];
+      const uint32_t* from = a.packed + id / kPanel * kPanel * a.units + id % kPanel;
+      uint32_t* to = a.y + row * a.units;
+      for (int64_t k = 0; k < a.units; k++) to[k] = from[k * kPanel];
     }
   });
 }

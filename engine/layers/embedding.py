@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.distributed import ParallelState
+from engine.layers.embedding_table import EmbeddingTable, RowTable
 from engine.layers.linear_kernel import LinearKernel
 from engine.layers.weights import WeightSource
 
@@ -36,7 +37,7 @@ class VocabShard:
 class VocabParallelEmbedding:
     """Token ids -> embeddings, the same on every rank."""
 
-    weight: Tensor
+    table: EmbeddingTable
 
     def __init__(self, vocab_size: int, hidden_size: int, parallel: ParallelState) -> None:
         self.hidden_size = hidden_size
@@ -44,15 +45,20 @@ class VocabParallelEmbedding:
         self.shard = VocabShard(vocab_size, parallel)
 
     def load(self, source: WeightSource, name: str) -> None:
-        self.weight = self.shard.load(source, name, self.hidden_size)
+        self.table = RowTable(self.shard.load(source, name, self.hidden_size))
+
+    def load_tied(self, source: WeightSource, name: str, head: ParallelLMHead) -> None:
+        """The same, for a `head` that multiplies by this matrix and has none of its own."""
+        weight = self.shard.load(source, name, self.hidden_size)
+        self.table, head.kernel = source.format.tied(weight)
 
     def __call__(self, input_ids: Tensor) -> Tensor:
         """int64 [T] -> [T, hidden_size]"""
         if self.parallel.tp_size == 1:
-            return F.embedding(input_ids, self.weight)
+            return self.table(input_ids)
         local = input_ids - self.shard.start
         outside = (local < 0) | (local >= self.shard.rows)
-        embedded = F.embedding(local.masked_fill_(outside, 0), self.weight)
+        embedded = self.table(local.masked_fill_(outside, 0))
         return self.parallel.all_reduce(embedded.masked_fill_(outside.unsqueeze(-1), 0))
 
 
@@ -69,10 +75,6 @@ class ParallelLMHead:
     def load(self, source: WeightSource, name: str) -> None:
         weight = self.shard.load(source, name, self.hidden_size)
         self.kernel = source.format.linear(weight, None)
-
-    def tie(self, source: WeightSource, embedding: VocabParallelEmbedding) -> None:
-        """Use the embedding's weight instead of an own one."""
-        self.kernel = source.format.shared_rows(embedding.weight)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """[N, hidden_size] -> float32 [N, vocab_size]. Collective when tp_size > 1."""

@@ -126,20 +126,10 @@ class NativeKernel(LinearKernel):
         out: Tensor = self._kernels.linear(x, self.packed, self.bias, self.out_size, True)
         return out
 
-
-class NativeRowsKernel(LinearKernel):
-    """The same for a matrix that must stay in row form: its panels are packed as they are read."""
-
-    def __init__(self, weight: Tensor) -> None:
-        self._kernels: Any = require_kernels()
-        self.weight = weight
-
-    def __call__(self, x: Tensor) -> Tensor:
-        out: Tensor = self._kernels.linear_rows(x, self.weight, False)
-        return out
-
-    def logits(self, x: Tensor) -> Tensor:
-        out: Tensor = self._kernels.linear_rows(x, self.weight, True)
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows of W as they were packed: int64 [T] -> [T, in]. Raises `RuntimeError` if W has no
+        such row."""
+        out: Tensor = self._kernels.unpack_rows(self.packed, ids, self.out_size)
         return out
 
 

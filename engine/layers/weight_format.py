@@ -5,17 +5,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from engine.errors import ConfigError
+from engine.layers.embedding_table import EmbeddingTable, PackedTable, RowTable
 from engine.layers.linear_kernel import (
     Int8Kernel,
     LinearKernel,
     NativeKernel,
-    NativeRowsKernel,
     SharedRowsKernel,
     make_linear_kernel,
 )
@@ -48,6 +48,13 @@ class MatrixSlice:
     count: int
 
 
+class TiedMatrix(NamedTuple):
+    """A matrix [vocabulary, hidden] as an embedding reads it and as its output head multiplies."""
+
+    table: EmbeddingTable
+    kernel: LinearKernel
+
+
 class WeightFormat(ABC):
     """One way to keep matrices. All layers of a model have the same one."""
 
@@ -78,15 +85,16 @@ class WeightFormat(ABC):
         references, so that no matrix is in memory twice."""
 
     @abstractmethod
-    def shared_rows(self, weight: Tensor) -> LinearKernel:
-        """The kernel of a `weight` [out, in] that an embedding reads row by row."""
+    def tied(self, weight: Tensor) -> TiedMatrix:
+        """A plain `weight` that an embedding and its output head share. The caller drops its
+        references, as for `linear`."""
 
     def num_bytes(self, out_size: int, in_size: int, dtype: torch.dtype) -> int:
         """Bytes of a matrix whose plain type would be `dtype`."""
         return out_size * in_size * dtype.itemsize
 
-    def shared_bytes(self, out_size: int, in_size: int, dtype: torch.dtype) -> int:
-        """Bytes that `shared_rows` takes beside the embedding's own."""
+    def tied_bytes(self, out_size: int, in_size: int, dtype: torch.dtype) -> int:
+        """Bytes that the head of `tied` takes beside the embedding's own."""
         return 0
 
 
@@ -96,8 +104,8 @@ class PlainFormat(WeightFormat):
     def linear(self, weight: Tensor, bias: Tensor | None) -> LinearKernel:
         return make_linear_kernel(weight, bias)
 
-    def shared_rows(self, weight: Tensor) -> LinearKernel:
-        return SharedRowsKernel(weight)
+    def tied(self, weight: Tensor) -> TiedMatrix:
+        return TiedMatrix(RowTable(weight), SharedRowsKernel(weight))
 
 
 class NativeFormat(WeightFormat):
@@ -106,8 +114,10 @@ class NativeFormat(WeightFormat):
     def linear(self, weight: Tensor, bias: Tensor | None) -> LinearKernel:
         return NativeKernel(weight, bias)
 
-    def shared_rows(self, weight: Tensor) -> LinearKernel:
-        return NativeRowsKernel(weight)
+    def tied(self, weight: Tensor) -> TiedMatrix:
+        """In panels only: the embedding picks its rows out of them."""
+        kernel = NativeKernel(weight, None)
+        return TiedMatrix(PackedTable(kernel), kernel)
 
 
 class Int8Format(WeightFormat):
@@ -120,14 +130,14 @@ class Int8Format(WeightFormat):
     def linear(self, weight: Tensor, bias: Tensor | None) -> LinearKernel:
         return Int8Kernel(weight, bias)
 
-    def shared_rows(self, weight: Tensor) -> LinearKernel:
-        """A copy: the embedding keeps its exact rows."""
-        return Int8Kernel(weight, None)
+    def tied(self, weight: Tensor) -> TiedMatrix:
+        """The head has a copy: the embedding keeps its exact rows."""
+        return TiedMatrix(RowTable(weight), Int8Kernel(weight, None))
 
     def num_bytes(self, out_size: int, in_size: int, dtype: torch.dtype) -> int:
         return out_size * (in_size + SCALE_BYTES)
 
-    def shared_bytes(self, out_size: int, in_size: int, dtype: torch.dtype) -> int:
+    def tied_bytes(self, out_size: int, in_size: int, dtype: torch.dtype) -> int:
         return self.num_bytes(out_size, in_size, dtype)
 
 

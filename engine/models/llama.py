@@ -178,7 +178,11 @@ class LlamaModel:
         self, source: WeightSource, progress: Callable[[int, int], None] | None = None
     ) -> None:
         """Read the stage's weights; `progress(done, total)` after each layer."""
-        if self.embedding is not None:
+        tied = self.config.tie_word_embeddings
+        if self.embedding is not None and self.head is not None and tied:
+            # Before the layers: while it is packed, the matrix is in memory twice.
+            self.embedding.load_tied(source, EMBEDDING, self.head)
+        elif self.embedding is not None:
             self.embedding.load(source, EMBEDDING)
         for done, (index, layer) in enumerate(zip(self.layer_range, self.layers, strict=True), 1):
             layer.load(source, f"model.layers.{index}")
@@ -187,11 +191,9 @@ class LlamaModel:
         if self.head is None:
             return
         self.norm.load(source, "model.norm.weight")
-        if not self.config.tie_word_embeddings:
+        if not tied:
             self.head.load(source, "lm_head.weight")
-        elif self.embedding is not None:
-            self.head.tie(source, self.embedding)
-        else:
+        elif self.embedding is None:
             self.head.load(source, EMBEDDING)
 
     def forward(

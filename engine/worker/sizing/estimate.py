@@ -66,7 +66,7 @@ def stage_weight_bytes(config: WorkerConfig, parallel: ParallelState) -> int:
     if parallel.is_first_stage:
         num_bytes += rows * hidden * dtype.itemsize
     if parallel.is_first_stage and parallel.is_last_stage and model.tie_word_embeddings:
-        num_bytes += form.shared_bytes(rows, hidden, dtype)
+        num_bytes += form.tied_bytes(rows, hidden, dtype)
     elif parallel.is_last_stage:
         num_bytes += form.num_bytes(rows, hidden, dtype)
     return num_bytes

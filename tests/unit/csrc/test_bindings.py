@@ -27,7 +27,7 @@ def arguments(kernels: Any, binding: str) -> dict[str, Any]:
         "pack": {"weight": weight},
         "pack_int8": {"weight": weight.to(torch.int8), "type": "float32"},
         "linear": dict(x=x, packed=kernels.pack(weight), bias=bias, out=20, as_float=False),
-        "linear_rows": dict(x=x, weight=weight, as_float=False),
+        "unpack_rows": dict(packed=kernels.pack(weight), ids=ints([19, 0, 7]), out=20),
         "linear_int8": dict(
             x=x, packed=packed_int8, scale=bias.clone(), bias=bias, out=20, as_float=False
         ),
@@ -155,7 +155,6 @@ for linear in ("linear", "linear_int8"):
         (linear, "bias", gaps, r"like x, \[out\]"),
         (linear, "bias", elsewhere, "CPU"),
     ]
-for linear in ("linear", "linear_int8", "linear_rows"):
     WRONG += [
         (linear, "x", shape(8), r"\[rows, 8\]"),
         (linear, "x", shape(3, 9), r"\[rows, 8\].*\[3, 9\]"),
@@ -166,10 +165,21 @@ for linear in ("linear", "linear_int8", "linear_rows"):
 WRONG += [
     ("linear", "x", to(HALF), "BFloat16 and the weight Float"),
     ("linear", "packed", to(torch.float64), "x is Float and the weight Double"),
-    ("linear_rows", "weight", shape(20), r"\[out, in\]"),
-    ("linear_rows", "weight", to(HALF), "x is Float and the weight BFloat16"),
-    ("linear_rows", "weight", row_gaps, "not packed"),
-    ("linear_rows", "weight", elsewhere, "CPU"),
+    ("unpack_rows", "out", value(1000), "not packed for 1000"),
+    ("unpack_rows", "out", value(-5), "not packed for -5"),
+    ("unpack_rows", "packed", shape(20), r"\[out, in\]"),
+    ("unpack_rows", "packed", lambda w: w[:15], "not packed for 20"),
+    ("unpack_rows", "packed", row_gaps, "not packed"),
+    ("unpack_rows", "packed", to(torch.float64), "no kernel for Double"),
+    ("unpack_rows", "packed", to(torch.int8), "no kernel for Char"),
+    ("unpack_rows", "packed", lambda w: w[:, :7].to(HALF).contiguous(), "must be even"),
+    ("unpack_rows", "packed", elsewhere, "CPU"),
+    ("unpack_rows", "ids", to(torch.int32), r"int64 \[3\]"),
+    ("unpack_rows", "ids", gaps, "contiguous"),
+    ("unpack_rows", "ids", lambda ids: ids[:, None], r"int64 \[rows\], not \[3, 1\]"),
+    ("unpack_rows", "ids", numbers(0, 20), r"20, not in \[0, 20\)"),
+    ("unpack_rows", "ids", numbers(-1, 0), r"-1, not in \[0, 20\)"),
+    ("unpack_rows", "ids", elsewhere, "CPU"),
     ("linear_int8", "packed", to(torch.float32), "packed int8"),
     ("linear_int8", "x", to(torch.float64), "a bias must be like x"),
     ("linear_int8", "scale", shape(21), r"float32 \[out\]"),
@@ -263,7 +273,7 @@ def test_heads_and_types_without_a_kernel(kernels: Any) -> None:
             with pytest.raises(RuntimeError, match=f"no kernel for {name}"):
                 getattr(kernels, binding)(*given.values())
         with pytest.raises(RuntimeError, match=f"no kernel for {name}"):
-            kernels.linear_rows(torch.ones(3, 8).to(dtype), torch.ones(20, 8).to(dtype), False)
+            kernels.linear(torch.ones(3, 8).to(dtype), torch.ones(64, 8).to(dtype), None, 64, False)
     given = arguments(kernels, "attention")
     given.update({name: given[name].half() for name in ("k_pool", "v_pool")})
     with pytest.raises(RuntimeError, match="queries' type or float8_e4m3fn"):
@@ -275,7 +285,7 @@ def test_heads_and_types_without_a_kernel(kernels: Any) -> None:
     odd = torch.ones(64, 7, dtype=HALF)
     for product in (
         lambda: kernels.linear(odd, odd, None, 64, False),
-        lambda: kernels.linear_rows(odd, odd, False),
+        lambda: kernels.unpack_rows(odd, torch.tensor([0]), 64),
         lambda: kernels.pack_int8(odd.to(torch.int8), "float16"),
     ):
         with pytest.raises(RuntimeError, match="must be even"):

@@ -50,6 +50,40 @@ def test_pack(kernels: Any, dtype: torch.dtype, out: int, units: int, seed: int)
 
 
 @WITH_TYPES
+@examples(40)
+@given(
+    rows=st.one_of(st.integers(0, 20), st.sampled_from([64, 300, 2000])),
+    out=OUTS,
+    units=UNITS,
+    threads=st.sampled_from([1, 2, 3]),
+    seed=SEEDS,
+)
+def test_unpack_rows(
+    kernels: Any, dtype: torch.dtype, rows: int, out: int, units: int, threads: int, seed: int
+) -> None:
+    """The matrix that was packed, whatever its bits mean; any rows of it, in any order."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randint(-(2**31), 2**31 - 1, (out, units), generator=generator, dtype=torch.int)
+    weight = weight.view(dtype) if units else weight.new_empty(out, 0, dtype=dtype)
+    ids = torch.randint(out, (rows,), generator=generator)
+    packed = kernels.pack(weight)
+    with torch_threads(threads):
+        assert same_bits(kernels.unpack_rows(packed, ids, out), weight[ids])
+        assert same_bits(kernels.unpack_rows(packed, torch.arange(out), out), weight)
+
+
+@WITH_TYPES
+def test_rows_of_a_panel_that_are_not_in_the_matrix(kernels: Any, dtype: torch.dtype) -> None:
+    """The last panel is filled up, but its padding is no row. Nor is what lies before the first."""
+    out = 70
+    packed = kernels.pack(torch.ones(out, 8, dtype=dtype))
+    for wrong in (out, packed.shape[0] - 1, packed.shape[0], 2**40, -1, -(2**63)):
+        for ids in ([wrong], [0, out - 1, wrong], [wrong] + [0] * 5000):
+            with pytest.raises(RuntimeError, match=rf"{wrong}, not in \[0, {out}\)"):
+                kernels.unpack_rows(packed, torch.tensor(ids), out)
+
+
+@WITH_TYPES
 @examples(60)
 @given(
     rows=ROWS,
@@ -80,13 +114,8 @@ def test_linear(
     bias = numbers.normal((out,), dtype) if with_bias else None
     with torch_threads(threads):
         found = kernels.linear(x, kernels.pack(weight), bias, out, as_float)
-        by_rows = kernels.linear_rows(x, weight, as_float)
-    assert found.dtype == by_rows.dtype == (torch.float32 if as_float else dtype)
+    assert found.dtype == (torch.float32 if as_float else dtype)
     assert_within(found, *reference(x, weight, bias))
-    if bias is None:
-        assert same_bits(found, by_rows)
-    else:
-        assert_within(by_rows, *reference(x, weight, None))
 
 
 @WITH_TYPES
@@ -142,7 +171,6 @@ def test_a_row_is_the_same_in_any_batch(
     products = (
         lambda x: kernels.linear(x, packed, bias, out, False),
         lambda x: kernels.linear(x, packed, bias, out, True),
-        lambda x: kernels.linear_rows(x, weight, True),
         lambda x: kernels.linear_int8(x, packed_int8, scale, bias, out, False),
     )
     order, first = numbers.permutation(rows), numbers.permutation(rows)[0]
@@ -161,10 +189,6 @@ def test_what_is_not_finite_stays_in_its_row_and_column(kernels: Any, dtype: tor
     numbers = Numbers(0)
     x, weight = numbers.normal((9, 40), dtype), numbers.normal((70, 40), dtype)
     x[3, 7], weight[66, 39] = torch.nan, torch.inf
-    for found in (
-        kernels.linear(x, kernels.pack(weight), None, 70, False),
-        kernels.linear_rows(x, weight, False),
-    ):
-        wrong = ~found.isfinite()
-        assert wrong[3].all() and wrong[:, 66].all()
-        assert int(wrong.sum()) == 70 + 9 - 1
+    wrong = ~kernels.linear(x, kernels.pack(weight), None, 70, False).isfinite()
+    assert wrong[3].all() and wrong[:, 66].all()
+    assert int(wrong.sum()) == 70 + 9 - 1

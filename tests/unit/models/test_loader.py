@@ -16,6 +16,7 @@ from engine.config import EngineConfig
 from engine.distributed import ParallelState
 from engine.errors import ConfigError
 from engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from engine.layers.embedding_table import RowTable
 from engine.layers.linear import QKVParallelLinear, RowParallelLinear
 from engine.layers.linear_kernel import (
     TRANSPOSED_MAX_NUMEL,
@@ -133,9 +134,9 @@ def test_untied_checkpoint_without_head_is_named(folder: Path) -> None:
     edit_config(folder, tie_word_embeddings=True)
     runner = make_runner(str(folder))
     assert runner.model.head is not None and runner.model.embedding is not None
-    kernel = runner.model.head.kernel
-    assert isinstance(kernel, SharedRowsKernel)
-    assert kernel.weight is runner.model.embedding.weight
+    kernel, table = runner.model.head.kernel, runner.model.embedding.table
+    assert isinstance(kernel, SharedRowsKernel) and isinstance(table, RowTable)
+    assert kernel.weight is table.weight
 
 
 def test_quantized_weights_are_refused(folder: Path) -> None:
@@ -241,7 +242,8 @@ def test_vocabulary_is_padded_to_the_ranks(folder: Path) -> None:
     )
     far = VocabParallelEmbedding(5, 32, ParallelState(3, 4, 0, 1))
     far.load(DummySource(0, torch.float32, CPU), "e.weight")
-    assert far.weight.shape == (2, 32) and not far.weight.any()
+    assert isinstance(far.table, RowTable)
+    assert far.table.weight.shape == (2, 32) and not far.table.weight.any()
 
 
 def test_impossible_splits_are_refused(folder: Path) -> None:
