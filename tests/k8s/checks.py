@@ -325,7 +325,11 @@ def operator_rules(documents: list[Document]) -> Iterator[str]:
             custom_resources(group["rayStartParams"])
         except ValueError as error:
             yield f"{name}: {error}"
-        if {"livenessProbe", "readinessProbe"} & set(container):
+        own = {"livenessProbe", "readinessProbe"} & set(container)
+        if group.get("numOfHosts", 1) > 1:
+            if own != {"readinessProbe"}:
+                yield f"{name}: pods without a Serve replica need a readiness probe of their own"
+        elif own:
             yield f"{name}: KubeRay's own probes know the Serve proxy"
         if name == "head":
             if template["spec"].get("automountServiceAccountToken") is False:

@@ -26,6 +26,7 @@ mount -t tmpfs tmpfs {base}
 mkdir {base}/upper {base}/work {base}/root
 mount -t overlay overlay -o lowerdir=/,upperdir={base}/upper,workdir={base}/work {base}/root
 cd {base}/root
+hostname {name}
 {prepare}
 mount -o remount,ro,bind {base}/root {base}/root 2>/dev/null || mount -o remount,ro {base}/root
 mount --rbind /dev dev
@@ -67,6 +68,7 @@ class Container:
         env = ["env", "-i", *(f"{key}={value}" for key, value in self.env.items())]
         script = _SETUP.format(
             base=base,
+            name=shlex.quote(self.hosts.stem),
             prepare="\n".join(self._prepare()),
             volumes="\n".join(
                 [*map(self._mount, [_code(self.image), *self.volumes]), *self._keep_python()]

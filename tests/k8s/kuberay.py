@@ -96,7 +96,11 @@ def environment(
 
 
 def probe(group: dict[str, Any], serve_port: int) -> list[str]:
-    """The readiness probe of a pod: the raylet's health, and for workers that of Serve's proxy."""
+    """The readiness probe of a pod: its own, or the raylet's health and for workers that of Serve's
+    proxy."""
+    own = group["template"]["spec"]["containers"][0].get("readinessProbe")
+    if own is not None:
+        return list(own["exec"]["command"])
     raylet = f"wget --tries 1 -T 2 -q -O- http://localhost:{AGENT_PORT}/api/local_raylet_healthz"
     if group["groupName"] == "head":
         gcs = f"wget --tries 1 -T 2 -q -O- http://localhost:{DASHBOARD_PORT}/api/gcs_healthz"

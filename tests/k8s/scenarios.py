@@ -13,7 +13,7 @@ import yaml
 
 from tests.k8s.cluster import START_TIMEOUT_S, Cluster
 from tests.k8s.emulator import Emulator, scaled
-from tests.k8s.manifests import the
+from tests.k8s.manifests import render, the
 from tests.k8s.pod import Pod
 from tests.support.chaos_load import Case, Load
 
@@ -126,7 +126,11 @@ def parallel_service(emulator: Emulator, tp_size: int, pp_size: int) -> dict[str
     """The RayService with an engine that spans two pods, one worker in each."""
     service = copy.deepcopy(the(emulator.documents, "RayService"))
     group = service["spec"]["rayClusterConfig"]["workerGroupSpecs"][1]
-    group["numOfHosts"] = 2
+    two_hosts = the(render("k8s/overlays/pp2-two-hosts"), "RayService")
+    like = two_hosts["spec"]["rayClusterConfig"]["workerGroupSpecs"][1]
+    group["numOfHosts"] = like["numOfHosts"]
+    probe = like["template"]["spec"]["containers"][0]["readinessProbe"]
+    group["template"]["spec"]["containers"][0]["readinessProbe"] = probe
     group["rayStartParams"]["resources"] = '\'{"manta_engine": 1, "manta_worker": 1}\''
     config = yaml.safe_load(service["spec"]["serveConfigV2"])
     config["applications"][0]["args"] |= {

@@ -276,6 +276,11 @@ FAULTS: dict[str, tuple[str, Fault, str]] = {
         "HAProxy",
     ),
     "Ray's version": ("cpu", lambda d: _cluster(d).update(rayVersion="2.50.0"), "rayVersion"),
+    "KubeRay's probe on two hosts": (
+        "pp2-two-hosts",
+        lambda d: _container(d, 1).pop("readinessProbe"),
+        "readiness probe",
+    ),
     "own probe": (
         "cpu",
         lambda d: _container(d, 1).update(readinessProbe={"tcpSocket": {"port": 8000}}),
