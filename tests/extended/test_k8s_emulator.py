@@ -31,6 +31,7 @@ def emulator() -> Iterator[Emulator]:
     with Emulator(render("k8s/overlays/cpu")) as running:
         running.apply()
         yield running
+    assert running.network.strays == [], "processes outlived their pods"
 
 
 @pytest.fixture(scope="module")

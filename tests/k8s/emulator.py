@@ -72,6 +72,7 @@ class Emulator:
         self._names = (f"manta-{letters}" for letters in itertools.count(1))
         self._processes: list[subprocess.Popen[bytes]] = []
         self._closing = threading.Event()
+        self._watcher: threading.Thread | None = None
         self.network = Network(find(documents, "NetworkPolicy"), "manta")
         try:
             image = self.folder / "image"
@@ -98,6 +99,8 @@ class Emulator:
     def close(self) -> None:
         """Leave no process, no network and no file."""
         self._closing.set()
+        if self._watcher is not None:
+            self._watcher.join()  # it starts nginx
         for cluster in self.clusters:
             cluster.close()
         for process in reversed(self._processes):
@@ -200,9 +203,6 @@ class Emulator:
                 self._processes.append(nginx)
             else:
                 subprocess.run([*words, "-s", "reload"], check=True, capture_output=True)
-        if nginx is not None:
-            with suppress(ProcessLookupError):
-                nginx.kill()
 
 
 def scaled(config: dict[str, Any], replicas: int) -> dict[str, Any]:

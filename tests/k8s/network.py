@@ -7,10 +7,13 @@ are in its own namespace, so they hold for what it sends and for what it gets.
 from __future__ import annotations
 
 import itertools
+import os
 import secrets
+import signal
 import subprocess
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from tests.k8s.manifests import Document, matches
@@ -51,6 +54,8 @@ class Network:
         )
         self._numbers = itertools.count(2)
         self._interfaces: list[Interface] = []
+        self.strays: list[str] = []
+        """Processes that were still in a pod's network when it was removed, and were killed."""
         run("ip", "link", "add", self._bridge, "type", "bridge")
         run("ip", "address", "add", f"{self._subnet}.1/24", "dev", self._bridge)
         run("ip", "link", "set", self._bridge, "up")
@@ -82,6 +87,10 @@ class Network:
     def remove(self, interface: Interface) -> None:
         """End a pod's network, and with it its connections."""
         self._interfaces.remove(interface)
+        for pid in run("ip", "netns", "pids", interface.netns).split():
+            with suppress(OSError):
+                self.strays.append(Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " "))
+                os.kill(int(pid), signal.SIGKILL)
         with suppress(RuntimeError):
             run("ip", "link", "delete", interface.link)
         with suppress(RuntimeError):
