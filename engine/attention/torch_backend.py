@@ -22,6 +22,9 @@ from engine.attention.forward_batch import ForwardBatch
 # Query tokens per call when keys precede the chunk: bounds the mask at QUERY_BLOCK x context, and
 # keys that a block can't see are never multiplied.
 QUERY_BLOCK = 256
+# On CPU, chunks of at most this many tokens attend in float32, as decode rows do. Rows with drafts
+# (16 at most) then give the tokens that they would give without.
+FLOAT32_TOKENS = 17
 
 
 @dataclass
@@ -40,8 +43,8 @@ class _StepPlan:
     extends: list[_ExtendRow] = field(default_factory=list)
     decodes: list[tuple[int, Tensor]] = field(default_factory=list)
     """Decode rows that attend one by one, with their pool slots."""
-    masks: dict[tuple[int, int, int | None], Tensor] = field(default_factory=dict)
-    """Masks by (queries, keys, window), shared by the step's rows and layers."""
+    masks: dict[tuple[int, int, int | None, torch.dtype], Tensor] = field(default_factory=dict)
+    """Masks by (queries, keys, window, dtype), shared by the step's rows and layers."""
 
 
 def make_torch_attention(inputs: AttentionInputs) -> TorchAttentionBackend:
@@ -112,7 +115,8 @@ class TorchAttentionBackend(AttentionBackend):
             if window is None or window >= length:
                 return self._sdpa(q, keys, values, layer.scale, None, causal=length > 1)
         else:
-            keys, values = self.pool.gather(layer.layer_id, row.slots, q.dtype)
+            stored = self.pool.gather(layer.layer_id, row.slots, q.dtype)
+            keys, values = stored.k.to(q.dtype), stored.v.to(q.dtype)
         parts = []
         for first in range(0, length, QUERY_BLOCK):
             last = min(first + QUERY_BLOCK, length)
@@ -169,7 +173,7 @@ class TorchAttentionBackend(AttentionBackend):
         if queries == 1 and (window is None or keys <= window):
             return None
         masks = self._plan.masks
-        index = (queries, keys, window)
+        index = (queries, keys, window, like.dtype)
         if index not in masks:
             query = torch.arange(keys - queries, keys, device=like.device).unsqueeze(1)
             key = torch.arange(keys, device=like.device)
@@ -189,6 +193,13 @@ class CpuAttentionBackend(TorchAttentionBackend):
         budget = self.pool.num_bytes * 4 // self.pool.dtype.itemsize
         self.workspace = DecodeWorkspace(inputs, budget)
         self._batched = DecodePlan()
+
+    def _extend(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, row: _ExtendRow
+    ) -> Tensor:
+        if row.length > FLOAT32_TOKENS or q.dtype == torch.float32:
+            return super()._extend(q, k, v, layer, row)
+        return super()._extend(q.float(), k.float(), v.float(), layer, row).to(q.dtype)
 
     def _single_decodes(self, batch: ForwardBatch) -> Iterable[int]:
         rows = batch.req_pool_indices_cpu
