@@ -32,8 +32,11 @@ from deploy.http.metrics import ServerMetrics
 from deploy.http.openai.dialect import OPENAI
 from deploy.http.openai.errors import openai_error
 from deploy.http.openapi import DocumentedApi
+from deploy.http.pages.pages import ASSETS as PAGE_ASSETS
+from deploy.http.pages.pages import PAGES, add_pages
 from deploy.http.settings import ApiSettings
 from deploy.http.sglang.dialect import SGLANG
+from deploy.http.status import StatusProbe
 from engine import __version__
 from engine.errors import EngineDeadError, RequestError
 from engine.trace import CAPACITY, chrome_trace_json
@@ -106,11 +109,18 @@ def build_api(
         engines = await client_provider().trace(last)
         return StreamingResponse(_gently(chrome_trace_json(engines)), media_type="application/json")
 
+    status = StatusProbe(client_provider, metrics)
+
+    @app.get("/debug/status")
+    async def show_status() -> Response:
+        return _json(await status.look())
+
     @app.get("/version")
     async def version() -> Response:
         return _json({"version": __version__})
 
     add_docs(app)
+    add_pages(app)
     return app
 
 
@@ -158,8 +168,8 @@ def access_rules(app: FastAPI) -> Rules:
     kinds = [kind for dialect in DIALECTS for kind in dialect.routes]
     user = {path for kind in kinds if not kind.for_admins for path in kind.paths}
     return Rules(
-        open=frozenset({("GET", "/health"), ("GET", "/-/healthz")}),
-        open_prefix=ASSETS,
+        open=frozenset({("GET", path) for path in ("/health", "/-/healthz", *PAGES)}),
+        open_prefixes=(ASSETS, PAGE_ASSETS),
         user=frozenset(user | {"/v1/models", "/version", "/ping"}),
         user_prefix="/v1/models/",
         known=known_paths(app),

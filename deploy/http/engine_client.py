@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict
 from weakref import WeakSet
 
 from deploy.http.aborts import Abort
@@ -88,6 +88,41 @@ class EngineHealth:
 
     ok: bool
     detail: str = ""
+
+
+class RoleStatus(TypedDict):
+    """An actor of an engine. `wrong`: in words; "" if it lives and answers."""
+
+    role: str
+    pid: int
+    wrong: str
+
+
+ReplicaState = Literal["serving", "unwell", "lost", "starting", "draining"]
+"""`unwell`: it answers, but one of its roles doesn't. `lost`: it has ended or doesn't answer, and
+none has taken its place. `starting`: it is missing, and was never seen."""
+
+
+class ReplicaStatus(TypedDict):
+    """A place for an engine replica, and what is known of the replica that has it. The place stays
+    when the replica is lost, until another one takes it."""
+
+    place: int
+    replica: str
+    state: ReplicaState
+    detail: str
+    node: str
+    roles: list[RoleStatus]
+    stats: Mapping[str, Any] | None
+
+
+class EngineStatus(NamedTuple):
+    """The engine replicas as an ingress sees them now."""
+
+    target: int | None
+    """How many there should be; None if Serve doesn't tell."""
+    replicas: list[ReplicaStatus]
+    tokenizer_wrong: str
 
 
 class EngineClient(ABC):
@@ -191,6 +226,11 @@ class EngineClient(ABC):
     @abstractmethod
     async def stats(self) -> list[dict[str, float]]:
         """Latest scheduler statistics of each engine replica (see engine.scheduler.stats)."""
+
+    @abstractmethod
+    async def engine_status(self) -> EngineStatus:
+        """The engine replicas and their roles, those included that were lost. Never raises, and
+        waits no more than a second for a replica that doesn't answer."""
 
     async def ingress_metrics(self, timeout_s: float) -> IngressReports:
         """What every ingress measured, this one included or not. Raises `EngineDeadError` if none

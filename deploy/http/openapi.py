@@ -70,6 +70,7 @@ def complete_document(document: dict[str, Any], dialects: Sequence[Dialect]) -> 
     trace = paths["/debug/trace"]["get"]["responses"]
     trace.pop("422", None)  # a bad query is answered with 400
     trace |= _errors(refs[replies.Error], (400, 503))
+    paths["/debug/status"]["get"]["responses"] |= _errors(refs[replies.Error], (503,))
     document["components"]["schemas"].pop("HTTPValidationError", None)
     document["components"]["schemas"].pop("ValidationError", None)
     return document

@@ -65,6 +65,15 @@ class EngineWatch:
         self._outboxes = Outboxes()
         self._tasks: set[asyncio.Task[None]] = set()
 
+    @property
+    def actors(self) -> dict[str, bool]:
+        """Serve's names of the replicas' actors, and whether each was heard lately."""
+        return {
+            replica.pong.actor: address not in self.quiet
+            for address, replica in self._replicas.items()
+            if replica.pong is not None
+        }
+
     def start(self) -> None:
         for watch in (self._ping_all(), self._ask_for_introductions()):
             self._spawn(watch)

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import ray
 from ray import serve
+from ray.exceptions import RayError
 from ray.util import get_current_placement_group
 
 from deploy.replica.autoscaling import autoscaling_stats
@@ -50,6 +51,8 @@ logger = logging.getLogger(__name__)
 INGRESS_LOOK_S = 0.4
 QUEUE_FULL = 429
 """Status of requests that the scheduler refuses because too many wait."""
+REPORT_TIMEOUT_S = 0.4
+"""A report goes without statistics that take longer."""
 EXIT_DELAY_S = 0.5
 """Time for the failures of open calls to leave before the process ends."""
 
@@ -149,6 +152,24 @@ class EngineReplica:
         await self.start()
         age, stats = await self._group.ping()
         return {"replica": _replica_name(), "loop_age_s": age, **msgspec.structs.asdict(stats)}
+
+    async def report(self) -> dict[str, Any]:
+        """What `/status` shows of the replica: its roles, what is wrong, and statistics (None if
+        the scheduler doesn't give them at once)."""
+        await self.start()
+        try:
+            async with asyncio.timeout(REPORT_TIMEOUT_S):
+                stats = msgspec.structs.asdict((await self._group.ping())[1])
+        except (TimeoutError, EngineDeadError, RayError):
+            stats = None
+        return {
+            "replica": _replica_name(),
+            "pid": os.getpid(),
+            "node": node_ip(),
+            "wrong": self._group.unwell,
+            "roles": [state._asdict() for state in self._group.roles],
+            "stats": stats,
+        }
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """The figures that Serve, which calls this, hands to `EngineLoadPolicy`."""

@@ -1,8 +1,11 @@
-"""`replicas_lost`: what Serve's controller says about this application's replicas."""
+"""`replicas_lost`, `engine_target`: what Serve's controller says of this application's replicas."""
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from ray import serve
+from ray.serve.context import _get_global_client
 from ray.serve.schema import DeploymentStatusOverview
 
 _BROKEN = ("UNHEALTHY", "DEPLOY_FAILED")
@@ -23,6 +26,24 @@ def replicas_lost(num_engines: int) -> str:
     if running > num_engines:
         lost.append(f"{running - num_engines} of {running} engine replicas are gone")
     return "; ".join(lost)
+
+
+class EngineTarget(NamedTuple):
+    """What Serve wants of the engine's deployment."""
+
+    num_replicas: int
+    states: dict[str, str]
+    """Serve's word for the state of each replica, by the replica's name."""
+
+
+def engine_target() -> EngineTarget:
+    """How many engine replicas there should be, and which there are. Blocks for a call to the
+    controller."""
+    client: Any = _get_global_client()
+    app = client.get_serve_details()["applications"][serve.get_replica_context().app_name]
+    engine = app["deployments"]["engine"]
+    states = {r["replica_id"]: str(r["state"]) for r in engine["replicas"]}
+    return EngineTarget(int(engine["target_num_replicas"]), states)
 
 
 def _lost(deployment: DeploymentStatusOverview) -> str:

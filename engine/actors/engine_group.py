@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 from ray.actor import ActorHandle
@@ -34,6 +34,15 @@ STOP_TIMEOUT_S = 5.0
 PING_TIMEOUT_S = 5.0
 MAX_REASON = 2000
 """Characters of an actor's error that the reason of a death holds at most."""
+
+
+class RoleState(NamedTuple):
+    """An actor of the group."""
+
+    role: str
+    pid: int
+    wrong: str
+    """In words; "" if it lives and answers."""
 
 
 class EngineGroup:
@@ -86,6 +95,16 @@ class EngineGroup:
         if self._death or self._role_watch is None:
             return self._death or "the engine hasn't started"
         return self._role_watch.unwell
+
+    @property
+    def roles(self) -> list[RoleState]:
+        """The actors, each with its process and what is wrong with it now."""
+        wrong = {} if self._role_watch is None else self._role_watch.wrong_by_role
+        lost = self._death.partition(" ended: ")[0] if " ended: " in self._death else ""
+        return [
+            RoleState(name, process.pid, "ended" if name == lost else wrong.get(name, ""))
+            for name, process in sorted(self._processes.items())
+        ]
 
     async def start(self) -> None:
         """Create the actors, load the model, connect. Raises `EngineDeadError`, which says which

@@ -41,6 +41,15 @@ class RoleWatch:
         silent = [f"{name} hasn't answered for {s:.1f} s" for name, s in self._silences().items()]
         return "; ".join(silent)
 
+    @property
+    def wrong_by_role(self) -> dict[str, str]:
+        """What is wrong with each role now, in words; "" if nothing is."""
+        silent = self._silences()
+        return {
+            name: f"hasn't answered for {silent[name]:.1f} s" if name in silent else ""
+            for name in self._roles
+        }
+
     async def run(self) -> str:
         """Watch until a role is silent for `hang_timeout_s`; returns which one. Cancel to stop."""
         pings = [asyncio.ensure_future(self._ping(*role)) for role in self._roles.items()]

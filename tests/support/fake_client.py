@@ -10,7 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from deploy.http.engine_client import EngineClient, EngineHealth, GenerateRequest, ModelInfo
+from deploy.http.engine_client import (
+    EngineClient,
+    EngineHealth,
+    EngineStatus,
+    GenerateRequest,
+    ModelInfo,
+    ReplicaStatus,
+    RoleStatus,
+)
 from engine.constraints import ConstraintSpec, verify_constraint
 from engine.errors import RequestError
 from engine.protocol.tokenizer_messages import LogprobEntry, TextDelta
@@ -269,6 +277,21 @@ class FakeEngineClient(EngineClient):
             at = i / 100
             steps.add(StepSpan(i, 0, "decode", 3, 3, at, at + 0.001, at + 0.009, at + 0.0091))
         return {"fake": [scheduler_trace(steps, last)]}
+
+    async def engine_status(self) -> EngineStatus:
+        roles: list[RoleStatus] = [{"role": "worker 0", "pid": 7, "wrong": ""}]
+        replicas: list[ReplicaStatus] = [
+            {
+                "place": 1,
+                "replica": "abc",
+                "state": "serving",
+                "detail": "",
+                "node": "10.0.0.1",
+                "roles": roles,
+                "stats": {"num_running": 3},
+            }
+        ]
+        return EngineStatus(1, replicas, "")
 
     async def stats(self) -> list[dict[str, float]]:
         await asyncio.sleep(self.stats_delay_s)

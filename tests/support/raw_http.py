@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import socket
 
-OPEN = {"/health", "/docs/assets/{name}"}
+OPEN = {"/health", "/docs/assets/{name}", "/chat", "/status", "/pages/{name}"}
 ADMIN = {
-    "/metrics", "/debug/trace", "/docs", "/openapi.json", "/flush_cache", "/server_info",
-    "/get_server_info",
+    "/metrics", "/debug/trace", "/debug/status", "/docs", "/openapi.json", "/flush_cache",
+    "/server_info", "/get_server_info",
 }  # fmt: skip
 USER = {
     "/v1/models", "/v1/models/{model:path}", "/version", "/ping", "/v1/completions",

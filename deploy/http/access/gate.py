@@ -24,8 +24,8 @@ class Rules(NamedTuple):
 
     open: frozenset[tuple[str, str]]
     """Pairs of method and path."""
-    open_prefix: str
-    """Beginning of the paths of files that everybody may read."""
+    open_prefixes: tuple[str, ...]
+    """Beginnings of the paths of files that everybody may read."""
     user: frozenset[str]
     user_prefix: str
     known: frozenset[str]
@@ -33,7 +33,7 @@ class Rules(NamedTuple):
 
     def level(self, method: str, path: str) -> Level:
         """Of a request."""
-        if (method, path) in self.open or (method == "GET" and path.startswith(self.open_prefix)):
+        if (method, path) in self.open or (method == "GET" and path.startswith(self.open_prefixes)):
             return "open"
         if path in self.user or path.startswith(self.user_prefix) or path not in self.known:
             return "user"

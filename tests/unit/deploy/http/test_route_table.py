@@ -10,8 +10,8 @@ from benchmarks.common import REPO_ROOT
 from deploy.http.api import build_api
 from tests.support.fake_client import FakeEngineClient
 
-HELPERS = {("GET", "/docs/assets/{}")}
-"""FastAPI's own, beside /docs."""
+HELPERS = {("GET", "/docs/assets/{}"), ("GET", "/pages/{}")}
+"""Files of the pages."""
 
 
 def test_docs_name_every_route() -> None:

@@ -1,0 +1,1 @@
+"""The pages `/chat` and `/status`."""

@@ -1,0 +1,58 @@
+// Calls of the server with the key that was typed in, which stays in this tab.
+const KEY = "manta-key";
+
+export const savedKey = () => sessionStorage.getItem(KEY) ?? "";
+
+export function saveKey(key) {
+  if (key) sessionStorage.setItem(KEY, key);
+  else sessionStorage.removeItem(KEY);
+}
+
+export class ApiError extends Error {
+  constructor(message, status) {
+    super(message);
+    this.status = status;
+  }
+}
+
+// The response of `path` (relative to the server's root). Throws an ApiError with the server's words.
+export async function call(path, options = {}) {
+  const key = savedKey();
+  const headers = { ...options.headers, ...(key ? { authorization: `Bearer ${key}` } : {}) };
+  let response;
+  try {
+    response = await fetch(new URL(path, document.baseURI), { ...options, headers });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ApiError("The server can't be reached.", 0);
+  }
+  if (!response.ok) throw new ApiError(await words(response), response.status);
+  return response;
+}
+
+async function words(response) {
+  const text = await response.text();
+  try {
+    return JSON.parse(text).error.message;
+  } catch {
+    return text.slice(0, 300) || `The server answered with status ${response.status}.`;
+  }
+}
+
+// The JSON of each server-sent event until [DONE].
+export async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) throw new ApiError("The connection was lost before the answer was complete.", 0);
+    const parts = (rest + value).split(/\r?\n\r?\n/);
+    rest = parts.pop();
+    for (const part of parts) {
+      const lines = part.split(/\r?\n/).filter((line) => line.startsWith("data:"));
+      const data = lines.map((line) => line.slice(5).trimStart()).join("\n");
+      if (data === "[DONE]") return;
+      if (data) yield JSON.parse(data);
+    }
+  }
+}

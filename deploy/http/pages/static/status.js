@@ -1,0 +1,132 @@
+// The page /status: the replicas, once a second, and the timeline of their steps.
+import { html, render, useEffect, useRef, useState } from "./htm-preact.js";
+import { call } from "./api.js";
+import { Head } from "./head.js";
+import { Timeline } from "./timeline.js";
+
+const PERIOD_MS = 1000;
+const WORDS = {
+  serving: "serving",
+  unwell: "not well",
+  lost: "lost",
+  starting: "starting",
+  draining: "draining",
+};
+const count = (n) => (n ?? 0).toLocaleString("en");
+const share = (part, whole) => (whole ? part / whole : 0);
+const percent = (value) => `${Math.round(100 * value)} %`;
+
+function Bar({ label, value }) {
+  return html`<progress max="1" value=${value} aria-label=${label}></progress>`;
+}
+
+function Replica({ replica, rate }) {
+  const { stats } = replica;
+  const kv = stats && share(stats.kv_used_tokens, stats.kv_total_tokens);
+  const hits = stats && share(stats.cached_tokens_total, stats.prompt_tokens_total);
+  return html`<li class=${`replica ${replica.state}`} data-state=${replica.state}>
+    <h3>Engine ${replica.place} <span class="state">${WORDS[replica.state]}</span></h3>
+    ${replica.detail && html`<p class="detail">${replica.detail}</p>`}
+    ${stats && html`<dl>
+      <div><dt>Running</dt><dd>${count(stats.num_running)}</dd></div>
+      <div><dt>Waiting</dt><dd>${count(stats.num_waiting)}</dd></div>
+      <div><dt>Tokens/s</dt><dd>${rate === null ? "…" : count(Math.round(rate))}</dd></div>
+      <div><dt>Prefix hits</dt><dd>${percent(hits)}</dd></div>
+      <div class="wide"><dt>KV cache</dt><dd>${percent(kv)} of ${count(stats.kv_total_tokens)} tokens in use,
+        ${" "}${count(stats.kv_cached_tokens)} kept for prefixes
+        <${Bar} label=${`KV cache of engine ${replica.place} in use`} value=${kv} /></dd></div>
+    </dl>`}
+    <ul class="roles" aria-label=${`Roles of engine ${replica.place}`}>
+      ${replica.roles.map((role) => html`<li class=${role.wrong ? "wrong" : ""}>
+        ${role.role} <span class="pid">pid ${role.pid}</span>
+        ${role.wrong && html` <strong>${role.wrong}</strong>`}</li>`)}
+    </ul>
+    <p class="figures">${replica.replica || "no replica"}${replica.node && `, node ${replica.node}`}</p>
+  </li>`;
+}
+
+function Ingress({ row }) {
+  const silent = row.in_flight === null;
+  return html`<li class=${silent ? "wrong" : ""}>${row.ingress || "an ingress"}:
+    ${" "}${silent ? "doesn't answer" : `${count(row.in_flight)} ${row.in_flight === 1 ? "request" : "requests"} open`}</li>`;
+}
+
+function Status() {
+  const [status, setStatus] = useState(null);
+  const [rates, setRates] = useState({});
+  const [error, setError] = useState("");
+  const [news, setNews] = useState("");
+  const before = useRef(null);
+  const [turn, setTurn] = useState(0);
+
+  useEffect(() => {
+    let isOver = false;
+    let timer = 0;
+    async function look() {
+      try {
+        const found = await (await call("debug/status")).json();
+        if (isOver) return;
+        setRates(ratesOf(before.current, found));
+        setNews(changes(before.current, found));
+        before.current = found;
+        setStatus(found);
+        setError("");
+        timer = setTimeout(look, PERIOD_MS);
+      } catch (problem) {
+        if (isOver) return;
+        setError(problem.message);
+        // A wrong key stays wrong until it is changed.
+        if (problem.status !== 401 && problem.status !== 403) timer = setTimeout(look, PERIOD_MS);
+      }
+    }
+    timer = setTimeout(look, turn ? 400 : 0); // while a key is typed
+    return () => {
+      isOver = true;
+      clearTimeout(timer);
+    };
+  }, [turn]);
+
+  return html`<${Head} page="status" onKey=${() => setTurn((n) => n + 1)} />
+    <main>
+      <h1>Status</h1>
+      ${error && html`<p class="error" role="alert">${error}</p>`}
+      <p class="unseen" role="status">${news}</p>
+      ${status && html`
+        <p class="figures">${status.model}, Manta ${status.version},
+          ${" "}${new Date(status.time * 1000).toLocaleTimeString()}</p>
+        <section aria-labelledby="engines"><h2 id="engines">Engines</h2>
+          ${status.replicas.length === 0 && html`<p>There is no engine yet.</p>`}
+          <ul class="replicas">${status.replicas.map(
+            (r) => html`<${Replica} key=${r.place} replica=${r} rate=${rates[r.replica] ?? null} />`,
+          )}</ul></section>
+        <section aria-labelledby="ingresses"><h2 id="ingresses">Ingresses</h2>
+          <ul class="plain">${status.ingresses.map((row) => html`<${Ingress} row=${row} />`)}
+          ${status.tokenizer_wrong && html`<li class="wrong">tokenizer: ${status.tokenizer_wrong}</li>`}</ul></section>`}
+      <${Timeline} />
+    </main>`;
+}
+
+// Tokens per second of each replica between two looks.
+function ratesOf(before, now) {
+  if (!before) return {};
+  const old = new Map(before.replicas.map((r) => [r.replica, r.stats]));
+  const seconds = now.time - before.time;
+  const rates = {};
+  for (const { replica, stats } of now.replicas) {
+    const then = old.get(replica);
+    if (then && stats && seconds > 0) {
+      rates[replica] = Math.max(0, stats.generation_tokens_total - then.generation_tokens_total) / seconds;
+    }
+  }
+  return rates;
+}
+
+// What a screen reader should say: which engines have changed their state.
+function changes(before, now) {
+  if (!before) return "";
+  const old = new Map(before.replicas.map((r) => [r.place, r.state]));
+  const changed = now.replicas.filter((r) => old.has(r.place) && old.get(r.place) !== r.state);
+  return changed.map((r) => `Engine ${r.place} is ${WORDS[r.state]}.`).join(" ");
+}
+
+render(html`<${Status} />`, document.getElementById("page"));
