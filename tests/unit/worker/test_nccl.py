@@ -145,7 +145,7 @@ def test_worker_takes_its_device_before_anything_else(monkeypatch: pytest.Monkey
     config = SimpleNamespace(device="cuda", comm_backend="nccl", tp_size=1, pp_size=1, world_size=1)
     sent: list[Any] = []
     inbox, results = SimpleNamespace(address="here"), SimpleNamespace(send=sent.append)
-    worker_loop._start(config, 0, ("", 0), inbox, results, None)  # type: ignore[arg-type]
+    worker_loop._start(config, 0, ("", 0), inbox, results, "127.0.0.1", None)  # type: ignore[arg-type]
     assert order == ["device 0", "nccl"]
     assert (sent[0].address, sent[0].num_kv_tokens, sent[0].error) == ("here", 48, "")
 
