@@ -34,6 +34,8 @@ EVERYWHERE = {
     "api_keys_file": "/etc/manta/keys/keys.yaml",
     # The pods of the group `ingress` have 4, so that new ingresses fit beside the old ones.
     "ingress_resources": {"manta_ingress": 1},
+    # A new pod may need a new node, an image and a model.
+    "resume_wait_s": 600,
     # A stream has this time to end when its pods go: k8s/README.md#how-long-an-end-takes
     "drain_timeout_s": 300,
 }
@@ -62,7 +64,11 @@ OVERLAYS = {
     ),
     "pp2-two-hosts": Overlay(
         "configs/llama-405b-tp8-pp2.yaml",
-        {"model": "/models/meta-llama/Llama-3.1-405B-Instruct", "ingress_replicas": 2},
+        {
+            "model": "/models/meta-llama/Llama-3.1-405B-Instruct",
+            "ingress_replicas": 2,
+            "resume_wait_s": 1800,
+        },
     ),
 }
 

@@ -51,7 +51,7 @@ def _survives(emulator: Emulator, cases: list[Case], name: str) -> None:
     assert outcome.finished >= scenarios.NUM_STREAMS
 
 
-@pytest.mark.parametrize("name", ["worker_killed", "head_killed", "network_cut"])
+@pytest.mark.parametrize("name", ["worker_killed", "head_killed"])
 def test_streams_survive(emulator: Emulator, cases: list[Case], name: str) -> None:
     _survives(emulator, cases, name)
 
@@ -97,7 +97,9 @@ def test_pods_write_only_to_volumes(emulator: Emulator) -> None:
 
 
 @pytest.mark.full_chaos
-@pytest.mark.parametrize("name", ["worker_terminated", "scaled_up_and_down", "host_lost"])
+@pytest.mark.parametrize(
+    "name", ["network_cut", "worker_terminated", "scaled_up_and_down", "host_lost"]
+)
 def test_streams_survive_changes(emulator: Emulator, cases: list[Case], name: str) -> None:
     _survives(emulator, cases, name)
 

@@ -84,6 +84,7 @@ OPERATIONS = [
     ("GET", "/ping"),
     ("GET", "/version"),
     ("GET", "/metrics"),
+    ("GET", "/debug/status"),
     ("GET", "/debug/trace"),
 ]
 

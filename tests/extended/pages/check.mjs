@@ -103,7 +103,8 @@ async function chat() {
   seen.growths = await page.evaluate(() => globalThis.lengths.size);
   seen.figures = await page.locator(".turn.assistant .figures").last().textContent();
   seen.prompt = await page.locator(".turn.user .text").last().textContent();
-  // The same prefix again: it is cached.
+  // The same prefix again: it is cached, and by now the router knows where.
+  await page.waitForTimeout(1500);
   await page.getByLabel("Message").fill("And then?");
   await page.getByRole("button", { name: "Send" }).click();
   await page.waitForFunction(() => document.querySelectorAll(".turn.assistant .figures").length === 2
