@@ -131,12 +131,13 @@ class Attempts:
         else:  # its call was cancelled too late; if the request has ended, this has no effect
             self.watch.send(replica, AbortRequest(rid=rid, reply_to=self.tokenizer.address))
 
-    def replica_lost(self, replica: str) -> None:
-        """Fail the attempts that a lost replica has, and those that none has taken yet: they may be
-        on the way to it. Their calls may not end for a long time if its host is gone too."""
+    def replica_lost(self) -> None:
+        """Fail the attempts that no replica has taken yet: they may be on the way to one that was
+        lost, and their calls may not end for a long time if its host is gone too. What the replica
+        has taken goes on with it, if it was only cut off."""
         for attempt in list(self._open.values()):
-            if attempt.replica in (replica, ""):
-                attempt.lose_engine("its replica was lost")
+            if not attempt.replica:
+                attempt.lose_engine("a replica was lost")
 
     def fail_all(self, error: Exception) -> None:
         """Fail every attempt that is open now with a copy of `error`."""
