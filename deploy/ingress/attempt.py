@@ -131,12 +131,12 @@ class Attempts:
         else:  # its call was cancelled too late; if the request has ended, this has no effect
             self.watch.send(replica, AbortRequest(rid=rid, reply_to=self.tokenizer.address))
 
-    def replica_lost(self) -> None:
-        """Fail the attempts that no replica has taken yet: they may be on the way to one that was
-        lost, and their calls may not end for a long time if its host is gone too. What the replica
-        has taken goes on with it, if it was only cut off."""
+    def replica_lost(self, replica: str, *, is_last: bool) -> None:
+        """Fail the attempts that no replica has taken yet: they may be on the way to the lost one,
+        and their calls may not end for a long time if its host is gone too. What it has taken goes
+        on elsewhere; if it is the last one, with itself, because it may only be cut off."""
         for attempt in list(self._open.values()):
-            if not attempt.replica:
+            if not attempt.replica or (attempt.replica == replica and not is_last):
                 attempt.lose_engine("a replica was lost")
 
     def fail_all(self, error: Exception) -> None:

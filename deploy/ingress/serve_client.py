@@ -329,7 +329,7 @@ class ServeEngineClient(EngineClient, IngressListener):
     def replica_lost(self, replica: str) -> None:
         if self._router is not None:
             self._router.vanished(replica)
-        self._attempts.replica_lost()
+        self._attempts.replica_lost(replica, is_last=not self._watch.actors)
 
     def tokenizer_lost(self, address: str) -> None:
         self._watch.reader_gone(address)

@@ -479,12 +479,12 @@ def test_engine_that_never_took_the_request_is_not_its_fault(
     assert world.resumes == {}, "nothing was under way"
 
 
-@pytest.mark.parametrize("is_taken", [False, True])
-def test_a_replica_is_lost_while_requests_are_on_their_way(
-    tokenizer: Tokenizer, is_taken: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("is_taken", "is_last"), [(False, True), (True, False), (True, True)])
+def test_a_replica_is_lost_whose_calls_do_not_end(
+    tokenizer: Tokenizer, is_taken: bool, is_last: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If its host is gone, their calls don't end: they go on elsewhere at once. What a replica has
-    taken stays there until its call ends: it may only be cut off."""
+    """Its host may be gone: requests go on elsewhere at once. What the last replica has taken stays
+    there until its call ends: it may only be cut off."""
     monkeypatch.setattr("deploy.ingress.resume.RETRY_PAUSE_S", 0.0)
     world = World(tokenizer, [Trouble(9, is_taken=is_taken, hangs=True)])
 
@@ -493,14 +493,17 @@ def test_a_replica_is_lost_while_requests_are_on_their_way(
         for _ in range(200):
             await asyncio.sleep(0)
         assert len(world.calls) == 1 and not reading.done()
-        world.attempts.replica_lost()
+        world.attempts.replica_lost("replica-of-others", is_last=False)
         await asyncio.sleep(0.01)
-        assert len(world.calls) == (1 if is_taken else 2)
+        lost = f"replica-{world.calls[0].rid}"
+        world.attempts.replica_lost(lost, is_last=is_last)
+        await asyncio.sleep(0.01)
+        assert len(world.calls) == (1 if is_taken and is_last else 2)
         world.hung.set()
         return gathered(await reading)
 
     assert asyncio.run(run()) == read(World(tokenizer))
-    assert world.resumes == {}, "nothing under way was lost"
+    assert world.resumes == ({"engine": 1} if is_taken and not is_last else {})
 
 
 def test_waits_for_an_engine_up_to_the_limit(tokenizer: Tokenizer) -> None:
