@@ -35,12 +35,9 @@ class ReplicaBoard:
         """How many replicas there should be (None: unknown), and the places. Never raises."""
         reports, target = await asyncio.gather(self._reports(), _target())
         heard = {_replica_of(actor): fresh for actor, fresh in self._watch.actors.items()}
-        if reports is None:
-            # One silent replica hides the answers of all. The pings tell which one it is.
-            alive = {replica for replica, fresh in heard.items() if fresh}
-            places = self._places.update([], heard.keys() | set(), alive, target)
-        else:
-            places = self._places.update(reports, heard.keys() | set(), set(), target)
+        # One silent replica hides the answers of all. Then the pings tell which one it is.
+        alive = {name for name, fresh in heard.items() if fresh} if reports is None else set()
+        places = self._places.update(reports or [], set(heard), alive, target)
         return (None if target is None else target.num_replicas), places
 
     async def _reports(self) -> list[Report] | None:
