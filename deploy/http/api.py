@@ -56,6 +56,7 @@ def build_api(
     metrics, quotas = ServerMetrics(settings.metrics_names), Quotas()
     app = _Api(settings, metrics)
     app.state.metrics = metrics
+    app.state.quotas = quotas
     app.state.tracing = None
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(RequestValidationError, _on_bad_query)

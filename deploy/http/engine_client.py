@@ -68,9 +68,19 @@ class GenerateRequest:
     """The output that the client expects; empty if the engines don't speculate."""
 
 
-SpendingReport = dict[str, tuple[float, float]]
-"""By API key: the tokens that an ingress has taken in all from the key's quota, and what is left of
-that (`deploy.http.access.quotas`)."""
+class Spending(NamedTuple):
+    """What an ingress tells of an API key's quota (`deploy.http.access.quotas`), in tokens."""
+
+    spent: float
+    """What its own requests took in all."""
+    level: float
+    """What is left, as far as it knows."""
+    deficit: float
+    """What its own requests took and time hasn't brought back yet."""
+
+
+SpendingReport = dict[str, Spending]
+"""By API key."""
 PlainFamily = tuple[str, str, str, str]
 """A `deploy.http.metrics.exposition.Family` as plain data, for ways between processes."""
 
@@ -131,8 +141,6 @@ class EngineClient(ABC):
     def __init__(self) -> None:
         self.aborts: WeakSet[Abort] = WeakSet()
         """Those of the requests in this process, as long as anybody holds them."""
-        self.on_spending: Callable[[str, SpendingReport], None] | None = None
-        """Is called when an ingress, this one or another, tells what keys spend."""
 
     @property
     @abstractmethod

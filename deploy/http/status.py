@@ -10,6 +10,7 @@ from typing import Any
 from deploy.http.engine_client import EngineClient
 from deploy.http.metrics import ServerMetrics
 from engine import __version__
+from engine.errors import EngineDeadError
 
 FRESH_S = 0.4
 """An answer of this age is given again."""
@@ -52,8 +53,8 @@ class StatusProbe:
         found: dict[str, float | None] = {}
         try:
             reports, num_silent = await client.ingress_metrics(INGRESSES_TIMEOUT_S)
-        except Exception:  # the engines are shown all the same
-            reports, num_silent = {}, 0
+        except EngineDeadError:  # the engines are shown all the same
+            reports, num_silent = {}, 1
         for name, families in reports.items():
             samples = "".join(family[3] for family in families if family[0] == IN_FLIGHT)
             found[name] = sum(float(line.rpartition(" ")[2]) for line in samples.splitlines())

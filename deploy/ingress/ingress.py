@@ -55,8 +55,9 @@ def build_ingress(settings: ApiSettings) -> Any:
             return self._client.tell_metrics(asker, number, app.state.metrics.report)
 
         async def hear_spending(self, ingress: str, report: SpendingReport) -> None:
-            if self._client is not None and self._client.on_spending is not None:
-                self._client.on_spending(ingress, report)
+            # From the start: this ingress may get the key's next request.
+            app: Any = self.app  # type: ignore[attr-defined]
+            app.state.quotas.hear(ingress, report)
 
         async def __del__(self) -> None:
             if self._client is not None:

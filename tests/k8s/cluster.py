@@ -73,7 +73,6 @@ class Cluster:
         head, *workers = groups(service)
         try:
             self.head = self.add_pod(head)
-            surroundings.hosts[f"{name}-head-svc"] = self.head.interface.address
             self._wait_for_head()
             for group in workers:
                 for _ in range(group["replicas"] * group.get("numOfHosts", 1)):
@@ -109,8 +108,6 @@ class Cluster:
         interface = around.network.add(name, labels, around.namespace)
         if group["groupName"] == "head":
             around.hosts[f"{self.name}-head-svc"] = interface.address
-        folder = around.folder / name
-        folder.mkdir()
 
         def environment() -> dict[str, str]:
             return self._environment(group, name)
@@ -126,7 +123,7 @@ class Cluster:
             around.image,
         )
         port = int(self.config["http_options"]["port"])
-        pod = Pod(name, spec, interface, container, folder, kuberay.probe(group, port), environment)
+        pod = Pod(name, spec, interface, container, kuberay.probe(group, port), environment)
         self.pods.append(pod)
         pod.start()
         return pod

@@ -33,6 +33,8 @@ from tests.k8s.cluster import Cluster, Surroundings
 from tests.k8s.container import image_folder
 from tests.k8s.manifests import Document, find, matches, render, served, the
 from tests.k8s.network import Interface, Network
+from tests.k8s.service import Service
+from tests.support.debian import missing_packages
 
 PROGRAMS = {
     "ip": "iproute2",
@@ -42,28 +44,14 @@ PROGRAMS = {
     "/usr/lib/nginx/modules/ngx_stream_module.so": "libnginx-mod-stream",
 }
 """Programs and files that it uses -> the Debian packages that have them."""
-NGINX = """
-daemon off; worker_processes 1; pid {folder}/nginx.pid; error_log {folder}/nginx.log warn;
-events {{ worker_connections 1024; }}
-stream {{
-    {upstream}
-    server {{ listen {address}:8000; {target} proxy_timeout 1h; proxy_connect_timeout 2s; }}
-}}
-"""
-"""kube-proxy passes connections, not requests; so does this."""
 
 
 class Emulator:
     """One Kubernetes namespace with Manta in it. Use it as a context."""
 
     def __init__(self, documents: list[Document]) -> None:
-        missing = [
-            package
-            for program, package in PROGRAMS.items()
-            if not (shutil.which(program) or Path(program).exists())
-        ]
-        if missing:
-            raise RuntimeError(f"install Debian's {', '.join(missing)}")
+        if missing := missing_packages(PROGRAMS):
+            raise RuntimeError(f"install Debian's {', '.join(sorted(missing))}")
         self.folder = Path(tempfile.mkdtemp(prefix="manta-k8s-"))
         self.folder.chmod(0o755)
         self.documents = documents
@@ -72,7 +60,7 @@ class Emulator:
         self._names = (f"manta-{letters}" for letters in itertools.count(1))
         self._processes: list[subprocess.Popen[bytes]] = []
         self._closing = threading.Event()
-        self._watcher: threading.Thread | None = None
+        self._service: Service | None = None
         self.network = Network(find(documents, "NetworkPolicy"), "manta")
         try:
             image = self.folder / "image"
@@ -80,10 +68,10 @@ class Emulator:
             self.around = Surroundings(self.network, self.folder, image_folder(image), documents)
             self._make_secrets()
             self._start_redis()
-            self._service = self.network.add("service", {}, "kube-system")
-            self._endpoints: list[str] | None = None
-            self._watcher = threading.Thread(target=self._watch_endpoints, daemon=True)
-            self._watcher.start()
+            folder = self.folder / "service"
+            folder.mkdir()
+            interface = self.network.add("service", {}, "kube-system")
+            self._service = Service(interface, folder, self._ready)
         except BaseException:
             self.close()
             raise
@@ -99,8 +87,8 @@ class Emulator:
     def close(self) -> None:
         """Leave no process, no network and no file."""
         self._closing.set()
-        if self._watcher is not None:
-            self._watcher.join()  # it starts nginx
+        if self._service is not None:
+            self._service.close()
         for cluster in self.clusters:
             cluster.close()
         for process in reversed(self._processes):
@@ -112,7 +100,8 @@ class Emulator:
     @property
     def url(self) -> str:
         """The address of the Service, for clients on this machine or in another pod."""
-        return f"http://{self._service.address}:8000"
+        assert self._service is not None
+        return self._service.url
 
     @property
     def cluster(self) -> Cluster:
@@ -126,6 +115,8 @@ class Emulator:
         self.clusters.append(cluster)
         cluster.put(served(service))
         cluster.wait_until_running()
+        assert self._service is not None
+        self._service.wait()
         return cluster
 
     def upgrade(self, service: Document) -> None:
@@ -180,29 +171,6 @@ class Emulator:
             for pod in list(cluster.pods)
             if pod.is_ready and matches(pod.labels, selector)
         )
-
-    def _watch_endpoints(self) -> None:
-        nginx: subprocess.Popen[bytes] | None = None
-        while not self._closing.wait(0.2):
-            ready = self._ready()
-            if ready == self._endpoints:
-                continue
-            self._endpoints = ready
-            servers = " ".join(f"server {address}:8000 max_fails=0;" for address in ready)
-            upstream = f"upstream pods {{ least_conn; {servers} }}" if ready else ""
-            target = "proxy_pass pods;" if ready else "return '';"
-            text = NGINX.format(
-                folder=self.folder, upstream=upstream, target=target, address=self._service.address
-            )
-            config = self.folder / "nginx.conf"
-            config.write_text("load_module /usr/lib/nginx/modules/ngx_stream_module.so;" + text)
-            words = ["ip", "netns", "exec", self._service.netns, "nginx", "-c", str(config)]
-            if nginx is None:
-                log = (self.folder / "nginx.out").open("wb")
-                nginx = subprocess.Popen(words, stdout=log, stderr=log)
-                self._processes.append(nginx)
-            else:
-                subprocess.run([*words, "-s", "reload"], check=True, capture_output=True)
 
 
 def scaled(config: dict[str, Any], replicas: int) -> dict[str, Any]:

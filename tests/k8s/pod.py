@@ -5,7 +5,6 @@ Init containers, other containers (sidecars), resource limits and affinities are
 
 from __future__ import annotations
 
-import shutil
 import signal
 import threading
 import time
@@ -30,7 +29,6 @@ class Pod:
         spec: dict[str, Any],
         interface: Interface,
         container: Container,
-        folder: Path,
         probe: Sequence[str],
         environment: Callable[[], Mapping[str, str]],
     ) -> None:
@@ -38,7 +36,6 @@ class Pod:
         self.spec = spec
         self.interface = interface
         self.container = container
-        self.folder = folder
         self.restarts = 0
         self.is_ready = False
         self.was_ready = threading.Event()
@@ -81,7 +78,6 @@ class Pod:
     def remove(self) -> None:
         """End it at once, for good."""
         self.delete(force=True)
-        shutil.rmtree(self.folder, ignore_errors=True)
 
     def _run(self) -> None:
         ended = 0

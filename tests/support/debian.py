@@ -13,7 +13,7 @@ import pytest
 def install(programs: Mapping[str, str]) -> None:
     """Install the packages of programs or files that are missing, without starting their services.
     `programs` has the package of each. Skips the test where that isn't possible."""
-    missing = {package for program, package in programs.items() if not _is_there(program)}
+    missing = missing_packages(programs)
     if not missing:
         return
     if os.geteuid() != 0 or shutil.which("apt-get") is None:
@@ -25,6 +25,11 @@ def install(programs: Mapping[str, str]) -> None:
         )
         if done.returncode:
             pytest.skip(f"apt-get {command[0]}: {done.stderr[-500:]}")
+
+
+def missing_packages(programs: Mapping[str, str]) -> set[str]:
+    """The packages of those programs and files that aren't there."""
+    return {package for program, package in programs.items() if not _is_there(program)}
 
 
 def _is_there(program: str) -> bool:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from deploy.http.access.api_key import ApiKey
-from deploy.http.engine_client import EngineClient, SpendingReport
+from deploy.http.engine_client import EngineClient, Spending, SpendingReport
 from deploy.http.metrics import RequestTracker
 from engine.errors import RequestError
 
@@ -53,6 +53,8 @@ class _Bucket:
     """What the requests of this process took in all."""
     reported: float = 0.0
     """What the others know of that."""
+    deficit: float = 0.0
+    """What the requests of this process took and time hasn't brought back yet."""
     used_at: float = 0.0
     tickets: set[Ticket] = field(default_factory=set)
 
@@ -60,14 +62,18 @@ class _Bucket:
         """Let in what the time since the last call brings. The key may have another limit now."""
         if capacity != self.capacity:
             self.level *= capacity / self.capacity
+            self.deficit *= capacity / self.capacity
             self.capacity = capacity
-        self.level = min(capacity, self.level + (now - self.filled_at) * capacity / 60)
+        came = (now - self.filled_at) * capacity / 60
+        self.level = min(capacity, self.level + came)
+        self.deficit = max(0.0, self.deficit - came)
         self.filled_at = now
 
     def take(self, tokens: float) -> None:
         """For requests of this process."""
         self.level -= tokens
         self.spent += tokens
+        self.deficit += tokens
 
     def take_outputs(self) -> None:
         """Take the tokens that came since the last call."""
@@ -80,8 +86,7 @@ class _Bucket:
 class _Heard(NamedTuple):
     """What another ingress said last of a key, and when."""
 
-    spent: float
-    level: float
+    told: Spending
     at: float
 
 
@@ -139,7 +144,7 @@ class Quotas:
             bucket.take_outputs()
             bucket.fill(bucket.capacity, now)
             if bucket.level < bucket.capacity or bucket.spent != bucket.reported:
-                found[name] = (bucket.spent, bucket.level)
+                found[name] = Spending(bucket.spent, bucket.level, bucket.deficit)
                 bucket.reported = bucket.spent
             elif not bucket.tickets and now - bucket.used_at > FORGET_AFTER_S:
                 del self._buckets[name]
@@ -147,39 +152,37 @@ class Quotas:
         return found
 
     def hear(self, ingress: str, report: SpendingReport) -> None:
-        """Another ingress reports. Of one that isn't known yet, the level of its bucket counts: it
-        has what both of them took before."""
+        """Another ingress reports. Of one that wasn't heard before only the deficit is taken: what
+        it took long ago has come back."""
         if ingress == self._name:
             return
         now = self._clock()
-        for name, (spent, level) in report.items():
+        for name, told in report.items():
             before = self._heard.get((ingress, name))
-            self._heard[ingress, name] = _Heard(spent, level, now)
+            self._heard[ingress, name] = _Heard(told, now)
             bucket = self._buckets.get(name)
             if bucket is None:
                 continue
             bucket.fill(bucket.capacity, now)
-            if before is None or spent < before.spent:
-                bucket.level = min(bucket.level, level)
+            if before is None or told.spent < before.told.spent:
+                bucket.level -= told.deficit
             else:
-                bucket.level -= spent - before.spent
+                bucket.level -= told.spent - before.told.spent
 
     def _told(self, name: str, limit: float) -> float:
         """The level of a new bucket: full, or as the others know it."""
         now = self._clock()
         levels = [
-            heard.level + (now - heard.at) * limit / 60
+            heard.told.level + (now - heard.at) * limit / 60
             for (_, key), heard in self._heard.items()
             if key == name
         ]
         return min([float(limit), *levels])
 
     def share(self, client: EngineClient) -> None:
-        """Begin to tell the other ingresses, and to hear them, if that hasn't begun. To be called
-        in the loop."""
+        """Begin to tell the other ingresses, if that hasn't begun. To be called in the loop."""
         if self._sharing is None:
             self._name = uuid.uuid4().hex
-            client.on_spending = self.hear
             self._sharing = asyncio.create_task(self._share(client))
 
     async def _share(self, client: EngineClient) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -103,7 +102,7 @@ def test_a_limit_that_changes() -> None:
 def test_full_buckets_are_forgotten() -> None:
     clock = Clock()
     quotas = Quotas(clock)
-    assert wait_s(quotas, 100) == 0 and quotas.report() == {"a": (100.0, 500.0)}
+    assert wait_s(quotas, 100) == 0 and quotas.report() == {"a": (100.0, 500.0, 100.0)}
     clock.now += 60
     assert quotas.report() == {} and quotas._buckets
     clock.now += FORGET_AFTER_S
@@ -152,7 +151,24 @@ def test_an_ingress_that_starts_again() -> None:
     again = Quotas(clock)
     assert wait_s(again, 50) == 0
     other.hear("one", again.report())
-    assert wait_s(other, 200) == 10
+    assert wait_s(other, 200) == 15
+    assert wait_s(again, 550) == 0, "it wasn't told"
+    again.hear("other", other.report())
+    assert wait_s(again, 1) > 0
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 1.0])
+def test_ingresses_that_begin_at_once(pause_s: float) -> None:
+    """Neither has heard of the other when it lets the key's first request in."""
+    clock = Clock()
+    one, other = Quotas(clock), Quotas(clock)
+    one._name, other._name = "one", "other"
+    assert wait_s(one, 300) == 0 and wait_s(other, 300) == 0
+    clock.now += pause_s
+    other.hear("one", one.report())
+    one.hear("other", other.report())
+    for each in (one, other):
+        assert wait_s(each, 300) >= 28
 
 
 def test_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,19 +177,18 @@ def test_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     class Client(FakeEngineClient):
         calls = 0
-        hears: Callable[[str, SpendingReport], None]
+        ingresses: list[Quotas]
 
         async def tell_spending(self, ingress: str, report: SpendingReport) -> None:
             self.calls += 1
             if self.calls == 2:
                 raise ConnectionError
-            self.hears(ingress, report)
-            assert self.on_spending is not None
-            self.on_spending(ingress, report)
+            for each in self.ingresses:
+                each.hear(ingress, report)
 
     async def check() -> None:
         client, there, here = Client(), Quotas(), Quotas()
-        client.hears = there.hear
+        client.ingresses = [here, there]
         here.share(client)
         here.share(client)
         here.begin(key(), 500, tracker())
