@@ -10,6 +10,7 @@
 // parts are tasks of their own, so that a long row occupies all threads.
 #pragma once
 
+#include <type_traits>
 #include <vector>
 
 #include "attention_tile.h"
@@ -56,7 +57,7 @@ struct Attend {
     for (int64_t j = 0; j < count; j += kPanel) {
       V sums[M][kVectors];
       const int64_t units = a.dim / kPerUnit<C>;
-      multiply<C, M, kBlock>(tile.queries[row], kMaxDim, tile.keys + j, units, sums);
+      multiply<C, M, kBlock, false>(tile.queries[row], kMaxDim, tile.keys + j, units, sums);
       for (int m = 0; m < M; m++)
         for (int v = 0; v < kVectors; v++)
           store(tile.scores[row + m] + j + v * kLanes, sums[m][v] * scale);
@@ -126,53 +127,65 @@ struct Attend {
     const P* pool = static_cast<const P*>(a.v_pool) + kv_head * a.dim;
     for (int64_t j = 0; j < keys.count; j++) {
       for (int64_t d = 0; j < keys.num_ahead && d < a.dim; d += kPanel)
-        fetch(keys.ahead[j] * key_stride + kv_head * a.dim + d);
+        fetch<kVectors>(keys.ahead[j], kv_head, d);
       for (int64_t d = 0; d < a.dim; d += kLanes)
         store(tile.values[j] + d, load_part(pool + keys.slots[j] * key_stride + d, a.dim - d));
     }
   }
 
-  // Adds the weighted values of a block; value j is at `values` + offset(j).
+  // Adds the weighted values of a block, `N` vectors of each; value j is at `values` + offset(j).
+  template <int M, int N, class Q, class Offset>
+  void add_vectors(
+      Tile<C>& tile, int64_t row, const Keys& keys, const Q* values, Offset offset, int64_t d) const {
+    // All loops over `sums` are unrolled: with an index that varies it would lie in memory.
+    V sums[M][N];
+#pragma GCC unroll 8
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
+      for (int v = 0; v < N; v++)
+        sums[m][v] = load(tile.sums[row + m] + d + v * kLanes) * set1(tile.fade[row + m]);
+    const int64_t left = a.dim - d;
+    for (int64_t j = keys.first; j < keys.count; j++) {
+      const Q* value = values + offset(std::integral_constant<int, N>(), j, d);
+      V numbers[N];
+      if (left >= N * kLanes) {
+#pragma GCC unroll 4
+        for (int v = 0; v < N; v++) numbers[v] = load_as_float(value + v * kLanes);
+      } else {
+        for (int v = 0; v < N; v++)
+          numbers[v] = v * kLanes < left ? load_part(value + v * kLanes, left - v * kLanes) : zero();
+      }
+#pragma GCC unroll 8
+      for (int m = 0; m < M; m++) {
+        const V weight = set1(tile.scores[row + m][j]);
+#pragma GCC unroll 4
+        for (int v = 0; v < N; v++) sums[m][v] = fma(weight, numbers[v], sums[m][v]);
+      }
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
+      for (int v = 0; v < N; v++)
+        if (v * kLanes < left) store(tile.sums[row + m] + d + v * kLanes, sums[m][v]);
+  }
+
   template <int M, class Q, class Offset>
   void add_values(Tile<C>& tile, int64_t row, const Keys& keys, const Q* values, Offset offset) const {
-    for (int64_t d = 0; d < a.dim; d += kVectors * kLanes) {
-      V sums[M][kVectors];
-      for (int m = 0; m < M; m++)
-        for (int v = 0; v < kVectors; v++)
-          sums[m][v] = load(tile.sums[row + m] + d + v * kLanes) * set1(tile.fade[row + m]);
-      const int64_t left = a.dim - d;
-      for (int64_t j = keys.first; j < keys.count; j++) {
-        const Q* value = values + offset(j, d);
-        V numbers[kVectors];
-        if (left >= kVectors * kLanes) {
-#pragma GCC unroll 4
-          for (int v = 0; v < kVectors; v++) numbers[v] = load_as_float(value + v * kLanes);
-        } else {
-          for (int v = 0; v < kVectors; v++)
-            numbers[v] = v * kLanes < left ? load_part(value + v * kLanes, left - v * kLanes) : zero();
-        }
-#pragma GCC unroll 8
-        for (int m = 0; m < M; m++) {
-          const V weight = set1(tile.scores[row + m][j]);
-#pragma GCC unroll 4
-          for (int v = 0; v < kVectors; v++) sums[m][v] = fma(weight, numbers[v], sums[m][v]);
-        }
-      }
-      for (int m = 0; m < M; m++)
-        for (int v = 0; v < kVectors; v++)
-          if (v * kLanes < left) store(tile.sums[row + m] + d + v * kLanes, sums[m][v]);
-    }
+    int64_t d = 0;
+    for (; d + (keys.copied ? 0 : kPanel / 2) < a.dim; d += kPanel)
+      add_vectors<M, kVectors>(tile, row, keys, values, offset, d);
+    if (d < a.dim) add_vectors<M, kVectors / 2>(tile, row, keys, values, offset, d);
   }
 
   template <int M>
   void add_block(Tile<C>& tile, int64_t row, const Keys& keys, int64_t kv_head) const {
     if (keys.copied) {
       return add_values<M>(tile, row, keys, tile.values[0],
-                           [](int64_t j, int64_t d) { return j * kMaxDim + d; });
+                           [](auto, int64_t j, int64_t d) { return j * kMaxDim + d; });
     }
     const P* pool = static_cast<const P*>(a.v_pool) + kv_head * a.dim;
-    add_values<M>(tile, row, keys, pool, [&](int64_t j, int64_t d) {
-      if (j < keys.num_ahead) fetch(keys.ahead[j] * key_stride + kv_head * a.dim + d);
+    add_values<M>(tile, row, keys, pool, [&](auto n, int64_t j, int64_t d) {
+      if (j < keys.num_ahead) fetch<decltype(n)::value>(keys.ahead[j], kv_head, d);
       return keys.slots[j] * key_stride + d;
     });
   }
@@ -197,11 +210,14 @@ struct Attend {
     }
   }
 
-  // Software prefetch. It runs one block ahead, a key at a time: in bursts it would stall.
-  void fetch(int64_t at) const {
+  // Software prefetch of `N` vectors of a head, from d on. It runs one block ahead, a key at a time:
+  // in bursts it would stall.
+  template <int N>
+  void fetch(int64_t slot, int64_t kv_head, int64_t d) const {
+    const int64_t at = slot * key_stride + kv_head * a.dim + d;
     const char* key = reinterpret_cast<const char*>(static_cast<const P*>(a.k_pool) + at);
     const char* value = reinterpret_cast<const char*>(static_cast<const P*>(a.v_pool) + at);
-    for (size_t b = 0; b < kPanel * sizeof(P); b += 64) {
+    for (size_t b = 0; b < N * kLanes * sizeof(P); b += 64) {
       __builtin_prefetch(key + b, 0, 2);
       __builtin_prefetch(value + b, 0, 2);
     }
