@@ -57,7 +57,7 @@ struct Attend {
     for (int64_t j = 0; j < count; j += kPanel) {
       V sums[M][kVectors];
       const int64_t units = a.dim / kPerUnit<C>;
-      multiply<C, M, kBlock, false>(tile.queries[row], kMaxDim, tile.keys + j, units, sums);
+      multiply<C, M, kBlock>(tile.queries[row], kMaxDim, tile.keys + j, units, sums);
       for (int m = 0; m < M; m++)
         for (int v = 0; v < kVectors; v++)
           store(tile.scores[row + m] + j + v * kLanes, sums[m][v] * scale);

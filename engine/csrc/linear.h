@@ -14,9 +14,6 @@ constexpr int kVectors = kLanes == 16 ? 4 : 2;
 constexpr int64_t kPanel = kVectors * kLanes;
 constexpr int kRows = kLanes == 16 ? 6 : 5;
 constexpr int64_t kRowBlock = 96;
-// Bytes of a panel that are fetched before they are needed. The processor's own prefetch stops at
-// each page: a panel of 256 inputs has 16 of them.
-constexpr int64_t kAhead = 16384;
 constexpr int64_t kAloneMacs = 1 << 18;  // below this another thread costs more than it saves
 constexpr int64_t kAloneUnits = 1 << 15;  // the same of units that are copied
 constexpr int64_t kUnpackedRows = 8;      // that a thread takes at a time
@@ -66,8 +63,7 @@ template <class T>
 inline auto load_units(const int8_t* w, const T* type) { return load_int8(w, type); }
 
 // Sums of `M` rows of x times one panel, whose units lie `stride` apart from input to input.
-// `streams`: panels come from memory, one behind the other.
-template <class T, int M, int64_t stride, bool streams, class W>
+template <class T, int M, int64_t stride = kPanel, class W>
 inline __attribute__((always_inline)) void multiply(
     const T* x, int64_t x_stride, const W* panel, int64_t units, V (&sums)[M][kVectors]) {
   constexpr int64_t kStep = sizeof(W) == 4 ? 1 : kPerUnit<T>;  // elements of W per unit
@@ -76,11 +72,8 @@ inline __attribute__((always_inline)) void multiply(
   for (int64_t k = 0; k < units; k++) {
     decltype(load_units(panel, static_cast<const T*>(nullptr))) w[kVectors];
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; v++) {
-      const W* at = panel + (k * stride + v * kLanes) * kStep;
-      w[v] = load_units(at, static_cast<const T*>(nullptr));
-      if constexpr (streams) prefetch(at, kAhead);
-    }
+    for (int v = 0; v < kVectors; v++)
+      w[v] = load_units(panel + (k * stride + v * kLanes) * kStep, static_cast<const T*>(nullptr));
 #pragma GCC unroll 8
     for (int m = 0; m < M; m++) {
       const U unit = broadcast_unit(x + m * x_stride + k * kPerUnit<T>);
@@ -95,7 +88,7 @@ template <class T, int M, class W>
 void panel_rows(const Linear& a, int64_t row, int64_t column, const W* panel) {
   const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
   V sums[M][kVectors];
-  multiply<T, M, kPanel, true>(x, a.x_stride, panel, a.in / kPerUnit<T>, sums);
+  multiply<T, M>(x, a.x_stride, panel, a.in / kPerUnit<T>, sums);
   for (int v = 0; v < kVectors; v++) {
     const int64_t first = column + v * kLanes;
     const int64_t n = a.out - first;

@@ -14,11 +14,6 @@
 
 namespace manta::MANTA_ISA {
 
-// Asks for the cache line that lies `bytes` behind `p`; it may be behind the end of an array.
-inline void prefetch(const void* p, int64_t bytes) {
-  _mm_prefetch(static_cast<const char*>(p) + bytes, _MM_HINT_T0);
-}
-
 #if defined(__AVX512F__)
 using V = __m512;   // floats
 using U = __m512i;  // units
