@@ -179,10 +179,9 @@ struct Attend {
 
   template <int M>
   void add_block(Tile<C>& tile, int64_t row, const Keys& keys, int64_t kv_head) const {
-    if (keys.copied) {
+    if (keys.copied)
       return add_values<M>(tile, row, keys, tile.values[0],
                            [](auto, int64_t j, int64_t d) { return j * kMaxDim + d; });
-    }
     const P* pool = static_cast<const P*>(a.v_pool) + kv_head * a.dim;
     add_values<M>(tile, row, keys, pool, [&](auto n, int64_t j, int64_t d) {
       if (j < keys.num_ahead) fetch<decltype(n)::value>(keys.ahead[j], kv_head, d);
@@ -192,8 +191,7 @@ struct Attend {
 
   template <int M = kRows>
   void for_rows(
-      Tile<C>& tile, int64_t row, int64_t rows, const Keys& keys, int64_t kv_head,
-      bool values) const {
+      Tile<C>& tile, int64_t row, int64_t rows, const Keys& keys, int64_t kv_head, bool values) const {
     if (rows == M) {
       if (values) add_block<M>(tile, row, keys, kv_head);
       else score<M>(tile, row, keys.count);
