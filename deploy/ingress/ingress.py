@@ -51,22 +51,25 @@ def build_ingress(settings: ApiSettings) -> Any:
             # The ingress that a scrape reaches asks all of them, itself too.
             if self._client is None:
                 return None
-            app: Any = self.app  # type: ignore[attr-defined]  # Serve's, as this process has it
-            return self._client.tell_metrics(asker, number, app.state.metrics.report)
+            return self._client.tell_metrics(asker, number, _state(self).metrics.report)
 
         async def hear_spending(self, ingress: str, report: SpendingReport) -> None:
             # From the start: this ingress may get the key's next request.
-            app: Any = self.app  # type: ignore[attr-defined]
-            app.state.quotas.hear(ingress, report)
+            _state(self).quotas.hear(ingress, report)
 
         async def __del__(self) -> None:
             if self._client is not None:
                 self._client.stop()
-            app: Any = self.app  # type: ignore[attr-defined]
-            if app.state.tracing is not None:
-                await asyncio.to_thread(app.state.tracing.close)
+            tracing = _state(self).tracing
+            if tracing is not None:
+                await asyncio.to_thread(tracing.close)
 
     return Ingress
+
+
+def _state(ingress: Any) -> Any:
+    """The state of the API's application, which Serve gives the ingress as this process has it."""
+    return ingress.app.state
 
 
 def _check_listening(options: IngressOptions) -> None:

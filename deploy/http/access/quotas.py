@@ -148,7 +148,6 @@ class Quotas:
                 bucket.reported = bucket.spent
             elif not bucket.tickets and now - bucket.used_at > FORGET_AFTER_S:
                 del self._buckets[name]
-        self._heard = {k: h for k, h in self._heard.items() if now - h.at <= FORGET_AFTER_S}
         return found
 
     def hear(self, ingress: str, report: SpendingReport) -> None:
@@ -157,6 +156,8 @@ class Quotas:
         if ingress == self._name:
             return
         now = self._clock()
+        # Here, as an ingress may hear the others for long before it has something to report.
+        self._heard = {k: h for k, h in self._heard.items() if now - h.at <= FORGET_AFTER_S}
         for name, told in report.items():
             before = self._heard.get((ingress, name))
             self._heard[ingress, name] = _Heard(told, now)

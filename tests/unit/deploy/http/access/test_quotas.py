@@ -157,6 +157,18 @@ def test_an_ingress_that_starts_again() -> None:
     assert wait_s(again, 1) > 0
 
 
+def test_ingresses_that_are_gone_are_forgotten() -> None:
+    """Also by one that never had a request."""
+    clock = Clock()
+    idle, other = Quotas(clock), Quotas(clock)
+    assert wait_s(other, 100) == 0
+    for number in range(5):
+        idle.hear(f"ingress-{number}", other.report())
+        clock.now += FORGET_AFTER_S + 1
+        assert wait_s(other, 100) == 0
+    assert len(idle._heard) == 1
+
+
 @pytest.mark.parametrize("pause_s", [0.0, 1.0])
 def test_ingresses_that_begin_at_once(pause_s: float) -> None:
     """Neither has heard of the other when it lets the key's first request in."""
