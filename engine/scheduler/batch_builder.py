@@ -134,7 +134,7 @@ def _decode_rows(
     drafts.alloc = kv.reserve(decode.rows, drafts.alloc, drafts.targets)
     planned = drafts.planned
     if decode.is_exact and not planned.any():
-        locs = kv.slots(decode.rows, decode.seq_lens, np.ones_like(after))
+        locs = kv.slot_at(decode.rows, decode.seq_lens)
         return _DecodeRows(after, _decode_tokens(decode, send_tokens), locs)
     forced: dict[int, ForcedRun] = {}
     if drafts.forced:

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
-
-import numpy as np
+from itertools import accumulate
 
 from engine.protocol.messages import GenerationBatchResult
 from engine.scheduler.micro_batch import LaunchedStep
@@ -25,8 +24,6 @@ SHARE_MEMORY = 0.95
 """Weight of what was known of how many drafts are found, after each step that asked for some."""
 MIN_SHARE = 0.02
 """If fewer of the drafts asked for are found, none are asked for: to ask takes time, too."""
-JUDGED_SHARE = 0.25
-"""Drafts are judged as if at least so many rows had some: the others cost and gain nothing."""
 TIME_MEMORY = 0.8
 """Weight of what was known of step times of a size, after each such step."""
 OUTLIER = 3.0
@@ -35,9 +32,9 @@ PROBE_DRAFTS, PROBE_STEPS = 2, 2
 """How many drafts are tried, and for how many steps, where none are worth it."""
 MIN_PROBE_PAUSE, MAX_PROBE_PAUSE = 16, 128
 """Steps until some are tried again; doubled each time."""
-MARGIN = 1.05
-"""Gain that drafts must promise: what they take of other processes' time is not in the step
-times."""
+MARGIN = 0.05
+"""Gain that drafts must promise, in steps that have some: what they take of other processes' time
+is not in the step times."""
 
 
 class StepTimes:
@@ -46,6 +43,8 @@ class StepTimes:
     def __init__(self) -> None:
         self._sizes: list[int] = []
         self._seconds: list[float] = []
+        self._rising: list[float] = []
+        """`_seconds`, or those of a smaller size where they are more."""
 
     def observe(self, tokens: int, seconds: float) -> None:
         """A step with `tokens` took `seconds`."""
@@ -54,9 +53,11 @@ class StepTimes:
         if at == len(self._sizes) or self._sizes[at] != size:
             self._sizes.insert(at, size)
             self._seconds.insert(at, seconds)
-            return
-        known = self._seconds[at]
-        self._seconds[at] = TIME_MEMORY * known + (1 - TIME_MEMORY) * min(seconds, OUTLIER * known)
+        else:
+            known = self._seconds[at]
+            seconds = min(seconds, OUTLIER * known)
+            self._seconds[at] = TIME_MEMORY * known + (1 - TIME_MEMORY) * seconds
+        self._rising = list(accumulate(self._seconds, max))
 
     def estimate(self, tokens: float) -> float:
         """Seconds of a step with `tokens`, between those of the sizes seen; 0.0 if none was.
@@ -64,12 +65,14 @@ class StepTimes:
         Beyond the largest size it is that of the largest, and below the smallest it falls with the
         size: what was never tried is thought well of, until it is. Times never fall with the size.
         """
-        if not self._sizes:
-            return 0.0
-        if tokens < self._sizes[0]:
-            return self._seconds[0] * tokens / self._sizes[0]
-        seconds = np.maximum.accumulate(self._seconds)
-        return float(np.interp(tokens, self._sizes, seconds))
+        sizes, seconds = self._sizes, self._rising
+        at = bisect.bisect_right(sizes, tokens)
+        if at == 0:
+            return seconds[0] * tokens / sizes[0] if sizes else 0.0
+        if at == len(sizes):
+            return seconds[-1]
+        share = (tokens - sizes[at - 1]) / (sizes[at] - sizes[at - 1])
+        return seconds[at - 1] + share * (seconds[at] - seconds[at - 1])
 
 
 class DraftLength:
@@ -143,11 +146,13 @@ class DraftLength:
     def _best(self, num_rows: int) -> int:
         """The number of drafts that promises the most tokens per second."""
         rate = min(self._accepted / self._tried, 0.99)
-        share = max(self._share, JUDGED_SHARE)
+        share = self._share
         alone = self._times.estimate(num_rows)
         if alone == 0.0:
             return self.most
-        best, best_speed = 0, MARGIN / alone
+        # Steps in which no row has drafts cost hardly more.
+        margin = MARGIN * min(1.0, share * num_rows)
+        best, best_speed = 0, (1.0 + margin) / alone
         tokens, chance = 1.0, share
         for count in range(1, self.most + 1):
             chance *= rate

@@ -141,6 +141,11 @@ class KVManager:
         reached[grows] = last_page * size
         return reached
 
+    def slot_at(self, rows: IntArray, positions: IntArray) -> IntArray:
+        """Slot int32 [B] of one position of each row."""
+        found: IntArray = self.rows.req_to_token[rows, positions]
+        return found
+
     def slots(self, rows: IntArray, starts: IntArray, counts: IntArray) -> IntArray:
         """Slots int32 [sum(counts)] of the positions from starts [B] on, row after row."""
         found: IntArray = self.rows.req_to_token[np.repeat(rows, counts), positions(starts, counts)]

@@ -1,8 +1,8 @@
 """Drafts by n-grams of the request's own tokens (prompt lookup decoding, Saxena 2023).
 
 The end of the tokens is looked for in the tokens before; what followed there is the draft. Every
-n-gram is indexed once, when the token behind it comes, so a look-up costs the same in a long
-context as in a short one.
+n-gram is indexed once, at the next look-up, so that costs the same in a long context as in a short
+one, and a request for which nothing is looked up costs nothing.
 """
 
 from __future__ import annotations
@@ -42,14 +42,17 @@ class NgramIndex:
         self._latest: dict[tuple[int, ...], int] = {}
         """By n-gram, the position of its last token where it stood last."""
         self._before: list[int] = []
-        """By position: where the n-gram that ends there stood before, -1 if nowhere. One entry for
-        every token but the last."""
+        """By position: where the n-gram that ends there stood before, -1 if nowhere. After a
+        look-up it has one entry for every token but the last."""
         self.extend(tokens)
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Add tokens at the end."""
+        self.tokens.extend(tokens)
+
+    def _catch_up(self) -> None:
+        """Index what came since the last look-up."""
         known, size, latest, before = self.tokens, self.shortest, self._latest, self._before
-        known.extend(tokens)
         for end in range(len(before), len(known) - 1):
             if end < size - 1:
                 before.append(-1)
@@ -63,6 +66,7 @@ class NgramIndex:
         size = self.shortest
         if len(ending) < size:
             return NO_MATCH
+        self._catch_up()
         position = self._latest.get(tuple(ending[-size:]), -1)
         best = NO_MATCH
         for _ in range(MAX_CANDIDATES):

@@ -67,18 +67,19 @@ class StepFiller:
 
         Rows whose slot has another request by now are passed over.
         """
-        slots, lens = batch.req_pool_indices.tolist(), batch.seq_lens.tolist()
-        drafts = [] if batch.verify is None else batch.verify.num_drafts.tolist()
-        sampled = zip(batch.sample_rows.tolist(), owners, runs, strict=True)
-        for row, owner, tokens in sampled:
-            slot = slots[row]
-            if not tokens or self._owners[slot] != owner:
+        rows = batch.sample_rows
+        slots, lens = batch.req_pool_indices[rows].tolist(), batch.seq_lens[rows].tolist()
+        if batch.verify is not None:
+            checked = np.append(np.zeros(batch.num_extend, np.int32), batch.verify.num_drafts)
+            lens = (batch.seq_lens - checked)[rows].tolist()
+        current, observe, predictions = self._owners, self._drafter.observe, self._predictions
+        for slot, length, owner, tokens in zip(slots, lens, owners, runs, strict=True):
+            if not tokens or current[slot] != owner:
                 continue
-            checked = drafts[row - batch.num_extend] if drafts and row >= batch.num_extend else 0
-            self._lens[slot] = lens[row] - 1 - checked + len(tokens)
+            self._lens[slot] = length - 1 + len(tokens)
             self._last[slot] = tokens[-1]
-            self._drafter.observe(slot, tokens)
-            if (prediction := self._predictions.get(slot)) is not None:
+            observe(slot, tokens)
+            if predictions and (prediction := predictions.get(slot)) is not None:
                 prediction.observe(tokens)
 
     def propose(self, slots: Sequence[int], counts: Sequence[int]) -> list[list[int]]:

@@ -138,19 +138,15 @@ class Cluster:
     def put(self, config: dict[str, Any]) -> None:
         """Give Serve a config, as the operator does until the dashboard takes it."""
         self.config = config
-        self._in_head(kuberay.put_command(self.token, config), "200")
+        self._in_head(kuberay.dashboard_command(self.token, config))
 
     def status(self) -> dict[str, str]:
         """Each application's status and the reason, from the dashboard."""
-        script = (
-            "import json, sys, urllib.request as r;"
-            "q = r.Request('http://127.0.0.1:8265/api/serve/applications/',"
-            " headers={'x-ray-authorization': 'Bearer ' + sys.argv[1]});"
-            "a = json.load(r.urlopen(q, timeout=10))['applications'];"
-            "print(json.dumps({n: v['status'] + ' ' + v['message'] for n, v in a.items()}))"
-        )
-        status, out = self.head.container.run(["python", "-c", script, self.token])
-        return dict(json.loads(out)) if status == 0 else {"dashboard": out[-300:]}
+        status, out = self.head.container.run(kuberay.dashboard_command(self.token))
+        if status != 0:
+            return {"dashboard": out[-300:]}
+        applications = json.loads(out)["applications"]
+        return {name: f"{a['status']} {a['message']}" for name, a in applications.items()}
 
     def wait_until_running(self, timeout_s: float = START_TIMEOUT_S) -> None:
         """Until the application runs and every pod is ready."""
@@ -189,11 +185,11 @@ class Cluster:
                 f"the head isn't ready: {self.head.container.log.read_text()[-2000:]}"
             )
 
-    def _in_head(self, command: list[str], wanted: str) -> None:
+    def _in_head(self, command: list[str]) -> None:
         deadline = time.monotonic() + 60
         while True:
             status, out = self.head.container.run(command)
-            if status == 0 and wanted in out:
+            if status == 0:
                 return
             if time.monotonic() > deadline:
                 raise TimeoutError(f"the dashboard doesn't take the config: {out[-1000:]}")

@@ -109,13 +109,16 @@ def probe(group: dict[str, Any], serve_port: int) -> list[str]:
     return ["bash", "-c", f"{raylet} | grep success && {proxy} | grep success"]
 
 
-def put_command(token: str, config: dict[str, Any]) -> list[str]:
-    """A command that gives the dashboard an application's config, as the operator's PUT does."""
+def dashboard_command(token: str, config: dict[str, Any] | None = None) -> list[str]:
+    """A command for the head that prints what the dashboard knows of Serve's applications. With
+    `config` it gives the dashboard that config, as the operator's PUT does, and prints nothing."""
     script = (
-        "import json, sys, urllib.request as r;"
+        "import sys, urllib.request as r;"
         f"q = r.Request('http://127.0.0.1:{DASHBOARD_PORT}/api/serve/applications/',"
-        " sys.argv[1].encode(), {'Content-Type': 'application/json',"
-        " 'x-ray-authorization': 'Bearer ' + sys.argv[2]}, method='PUT');"
-        "print(r.urlopen(q, timeout=60).status)"
+        " headers={'x-ray-authorization': 'Bearer ' + sys.argv[1]});"
+        "c = sys.argv[2:];"
+        "q.data, q.method = (c[0].encode(), 'PUT') if c else (None, 'GET');"
+        "c and q.add_header('Content-Type', 'application/json');"
+        "print(r.urlopen(q, timeout=60 if c else 10).read().decode())"
     )
-    return ["python", "-c", script, json.dumps(config), token]
+    return ["python", "-c", script, token, *([] if config is None else [json.dumps(config)])]

@@ -113,7 +113,7 @@ def check_outputs_end_at_their_length() -> None:
 
 
 @guarded_by(
-    without(StepFiller, "record", (" or self._owners[slot] != owner", "")),
+    without(StepFiller, "record", (" or current[slot] != owner", "")),
     AssertionError,
     "another request's tokens",
 )
