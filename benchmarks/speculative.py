@@ -51,8 +51,8 @@ SAVE_TO = REPO_ROOT / "benchmarks" / "results" / "speculative.json"
 GAIN_OF_TOKENS = 0.8
 PREDICTION_NEEDED = 4.0
 NOTHING_LOST = 0.97
-COPIED_LEN = 256
-"""Tokens of the outputs that repeat a part of their prompt."""
+OUTPUT_LEN = 256
+"""Tokens of most outputs, and of the passages of prompts that they repeat."""
 _NUMBERS = ("shipping_address_number", "invoice_address_number", "number_of_items_ordered")
 SCHEMAS: dict[str, dict[str, Any]] = {
     "schema, numbers": {
@@ -126,12 +126,12 @@ def copying_prompts(count: int) -> dict[str, list[list[int]]]:
 
     kinds: dict[str, list[list[int]]] = {"editing": [], "extraction": [], "plain": []}
     for _ in range(count):
-        right = passage(COPIED_LEN + 8)
+        right = passage(OUTPUT_LEN + 8)
         wrong = list(right)
         for place in range(11, len(wrong), 12):
             wrong[place] = int(rng.integers(2, len(behind)))
         kinds["editing"].append(wrong + right[:8])
-        passages = [passage(COPIED_LEN + 4) for _ in range(3)]
+        passages = [passage(OUTPUT_LEN + 4) for _ in range(3)]
         kinds["extraction"].append([*chain(*passages), *passages[1][:4]])
         kinds["plain"].append(passage(128))
     return kinds
@@ -245,7 +245,7 @@ def http(model: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
         plain = stack.enter_context(manta_server(base))
         drafts = stack.enter_context(manta_server({**base, "speculative_config": config(4)}))
         for kind in ("editing", "extraction", "plain"):
-            load = Load(kind, COMPLETIONS, completions(texts[kind], COPIED_LEN), 1)
+            load = Load(kind, COMPLETIONS, completions(texts[kind], OUTPUT_LEN), 1)
             row = compare(plain, drafts, load, rounds)
             repeats = kind != "plain"
             row["needed"] = GAIN_OF_TOKENS * row["tokens_per_step"] if repeats else None
@@ -255,7 +255,7 @@ def http(model: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
             bodies = completions(randoms[:4], 128, logit_bias=bias)
             row = compare(plain, drafts, Load(f"{count} tokens", COMPLETIONS, bodies, 1), rounds)
             rows.append({**row, "needed": None})
-        sampled = completions(randoms, 64, temperature=1.0, seed=1)
+        sampled = completions(randoms, OUTPUT_LEN, temperature=1.0, seed=1)
         load = Load("random", COMPLETIONS, sampled, 32)
         rows.append({**compare(plain, drafts, load, rounds), "needed": NOTHING_LOST})
         for name, schema in SCHEMAS.items():

@@ -93,6 +93,27 @@ def test_requests_without_finds_cost_nothing_and_a_find_is_noticed() -> None:
     assert np.median(asked[1100:]) == 8
 
 
+def test_chance_finds_of_few_rows_are_not_worth_a_step() -> None:
+    """Two of 32 rows find drafts, which are seldom right: they promise less than they cost."""
+    chooser, rows = length(4), 32
+    asked = []
+    for turn in range(800):
+        count = chooser.choose(rows)
+        asked.append(count)
+        found = np.zeros(rows, np.int32)
+        found[:2] = count
+        gave = np.ones(rows, np.int32)
+        gave[0] += bool(count) and turn % 2 == 0
+        step: Any = SimpleNamespace(sampled=[None] * rows, reqs=[None] * rows, num_landed=0)
+        step.forced, step.drafts = {}, None
+        result = GenerationBatchResult(1, [0] * rows, period_s=0.01)
+        if count:
+            step.drafts = (np.arange(rows), np.full(rows, count, np.int32))
+            result.verified = VerifiedRows(gave.tolist(), found.tolist())
+        chooser.observe(step, result)
+    assert sum(count > 0 for count in asked[400:]) < 20
+
+
 def test_fixed_is_fixed() -> None:
     chooser = length(5, draft_length="fixed")
     assert set(run(chooser, 64, 0.0, memory_bound, 50)) == {5}
