@@ -19,6 +19,7 @@ import os
 import statistics
 import sys
 import urllib.request
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,6 +41,8 @@ from deploy.bench.arguments import positive
 SAVE_TO = REPO_ROOT / "benchmarks" / "results" / "speculative-peers.json"
 MODULES = ("bisect", "heapq", "shlex", "csv", "calendar", "difflib", "textwrap", "statistics")
 CONCURRENCY = (1, 8, 32)
+REQUESTS = 4
+"""Requests of a round for each that is sent at once."""
 PAGE_SIZE = 32
 MAX_MODEL_LEN = 2048
 DRAFTS = {
@@ -115,7 +118,7 @@ def compare(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     model = model_folder(name)
     texts = prompts_of(model, MODULES)
     ids = [prompt for group in zip(*texts.values(), strict=True) for prompt in group]
-    bodies = completions((ids * 2)[:32], args.output_len, model=name)
+    bodies = completions(ids, args.output_len, model=name)
     speeds: dict[Contender, dict[int, list[float]]] = {}
     acceptance: dict[str, float] = {}
     for contender in (Contender(e, d) for e in ("vllm", "manta") for d in (False, True)):
@@ -167,7 +170,9 @@ def measure(
     """Tokens per second by concurrency."""
     found: dict[int, list[float]] = {}
     for concurrency in CONCURRENCY:
-        load = Load("", COMPLETIONS, bodies[: max(8, concurrency)], concurrency)
+        # Several requests for each place: they end at different times.
+        count = max(len(bodies), REQUESTS * concurrency)
+        load = Load("", COMPLETIONS, list(islice(cycle(bodies), count)), concurrency)
         asyncio.run(send(server.base_url, load))
         found[concurrency] = []
         for _ in range(rounds):

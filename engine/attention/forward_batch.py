@@ -100,6 +100,7 @@ class ForwardBatch:
     sample_lens: Tensor
     seq_lens: Tensor
     req_pool_indices_cpu: Int64Array
+    sample_slots_cpu: Int64Array
     seq_lens_cpu: Int64Array
     extend_lens_cpu: Int64Array
     """[num_extend]"""
@@ -146,6 +147,7 @@ class ForwardBatch:
             num_extend=num_extend,
             num_extend_tokens=int(starts[num_extend]),
             req_pool_indices_cpu=host.req_pool_indices,
+            sample_slots_cpu=host.sample_slots,
             seq_lens_cpu=seq_lens,
             extend_lens_cpu=extend_lens,
             prefix_lens_cpu=seq_lens[:num_extend] - extend_lens,

@@ -66,12 +66,17 @@ class DraftCheck:
 
     def num_kept(self, sampled: Tensor) -> Tensor:
         """int64 [S]: tokens of each row up to and with the first that isn't its draft."""
-        if sampled.device.type == "cpu":
-            # The last token of a row always differs: its draft is -1.
-            wrong = np.flatnonzero(sampled.numpy() != self.drafts_cpu)
-            first_wrong = wrong[np.searchsorted(wrong, self.starts_cpu)]
-            return torch.from_numpy(first_wrong - self.starts_cpu + 1)
-        return self.num_kept_on_device(sampled)
+        if sampled.device.type != "cpu":
+            return self.num_kept_on_device(sampled)
+        # Lists: a step has few tokens, and each call of numpy or torch costs as much as a row.
+        tokens, drafts = sampled.tolist(), self.drafts_cpu.tolist()
+        kept: list[int] = []
+        for start in self.starts_cpu.tolist():
+            at = start
+            while tokens[at] == drafts[at]:  # never so for the last token of a row: -1
+                at += 1
+            kept.append(at - start + 1)
+        return torch.tensor(kept, dtype=torch.int64)
 
     def num_kept_on_device(self, sampled: Tensor) -> Tensor:
         """`num_kept` without a look at the tokens by the host."""
@@ -102,7 +107,8 @@ def draft_check(batch: ModelWorkerBatch, device: torch.device) -> DraftCheck:
     ends = np.cumsum(counts)
     # The input behind a sampled token's own is the draft at its place.
     if batch.num_extend == 0:
-        drafts = np.append(batch.input_ids[1:], -1).astype(np.int64)
+        drafts = np.empty(len(batch.input_ids), np.int64)
+        drafts[:-1] = batch.input_ids[1:]
     else:
         last = token_starts(batch)[1:][batch.sample_rows] - 1
         behind = np.repeat(ends, counts) - 1 - np.arange(ends[-1])

@@ -68,10 +68,11 @@ class StepFiller:
         Rows whose slot has another request by now are passed over.
         """
         rows = batch.sample_rows
-        slots, lens = batch.req_pool_indices[rows].tolist(), batch.seq_lens[rows].tolist()
+        seq_lens = batch.seq_lens
         if batch.verify is not None:
-            checked = np.append(np.zeros(batch.num_extend, np.int32), batch.verify.num_drafts)
-            lens = (batch.seq_lens - checked)[rows].tolist()
+            seq_lens = seq_lens.copy()
+            seq_lens[batch.num_extend :] -= batch.verify.num_drafts
+        slots, lens = batch.req_pool_indices[rows].tolist(), seq_lens[rows].tolist()
         current, observe, predictions = self._owners, self._drafter.observe, self._predictions
         for slot, length, owner, tokens in zip(slots, lens, owners, runs, strict=True):
             if not tokens or current[slot] != owner:

@@ -216,10 +216,10 @@ class TpModelWorker(ModelWorker):
 
     def _sample(self, launched: TpLaunchedForward, masks: SampleMasks | None) -> SampledTokens:
         batch, forward, logits = launched.batch, launched.forward, launched.output.logits
-        num_rows = len(batch.sample_rows)
-        slots_cpu = batch.req_pool_indices[batch.sample_rows]
         if batch.verify is not None:
-            return self._sample_drafts(launched, slots_cpu, masks)
+            return self._sample_drafts(launched, masks)
+        num_rows = len(batch.sample_rows)
+        slots_cpu = forward.sample_slots_cpu[:num_rows]
         if self.graphs is not None and launched.graph_size is not None and masks is None:
             variant = self.graphs.variant(self.sampler.state.plan(slots_cpu))
             if variant is not None:
@@ -233,7 +233,7 @@ class TpModelWorker(ModelWorker):
         return sampled
 
     def _sample_drafts(
-        self, launched: TpLaunchedForward, slots_cpu: np.ndarray, masks: SampleMasks | None
+        self, launched: TpLaunchedForward, masks: SampleMasks | None
     ) -> SampledTokens:
         """Sample every token of the rows that check drafts, and keep the last valid ones."""
         device, logits = self.runner.device, launched.output.logits
@@ -244,12 +244,12 @@ class TpModelWorker(ModelWorker):
             mask = allowed_tokens(masks, len(logits), logits.shape[1], device)
         forward = launched.forward
         slots, seq_lens = forward.sample_slots[: len(logits)], forward.sample_lens[: len(logits)]
-        sampled = self.sampler(
-            logits.contiguous(), slots, np.repeat(slots_cpu, check.counts), seq_lens, mask, check
-        )
+        slots_cpu = forward.sample_slots_cpu[: len(logits)]
+        sampled = self.sampler(logits.contiguous(), slots, slots_cpu, seq_lens, mask, check)
         assert sampled.num_kept is not None
         last = check.last_kept(sampled.num_kept)
-        self.future_map.store(slots.index_select(0, last), sampled.next_token_ids[last])
+        tokens = sampled.next_token_ids.index_select(0, last)
+        self.future_map.store(slots.index_select(0, last), tokens)
         return sampled
 
     def _end(self, batch: ModelWorkerBatch, forward: ForwardBatch) -> StepTiming:
