@@ -106,7 +106,7 @@ class Service:
 
     def _write(self, ready: list[str]) -> Path:
         servers = " ".join(f"server {address}:{PORT} max_fails=0;" for address in ready)
-        path = self._folder / f"nginx-{len(self._all)}.conf"
+        path = self._folder / "nginx.conf"  # what a running nginx reads again
         text = CONFIG.format(folder=self._folder, servers=servers, address=self.address, port=PORT)
         path.write_text(text)
         return path

@@ -15,6 +15,8 @@ import httpx
 from tests.support.http_server import Streamed, stream
 
 VOCAB = 4096
+FAILED_PAUSE_S = 0.5
+"""A client that wasn't answered waits so long."""
 GAP = 1e-4
 """Two best tokens closer than this may swap places when a batch is composed differently."""
 
@@ -97,6 +99,7 @@ class Load:
             got = await stream(session, self.url, case.body)
         except (aiohttp.ClientError, TimeoutError) as error:
             self.failures.append(f"{type(error).__name__}: {error}")
+            await asyncio.sleep(FAILED_PAUSE_S)
             return
         self.finished.append(got)
         self.num_tokens += len(got.token_ids)
