@@ -42,7 +42,7 @@ SAVE_TO = REPO_ROOT / "benchmarks" / "results" / "speculative-peers.json"
 MODULES = ("bisect", "heapq", "shlex", "csv", "calendar", "difflib", "textwrap", "statistics")
 CONCURRENCY = (1, 8, 32)
 REQUESTS = 4
-"""Requests of a round for each that is sent at once."""
+"""Requests of a round for each that is sent at once, at least."""
 PAGE_SIZE = 32
 MAX_MODEL_LEN = 2048
 DRAFTS = {

@@ -1,11 +1,12 @@
 """`DraftLength`: how many drafts a step's rows have.
 
-A step of B rows with k drafts each takes the time of B (1 + k) tokens, and gives
-B (1 + p + ... + p^k) tokens if each draft is accepted with probability p. The k that gives the most
-tokens per second depends on both: on a CPU a step of 8 tokens takes little longer than one of 1,
-and one of 256 tokens twice as long as one of 128. So step times are kept by the number of tokens,
-and acceptance over the last steps. k = 0 is the ordinary step; then a step with drafts is tried now
-and then.
+If a share s of the rows find drafts, a step of B rows with k drafts each takes the time of
+B (1 + s k) tokens, and gives B (1 + s (p + ... + p^k)) tokens if each draft is accepted with
+probability p. The k that gives the most tokens per second depends on all of these: on a CPU a step
+of 8 tokens takes little longer than one of 1, and one of 256 tokens twice as long as one of 128. So
+step times are kept by the number of tokens, and acceptance and share over the last steps (the share
+only where the worker drafts while the step is in flight). k = 0 is the ordinary step; then a step
+with drafts is tried now and then.
 """
 
 from __future__ import annotations

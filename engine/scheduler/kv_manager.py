@@ -141,9 +141,9 @@ class KVManager:
         reached[grows] = last_page * size
         return reached
 
-    def slot_at(self, rows: IntArray, positions: IntArray) -> IntArray:
-        """Slot int32 [B] of one position of each row."""
-        found: IntArray = self.rows.req_to_token[rows, positions]
+    def slot_at(self, rows: IntArray, at: IntArray) -> IntArray:
+        """Slot int32 [B] of position at[i] of each row i."""
+        found: IntArray = self.rows.req_to_token[rows, at]
         return found
 
     def slots(self, rows: IntArray, starts: IntArray, counts: IntArray) -> IntArray:

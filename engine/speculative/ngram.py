@@ -1,8 +1,9 @@
 """Drafts by n-grams of the request's own tokens (prompt lookup decoding, Saxena 2023).
 
 The end of the tokens is looked for in the tokens before; what followed there is the draft. Every
-n-gram is indexed once, at the next look-up, so that costs the same in a long context as in a short
-one, and a request for which nothing is looked up costs nothing.
+n-gram is indexed once: those of the prompt when the request comes, those of its output at the next
+look-up. So a look-up costs the same in a long context as in a short one, and output costs nothing
+where nothing is looked up.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class NgramIndex:
         """By position: where the n-gram that ends there stood before, -1 if nowhere. After a
         look-up it has one entry for every token but the last."""
         self.extend(tokens)
+        self._catch_up()
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Add tokens at the end."""

@@ -16,7 +16,7 @@ from tests.support.http_server import Streamed, stream
 
 VOCAB = 4096
 FAILED_PAUSE_S = 0.5
-"""A client that wasn't answered waits so long."""
+"""A client whose stream failed waits so long."""
 GAP = 1e-4
 """Two best tokens closer than this may swap places when a batch is composed differently."""
 
@@ -105,6 +105,7 @@ class Load:
         self.num_tokens += len(got.token_ids)
         if got.error is not None or not got.done:
             self.failures.append(f"status {got.status}, error {got.error}, [DONE] {got.done}")
+            await asyncio.sleep(FAILED_PAUSE_S)
         elif got.token_ids != case.token_ids:
             at = next(
                 (

@@ -94,7 +94,7 @@ def test_requests_without_finds_cost_nothing_and_a_find_is_noticed() -> None:
 
 
 def test_chance_finds_of_few_rows_are_not_worth_a_step() -> None:
-    """Two of 32 rows find drafts, which are seldom right: they promise less than they cost."""
+    """Two of 32 rows find drafts, which are seldom right: they promise less than the margin."""
     chooser, rows = length(4), 32
     asked = []
     for turn in range(800):
@@ -112,6 +112,25 @@ def test_chance_finds_of_few_rows_are_not_worth_a_step() -> None:
             result.verified = VerifiedRows(gave.tolist(), found.tolist())
         chooser.observe(step, result)
     assert sum(count > 0 for count in asked[400:]) < 20
+
+
+def test_rare_finds_of_one_row_are_worth_asking_for() -> None:
+    """One step in 20 has drafts, half of which are right; the others cost nothing."""
+    chooser = length(4)
+    rng = np.random.default_rng(0)
+    asked = []
+    for turn in range(1200):
+        count = chooser.choose(1)
+        asked.append(count)
+        found = count if turn % 20 == 0 else 0
+        right = int((rng.random(found) < 0.5).cumprod().sum())
+        step: Any = SimpleNamespace(sampled=[None], reqs=[None], num_landed=0, forced={})
+        step.drafts = (np.array([1]), np.array([count], np.int32)) if count else None
+        result = GenerationBatchResult(1, [0], period_s=0.01)
+        if count:
+            result.verified = VerifiedRows([1 + right], [found])
+        chooser.observe(step, result)
+    assert sum(count > 0 for count in asked[600:]) > 400
 
 
 def test_fixed_is_fixed() -> None:
