@@ -111,14 +111,15 @@ def probe(group: dict[str, Any], serve_port: int) -> list[str]:
 
 def dashboard_command(token: str, config: dict[str, Any] | None = None) -> list[str]:
     """A command for the head that prints what the dashboard knows of Serve's applications. With
-    `config` it gives the dashboard that config, as the operator's PUT does, and prints nothing."""
+    `config` it gives the dashboard that config, as the operator's PUT does."""
     script = (
         "import sys, urllib.request as r;"
+        "method, timeout, token, body = sys.argv[1:];"
         f"q = r.Request('http://127.0.0.1:{DASHBOARD_PORT}/api/serve/applications/',"
-        " headers={'x-ray-authorization': 'Bearer ' + sys.argv[1]});"
-        "c = sys.argv[2:];"
-        "q.data, q.method = (c[0].encode(), 'PUT') if c else (None, 'GET');"
-        "c and q.add_header('Content-Type', 'application/json');"
-        "print(r.urlopen(q, timeout=60 if c else 10).read().decode())"
+        " body.encode() or None, {'Content-Type': 'application/json',"
+        " 'x-ray-authorization': 'Bearer ' + token}, method=method);"
+        "print(r.urlopen(q, timeout=int(timeout)).read().decode())"
     )
-    return ["python", "-c", script, token, *([] if config is None else [json.dumps(config)])]
+    if config is None:
+        return ["python", "-c", script, "GET", "10", token, ""]
+    return ["python", "-c", script, "PUT", "60", token, json.dumps(config)]

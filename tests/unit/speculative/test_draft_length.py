@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,25 +19,40 @@ def length(most: int = 8, **more: Any) -> DraftLength:
     return DraftLength(SpeculativeConfig(method="ngram", num_speculative_tokens=most, **more))
 
 
+Outcome = Callable[[int, int], tuple[list[int], list[int]]]
+"""(turn, drafts asked for by each row) -> (tokens that each row gave, drafts that it had)."""
+
+
+def drive(
+    chooser: DraftLength, rows: int, steps: int, outcome: Outcome, seconds: Any = lambda _: 0.01
+) -> list[int]:
+    """What is chosen over some steps; `seconds` of a step by its tokens if all drafts are found."""
+    chosen = []
+    for turn in range(steps):
+        count = chooser.choose(rows)
+        chosen.append(count)
+        result = GenerationBatchResult(1, [0] * rows, period_s=seconds(rows * (1 + count)))
+        step: Any = SimpleNamespace(
+            sampled=[None] * rows, reqs=[None] * rows, num_landed=0, drafts=None, forced={}
+        )
+        if count:
+            step.drafts = (np.arange(rows), np.full(rows, count, np.int32))
+            result.verified = VerifiedRows(*outcome(turn, count))
+        chooser.observe(step, result)
+    return chosen
+
+
 def run(
     chooser: DraftLength, rows: int, acceptance: float, seconds: Any, steps: int, seed: int = 0
 ) -> list[int]:
     """What is chosen over some steps whose drafts are accepted with a probability."""
     rng = np.random.default_rng(seed)
-    chosen = []
-    for _ in range(steps):
-        count = chooser.choose(rows)
-        chosen.append(count)
-        accepted = (rng.random((rows, count)) < acceptance).cumprod(1).sum(1) if count else None
-        result = GenerationBatchResult(1, [0] * rows, period_s=seconds(rows * (1 + count)))
-        step: Any = SimpleNamespace(
-            sampled=[None] * rows, reqs=[None] * rows, num_landed=0, drafts=None, forced={}
-        )
-        if accepted is not None:
-            step.drafts = (np.arange(rows), np.full(rows, count, np.int32))
-            result.verified = VerifiedRows((accepted + 1).tolist(), [count] * rows)
-        chooser.observe(step, result)
-    return chosen
+
+    def outcome(_: int, count: int) -> tuple[list[int], list[int]]:
+        accepted = (rng.random((rows, count)) < acceptance).cumprod(1).sum(1)
+        return (accepted + 1).tolist(), [count] * rows
+
+    return drive(chooser, rows, steps, outcome, seconds)
 
 
 def memory_bound(tokens: int) -> float:
@@ -77,59 +93,35 @@ def test_drafts_that_are_never_right_cost_little() -> None:
 
 def test_requests_without_finds_cost_nothing_and_a_find_is_noticed() -> None:
     """Nothing is found for long; then drafts are found, and all are right."""
-    chooser = length()
-    step: Any = SimpleNamespace(sampled=[None], reqs=[None], num_landed=0, forced={})
-    asked = []
-    for turn in range(1200):
-        count = chooser.choose(1)
-        asked.append(count)
+
+    def outcome(turn: int, count: int) -> tuple[list[int], list[int]]:
         found = count if turn >= 900 else 0
-        step.drafts = (np.array([1]), np.array([count], np.int32)) if count else None
-        result = GenerationBatchResult(1, [0], period_s=0.01)
-        if count:
-            result.verified = VerifiedRows([1 + found], [found])
-        chooser.observe(step, result)
+        return [1 + found], [found]
+
+    asked = drive(length(), 1, 1200, outcome)
     assert sum(count > 0 for count in asked[300:900]) < 20
     assert np.median(asked[1100:]) == 8
 
 
 def test_chance_finds_of_few_rows_are_not_worth_a_step() -> None:
     """Two of 32 rows find drafts, which are seldom right: they promise less than the margin."""
-    chooser, rows = length(4), 32
-    asked = []
-    for turn in range(800):
-        count = chooser.choose(rows)
-        asked.append(count)
-        found = np.zeros(rows, np.int32)
-        found[:2] = count
-        gave = np.ones(rows, np.int32)
-        gave[0] += bool(count) and turn % 2 == 0
-        step: Any = SimpleNamespace(sampled=[None] * rows, reqs=[None] * rows, num_landed=0)
-        step.forced, step.drafts = {}, None
-        result = GenerationBatchResult(1, [0] * rows, period_s=0.01)
-        if count:
-            step.drafts = (np.arange(rows), np.full(rows, count, np.int32))
-            result.verified = VerifiedRows(gave.tolist(), found.tolist())
-        chooser.observe(step, result)
+
+    def outcome(turn: int, count: int) -> tuple[list[int], list[int]]:
+        return [1 + (turn % 2 == 0), *[1] * 31], [count, count, *[0] * 30]
+
+    asked = drive(length(4), 32, 800, outcome)
     assert sum(count > 0 for count in asked[400:]) < 20
 
 
 def test_rare_finds_of_one_row_are_worth_asking_for() -> None:
     """One step in 20 has drafts, half of which are right; the others cost nothing."""
-    chooser = length(4)
     rng = np.random.default_rng(0)
-    asked = []
-    for turn in range(1200):
-        count = chooser.choose(1)
-        asked.append(count)
+
+    def outcome(turn: int, count: int) -> tuple[list[int], list[int]]:
         found = count if turn % 20 == 0 else 0
-        right = int((rng.random(found) < 0.5).cumprod().sum())
-        step: Any = SimpleNamespace(sampled=[None], reqs=[None], num_landed=0, forced={})
-        step.drafts = (np.array([1]), np.array([count], np.int32)) if count else None
-        result = GenerationBatchResult(1, [0], period_s=0.01)
-        if count:
-            result.verified = VerifiedRows([1 + right], [found])
-        chooser.observe(step, result)
+        return [1 + int((rng.random(found) < 0.5).cumprod().sum())], [found]
+
+    asked = drive(length(4), 1, 1200, outcome)
     assert sum(count > 0 for count in asked[600:]) > 400
 
 

@@ -58,18 +58,23 @@ def test_an_index_finds_what_a_search_finds(
 ) -> None:
     """However the tokens came, and whenever they were looked up."""
     index = NgramIndex(shortest, longest)
+
+    def check(known: list[int]) -> None:
+        assert index.tokens == known
+        found = index.find(index.tokens)
+        expected = by_hand(known, shortest, longest) if len(known) >= shortest else (0, -1)
+        assert (found.length, found.position) == expected
+
     at = 0
     while at < len(tokens):
         n = data.draw(st.integers(1, 5))
         index.extend(tokens[at : at + n])
         at += n
-        known = tokens[:at]
-        assert index.tokens == known
-        if at < len(tokens) and data.draw(st.booleans()):
-            continue
-        found = index.find(index.tokens)
-        expected = by_hand(known, shortest, longest) if len(known) >= shortest else (0, -1)
-        assert (found.length, found.position) == expected
+        if data.draw(st.booleans()):
+            check(tokens[:at])
+    check(tokens)
+    if len(tokens) >= shortest:
+        assert index._before == NgramIndex(shortest, longest, tokens)._before
 
 
 @given(TOKENS, st.integers(1, 8))
