@@ -32,7 +32,7 @@ MAX_PENDING_SENDS = 16
 _SIOCGIFADDR = 0x8915  # Linux, netdevice(7)
 
 
-@dataclass(frozen=True)
+@dataclass
 class ParallelState:
     """This process's place among the engine's workers, and its groups (None for groups of one)."""
 
@@ -147,10 +147,24 @@ class ParallelState:
         return hidden
 
     def destroy(self) -> None:
-        """Leave the process groups. Every rank must have finished its last step."""
+        """Leave the process groups. Every rank must have finished its last step.
+
+        gloo's threads have ended when this returns. One that still holds a tensor when the
+        interpreter ends would abort the process.
+        """
         self._sends.clear()
         if self.world_group is not None and dist.is_initialized():
             dist.destroy_process_group()
+        # A group's threads end with the last reference to it.
+        self.tp_group = self.world_group = self.recv_group = self.send_group = None
+
+    def abandon(self) -> None:
+        """Leave the process groups after a failure, without the other ranks.
+
+        With NCCL this does nothing: what waits for a lost peer ends with the process.
+        """
+        if self.world_group is not None and dist.get_backend(self.world_group) == "gloo":
+            self.destroy()
 
 
 def open_store(host: str, port: int, *, master: bool) -> dist.TCPStore:  # type: ignore[name-defined]

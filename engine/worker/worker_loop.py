@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import EngineDeadError
@@ -53,8 +54,12 @@ def run_worker(
     """
     inbox = Inbox(host)
     results = Outbox(results_address)
+    parallel: ParallelState | None = None
     try:
-        parallel, worker = _start(config, rank, store, inbox, results, host, trace or TraceRing())
+        with _telling_of_failures(rank, inbox, results):
+            parallel = _join(config, rank, store, host)
+            worker = _load(config, parallel, trace or TraceRing())
+        results.send(WorkerReady(rank, inbox.address, worker.num_kv_tokens))
         # torch leaves a large heap. Collecting it later would stop the device for tens of ms.
         gc.collect()
         gc.freeze()
@@ -63,6 +68,10 @@ def run_worker(
         while _turn(steps, inbox, results if speaks else None, rank, results):
             pass
         parallel.destroy()
+    except BaseException:
+        if parallel is not None:
+            parallel.abandon()
+        raise
     finally:
         inbox.close()
         results.close()
@@ -82,43 +91,47 @@ def log_as_worker(rank: int, log_format: LogFormat = "text") -> None:
     logging.getLogger("engine").setLevel(logging.INFO if rank == 0 else logging.WARNING)
 
 
-def _start(
-    config: WorkerConfig,
-    rank: int,
-    store: tuple[str, int],
-    inbox: Inbox,
-    results: Outbox,
-    host: str,
-    trace: TraceRing[StageSpan],
-) -> tuple[ParallelState, ModelWorker]:
-    # torch is imported here, so that a parent can import this module at little cost.
-    from engine.distributed import init_parallel, let_gloo_use, open_store
-    from engine.worker.factory import make_worker
-
+@contextlib.contextmanager
+def _telling_of_failures(rank: int, inbox: Inbox, results: Outbox) -> Iterator[None]:
+    """Report why the worker can't start, and raise it."""
     try:
-        if config.device == "cuda":
-            import torch
-
-            # The process that started this one made one GPU visible to it.
-            torch.cuda.set_device(0)
-        if config.world_size > 1:
-            let_gloo_use(host)
-        parallel = init_parallel(
-            config.comm_backend,
-            "",
-            rank,
-            config.tp_size,
-            config.pp_size,
-            INIT_TIMEOUT_S,
-            open_store(*store, master=False) if config.world_size > 1 else None,
-        )
-        worker = make_worker(config, parallel, trace)
+        yield
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         results.send(WorkerReady(rank, inbox.address, error=reason))
         raise
-    results.send(WorkerReady(rank, inbox.address, worker.num_kv_tokens))
-    return parallel, worker
+
+
+# torch is imported in these two, so that a parent can import this module at little cost.
+
+
+def _join(config: WorkerConfig, rank: int, store: tuple[str, int], host: str) -> ParallelState:
+    from engine.distributed import init_parallel, let_gloo_use, open_store
+
+    if config.device == "cuda":
+        import torch
+
+        # The process that started this one made one GPU visible to it.
+        torch.cuda.set_device(0)
+    if config.world_size > 1:
+        let_gloo_use(host)
+    return init_parallel(
+        config.comm_backend,
+        "",
+        rank,
+        config.tp_size,
+        config.pp_size,
+        INIT_TIMEOUT_S,
+        open_store(*store, master=False) if config.world_size > 1 else None,
+    )
+
+
+def _load(
+    config: WorkerConfig, parallel: ParallelState, trace: TraceRing[StageSpan]
+) -> ModelWorker:
+    from engine.worker.factory import make_worker
+
+    return make_worker(config, parallel, trace)
 
 
 def _turn(steps: StepQueue, inbox: Inbox, out: Outbox | None, rank: int, failures: Outbox) -> bool:

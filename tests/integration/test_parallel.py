@@ -96,7 +96,9 @@ def play_sends(rank: int, stage: Stage) -> None:
 
 
 def play_death(rank: int, stage: Stage) -> None:
-    """Rank 3 dies; rank 2 must not wait for the timeout."""
+    """Rank 3 dies; rank 2 must not wait for the timeout. It leaves no thread of gloo's behind: one
+    that still held a tensor would abort the process at its end."""
+    num_threads = len(os.listdir("/proc/self/task"))
     parallel = stage.join("death", rank - 2, 2, 1)
     parallel.all_reduce(torch.ones(4))
     if rank == 3:
@@ -105,7 +107,11 @@ def play_death(rank: int, stage: Stage) -> None:
         for _ in range(100):
             parallel.all_reduce(torch.ones(4))
     except RuntimeError as error:
-        stage.queue.put(("death", str(error)))
+        message = str(error)
+    joined = len(os.listdir("/proc/self/task"))
+    parallel.abandon()
+    left = len(os.listdir("/proc/self/task"))
+    stage.queue.put(("death", (message, joined - num_threads, left - num_threads)))
 
 
 @dataclass
@@ -197,8 +203,9 @@ def test_a_stage_does_not_wait_for_the_next_ones_compute(played: Played) -> None
 
 
 def test_survivors_raise_when_a_rank_dies(played: Played) -> None:
-    [message] = played.reports["death"]
+    [(message, of_the_group, left)] = played.reports["death"]
     assert message
+    assert of_the_group > 0 and left == 0
 
 
 def test_gloo_uses_the_nodes_interface(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -140,14 +140,46 @@ def test_worker_takes_its_device_before_anything_else(monkeypatch: pytest.Monkey
     monkeypatch.setattr(
         distributed, "init_parallel", lambda *args: order.append(args[0]) or ParallelState.single()
     )
-    worker = SimpleNamespace(num_kv_tokens=48)
-    monkeypatch.setattr("engine.worker.factory.make_worker", lambda *args: worker)
     config = SimpleNamespace(device="cuda", comm_backend="nccl", tp_size=1, pp_size=1, world_size=1)
-    sent: list[Any] = []
-    inbox, results = SimpleNamespace(address="here"), SimpleNamespace(send=sent.append)
-    worker_loop._start(config, 0, ("", 0), inbox, results, "127.0.0.1", None)  # type: ignore[arg-type]
+    worker_loop._join(config, 0, ("", 0), "127.0.0.1")  # type: ignore[arg-type]
     assert order == ["device 0", "nccl"]
-    assert (sent[0].address, sent[0].num_kv_tokens, sent[0].error) == ("here", 48, "")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_worker_leaves_its_groups(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    """At its end it waits for what the groups do, after a failure it leaves them as they are."""
+    calls: list[str] = []
+
+    class Groups(SimpleNamespace):
+        is_last_stage, tp_rank = True, 0
+
+        def destroy(self) -> None:
+            calls.append("destroy")
+
+        def abandon(self) -> None:
+            calls.append("abandon")
+
+    def load(*args: object) -> SimpleNamespace:
+        if fails:
+            raise RuntimeError("no memory")
+        return SimpleNamespace(num_kv_tokens=48)
+
+    sent: list[Any] = []
+    pipe = SimpleNamespace(address="here", send=sent.append, close=lambda: None)
+    monkeypatch.setattr(worker_loop, "Inbox", lambda host: pipe)
+    monkeypatch.setattr(worker_loop, "Outbox", lambda address: pipe)
+    monkeypatch.setattr(worker_loop, "_join", lambda *args: Groups())
+    monkeypatch.setattr(worker_loop, "_load", load)
+    monkeypatch.setattr(worker_loop, "_turn", lambda *args: False)
+    monkeypatch.setattr(worker_loop, "gc", SimpleNamespace(collect=int, freeze=int))
+    with pytest.raises(RuntimeError, match="no memory") if fails else nullcontext():
+        worker_loop.run_worker(SimpleNamespace(), 0, ("", 0), "there", "here")  # type: ignore[arg-type]
+    assert calls == (["abandon"] if fails else ["destroy"])
+    [ready] = sent
+    assert ready.address == "here"
+    assert (ready.error, ready.num_kv_tokens) == (
+        ("RuntimeError: no memory", 0) if fails else ("", 48)
+    )
 
 
 def test_processes_get_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:
