@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from benchmarks.servers import ManagedServer
-from tests.support.http_server import manta, metric
+from tests.support.http_server import manta, settled_metric
 
 PREFIX = 320
 PAGE = 16
@@ -97,7 +97,7 @@ def test_other_salts_share_nothing(server: ManagedServer) -> None:
 
 def test_health_of_all(server: ManagedServer) -> None:
     assert httpx.get(f"{server.base_url}/health", timeout=30).json() == {"status": "ok"}
-    assert metric(server.base_url, "manta_engine_num_running") == 0
+    assert settled_metric(server.base_url, "manta_engine_num_running") == 0
 
 
 def per_replica(url: str, name: str) -> list[float]:

@@ -15,7 +15,7 @@ import pytest
 from benchmarks.servers import ManagedServer
 from tests.support.api_calls import JSON
 from tests.support.chaos_load import make_cases
-from tests.support.http_server import manta, metric, stream, streams, wait_idle
+from tests.support.http_server import manta, metric, settled_metric, stream, streams, wait_idle
 
 KV_TOKENS = 4096
 PROMPT, OUTPUT = 184, 24  # 208 tokens with pages: room for about 20 at once
@@ -154,7 +154,7 @@ def test_shared_prefix_is_prefilled_once(url: str) -> None:
         )
         for _ in range(64)
     ]
-    prompt_before = metric(url, "manta_engine_prompt_tokens_total")
+    prompt_before = settled_metric(url, "manta_engine_prompt_tokens_total")
     cached_before = metric(url, "manta_engine_cached_tokens_total")
     got = asyncio.run(streams(url, bodies))
     cached = [g.usage["prompt_tokens_details"]["cached_tokens"] for g in got if g.usage]
@@ -162,8 +162,7 @@ def test_shared_prefix_is_prefilled_once(url: str) -> None:
     whole_pages = 1500 // 16 * 16
     assert sorted(cached)[0] < 512, "the first one computes it"
     assert sum(c == whole_pages for c in cached) == 63
-    time.sleep(0.7)  # statistics are at most 0.1 s old, and used again for half a second
-    computed = (metric(url, "manta_engine_prompt_tokens_total") - prompt_before) - (
+    computed = (settled_metric(url, "manta_engine_prompt_tokens_total") - prompt_before) - (
         metric(url, "manta_engine_cached_tokens_total") - cached_before
     )
     assert computed < 1508 + 63 * (8 + 16)

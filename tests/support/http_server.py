@@ -152,9 +152,17 @@ def metric(url: str, name: str) -> float:
         assert late and name.startswith("manta_engine_"), f"{name} is not among:\n{text}"
 
 
+def settled_metric(url: str, name: str) -> float:
+    """`metric` once it counts all that has happened: an engine says 0.1 s late what it did, and a
+    scrape tells that again for half a second."""
+    time.sleep(0.7)
+    return metric(url, name)
+
+
 def wait_idle(url: str, limit_s: float) -> None:
     """Wait until all requests have released their memory. Fails after `limit_s`, or if memory is
     lost."""
+    settled_metric(url, "manta_engine_num_running")  # or it might be idle as it was before them
     names = ("num_running", "num_waiting", "kv_used_tokens")
     deadline = time.monotonic() + limit_s
     while held := {name: n for name in names if (n := metric(url, f"manta_engine_{name}"))}:

@@ -14,7 +14,7 @@ import pytest
 
 from engine import LLM
 from engine.tokenizer.tokenizer import Tokenizer
-from tests.support.http_server import metric, wait_idle
+from tests.support.http_server import metric, settled_metric, wait_idle
 
 MODEL = "manta-small"
 TEXTS = ["def add(a, b):\n    return a + b", "def sub(a, b):\n    return a - b", "Bread is food."]
@@ -130,7 +130,7 @@ def test_another_model_is_not_found(client: openai.OpenAI) -> None:
 
 def test_clients_that_leave_end_their_texts(url: str) -> None:
     base = url.removesuffix("/v1")
-    before = metric(base, "manta_engine_prompt_tokens_total")
+    before = settled_metric(base, "manta_engine_prompt_tokens_total")
     body = {"input": [[i, *range(100, 1100)] for i in range(10, 410)]}
     with pytest.raises(httpx.TimeoutException):
         httpx.post(f"{url}/embeddings", json=body, timeout=0.5)
