@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Callable
 
 from deploy.http.engine_client import EngineClient, EngineHealth
+from deploy.http.shared_answer import SharedAnswer
 
 FRESH_S = 0.5
 """An answer of this age is given again."""
@@ -17,14 +16,8 @@ class HealthProbe:
 
     def __init__(self, client_provider: Callable[[], EngineClient]) -> None:
         self._client_provider = client_provider
-        self._asked: tuple[float, asyncio.Task[EngineHealth]] | None = None
+        self._answer = SharedAnswer[EngineHealth](FRESH_S)
 
     async def check(self) -> EngineHealth:
         """Whether requests can be served. Raises what the provider raises if there is no client."""
-        client = self._client_provider()
-        asked = self._asked
-        if asked is None or (asked[1].done() and time.monotonic() - asked[0] > FRESH_S):
-            task = asyncio.create_task(client.health())
-            asked = self._asked = (time.monotonic(), task)
-        # One who leaves doesn't end the question of the others.
-        return await asyncio.shield(asked[1])
+        return await self._answer.get(self._client_provider().health)

@@ -9,6 +9,7 @@ from typing import Any
 
 from deploy.http.engine_client import EngineClient
 from deploy.http.metrics import ServerMetrics
+from deploy.http.shared_answer import SharedAnswer
 from engine import __version__
 from engine.errors import EngineDeadError
 
@@ -24,16 +25,12 @@ class StatusProbe:
     def __init__(self, client_provider: Callable[[], EngineClient], metrics: ServerMetrics) -> None:
         self._client_provider = client_provider
         self._metrics = metrics
-        self._asked: tuple[float, asyncio.Task[dict[str, Any]]] | None = None
+        self._answer = SharedAnswer[dict[str, Any]](FRESH_S)
 
     async def look(self) -> dict[str, Any]:
         """The status now. Raises what the provider raises if there is no client."""
         client = self._client_provider()
-        asked = self._asked
-        if asked is None or (asked[1].done() and time.monotonic() - asked[0] > FRESH_S):
-            asked = self._asked = (time.monotonic(), asyncio.create_task(self._ask(client)))
-        # One who leaves doesn't end the question of the others.
-        return await asyncio.shield(asked[1])
+        return await self._answer.get(lambda: self._ask(client))
 
     async def _ask(self, client: EngineClient) -> dict[str, Any]:
         engines, ingresses = await asyncio.gather(client.engine_status(), self._ingresses(client))

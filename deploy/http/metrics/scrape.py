@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -12,6 +11,7 @@ from deploy.http.engine_client import EngineClient, PlainFamily
 from deploy.http.metrics.engine_stats import EngineStats
 from deploy.http.metrics.exposition import Family, exposition, joined, label_text, scalar
 from deploy.http.metrics.vllm_names import engine_families
+from deploy.http.shared_answer import SharedAnswer
 
 logger = logging.getLogger(__name__)
 
@@ -37,13 +37,13 @@ class Scrape:
     measures is always as of now. Use from one event loop."""
 
     def __init__(self) -> None:
-        self._asked: tuple[float, asyncio.Task[Others]] | None = None
+        self._answer = SharedAnswer[Others](FRESH_S)
         self._known: set[str] = set()
         """Ingresses that have answered, until all that Serve knows have answered without them."""
 
     async def text(self, client: EngineClient, own: list[PlainFamily], *, with_vllm: bool) -> bytes:
         """The whole answer. `own`: what the ingress of this process measured."""
-        others = await self._others(client)
+        others = await self._answer.get(lambda: self._ask(client))
         model = label_text({"model_name": client.model_info.name})
         families: list[Family | PlainFamily] = [*own]
         for name, report in others.ingresses.items():
@@ -66,14 +66,6 @@ class Scrape:
         if with_vllm:
             families += engine_families(others.engines, model)
         return exposition(families)
-
-    async def _others(self, client: EngineClient) -> Others:
-        asked = self._asked
-        if asked is None or (asked[1].done() and time.monotonic() - asked[0] > FRESH_S):
-            task = asyncio.create_task(self._ask(client))
-            asked = self._asked = (time.monotonic(), task)
-        # A scrape that is given up doesn't end the question of the others.
-        return await asyncio.shield(asked[1])
 
     async def _ask(self, client: EngineClient) -> Others:
         engines, (ingresses, silent) = await asyncio.gather(
