@@ -24,6 +24,7 @@ from deploy.replica.ingress_links import IngressLinks
 from deploy.replica.open_calls import OpenCalls
 from deploy.serve_state import drain_watch, replica_states
 from deploy.serve_state.drain_watch import DrainWatch
+from engine import pulse
 from engine.actors import actor_process, role_watch
 from engine.actors.actor_process import ActorProcess
 from engine.actors.role_watch import RoleWatch
@@ -81,6 +82,8 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_watch, "PING_PERIOD_S", 0.01)
     monkeypatch.setattr(engine_watch, "INTRODUCE_PERIOD_S", 0.05)
     monkeypatch.setattr(engine_watch, "CONFIRM_S", 0.05)
+    # As little beside the other times as half a second is beside the real ones.
+    monkeypatch.setattr(pulse, "MAX_TICK_S", 0.05)
     monkeypatch.setattr(drain_watch, "HEALTH_PERIOD_S", 0.01)
     monkeypatch.setattr(drain_watch, "SILENCE_S", 0.1)
 
