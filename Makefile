@@ -11,7 +11,7 @@ STAMP := $(VENV)/.installed-$(SUM)
 DEV_STAMP := $(VENV)/.installed-dev-$(SUM)
 
 .DELETE_ON_ERROR:
-.PHONY: serve test test-fast test-extended test-matrix test-gpu chaos starts fuzz k8s-emulate lint bench bench-gpu \
+.PHONY: serve test test-fast test-unit test-extended test-matrix test-gpu chaos starts fuzz k8s-emulate lint bench bench-gpu \
 	install install-dev clean
 
 # What running needs.
@@ -37,6 +37,11 @@ serve: install
 
 # Pure scheduler, cache, sampler, protocol: under a minute.
 test-fast: install-dev
+	$(BIN)/python -m pytest -q $(addprefix tests/unit/,scheduler kvcache sampling protocol speculative \
+		test_layout.py)
+
+# All tests that start no server: some four minutes on 2 cores.
+test-unit: install-dev
 	$(BIN)/python -m pytest tests/unit benchmarks/tests -q
 
 # Everything that needs nothing but Python, real processes included: at most 15 minutes.
