@@ -70,6 +70,6 @@ def test_time_does_not_grow_with_the_names() -> None:
     many = NameBreaker([f"<|reserved_special_token_{i}|>" for i in range(1000)], MARKER)
     # Nearly a name at every tenth character.
     text = "<|reserved_special_token_" * 4000
-    began = time.perf_counter()
+    began = time.thread_time()
     assert many.break_names(text) == text
-    assert time.perf_counter() - began < 0.5
+    assert time.thread_time() - began < 0.5
