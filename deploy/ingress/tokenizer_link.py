@@ -1,4 +1,4 @@
-"""`TokenizerLink`: the tokenizer of one ingress, started again whenever it is lost."""
+"""`TokenizerLink`: the tokenizer of one ingress, on its node, started again whenever it is lost."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from deploy.ingress.listener import IngressListener
-from engine.actors.actor_process import ActorProcess
+from engine.actors.actor_process import ActorProcess, this_node
 from engine.actors.role_watch import RoleWatch
 from engine.actors.tokenizer_actor import RemoteTokenizerActor
 from engine.errors import EngineDeadError, MantaError, RequestError
@@ -148,7 +149,10 @@ class TokenizerLink:
 
     async def _start_actor(self) -> Any:
         """Start an actor. Returns a reference that resolves when the actor ends."""
-        self._actor = RemoteTokenizerActor.remote(self._model_path, self._log_format)
+        # Without a place it would go to any node, and be lost with that node.
+        here = NodeAffinitySchedulingStrategy(this_node(), soft=False)
+        actor = RemoteTokenizerActor.options(scheduling_strategy=here)
+        self._actor = actor.remote(self._model_path, self._log_format)
         self._process = None
         described = asyncio.wrap_future(self._actor.describe.remote().future())
         async with asyncio.timeout(START_TIMEOUT_S):

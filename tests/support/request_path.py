@@ -167,7 +167,9 @@ def files_of_a_request(
         monkeypatch.setattr(module, name, 1e6)
     for module in (serve_client, engine_replica):
         monkeypatch.setattr(module, "node_ip", lambda: HOST)
-    monkeypatch.setattr(tokenizer_link, "RemoteTokenizerActor", _Method(_TokenizerActor))
+    placed = SimpleNamespace(options=lambda **_: _Method(_TokenizerActor))
+    monkeypatch.setattr(tokenizer_link, "RemoteTokenizerActor", placed)
+    monkeypatch.setattr(tokenizer_link, "this_node", lambda: "a" * 56)
     monkeypatch.setattr(tokenizer_link.ray, "kill", lambda _: None)
     monkeypatch.setattr(engine_replica, "get_current_placement_group", lambda: None)
     monkeypatch.setattr(engine_replica, "EngineGroup", lambda *_: _Group(inbox.address))

@@ -15,6 +15,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from deploy.ingress import engine_watch, tokenizer_link
 from deploy.ingress.engine_watch import EngineWatch
@@ -132,7 +133,7 @@ def test_kill_ends_a_stopped_process_and_spares_a_reused_id(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     killed: list[str] = []
-    monkeypatch.setattr(actor_process, "_this_node", lambda: "here")
+    monkeypatch.setattr(actor_process, "this_node", lambda: "here")
     monkeypatch.setattr(actor_process.ray, "kill", killed.append)
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     try:
@@ -333,6 +334,9 @@ def test_engine_watch_keeps_a_replica_that_lives(
     assert known and not killed
 
 
+THIS_NODE = "a" * 56
+
+
 class FakeTokenizers:
     """Stands for the actor class; `made` are the actors, each with a real inbox."""
 
@@ -342,8 +346,14 @@ class FakeTokenizers:
         self.lost: list[str] = []
         self.listener = Mock(IngressListener, tokenizer_lost=self.lost.append)
         monkeypatch.setattr(tokenizer_link, "RemoteTokenizerActor", self)
+        monkeypatch.setattr(tokenizer_link, "this_node", lambda: THIS_NODE)
         monkeypatch.setattr(tokenizer_link.ray, "kill", lambda _: None)
         monkeypatch.setattr(tokenizer_link, "START_PAUSE_S", 0.0)
+
+    def options(self, scheduling_strategy: NodeAffinitySchedulingStrategy) -> FakeTokenizers:
+        """A tokenizer on another node would be lost with that node, too."""
+        assert (scheduling_strategy.node_id, scheduling_strategy.soft) == (THIS_NODE, False)
+        return self
 
     def remote(self, *_: str) -> FakeTokenizer:
         tokenizer = FakeTokenizer(fails=self.failing > 0)
