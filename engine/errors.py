@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 
 class MantaError(Exception):
     """Base of every error that Manta raises on purpose."""
@@ -16,7 +19,7 @@ class RequestError(MantaError):
 
     `param` names the request field at fault (None if no single field is), `status` is the HTTP
     status, `code` a machine-readable word as in OpenAI's error bodies. `retry_after_s`: when to try
-    again, for statuses that ask for it.
+    again, for statuses that ask for it. `details`: more for programs, by name.
     """
 
     def __init__(
@@ -27,6 +30,7 @@ class RequestError(MantaError):
         status: int = 400,
         code: str | None = None,
         retry_after_s: int = 1,
+        details: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message
@@ -34,6 +38,7 @@ class RequestError(MantaError):
         self.status = status
         self.code = code
         self.retry_after_s = retry_after_s
+        self.details = details
 
 
 class EngineDeadError(MantaError):

@@ -9,8 +9,16 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    GetJsonSchemaHandler,
+    ValidationError,
+    model_validator,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError
 
 from engine.errors import RequestError
 
@@ -40,9 +48,11 @@ def encode_json(value: Any) -> bytes:
     return _LINE_ENDS.sub(lambda match: _ESCAPES[match[0]], data)
 
 
-def refusal(message: str, field: str = "", code: str = "") -> PydanticCustomError:
+def refusal(
+    message: str, field: str = "", code: str = "", details: dict[str, Any] | None = None
+) -> PydanticCustomError:
     """Error of a validator. `field` names a field below the one that the validator checks."""
-    context = {"message": message, "field": field, "code": code}
+    context = {"message": message, "field": field, "code": code, "details": details}
     return PydanticCustomError("refused", "{message}", context)
 
 
@@ -68,12 +78,27 @@ class Strict(BaseModel):
     """A JSON object whose types are taken literally: no number from a string, no int from true.
 
     null means "not given", as OpenAI's clients send it. Undeclared names are refused. Names in
-    `unsupported` are fields of OpenAI's or vLLM's API that Manta doesn't have: they pass only with
-    a value that switches them off, else they are refused by name.
+    `ignored` are fields that can't change the output: they label, store, bill or route a request.
+    They pass, whatever their value. Names in `unsupported` are fields that could change it and that
+    Manta doesn't have: they pass only with a value that switches them off, else they are refused by
+    name.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, protected_namespaces=())
+    ignored: ClassVar[frozenset[str]] = frozenset()
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        """The OpenAPI document names the ignored fields, too."""
+        schema = handler(core_schema)
+        if cls.ignored:
+            properties = handler.resolve_ref_schema(schema).setdefault("properties", {})
+            for name in sorted(cls.ignored):
+                properties[name] = {"description": "Accepted, without effect."}
+        return schema
 
     @model_validator(mode="before")
     @classmethod
@@ -82,7 +107,7 @@ class Strict(BaseModel):
             return data
         given = {}
         for name, value in data.items():
-            if value is None:
+            if value is None or name in cls.ignored:
                 continue
             if name not in cls.unsupported:
                 given[name] = value
@@ -206,7 +231,12 @@ def _first_error(exception: ValidationError, data: dict[str, Any]) -> RequestErr
         context = error["ctx"]
         if context["field"]:
             path = (*path, context["field"])
-        return RequestError(context["message"], _param(path), code=context["code"] or None)
+        return RequestError(
+            context["message"],
+            _param(path),
+            code=context["code"] or None,
+            details=context["details"],
+        )
     param = _param(path)
     if kind.endswith(("_type", "literal_error")):
         wanted = [_wanted(each) for place, each in [first, *rivals] if place == path]

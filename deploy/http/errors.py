@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import traceback
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from engine.errors import EngineDeadError, RequestError
 
@@ -12,17 +13,20 @@ logger = logging.getLogger(__name__)
 
 RETRY_STATUSES = (429, 503)
 """Statuses whose answers ask the client to try again (`Retry-After`)."""
+CONTEXT_LENGTH = "context_length_exceeded"
+"""The code of a prompt that is too long; agents compact their conversation when they see it."""
 
 
 class Failure(NamedTuple):
     """HTTP status and words. `param`: the field at fault; `code`: a word for programs;
-    `retry_after_s`: when to try again, if the status asks for it."""
+    `retry_after_s`: when to try again, if the status asks for it; `details`: more for programs."""
 
     status: int
     message: str
     param: str | None = None
     code: str | None = None
     retry_after_s: int = 1
+    details: Mapping[str, Any] | None = None
 
 
 class ErrorReply(NamedTuple):
@@ -52,6 +56,7 @@ def failure_of(exception: BaseException, request_id: str) -> Failure:
             exception.param,
             exception.code,
             exception.retry_after_s,
+            exception.details,
         )
     if isinstance(exception, EngineDeadError):
         logger.error("request %s: the engine is gone: %s", request_id, exception)

@@ -71,6 +71,13 @@ def events(reply: httpx.Response) -> list[Any]:
     return [json.loads(payload) for payload in payloads[:-1]]
 
 
+def named_events(reply: httpx.Response) -> list[dict[str, Any]]:
+    """What the events of a stream hold, with names or without."""
+    assert reply.status_code == 200, reply.text
+    lines = [line for line in reply.text.splitlines() if line.startswith("data: ")]
+    return [json.loads(line[6:]) for line in lines if line != "data: [DONE]"]
+
+
 def joined_lists(lists: Iterable[list[Any]]) -> list[Any]:
     return list(chain.from_iterable(lists))
 

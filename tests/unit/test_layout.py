@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.support.source_files import ROOT, imports_of
 
-MAX_LINES = 400
+MAX_LINES = 700
 
 
 def python_files(*folders: str) -> list[Path]:
@@ -25,7 +25,7 @@ def test_no_test_file_is_imported() -> None:
 
 
 def test_no_file_is_long() -> None:
-    """A file that is longer usually holds two things."""
+    """A file that is longer holds two things. One noun is not split for its length."""
     files = python_files("engine", "deploy", "benchmarks")
     files += [path.relative_to(ROOT) for path in (ROOT / "engine" / "csrc").iterdir()]
     lengths = {str(path): len((ROOT / path).read_text().splitlines()) for path in files}

@@ -14,7 +14,7 @@ from deploy.http.errors import ErrorReply, Failure
 from deploy.http.generation.endpoint import Endpoint
 from deploy.http.generation.generation import Generation
 from deploy.http.generation.json_route import JsonRoute
-from deploy.http.generation.plan import plan_chat
+from deploy.http.generation.plan import plan_chat, render
 from deploy.http.generation.request import Incoming
 
 
@@ -39,8 +39,9 @@ class MessagesEndpoint(Endpoint):
         incoming: Incoming,
     ) -> Generation[Any]:
         request = given.translate(f"msg_{incoming.id}", client.model_info)
+        applied_edits = await given.edit(client, request)
         plan = await plan_chat(client, self.settings, request, incoming.key)
-        return MessageGeneration(client, given, plan, incoming.tracker)
+        return MessageGeneration(client, given, plan, incoming.tracker, applied_edits)
 
 
 class CountTokensRoute(JsonRoute):
@@ -54,12 +55,12 @@ class CountTokensRoute(JsonRoute):
     async def _answer(
         self, client: EngineClient, given: CountTokensRequest, key: ApiKey | None
     ) -> dict[str, Any]:
-        given.check(client.model_info)
-        ids = await client.render_chat(
-            given.for_template(),
-            add_generation_prompt=not given.continues,
-            continue_final_message=given.continues,
-            tools=given.tool_use(client.model_info).for_template,
-            template_kwargs=given.template_kwargs,
-        )
-        return {"input_tokens": len(ids)}
+        request = given.translate("", client.model_info)
+        if given.context_management is None:
+            return {"input_tokens": len(await render(client, request))}
+        original = len(await render(client, request))
+        await given.edit(client, request)
+        return {
+            "input_tokens": len(await render(client, request)),
+            "context_management": {"original_input_tokens": original},
+        }

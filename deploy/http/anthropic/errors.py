@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from deploy.http.errors import ErrorReply, Failure
+from deploy.http.errors import CONTEXT_LENGTH, ErrorReply, Failure
 
 _TYPES = {
     401: "authentication_error",
@@ -18,10 +18,20 @@ _TYPES = {
 
 
 def anthropic_error(failure: Failure) -> ErrorReply:
-    """The error; its `type` follows from the status. The message names the field at fault."""
-    status, message, param, _, retry_after_s = failure
+    """The error; its `type` follows from the status. The message names the field at fault.
+
+    A prompt that is too long is told in Anthropic's words, by which agents know that they have to
+    compact their conversation.
+    """
+    status, message, param, code, retry_after_s, details = failure
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    if param is not None and param not in message:
+    if code == CONTEXT_LENGTH and details is not None:
+        message = "prompt is too long: {num_tokens} tokens > {max_model_len} maximum".format(
+            **details
+        )
+        details = None
+    elif param is not None and param not in message:
         message = f"{param}: {message}"
-    body = msgspec.json.encode({"type": "error", "error": {"type": kind, "message": message}})
+    error = {"type": kind, "message": message} | ({"details": details} if details else {})
+    body = msgspec.json.encode({"type": "error", "error": error})
     return ErrorReply(status, body, b"event: error\ndata: " + body + b"\n\n", retry_after_s)

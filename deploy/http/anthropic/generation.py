@@ -8,7 +8,10 @@ from pydantic_core import from_json
 
 from deploy.http.anthropic.request import MessagesRequest
 from deploy.http.body import encode_json
+from deploy.http.engine_client import EngineClient
 from deploy.http.generation.generation import Generation
+from deploy.http.generation.plan import Plan
+from deploy.http.metrics import RequestTracker
 from deploy.http.parsers.parts import CallArguments, CallBegin, Part, Reasoning, Text, joined
 from engine.protocol.tokenizer_messages import TextDelta
 
@@ -20,6 +23,20 @@ class MessageGeneration(Generation[MessagesRequest]):
     """Blocks of the stream that have begun."""
     _open = ""
     """The type of the block that is being sent; "" between blocks."""
+
+    def __init__(
+        self,
+        client: EngineClient,
+        fields: MessagesRequest,
+        plan: Plan,
+        tracker: RequestTracker,
+        applied_edits: list[dict[str, Any]] | None,
+    ) -> None:
+        """`applied_edits`: those of `context_management`; None if none were asked for."""
+        super().__init__(client, fields, plan, tracker)
+        self._context = {}
+        if applied_edits is not None:
+            self._context = {"context_management": {"applied_edits": applied_edits}}
 
     def _reply(self) -> bytes:
         output = self._outputs[0]
@@ -38,7 +55,8 @@ class MessageGeneration(Generation[MessagesRequest]):
         for block in content:
             if block["type"] == "tool_use":
                 block["input"] = _parse(arguments.get(block["input"], ""))
-        return encode_json(self._message(content) | self._end() | {"usage": self._usage()})
+        end = self._end() | {"usage": self._usage()} | self._context
+        return encode_json(self._message(content) | end)
 
     def _opening(self) -> bytes:
         nothing = {"stop_reason": None, "stop_sequence": None}
@@ -51,7 +69,7 @@ class MessageGeneration(Generation[MessagesRequest]):
     def _ending(self) -> bytes:
         return (
             self._close()
-            + _event("message_delta", delta=self._end(), usage=self._usage())
+            + _event("message_delta", delta=self._end(), usage=self._usage(), **self._context)
             + _event("message_stop")
         )
 
@@ -117,6 +135,7 @@ class MessageGeneration(Generation[MessagesRequest]):
             "role": "assistant",
             "model": self._plan.model,
             "content": content,
+            **({"ignored_tools": ignored} if (ignored := self._plan.ignored_tools) else {}),
         }
 
     def _end(self) -> dict[str, Any]:

@@ -15,6 +15,7 @@ class AnthropicErrorBody(_Shape):
 
     type: str
     message: str
+    details: dict[str, Any] | None = None
 
 
 class AnthropicError(_Shape):
@@ -24,10 +25,32 @@ class AnthropicError(_Shape):
     error: AnthropicErrorBody
 
 
+class OriginalCount(_Shape):
+    """Tokens before the edits of `context_management`."""
+
+    original_input_tokens: int
+
+
 class TokenCount(_Shape):
     """Reply of `POST /v1/messages/count_tokens`."""
 
     input_tokens: int
+    context_management: OriginalCount | None = None
+
+
+class AppliedEdit(_Shape):
+    """What an edit of `context_management` took out of the prompt."""
+
+    type: Literal["clear_thinking_20251015", "clear_tool_uses_20250919"]
+    cleared_input_tokens: int
+    cleared_thinking_turns: int | None = None
+    cleared_tool_uses: int | None = None
+
+
+class AppliedEdits(_Shape):
+    """The edits that applied."""
+
+    applied_edits: list[AppliedEdit]
 
 
 class TextContent(_Shape):
@@ -78,6 +101,9 @@ class MessageReply(_Shape):
     stop_reason: StopReason | None
     stop_sequence: str | None
     usage: MessageUsage
+    ignored_tools: list[str] | None = None
+    """Kinds of tools that the model didn't see; only where there are any."""
+    context_management: AppliedEdits | None = None
 
 
 class MessageStart(_Shape):
@@ -151,6 +177,7 @@ class MessageDelta(_Shape):
     type: Literal["message_delta"]
     delta: End
     usage: MessageUsage
+    context_management: AppliedEdits | None = None
 
 
 class MessageStop(_Shape):

@@ -3,13 +3,15 @@
 # No `from __future__ import annotations`: pydantic reads the annotations of these classes.
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
+from deploy.http.anthropic.context_edits import ContextManagement, Messages, edit_conversation
 from deploy.http.body import MAX_MESSAGES, FreeObject, Strict, refusal
-from deploy.http.engine_client import ModelInfo
-from deploy.http.generation.plan import check_model, check_text_length
+from deploy.http.engine_client import EngineClient, ModelInfo
+from deploy.http.generation.plan import check_model, check_text_length, render
 from deploy.http.generation.request import (
     ChatRequest,
     FieldNames,
@@ -146,8 +148,7 @@ class Message(_Part):
 class ToolDefinition(_Part):
     """A tool. `input_schema` is the JSON schema of its input, an object."""
 
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"type": ("custom",)}
-
+    type: Literal["custom"] = "custom"
     name: str = Field(pattern=NAME_PATTERN)
     description: str | None = None
     input_schema: FreeObject
@@ -159,6 +160,23 @@ class ToolDefinition(_Part):
         if value.get("type", "object") != "object":
             raise refusal("input_schema must be a JSON schema of type object.")
         return value
+
+
+class HostedTool(_Part):
+    """A tool of Anthropic's own (`web_search_20250305`, ...). The model doesn't see it."""
+
+    type: str = Field(min_length=1, max_length=64)
+
+
+def _kind_of_tool(tool: Any) -> str:
+    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+    return "custom" if kind in (None, "custom") else "hosted"
+
+
+Tool = Annotated[
+    Annotated[ToolDefinition, Tag("custom")] | Annotated[HostedTool, Tag("hosted")],
+    Discriminator(_kind_of_tool),
+]
 
 
 class ToolChoice(Strict):
@@ -185,10 +203,10 @@ class OutputFormat(Strict):
 class OutputConfig(Strict):
     """`effort` is a variable for the chat template (`reasoning_effort`)."""
 
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"task_budget": ()}
+    ignored: ClassVar[frozenset[str]] = frozenset({"task_budget"})
 
     format: OutputFormat | None = None
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    effort: str | None = Field(None, pattern=r"^[a-z_]{1,32}$")
 
 
 class Thinking(Strict):
@@ -203,28 +221,44 @@ class Thinking(Strict):
 class CountTokensRequest(Strict):
     """Body of `POST /v1/messages/count_tokens`: what a conversation has before the reply."""
 
+    ignored: ClassVar[frozenset[str]] = frozenset(
+        {
+            *("anthropic_beta", "anthropic_version", "betas", "billing_policy", "cache_control"),
+            *("diagnostics", "fallback_credit_token", "fallbacks", "inference_geo", "metadata"),
+            *("service_tier", "speed", "user_profile_id", "workspace_id"),
+        }
+    )
+    """They label, bill or route a request. Prefixes are always cached."""
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "mcp_servers": ([],),
         "container": (),
-        "context_management": (),
+        "compaction": (),
     }
 
     model: str = ""
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     system: str | list[TextBlock] = ""
-    tools: list[ToolDefinition] = Field(default_factory=list)
+    tools: list[Tool] = Field(default_factory=list)
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig = OutputConfig.model_validate({})
     output_format: OutputFormat | None = None
     """The older place of `output_config.format`."""
-    cache_control: dict[str, Any] = Field(default_factory=dict)
-    """Accepted; prefixes are always cached."""
+    context_management: ContextManagement | None = None
 
     @property
     def shows_thinking(self) -> bool:
         """Whether the reply has the reasoning."""
         return self.thinking is not None and self.thinking.type != "disabled"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_threads(cls, data: Any) -> Any:
+        """In words by which Anthropic's client knows to send the whole conversation."""
+        if isinstance(data, dict) and data.get("thread") is not None:
+            details = {"error_code": "thread_unsupported_request"}
+            raise refusal("thread is not supported: nothing is stored.", "thread", details=details)
+        return data
 
     @model_validator(mode="after")
     def _check_last(self) -> "CountTokensRequest":
@@ -249,21 +283,56 @@ class CountTokensRequest(Strict):
         functions = [
             Function(tool.name, tool.description, tool.input_schema, tool.strict)
             for tool in self.tools
+            if isinstance(tool, ToolDefinition)
         ]
+        hosted = [tool.type for tool in self.tools if isinstance(tool, HostedTool)]
         choice = self.tool_choice
         if choice is None:
-            return ToolUse(functions, "auto", info)
+            return ToolUse(functions, "auto", info, hosted=hosted)
         word: Literal["none", "auto", "required"] = "required"
         if choice.type == "auto" or choice.type == "none":
             word = choice.type
         parallel = not choice.disable_parallel_tool_use
-        return ToolUse(functions, word, info, named=choice.name, parallel=parallel)
+        return ToolUse(functions, word, info, named=choice.name, parallel=parallel, hosted=hosted)
 
-    def check(self, info: ModelInfo) -> None:
-        """Raise `RequestError` for another model, or for text that can't fit."""
+    def translate(self, request_id: str, info: ModelInfo) -> ChatRequest:
+        """The request that this stands for. Raises `RequestError`."""
         check_model(self.model, info)
         num_chars = sum(message.num_chars for message in self.messages)
         check_text_length(num_chars + len(_text_of(self.system)), info, "messages")
+        tools, management = self.tool_use(info), self.context_management
+        return ChatRequest(
+            id=request_id,
+            given_id=request_id.removeprefix("msg_"),
+            model=self.model,
+            params=SamplingParams(),
+            max_tokens=None,  # clients send their usual number: it is reduced to what fits
+            names=FieldNames("messages", "max_tokens"),
+            stream=False,
+            constraint=self.constraint(),
+            messages=self.for_template(),
+            tools=tools,
+            answer_schema=None if tools.format is None else self.answer_schema,
+            add_generation_prompt=not self.continues,
+            continue_final_message=self.continues,
+            template_kwargs=self.template_kwargs,
+            compact_above=None if management is None else management.compact_above,
+        )
+
+    async def edit(self, client: EngineClient, request: ChatRequest) -> list[dict[str, Any]] | None:
+        """Make the edits of `context_management` in the request's conversation. Returns those that
+        applied; None if none were asked for. Raises `RequestError`."""
+        management = self.context_management
+        if management is None:
+            return None
+
+        async def count(messages: Messages) -> int:
+            return len(await render(client, replace(request, messages=messages)))
+
+        request.messages, applied = await edit_conversation(
+            request.messages, management.edits, count
+        )
+        return applied
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
@@ -299,10 +368,6 @@ class MessagesRequest(CountTokensRequest):
     temperature: float | None = Field(None, ge=0, le=1)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=0, le=_MAX_INT)
-    metadata: dict[str, Any] = Field(default_factory=dict)
-    """Accepted; it labels a request."""
-    service_tier: str = ""
-    inference_geo: str = ""
 
     @field_validator("stop_sequences")
     @classmethod
@@ -312,32 +377,20 @@ class MessagesRequest(CountTokensRequest):
         return value
 
     def translate(self, request_id: str, info: ModelInfo) -> ChatRequest:
-        """The request that this stands for. Raises `RequestError`."""
-        self.check(info)
+        request = super().translate(request_id, info)
+        request.params = self._sampling_params(info)
+        request.default_max_tokens = self.max_tokens
+        request.stream = self.stream
+        return request
+
+    def _sampling_params(self, info: ModelInfo) -> SamplingParams:
         defaults = info.sampling_defaults
         given = {name: getattr(self, name, None) for name in MODEL_DEFAULTS}
         chosen: dict[str, Any] = {
             name: defaults.get(name) if value is None else value for name, value in given.items()
         }
         chosen = {name: value for name, value in chosen.items() if value is not None}
-        tools = self.tool_use(info)
-        return ChatRequest(
-            id=request_id,
-            given_id=request_id.removeprefix("msg_"),
-            model=self.model,
-            params=SamplingParams(**chosen, stop=self.stop_sequences),
-            max_tokens=None,  # clients send their usual number: it is reduced to what fits
-            default_max_tokens=self.max_tokens,
-            names=FieldNames("messages", "max_tokens"),
-            stream=self.stream,
-            constraint=self.constraint(),
-            messages=self.for_template(),
-            tools=tools,
-            answer_schema=None if tools.format is None else self.answer_schema,
-            add_generation_prompt=not self.continues,
-            continue_final_message=self.continues,
-            template_kwargs=self.template_kwargs,
-        )
+        return SamplingParams(**chosen, stop=self.stop_sequences)
 
 
 def _text_of(content: str | list[TextBlock]) -> str:

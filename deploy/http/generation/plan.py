@@ -6,12 +6,13 @@ import asyncio
 import secrets
 import time
 from collections.abc import Coroutine, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from deploy.http.aborts import Abort
 from deploy.http.access.api_key import ApiKey
 from deploy.http.engine_client import EngineClient, GenerateRequest, ModelInfo
+from deploy.http.errors import CONTEXT_LENGTH
 from deploy.http.generation.reading import OutputReading
 from deploy.http.generation.request import (
     ChatRequest,
@@ -51,6 +52,8 @@ class Plan:
     """None: outputs are text alone."""
     stream: bool
     stream_interval: int
+    ignored_tools: list[str] = field(default_factory=list)
+    """Kinds of tools that the model didn't see."""
 
 
 class Prompt(NamedTuple):
@@ -75,15 +78,16 @@ async def plan_chat(
             "chat_template",
         )
     abort = _open_abort(client, request, request.id, key)
-    ids = await client.render_chat(
-        request.messages,
-        add_generation_prompt=request.add_generation_prompt,
-        continue_final_message=request.continue_final_message,
-        chat_template=request.chat_template,
-        tools=request.tools.for_template,
-        template_kwargs=request.template_kwargs or None,
-    )
+    ids = await render(client, request)
     check_prompt(ids, info.vocab_size, request.names.prompt)
+    if request.compact_above is not None and len(ids) > request.compact_above:
+        raise RequestError(
+            f"The prompt has {len(ids)} tokens, more than the {request.compact_above} above which "
+            "context_management asks for a compaction; the server has none. Compact the "
+            "conversation in the client.",
+            "context_management",
+            code="unsupported_parameter",
+        )
     ids = truncate_prompt(ids, request.truncation, request.max_tokens, info)
     max_tokens = resolve_max_tokens(
         len(ids), request.max_tokens, request.default_max_tokens, info, request.names
@@ -95,7 +99,21 @@ async def plan_chat(
         reading = OutputReading(request.tools, thinking)
     wanted = Wanted(request.params, request.max_tokens, constraint, request.id)
     prompts = [Prompt(ids, max_tokens, wanted, abort)]
-    return await _plan(client, settings, request, prompts, reading, key)
+    plan = await _plan(client, settings, request, prompts, reading, key)
+    plan.ignored_tools = request.tools.ignored
+    return plan
+
+
+async def render(client: EngineClient, request: ChatRequest) -> list[int]:
+    """The prompt's token ids. Raises `RequestError`."""
+    return await client.render_chat(
+        request.messages,
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
+        chat_template=request.chat_template,
+        tools=request.tools.for_template,
+        template_kwargs=request.template_kwargs or None,
+    )
 
 
 async def plan_texts(
@@ -136,7 +154,8 @@ def check_text_length(num_chars: int, info: ModelInfo, field: str) -> None:
             f"This model's maximum context length is {info.max_model_len} tokens. However, your "
             f"{field} has {num_chars} characters. Please reduce the length of the {field}.",
             field,
-            code="context_length_exceeded",
+            code=CONTEXT_LENGTH,
+            details=_lengths(f"at least {num_chars // MAX_TOKEN_CHARS + 1}", info),
         )
 
 
@@ -177,7 +196,8 @@ def resolve_max_tokens(
             f"{names.prompt} has {num_prompt} tokens{why}. "
             f"Please reduce the length of the {names.prompt}.",
             names.prompt,
-            code="context_length_exceeded",
+            code=CONTEXT_LENGTH,
+            details=_lengths(num_prompt, info),
         )
     if asked is None:
         return room if default is None else min(default, room)
@@ -188,9 +208,15 @@ def resolve_max_tokens(
             f"in the completion). Please reduce the length of the {names.prompt} or "
             f"{names.max_tokens}.",
             names.max_tokens,
-            code="context_length_exceeded",
+            code=CONTEXT_LENGTH,
+            details=_lengths(num_prompt + asked, info),
         )
     return asked
+
+
+def _lengths(num_tokens: int | str, info: ModelInfo) -> dict[str, Any]:
+    """For the error of a prompt that is too long."""
+    return {"num_tokens": num_tokens, "max_model_len": info.max_model_len}
 
 
 async def check_constraint(client: EngineClient, constraint: NamedConstraint) -> None:

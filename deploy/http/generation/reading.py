@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import secrets
 
-from deploy.http.generation.tool_use import ToolUse
+from deploy.http.generation.tool_use import TEXT_FIELD, Function, ToolUse
+from deploy.http.parsers.json_reader import TextFieldReader
 from deploy.http.parsers.output_parser import OutputParser
-from deploy.http.parsers.parts import CallBegin, Part
+from deploy.http.parsers.parts import CallArguments, CallBegin, Part
 from deploy.http.parsers.reasoning_parser import ReasoningParser
 from engine.constraints.grammar_payload import Thinking
 
@@ -24,28 +25,35 @@ class OutputReading:
         tools, thinking = self._tools, self._thinking
         reasoning = None if thinking is None else ReasoningParser(thinking.is_open)
         if tools.format is None:
-            return OutputState(OutputParser(reasoning, None), 0, False)
+            return OutputState(OutputParser(reasoning, None), tools)
         parser = OutputParser(
             reasoning,
             tools.format.parser(tools.names),
             tools.max_calls,
             may_answer=not tools.must_call,
         )
-        return OutputState(parser, tools.format.id_length, tools.is_named)
+        return OutputState(parser, tools)
 
 
 class OutputState:
     """The parts of one output so far."""
 
-    def __init__(self, parser: OutputParser, id_length: int, is_named: bool) -> None:
-        """`id_length`: see `ToolFormat`. `is_named`: the request named the function to call."""
+    def __init__(self, parser: OutputParser, tools: ToolUse) -> None:
         self._parser = parser
-        self._id_length = id_length
-        self.is_named = is_named
+        self._tools = tools
         self._new: list[Part] = []
+        self._text_input: TextFieldReader | None = None
+        """Reads the arguments of the last call, if its tool takes a text."""
         self._ids: list[str] = []
+        self._names: list[str] = []
+        """Of the functions that are called."""
         self.num_reasoning = 0
         """Tokens of reasoning."""
+
+    @property
+    def is_named(self) -> bool:
+        """Whether the request named the function to call."""
+        return self._tools.is_named
 
     @property
     def num_calls(self) -> int:
@@ -55,20 +63,50 @@ class OutputState:
     def add(self, text: str, num_output: int, has_ended: bool) -> None:
         """More of the output: `num_output` tokens in all so far."""
         was_reasoning = self._parser.is_reasoning
-        self._new += self._parser.feed(text)
+        self._keep(self._parser.feed(text))
         if was_reasoning and self._parser.has_reasoned:
             self.num_reasoning = num_output
         if has_ended:
-            self._new += self._parser.finish()
+            self._keep(self._parser.finish())
+            self._end_text_input()
 
     def take(self) -> list[Part]:
         """The parts that weren't taken yet."""
         parts, self._new = self._new, []
         return parts
 
+    def function(self, call: int) -> Function:
+        """The tool that a call, which has begun, is of."""
+        name = self._names[call]
+        return self._tools.function(name) or Function(name)
+
+    def takes_text(self, call: int) -> bool:
+        """Whether the arguments of a call are a text, and no object."""
+        return self.function(call).takes_text
+
     def call_id(self, begin: CallBegin) -> str:
         """The id of a call, the same every time."""
+        length = 0 if self._tools.format is None else self._tools.format.id_length
         while len(self._ids) <= begin.call:
             name = secrets.token_hex(12)
-            self._ids.append(name[: self._id_length] if self._id_length else f"call_{name}")
+            self._ids.append(name[:length] if length else f"call_{name}")
         return self._ids[begin.call]
+
+    def _keep(self, parts: list[Part]) -> None:
+        for part in parts:
+            match part:
+                case CallBegin():
+                    self._end_text_input()
+                    self._names.append(part.name)
+                    if self.takes_text(part.call):
+                        self._text_input = TextFieldReader(TEXT_FIELD)
+                    self._new.append(part)
+                case CallArguments() if self._text_input is not None:
+                    self._new.append(part._replace(text=self._text_input.feed(part.text)))
+                case _:
+                    self._new.append(part)
+
+    def _end_text_input(self) -> None:
+        if self._text_input is not None:
+            self._new.append(CallArguments(len(self._names) - 1, self._text_input.finish()))
+            self._text_input = None

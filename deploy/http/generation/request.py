@@ -103,6 +103,8 @@ class ChatRequest(GenerationRequest):
     continue_final_message: bool = False
     chat_template: str | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
+    compact_above: int | None = None
+    """Tokens above which `context_management` asks to sum up the conversation."""
 
 
 @dataclass(kw_only=True)

@@ -11,6 +11,7 @@ from engine.constraints import ConstraintSpec
 from engine.errors import RequestError
 
 MAX_TOOLS = 128
+TEXT_FIELD = "input"
 
 
 class Function(NamedTuple):
@@ -21,6 +22,15 @@ class Function(NamedTuple):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool = False
+    namespace: str = ""
+    """The group that the tool belongs to."""
+    takes_text: bool = False
+    """Its input is a text. The model writes it as the string `TEXT_FIELD` of its arguments."""
+
+    @property
+    def full_name(self) -> str:
+        """The name that the model reads and writes."""
+        return full_name(self.name, self.namespace)
 
     @property
     def schema_of_arguments(self) -> dict[str, Any]:
@@ -29,12 +39,50 @@ class Function(NamedTuple):
 
     def for_template(self) -> dict[str, Any]:
         """The tool as chat templates read it."""
-        function: dict[str, Any] = {"name": self.name}
+        function: dict[str, Any] = {"name": self.full_name}
         if self.description is not None:
             function["description"] = self.description
         if self.parameters is not None:
             function["parameters"] = self.parameters
         return {"type": "function", "function": function}
+
+
+class TextGrammar(NamedTuple):
+    """What the input of a tool must match. `syntax`: `regex` or `lark`."""
+
+    syntax: str
+    definition: str
+
+
+def text_function(
+    name: str, description: str | None, text_grammar: TextGrammar | None, namespace: str = ""
+) -> Function:
+    """A tool whose input is a text. A regular expression is enforced; a grammar is shown to the
+    model."""
+    field: dict[str, Any] = {"type": "string"}
+    if text_grammar is not None:
+        syntax, definition = text_grammar
+        said = f"The input must match this {syntax} grammar:\n{definition}"
+        description = f"{description}\n\n{said}" if description else said
+        if syntax == "regex":
+            field["pattern"] = f"^(?:{definition})$"
+    parameters = {
+        "type": "object",
+        "properties": {TEXT_FIELD: field},
+        "required": [TEXT_FIELD],
+        "additionalProperties": False,
+    }
+    return Function(name, description, parameters, "pattern" in field, namespace, takes_text=True)
+
+
+def called_with_text(name: str, text: str) -> dict[str, Any]:
+    """A call of a tool that takes a text, as chat templates read it."""
+    return {"name": name, "arguments": {TEXT_FIELD: text}}
+
+
+def full_name(name: str, namespace: str) -> str:
+    """The name of a tool of a group, as the model reads and writes it."""
+    return f"{namespace.rstrip('_')}__{name}" if namespace else name
 
 
 class ToolUse:
@@ -52,10 +100,14 @@ class ToolUse:
         named: str | None = None,
         allowed: Collection[str] | None = None,
         parallel: bool = True,
+        hosted: Sequence[str] = (),
     ) -> None:
         """`named`: the function that must be called. `allowed`: the functions that may be; None for
-        all. `parallel`: there may be several calls."""
-        self._functions = {function.name: function for function in functions}
+        all. Both have full names. `parallel`: there may be several calls. `hosted`: kinds of tools
+        that run in other servers; the model doesn't see them."""
+        self.ignored = list(dict.fromkeys(hosted))
+        """Kinds of tools that the model doesn't see."""
+        self._functions = {function.full_name: function for function in functions}
         self._parallel = parallel
         if len(self._functions) < len(functions):
             raise RequestError("Two tools have the same name.", "tools")
@@ -87,6 +139,10 @@ class ToolUse:
             self.format = TOOL_FORMATS[info.tool_format]
         self.for_template = [function.for_template() for function in functions] or None
         """The tools as chat templates read them."""
+
+    def function(self, name: str) -> Function | None:
+        """The tool with this full name; None if the model made it up."""
+        return self._functions.get(name)
 
     @property
     def names(self) -> frozenset[str]:

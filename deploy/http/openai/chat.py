@@ -17,9 +17,9 @@ from deploy.http.openai.logprobs import LogprobStyle, chat_logprobs, prompt_logp
 from deploy.http.openai.messages import ChatMessage, TextPart
 from deploy.http.openai.parts import delta_payloads, finish_reason, message_fields
 from deploy.http.openai.replies import ChatCompletion, ChatCompletionChunk, Error
-from deploy.http.openai.request import UNSUPPORTED, GenerationFields
+from deploy.http.openai.request import UNSUPPORTED, Effort, GenerationFields
 from deploy.http.openai.sse import ChunkEncoder
-from deploy.http.openai.tools import Tool, ToolChoice, schema_of_answer, tool_use
+from deploy.http.openai.tools import AnyTool, ToolChoice, schema_of_answer, tool_use
 from engine.protocol.tokenizer_messages import TextDelta
 from engine.sampling_params import MAX_LOGPROBS
 
@@ -49,9 +49,7 @@ class ChatCompletionRequest(GenerationFields):
         "modalities": (["text"],),
         "moderation": (),
         "thinking_token_budget": (),
-        "web_search_options": (),
         "documents": ([],),
-        "mm_processor_kwargs": (),
         "add_special_tokens": (False,),
     }
 
@@ -67,15 +65,17 @@ class ChatCompletionRequest(GenerationFields):
     """Put the last message before the reply, if the reply has its role."""
     chat_template: str | None = None
     chat_template_kwargs: FreeObject = Field(default_factory=dict)
-    tools: list[Tool] = Field(default_factory=list)
+    tools: list[AnyTool] = Field(default_factory=list)
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool = True
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: Effort | None = None
     """For templates that read it; `none` switches reasoning off where templates can."""
     verbosity: Literal["low", "medium", "high"] | None = None
     """For templates that read it."""
     include_reasoning: bool = True
     """False: the reply leaves the reasoning out."""
+    web_search_options: dict[str, Any] | None = None
+    """Asks for a tool that other servers run: the reply's `ignored_tools` has it."""
     prediction: Prediction | None = None
     """The answer that is expected: tokens of the reply that equal it may come several at once."""
 
@@ -151,7 +151,8 @@ def translate(given: ChatCompletionRequest, request_id: str, info: ModelInfo) ->
     check_text_length(sum(len(m.text) for m in given.messages), info, "messages")
     prediction = "" if given.prediction is None else given.prediction.text
     check_text_length(len(prediction), info, "prediction")
-    tools = tool_use(given.tools, given.tool_choice, given.parallel_tool_calls, info)
+    searches = [] if given.web_search_options is None else ["web_search"]
+    tools = tool_use(given.tools, given.tool_choice, given.parallel_tool_calls, info, searches)
     by_new_name = given.max_completion_tokens is not None
     top = given.top_logprobs if given.logprobs else None
     return ChatRequest(
@@ -185,7 +186,6 @@ class ChatGeneration(OpenAIGeneration[ChatCompletionRequest]):
             "annotations": None,
             "audio": None,
             "function_call": None,
-            "tool_calls": [],
             "reasoning": None,
             "reasoning_content": None,
         }
@@ -237,6 +237,7 @@ class ChatGeneration(OpenAIGeneration[ChatCompletionRequest]):
                 None if request.prompt_logprobs is None else prompt_logprobs(found)
             ),
             "prompt_token_ids": ids if request.return_token_ids else None,
+            **({"ignored_tools": ignored} if (ignored := self._plan.ignored_tools) else {}),
         }
 
     def _opening(self) -> bytes:

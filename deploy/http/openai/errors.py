@@ -15,7 +15,7 @@ _TYPES = {
 
 def openai_error(failure: Failure) -> ErrorReply:
     """The error; its `type` follows from the status."""
-    status, message, param, code, retry_after_s = failure
+    status, message, param, code, retry_after_s, _ = failure
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     error = {"message": message, "type": kind, "param": param, "code": code}
     body = msgspec.json.encode({"error": error})

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from deploy.http.body import FreeObject, Strict, refusal
+from deploy.http.generation.tool_use import called_with_text
 
 
 class _PartOfMessage(Strict):
@@ -29,12 +30,40 @@ class CalledFunction(_PartOfMessage):
     arguments: str | FreeObject = "{}"
 
 
+class CalledTool(_PartOfMessage):
+    """The custom tool that an earlier reply called."""
+
+    name: str
+    input: str = ""
+
+
 class ToolCall(_PartOfMessage):
-    """A call in an earlier reply."""
+    """A call in an earlier reply: of a function, or of a custom tool."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"oneOf": [{"required": ["function"]}, {"required": ["custom"]}]}
+    )
 
     id: str | None = None
-    type: Literal["function"] = "function"
-    function: CalledFunction
+    type: Literal["function", "custom"] = "function"
+    function: CalledFunction | None = None
+    custom: CalledTool | None = None
+
+    @model_validator(mode="after")
+    def _check_type(self) -> "ToolCall":
+        if getattr(self, self.type) is None:
+            raise refusal(f"A call of type {self.type} must have {self.type}.", self.type)
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """The call as chat templates read it."""
+        if self.custom is not None:
+            function = called_with_text(self.custom.name, self.custom.input)
+        else:
+            assert self.function is not None
+            function = self.function.model_dump()
+        call = {"id": self.id, "type": "function", "function": function}
+        return {key: value for key, value in call.items() if value is not None}
 
 
 class ChatMessage(_PartOfMessage):
@@ -107,7 +136,7 @@ class ChatMessage(_PartOfMessage):
         if (thought := self.reasoning_content or self.reasoning) is not None:
             message["reasoning_content"] = thought
         if self.tool_calls:
-            message["tool_calls"] = [call.model_dump(exclude_none=True) for call in self.tool_calls]
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
         if self.tool_call_id is not None:
             message["tool_call_id"] = self.tool_call_id
         return message

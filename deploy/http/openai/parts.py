@@ -29,11 +29,12 @@ def message_fields(state: OutputState, include_reasoning: bool) -> dict[str, Any
             case CallBegin():
                 calls.append(_call(state, part))
             case CallArguments():
-                calls[part.call]["function"]["arguments"] += part.text
+                kind, field = _place_of_arguments(state, part)
+                calls[part.call][kind][field] += part.text
     thought = "".join(reasoning) if reasoning and include_reasoning else None
     return {
         "content": "".join(text) if text or not (calls or reasoning) else None,
-        "tool_calls": calls,
+        **({"tool_calls": calls} if calls else {}),
         "reasoning": thought,
         "reasoning_content": thought,
     }
@@ -52,14 +53,16 @@ def delta_payloads(state: OutputState, include_reasoning: bool) -> list[bytes]:
             case CallBegin():
                 deltas.append({"tool_calls": [{"index": part.call, **_call(state, part)}]})
             case CallArguments():
-                call = {"index": part.call, "function": {"arguments": part.text}}
-                deltas.append({"tool_calls": [call]})
+                kind, field = _place_of_arguments(state, part)
+                deltas.append({"tool_calls": [{"index": part.call, kind: {field: part.text}}]})
     return [encode_json(delta) for delta in deltas]
 
 
 def _call(state: OutputState, begin: CallBegin) -> dict[str, Any]:
-    return {
-        "id": state.call_id(begin),
-        "type": "function",
-        "function": {"name": begin.name, "arguments": ""},
-    }
+    kind, field = _place_of_arguments(state, begin)
+    return {"id": state.call_id(begin), "type": kind, kind: {"name": begin.name, field: ""}}
+
+
+def _place_of_arguments(state: OutputState, part: CallBegin | CallArguments) -> tuple[str, str]:
+    """Where a call has its arguments: a key, and one below it."""
+    return ("custom", "input") if state.takes_text(part.call) else ("function", "arguments")

@@ -157,12 +157,30 @@ class CalledFunction(_Shape):
     arguments: str
 
 
-class ToolCall(_Shape):
-    """One call."""
+class CalledTool(_Shape):
+    """Which custom tool is called, and its input, a text."""
+
+    name: str
+    input: str
+
+
+class FunctionCall(_Shape):
+    """One call of a function."""
 
     id: str
     type: Literal["function"]
     function: CalledFunction
+
+
+class CustomCall(_Shape):
+    """One call of a custom tool."""
+
+    id: str
+    type: Literal["custom"]
+    custom: CalledTool
+
+
+ToolCall = FunctionCall | CustomCall
 
 
 class Message(_Shape):
@@ -174,7 +192,8 @@ class Message(_Shape):
     annotations: None
     audio: None
     function_call: None
-    tool_calls: list[ToolCall]
+    tool_calls: list[ToolCall] | None = None
+    """Only where there are any."""
     reasoning: str | None
     reasoning_content: str | None
 
@@ -197,6 +216,8 @@ class ChatCompletion(_Reply):
     choices: list[ChatChoice]
     prompt_logprobs: PromptLogprobs | None
     prompt_token_ids: list[int] | None
+    ignored_tools: list[str] | None = None
+    """Kinds of tools that the model didn't see; only where there are any."""
 
 
 class FunctionDelta(_Shape):
@@ -206,13 +227,21 @@ class FunctionDelta(_Shape):
     arguments: str
 
 
+class CustomDelta(_Shape):
+    """What is new of the input of a custom tool."""
+
+    name: str | None = None
+    input: str
+
+
 class ToolCallDelta(_Shape):
     """What is new of a call; `id`, `type` and the name come once."""
 
     index: int
     id: str | None = None
-    type: Literal["function"] | None = None
-    function: FunctionDelta
+    type: Literal["function", "custom"] | None = None
+    function: FunctionDelta | None = None
+    custom: CustomDelta | None = None
 
 
 class MessageDelta(_Shape):
@@ -243,6 +272,7 @@ class ChatCompletionChunk(_Chunk):
     choices: list[ChatDelta]
     prompt_logprobs: PromptLogprobs | None = None
     prompt_token_ids: list[int] | None = None
+    ignored_tools: list[str] | None = None
 
 
 class Model(_Shape):

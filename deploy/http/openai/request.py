@@ -2,7 +2,7 @@
 
 # No `from __future__ import annotations`: pydantic reads the annotations of these classes.
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PlainValidator, ValidationInfo, WithJsonSchema, model_validator
 
@@ -192,14 +192,23 @@ def documented(default: Any, **limits: Any) -> Any:
     return Field(default, json_schema_extra=limits)
 
 
+Effort = Annotated[str, Field(pattern=r"^[a-z_]{1,32}$")]
+"""How much a model is to reason, for templates that read it: `none`, `low`, `high`, ..."""
+
+IGNORED = frozenset(
+    {
+        *("access_programs", "client_metadata", "metadata", "mm_processor_kwargs"),
+        *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+        *("safety_identifier", "service_tier", "session_id", "store", "user"),
+    }
+)
+"""They label, store or speed up a request, or are for inputs that it doesn't have."""
 UNSUPPORTED = {
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
     "kv_transfer_params": (),
     "vllm_xargs": (),
     "repetition_detection": (),
-    "prompt_cache_options": (),
-    "store": (False,),
 }
 
 
@@ -214,6 +223,8 @@ LIMITING_FIELDS = frozenset(
 class GenerationFields(Strict):
     """Fields of both endpoints. `SamplingParams.verify` checks the ranges of sampling fields, which
     stand here only for the OpenAPI document."""
+
+    ignored: ClassVar[frozenset[str]] = IGNORED
 
     model: str = ""
     """May be left out: only one model is served."""
@@ -257,15 +268,6 @@ class GenerationFields(Strict):
     cache_salt: str = Field("", min_length=1, max_length=1024)
     return_token_ids: bool = False
     request_id: str = Field("", max_length=128, pattern=r"^[!-~]*$")
-
-    # Accepted: they label, store or speed up a request and don't change what is generated.
-    user: str = ""
-    metadata: dict[str, Any] = Field(default_factory=dict)
-    service_tier: str = ""
-    safety_identifier: str = ""
-    prompt_cache_key: str = ""
-    prompt_cache_retention: str = ""
-    session_id: str = ""
 
     @model_validator(mode="after")
     def _check_stream(self) -> "GenerationFields":

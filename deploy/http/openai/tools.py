@@ -1,20 +1,27 @@
 """The tools of a chat, as OpenAI's API has them."""
 
 # No `from __future__ import annotations`: pydantic reads the annotations of these classes.
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 from deploy.http.body import FreeObject, Strict, refusal
 from deploy.http.engine_client import ModelInfo
-from deploy.http.generation.tool_use import Function, ToolUse
+from deploy.http.generation.tool_use import Function, TextGrammar, ToolUse, text_function
 from deploy.http.openai.structured import ResponseFormat
 from engine.errors import RequestError
 
 NAME_PATTERN = r"^[A-Za-z0-9_.-]{1,128}$"
 
 
-class FunctionDefinition(Strict):
+class _Tool(Strict):
+    """Unknown keys are ignored: clients decorate their tools, and models don't see the keys."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class FunctionDefinition(_Tool):
     """A function that the model may call. `parameters` is the JSON schema of its arguments, an
     object; with `strict` every call follows it."""
 
@@ -30,16 +37,92 @@ class FunctionDefinition(Strict):
             raise refusal("parameters must be a JSON schema of type object.")
         return value
 
+    def function(self, namespace: str = "") -> Function:
+        """The tool as the model sees it."""
+        return Function(self.name, self.description, self.parameters, self.strict, namespace)
 
-class Tool(Strict):
-    """A tool; functions are the only kind."""
+
+class Tool(_Tool):
+    """A function."""
 
     type: Literal["function"]
     function: FunctionDefinition
 
 
-class NamedFunction(Strict):
-    """A function by its name."""
+class Grammar(_Tool):
+    """What a text must match."""
+
+    syntax: Literal["lark", "regex"]
+    definition: str = Field(min_length=1)
+
+    def text_grammar(self) -> TextGrammar:
+        """The same for the tool."""
+        return TextGrammar(self.syntax, self.definition)
+
+
+class GrammarFormat(_Tool):
+    """The input of a custom tool: any text, or one that matches a grammar."""
+
+    type: Literal["text", "grammar"]
+    grammar: Grammar | None = None
+
+    @model_validator(mode="after")
+    def _check_grammar(self) -> "GrammarFormat":
+        if (self.type == "grammar") != (self.grammar is not None):
+            raise refusal("grammar is for type grammar, which needs it.", "grammar")
+        return self
+
+
+class CustomDefinition(_Tool):
+    """A tool whose input is a text."""
+
+    name: str = Field(pattern=NAME_PATTERN)
+    description: str | None = None
+    format: GrammarFormat | None = None
+
+
+class CustomTool(_Tool):
+    """A tool whose input is a text."""
+
+    type: Literal["custom"]
+    custom: CustomDefinition
+
+    def function(self) -> Function:
+        """The tool as the model sees it."""
+        given = self.custom.format
+        grammar = None if given is None else given.grammar
+        text_grammar = None if grammar is None else grammar.text_grammar()
+        return text_function(self.custom.name, self.custom.description, text_grammar)
+
+
+class HostedTool(Strict):
+    """A tool that other servers run themselves. The model doesn't see it."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str = Field(min_length=1, max_length=64)
+
+
+def kind_of_tool(own: tuple[str, ...]) -> Callable[[Any], str]:
+    """Tells which of the kinds `own` a tool is, or that it is hosted."""
+
+    def kind(tool: Any) -> str:
+        word = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", own[0])
+        return word if word in own or word is None else "hosted"
+
+    return kind
+
+
+AnyTool = Annotated[
+    Annotated[Tool, Tag("function")]
+    | Annotated[CustomTool, Tag("custom")]
+    | Annotated[HostedTool, Tag("hosted")],
+    Discriminator(kind_of_tool(("function", "custom"))),
+]
+
+
+class Named(Strict):
+    """A tool by its name."""
 
     name: str
 
@@ -48,14 +131,23 @@ class NamedTool(Strict):
     """The function that must be called."""
 
     type: Literal["function"]
-    function: NamedFunction
+    function: Named
+
+
+class NamedCustomTool(Strict):
+    """The custom tool that must be called."""
+
+    type: Literal["custom"]
+    custom: Named
 
 
 class AllowedTools(Strict):
     """Some of the tools, of which the model may (`auto`) or must (`required`) call one."""
 
     mode: Literal["auto", "required"]
-    tools: list[NamedTool] = Field(min_length=1)
+    tools: list[Annotated[NamedTool | NamedCustomTool, Field(discriminator="type")]] = Field(
+        min_length=1
+    )
 
 
 class AllowedToolChoice(Strict):
@@ -67,24 +159,44 @@ class AllowedToolChoice(Strict):
 
 ToolChoice = (
     Literal["none", "auto", "required"]
-    | Annotated[NamedTool | AllowedToolChoice, Field(discriminator="type")]
+    | Annotated[NamedTool | NamedCustomTool | AllowedToolChoice, Field(discriminator="type")]
 )
 
 
 def tool_use(
-    tools: list[Tool], choice: ToolChoice | None, parallel: bool, info: ModelInfo
+    tools: Sequence[AnyTool],
+    choice: ToolChoice | None,
+    parallel: bool,
+    info: ModelInfo,
+    hosted: Sequence[str] = (),
 ) -> ToolUse:
-    """What the tools mean. Raises `RequestError`."""
-    functions = [Function(**tool.function.model_dump()) for tool in tools]
-    if isinstance(choice, NamedTool):
-        name = choice.function.name
-        return ToolUse(functions, "required", info, named=name, parallel=parallel)
-    if isinstance(choice, AllowedToolChoice):
-        allowed = [tool.function.name for tool in choice.allowed_tools.tools]
-        return ToolUse(
-            functions, choice.allowed_tools.mode, info, allowed=allowed, parallel=parallel
-        )
-    return ToolUse(functions, choice or "auto", info, parallel=parallel)
+    """What the tools mean. `hosted`: kinds of tools that other fields ask for. Raises
+    `RequestError`."""
+    functions = []
+    for tool in tools:
+        match tool:
+            case Tool():
+                functions.append(tool.function.function())
+            case CustomTool():
+                functions.append(tool.function())
+    not_shown = [*(tool.type for tool in tools if isinstance(tool, HostedTool)), *hosted]
+    named, allowed = None, None
+    word: Literal["none", "auto", "required"]
+    match choice:
+        case NamedTool() | NamedCustomTool():
+            word, named = "required", _name(choice)
+        case AllowedToolChoice():
+            word = choice.allowed_tools.mode
+            allowed = [_name(tool) for tool in choice.allowed_tools.tools]
+        case _:
+            word = choice or "auto"
+    return ToolUse(
+        functions, word, info, named=named, allowed=allowed, parallel=parallel, hosted=not_shown
+    )
+
+
+def _name(choice: NamedTool | NamedCustomTool) -> str:
+    return choice.function.name if isinstance(choice, NamedTool) else choice.custom.name
 
 
 def schema_of_answer(response_format: ResponseFormat | None) -> dict[str, Any] | None:

@@ -207,3 +207,70 @@ class CallReader:
             self.failed = True
             return ""
         return value
+
+
+class TextFieldReader:
+    """The text in `{"name": "text"}`, piece by piece. Arguments of another form are passed on as
+    they are."""
+
+    def __init__(self, name: str) -> None:
+        self._begin = re.compile(rf'\s*\{{\s*"{re.escape(name)}"\s*:\s*"')
+        self._beginning = f'{{"{name}":"'
+        self._held = ""
+        self._at = _TextAt.BEGIN
+
+    def feed(self, text: str) -> str:
+        """What is known of the text now."""
+        self._held += text
+        if self._at is _TextAt.BEGIN:
+            if found := self._begin.match(self._held):
+                self._held, self._at = self._held[found.end() :], _TextAt.TEXT
+            elif not self._beginning.startswith("".join(self._held.split())):
+                self._at = _TextAt.OTHER
+        match self._at:
+            case _TextAt.TEXT:
+                return self._read()
+            case _TextAt.OTHER:
+                return self._take_rest()
+            case _TextAt.BEGIN:
+                return ""
+            case _TextAt.END:
+                self._held = ""
+                return ""
+
+    def finish(self) -> str:
+        """What is left when the arguments have ended."""
+        return "" if self._at is _TextAt.END else self._take_rest()
+
+    def _read(self) -> str:
+        found = _WHOLE_CHARACTERS.match(self._held)
+        assert found is not None
+        text, self._held = found[0], self._held[found.end() :]
+        if self._held.startswith('"'):
+            self._at = _TextAt.END
+        try:
+            read = str(json.loads(f'"{text}"', strict=False))
+        except ValueError:  # an escape that JSON doesn't have
+            return text
+        # Half of a pair of escapes isn't a character.
+        return read.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+    def _take_rest(self) -> str:
+        rest, self._held = self._held, ""
+        return rest
+
+
+class _TextAt(Enum):
+    BEGIN = auto()
+    TEXT = auto()
+    END = auto()
+    OTHER = auto()
+
+
+_WHOLE_CHARACTERS = re.compile(
+    r'(?:[^"\\]'
+    r"|\\u[dD][89aAbB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4}"
+    r"|\\u(?![dD][89aAbB])[0-9a-fA-F]{4}"
+    r"|\\[^u])*"
+)
+"""Characters of a JSON string, but not the beginning of an escape whose rest is to come."""

@@ -203,7 +203,6 @@ def test_optional_keys_are_null(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"store": True}, "store"),
         ({"extra_body": {"cache_salt": ""}}, "cache_salt"),
         ({"extra_body": {"use_beam_search": True}}, "use_beam_search"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),

@@ -174,7 +174,7 @@ def test_logprobs(client: openai.OpenAI) -> None:
 
 
 def test_what_would_need_a_store_is_refused(client: openai.OpenAI) -> None:
-    for field, value in (("store", True), ("previous_response_id", "resp_1"), ("background", True)):
+    for field, value in (("previous_response_id", "resp_1"), ("background", True)):
         with pytest.raises(openai.BadRequestError, match=field) as refused:
             respond(client, **{field: value})
         assert refused.value.param == field

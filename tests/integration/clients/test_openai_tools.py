@@ -183,7 +183,7 @@ def test_logprobs_and_n_work_beside_calls(client: openai.OpenAI) -> None:
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice"),
         ({"tools": [WEATHER, WEATHER]}, "tools"),
-        ({"tools": [{**TIME, "type": "custom"}]}, "tools[0].type"),
+        ({"tools": [{**TIME, "type": "custom"}]}, "tools[0].custom"),
         ({"functions": [TIME["function"]]}, "functions"),
         ({"extra_body": {"guided_regex": "a"}, "tool_choice": "required"}, "guided_regex"),
     ],

@@ -124,9 +124,10 @@ class ResponseGeneration(Generation[ResponsesRequest]):
             "tools": [tool.model_dump() for tool in given.tools],
             "top_logprobs": given.top_logprobs,
             "top_p": params.top_p,
-            "truncation": "disabled",
+            "truncation": given.truncation,
             "usage": self._usage() if has_ended else None,
             "user": given.user,
+            **({"ignored_tools": plan.ignored_tools} if plan.ignored_tools else {}),
         }
 
     def _usage(self) -> dict[str, Any]:
@@ -151,4 +152,4 @@ def _encode(event: Event, number: int) -> bytes:
 
 
 def _dumped(choice: Any) -> Any:
-    return choice if isinstance(choice, str) else choice.model_dump()
+    return choice if isinstance(choice, str) else choice.model_dump(exclude_unset=True)

@@ -6,7 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
-from deploy.http.body import MAX_MESSAGES, Strict, refusal
+from deploy.http.body import MAX_MESSAGES, Strict, encode_json, refusal
+from deploy.http.generation.tool_use import called_with_text, full_name
+from deploy.http.openai.responses.tools import AnyTool
 
 
 class _Part(Strict):
@@ -62,22 +64,82 @@ class FunctionCallItem(_Part):
     call_id: str
     name: str
     arguments: str
+    namespace: str = ""
 
 
-class FunctionCallOutputItem(_Part):
-    """What a called function gave."""
+class CustomCallItem(_Part):
+    """A call of a tool that takes a text."""
 
-    type: Literal["function_call_output"]
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    input: str
+    namespace: str = ""
+
+
+class CallOutputItem(_Part):
+    """What a called tool gave."""
+
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
     output: Content
 
 
-_KINDS = ("message", "reasoning", "function_call", "function_call_output")
+class ToolsItem(_Part):
+    """Tools that are there from the start, as if they stood in `tools`."""
+
+    type: Literal["additional_tools"]
+    tools: list[AnyTool]
+
+
+class HostedItem(Strict):
+    """A call of a tool that runs elsewhere, or what it gave, in a history that another server
+    began. The model reads it as JSON."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str = Field(pattern=r"_(call|call_output|search_output)$", max_length=64)
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """What is said of the call."""
+        given = self.model_extra or {}
+        return {key: value for key, value in given.items() if key not in _IDS}
+
+    @property
+    def name(self) -> str:
+        """The tool."""
+        return self.type.removesuffix("_output").removesuffix("_call")
+
+    @property
+    def call_id(self) -> str:
+        """What a call and its output have in common."""
+        given = self.model_extra or {}
+        return str(given.get("call_id") or given.get("id") or self.name)
+
+    @property
+    def text(self) -> str:
+        """All that is said, as the model reads it."""
+        return encode_json(self.fields).decode()
+
+
+_IDS = frozenset({"id", "call_id", "status", "execution"})
+_KINDS = {
+    "message": "message",
+    "reasoning": "reasoning",
+    "function_call": "function_call",
+    "custom_tool_call": "custom_tool_call",
+    "function_call_output": "call_output",
+    "custom_tool_call_output": "call_output",
+    "additional_tools": "additional_tools",
+}
+_REFUSED_CALLS = ("computer_call", "computer_call_output", "image_generation_call")
+"""What they hold are images."""
 
 
 def _kind_of(item: Any) -> str:
     kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
-    return kind if kind in _KINDS else "message"
+    return "message" if kind is None else _KINDS.get(kind, "hosted")
 
 
 def _refuse_others(value: Any) -> Any:
@@ -87,7 +149,8 @@ def _refuse_others(value: Any) -> Any:
         raise refusal("input must be a string or a list of items.")
     for item in value:
         kind = item.get("type") if isinstance(item, dict) else None
-        if kind is not None and kind not in _KINDS:
+        is_call = isinstance(kind, str) and kind.endswith(("_call", "_output"))
+        if kind in _REFUSED_CALLS or not (kind is None or kind in _KINDS or is_call):
             raise refusal(f"Items of type {str(kind)[:40]} are not supported.")
     return value
 
@@ -96,7 +159,10 @@ Item = Annotated[
     Annotated[MessageItem, Tag("message")]
     | Annotated[ReasoningItem, Tag("reasoning")]
     | Annotated[FunctionCallItem, Tag("function_call")]
-    | Annotated[FunctionCallOutputItem, Tag("function_call_output")],
+    | Annotated[CustomCallItem, Tag("custom_tool_call")]
+    | Annotated[CallOutputItem, Tag("call_output")]
+    | Annotated[ToolsItem, Tag("additional_tools")]
+    | Annotated[HostedItem, Tag("hosted")],
     Discriminator(_kind_of),
 ]
 Input = Annotated[
@@ -124,20 +190,46 @@ def for_template(items: Iterable[Item]) -> list[dict[str, Any]]:
                     message = _of_assistant(messages, "reasoning_content", "content", "tool_calls")
                     message["reasoning_content"] = thought
             case FunctionCallItem():
-                function = {"name": item.name, "arguments": item.arguments}
-                call = {"id": item.call_id, "type": "function", "function": function}
-                _of_assistant(messages).setdefault("tool_calls", []).append(call)
-            case FunctionCallOutputItem():
-                output = _text_of(item.output)
-                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": output})
+                name = full_name(item.name, item.namespace)
+                _add_call(messages, item.call_id, {"name": name, "arguments": item.arguments})
+            case CustomCallItem():
+                name = full_name(item.name, item.namespace)
+                _add_call(messages, item.call_id, called_with_text(name, item.input))
+            case CallOutputItem():
+                _add_output(messages, item.call_id, _text_of(item.output))
+            case HostedItem() if item.type.endswith("_output"):
+                _add_output(messages, item.call_id, item.text)
+            case HostedItem():
+                _add_call(messages, item.call_id, {"name": item.name, "arguments": item.fields})
     for message in messages:
         message.setdefault("content", "")
     return messages
 
 
+def forget_thoughts(messages: list[dict[str, Any]]) -> None:
+    """Take out what the assistant thought before the last user's message."""
+    users = [at for at, message in enumerate(messages) if message["role"] == "user"]
+    for message in messages[: users[-1] if users else 0]:
+        message.pop("reasoning_content", None)
+
+
+def tools_of(items: Iterable[Item]) -> list[AnyTool]:
+    """The tools that items bring."""
+    return [tool for item in items if isinstance(item, ToolsItem) for tool in item.tools]
+
+
 def num_chars(items: Iterable[Item]) -> int:
     """Characters of all texts."""
     return sum(len(_all_text(item)) for item in items)
+
+
+def _add_call(messages: list[dict[str, Any]], call_id: str, function: dict[str, Any]) -> None:
+    call = {"id": call_id, "type": "function", "function": function}
+    _of_assistant(messages).setdefault("tool_calls", []).append(call)
+
+
+def _add_output(messages: list[dict[str, Any]], call_id: str, output: str) -> None:
+    messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
 
 
 def _of_assistant(messages: list[dict[str, Any]], *taken: str) -> dict[str, Any]:
@@ -161,5 +253,11 @@ def _all_text(item: Item) -> str:
             return "".join(part.text for part in item.content)
         case FunctionCallItem():
             return item.name + item.arguments
-        case FunctionCallOutputItem():
+        case CustomCallItem():
+            return item.name + item.input
+        case CallOutputItem():
             return _text_of(item.output)
+        case ToolsItem():
+            return ""
+        case HostedItem():
+            return item.text

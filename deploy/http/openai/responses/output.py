@@ -46,7 +46,7 @@ class OutputItems:
                 return [*self.close(), *self._open_call(part)]
             case CallArguments():
                 self._texts.append(part.text)
-                return [self._event("function_call_arguments.delta", delta=part.text)]
+                return [self._event(f"{self._arguments_event}.delta", delta=part.text)]
 
     def close(self, status: Status = "completed") -> list[Event]:
         """End the last item, if it is open."""
@@ -56,8 +56,9 @@ class OutputItems:
         item["status"] = status
         events: list[Event] = []
         if self._kind is CallBegin:
-            item["arguments"] = text
-            events.append(self._event("function_call_arguments.done", arguments=text))
+            field = "input" if item["type"] == "custom_tool_call" else "arguments"
+            item[field] = text
+            events.append(self._event(f"{self._arguments_event}.done", **{field: text}))
         else:
             name, part = "reasoning_text", _reasoning(text)
             extra: dict[str, Any] = {}
@@ -87,14 +88,23 @@ class OutputItems:
 
     def _open_call(self, begin: CallBegin) -> list[Event]:
         assert self._state is not None
+        tool = self._state.function(begin.call)
         item = {
-            "id": _new_id("fc"),
-            "type": "function_call",
+            "id": _new_id("ctc" if tool.takes_text else "fc"),
+            "type": "custom_tool_call" if tool.takes_text else "function_call",
             "call_id": self._state.call_id(begin),
-            "name": begin.name,
-            "arguments": "",
+            "name": tool.name,
+            "input" if tool.takes_text else "arguments": "",
         }
+        if tool.namespace:
+            item["namespace"] = tool.namespace
         return self._open(CallBegin, item)
+
+    @property
+    def _arguments_event(self) -> str:
+        """The name of the events that hold the arguments of the call that is open."""
+        of_text = self.items[-1]["type"] == "custom_tool_call"
+        return "custom_tool_call_input" if of_text else "function_call_arguments"
 
     def _open(self, kind: type[Part], item: dict[str, Any]) -> list[Event]:
         self._kind = kind

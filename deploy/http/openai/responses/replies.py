@@ -69,11 +69,24 @@ class OutputCall(_Shape):
     type: Literal["function_call"]
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: str
     status: ItemStatus
 
 
-OutputItem = OutputMessage | OutputReasoning | OutputCall
+class OutputCustomCall(_Shape):
+    """A call of a tool that takes a text."""
+
+    id: str
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    namespace: str | None = None
+    input: str
+    status: ItemStatus
+
+
+OutputItem = OutputMessage | OutputReasoning | OutputCall | OutputCustomCall
 
 
 class InputDetails(_Shape):
@@ -142,9 +155,11 @@ class Response(_Shape):
     tools: list[dict[str, Any]]
     top_logprobs: int
     top_p: float
-    truncation: Literal["disabled"]
+    truncation: Literal["disabled", "auto"]
     usage: ResponseUsage | None
     user: str | None
+    ignored_tools: list[str] | None = None
+    """Kinds of tools that the model didn't see; only where there are any."""
 
 
 class InputTokens(_Shape):
@@ -240,6 +255,20 @@ class ArgumentsDoneEvent(_OfItem):
     arguments: str
 
 
+class InputDeltaEvent(_OfItem):
+    """More of the input of a tool that takes a text."""
+
+    type: Literal["response.custom_tool_call_input.delta"]
+    delta: str
+
+
+class InputDoneEvent(_OfItem):
+    """The input of a tool that takes a text."""
+
+    type: Literal["response.custom_tool_call_input.done"]
+    input: str
+
+
 class ErrorEvent(_Event):
     """What went wrong; `response.failed` follows."""
 
@@ -259,6 +288,8 @@ class ResponseEvent(
         | ReasoningDeltaEvent
         | ReasoningDoneEvent
         | ArgumentsDeltaEvent
+        | InputDeltaEvent
+        | InputDoneEvent
         | ArgumentsDoneEvent
         | ErrorEvent
     ]

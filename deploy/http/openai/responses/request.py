@@ -2,7 +2,7 @@
 
 # No `from __future__ import annotations`: pydantic reads the annotations of these classes.
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -15,57 +15,28 @@ from deploy.http.generation.request import (
     NamedConstraint,
     named_error,
 )
-from deploy.http.generation.tool_use import Function, ToolUse
-from deploy.http.openai.request import Stop, documented
-from deploy.http.openai.responses.items import Input, for_template, num_chars
-from deploy.http.openai.tools import FunctionDefinition
+from deploy.http.generation.tool_use import ToolUse
+from deploy.http.openai.request import Effort, Stop, documented
+from deploy.http.openai.responses.items import (
+    Input,
+    for_template,
+    forget_thoughts,
+    num_chars,
+    tools_of,
+)
+from deploy.http.openai.responses.tools import (
+    AllowedChoice,
+    AnyTool,
+    NamedTool,
+    OtherTool,
+    ToolChoice,
+)
 from engine.constraints import ConstraintSpec, structured
 from engine.errors import RequestError
 from engine.sampling_params import MAX_LOGPROBS, MODEL_DEFAULTS, SamplingParams
 
 LOGPROBS = "message.output_text.logprobs"
 _MAX_INT = 2**31 - 1
-
-
-class FunctionTool(FunctionDefinition):
-    """A function that the model may call. `strict` is false if it is left out."""
-
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "allowed_callers": (["direct"],),
-        "defer_loading": (False,),
-        "output_schema": (),
-    }
-
-    type: Literal["function"]
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_others(cls, value: Any) -> Any:
-        kind = value.get("type") if isinstance(value, dict) else None
-        if isinstance(kind, str) and kind != "function":
-            raise refusal(f"Tools of type {kind[:40]} are not supported; use functions.")
-        return value
-
-
-class FunctionChoice(Strict):
-    """A function by its name."""
-
-    type: Literal["function"]
-    name: str
-
-
-class AllowedChoice(Strict):
-    """Some of the tools, of which the model may (`auto`) or must (`required`) call one."""
-
-    type: Literal["allowed_tools"]
-    mode: Literal["auto", "required"]
-    tools: list[FunctionChoice] = Field(min_length=1)
-
-
-ToolChoice = (
-    Literal["none", "auto", "required"]
-    | Annotated[FunctionChoice | AllowedChoice, Field(discriminator="type")]
-)
 
 
 class TextFormat(Strict):
@@ -96,38 +67,39 @@ class TextOptions(Strict):
 class Reasoning(Strict):
     """How much the model is to reason. There are no summaries: the reasoning itself is returned."""
 
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "mode": ("standard",),
-        "context": ("auto",),
-    }
+    ignored: ClassVar[frozenset[str]] = frozenset({"summary", "generate_summary"})
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"mode": ("standard",)}
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    summary: Literal["auto", "concise", "detailed"] | None = None
-    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    effort: Effort | None = None
+    context: Literal["auto", "current_turn", "all_turns"] = "auto"
+    """`current_turn`: reasoning from before the last user's message is left out. Otherwise the
+    chat template decides."""
 
 
-class StreamOptions(Strict):
-    """`include_obfuscation` is accepted; nothing is added."""
+class CompactionTrigger(Strict):
+    """Where OpenAI's servers would compact the conversation. Here a prompt of more tokens is
+    refused."""
 
-    include_obfuscation: bool = False
+    type: Literal["compaction"]
+    compact_threshold: int | None = Field(None, ge=1, le=_MAX_INT)
 
 
 class ResponsesRequest(Strict):
     """Body of `POST /v1/responses`. Nothing is stored, so that a request holds the whole
     conversation."""
 
+    ignored: ClassVar[frozenset[str]] = frozenset(
+        {
+            *("access_programs", "client_metadata", "image", "prompt_cache_options"),
+            *("store", "stream_options"),
+        }
+    )
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "access_programs": (),
         "background": (False,),
-        "context_management": ([],),
         "conversation": (),
-        "image": (),
         "moderation": (),
         "previous_response_id": (),
         "prompt": (),
-        "prompt_cache_options": (),
-        "store": (False,),
-        "truncation": ("disabled",),
     }
 
     model: str = ""
@@ -139,15 +111,16 @@ class ResponsesRequest(Strict):
     temperature: float | None = documented(None, minimum=0, maximum=100)
     top_p: float | None = documented(None, exclusiveMinimum=0, maximum=1)
     top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = Field(
-        default_factory=list
-    )
-    """There is no encrypted content: the reasoning is returned as it is."""
+    include: list[str] = Field(default_factory=list)
+    """`message.output_text.logprobs`. The others are for what there isn't: encrypted content, and
+    the results of hosted tools."""
     stream: bool = False
-    stream_options: StreamOptions | None = None
+    truncation: Literal["disabled", "auto"] = "disabled"
+    """Accepted; a conversation that doesn't fit is refused with either."""
+    context_management: list[CompactionTrigger] = Field(default_factory=list)
     text: TextOptions = TextOptions()
     reasoning: Reasoning = Reasoning()
-    tools: list[FunctionTool] = Field(default_factory=list)
+    tools: list[AnyTool] = Field(default_factory=list)
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
 
@@ -176,8 +149,6 @@ class ResponsesRequest(Strict):
     def _check(self) -> "ResponsesRequest":
         if not self.input:
             raise refusal("input must not be empty.", "input")
-        if self.stream_options is not None and not self.stream:
-            raise refusal("stream_options is only allowed with stream: true.", "stream_options")
         if self.top_logprobs and not self.wants_logprobs:
             raise refusal(
                 f"top_logprobs is only allowed with include: [{LOGPROBS!r}].", "top_logprobs"
@@ -196,6 +167,9 @@ class ResponsesRequest(Strict):
         head = [{"role": "system", "content": self.instructions}] if self.instructions else []
         tools = self._tool_use(info)
         spec = self._constraint()
+        messages = for_template(self.input)
+        if self.reasoning.context == "current_turn":
+            forget_thoughts(messages)
         return ChatRequest(
             id=request_id,
             given_id=request_id.removeprefix("resp_"),
@@ -207,26 +181,42 @@ class ResponsesRequest(Strict):
             constraint=None if spec is None else NamedConstraint(spec, "text.format"),
             priority=self.priority,
             cache_salt=self.cache_salt,
-            messages=head + for_template(self.input),
+            messages=head + messages,
             tools=tools,
             answer_schema=None if tools.format is None else self._answer_schema,
             template_kwargs=self._template_kwargs,
+            compact_above=min(
+                (
+                    trigger.compact_threshold
+                    for trigger in self.context_management
+                    if trigger.compact_threshold is not None
+                ),
+                default=None,
+            ),
         )
 
     def _tool_use(self, info: ModelInfo) -> ToolUse:
-        functions = [
-            Function(tool.name, tool.description, tool.parameters, tool.strict)
-            for tool in self.tools
-        ]
-        choice, parallel = self.tool_choice, self.parallel_tool_calls
-        match choice:
-            case FunctionChoice():
-                return ToolUse(functions, "required", info, named=choice.name, parallel=parallel)
+        given = [*self.tools, *tools_of(self.input)]
+        functions = [function for tool in given for function in tool.functions()]
+        hosted = [tool.type for tool in given if isinstance(tool, OtherTool)]
+        named, allowed = None, None
+        word: Literal["none", "auto", "required"]
+        match choice := self.tool_choice:
+            case NamedTool():
+                word, named = "required", choice.full_name
             case AllowedChoice():
-                allowed = [tool.name for tool in choice.tools]
-                return ToolUse(functions, choice.mode, info, allowed=allowed, parallel=parallel)
+                word, allowed = choice.mode, [tool.full_name for tool in choice.tools]
             case _:
-                return ToolUse(functions, choice, info, parallel=parallel)
+                word = choice
+        return ToolUse(
+            functions,
+            word,
+            info,
+            named=named,
+            allowed=allowed,
+            parallel=self.parallel_tool_calls,
+            hosted=hosted,
+        )
 
     @property
     def _answer_schema(self) -> dict[str, Any] | None:

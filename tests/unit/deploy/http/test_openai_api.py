@@ -85,7 +85,6 @@ def test_chat_reply_has_openais_shape() -> None:
                     "annotations": None,
                     "audio": None,
                     "function_call": None,
-                    "tool_calls": [],
                     "reasoning": None,
                     "reasoning_content": None,
                 },

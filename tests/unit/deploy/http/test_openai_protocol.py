@@ -92,7 +92,6 @@ def test_labels_pass() -> None:
 
 def test_one_and_true_are_not_mixed_up_in_unsupported_fields() -> None:
     assert refused(b'{"prompt": "x", "use_beam_search": 0}').param == "use_beam_search"
-    assert refused(b'{"prompt": "x", "store": 0}').param == "store"
 
 
 def test_an_earlier_reply_can_be_sent_back() -> None:
