@@ -50,6 +50,9 @@ class SimulatedDevice(BaseModel):
     drafts_on: Literal["host", "device"] = "host"
     """host: a step whose drafts depend on the step before waits until that one's tokens are on the
     host. device: it waits for nothing."""
+    script_token_id: int | None = Field(default=None, ge=0)
+    """Set: an output is what stands in its prompt between the last two tokens of this id, where the
+    chat template wrote it (to test clients). None: outputs are a hash."""
 
     def seconds(self, num_tokens: int, num_context: int) -> float:
         """Length of a step with `num_tokens` inputs whose rows hold `num_context` tokens."""

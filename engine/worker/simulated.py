@@ -9,6 +9,7 @@ the CPU, orders NCCL's transfers.
 
 Tokens are a hash of the token before and its position: the same in any batch, on any replica and
 after any interruption, like a model's greedy tokens. So are embeddings, of the prompt's last token.
+With `script_token_id` outputs stand in their prompts instead.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from engine.speculative.step_filler import StepFiller
 from engine.trace import StageSpan, TraceRing
 from engine.worker.base import LaunchedForward, ModelWorker, PendingResult
 from engine.worker.simulated_drafts import SimulatedDrafter
+from engine.worker.simulated_script import ScriptedReplies
 from engine.worker_config import WorkerConfig
 
 
@@ -114,6 +116,10 @@ class SimulatedWorker(ModelWorker):
         ids = np.arange(config.model.vocab_size, dtype=np.int32)
         self._ordinary = ids[~np.isin(ids, config.model.eos_token_ids)]
         self._hidden_size = config.model.hidden_size
+        self._scripts: ScriptedReplies | None = None
+        if self.device.script_token_id is not None:
+            end = config.model.eos_token_ids[0]
+            self._scripts = ScriptedReplies(self.device.script_token_id, end)
         self.filler: StepFiller | None = None
         """Set if the engine speculates."""
         if config.speculative is not None and parallel.is_last_stage:
@@ -136,6 +142,8 @@ class SimulatedWorker(ModelWorker):
         if not self.parallel.is_last_stage:
             self._hand_over(self._free_at + self.device.transfer_ms / 1e3)
             return None
+        if self._scripts is not None:
+            self._scripts.read(batch)
         inputs = step_inputs(batch)
         sampled = len(inputs.logits_rows) - (0 if batch.pooled is None else len(batch.pooled.last))
         last_ids = batch.input_ids[inputs.logits_rows[:sampled]]
@@ -156,8 +164,11 @@ class SimulatedWorker(ModelWorker):
             counts = sample_counts(batch)[: len(slots)]
         ends = np.cumsum(counts)
         behind = np.repeat(ends, counts) - 1 - np.arange(len(forward.last_ids))
-        mixed = hash_tokens(forward.last_ids, (np.repeat(lens, counts) - behind).astype(np.uint64))
+        places = np.repeat(lens, counts) - behind
+        mixed = hash_tokens(forward.last_ids, places.astype(np.uint64))
         tokens = self._ordinary[mixed % np.uint64(len(self._ordinary))]
+        if self._scripts is not None:
+            tokens = self._scripts.tokens(np.repeat(slots, counts), places)
         firsts = ends - counts
         errors: dict[int, str] = {}
         if masks is not None:

@@ -213,7 +213,7 @@ def test_other_inputs_lose_nothing_and_never_fail(written: str, cut: int) -> Non
 
 HOSTED: list[tuple[str, list[dict[str, Any]], list[str]]] = [
     (RESPONSES, [{"type": "web_search", "external_web_access": True}], ["web_search"]),
-    (RESPONSES, [{"type": "local_shell"}, {"type": "mcp", "server_label": "x"}], ["local_shell", "mcp"]),
+    (RESPONSES, [{"type": "local_shell"}, {"type": "mcp"}], ["local_shell", "mcp"]),
     (RESPONSES, [{"type": "tool_of_next_year", "any": [1]}], ["tool_of_next_year"]),
     (CHAT, [{"type": "web_search_preview"}], ["web_search_preview"]),
     (MESSAGES, [{"type": "web_search_20250305", "name": "web_search"}], ["web_search_20250305"]),

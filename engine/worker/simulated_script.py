@@ -1,0 +1,69 @@
+"""`ScriptedReplies`: outputs of a simulated device that stand in their prompts."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from engine.protocol.messages import Int64Array, IntArray, ModelWorkerBatch
+from engine.protocol.step_layout import token_starts
+
+
+class Script(NamedTuple):
+    """What an output is to be. `begin`: the number of tokens before its first."""
+
+    tokens: IntArray
+    begin: int
+
+
+class ScriptedReplies:
+    """The scripts of all slots, read from the prompts as they are computed.
+
+    A token is a function of the tokens before it, as a model's is, so that a request that goes on
+    elsewhere goes on alike. A part of a prompt that the prefix cache has isn't seen: configurations
+    with scripts set `enable_prefix_cache: false`.
+    """
+
+    def __init__(self, mark: int, end: int) -> None:
+        """`mark`: the token on both sides of a script; `end`: the token that ends an output."""
+        self._mark = mark
+        self._end = end
+        self._prompts: dict[int, IntArray] = {}
+        """By slot: the tokens of prompts that are not yet computed to their end."""
+        self._scripts: dict[int, Script] = {}
+
+    def read(self, batch: ModelWorkerBatch) -> None:
+        """Note the prompts of a step, and the scripts of those that it completes."""
+        starts = token_starts(batch)
+        sampled = set(batch.sample_rows.tolist())
+        for row in range(batch.num_extend):
+            slot = int(batch.req_pool_indices[row])
+            ids = batch.input_ids[starts[row] : starts[row + 1]]
+            before = int(batch.seq_lens[row]) - len(ids)
+            known = self._prompts.pop(slot, ids[:0]) if before else ids[:0]
+            ids = np.concatenate([known, ids])
+            if row not in sampled:
+                self._prompts[slot] = ids
+                continue
+            marks = np.flatnonzero(ids == self._mark)
+            unseen = int(batch.seq_lens[row]) - len(ids)
+            if len(marks) < 2:
+                self._scripts[slot] = Script(ids[:0], unseen + len(ids))
+            else:
+                first, last = marks[-2:]
+                self._scripts[slot] = Script(ids[first + 1 : last], unseen + int(last) + 1)
+
+    def tokens(self, slots: IntArray, lens: Int64Array) -> IntArray:
+        """int32 [N]: the token behind the first `lens` [N] tokens of each sequence. `slots` [N]."""
+        return np.array(
+            [self._token(slot, n) for slot, n in zip(slots.tolist(), lens.tolist(), strict=True)],
+            np.int32,
+        )
+
+    def _token(self, slot: int, num_tokens: int) -> int:
+        script = self._scripts.get(slot)
+        at = 0 if script is None else num_tokens - script.begin
+        if script is None or not 0 <= at < len(script.tokens):
+            return self._end
+        return int(script.tokens[at])
