@@ -35,7 +35,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     `logprobs`/`prompt_logprobs`: number of alternatives to report beside the token's own
     log-probability (0 = only its own, None = none). Log-probabilities are of the model's raw
     distribution, before penalties, bias, temperature and filters. `logprob_token_ids`: report these
-    tokens instead of the likeliest ones (needs `logprobs`).
+    tokens, before the likeliest ones (needs `logprobs`).
     `allowed_token_ids`: no other token may be sampled, eos included. `bad_words_ids`: sequences of
     token ids that the output must not hold.
     `constraint`: what the output may be (engine/constraints). If `min_tokens` is more than the

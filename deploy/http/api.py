@@ -5,6 +5,7 @@ import asyncio
 import itertools
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable
+from datetime import UTC, datetime
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Query, Request, Response
@@ -79,7 +80,8 @@ def build_api(
     @app.get("/v1/models")
     async def list_models() -> Response:
         model = _describe_model(client_provider().model_info)
-        return _json({"object": "list", "data": [model]})
+        ends = {"first_id": model["id"], "last_id": model["id"], "has_more": False}
+        return _json({"object": "list", "data": [model], **ends})
 
     @app.get("/v1/models/{model:path}")
     async def retrieve_model(model: str) -> Response:
@@ -215,6 +217,8 @@ class RequestIdMiddleware:
 
 
 def _describe_model(info: ModelInfo) -> dict[str, Any]:
+    """The model as OpenAI's clients read it, and as Anthropic's do."""
+    created = datetime.fromtimestamp(info.created, UTC)
     return {
         "id": info.name,
         "object": "model",
@@ -223,6 +227,11 @@ def _describe_model(info: ModelInfo) -> dict[str, Any]:
         "root": info.name,
         "parent": None,
         "max_model_len": info.max_model_len,
+        "type": "model",
+        "display_name": info.name,
+        "created_at": created.isoformat().replace("+00:00", "Z"),
+        "lifecycle": "active",
+        "max_input_tokens": info.max_model_len,
     }
 
 
@@ -250,7 +259,10 @@ def _worded(path: str, failure: Failure) -> ErrorReply:
 
 
 async def _on_error(request: Request, exception: Exception) -> Response:
-    return _error(_worded(app_path(request.scope), failure_of(exception, request.state.request_id)))
+    failure = failure_of(exception, request.state.request_id)
+    if "anthropic-version" in request.headers:  # on a path that several APIs have
+        return _error(ANTHROPIC.error_reply(failure))
+    return _error(_worded(app_path(request.scope), failure))
 
 
 async def _on_bad_query(request: Request, exception: Exception) -> Response:

@@ -18,8 +18,9 @@ _ROWS_AT_ONCE = 64
 class LogprobTensors(NamedTuple):
     """Log-probabilities on the device; `to_host` makes messages of them.
 
-    `token`: float32 [n]; `top_ids` int64 [n, k] and `top` float32 [n, k], best first, ties by id,
-    or the tokens that a row listed, in its order. `num_top`: entries of each row, at most k.
+    `token`: float32 [n]; `top_ids` int64 [n, k] and `top` float32 [n, k]: the tokens that a row
+    listed, in its order, then the likeliest, best first, ties by id. `num_top`: entries of each
+    row, at most k.
     `rank`: int64 [n], 1 for the likeliest token; None if nobody asked.
     """
 
@@ -46,34 +47,29 @@ class LogprobTensors(NamedTuple):
 
 
 class ListedTokens(NamedTuple):
-    """Tokens whose log-probabilities some rows want instead of the likeliest ones'."""
+    """Tokens whose log-probabilities some rows want besides the likeliest ones'."""
 
     ids: Tensor
     """int64 [n, m], padded with 0."""
-    chosen: Tensor
-    """bool [n, 1]: the rows that listed tokens."""
+    order: Tensor
+    """int64 [n, w]: of each row's m listed and k likeliest tokens those that it reports, the listed
+    ones first; padded with 0."""
     counts: Sequence[int]
-    """[n]: tokens listed; 0 for the other rows."""
+    """[n]: tokens listed; 0 for rows that listed none."""
 
-    def instead_of_top(
+    def before_top(
         self, found: LogprobTensors, logits: Tensor, token_ids: Tensor
     ) -> LogprobTensors:
         """`found` of `logits` float32 [n, vocab] and `token_ids` int64 [n], with the listed tokens
-        in the rows that listed some."""
+        before the likeliest."""
         # The log of the sum is the token's logit less its log-probability: no second softmax.
         own = logits.gather(1, token_ids.unsqueeze(1))
         listed = logits.gather(1, self.ids) - own + found.token.unsqueeze(1)
-        width = max(self.ids.shape[1], found.top.shape[1])
         return found._replace(
-            top_ids=torch.where(self.chosen, _widen(self.ids, width), _widen(found.top_ids, width)),
-            top=torch.where(self.chosen, _widen(listed, width), _widen(found.top, width)),
-            num_top=[count or top for count, top in zip(self.counts, found.num_top, strict=True)],
+            top_ids=torch.cat([self.ids, found.top_ids], 1).gather(1, self.order),
+            top=torch.cat([listed, found.top], 1).gather(1, self.order),
+            num_top=[count + top for count, top in zip(self.counts, found.num_top, strict=True)],
         )
-
-
-def _widen(values: Tensor, width: int) -> Tensor:
-    """[n, k] -> [n, width], filled with zeros."""
-    return torch.nn.functional.pad(values, (0, width - values.shape[1]))
 
 
 def token_ranks(logits: Tensor, token_ids: Tensor) -> Tensor:

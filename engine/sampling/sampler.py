@@ -109,7 +109,7 @@ class Sampler:
         token_ids = plan.logprobs.rows.take(drawn.token_ids)
         logprobs = self._backend.logprobs(raw, token_ids, plan.logprobs.num_top.tolist())
         if plan.logprobs.listed is not None:
-            logprobs = plan.logprobs.listed.instead_of_top(logprobs, raw, token_ids)
+            logprobs = plan.logprobs.listed.before_top(logprobs, raw, token_ids)
         rows = plan.logprobs.batch_rows
         return SampledTokens(drawn.token_ids, nan_rows, logprobs, rows, num_kept)
 

@@ -215,19 +215,21 @@ class SamplingState:
         rows = row_group(chosen, self.device)
         if rows is None:
             return None
-        listed = self._plan_listed(slots[chosen])
+        listed = self._plan_listed(slots[chosen], num_top[chosen])
         return LogprobGroup(rows, num_top[chosen], np.flatnonzero(chosen), listed)
 
-    def _plan_listed(self, slots: np.ndarray) -> ListedTokens | None:
+    def _plan_listed(self, slots: np.ndarray, num_top: np.ndarray) -> ListedTokens | None:
         lists = [self._listed.get(slot, []) for slot in slots.tolist()]
         counts = [len(ids) for ids in lists]
         if not any(counts):
             return None
-        padded = np.zeros((len(lists), max(counts)), dtype=np.int64)
-        for row, ids in enumerate(lists):
+        most = max(counts)
+        padded = np.zeros((len(lists), most), dtype=np.int64)
+        order = np.zeros((len(lists), int((num_top + counts).max())), dtype=np.int64)
+        for row, (ids, top) in enumerate(zip(lists, num_top.tolist(), strict=True)):
             padded[row, : len(ids)] = ids
-        chosen = np.array(counts, dtype=np.int64)[:, None] > 0
-        return ListedTokens(to_device(padded, self.device), to_device(chosen, self.device), counts)
+            order[row, : len(ids) + top] = [*range(len(ids)), *range(most, most + top)]
+        return ListedTokens(to_device(padded, self.device), to_device(order, self.device), counts)
 
 
 def _draw_of(params: SamplingParams, vocab_size: int) -> Draw:

@@ -49,8 +49,9 @@ def expected_embedding(ids: list[int]) -> np.ndarray:
     return np.array([len(ids), ids[-1], sum(ids), -1, *([0.5] * (HIDDEN - 4))], np.float32)
 
 
-def _entry(token: int, offset: int, k: int) -> LogprobEntry:
-    top = [
+def _entry(token: int, offset: int, k: int, listed: list[int] | None = None) -> LogprobEntry:
+    top = [(token_text(t), t, -3.0, list(token_text(t).encode())) for t in listed or ()]
+    top += [
         (token_text(t), t, -0.5 - rank, list(token_text(t).encode()))
         for rank, t in enumerate([token, ord("Y"), ord("Z")][:k])
     ]
@@ -192,7 +193,8 @@ class FakeEngineClient(EngineClient):
                     return
                 held_ids.append(token)
                 if params.logprobs is not None:
-                    held_entries.append(_entry(token, len(text), params.logprobs))
+                    listed = params.logprob_token_ids
+                    held_entries.append(_entry(token, len(text), params.logprobs, listed))
                 text += chr(token)
                 held += chr(token)
                 stop = next((s for s in params.stop if s in text), None)

@@ -335,7 +335,7 @@ def _reported_logprobs(params: SamplingParams) -> tuple[int, int]:
     """Log-probabilities that are reported of each token of the prompt, and of the output."""
     listed = 0 if params.logprob_token_ids is None else len(params.logprob_token_ids)
     of_prompt = 0 if params.prompt_logprobs is None else params.prompt_logprobs + 1
-    of_output = 0 if params.logprobs is None else max(params.logprobs, listed) + 1
+    of_output = 0 if params.logprobs is None else params.logprobs + listed + 1
     return of_prompt, of_output
 
 

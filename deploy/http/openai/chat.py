@@ -202,6 +202,7 @@ class ChatGeneration(OpenAIGeneration[ChatCompletionRequest]):
             "logprobs": chat_logprobs(output.logprobs, style) if request.logprobs else None,
             "finish_reason": self._finish_reason(index, output.finish_reason),
             "stop_reason": output.stop_reason,
+            "matched_stop": output.stop_reason,
             "token_ids": output.token_ids if request.return_token_ids else None,
         }
 

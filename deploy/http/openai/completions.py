@@ -154,6 +154,7 @@ class CompletionGeneration(OpenAIGeneration[CompletionRequest]):
             "logprobs": self._logprobs(index, output.logprobs, True),
             "finish_reason": output.finish_reason,
             "stop_reason": output.stop_reason,
+            "matched_stop": output.stop_reason,
             "token_ids": output.token_ids if request.return_token_ids else None,
             **self._prompt_fields(index),
         }

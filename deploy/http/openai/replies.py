@@ -80,6 +80,8 @@ class CompletionChoice(_Shape):
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason
     stop_reason: str | int | None
+    matched_stop: str | int | None
+    """The same by SGLang's name."""
     token_ids: list[int] | None
     prompt_logprobs: PromptLogprobs | None
     prompt_token_ids: list[int] | None
@@ -117,6 +119,7 @@ class CompletionDelta(_Shape):
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
     stop_reason: str | int | None
+    matched_stop: str | int | None = None
     token_ids: list[int] | None = None
     prompt_logprobs: PromptLogprobs | None = None
     prompt_token_ids: list[int] | None = None
@@ -206,6 +209,8 @@ class ChatChoice(_Shape):
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinishReason
     stop_reason: str | int | None
+    matched_stop: str | int | None
+    """The same by SGLang's name."""
     token_ids: list[int] | None
 
 
@@ -262,6 +267,7 @@ class ChatDelta(_Shape):
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinishReason | None
     stop_reason: str | int | None
+    matched_stop: str | int | None = None
     token_ids: list[int] | None = None
 
 
@@ -285,6 +291,12 @@ class Model(_Shape):
     root: str
     parent: None
     max_model_len: int
+    type: Literal["model"]
+    """This and what follows is for Anthropic's clients."""
+    display_name: str
+    created_at: str
+    lifecycle: Literal["active"]
+    max_input_tokens: int
 
 
 class Models(_Shape):
@@ -292,6 +304,10 @@ class Models(_Shape):
 
     object: Literal["list"]
     data: list[Model]
+    first_id: str
+    """This and what follows is for Anthropic's clients: there are no further pages."""
+    last_id: str
+    has_more: Literal[False]
 
 
 class Health(_Shape):

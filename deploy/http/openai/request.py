@@ -356,7 +356,8 @@ class GenerationFields(Strict):
             ignore_eos=self.ignore_eos,
             skip_special_tokens=self.skip_special_tokens,
             spaces_between_special_tokens=self.spaces_between_special_tokens,
-            logprobs=logprobs,
+            # As in vLLM, listed tokens take the place of the likeliest.
+            logprobs=logprobs if self.logprob_token_ids is None else 0,
             prompt_logprobs=prompt_logprobs,
             logprob_token_ids=self.logprob_token_ids,
             allowed_token_ids=self.allowed_token_ids,

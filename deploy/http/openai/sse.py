@@ -64,6 +64,8 @@ class ChunkEncoder:
             "finish_reason": finish_reason,
             "stop_reason": stop_reason,
         }
+        if stop_reason is not None:
+            choice["matched_stop"] = stop_reason
         if token_ids is not None:
             choice["token_ids"] = token_ids
         choice |= choice_extra or {}

@@ -11,7 +11,7 @@ from deploy.http.generation.generation import Generation, Output
 from deploy.http.generation.plan import Plan
 from deploy.http.metrics import RequestTracker
 from deploy.http.sglang.request import GenerateFields, LogprobFields
-from engine.protocol.tokenizer_messages import LogprobEntry, TextDelta
+from engine.protocol.tokenizer_messages import LogprobEntry, TextDelta, TopLogprob
 
 MIN_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON lacks."""
@@ -106,17 +106,22 @@ class GenerateGeneration(Generation[GenerateFields]):
             ],
             "output_token_logprobs": [self._own(entry) for entry in output.logprobs],
         }
-        if fields.num_top or fields.listed:
-            name = "top" if fields.num_top else "token_ids"
-            found[f"input_{name}_logprobs"] = [entry and self._others(entry) for entry in prompt]
-            found[f"output_{name}_logprobs"] = [self._others(entry) for entry in output.logprobs]
+        listed = len(fields.listed)
+        if fields.num_top:
+            found["input_top_logprobs"] = [entry and self._others(entry.top) for entry in prompt]
+            found["output_top_logprobs"] = [self._others(e.top[listed:]) for e in output.logprobs]
+        if listed:
+            found["input_token_ids_logprobs"] = []
+            found["output_token_ids_logprobs"] = [
+                self._others(e.top[:listed]) for e in output.logprobs
+            ]
         return found
 
     def _own(self, entry: LogprobEntry) -> Logprob:
         return self._logprob(entry.logprob, entry.token_id, entry.token)
 
-    def _others(self, entry: LogprobEntry) -> list[Logprob]:
-        return [self._logprob(logprob, token, text) for text, token, logprob, _ in entry.top]
+    def _others(self, entries: Sequence[TopLogprob]) -> list[Logprob]:
+        return [self._logprob(logprob, token, text) for text, token, logprob, _ in entries]
 
     def _logprob(self, logprob: float, token_id: int, text: str) -> Logprob:
         with_text = self._request.return_text_in_logprobs

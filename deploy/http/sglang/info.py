@@ -61,6 +61,7 @@ class ServerInfoRoute(JsonRoute):
         return {
             **shared,
             **server,
+            "disable_radix_cache": not shared.get("enable_prefix_cache", True),
             "version": __version__,
             "model_path": info.path,
             "tokenizer_path": info.path,

@@ -93,6 +93,9 @@ class GenerateFields(Strict):
         "data_parallel_rank": (),
         "background": (False,),
     }
+    ignored: ClassVar[frozenset[str]] = frozenset(
+        {"conversation_id", "log_metrics", "modalities", "stream_options"}
+    )
 
     text: Text | None = None
     input_ids: InputIds | None = None
@@ -112,11 +115,6 @@ class GenerateFields(Strict):
     extra_key: str = Field("", max_length=1024)
     """Cached prefixes are shared only between requests with the same key."""
 
-    # Accepted, without effect.
-    log_metrics: bool = True
-    modalities: list[str] = Field(default_factory=list)
-    conversation_id: str = ""
-
     @model_validator(mode="after")
     def _check(self) -> "GenerateFields":
         if (self.text is None) == (self.input_ids is None):
@@ -128,11 +126,6 @@ class GenerateFields(Strict):
         if self.n * len(self.prompts) > MAX_SEQUENCES:
             raise refusal(f"n times prompts must not exceed {MAX_SEQUENCES}.", "sampling_params")
         for logprobs in self.each_logprobs:
-            if logprobs.listed and logprobs.num_top:
-                raise refusal(
-                    "top_logprobs_num and token_ids_logprob exclude each other.",
-                    "token_ids_logprob",
-                )
             if logprobs.listed and logprobs.of_prompt:
                 raise refusal(
                     "token_ids_logprob is for output tokens only: leave logprob_start_len at -1.",

@@ -42,6 +42,37 @@ def options(**fields: Any) -> dict[str, Any]:
     return asked | {"extra_body": {"temperature": 0}} | fields
 
 
+def test_models(claude: anthropic.Anthropic) -> None:
+    model = claude.models.retrieve(MODEL)
+    assert (model.id, model.display_name, model.type) == (MODEL, MODEL, "model")
+    assert model.max_input_tokens == 4096 and model.created_at.year >= 2024
+    assert [each.id for each in claude.models.list()] == [MODEL]
+    with pytest.raises(anthropic.NotFoundError, match="does not exist"):
+        claude.models.retrieve("claude")
+
+
+def test_the_tool_runner_goes_on_without_threads(claude: anthropic.Anthropic) -> None:
+    @anthropic.beta_tool
+    def get_weather(city: Literal["Paris", "London"], unit: Literal["C", "F"]) -> str:
+        """The weather of a city."""
+        return f"21 {unit} in {city}"
+
+    runner = claude.beta.messages.tool_runner(
+        model=MODEL,
+        messages=ASK,
+        max_tokens=64,
+        tools=[get_weather],
+        tool_choice={"type": "any"},
+        max_iterations=2,
+        context_management={"edits": [{"type": "clear_tool_uses_20250919"}]},
+        betas=["context-management-2025-06-27"],
+    )
+    first, second = list(runner)
+    assert first.stop_reason == second.stop_reason == "tool_use"
+    assert second.context_management is not None
+    assert second.context_management.applied_edits == []
+
+
 def test_a_message_has_the_text_of_a_chat(
     claude: anthropic.Anthropic, client: openai.OpenAI
 ) -> None:

@@ -380,12 +380,12 @@ def test_logprobs_of_ties_are_ordered_by_id() -> None:
     assert host.logprobs[0].top_ids == [0, 1, 2, 3]
 
 
-def test_listed_tokens_take_the_place_of_the_likeliest() -> None:
-    lists = [None, [5], [9, 0, VOCAB - 1, 9]]
+def test_listed_tokens_stand_before_the_likeliest() -> None:
+    lists: list[list[int] | None] = [None, [5], [9, 0, VOCAB - 1, 9]]
     rows = [
         Row(
             random_logits(i),
-            SamplingParams(seed=i, top_k=4, logprobs=2, logprob_token_ids=lists[i % 3]),
+            SamplingParams(seed=i, top_k=4, logprobs=i % 4, logprob_token_ids=lists[i % 3]),
         )
         for i in range(9)
     ]
@@ -395,10 +395,9 @@ def test_listed_tokens_take_the_place_of_the_likeliest() -> None:
         found, listed = host.logprobs[i], lists[i % 3]
         assert found is not None
         exact = row.logits.log_softmax(0)
-        if listed is None:
-            listed = exact.topk(2).indices.tolist()
-        assert found.top_ids == listed
-        assert found.top_logprobs == pytest.approx(exact[listed].tolist(), abs=1e-5)
+        reported = [*(listed or []), *exact.topk(i % 4).indices.tolist()]
+        assert found.top_ids == reported
+        assert found.top_logprobs == pytest.approx(exact[reported].tolist(), abs=1e-5)
 
 
 def test_no_logprobs_unless_asked() -> None:

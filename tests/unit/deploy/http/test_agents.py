@@ -6,12 +6,15 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import anthropic
+import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from deploy.http.parsers.json_reader import TextFieldReader
 from tests.support.api_calls import CHAT, COMPLETIONS, USER, error_of, named_events, post
+from tests.support.api_calls import call as send
 from tests.support.fake_client import FakeEngineClient
 
 RESPONSES, MESSAGES, GENERATE = "/v1/responses", "/v1/messages", "/generate"
@@ -413,3 +416,27 @@ def test_a_prompt_that_is_too_long_is_told_in_anthropics_words() -> None:
         assert reply.status_code == 400
         message = reply.json()["error"]["message"]
         assert message.startswith("prompt is too long: ") and message.endswith(" > 20 maximum")
+
+
+def test_models_are_described_for_anthropics_client_too() -> None:
+    headers = {"anthropic-version": "2023-06-01"}
+    model = call_http("GET", "/v1/models/fake", headers=headers).json()
+    read = anthropic.types.ModelInfo.model_validate(model)
+    assert (read.id, read.display_name, read.max_input_tokens) == ("fake", "fake", 256)
+    listed = call_http("GET", "/v1/models").json()
+    assert listed["data"] == [model] and listed["has_more"] is False
+    error = call_http("GET", "/v1/models/x", headers=headers)
+    assert error.status_code == 404 and error.json()["error"]["type"] == "not_found_error"
+
+
+def call_http(method: str, path: str, **options: Any) -> httpx.Response:
+    return send(FakeEngineClient(), method, path, **options)
+
+
+def test_sglangs_names() -> None:
+    reply = post(CHAT, fake("some words"), messages=[USER], stop=[" w"])
+    choice = reply.json()["choices"][0]
+    assert choice["matched_stop"] == choice["stop_reason"] == " w"
+    *_, last = named_events(post(CHAT, fake("a b"), messages=[USER], stop=[" "], stream=True))
+    assert last["choices"][0]["matched_stop"] == " "
+    assert call_http("GET", "/server_info").json()["disable_radix_cache"] is False

@@ -51,6 +51,7 @@ def test_completion_reply_has_openais_shape() -> None:
                 "logprobs": None,
                 "finish_reason": "length",
                 "stop_reason": None,
+                "matched_stop": None,
                 "token_ids": None,
                 "prompt_logprobs": None,
                 "prompt_token_ids": None,
@@ -91,6 +92,7 @@ def test_chat_reply_has_openais_shape() -> None:
                 "logprobs": None,
                 "finish_reason": "length",
                 "stop_reason": None,
+                "matched_stop": None,
                 "token_ids": None,
             }
         ],

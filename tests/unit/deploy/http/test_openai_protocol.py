@@ -190,7 +190,7 @@ def test_logit_bias_takes_string_keys_and_sampling_params_get_every_field() -> N
         "ignore_eos": True,
         "skip_special_tokens": False,
         "spaces_between_special_tokens": False,
-        "logprobs": 2,
+        "logprobs": 0,  # listed tokens take the place of the likeliest
         "prompt_logprobs": 3,
         "logprob_token_ids": [8, 9],
         "allowed_token_ids": [1, 2],

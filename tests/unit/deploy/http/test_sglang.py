@@ -236,6 +236,18 @@ def test_logprobs_of_listed_tokens() -> None:
     assert {"input_token_ids_logprobs", "output_token_ids_logprobs"} <= meta.keys()
 
 
+def test_logprobs_of_the_likeliest_and_of_listed_tokens() -> None:
+    client = FakeEngineClient()
+    fields = {"return_logprob": True, "token_ids_logprob": [7], "top_logprobs_num": 2}
+    meta = whole(client, **fields, stream_options={"include_usage": True})["meta_info"]
+    params = client.started[0].params
+    assert (params.logprob_token_ids, params.logprobs) == ([7], 2)
+    for listed, top in zip(
+        meta["output_token_ids_logprobs"], meta["output_top_logprobs"], strict=True
+    ):
+        assert (len(listed), len(top)) == (1, 2) and listed[0][1] == 7
+
+
 def test_logprobs_by_prompt() -> None:
     client = FakeEngineClient()
     got = whole(
@@ -323,7 +335,6 @@ def test_other_fields() -> None:
         ({"text": "a", "return_logprob": [True, True]}, "return_logprob"),
         ({"text": "a", "top_logprobs_num": 21}, "top_logprobs_num"),
         ({"text": "a", "return_logprob": True, "logprob_start_len": 2}, "logprob_start_len"),
-        ({"text": "a", "top_logprobs_num": 1, "token_ids_logprob": [1]}, "exclude"),
         (
             {
                 "text": "a",
