@@ -69,6 +69,9 @@ def parse_calls(text: str) -> ToolCalls:
     if not 0 < len(calls.calls) <= MAX_STRUCTURES:
         raise refused(f"{len(calls.calls)} tools: 1 to {MAX_STRUCTURES} are allowed")
     _check_schema([calls.answer or {}, *(call.schema for call in calls.calls)])
+    for call in calls.calls:
+        if call.lark:
+            check_grammar(call.lark)
     return calls
 
 

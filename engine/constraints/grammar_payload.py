@@ -52,12 +52,14 @@ class GrammarPayload(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=T
     thinking: Thinking | None = None
 
 
-class TaggedStructure(msgspec.Struct, forbid_unknown_fields=True):
-    """JSON that follows `schema`, between two texts."""
+class TaggedStructure(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """JSON that follows `schema`, between two texts. With `lark` it is the inside of a JSON string
+    whose text follows this grammar, in place of the schema."""
 
     begin: str
     schema: dict[str, Any]
     end: str
+    lark: str = ""
 
 
 class StructuralTags(msgspec.Struct, forbid_unknown_fields=True):

@@ -24,6 +24,7 @@ from engine.constraints.grammar_payload import (
     ToolCalls,
     refused,
 )
+from engine.constraints.json_string_lark import in_json_string
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -59,7 +60,7 @@ def _text(grammar: GrammarPayload, special: FindToken) -> str:
         case "structural_tag":
             return LLMatcher.grammar_from_lark(_lark_of_tags(parse_tags(value), grammar, special))
         case "tool_calls":
-            return LLMatcher.grammar_from_lark(_lark_of_calls(parse_calls(value), grammar, special))
+            return _text_of_calls(parse_calls(value), grammar, special)
         case "regex":
             check_regex(value)
             # "d": \\d is an ASCII digit, as other programs that check the output may have it.
@@ -114,6 +115,16 @@ def _behind_thinking(text: str, thinking: Thinking, special: FindToken) -> str:
     return json.dumps({"grammars": [{"lark_grammar": "\n".join(lines)}, *inner]})
 
 
+def _text_of_calls(calls: ToolCalls, grammar: GrammarPayload, special: FindToken) -> str:
+    text = LLMatcher.grammar_from_lark(_lark_of_calls(calls, grammar, special))
+    named = [
+        {"name": f"text_{number}", "lark_grammar": in_json_string(call.lark)}
+        for number, call in enumerate(calls.calls)
+        if call.lark
+    ]
+    return json.dumps({"grammars": [{"lark_grammar": text}, *named]}) if named else text
+
+
 def _lark_of_calls(calls: ToolCalls, grammar: GrammarPayload, special: FindToken) -> str:
     """At least one group of calls; with `may_answer` free text around the groups, or alone."""
 
@@ -124,8 +135,8 @@ def _lark_of_calls(calls: ToolCalls, grammar: GrammarPayload, special: FindToken
     rules = []
     for number, call in enumerate(calls.calls):
         rules.append(f"call_{number}")
-        json_rule = _json_rule(call.schema, grammar)
-        lines.append(f"call_{number}: {written(call.begin)} {json_rule} {written(call.end)}")
+        inner = f"@text_{number}" if call.lark else _json_rule(call.schema, grammar)
+        lines.append(f"call_{number}: {written(call.begin)} {inner} {written(call.end)}")
     lines.append(f"call: {' | '.join(rules)}")
     several = ""
     if calls.parallel and calls.separator is not None:

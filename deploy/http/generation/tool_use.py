@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, Literal, NamedTuple
 
 from deploy.http.engine_client import ModelInfo
-from deploy.http.parsers.tool_format import TOOL_FORMATS, ToolFormat
+from deploy.http.parsers.tool_format import TOOL_FORMATS, TextInput, ToolFormat
 from engine.constraints import ConstraintSpec
 from engine.errors import RequestError
 
@@ -26,6 +26,8 @@ class Function(NamedTuple):
     """The group that the tool belongs to."""
     takes_text: bool = False
     """Its input is a text. The model writes it as the string `TEXT_FIELD` of its arguments."""
+    lark: str = ""
+    """A grammar of that text."""
 
     @property
     def full_name(self) -> str:
@@ -33,8 +35,10 @@ class Function(NamedTuple):
         return full_name(self.name, self.namespace)
 
     @property
-    def schema_of_arguments(self) -> dict[str, Any]:
-        """The schema that bound arguments follow."""
+    def bound_arguments(self) -> dict[str, Any] | TextInput:
+        """What bound arguments follow."""
+        if self.lark:
+            return TextInput(TEXT_FIELD, self.lark)
         return {"type": "object", **(self.parameters or {})}
 
     def for_template(self) -> dict[str, Any]:
@@ -57,22 +61,25 @@ class TextGrammar(NamedTuple):
 def text_function(
     name: str, description: str | None, text_grammar: TextGrammar | None, namespace: str = ""
 ) -> Function:
-    """A tool whose input is a text. A regular expression is enforced; a grammar is shown to the
-    model."""
+    """A tool whose input is a text, which follows its grammar in every call."""
     field: dict[str, Any] = {"type": "string"}
+    lark = ""
     if text_grammar is not None:
         syntax, definition = text_grammar
         said = f"The input must match this {syntax} grammar:\n{definition}"
         description = f"{description}\n\n{said}" if description else said
         if syntax == "regex":
             field["pattern"] = f"^(?:{definition})$"
+        else:
+            lark = definition
     parameters = {
         "type": "object",
         "properties": {TEXT_FIELD: field},
         "required": [TEXT_FIELD],
         "additionalProperties": False,
     }
-    return Function(name, description, parameters, "pattern" in field, namespace, takes_text=True)
+    strict = text_grammar is not None
+    return Function(name, description, parameters, strict, namespace, takes_text=True, lark=lark)
 
 
 def called_with_text(name: str, text: str) -> dict[str, Any]:
@@ -165,8 +172,8 @@ class ToolUse:
         is_free = len(self._callable) == len(self._functions)
         if is_free and not bound and not any(tool.strict for tool in self._functions.values()):
             return None
-        schemas = {
-            name: function.schema_of_arguments if bound or function.strict else {"type": "object"}
+        schemas: dict[str, dict[str, Any] | TextInput] = {
+            name: function.bound_arguments if bound or function.strict else {"type": "object"}
             for name, function in self._callable.items()
         }
         return self.format.constraint(

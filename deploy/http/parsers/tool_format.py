@@ -15,6 +15,13 @@ from engine.constraints.grammar_payload import TaggedStructure, ToolCalls
 from engine.registry import Registry
 
 
+class TextInput(NamedTuple):
+    """Arguments that are one string, whose text follows a grammar. `field`: its name."""
+
+    field: str
+    lark: str
+
+
 class ToolFormat(NamedTuple):
     """`begin` is what a call has before its arguments, with `NAME` for the name as JSON. The other
     fields are those of `ToolCalls`."""
@@ -34,20 +41,17 @@ class ToolFormat(NamedTuple):
 
     def constraint(
         self,
-        tools: Mapping[str, Mapping[str, Any]],
+        tools: Mapping[str, Mapping[str, Any] | TextInput],
         *,
         may_answer: bool,
         parallel: bool,
         answer: dict[str, Any] | None = None,
     ) -> ConstraintSpec:
-        """The output is calls of `tools`, schemas of arguments by name. With `may_answer` it may
-        be, or hold, text, or JSON after the schema `answer`. Raises `RequestError` if there are
-        too many tools."""
+        """The output is calls of `tools`: by name the schema of the arguments, or what a text must
+        be. With `may_answer` it may be, or hold, text, or JSON after the schema `answer`. Raises
+        `RequestError` if there are too many tools."""
         marked = self.marks_answers
-        calls = [
-            TaggedStructure(self.begin.replace("NAME", json.dumps(name)), dict(schema), self.end)
-            for name, schema in tools.items()
-        ]
+        calls = [self._call(name, arguments) for name, arguments in tools.items()]
         return structured.tool_calls(
             ToolCalls(
                 calls,
@@ -62,6 +66,13 @@ class ToolFormat(NamedTuple):
                 answer,
             )
         )
+
+    def _call(self, name: str, arguments: Mapping[str, Any] | TextInput) -> TaggedStructure:
+        begin = self.begin.replace("NAME", json.dumps(name))
+        if isinstance(arguments, TextInput):
+            begin += f'{{"{arguments.field}": "'
+            return TaggedStructure(begin, {}, '"}' + self.end, arguments.lark)
+        return TaggedStructure(begin, dict(arguments), self.end)
 
 
 HERMES = ToolFormat(

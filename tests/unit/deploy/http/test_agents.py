@@ -176,14 +176,17 @@ def test_the_input_of_a_custom_tool_is_a_text() -> None:
     assert client.chat_calls[-1]["messages"][1]["tool_calls"][0]["function"] == function
 
 
-def test_a_grammar_of_a_custom_tool_is_enforced_or_shown() -> None:
+def test_a_grammar_of_a_custom_tool_is_enforced_and_shown() -> None:
     regex = {"type": "grammar", "syntax": "regex", "definition": "[a-c]+"}
     client = fake(call("pick", {"input": "ab"}))
     items_of(client, tools=[{"type": "custom", "name": "pick", "format": regex}])
     assert '"pattern"' in client.checked[0].payload["value"]
     lark = {"type": "grammar", "grammar": {"syntax": "lark", "definition": 'start: "a"'}}
     tools = [{"type": "custom", "custom": {"name": "pick", "format": lark}}]
+    client = fake(call("pick", {"input": "a"}))
     assert post(CHAT, client, messages=[USER], tools=tools).status_code == 200
+    (made,) = json.loads(client.checked[0].payload["value"])["calls"]
+    assert made["lark"] == 'start: "a"' and made["begin"].endswith('{"input": "')
     assert 'start: "a"' in client.chat_calls[-1]["tools"][0]["function"]["description"]
 
 
