@@ -17,6 +17,8 @@ import jinja2.runtime
 import jinja2.utils
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from engine.tokenizer.call_shape import CallShape, find_call_shape
+
 # transformers' marker: it finds the end of the final message in the rendered chat.
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 _PROBE = "the text of a part"
@@ -45,6 +47,7 @@ class ChatTemplate:
         )
         """Names that the template may read before it sets them; functions aren't among them."""
         self._reads_parts: dict[str, bool] = {}
+        self._call_shape: CallShape | None = None
 
     def render(
         self,
@@ -55,13 +58,17 @@ class ChatTemplate:
         continue_final_message: bool,
         variables: Mapping[str, Any],
     ) -> str:
-        """Text of the chat. Keys with the value None are dropped from the messages.
+        """Text of the chat. Keys with the value None are dropped from the messages, but for the
+        content of a message with calls: templates ask whether it is none.
 
         `continue_final_message` cuts the text after the last message's content, so that the model
         goes on with it. Raises any error of the template, and `ValueError` if the last message
         can't be continued.
         """
-        chat = [{k: v for k, v in message.items() if v is not None} for message in messages]
+        chat = [
+            {k: v for k, v in m.items() if v is not None or (k == "content" and "tool_calls" in m)}
+            for m in messages
+        ]
         if continue_final_message:
             if not isinstance(chat[-1].get("content"), str):
                 raise ValueError("the final message has no content to continue")
@@ -88,6 +95,21 @@ class ChatTemplate:
         if role not in self._reads_parts:
             self._reads_parts[role] = self._probe_parts(role, variables)
         return self._reads_parts[role]
+
+    def call_shape(self, variables: Mapping[str, Any]) -> CallShape:
+        """How the template reads calls of earlier replies; found by rendering some, once.
+        `variables`: the special tokens."""
+        if self._call_shape is None:
+            self._call_shape = find_call_shape(
+                lambda messages: self.render(
+                    messages,
+                    tools=None,
+                    add_generation_prompt=False,
+                    continue_final_message=False,
+                    variables=variables,
+                )
+            )
+        return self._call_shape
 
     def _probe_parts(self, role: str, variables: Mapping[str, Any]) -> bool:
         other: dict[str, Any] = {"role": "user", "content": "a"}
