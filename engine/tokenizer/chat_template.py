@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
@@ -21,6 +22,7 @@ from engine.tokenizer.call_shape import CallShape, find_call_shape
 
 # transformers' marker: it finds the end of the final message in the rendered chat.
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+_EMPTY_THOUGHT = re.compile(r"<think>\s*</think>\s*$")
 _PROBE = "the text of a part"
 _PROBED_ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -82,7 +84,10 @@ class ChatTemplate:
                 "add_generation_prompt": add_generation_prompt,
             }
         )
-        return _cut_at_tag(text) if continue_final_message else text
+        if not continue_final_message:
+            return text
+        final = chat[-1]["content"].removesuffix(_CONTINUE_TAG).strip()
+        return _without_empty_thought(_cut_at_tag(text), final)
 
     def reads_parts(self, role: str, variables: Mapping[str, Any]) -> bool:
         """Whether the template reads the content of a `role`'s message as a list of text parts.
@@ -139,6 +144,15 @@ def _cut_at_tag(text: str) -> str:
         raise ValueError("the chat template drops the final message, so it can't be continued")
     head = text[:at]
     return head if text.startswith(_CONTINUE_TAG, at) else head.rstrip()
+
+
+def _without_empty_thought(text: str, final: str) -> str:
+    """`text` without an empty thought before the final message, if that begins a thought itself:
+    templates of models that think write one before what they take for an answer."""
+    at = text.rfind(final)
+    if at < 0 or not final.startswith("<think>") or "</think>" in final:
+        return text
+    return _EMPTY_THOUGHT.sub("", text[:at]) + text[at:]
 
 
 class _GenerationTag(jinja2.ext.Extension):
