@@ -200,6 +200,8 @@ class LLM:
     ) -> list[RequestOutput]:
         for ids, p in zip(prompts, params, strict=True):
             p.verify(self.vocab_size)
+            if p.thinking is not None and self.tokenizer is None:
+                raise RequestError("thinking needs the model's tokenizer", "thinking")
             if p.constraint is not None and self._guard is not None:
                 self._guard.check(p.constraint)
             self._verify_prompt(ids)

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from engine.constraints import ConstraintSpec, verify_constraint
+from engine.constraints.grammar_payload import Thinking
 from engine.errors import RequestError
 
 MAX_LOGPROBS = 20
@@ -40,6 +41,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     token ids that the output must not hold.
     `constraint`: what the output may be (engine/constraints). If `min_tokens` is more than the
     constraint allows, the request ends with an error.
+    `thinking`: how the output may begin to think. Then `stop` and `stop_token_ids` are looked for
+    in the answer alone, where the text is made; eos ends the thought, too.
     """
 
     n: int = 1
@@ -66,6 +69,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     allowed_token_ids: list[int] | None = None
     bad_words_ids: list[list[int]] = msgspec.field(default_factory=list)
     constraint: ConstraintSpec | None = None
+    thinking: Thinking | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):

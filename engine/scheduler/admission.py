@@ -54,9 +54,9 @@ def make_req(
         return FinishedReq(request.rid, "stop", prompt_len, len(resumed), 0)
     if len(resumed) >= max_new and request.pooling is None:
         return FinishedReq(request.rid, "length", prompt_len, len(resumed), 0)
-    stop_ids = frozenset(params.stop_token_ids) | (
-        frozenset() if params.ignore_eos else frozenset(config.eos_token_ids)
-    )
+    stop_ids = frozenset(() if params.ignore_eos else config.eos_token_ids)
+    if params.thinking is None:  # otherwise whoever makes the text knows where the answer begins
+        stop_ids |= frozenset(params.stop_token_ids)
     timeout = config.request_timeout_s
     return Req(
         rid=request.rid,

@@ -54,7 +54,8 @@ class Req:
     max_new_tokens: int
     """Output tokens in all, resumed ones included; 0 if it wants an embedding."""
     stop_ids: frozenset[int]
-    """Token ids that end the request: eos (unless ignored) and stop_token_ids."""
+    """Token ids that end the request: eos (unless ignored), and stop_token_ids unless it may begin
+    with a thought."""
     pooling: Pooling | None = None
     """Set if it wants an embedding: it ends when its prompt is computed."""
     reader_no: int = 0

@@ -9,17 +9,18 @@ from typing import Any, NoReturn
 from engine.errors import RequestError
 
 _TEXT_PARTS = ("text", "input_text", "output_text")
+_MAX_DEPTH = 100
+"""Of arguments that are read as an object: templates and the search for names are recursive."""
 
 
-def normalize_message(
-    message: Mapping[str, Any], index: int = 0, *, keep_parts: bool = False
-) -> dict[str, Any]:
+def normalize_message(message: Mapping[str, Any], *, keep_parts: bool = False) -> dict[str, Any]:
     """The message in the form that templates know.
 
     Text parts are joined by newlines, as in vLLM, or with `keep_parts` stay a list of
     {"type": "text", "text"}. Arguments of tool calls become objects, which templates iterate or
-    write as JSON. `index`: place of the message, for errors.
-    Raises `RequestError` for content that isn't text and arguments that aren't a JSON object.
+    write as JSON; those that hold no object stay the text that they are, because a model wrote it
+    and is to read it again.
+    Raises `RequestError` for content that isn't text.
     """
     if not isinstance(message, Mapping):
         raise RequestError("each message must be an object with a role and content", "messages")
@@ -31,10 +32,7 @@ def normalize_message(
             [{"type": "text", "text": text} for text in texts] if keep_parts else "\n".join(texts)
         )
     if isinstance(calls, list):
-        normal["tool_calls"] = [
-            _normalize_call(call, f"messages[{index}].tool_calls[{i}]")
-            for i, call in enumerate(calls)
-        ]
+        normal["tool_calls"] = [_normalize_call(call) for call in calls]
     return normal
 
 
@@ -50,25 +48,51 @@ def _text_of(part: Any) -> str:
     return text
 
 
-def _normalize_call(call: Any, where: str) -> Any:
+def _normalize_call(call: Any) -> Any:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         return call
-    arguments = _parse_arguments(function.get("arguments"), f"{where}.function.arguments")
+    arguments = _read_arguments(function.get("arguments"))
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _parse_arguments(arguments: Any, where: str) -> dict[str, Any]:
-    if arguments is None or arguments == "":
-        return {}
-    if isinstance(arguments, str):
+def _read_arguments(given: Any) -> dict[str, Any] | str:
+    """The object of a call's arguments, or their text if they hold none. None and empty texts are
+    no arguments. JSON in a JSON string is read, too (some clients encode twice)."""
+    value = given
+    for _ in range(2):
+        if not isinstance(value, str) or not value.strip():
+            break
         try:
-            arguments = json.loads(arguments, parse_constant=_refuse_constant)
-        except (ValueError, RecursionError) as error:
-            raise RequestError(f"{where} must be a JSON object: {error}", where) from error
-    if not isinstance(arguments, dict):
-        raise RequestError(f"{where} must be a JSON object, not {type(arguments).__name__}", where)
-    return arguments
+            value = json.loads(value, parse_constant=_refuse_constant)
+        except (ValueError, RecursionError):
+            break
+    if value is None or (isinstance(value, str) and not value.strip()):
+        return {}
+    if isinstance(value, dict) and _can_be_written(value):
+        return value
+    return given if isinstance(given, str) else json.dumps(given)
+
+
+def _can_be_written(value: dict[str, Any]) -> bool:
+    """Whether a template can write the object as JSON of valid Unicode."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except (UnicodeEncodeError, RecursionError):
+        return False
+    return _depth(value) <= _MAX_DEPTH
+
+
+def _depth(value: Any) -> int:
+    """How deep the value is nested, at most `_MAX_DEPTH` + 1."""
+    level, depth = [value], 0
+    while level and depth <= _MAX_DEPTH:
+        depth += 1
+        inner = [item.values() if isinstance(item, dict) else item for item in level]
+        level = [
+            item for items in inner for item in items if isinstance(item, dict | list) and item
+        ]
+    return depth
 
 
 def _refuse_constant(name: str) -> NoReturn:

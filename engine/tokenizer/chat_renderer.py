@@ -76,10 +76,7 @@ class ChatRenderer:
         names = self._control.every
         final = len(messages) - 1 if continue_final_message else None
         try:
-            chat = [
-                self._prepare(message, index, None if index == final else template)
-                for index, message in enumerate(messages)
-            ]
+            chat = self._prepare(messages, template, final)
             tools = None if tools is None else names.break_value(tools)
             variables = {
                 name: names.break_value(value)
@@ -105,16 +102,32 @@ class ChatRenderer:
             ) from error
 
     def _prepare(
-        self, message: Mapping[str, Any], index: int, template: ChatTemplate | None
+        self, messages: Sequence[Mapping[str, Any]], template: ChatTemplate, final: int | None
+    ) -> list[dict[str, Any]]:
+        """The messages as `template` reads them; `final`: the index of the one to continue, whose
+        parts are joined."""
+        chat = [
+            self._normalize(message, None if index == final else template)
+            for index, message in enumerate(messages)
+        ]
+        if not any(message.get("tool_calls") or message.get("role") == "tool" for message in chat):
+            return [self._control.break_message(message) for message in chat]
+        shape = template.call_shape(self._special_tokens)
+        # What is to be continued stays one message.
+        arranged = shape.arrange(chat[:final]) + ([] if final is None else chat[final:])
+        return [shape.write(self._control.break_message(message)) for message in arranged]
+
+    def _normalize(
+        self, message: Mapping[str, Any], template: ChatTemplate | None
     ) -> dict[str, Any]:
-        """The message as `template` reads it; without one, its parts are joined."""
+        """The message with its parts, if `template` reads them."""
         keep_parts = (
             template is not None
             and isinstance(message, Mapping)
             and isinstance(message.get("content"), list)
             and template.reads_parts(str(message.get("role")), self._special_tokens)
         )
-        return self._control.break_message(normalize_message(message, index, keep_parts=keep_parts))
+        return normalize_message(message, keep_parts=keep_parts)
 
     def _choose_template(
         self, chat_template: str | None, tools: Sequence[Mapping[str, Any]] | None

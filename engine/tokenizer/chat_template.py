@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
@@ -17,8 +18,11 @@ import jinja2.runtime
 import jinja2.utils
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from engine.tokenizer.call_shape import CallShape, find_call_shape
+
 # transformers' marker: it finds the end of the final message in the rendered chat.
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+_EMPTY_THOUGHT = re.compile(r"<think>\s*</think>\s*$")
 _PROBE = "the text of a part"
 _PROBED_ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -45,6 +49,7 @@ class ChatTemplate:
         )
         """Names that the template may read before it sets them; functions aren't among them."""
         self._reads_parts: dict[str, bool] = {}
+        self._call_shape: CallShape | None = None
 
     def render(
         self,
@@ -55,13 +60,17 @@ class ChatTemplate:
         continue_final_message: bool,
         variables: Mapping[str, Any],
     ) -> str:
-        """Text of the chat. Keys with the value None are dropped from the messages.
+        """Text of the chat. Keys with the value None are dropped from the messages, but for the
+        content of a message with calls: templates ask whether it is none.
 
         `continue_final_message` cuts the text after the last message's content, so that the model
         goes on with it. Raises any error of the template, and `ValueError` if the last message
         can't be continued.
         """
-        chat = [{k: v for k, v in message.items() if v is not None} for message in messages]
+        chat = [
+            {k: v for k, v in m.items() if v is not None or (k == "content" and "tool_calls" in m)}
+            for m in messages
+        ]
         if continue_final_message:
             if not isinstance(chat[-1].get("content"), str):
                 raise ValueError("the final message has no content to continue")
@@ -75,7 +84,10 @@ class ChatTemplate:
                 "add_generation_prompt": add_generation_prompt,
             }
         )
-        return _cut_at_tag(text) if continue_final_message else text
+        if not continue_final_message:
+            return text
+        final = chat[-1]["content"].removesuffix(_CONTINUE_TAG).strip()
+        return _without_empty_thought(_cut_at_tag(text), final)
 
     def reads_parts(self, role: str, variables: Mapping[str, Any]) -> bool:
         """Whether the template reads the content of a `role`'s message as a list of text parts.
@@ -88,6 +100,21 @@ class ChatTemplate:
         if role not in self._reads_parts:
             self._reads_parts[role] = self._probe_parts(role, variables)
         return self._reads_parts[role]
+
+    def call_shape(self, variables: Mapping[str, Any]) -> CallShape:
+        """How the template reads calls of earlier replies; found by rendering some, once.
+        `variables`: the special tokens."""
+        if self._call_shape is None:
+            self._call_shape = find_call_shape(
+                lambda messages: self.render(
+                    messages,
+                    tools=None,
+                    add_generation_prompt=False,
+                    continue_final_message=False,
+                    variables=variables,
+                )
+            )
+        return self._call_shape
 
     def _probe_parts(self, role: str, variables: Mapping[str, Any]) -> bool:
         other: dict[str, Any] = {"role": "user", "content": "a"}
@@ -117,6 +144,15 @@ def _cut_at_tag(text: str) -> str:
         raise ValueError("the chat template drops the final message, so it can't be continued")
     head = text[:at]
     return head if text.startswith(_CONTINUE_TAG, at) else head.rstrip()
+
+
+def _without_empty_thought(text: str, final: str) -> str:
+    """`text` without an empty thought before the final message, if that begins a thought itself:
+    templates of models that think write one before what they take for an answer."""
+    at = text.rfind(final)
+    if at < 0 or not final.startswith("<think>") or "</think>" in final:
+        return text
+    return _EMPTY_THOUGHT.sub("", text[:at]) + text[at:]
 
 
 class _GenerationTag(jinja2.ext.Extension):

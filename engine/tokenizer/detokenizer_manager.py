@@ -9,7 +9,7 @@ from engine.protocol.messages import FinishedReq, StepOutputs, TokenLogprobs
 from engine.protocol.tokenizer_messages import LogprobEntry, TextDelta, TopLogprob
 from engine.sampling_params import SamplingParams
 from engine.tokenizer.detokenizer import IncrementalDetokenizer
-from engine.tokenizer.stop import StopChecker
+from engine.tokenizer.output_stops import OutputStops
 from engine.tokenizer.tokenizer import Tokenizer
 
 
@@ -19,8 +19,7 @@ class _Request:
 
     rid: int
     detokenizer: IncrementalDetokenizer
-    checker: StopChecker | None
-    min_tokens: int
+    stops: OutputStops | None
     include_stop: bool
     skip_special_tokens: bool
     send_every_token: bool
@@ -37,26 +36,34 @@ class _Request:
     logprobs: list[LogprobEntry] | None = None
     prompt_logprobs: list[LogprobEntry | None] | None = None
 
-    def add_token(self, token_id: int) -> str:
+    @property
+    def matched(self) -> str | int | None:
+        """The stop string or id that ended the output here."""
+        return None if self.stops is None else self.stops.matched
+
+    def add_token(self, token_id: int, tokenizer: Tokenizer) -> str:
         """Count one token, return the text that may go out."""
         self.num_output += 1
-        return self._check(self.detokenizer.add(token_id))
+        stops = self.stops
+        if stops is None:
+            return self._check(self.detokenizer.add(token_id))
+        if stops.add_token(token_id, tokenizer.token_text(token_id)) and not self.include_stop:
+            return ""  # the token that stopped it is output, but not text
+        text = self._check(self.detokenizer.add(token_id))
+        if self.skip_special_tokens and token_id in tokenizer.special_ids:
+            text += stops.hide(tokenizer.token_text(token_id), self.num_output)
+        return text
 
     def add_last(self) -> str:
         """The text that was held back; called when no more tokens come."""
         text = self._check(self.detokenizer.flush())
-        if self.checker is not None and self.checker.matched is None:
-            text += self.checker.flush()
-        return text
+        return text if self.stops is None else text + self.stops.flush()
 
     def _check(self, text: str) -> str:
         self.text_len += len(text)
-        if self.checker is None or not text:
+        if self.stops is None or not text:
             return text
-        # As in vLLM: stop strings that end within the first min_tokens tokens don't count.
-        if self.num_output <= self.min_tokens:
-            return self.checker.pass_over(text)
-        return self.checker.feed(text)
+        return self.stops.feed(text, self.num_output)
 
 
 class DetokenizerManager:
@@ -100,10 +107,9 @@ class DetokenizerManager:
                 prompt_ids,
                 spaces_between_special_tokens=params.spaces_between_special_tokens,
             ),
-            checker=StopChecker(params.stop, params.include_stop_str_in_output)
-            if params.stop
+            stops=OutputStops(params)
+            if params.stop or (params.thinking is not None and params.stop_token_ids)
             else None,
-            min_tokens=params.min_tokens,
             include_stop=params.include_stop_str_in_output,
             skip_special_tokens=params.skip_special_tokens,
             send_every_token=return_token_ids,
@@ -111,8 +117,8 @@ class DetokenizerManager:
             prompt_ids=prompt_ids if params.prompt_logprobs is not None else None,
         )
         for token_id in output_ids:
-            request.add_token(token_id)
-        if request.checker is not None and request.checker.matched is not None:
+            request.add_token(token_id, self._tokenizer)
+        if request.matched is not None:
             raise ValueError(f"request {rid} was resumed behind its stop string")
         self._requests[rid] = request
 
@@ -121,7 +127,8 @@ class DetokenizerManager:
         self._requests.pop(rid, None)
 
     def process(self, out: StepOutputs) -> tuple[list[TextDelta], list[int]]:
-        """Deltas of one step, and the rids that a stop string ended here.
+        """Deltas of one step, and the rids that a stop string, or behind a thought a stop id,
+        ended here.
 
         The caller tells the scheduler of these rids (`AbortRequest`). A request whose step brought
         no text to send has no delta; its token ids and logprobs come with the next one.
@@ -143,10 +150,9 @@ class DetokenizerManager:
             index = first if out.counts is None else index + out.counts[number]
             if request is None:
                 continue
-            checker = request.checker
             text = self._add_first(request, out, first, index) if first < index else ""
-            if checker is not None and checker.matched is not None:
-                deltas.append(self._end(request, text, "stop", checker.matched))
+            if request.matched is not None:
+                deltas.append(self._stop(request, text))
                 stopped.append(rid)
                 continue
             token_id = out.token_ids[index]
@@ -156,9 +162,9 @@ class DetokenizerManager:
             if ends and (end := ends.pop(rid, None)) is not None:
                 deltas.append(self._finish(request, end, token_id, text))
                 continue
-            text += request.add_token(token_id)
-            if checker is not None and checker.matched is not None:
-                deltas.append(self._end(request, text, "stop", checker.matched))
+            text += request.add_token(token_id, self._tokenizer)
+            if request.matched is not None:
+                deltas.append(self._stop(request, text))
                 stopped.append(rid)
             elif text or request.send_every_token:
                 deltas.append(_take(request, text))
@@ -178,8 +184,8 @@ class DetokenizerManager:
             if out.logprobs and index in out.logprobs:
                 self._add_logprobs(request, token_id, out.logprobs[index])
             request.token_ids.append(token_id)
-            text += request.add_token(token_id)
-            if request.checker is not None and request.checker.matched is not None:
+            text += request.add_token(token_id, self._tokenizer)
+            if request.matched is not None:
                 break
         return text
 
@@ -190,20 +196,25 @@ class DetokenizerManager:
         comes before it."""
         if token_id is not None:
             if end.matched_token is None or request.include_stop:
-                text += request.add_token(token_id)
+                text += request.add_token(token_id, self._tokenizer)
             else:
                 # The token that stopped it is output, but not text.
                 request.num_output += 1
         text += request.add_last()
         request.num_cached = max(request.num_cached, end.num_cached)
-        if request.checker is not None and request.checker.matched is not None:
-            delta = self._end(request, text, "stop", request.checker.matched)
+        if request.matched is not None:
+            delta = self._end(request, text, "stop", request.matched)
             delta.num_predicted = end.num_predicted
             return delta
         delta = self._end(request, text, end.reason, end.matched_token)
         delta.num_predicted = end.num_predicted
         delta.error, delta.error_status, delta.error_param = end.message, end.status, end.param
         return delta
+
+    def _stop(self, request: _Request, text: str) -> TextDelta:
+        """The last delta of a request that ends here."""
+        text += request.add_last()
+        return self._end(request, text, "stop", request.matched)
 
     def _end(
         self, request: _Request, text: str, reason: str, stop_reason: str | int | None

@@ -17,10 +17,14 @@ class StopChecker:
     hostile stop strings. While nothing has matched, `str.find` looks for the first character.
     """
 
-    def __init__(self, stop: Sequence[str], include_stop_str_in_output: bool = False) -> None:
+    def __init__(
+        self, stop: Sequence[str], include_stop_str_in_output: bool = False, mark: str = ""
+    ) -> None:
+        """`mark`: the end of a thought. Stop strings that hold it count in the thought, too."""
         if not all(stop):
             raise ValueError("a stop string must not be empty")
         self._patterns = [_Pattern(text) for text in dict.fromkeys(stop)]
+        self._of_mark = [pattern for pattern in self._patterns if mark and mark in pattern.text]
         self._include = include_stop_str_in_output
         self._held = ""
         self.matched: str | None = None
@@ -28,10 +32,18 @@ class StopChecker:
 
     def feed(self, text: str) -> str:
         """Take the next piece, return the text that is certain not to be part of a stop string."""
+        return self._feed(text, self._patterns)
+
+    def feed_thought(self, text: str) -> str:
+        """As `feed`, for a piece of the thought: there only the stop strings with its mark count.
+        No piece of the answer came before."""
+        return self._feed(text, self._of_mark)
+
+    def _feed(self, text: str, patterns: list[_Pattern]) -> str:
         if self.matched is not None:
             return ""
         end = len(text) + 1
-        for pattern in self._patterns:
+        for pattern in patterns:
             found = pattern.advance(text)
             if found < 0 or found > end:
                 continue
@@ -45,9 +57,16 @@ class StopChecker:
 
     def pass_over(self, text: str) -> str:
         """As `feed`, but stop strings that end in this piece don't count (`min_tokens`)."""
+        return self._pass_over(text, self._patterns)
+
+    def pass_over_thought(self, text: str) -> str:
+        """As `pass_over`, for a piece of the thought."""
+        return self._pass_over(text, self._of_mark)
+
+    def _pass_over(self, text: str, patterns: list[_Pattern]) -> str:
         if self.matched is not None:
             return ""
-        for pattern in self._patterns:
+        for pattern in patterns:
             done = 0
             while (found := pattern.advance(text[done:])) >= 0:
                 done += found

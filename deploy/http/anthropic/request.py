@@ -1,7 +1,6 @@
 """Bodies of `POST /v1/messages` and `POST /v1/messages/count_tokens`."""
 
 # No `from __future__ import annotations`: pydantic reads the annotations of these classes.
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
@@ -11,6 +10,7 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, mod
 from deploy.http.anthropic.context_edits import ContextManagement, Messages, edit_conversation
 from deploy.http.body import MAX_MESSAGES, FreeObject, Strict, refusal
 from deploy.http.engine_client import EngineClient, ModelInfo
+from deploy.http.generation.arguments import Arguments, as_text
 from deploy.http.generation.plan import check_model, check_text_length, render
 from deploy.http.generation.request import (
     ChatRequest,
@@ -44,7 +44,7 @@ class ThinkingBlock(_Part):
     """What an earlier reply thought."""
 
     type: Literal["thinking"]
-    thinking: str
+    thinking: str = ""
 
 
 class RedactedBlock(_Part):
@@ -59,7 +59,7 @@ class ToolUseBlock(_Part):
     type: Literal["tool_use"]
     id: str
     name: str
-    input: FreeObject = Field(default_factory=dict)
+    input: Arguments = Field(default_factory=dict)
 
 
 class ToolResultBlock(_Part):
@@ -82,7 +82,7 @@ class Message(_Part):
     """A turn of the conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: str | list[Block] = ""
 
     @field_validator("content", mode="before")
     @classmethod
@@ -99,6 +99,8 @@ class Message(_Part):
 
     @model_validator(mode="after")
     def _check_blocks(self) -> "Message":
+        if "content" not in self.model_fields_set and self.role != "assistant":
+            raise refusal(f"A {self.role} message must have content.", "content")
         for block in self.content if isinstance(self.content, list) else ():
             of_user = isinstance(block, ToolResultBlock)
             of_assistant = isinstance(block, ToolUseBlock | ThinkingBlock | RedactedBlock)
@@ -406,6 +408,6 @@ def _length_of(block: Block) -> int:
         case ThinkingBlock():
             return len(block.thinking)
         case ToolUseBlock():
-            return len(json.dumps(block.input))
+            return len(as_text(block.input))
         case ToolResultBlock():
             return len(_text_of(block.content))

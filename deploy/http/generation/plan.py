@@ -9,6 +9,8 @@ from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import msgspec
+
 from deploy.http.aborts import Abort
 from deploy.http.access.api_key import ApiKey
 from deploy.http.engine_client import EngineClient, GenerateRequest, ModelInfo
@@ -24,9 +26,8 @@ from deploy.http.generation.request import (
     Wanted,
     named_error,
 )
-from deploy.http.parsers.reasoning_parser import END, START
+from deploy.http.generation.thinking import behind, thinking_of_chat, thinking_of_text
 from deploy.http.settings import ApiSettings
-from engine.constraints import structured
 from engine.constraints.grammar_payload import Thinking
 from engine.errors import RequestError
 from engine.sampling_params import SamplingParams, check_prompt
@@ -35,8 +36,6 @@ MAX_TOKEN_CHARS = 256
 """No vocabulary known has longer tokens (Llama 3 and GPT-4 reach 128 spaces)."""
 MAX_REPORTED_LOGPROBS = 100_000
 """Log-probabilities of one request: some 20 MB in the ingress."""
-_TAIL = 8
-"""Tokens at a prompt's end that are looked at; `START` and a line end are up to six."""
 
 
 @dataclass
@@ -63,6 +62,8 @@ class Prompt(NamedTuple):
     max_tokens: int
     wanted: Wanted
     abort: Abort
+    thinking: Thinking | None
+    """How its outputs begin to think; None if they don't."""
 
 
 async def plan_chat(
@@ -92,13 +93,13 @@ async def plan_chat(
     max_tokens = resolve_max_tokens(
         len(ids), request.max_tokens, request.default_max_tokens, info, request.names
     )
-    thinking = await _find_thinking(client, info, ids)
+    thinking = await thinking_of_chat(client, info, request, ids)
     constraint = _chat_constraint(request, thinking)
     reading = None
     if thinking is not None or request.tools.format is not None:
         reading = OutputReading(request.tools, thinking)
     wanted = Wanted(request.params, request.max_tokens, constraint, request.id)
-    prompts = [Prompt(ids, max_tokens, wanted, abort)]
+    prompts = [Prompt(ids, max_tokens, wanted, abort, thinking)]
     plan = await _plan(client, settings, request, prompts, reading, key)
     plan.ignored_tools = request.tools.ignored
     return plan
@@ -129,10 +130,14 @@ async def plan_texts(
     aborts = [_open_abort(client, request, wanted.id, key) for wanted in each]
     prompts = []
     encoded = await _encode(client, request, info)
-    for ids, wanted, abort in zip(encoded, each, aborts, strict=True):
+    given = request.prompts if request.truncation is None else encoded
+    for ids, text, wanted, abort in zip(encoded, given, each, aborts, strict=True):
         kept = truncate_prompt(ids, request.truncation, wanted.max_tokens, info)
         max_tokens = resolve_max_tokens(len(kept), wanted.max_tokens, default, info, request.names)
-        prompts.append(Prompt(kept, max_tokens, wanted, abort))
+        prompt = kept if isinstance(text, list) else text
+        thinking = await thinking_of_text(client, info, prompt, wanted)
+        wanted = wanted._replace(constraint=behind(thinking, wanted.constraint))
+        prompts.append(Prompt(kept, max_tokens, wanted, abort, thinking))
     return await _plan(client, settings, request, prompts, None, key)
 
 
@@ -236,17 +241,7 @@ def _chat_constraint(request: ChatRequest, thinking: Thinking | None) -> NamedCo
             field = constraint.field
             raise RequestError(f"tools and {field} exclude each other.", field)
         constraint = NamedConstraint(calls, "tools")
-    if constraint is None or thinking is None:
-        return constraint
-    return constraint._replace(spec=structured.after_thinking(constraint.spec, thinking))
-
-
-async def _find_thinking(client: EngineClient, info: ModelInfo, ids: list[int]) -> Thinking | None:
-    """How the output to a prompt of token ids begins to reason; None if the model doesn't."""
-    if not info.reasons:
-        return None
-    tail = await client.decode(ids[-_TAIL:])
-    return Thinking(START, END, is_open=tail.rstrip().endswith(START))
+    return behind(thinking, constraint)
 
 
 async def _encode(client: EngineClient, request: TextRequest, info: ModelInfo) -> list[list[int]]:
@@ -367,6 +362,8 @@ async def _plan(
     sequences: list[GenerateRequest] = []
     for prompt in list(_within_limits(prompts, request.names, settings)):
         params, constraint = prompt.wanted.params, prompt.wanted.constraint
+        if prompt.thinking is not None:
+            params = msgspec.structs.replace(params, thinking=prompt.thinking)
         params.bad_words_ids = bad_words_ids
         if constraint is not None:
             if constraint != checked and not await until_aborted(

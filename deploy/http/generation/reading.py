@@ -60,6 +60,11 @@ class OutputState:
         """Tool calls that have begun."""
         return self._parser.num_calls
 
+    @property
+    def is_within_reasoning(self) -> bool:
+        """Whether the output so far ends within its reasoning."""
+        return self._parser.is_within_reasoning
+
     def add(self, text: str, num_output: int, has_ended: bool) -> None:
         """More of the output: `num_output` tokens in all so far."""
         was_reasoning = self._parser.is_reasoning

@@ -6,7 +6,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from deploy.http.body import FreeObject, Strict, refusal
+from deploy.http.body import Strict, refusal
+from deploy.http.generation.arguments import Arguments
 from deploy.http.generation.tool_use import called_with_text
 
 
@@ -24,10 +25,11 @@ class TextPart(_PartOfMessage):
 
 
 class CalledFunction(_PartOfMessage):
-    """The function that an earlier reply called; `arguments` are JSON."""
+    """The function that an earlier reply called; `arguments` are JSON, or what the model wrote
+    instead."""
 
     name: str
-    arguments: str | FreeObject = "{}"
+    arguments: Arguments = "{}"
 
 
 class CalledTool(_PartOfMessage):
@@ -88,8 +90,33 @@ class ChatMessage(_PartOfMessage):
     reasoning_content: str | None = None
     reasoning: str | None = None
     """The same by its newer name."""
+    refusal: str | None = None
+    """What an earlier reply said instead of its content."""
     tool_calls: list[ToolCall] = Field(default_factory=list)
     tool_call_id: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_other_forms(cls, data: Any) -> Any:
+        """Thoughts that other servers put among the parts of an assistant's content are its
+        reasoning. A tool may have given null."""
+        if not isinstance(data, dict):
+            return data
+        content = data.get("content")
+        if data.get("role") == "tool" and "content" in data and content is None:
+            return {**data, "content": ""}
+        if data.get("role") != "assistant" or not isinstance(content, list):
+            return data
+        thoughts = [text for part in content if (text := _thought_of(part)) is not None]
+        if not thoughts:
+            return data
+        given = data.get("reasoning_content") or data.get("reasoning")
+        others = [part for part in content if _thought_of(part) is None]
+        return {
+            **data,
+            "content": others,
+            "reasoning_content": given or "\n".join(filter(None, thoughts)),
+        }
 
     @field_validator("role", mode="before")
     @classmethod
@@ -105,11 +132,12 @@ class ChatMessage(_PartOfMessage):
             return value
         if not isinstance(value, list):
             raise refusal("content of a message must be a string or a list of text parts.")
-        for part in value:
+        parts = [_as_text_part(part) for part in value]
+        for part in parts:
             kind = part.get("type") if isinstance(part, dict) else None
             if isinstance(kind, str) and kind != "text":
                 raise refusal(f"content of type {kind[:40]} is not supported yet.")
-        return value
+        return parts
 
     @model_validator(mode="after")
     def _check_content(self) -> "ChatMessage":
@@ -120,13 +148,21 @@ class ChatMessage(_PartOfMessage):
     @property
     def text(self) -> str:
         """The content, its parts joined."""
-        if isinstance(self.content, str):
+        content = self._all_content
+        return content if isinstance(content, str) else "".join(part.text for part in content)
+
+    @property
+    def _all_content(self) -> str | list[TextPart]:
+        """The content and the refusal, of which replies have one."""
+        if not self.refusal:
             return self.content
-        return "".join(part.text for part in self.content)
+        if isinstance(self.content, list):
+            return [*self.content, TextPart(type="text", text=self.refusal)]
+        return f"{self.content}\n{self.refusal}" if self.content else self.refusal
 
     def as_template_input(self) -> dict[str, Any]:
         """The message as the tokenizer takes it; the tokenizer joins the parts."""
-        parts = self.content
+        parts = self._all_content
         content = parts if isinstance(parts, str) else [part.model_dump() for part in parts]
         # Templates know "system"; "developer" is OpenAI's newer word for it.
         role = "system" if self.role == "developer" else self.role
@@ -140,3 +176,28 @@ class ChatMessage(_PartOfMessage):
         if self.tool_call_id is not None:
             message["tool_call_id"] = self.tool_call_id
         return message
+
+
+def _as_text_part(part: Any) -> Any:
+    """A part by its name in Responses, or a refusal, as a part of text."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind in ("input_text", "output_text"):
+        return {**part, "type": "text"}
+    if kind == "refusal":
+        return {"type": "text", "text": part.get("refusal")}
+    return part
+
+
+def _thought_of(part: Any) -> str | None:
+    """The text of a part that is a thought (as Anthropic's and Mistral's servers have them); None
+    if it isn't one."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "redacted_thinking":
+        return ""
+    if kind not in ("thinking", "reasoning"):
+        return None
+    given = part.get("thinking") or part.get("reasoning") or part.get("text") or ""
+    if isinstance(given, list):
+        texts = [piece.get("text") for piece in given if isinstance(piece, dict)]
+        return "".join(text for text in texts if isinstance(text, str))
+    return given if isinstance(given, str) else ""

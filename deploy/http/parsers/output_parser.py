@@ -26,6 +26,8 @@ class OutputParser:
         self.num_calls = 0
         self.has_reasoned = False
         """Whether the output begins with reasoning, as far as is known."""
+        self.is_within_reasoning = False
+        """Whether the output so far ends within the reasoning."""
 
     @property
     def is_reasoning(self) -> bool:
@@ -38,6 +40,7 @@ class OutputParser:
         if self._reasoning is not None:
             parts += self._reasoning.feed(text)
             self.has_reasoned = self._reasoning.has_begun
+            self.is_within_reasoning = self._reasoning.is_within
             if not self._reasoning.is_done:
                 return parts
             text, self._reasoning = self._reasoning.rest, None

@@ -46,10 +46,15 @@ class ReasoningParser:
         self.is_done, self.rest = bool(self._text), self._text
         return given
 
+    @property
+    def is_within(self) -> bool:
+        """Whether the output so far ends within the reasoning."""
+        return (self.has_begun or self._is_open) and not self.is_closed
+
     def finish(self) -> list[Part]:
         """What is left at the end of the output."""
         self.is_done = True
-        if (self.has_begun or self._is_open) and not self.is_closed:
+        if self.is_within:
             return self._give(len(self._text))
         self.rest = self._text
         return []

@@ -40,13 +40,30 @@ def test_arguments_become_objects() -> None:
     assert "a=\"[1, 'é']\"" in render([USER, given], "llama")
 
 
-@pytest.mark.parametrize("arguments", ["{", "[1]", '"a"', 3, "NaN", '{"a": NaN}', "[" * 100_000])
-def test_arguments_that_are_no_object(arguments: Any) -> None:
-    where = r"messages[1].tool_calls[0].function.arguments"
-    with pytest.raises(RequestError) as caught:
-        render([USER, called(arguments)], "qwen")
-    assert caught.value.param == where
-    assert caught.value.message.startswith(f"{where} must be a JSON object")
+@pytest.mark.parametrize(
+    "arguments",
+    ["{", "[1]", '"a"', "NaN", '{"a": NaN}', '{"a": "\\ud800"}', "[" * 100_000, '{"a":' * 200],
+)
+def test_arguments_that_are_no_object_stay_as_they_are(arguments: str) -> None:
+    message = normalize_message(called(arguments))
+    assert message["tool_calls"][0]["function"]["arguments"] == arguments
+    assert json.dumps(arguments) in render([USER, called(arguments)], "qwen")
+    assert f'arguments="{arguments}"' in render([USER, called(arguments)], "llama")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "read"),
+    [
+        *((empty, {}) for empty in (None, "", " ", "null", '""')),
+        (json.dumps('{"a": 1}'), {"a": 1}),
+        (3, "3"),
+        ([1], "[1]"),
+        ({"a": [[]]}, {"a": [[]]}),
+    ],
+)
+def test_arguments_in_the_forms_of_other_servers(arguments: Any, read: Any) -> None:
+    message = normalize_message(called(arguments))
+    assert message["tool_calls"][0]["function"]["arguments"] == read
 
 
 def test_tool_results_go_to_templates_that_know_them() -> None:

@@ -4,9 +4,10 @@
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from deploy.http.body import MAX_MESSAGES, Strict, encode_json, refusal
+from deploy.http.generation.arguments import Arguments, as_text
 from deploy.http.generation.tool_use import called_with_text, full_name
 from deploy.http.openai.responses.tools import AnyTool
 
@@ -27,16 +28,26 @@ class TextPart(_Part):
 class ReasoningText(_Part):
     """A piece of reasoning."""
 
-    type: Literal["reasoning_text"]
+    type: Literal["reasoning_text", "text"]
     text: str
 
 
 def _refuse_media(value: Any) -> Any:
-    for part in value if isinstance(value, list) else ():
+    if not isinstance(value, list):
+        return value
+    value = [_without_refusal(part) for part in value]
+    for part in value:
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind not in ("input_text", "output_text", "text"):
             raise refusal(f"content of type {kind[:40]} is not supported.")
     return value
+
+
+def _without_refusal(part: Any) -> Any:
+    """A refusal of an earlier response as a piece of text."""
+    if isinstance(part, dict) and part.get("type") == "refusal":
+        return {"type": "text", "text": part.get("refusal")}
+    return part
 
 
 Content = Annotated[str | list[TextPart], BeforeValidator(_refuse_media)]
@@ -47,7 +58,13 @@ class MessageItem(_Part):
 
     type: Literal["message"] = "message"
     role: Literal["user", "system", "developer", "assistant"]
-    content: Content
+    content: Content = ""
+
+    @model_validator(mode="after")
+    def _check_content(self) -> "MessageItem":
+        if "content" not in self.model_fields_set and self.role != "assistant":
+            raise refusal(f"A {self.role} message must have content.", "content")
+        return self
 
 
 class ReasoningItem(_Part):
@@ -57,14 +74,25 @@ class ReasoningItem(_Part):
     content: list[ReasoningText] = Field(default_factory=list)
 
 
+def _filled(data: Any, field: str) -> Any:
+    """The item with "" where `field` is null: other servers' calls and results have it."""
+    is_null = isinstance(data, dict) and field in data and data[field] is None
+    return {**data, field: ""} if is_null else data
+
+
 class FunctionCallItem(_Part):
-    """A call in an earlier response; `arguments` are JSON."""
+    """A call in an earlier response; `arguments` are JSON, or what the model wrote instead."""
 
     type: Literal["function_call"]
     call_id: str
     name: str
-    arguments: str
+    arguments: Arguments
     namespace: str = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_null(cls, data: Any) -> Any:
+        return _filled(data, "arguments")
 
 
 class CustomCallItem(_Part):
@@ -83,6 +111,11 @@ class CallOutputItem(_Part):
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
     output: Content
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_null(cls, data: Any) -> Any:
+        return _filled(data, "output")
 
 
 class ToolsItem(_Part):
@@ -252,7 +285,7 @@ def _all_text(item: Item) -> str:
         case ReasoningItem():
             return "".join(part.text for part in item.content)
         case FunctionCallItem():
-            return item.name + item.arguments
+            return item.name + as_text(item.arguments)
         case CustomCallItem():
             return item.name + item.input
         case CallOutputItem():

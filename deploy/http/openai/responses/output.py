@@ -49,9 +49,12 @@ class OutputItems:
                 return [self._event(f"{self._arguments_event}.delta", delta=part.text)]
 
     def close(self, status: Status = "completed") -> list[Event]:
-        """End the last item, if it is open."""
+        """End the last item, if it is open. Reasoning is complete once its end was written,
+        whatever became of the answer."""
         if self._kind is None:
             return []
+        if self._kind is Reasoning and self._state is not None:
+            status = "incomplete" if self._state.is_within_reasoning else "completed"
         item, text = self.items[-1], "".join(self._texts)
         item["status"] = status
         events: list[Event] = []

@@ -1,0 +1,73 @@
+"""How the output to a prompt begins to think."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from deploy.http.engine_client import EngineClient, ModelInfo
+from deploy.http.generation.request import ChatRequest, NamedConstraint, Wanted
+from deploy.http.parsers.reasoning_parser import END, START
+from engine.constraints import structured
+from engine.constraints.grammar_payload import Thinking
+
+_TAIL = 8
+"""Tokens at a prompt's end that are looked at; `START` and a line end are up to six."""
+_TURN = re.compile(r"<[|｜][^<>]*[|｜]>|</?s>|\[/?INST\]|<(?:start|end)_of_turn>")
+"""What begins and ends turns in the templates of models that think."""
+_BEGINS_LINE = re.compile(r"(?:^|\n|[\]>])[ \t]*$")
+
+
+def opens_thought(prompt: str) -> bool:
+    """Whether a text ends within a thought: its last `START` begins a line or stands behind a mark,
+    and neither `END` nor a turn follows. Elsewhere the tag is only spoken of."""
+    before, start, thought = prompt.rpartition(START)
+    if not start or END in thought or _TURN.search(thought):
+        return False
+    return not thought.strip() or _BEGINS_LINE.search(before) is not None
+
+
+async def thinking_of_chat(
+    client: EngineClient, info: ModelInfo, request: ChatRequest, ids: list[int]
+) -> Thinking | None:
+    """How the output to a conversation, rendered to `ids`, begins to think; None if the model
+    doesn't."""
+    if not info.reasons:
+        return None
+    if not request.continue_final_message:
+        tail = await client.decode(ids[-_TAIL:])
+        return Thinking(START, END, is_open=tail.rstrip().endswith(START))
+    final = _text_of(request.messages[-1].get("content"))
+    if START in final or END in final:
+        # What the message says counts, not what the template writes before it.
+        return Thinking(START, END, is_open=opens_thought(final))
+    # A token has at least one byte of the message.
+    tail = await client.decode(ids[-len(final.encode(errors="replace")) - _TAIL :])
+    before = tail.rstrip().removesuffix(final.strip())
+    return Thinking(START, END, is_open=before.rstrip().endswith(START))
+
+
+async def thinking_of_text(
+    client: EngineClient, info: ModelInfo, prompt: str | list[int], wanted: Wanted
+) -> Thinking | None:
+    """The thought in which a prompt ends; None if it ends in none, or nothing depends on it: then
+    the output is text alone."""
+    params = wanted.params
+    matters = wanted.constraint is not None or params.stop or params.stop_token_ids
+    if not info.reasons or not matters:
+        return None
+    text = prompt if isinstance(prompt, str) else await client.decode(prompt)
+    return Thinking(START, END, is_open=True) if opens_thought(text) else None
+
+
+def behind(thinking: Thinking | None, constraint: NamedConstraint | None) -> NamedConstraint | None:
+    """The constraint, which begins to count behind the thought."""
+    if constraint is None or thinking is None:
+        return constraint
+    return constraint._replace(spec=structured.after_thinking(constraint.spec, thinking))
+
+
+def _text_of(content: Any) -> str:
+    if isinstance(content, list):
+        return "\n".join(part["text"] for part in content)
+    return content if isinstance(content, str) else ""
