@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from engine.errors import RequestError
@@ -34,6 +34,26 @@ def normalize_message(message: Mapping[str, Any], *, keep_parts: bool = False) -
     if isinstance(calls, list):
         normal["tool_calls"] = [_normalize_call(call) for call in calls]
     return normal
+
+
+def with_one_system_message(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
+    """The messages with all system messages as one at the beginning; None if they are so already.
+
+    Agents put instructions between turns, and many templates refuse that.
+    """
+    systems = [message for message in messages if message.get("role") == "system"]
+    if not systems or (messages[0].get("role") == "system" and len(systems) == 1):
+        return None
+    contents = [message.get("content") or "" for message in systems]
+    others = [dict(message) for message in messages if message.get("role") != "system"]
+    if all(isinstance(content, str) for content in contents):
+        return [{"role": "system", "content": "\n\n".join(contents)}, *others]
+    parts = [
+        part
+        for content in contents
+        for part in ([{"type": "text", "text": content}] if isinstance(content, str) else content)
+    ]
+    return [{"role": "system", "content": parts}, *others]
 
 
 def _text_of(part: Any) -> str:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import jinja2
 
 from engine.errors import ConfigError, RequestError
-from engine.tokenizer.chat_messages import normalize_message
+from engine.tokenizer.chat_messages import normalize_message, with_one_system_message
 from engine.tokenizer.chat_template import ChatTemplate
 from engine.tokenizer.control_tokens import ControlTokens
 from engine.tokenizer.template_variables import check_template_kwargs
+
+logger = logging.getLogger(__name__)
 
 _MAX_COMPILED_TEMPLATES = 16
 
@@ -87,16 +90,22 @@ class ChatRenderer:
             raise RequestError(
                 "messages, tools or chat_template_kwargs are nested too deeply", "messages"
             ) from error
+        render = partial(
+            template.render,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables={**self._special_tokens, **variables},
+        )
         try:
-            return template.render(
-                chat,
-                tools=tools,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                variables={**self._special_tokens, **variables},
-            )
+            return render(chat)
         except Exception as error:  # the template is a program that runs on the user's input
             reason = self._control.unmark(str(error))
+            if (joined := with_one_system_message(chat)) is not None:
+                try:
+                    return render(joined)
+                except Exception as second:  # what it says of the messages as they came counts
+                    logger.debug("the joined messages are refused, too: %s", type(second).__name__)
             raise RequestError(
                 f"the chat template refuses the messages: {reason}", "messages"
             ) from error

@@ -5,12 +5,22 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
+from deploy.http.anthropic.blocks import (
+    OF_ASSISTANT,
+    Block,
+    Part,
+    TextBlock,
+    ToolResultBlock,
+    length_of,
+    messages_of,
+    refuse_media,
+    text_of,
+)
 from deploy.http.anthropic.context_edits import ContextManagement, Messages, edit_conversation
 from deploy.http.body import MAX_MESSAGES, FreeObject, Strict, refusal
 from deploy.http.engine_client import EngineClient, ModelInfo
-from deploy.http.generation.arguments import Arguments, as_text
 from deploy.http.generation.plan import check_model, check_text_length, render
 from deploy.http.generation.request import (
     ChatRequest,
@@ -27,84 +37,24 @@ NAME_PATTERN = r"^[A-Za-z0-9_.-]{1,128}$"
 _MAX_INT = 2**31 - 1
 
 
-class _Part(Strict):
-    """Unknown keys are ignored: clients send back what they got, and `cache_control`."""
-
-    model_config = ConfigDict(extra="ignore")
-
-
-class TextBlock(_Part):
-    """A piece of text."""
-
-    type: Literal["text"]
-    text: str
-
-
-class ThinkingBlock(_Part):
-    """What an earlier reply thought."""
-
-    type: Literal["thinking"]
-    thinking: str = ""
-
-
-class RedactedBlock(_Part):
-    """Reasoning that only Anthropic's servers can read; it is left out."""
-
-    type: Literal["redacted_thinking"]
-
-
-class ToolUseBlock(_Part):
-    """A call in an earlier reply."""
-
-    type: Literal["tool_use"]
-    id: str
-    name: str
-    input: Arguments = Field(default_factory=dict)
-
-
-class ToolResultBlock(_Part):
-    """What a called tool gave."""
-
-    type: Literal["tool_result"]
-    tool_use_id: str
-    content: str | list[TextBlock] = ""
-    is_error: bool = False
-
-
-Block = Annotated[
-    TextBlock | ThinkingBlock | RedactedBlock | ToolUseBlock | ToolResultBlock,
-    Field(discriminator="type"),
-]
-_KINDS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
-
-
-class Message(_Part):
+class Message(Part):
     """A turn of the conversation."""
 
     role: Literal["user", "assistant", "system"]
     content: str | list[Block] = ""
 
-    @field_validator("content", mode="before")
-    @classmethod
-    def _refuse_media(cls, value: Any) -> Any:
-        if isinstance(value, str):
-            return value
-        if not isinstance(value, list):
-            raise refusal("content of a message must be a string or a list of blocks.")
-        for block in value:
-            kind = block.get("type") if isinstance(block, dict) else None
-            if isinstance(kind, str) and kind not in _KINDS:
-                raise refusal(f"content of type {kind[:40]} is not supported.")
-        return value
+    _refuse_media = field_validator("content", mode="before")(refuse_media)
 
     @model_validator(mode="after")
     def _check_blocks(self) -> "Message":
         if "content" not in self.model_fields_set and self.role != "assistant":
             raise refusal(f"A {self.role} message must have content.", "content")
         for block in self.content if isinstance(self.content, list) else ():
-            of_user = isinstance(block, ToolResultBlock)
-            of_assistant = isinstance(block, ToolUseBlock | ThinkingBlock | RedactedBlock)
-            if (of_user and self.role != "user") or (of_assistant and self.role != "assistant"):
+            if isinstance(block, ToolResultBlock):
+                is_right = self.role == "user"
+            else:
+                is_right = self.role == "assistant" or not isinstance(block, OF_ASSISTANT)
+            if not is_right:
                 raise refusal(f"A block of type {block.type} can't be the {self.role}'s.")
         return self
 
@@ -112,42 +62,17 @@ class Message(_Part):
         """What chat templates read: a tool's result is a message of its own."""
         if isinstance(self.content, str):
             return [{"role": self.role, "content": self.content}]
-        results: list[dict[str, Any]] = []
-        texts, thoughts = [], []
-        calls: list[dict[str, Any]] = []
-        for block in self.content:
-            match block:
-                case TextBlock():
-                    texts.append(block.text)
-                case ThinkingBlock():
-                    thoughts.append(block.thinking)
-                case ToolUseBlock():
-                    function = {"name": block.name, "arguments": block.input}
-                    calls.append({"id": block.id, "type": "function", "function": function})
-                case ToolResultBlock():
-                    results.append(
-                        {
-                            "role": "tool",
-                            "tool_call_id": block.tool_use_id,
-                            "content": _text_of(block.content),
-                        }
-                    )
-        message: dict[str, Any] = {"role": self.role, "content": "\n".join(texts)}
-        if thoughts:
-            message["reasoning_content"] = "\n".join(thoughts)
-        if calls:
-            message["tool_calls"] = calls
-        return [*results, message] if texts or not results else results
+        return messages_of(self.role, self.content)
 
     @property
     def num_chars(self) -> int:
         """Characters of all blocks."""
         if isinstance(self.content, str):
             return len(self.content)
-        return sum(map(_length_of, self.content))
+        return sum(map(length_of, self.content))
 
 
-class ToolDefinition(_Part):
+class ToolDefinition(Part):
     """A tool. `input_schema` is the JSON schema of its input, an object."""
 
     type: Literal["custom"] = "custom"
@@ -164,7 +89,7 @@ class ToolDefinition(_Part):
         return value
 
 
-class HostedTool(_Part):
+class HostedTool(Part):
     """A tool of Anthropic's own (`web_search_20250305`, ...). The model doesn't see it."""
 
     type: str = Field(min_length=1, max_length=64)
@@ -277,7 +202,7 @@ class CountTokensRequest(Strict):
 
     def for_template(self) -> list[dict[str, Any]]:
         """The conversation as chat templates read it."""
-        head = [{"role": "system", "content": _text_of(self.system)}] if self.system else []
+        head = [{"role": "system", "content": text_of(self.system)}] if self.system else []
         return head + [made for message in self.messages for made in message.for_template()]
 
     def tool_use(self, info: ModelInfo) -> ToolUse:
@@ -301,7 +226,7 @@ class CountTokensRequest(Strict):
         """The request that this stands for. Raises `RequestError`."""
         check_model(self.model, info)
         num_chars = sum(message.num_chars for message in self.messages)
-        check_text_length(num_chars + len(_text_of(self.system)), info, "messages")
+        check_text_length(num_chars + len(text_of(self.system)), info, "messages")
         tools, management = self.tool_use(info), self.context_management
         return ChatRequest(
             id=request_id,
@@ -393,21 +318,3 @@ class MessagesRequest(CountTokensRequest):
         }
         chosen = {name: value for name, value in chosen.items() if value is not None}
         return SamplingParams(**chosen, stop=self.stop_sequences)
-
-
-def _text_of(content: str | list[TextBlock]) -> str:
-    return content if isinstance(content, str) else "\n".join(block.text for block in content)
-
-
-def _length_of(block: Block) -> int:
-    match block:
-        case RedactedBlock():
-            return 0
-        case TextBlock():
-            return len(block.text)
-        case ThinkingBlock():
-            return len(block.thinking)
-        case ToolUseBlock():
-            return len(as_text(block.input))
-        case ToolResultBlock():
-            return len(_text_of(block.content))

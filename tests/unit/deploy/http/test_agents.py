@@ -286,6 +286,54 @@ def test_reasoning_of_earlier_turns_is_left_out_on_demand() -> None:
         assert [text for text in found if text] == kept
 
 
+def test_blocks_of_other_servers_and_documents_reach_the_template() -> None:
+    text = {"type": "text", "text": "passage"}
+    found = [{"type": "web_search_result", "url": "http://x", "title": "t"}]
+    messages = [
+        {
+            "role": "user",
+            "content": [
+                {"type": "compaction", "content": "what was before"},
+                {
+                    "type": "document",
+                    "title": "Title",
+                    "source": {"type": "text", "media_type": "text/plain", "data": "the data"},
+                },
+                {
+                    "type": "search_result",
+                    "source": "http://s",
+                    "title": "found",
+                    "content": [text],
+                },
+            ],
+        },
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "text", "text": "I search."},
+                {"type": "server_tool_use", "id": "s1", "name": "web_search", "input": {"q": "x"}},
+                {"type": "web_search_tool_result", "tool_use_id": "s1", "content": found},
+                {"type": "text", "text": "Found."},
+            ],
+        },
+        {"role": "user", "content": "Thanks."},
+    ]
+    client = fake()
+    reply = post(MESSAGES, client, messages=messages, max_tokens=8)
+    assert reply.status_code == 200, reply.text
+    user, calling, result, saying, _ = client.chat_calls[0]["messages"]
+    for words in ("what was before", "Title", "the data", "http://s", "found", "passage"):
+        assert words in user["content"]
+    assert calling["content"] == "I search."
+    assert calling["tool_calls"][0]["function"] == {"name": "web_search", "arguments": {"q": "x"}}
+    assert result["tool_call_id"] == "s1" and "http://x" in result["content"]
+    assert saying == {"role": "assistant", "content": "Found."}
+    for source in ({"type": "base64", "data": ""}, {"type": "url", "url": "http://x"}):
+        content = [{"type": "document", "source": source}]
+        refused = post(MESSAGES, messages=[{"role": "user", "content": content}], max_tokens=8)
+        assert refused.status_code == 400 and source["type"] in refused.json()["error"]["message"]
+
+
 # --- Anthropic's context_management and threads --------------------------------------------------
 
 
