@@ -195,6 +195,7 @@ def test_logit_bias_takes_string_keys_and_sampling_params_get_every_field() -> N
         "logprob_token_ids": [8, 9],
         "allowed_token_ids": [1, 2],
         "bad_words_ids": [],
+        "thinking": None,
     }
 
 
