@@ -39,8 +39,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     tokens, before the likeliest ones (needs `logprobs`).
     `allowed_token_ids`: no other token may be sampled, eos included. `bad_words_ids`: sequences of
     token ids that the output must not hold.
-    `constraint`: what the output may be (engine/constraints). If `min_tokens` is more than the
-    constraint allows, the request ends with an error.
+    `constraint`: what the output may be (engine/constraints). An output that is complete ends where
+    other fields (`min_tokens`, `allowed_token_ids`, `bad_words_ids`) leave it no token. One that
+    isn't ends the request with an error of status 400.
     `thinking`: how the output may begin to think. Then `stop` and `stop_token_ids` are looked for
     in the answer alone, where the text is made; eos ends the thought, too.
     """

@@ -12,8 +12,8 @@ from engine.constraints.base import Constraint, MaskArray, mask_words
 class AllOf(Constraint):
     """Allows what all of `parts` allow, and ends when one of them has ended.
 
-    The parts may leave no token together. The request then ends with an error, as it does when one
-    constraint allows none.
+    The parts may leave no token together. The output then ends if it is complete for one of them;
+    otherwise the request ends with an error.
     """
 
     def __init__(self, parts: Sequence[Constraint], vocab_size: int) -> None:
@@ -37,6 +37,10 @@ class AllOf(Constraint):
     @property
     def is_static(self) -> bool:
         return all(part.is_static for part in self._parts)
+
+    @property
+    def may_end(self) -> bool:
+        return any(part.may_end for part in self._parts)
 
     @property
     def is_terminated(self) -> bool:

@@ -60,6 +60,12 @@ class Constraint(ABC):
         return False
 
     @property
+    def may_end(self) -> bool:
+        """The output is complete, though more may follow: it ends where nothing that may follow can
+        be sampled."""
+        return self.is_terminated
+
+    @property
     @abstractmethod
     def is_terminated(self) -> bool:
         """The output is complete and nothing may follow: the request ends with "stop"."""

@@ -151,6 +151,11 @@ class Grammar(ConstraintKind):
         return TOO_SLOW if self._template.is_too_slow else ""
 
     @property
+    def may_end(self) -> bool:
+        self._catch_up()
+        return self._ended or bool(self._matcher.is_accepting())
+
+    @property
     def is_terminated(self) -> bool:
         if self._ended or self._eos_token_ids:
             return self._ended

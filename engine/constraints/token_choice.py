@@ -121,6 +121,10 @@ class TokenChoice(ConstraintKind):
         return self._ended
 
     @property
+    def may_end(self) -> bool:
+        return self._ended or self._node.is_choice
+
+    @property
     def is_terminated(self) -> bool:
         node = self._node
         return self._ended or (node.is_choice and not node.children and not self._eos_token_ids)

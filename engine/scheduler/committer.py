@@ -54,9 +54,11 @@ class Committer:
         requests, finished = self._requests, ReqStatus.FINISHED
         errors: Mapping[int, str] | None = result.row_errors
         terminated: Collection[int] = ()
+        cut: Mapping[int, int] = {}
         if step.constrained:
-            runs = [(token,) for token in tokens]
-            errors, terminated, _ = self._delayed.accept(step, runs, result.row_errors)
+            failed = errors or {}
+            runs = [() if i in failed else (token,) for i, token in enumerate(tokens)]
+            errors, terminated, cut = self._delayed.accept(step, runs, errors)
         for i, (req, token) in enumerate(zip(step.sampled, tokens, strict=True)):
             if req.status is finished:
                 dropped.append(i)
@@ -65,6 +67,9 @@ class Committer:
                 dropped.append(i)
                 ended.append(req)
                 requests.end(req, req.fail(errors[i]))
+                continue
+            if cut.get(i) == 0:  # its output was complete before this token
+                dropped.append(i)
                 continue
             output = req.output_ids
             output.append(token)

@@ -16,6 +16,7 @@ import numpy as np
 from engine.constraints import mask_words
 from engine.protocol.messages import ModelWorkerBatch, SampleMasks
 from engine.scheduler.micro_batch import ConstrainedRow, LaunchedStep
+from engine.scheduler.req import Req
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +27,7 @@ class AcceptedTokens(NamedTuple):
     errors: dict[int, str]
     """Why a request can't go on: the worker's reasons, and tokens that weren't allowed."""
     terminated: Collection[int]
-    """Rows whose output is complete with the last of these tokens."""
+    """Rows whose output is complete with the last of these tokens that counts."""
     kept: dict[int, int]
     """How many tokens count, of rows in `errors` or `terminated`."""
 
@@ -74,7 +75,9 @@ class DelayedSamples:
     ) -> AcceptedTokens:
         """Advance the constraints of a step that is about to be committed.
 
-        `runs` [S]: the tokens of each sampled row. `row_errors`: see `GenerationBatchResult`.
+        `runs` [S]: the tokens of each sampled row, of one in `row_errors` those before its error.
+        `row_errors`: see `GenerationBatchResult`. Where a row failed because no token is left, its
+        output ends if it is complete, and otherwise its own fields are to blame.
         """
         errors = dict(row_errors or {})
         terminated: set[int] = set()
@@ -82,7 +85,7 @@ class DelayedSamples:
         for constrained in step.constrained:
             row, req = constrained.row, constrained.req
             req.num_accepted += 1
-            if req.finished or row in errors or req.constraint is None:
+            if req.finished or req.constraint is None:
                 continue
             for count, token in enumerate(runs[row]):
                 if not req.constraint.accept(token):
@@ -97,6 +100,16 @@ class DelayedSamples:
                     terminated.add(row)
                     kept[row] = count + 1
                     break
+            else:
+                left_out = (
+                    _leaving_nothing(req, len(runs[row]), self._words) if row in errors else []
+                )
+                if left_out and req.constraint.may_end:
+                    terminated.add(row)
+                    kept[row] = len(runs[row])
+                    del errors[row]
+                elif left_out:
+                    req.refuse(left_out)
         return AcceptedTokens(errors, terminated, kept)
 
     def _masks(self, step: LaunchedStep) -> SampleMasks:
@@ -112,6 +125,28 @@ class DelayedSamples:
             row.req.constraint.fill_masks(of_row, masks[start:end])
         numbers = np.repeat(np.array([r.row for r in rows], np.int32), counts)
         return SampleMasks(step.step, numbers, masks)
+
+
+def _leaving_nothing(req: Req, num_new: int, num_words: int) -> list[str]:
+    """The fields of a request that leave no token behind its output and `num_new` more tokens;
+    none if there is a token, so that something else went wrong. `num_words`: of a mask."""
+    assert req.constraint is not None
+    params = req.params
+    mask = np.zeros(num_words, np.uint32)
+    req.constraint.fill_mask(mask)
+    fields = []
+    if len(req.output_ids) + num_new < params.min_tokens:
+        fields.append("min_tokens")
+        for token in (*req.stop_ids, *params.stop_token_ids):
+            mask[token >> 5] &= ~np.uint32(1 << (token & 31))
+    if mask.any():
+        return []
+    given = {
+        "allowed_token_ids": params.allowed_token_ids is not None,
+        "bad_words": bool(params.bad_words_ids),
+        "the grammar": params.constraint is not None,
+    }
+    return fields + [name for name, is_given in given.items() if is_given]
 
 
 def _drafts(row: ConstrainedRow) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from engine.constraints import Constraint
+from engine.errors import RequestError
 from engine.pooling import Pooling
 from engine.protocol.messages import (
     FinishedReq,
@@ -104,6 +106,8 @@ class Req:
     """Output tokens that were drafts from the prediction."""
     drafts: list[int] = field(default_factory=list)
     """For its next step, where results carry drafts, or its constraint gives them."""
+    refusal: RequestError | None = None
+    """Why its own fields end it."""
     num_delayed: int = 0
     """Steps launched so far that waited or wait for its masks."""
     num_accepted: int = 0
@@ -144,7 +148,12 @@ class Req:
         self.prompt_logprobs = []
 
     def finish(
-        self, reason: str, matched_token: int | None = None, message: str = "", status: int = 0
+        self,
+        reason: str,
+        matched_token: int | None = None,
+        message: str = "",
+        status: int = 0,
+        param: str | None = None,
     ) -> FinishedReq:
         """The message for its reader if the request ends now for `reason`."""
         return FinishedReq(
@@ -156,13 +165,26 @@ class Req:
             matched_token,
             message,
             status,
+            param,
             num_predicted=self.num_predicted,
         )
 
     def fail(self, message: str) -> FinishedReq:
-        """The same if a step failed it: a grammar that can't go on is its client's affair."""
+        """The same if a step failed it: a grammar that can't go on is its client's affair, and so
+        are fields that leave no token."""
+        if self.refusal is not None:
+            found = self.refusal
+            return self.finish("error", None, found.message, found.status, found.param)
         refusal = self.constraint.error if self.constraint is not None else ""
         return self.finish("error", message=refusal or message, status=400 if refusal else 500)
+
+    def refuse(self, fields: Sequence[str]) -> None:
+        """Note that these fields leave no token together."""
+        together = " together" if len(fields) > 1 else ""
+        self.refusal = RequestError(
+            f"{' and '.join(fields)} leave no token{together} that could be sampled here",
+            fields[0] if fields[0] != "the grammar" else None,
+        )
 
     def add_prompt_logprobs(self, found: PromptLogprobs) -> None:
         """Keep the log-probabilities of a chunk; chunks come in order."""
