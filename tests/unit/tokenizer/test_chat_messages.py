@@ -42,7 +42,18 @@ def test_arguments_become_objects() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    ["{", "[1]", '"a"', "NaN", '{"a": NaN}', '{"a": "\\ud800"}', "[" * 100_000, '{"a":' * 200],
+    [
+        "{",
+        "[1]",
+        '"a"',
+        "NaN",
+        '{"a": NaN}',
+        '{"a": "\\ud800"}',
+        "[" * 100_000,
+        '{"a":' * 200,
+        '{"a": 1, "a": 2}',
+        '{"b": ' + '{"a":' * 120 + "1" + "}" * 121,
+    ],
 )
 def test_arguments_that_are_no_object_stay_as_they_are(arguments: str) -> None:
     message = normalize_message(called(arguments))

@@ -147,7 +147,10 @@ def for_template(items: Iterable[Item]) -> list[dict[str, Any]]:
     for item in items:
         match item:
             case MessageItem(role="assistant"):
-                _of_assistant(messages, "content", "tool_calls")["content"] = _text_of(item.content)
+                # What the model said behind calls belongs to the message that has them.
+                last = messages[-1] if messages else {}
+                message = last if "tool_calls" in last else _of_assistant(messages, "content")
+                message["content"] = message.get("content", "") + _text_of(item.content)
             case MessageItem():
                 role = "system" if item.role == "developer" else item.role
                 messages.append({"role": role, "content": _text_of(item.content)})
