@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from deploy.http.body import MAX_MESSAGES, FreeObject, Strict, refusal
+from deploy.http.body import CONTENT_UNLESS_ASSISTANT, MAX_MESSAGES, FreeObject, Strict, refusal
 from deploy.http.engine_client import ModelInfo
 from deploy.http.generation.arguments import Arguments, as_text
 from deploy.http.generation.plan import check_model, check_text_length
@@ -78,6 +78,8 @@ _KINDS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
 
 class Message(_Part):
     """A turn of the conversation."""
+
+    model_config = ConfigDict(json_schema_extra=CONTENT_UNLESS_ASSISTANT)
 
     role: Literal["user", "assistant", "system"]
     content: str | list[Block] = ""

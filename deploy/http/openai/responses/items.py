@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
-from deploy.http.body import MAX_MESSAGES, Strict, refusal
+from deploy.http.body import CONTENT_UNLESS_ASSISTANT, MAX_MESSAGES, Strict, refusal
 from deploy.http.generation.arguments import Arguments, as_text
 
 
@@ -53,6 +53,8 @@ Content = Annotated[str | list[TextPart], BeforeValidator(_refuse_media)]
 
 class MessageItem(_Part):
     """A message; `type` may be left out."""
+
+    model_config = ConfigDict(json_schema_extra=CONTENT_UNLESS_ASSISTANT)
 
     type: Literal["message"] = "message"
     role: Literal["user", "system", "developer", "assistant"]

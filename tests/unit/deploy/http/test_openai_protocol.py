@@ -174,6 +174,7 @@ def test_logit_bias_takes_string_keys_and_sampling_params_get_every_field() -> N
     assert got == {
         "n": 2,
         "constraint": None,
+        "thinking": None,
         "max_tokens": None,
         "min_tokens": 2,
         "temperature": 0.5,
