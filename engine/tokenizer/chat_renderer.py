@@ -76,7 +76,7 @@ class ChatRenderer:
         names = self._control.every
         final = len(messages) - 1 if continue_final_message else None
         try:
-            chat = self._prepare(messages, template, final)
+            chat = self._prepare(messages, template, final, has_tools=bool(tools))
             tools = None if tools is None else names.break_value(tools)
             variables = {
                 name: names.break_value(value)
@@ -102,7 +102,11 @@ class ChatRenderer:
             ) from error
 
     def _prepare(
-        self, messages: Sequence[Mapping[str, Any]], template: ChatTemplate, final: int | None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        template: ChatTemplate,
+        final: int | None,
+        has_tools: bool,
     ) -> list[dict[str, Any]]:
         """The messages as `template` reads them; `final`: the index of the one to continue, whose
         parts are joined."""
@@ -112,7 +116,7 @@ class ChatRenderer:
         ]
         if not any(message.get("tool_calls") or message.get("role") == "tool" for message in chat):
             return [self._control.break_message(message) for message in chat]
-        shape = template.call_shape(self._special_tokens)
+        shape = template.call_shape(self._special_tokens, has_tools)
         # What is to be continued stays one message.
         arranged = shape.arrange(chat[:final]) + ([] if final is None else chat[final:])
         return [shape.write(self._control.break_message(message)) for message in arranged]
