@@ -10,7 +10,7 @@ import jinja2
 
 from engine.errors import ConfigError, RequestError
 from engine.tokenizer.chat_messages import normalize_message
-from engine.tokenizer.chat_template import ChatTemplate
+from engine.tokenizer.chat_template import BLANK, ChatTemplate
 from engine.tokenizer.control_tokens import ControlTokens
 from engine.tokenizer.template_variables import check_template_kwargs
 
@@ -124,14 +124,20 @@ class ChatRenderer:
     def _normalize(
         self, message: Mapping[str, Any], template: ChatTemplate | None
     ) -> dict[str, Any]:
-        """The message with its parts, if `template` reads them."""
+        """The message with its parts, if `template` reads them, and with some content."""
         keep_parts = (
             template is not None
             and isinstance(message, Mapping)
             and isinstance(message.get("content"), list)
             and template.reads_parts(str(message.get("role")), self._special_tokens)
         )
-        return normalize_message(message, keep_parts=keep_parts)
+        normal = normalize_message(message, keep_parts=keep_parts)
+        is_empty = normal.get("role") == "assistant" and not (
+            normal.get("content") or normal.get("tool_calls")
+        )
+        if is_empty and template is not None and not template.takes_empty(self._special_tokens):
+            normal["content"] = BLANK
+        return normal
 
     def _choose_template(
         self, chat_template: str | None, tools: Sequence[Mapping[str, Any]] | None
