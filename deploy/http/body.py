@@ -17,6 +17,7 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+from pydantic.config import JsonDict
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError
 
@@ -29,6 +30,10 @@ MAX_CONTAINERS = 100_000
 """JSON objects and arrays of a body."""
 MAX_MESSAGES = 2048
 """Of a conversation."""
+CONTENT_UNLESS_ASSISTANT: JsonDict = {
+    "anyOf": [{"properties": {"role": {"const": "assistant"}}}, {"required": ["content"]}]
+}
+"""JSON schema: an earlier reply may have no content, other messages must have some."""
 # Clients that split text at Unicode's line ends (httpx's iter_lines) must not see them raw.
 _LINE_ENDS = re.compile(b"\xe2\x80[\xa8\xa9]|\xc2\x85")
 _ESCAPES = {

@@ -84,7 +84,9 @@ def _read_arguments(given: Any) -> dict[str, Any] | str:
         if not isinstance(value, str) or not value.strip():
             break
         try:
-            value = json.loads(value, parse_constant=_refuse_constant)
+            value = json.loads(
+                value, parse_constant=_refuse_constant, object_pairs_hook=_refuse_repeated
+            )
         except (ValueError, RecursionError):
             break
     if value is None or (isinstance(value, str) and not value.strip()):
@@ -113,6 +115,13 @@ def _depth(value: Any) -> int:
             item for items in inner for item in items if isinstance(item, dict | list) and item
         ]
     return depth
+
+
+def _refuse_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        raise ValueError("an object would lose all but one value of a key")
+    return made
 
 
 def _refuse_constant(name: str) -> NoReturn:

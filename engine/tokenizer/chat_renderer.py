@@ -11,7 +11,7 @@ import jinja2
 
 from engine.errors import ConfigError, RequestError
 from engine.tokenizer.chat_messages import normalize_message, with_one_system_message
-from engine.tokenizer.chat_template import ChatTemplate
+from engine.tokenizer.chat_template import BLANK, ChatTemplate
 from engine.tokenizer.control_tokens import ControlTokens
 from engine.tokenizer.template_variables import check_template_kwargs
 
@@ -79,7 +79,7 @@ class ChatRenderer:
         names = self._control.every
         final = len(messages) - 1 if continue_final_message else None
         try:
-            chat = self._prepare(messages, template, final)
+            chat = self._prepare(messages, template, final, has_tools=bool(tools))
             tools = None if tools is None else names.break_value(tools)
             variables = {
                 name: names.break_value(value)
@@ -111,7 +111,11 @@ class ChatRenderer:
             ) from error
 
     def _prepare(
-        self, messages: Sequence[Mapping[str, Any]], template: ChatTemplate, final: int | None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        template: ChatTemplate,
+        final: int | None,
+        has_tools: bool,
     ) -> list[dict[str, Any]]:
         """The messages as `template` reads them; `final`: the index of the one to continue, whose
         parts are joined."""
@@ -121,7 +125,7 @@ class ChatRenderer:
         ]
         if not any(message.get("tool_calls") or message.get("role") == "tool" for message in chat):
             return [self._control.break_message(message) for message in chat]
-        shape = template.call_shape(self._special_tokens)
+        shape = template.call_shape(self._special_tokens, has_tools)
         # What is to be continued stays one message.
         arranged = shape.arrange(chat[:final]) + ([] if final is None else chat[final:])
         return [shape.write(self._control.break_message(message)) for message in arranged]
@@ -129,14 +133,20 @@ class ChatRenderer:
     def _normalize(
         self, message: Mapping[str, Any], template: ChatTemplate | None
     ) -> dict[str, Any]:
-        """The message with its parts, if `template` reads them."""
+        """The message with its parts, if `template` reads them, and with some content."""
         keep_parts = (
             template is not None
             and isinstance(message, Mapping)
             and isinstance(message.get("content"), list)
             and template.reads_parts(str(message.get("role")), self._special_tokens)
         )
-        return normalize_message(message, keep_parts=keep_parts)
+        normal = normalize_message(message, keep_parts=keep_parts)
+        is_empty = normal.get("role") == "assistant" and not (
+            normal.get("content") or normal.get("tool_calls")
+        )
+        if is_empty and template is not None and not template.takes_empty(self._special_tokens):
+            normal["content"] = BLANK
+        return normal
 
     def _choose_template(
         self, chat_template: str | None, tools: Sequence[Mapping[str, Any]] | None

@@ -24,6 +24,16 @@ from engine.tokenizer.call_shape import CallShape, find_call_shape
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 _EMPTY_THOUGHT = re.compile(r"<think>\s*</think>\s*$")
 _PROBE = "the text of a part"
+BLANK = " "
+"""Stands for no content where a template demands some; templates trim it."""
+_PROBE_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "offered_function",
+        "description": "A tool.",
+        "parameters": {"type": "object", "properties": {"x": {"type": "string"}}, "required": []},
+    },
+}
 _PROBED_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -49,7 +59,8 @@ class ChatTemplate:
         )
         """Names that the template may read before it sets them; functions aren't among them."""
         self._reads_parts: dict[str, bool] = {}
-        self._call_shape: CallShape | None = None
+        self._call_shapes: dict[bool, CallShape] = {}
+        self._takes_empty: bool | None = None
 
     def render(
         self,
@@ -101,20 +112,43 @@ class ChatTemplate:
             self._reads_parts[role] = self._probe_parts(role, variables)
         return self._reads_parts[role]
 
-    def call_shape(self, variables: Mapping[str, Any]) -> CallShape:
-        """How the template reads calls of earlier replies; found by rendering some, once.
-        `variables`: the special tokens."""
-        if self._call_shape is None:
-            self._call_shape = find_call_shape(
+    def call_shape(self, variables: Mapping[str, Any], has_tools: bool) -> CallShape:
+        """How the template reads calls of earlier replies, in a chat with tools or without; found
+        by rendering some, once. `variables`: the special tokens."""
+        if has_tools not in self._call_shapes:
+            self._call_shapes[has_tools] = find_call_shape(
                 lambda messages: self.render(
                     messages,
-                    tools=None,
+                    tools=[_PROBE_TOOL] if has_tools else None,
                     add_generation_prompt=False,
                     continue_final_message=False,
                     variables=variables,
                 )
             )
-        return self._call_shape
+        return self._call_shapes[has_tools]
+
+    def takes_empty(self, variables: Mapping[str, Any]) -> bool:
+        """Whether an assistant's message may have neither content nor calls, as a reply that was
+        cut within its thought has. `variables`: the special tokens."""
+        if self._takes_empty is None:
+            self._takes_empty = self._takes_reply("", variables) or not self._takes_reply(
+                BLANK, variables
+            )
+        return self._takes_empty
+
+    def _takes_reply(self, content: str, variables: Mapping[str, Any]) -> bool:
+        user = {"role": "user", "content": "a"}
+        try:
+            self.render(
+                [user, {"role": "assistant", "content": content}, user],
+                tools=None,
+                add_generation_prompt=False,
+                continue_final_message=False,
+                variables=variables,
+            )
+        except Exception:  # the template wants some content
+            return False
+        return True
 
     def _probe_parts(self, role: str, variables: Mapping[str, Any]) -> bool:
         other: dict[str, Any] = {"role": "user", "content": "a"}

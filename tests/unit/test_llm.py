@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from engine import LLM, SamplingParams
+from engine.constraints.grammar_payload import Thinking
 from engine.errors import ConfigError, RequestError
 
 MODEL = str(Path(__file__).resolve().parents[2] / "models" / "manta-small")
@@ -128,3 +130,30 @@ def test_config_errors_come_before_the_weights() -> None:
         LLM("models/none")
     with pytest.raises(ConfigError, match="can't hold one request"):
         LLM(MODEL, max_total_tokens=64, max_model_len=128)
+
+
+def test_stops_count_behind_the_thought(llm: LLM) -> None:
+    assert llm.tokenizer is not None
+    ids = llm.generate("def ", GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+    thought = llm.tokenizer.decode(ids[:4])
+    stop = next(token for token in ids[4:] if not llm.tokenizer.token_text(token).isspace())
+    text = llm.tokenizer.token_text(stop)
+
+    def run(end: str, **stops: object) -> tuple[int, object]:
+        thinking = Thinking("<think>", end, is_open=True)
+        params = msgspec.structs.replace(GREEDY, thinking=thinking, **stops)
+        output = llm.generate("def ", params, use_tqdm=False)[0].outputs[0]
+        return len(output.token_ids), output.stop_reason
+
+    assert run("never", stop_token_ids=[stop]) == run("never", stop=[text]) == (len(ids), None)
+    behind = 4 + ids[4:].index(stop) + 1
+    assert run(thought, stop_token_ids=[stop]) == (behind, stop)
+    assert run(thought, stop=[text]) == (behind, text)
+
+
+def test_a_thought_needs_a_tokenizer(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm, "tokenizer", None)
+    params = SamplingParams(max_tokens=2, thinking=Thinking("<think>", "</think>", is_open=True))
+    with pytest.raises(RequestError, match="tokenizer") as caught:
+        llm.generate([1, 2], params, use_tqdm=False)
+    assert caught.value.param == "thinking"

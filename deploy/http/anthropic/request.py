@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 from deploy.http.anthropic.blocks import (
     OF_ASSISTANT,
@@ -19,7 +19,7 @@ from deploy.http.anthropic.blocks import (
     text_of,
 )
 from deploy.http.anthropic.context_edits import ContextManagement, Messages, edit_conversation
-from deploy.http.body import MAX_MESSAGES, FreeObject, Strict, refusal
+from deploy.http.body import CONTENT_UNLESS_ASSISTANT, MAX_MESSAGES, FreeObject, Strict, refusal
 from deploy.http.engine_client import EngineClient, ModelInfo
 from deploy.http.generation.plan import check_model, check_text_length, render
 from deploy.http.generation.request import (
@@ -39,6 +39,8 @@ _MAX_INT = 2**31 - 1
 
 class Message(Part):
     """A turn of the conversation."""
+
+    model_config = ConfigDict(json_schema_extra=CONTENT_UNLESS_ASSISTANT)
 
     role: Literal["user", "assistant", "system"]
     content: str | list[Block] = ""

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from deploy.http.body import Strict, refusal
+from deploy.http.body import CONTENT_UNLESS_ASSISTANT, Strict, refusal
 from deploy.http.generation.arguments import Arguments
 from deploy.http.generation.tool_use import called_with_text
 
@@ -71,14 +71,7 @@ class ToolCall(_PartOfMessage):
 class ChatMessage(_PartOfMessage):
     """One message of the conversation, as given or as an earlier reply was returned."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "anyOf": [
-                {"properties": {"role": {"const": "assistant"}}},
-                {"required": ["content"]},
-            ]
-        }
-    )
+    model_config = ConfigDict(json_schema_extra=CONTENT_UNLESS_ASSISTANT)
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "function_call": (),
         "audio": (),

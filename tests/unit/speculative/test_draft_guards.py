@@ -179,7 +179,7 @@ def check_drafts_fall_away_before_a_request_does() -> None:
 @guarded_by(
     without(DelayedSamples, "accept", ("terminated.add(row)", "continue")),
     AssertionError,
-    "no token is allowed",
+    "the constraint doesn.t allow",
 )
 def check_forced_tokens_are_drafts_with_masks_of_their_own() -> None:
     h = drafting(4, lookahead=2)

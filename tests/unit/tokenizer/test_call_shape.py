@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from engine.errors import RequestError
 from engine.tokenizer.call_shape import CallShape
 from engine.tokenizer.chat_template import ChatTemplate
+from engine.tokenizer.loading import load_tokenizer_files
 from tests.unit.tokenizer.call_templates import TEMPLATES
 from tests.unit.tokenizer.chat_shapes import SHAPES
 from tests.unit.tokenizer.tokenizer_kinds import make_tokenizer
@@ -55,7 +57,31 @@ def render(template: str, messages: list[dict[str, Any]]) -> str:
     ],
 )
 def test_shape_of_a_template(name: str, shape: CallShape) -> None:
-    assert ChatTemplate(ALL[name]).call_shape(VARIABLES) == shape
+    template = ChatTemplate(ALL[name])
+    assert template.call_shape(VARIABLES, has_tools=False) == shape
+    assert template.call_shape(VARIABLES, has_tools=True) == shape
+
+
+def test_a_template_that_shows_calls_only_beside_tools() -> None:
+    source = """{%- if tools %}{{ tools | tojson }}{% endif %}
+    {%- for message in messages %}{{ message.role[0] + ':' + message.content }}
+        {%- if tools %}{{ message.tool_calls | default([]) | tojson }}{% endif %}
+    {%- endfor %}"""
+    template = ChatTemplate(source)
+    assert template.call_shape(VARIABLES, has_tools=True) == CallShape()
+    assert template.call_shape(VARIABLES, has_tools=False) == CallShape(is_read=False)
+    messages = chat(call("look", '{"city": "Paris"}', "c"))
+    for tools in (None, [{"type": "function", "function": {"name": "wait"}}]):
+        text = TOKENIZER.render_chat(
+            messages, chat_template=source, add_generation_prompt=False, tools=tools
+        )
+        assert text.count('"look"') == text.count("Paris") == 1
+
+
+def test_the_carried_model_reads_calls_as_they_are() -> None:
+    model = Path(__file__).resolve().parents[3] / "models" / "manta-small"
+    (source,) = load_tokenizer_files(model).chat_templates.values()
+    assert ChatTemplate(source).call_shape(VARIABLES, has_tools=True) == CallShape()
 
 
 BROKEN = [

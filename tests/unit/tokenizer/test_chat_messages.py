@@ -42,7 +42,18 @@ def test_arguments_become_objects() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    ["{", "[1]", '"a"', "NaN", '{"a": NaN}', '{"a": "\\ud800"}', "[" * 100_000, '{"a":' * 200],
+    [
+        "{",
+        "[1]",
+        '"a"',
+        "NaN",
+        '{"a": NaN}',
+        '{"a": "\\ud800"}',
+        "[" * 100_000,
+        '{"a":' * 200,
+        '{"a": 1, "a": 2}',
+        '{"b": ' + '{"a":' * 120 + "1" + "}" * 121,
+    ],
 )
 def test_arguments_that_are_no_object_stay_as_they_are(arguments: str) -> None:
     message = normalize_message(called(arguments))
@@ -135,3 +146,19 @@ def test_variables_that_a_request_cannot_set(name: str) -> None:
     with pytest.raises(RequestError, match="must not set") as caught:
         tokenizer.render_chat([USER], chat_template="qwen", template_kwargs={name: "x"})
     assert caught.value.param == "chat_template_kwargs"
+
+
+@pytest.mark.parametrize("content", ["", None, []])
+def test_a_reply_without_content_where_a_template_demands_some(content: Any) -> None:
+    template = """{% for m in messages %}
+        {%- if not (m.content or m.tool_calls) %}{{ raise_exception('say something') }}{% endif %}
+        {{- m.role[0] + ':' + m.content | trim + ';' }}
+    {%- endfor %}"""
+    reply = {"role": "assistant", "content": content, "reasoning_content": "Hm."}
+    options: dict[str, Any] = {"add_generation_prompt": False}
+    assert render([USER, reply, USER], template, **options) == "u:a;a:;u:a;"
+    with pytest.raises(RequestError, match="say something"):
+        render([{"role": "user", "content": ""}], template)
+    strict = "{{ raise_exception('never') }}"
+    with pytest.raises(RequestError, match="never"):
+        render([USER, reply, USER], strict)

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
-from deploy.http.body import MAX_MESSAGES, Strict, encode_json, refusal
+from deploy.http.body import CONTENT_UNLESS_ASSISTANT, MAX_MESSAGES, Strict, encode_json, refusal
 from deploy.http.generation.arguments import Arguments, as_text
 from deploy.http.generation.tool_use import called_with_text, full_name
 from deploy.http.openai.responses.tools import AnyTool
@@ -55,6 +55,8 @@ Content = Annotated[str | list[TextPart], BeforeValidator(_refuse_media)]
 
 class MessageItem(_Part):
     """A message; `type` may be left out."""
+
+    model_config = ConfigDict(json_schema_extra=CONTENT_UNLESS_ASSISTANT)
 
     type: Literal["message"] = "message"
     role: Literal["user", "system", "developer", "assistant"]
@@ -213,7 +215,10 @@ def for_template(items: Iterable[Item]) -> list[dict[str, Any]]:
     for item in items:
         match item:
             case MessageItem(role="assistant"):
-                _of_assistant(messages, "content", "tool_calls")["content"] = _text_of(item.content)
+                # What the model said behind calls belongs to the message that has them.
+                last = messages[-1] if messages else {}
+                message = last if "tool_calls" in last else _of_assistant(messages, "content")
+                message["content"] = message.get("content", "") + _text_of(item.content)
             case MessageItem():
                 role = "system" if item.role == "developer" else item.role
                 messages.append({"role": role, "content": _text_of(item.content)})

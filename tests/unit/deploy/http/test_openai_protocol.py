@@ -173,6 +173,7 @@ def test_logit_bias_takes_string_keys_and_sampling_params_get_every_field() -> N
     assert got == {
         "n": 2,
         "constraint": None,
+        "thinking": None,
         "max_tokens": None,
         "min_tokens": 2,
         "temperature": 0.5,
@@ -195,7 +196,6 @@ def test_logit_bias_takes_string_keys_and_sampling_params_get_every_field() -> N
         "logprob_token_ids": [8, 9],
         "allowed_token_ids": [1, 2],
         "bad_words_ids": [],
-        "thinking": None,
     }
 
 
