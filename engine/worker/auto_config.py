@@ -10,11 +10,15 @@ import torch
 from engine.attention.cpu_backend import has_kernels_for
 from engine.config import EngineConfig, ResolvedConfig
 from engine.errors import ConfigError
-from engine.flashinfer_loader import flashinfer_installed, supports_attention
 from engine.model_config import ModelConfig
 from engine.models.loader import resolve_dtype
 from engine.native import library
 from engine.native.kernels import require_kernels
+from engine.worker.gpu_kernels import (
+    auto_attention_backend,
+    auto_sampling_backend,
+    check_flashinfer,
+)
 from engine.worker.sizing.estimate import profile_max_tokens
 from engine.worker_config import WorkerConfig
 
@@ -41,6 +45,7 @@ def make_worker_config(
     device = engine.device if engine.device != "auto" else detect_device()
     if device == "cuda" and detect_device() != "cuda":
         raise ConfigError("device is 'cuda' but torch sees no GPU; set device: cpu or auto.")
+    engine.check_device(device)
     dtype = engine.dtype if engine.dtype != "auto" else _auto_dtype(config.model, device)
     threads = engine.cpu_threads
     if threads is None:
@@ -48,7 +53,7 @@ def make_worker_config(
     pages = -(-(config.max_model_len + engine.draft_tokens) // engine.page_size)
     attention = _attention_backend(engine.attention_backend, config.model, dtype, device)
     if engine.quantization == "int8":
-        _check_int8(config.model, device, attention)
+        _check_int8(config.model, attention)
     worker = WorkerConfig(
         model=config.model,
         dtype=dtype,
@@ -76,6 +81,8 @@ def make_worker_config(
             threads * engine.world_size * share, _num_cores(), attention, serving=serving
         ),
     )
+    if device == "cuda":
+        check_flashinfer(worker)
     return replace(worker, num_kv_tokens=_num_kv_tokens(worker, share))
 
 
@@ -116,15 +123,13 @@ def graph_max_batch_size(engine: EngineConfig) -> int:
 
 
 def _attention_backend(name: str, model: ModelConfig, dtype: str, device: str) -> str:
-    if name == "cpu" and device != "cpu":
-        raise ConfigError(f"attention_backend cpu needs device cpu, and the device is '{device}'.")
     if device == "cpu":
         return _cpu_attention_backend(name, model)
-    if device != "cuda":
-        return _backend_without_gpu("attention_backend", name, device)
     if name != "auto":
         return name
-    return auto_attention_backend(device, resolve_dtype(dtype), model.head_dim)
+    if device != "cuda":
+        return "torch"
+    return auto_attention_backend(resolve_dtype(dtype), model.head_dim)
 
 
 def _cpu_attention_backend(name: str, model: ModelConfig) -> str:
@@ -136,53 +141,28 @@ def _cpu_attention_backend(name: str, model: ModelConfig) -> str:
         if not fits:
             raise ConfigError("attention_backend cpu has no kernels for this model's sizes.")
         return name
-    return _backend_without_gpu("attention_backend", name, "cpu")
+    return "torch" if name == "auto" else name
 
 
-def _check_int8(model: ModelConfig, device: str, attention_backend: str) -> None:
+def _check_int8(model: ModelConfig, attention_backend: str) -> None:
     """Raise `ConfigError` saying what int8 weights lack, unless the CPU's kernels are used."""
     if attention_backend == "cpu":
         return
-    if device != "cpu":
-        lack = f"needs device cpu, and the device is '{device}'"
-    elif not has_kernels_for(model):
+    if not has_kernels_for(model):
         lack = "has no kernels for this model's sizes"
     else:
         lack = f"needs the library of CPU kernels: {library.reason()}"
     raise ConfigError(f"quantization int8 {lack}. quantization: auto runs without it.")
 
 
-def auto_attention_backend(device: str, dtype: torch.dtype, head_dim: int) -> str:
-    """What `attention_backend: auto` means: flashinfer if it is installed and has kernels."""
-    if device == "cuda" and supports_attention(dtype, head_dim) and flashinfer_installed():
-        return "flashinfer"
-    return "torch"
-
-
 def _sampling_backend(name: str, device: str, attention_backend: str) -> str:
     if name == "cpu":
-        if device != "cpu":
-            raise ConfigError(f"sampling_backend cpu needs device cpu, and it is '{device}'.")
         require_kernels("sampling_backend")
+    if name != "auto":
         return name
-    if name == "auto" and attention_backend == "cpu":
-        return "cpu"
-    if device != "cuda":
-        return _backend_without_gpu("sampling_backend", name, device)
-    return auto_sampling_backend(device) if name == "auto" else name
-
-
-def auto_sampling_backend(device: str) -> str:
-    """What `sampling_backend: auto` means: flashinfer on a GPU where it is installed."""
-    return "flashinfer" if device == "cuda" and flashinfer_installed() else "torch"
-
-
-def _backend_without_gpu(key: str, name: str, device: str) -> str:
-    if name.startswith("flashinfer"):
-        raise ConfigError(
-            f"{key} {name} needs a GPU and the device is '{device}'; set {key}: auto or torch."
-        )
-    return "torch" if name == "auto" else name
+    if device == "cuda":
+        return auto_sampling_backend(attention_backend)
+    return "cpu" if attention_backend == "cpu" else "torch"
 
 
 def detect_device() -> str:
