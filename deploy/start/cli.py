@@ -45,7 +45,7 @@ def check(options: argparse.Namespace) -> int:
     """`manta check`: everything that `serve` checks, without starting anything."""
     from deploy.start import launch
     from deploy.start.banner import describe
-    from deploy.start.preflight import GIB, memory_bytes
+    from deploy.start.devices import memory_line
     from deploy.start.target import load_target
 
     target = load_target(options.target, options.set, options.host, options.port, _tls(options))
@@ -54,7 +54,7 @@ def check(options: argparse.Namespace) -> int:
         cache = app.engine.max_total_tokens
         print(f"longest request: {app.resolved.max_model_len} tokens")
         print(f"KV cache: {f'{cache} tokens' if cache else 'as large as memory allows'}")
-        print(f"on CPU it takes about {memory_bytes(app) / GIB:.1f} GiB of memory")
+        print(memory_line(app))
     with ExitStack() as stack:
         for warning in launch.check(target, options.haproxy, stack):
             print(f"warning: {warning}")

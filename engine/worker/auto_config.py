@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import logging
 from dataclasses import replace
 
 import torch
@@ -10,17 +10,22 @@ import torch
 from engine.attention.cpu_backend import has_kernels_for
 from engine.config import EngineConfig, ResolvedConfig
 from engine.errors import ConfigError
+from engine.host_memory import available_host_bytes, num_cores
+from engine.memory_need import crowding, max_cache_tokens, shortage
 from engine.model_config import ModelConfig
 from engine.models.loader import resolve_dtype
 from engine.native import library
 from engine.native.kernels import require_kernels
+from engine.native.machine import has_bfloat16
 from engine.worker.gpu_kernels import (
     auto_attention_backend,
     auto_sampling_backend,
     check_flashinfer,
 )
-from engine.worker.sizing.estimate import profile_max_tokens
+from engine.worker.sizing.estimate import memory_of, profile_max_tokens
 from engine.worker_config import WorkerConfig
+
+logger = logging.getLogger(__name__)
 
 MAX_GRAPH_ROWS = 256
 """Largest decode batch to capture by default; larger ones keep a GPU busy without graphs."""
@@ -46,11 +51,12 @@ def make_worker_config(
     if device == "cuda" and detect_device() != "cuda":
         raise ConfigError("device is 'cuda' but torch sees no GPU; set device: cpu or auto.")
     engine.check_device(device)
-    dtype = engine.dtype if engine.dtype != "auto" else _auto_dtype(config.model, device)
+    dtype: str = engine.dtype
+    if dtype == "auto":
+        dtype = config.model.auto_dtype(device, cpu_has_bfloat16=has_bfloat16())
     threads = engine.cpu_threads
     if threads is None:
-        threads = auto_threads(_num_cores(), engine.world_size * share, serving=serving)
-    pages = -(-(config.max_model_len + engine.draft_tokens) // engine.page_size)
+        threads = auto_threads(num_cores(), engine.world_size * share, serving=serving)
     attention = _attention_backend(engine.attention_backend, config.model, dtype, device)
     if engine.quantization == "int8":
         _check_int8(config.model, attention)
@@ -60,7 +66,7 @@ def make_worker_config(
         device=device,
         page_size=engine.page_size,
         num_kv_tokens=engine.max_total_tokens,
-        max_kv_tokens=engine.max_running_requests * pages * engine.page_size,
+        max_kv_tokens=max_cache_tokens(engine, config.max_model_len),
         memory_fraction=engine.memory_fraction,
         max_running_requests=engine.max_running_requests,
         max_model_len=config.max_model_len,
@@ -78,11 +84,13 @@ def make_worker_config(
         quantization=engine.quantization,
         speculative=engine.speculative_config,
         short_step_s=short_step_s(
-            threads * engine.world_size * share, _num_cores(), attention, serving=serving
+            threads * engine.world_size * share, num_cores(), attention, serving=serving
         ),
     )
     if device == "cuda":
         check_flashinfer(worker)
+    if device == "cpu":
+        _check_host(worker, share, serving=serving)
     return replace(worker, num_kv_tokens=_num_kv_tokens(worker, share))
 
 
@@ -94,6 +102,22 @@ def _num_kv_tokens(config: WorkerConfig, share: int) -> int | None:
     elif tokens is None and config.device == "cpu":
         tokens = min(profile_max_tokens(config, share), config.max_kv_tokens)
     return None if tokens is None else tokens // config.page_size * config.page_size
+
+
+def _check_host(config: WorkerConfig, share: int, *, serving: bool) -> None:
+    """Raise `ConfigError` if the weights and a stated KV cache can't fit into this host's memory.
+
+    A server's other workers may run on other hosts, or have loaded their part already. So of them
+    only this one's part is asked for; the launcher has judged the whole.
+    """
+    need, free = memory_of(config), available_host_bytes()
+    needed = need.stated(config.num_kv_tokens)
+    if serving:
+        needed = need.rank_weights() + need.per_token() * (config.num_kv_tokens or 0)
+    if needed > free:
+        raise ConfigError(shortage(needed, free))
+    if told := crowding(config.world_size * share, num_cores()):
+        logger.warning("%s", told)
 
 
 def max_step_tokens(engine: EngineConfig, max_model_len: int) -> int:
@@ -186,24 +210,3 @@ def short_step_s(threads: int, cores: int, attention_backend: str, *, serving: b
     if serving and threads >= cores:
         return SHORT_STEP_S
     return SHORT_TORCH_STEP_S if attention_backend == "torch" else 0.0
-
-
-def _num_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def _auto_dtype(model: ModelConfig, device: str) -> str:
-    if device == "cuda":
-        return "bfloat16" if model.dtype == "float32" else model.dtype
-    return model.dtype if model.dtype == "bfloat16" and _cpu_has_bfloat16() else "float32"
-
-
-def _cpu_has_bfloat16() -> bool:
-    """Whether the CPU has AVX512-BF16 or AMX. Without them, bfloat16 matrix products run 2-5x
-    slower than float32."""
-    return any(
-        getattr(torch.cpu, name, bool)()
-        for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    )

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from engine import flashinfer_modules
 from engine.attention.kv_pool import resolve_kv_dtype
 from engine.errors import ConfigError
 from engine.flashinfer_loader import (
@@ -18,6 +17,16 @@ from engine.flashinfer_loader import (
     flashinfer_installed,
     load_flashinfer,
     supports_attention,
+)
+from engine.flashinfer_modules import (
+    compiler_lack,
+    decode_modules,
+    decodes_on_tensor_cores,
+    missing,
+    operator_modules,
+    prefill_modules,
+    sampling_modules,
+    unsuitable_gpu,
 )
 from engine.models.loader import resolve_dtype
 from engine.worker_config import WorkerConfig
@@ -68,23 +77,23 @@ def check_flashinfer(config: WorkerConfig) -> None:
     if config.attention_backend.startswith(FLASHINFER):
         check_attention(resolve_dtype(config.dtype), config.model.head_dim)
     way_out = "or set attention_backend and sampling_backend to torch, which is much slower."
-    if why := flashinfer_modules.unsuitable_gpu():
+    if why := unsuitable_gpu():
         raise ConfigError(
             f"FlashInfer's kernels can't run on this GPU: {why}. Build the image with "
             f"--build-arg CUDA_ARCHS=... for this GPU, {way_out}"
         )
-    missing = _missing_kernels(config)
-    if not missing:
+    lacking = _missing_kernels(config)
+    if not lacking:
         return
-    lack = flashinfer_modules.compiler_lack()
+    lack = compiler_lack()
     if lack:
         raise ConfigError(
-            f"FlashInfer has no compiled kernels for {'; '.join(missing)}, and can't compile them "
+            f"FlashInfer has no compiled kernels for {'; '.join(lacking)}, and can't compile them "
             f"here: {lack}. Run `flashinfer download-kernels`, install CUDA's nvcc with ninja and "
             f"a C++ compiler, build the image with such kernels (KERNELS in the Dockerfile), "
             f"{way_out}"
         )
-    logger.info("FlashInfer compiles kernels at their first use, for minutes: %s", missing)
+    logger.info("FlashInfer compiles kernels at their first use, for minutes: %s", lacking)
 
 
 def _missing_kernels(config: WorkerConfig) -> list[str]:
@@ -92,27 +101,27 @@ def _missing_kernels(config: WorkerConfig) -> list[str]:
     wanted: dict[str, list[Any]] = {}
     if config.attention_backend.startswith(FLASHINFER):
         wanted |= _attention_modules(config)
-        wanted["norms, RoPE and activations"] = list(flashinfer_modules.operator_modules())
+        wanted["norms, RoPE and activations"] = list(operator_modules())
     if config.sampling_backend == FLASHINFER:
-        wanted["sampling"] = list(flashinfer_modules.sampling_modules())
-    return [name for name, modules in wanted.items() if flashinfer_modules.missing(modules)]
+        wanted["sampling"] = list(sampling_modules())
+    return [name for name, modules in wanted.items() if missing(modules)]
 
 
 def _attention_modules(config: WorkerConfig) -> dict[str, list[Any]]:
     model, dtype = config.model, resolve_dtype(config.dtype)
     kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype)
-    on_tensor_cores = flashinfer_modules.decodes_on_tensor_cores(
+    on_tensor_cores = decodes_on_tensor_cores(
         model.num_heads // config.tp_size, model.local_kv_heads(config.tp_size), kv_dtype
     )
     fa3 = config.attention_backend == "flashinfer-fa3"
     found = {}
     for window in sorted({window is not None for window in model.layer_windows}):
         sizes = (dtype, kv_dtype, model.head_dim, window)
-        modules = list(flashinfer_modules.prefill_modules(*sizes, fa3=fa3))
+        modules = list(prefill_modules(*sizes, fa3=fa3))
         if not on_tensor_cores:
-            modules += flashinfer_modules.decode_modules(*sizes)
+            modules += decode_modules(*sizes)
         elif fa3:
-            modules += flashinfer_modules.prefill_modules(*sizes, fa3=False)
+            modules += prefill_modules(*sizes, fa3=False)
         name = (
             f"attention of {config.dtype} with kv_cache_dtype {config.kv_cache_dtype}, "
             f"head_dim {model.head_dim}{', FlashAttention 3' if fa3 else ''}"
