@@ -5,8 +5,12 @@ The figures and the sentences are those of `engine.memory_need`, by which worker
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from typing import Any
+
+from ray._private.ray_constants import RESOURCES_ENVIRONMENT_VARIABLE
+from ray._private.utils import get_num_cpus
 
 from deploy.start.gpus import gpu_memory, torch_has_cuda
 from engine.actors.cluster_gpus import gpu_shortage
@@ -42,6 +46,7 @@ def check_devices(apps: list[Any]) -> list[str]:
     devices = [device_of(app) for app in apps]
     for app, device in zip(apps, devices, strict=True):
         app.engine.check_device(device)
+    _check_reservations(apps)
     on_gpus = [app for app, device in zip(apps, devices, strict=True) if device == "cuda"]
     on_cpu = [app for app, device in zip(apps, devices, strict=True) if device == "cpu"]
     return _check_gpus(on_gpus) + _check_cpu(on_cpu)
@@ -144,6 +149,38 @@ def _check_kernels(app: Any) -> None:
         )
 
 
+def _check_reservations(apps: list[Any]) -> None:
+    """Raise `ConfigError` if engines reserve more of Ray than a cluster of this machine has: they
+    would wait for good."""
+    reserved: Counter[str] = Counter()
+    for app in apps:
+        bundles = app.placement_bundles(use_gpu=device_of(app) == "cuda")
+        for bundle in bundles * min_replicas(app):
+            reserved.update(bundle)
+        ingress = app.ingress_actor_options()
+        for _ in range(app.server.ingress_replicas):
+            reserved.update({"CPU": ingress["num_cpus"], **ingress.get("resources", {})})
+    cpus = get_num_cpus()
+    if round(reserved["CPU"], 6) > cpus:  # hundredths, summed up
+        raise ConfigError(
+            f"engines and ingresses reserve {reserved['CPU']:g} of Ray's logical CPUs, and this "
+            f"machine has {cpus:g}. Lower num_replicas, tp_size or pp_size."
+        )
+    custom = sorted(reserved.keys() - {"CPU", "GPU"})
+    if custom and not os.environ.get(RESOURCES_ENVIRONMENT_VARIABLE):
+        raise ConfigError(
+            f"ingress_resources, engine_resources and worker_resources name '{custom[0]}', which "
+            "the cluster that starts here doesn't have. Leave them out, or set RAY_ADDRESS to a "
+            "cluster whose nodes have them."
+        )
+
+
+def min_replicas(app: Any) -> int:
+    """Engines of an `AppConfig` that must start before it serves."""
+    scaling = app.server.autoscaling
+    return int(app.server.num_replicas if scaling is None else scaling.min_replicas)
+
+
 def _check_gpus(apps: list[Any]) -> list[str]:
     if not apps:
         return []
@@ -170,9 +207,7 @@ def _check_gpus(apps: list[Any]) -> list[str]:
             raise ConfigError(told)
     gpus: Counter[str] = Counter()
     for app in apps:
-        scaling = app.server.autoscaling
-        least = app.server.num_replicas if scaling is None else scaling.min_replicas
-        gpus["least"] += least * app.engine.world_size
+        gpus["least"] += min_replicas(app) * app.engine.world_size
         gpus["most"] += app.max_replicas * app.engine.world_size
     if gpus["least"] > len(sizes):
         raise ConfigError(

@@ -70,12 +70,13 @@ def shaped(folder: Path, shape: str, **changes: Any) -> str:
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What the machine has: `free` bytes, `cores`, `gpus` (bytes of each)."""
-    has: dict[str, Any] = {"free": 16 * GIB, "cores": 4, "gpus": [], "cuda": True}
+    has: dict[str, Any] = {"free": 16 * GIB, "cores": 4, "gpus": [], "cuda": True, "ray_cpus": 64}
     for module in (devices, auto_config):
         monkeypatch.setattr(module, "available_host_bytes", lambda: has["free"])
         monkeypatch.setattr(module, "num_cores", lambda: has["cores"])
     monkeypatch.setattr("engine.worker.sizing.estimate.available_host_bytes", lambda: has["free"])
     monkeypatch.setattr(devices, "gpu_memory", lambda: has["gpus"])
+    monkeypatch.setattr(devices, "get_num_cpus", lambda: has["ray_cpus"])
     monkeypatch.setattr(devices, "torch_has_cuda", lambda: has["cuda"])
     for module in (devices, auto_config):
         monkeypatch.setattr(module, "has_bfloat16", lambda: True)
@@ -375,6 +376,27 @@ def test_a_worker_says_it_too(machine: dict[str, Any], caplog: pytest.LogCapture
     resolved = load_target(SMALL, ["device=cpu", "tp_size=4"]).applications[0].resolved
     make_worker_config(resolved)
     assert "4 workers" in caplog.text
+
+
+def test_more_actors_than_ray_places_are_refused(machine: dict[str, Any]) -> None:
+    """A worker on CPU reserves 0.02 CPUs, as schedulers and ingresses do; one on a GPU a whole."""
+    machine["ray_cpus"] = 2
+    judged(SMALL, "device=cpu", "num_replicas=49", "max_total_tokens=4096")
+    assert "reserve 2.02 of Ray's logical CPUs, and this machine has 2" in refused(
+        SMALL, "device=cpu", "num_replicas=50", "max_total_tokens=4096"
+    )
+    machine["gpus"] = [79 * GIB] * 4
+    assert "reserve 4.04 of Ray's logical CPUs" in refused(SMALL, "device=cuda", "tp_size=4")
+
+
+@pytest.mark.parametrize("key", ["ingress_resources", "engine_resources", "worker_resources"])
+def test_resources_that_the_own_cluster_lacks(
+    machine: dict[str, Any], monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.delenv("RAY_OVERRIDE_RESOURCES", raising=False)
+    assert "name 'rack1'" in refused(SMALL, f"{key}={{rack1: 1}}")
+    monkeypatch.setenv("RAY_OVERRIDE_RESOURCES", '{"rack1": 4}')
+    judged(SMALL, f"{key}={{rack1: 1}}")
 
 
 # --- what else a start would refuse
