@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +37,11 @@ def load_flashinfer(part: str = "flashinfer") -> Any:
     # FlashInfer reads this at import. Its default norm kernels need a 100 MB compiler,
     # nvidia-cutlass-dsl.
     os.environ.setdefault("FLASHINFER_USE_CUDA_NORM", "1")
+    # FlashInfer brings ninja and runs it by name. Where the virtual environment isn't activated, it
+    # lies beside Python only.
+    beside = str(Path(sys.executable).parent)
+    if beside not in os.get_exec_path():
+        os.environ["PATH"] = os.pathsep.join([*os.get_exec_path(), beside])
     try:
         return importlib.import_module(part)
     except ImportError as error:

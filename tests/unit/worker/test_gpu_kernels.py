@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     found = install_package(tmp_path / "packages", monkeypatch)
     (tmp_path / "bin").mkdir()
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "venv" / "bin" / "python"))
     for name in ("CUDA_HOME", "CUDA_PATH", "CXX", "FLASHINFER_DISABLE_JIT"):
         monkeypatch.delenv(name, raising=False)
     yield found
@@ -91,6 +93,9 @@ def test_a_compiler_is_nvcc_with_ninja_and_a_host_compiler(
         path.write_text("#!/bin/sh\n")
         path.chmod(0o755)
     assert resolve().attention_backend == "flashinfer"
+    (tmp_path / "venv" / "bin").mkdir(parents=True)
+    (tmp_path / "bin" / "ninja").rename(tmp_path / "venv" / "bin" / "ninja")
+    assert resolve().attention_backend == "flashinfer", "FlashInfer's own lies beside Python"
     monkeypatch.setenv("FLASHINFER_DISABLE_JIT", "1")
     with pytest.raises(ConfigError, match="FLASHINFER_DISABLE_JIT is set"):
         resolve()
