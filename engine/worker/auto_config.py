@@ -108,7 +108,7 @@ def _check_host(config: WorkerConfig, share: int, *, serving: bool) -> None:
     """Raise `ConfigError` if the weights and a stated KV cache can't fit into this host's memory.
 
     A server's other workers may run on other hosts, or have loaded their part already. So of them
-    only this one's part is asked for; the launcher has judged the whole.
+    only this one's part is asked for. The launcher has judged the whole, and said the rest.
     """
     need, free = memory_of(config), available_host_bytes()
     needed = need.stated(config.num_kv_tokens)
@@ -116,7 +116,8 @@ def _check_host(config: WorkerConfig, share: int, *, serving: bool) -> None:
         needed = need.rank_weights() + need.per_token() * (config.num_kv_tokens or 0)
     if needed > free:
         raise ConfigError(shortage(needed, free))
-    if told := crowding(config.world_size * share, num_cores()):
+    told = crowding(config.world_size * share, num_cores())
+    if told and not serving:
         logger.warning("%s", told)
 
 

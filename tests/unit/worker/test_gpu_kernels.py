@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from deploy.start.child import OUR_WARNING
 from engine import flashinfer_modules
 from engine.config import EngineConfig, load_config
 from engine.errors import ConfigError
@@ -20,6 +22,7 @@ from engine.worker import auto_config, gpu_kernels
 from engine.worker.auto_config import make_worker_config
 from engine.worker_config import WorkerConfig
 from tests.support.flashinfer_package import forget_package, install_package
+from tests.support.source_files import ROOT
 
 CUDA = torch.device("cuda")
 
@@ -173,6 +176,24 @@ def test_a_gpu_without_flashinfer_says_so(
     assert (config.attention_backend, config.sampling_backend) == ("torch", "torch")
     (line,) = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert "FlashInfer isn't installed" in line.getMessage() and "[gpu]" in line.getMessage()
+
+
+_PREPARE = """
+from engine.actors.worker_actor import WorkerActor
+from engine.worker import auto_config
+auto_config.detect_device = lambda: "cuda"
+WorkerActor(0).prepare({"model": "models/manta-small", "device": "cuda"}, 1)
+"""
+
+
+def test_the_warning_reaches_the_terminal_of_a_server() -> None:
+    """The launcher shows lines that look like this; a worker decides before it runs."""
+    done = subprocess.run(
+        [sys.executable, "-c", _PREPARE], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    found = [match for line in done.stderr.splitlines() if (match := OUR_WARNING.search(line))]
+    assert [match[2].partition(":")[0] for match in found] == ["engine.worker.gpu_kernels"]
+    assert "FlashInfer has no kernels for dtype bfloat16 with head_dim 32" in found[0][2]
 
 
 def test_a_model_without_kernels_says_so(package: Path, caplog: pytest.LogCaptureFixture) -> None:
