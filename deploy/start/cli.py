@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -54,10 +55,15 @@ def check(options: argparse.Namespace) -> int:
         cache = app.engine.max_total_tokens
         print(f"longest request: {app.resolved.max_model_len} tokens")
         print(f"KV cache: {f'{cache} tokens' if cache else 'as large as memory allows'}")
-        print(memory_line(app))
+        if not os.environ.get("RAY_ADDRESS"):
+            print(memory_line(app))
     with ExitStack() as stack:
         for warning in launch.check(target, options.haproxy, stack):
             print(f"warning: {warning}")
+    if os.environ.get("RAY_ADDRESS"):
+        print(
+            "RAY_ADDRESS is set: files, memory and GPUs are those of its machines, not checked here"
+        )
     print(f"would listen on {target.http['host']} port {target.http['port']}")
     print("ok")
     return 0

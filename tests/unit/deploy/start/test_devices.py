@@ -51,6 +51,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         "intermediate_size": 28672,
         "tie_word_embeddings": False,
     },
+    "405b": {
+        "hidden_size": 16384,
+        "num_hidden_layers": 126,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 53248,
+        "tie_word_embeddings": False,
+    },
 }
 SHORT = r"this needs about ([0-9.]+) GiB of memory, and ([0-9.]+) GiB are free"
 
@@ -344,6 +353,22 @@ def test_gpus_of_a_machine_without_any_are_none(monkeypatch: pytest.MonkeyPatch)
     assert isinstance(gpus.torch_has_cuda(), bool)
 
 
+@pytest.mark.parametrize(
+    ("config", "shape", "num_gpus"),
+    [("llama-8b-gpu", "8b", 1), ("llama-70b-tp8", "70b", 8), ("llama-405b-tp8-pp2", "405b", 16)],
+)
+def test_the_gpu_configs_fit_the_cards_that_they_name(
+    tmp_path: Path, machine: dict[str, Any], config: str, shape: str, num_gpus: int
+) -> None:
+    """80 GB each, of which the driver shows 79 GiB; not one card fewer."""
+    model = shaped(tmp_path, shape, max_position_embeddings=131072)
+    path = str(ROOT / "configs" / f"{config}.yaml")
+    machine["gpus"] = [79 * GIB] * num_gpus
+    assert judged(path, f"model={model}") == []
+    machine["gpus"] = [79 * GIB] * (num_gpus - 1)
+    assert f"needs {num_gpus} GPU" in refused(path, f"model={model}")
+
+
 # --- cores
 
 
@@ -451,6 +476,18 @@ def test_quantized_tensors_are_found_before_ray_starts(
     plain = {f"{name}.weight": torch.zeros(2, 2), f"{name}.mask": torch.zeros(2, dtype=torch.int64)}
     save_file(plain, tmp_path / "model.safetensors")
     preflight.check_weights(tmp_path)
+
+
+def test_a_cluster_of_other_machines_is_not_promised(
+    machine: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    monkeypatch.setattr(launch, "check_cluster_token", lambda address: None)
+    assert cli.main(["check", SMALL, "--set", "device=cuda"]) == 0
+    said = capsys.readouterr().out
+    assert "GPUs are those of its machines, not checked here" in said and "on CPU" not in said
 
 
 def test_the_launcher_asks_the_same_function(
