@@ -19,6 +19,8 @@ from engine.errors import ConfigError
 
 FLASHINFER = "flashinfer"
 """The words of `attention_backend` and `sampling_backend` for its kernels begin with this."""
+FLASHINFER_FA3 = "flashinfer-fa3"
+"""The word of `attention_backend` for FlashAttention 3's prefill kernels."""
 HEAD_DIMS = (64, 128, 256)
 """Head sizes that both the prefill and the decode kernels exist for."""
 HALF_DTYPES = (torch.float16, torch.bfloat16)
@@ -74,4 +76,13 @@ def check_attention(dtype: torch.dtype, head_dim: int) -> None:
             f"attention_backend flashinfer has no kernels for dtype {dtype} with head_dim "
             f"{head_dim} (it has {', '.join(map(str, HALF_DTYPES))} and "
             f"{', '.join(map(str, HEAD_DIMS))}); set attention_backend: torch."
+        )
+
+
+def check_fa3(capability: tuple[int, int]) -> None:
+    """Raise `ConfigError` unless a GPU of this compute capability runs FlashAttention 3."""
+    if capability[0] != 9:
+        raise ConfigError(
+            "attention_backend flashinfer-fa3 needs a Hopper GPU (H100, H200); set "
+            "attention_backend: flashinfer."
         )

@@ -24,7 +24,7 @@ from engine.attention.forward_batch import ForwardBatch
 from engine.attention.page_table import PageTable, page_indices, page_table
 from engine.attention.plan_ring import PlanRing
 from engine.errors import ConfigError
-from engine.flashinfer_loader import check_attention, check_wrapper, load_flashinfer
+from engine.flashinfer_loader import check_attention, check_fa3, check_wrapper, load_flashinfer
 from engine.flashinfer_modules import decodes_on_tensor_cores
 from engine.protocol.messages import Int64Array
 
@@ -323,12 +323,5 @@ class FlashInferAttentionBackend(AttentionBackend):
                 "attention_backend flashinfer-fa3 can't read a KV cache of another type than the "
                 "model's; set kv_cache_dtype: auto or attention_backend: flashinfer."
             )
-        if (
-            prefill_backend == "fa3"
-            and self.device.type == "cuda"
-            and torch.cuda.get_device_capability(self.device)[0] != 9
-        ):
-            raise ConfigError(
-                "attention_backend flashinfer-fa3 needs a Hopper GPU (H100, H200); set "
-                "attention_backend: flashinfer."
-            )
+        if prefill_backend == "fa3" and self.device.type == "cuda":
+            check_fa3(torch.cuda.get_device_capability(self.device))

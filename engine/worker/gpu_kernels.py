@@ -11,9 +11,11 @@ from engine.attention.kv_pool import resolve_kv_dtype
 from engine.errors import ConfigError
 from engine.flashinfer_loader import (
     FLASHINFER,
+    FLASHINFER_FA3,
     HALF_DTYPES,
     HEAD_DIMS,
     check_attention,
+    check_fa3,
     flashinfer_installed,
     load_flashinfer,
     supports_attention,
@@ -76,6 +78,8 @@ def check_flashinfer(config: WorkerConfig) -> None:
     load_flashinfer()
     if config.attention_backend.startswith(FLASHINFER):
         check_attention(resolve_dtype(config.dtype), config.model.head_dim)
+    if config.attention_backend == FLASHINFER_FA3:
+        check_fa3(torch.cuda.get_device_capability())
     way_out = "or set attention_backend and sampling_backend to torch, which is much slower."
     if why := unsuitable_gpu():
         raise ConfigError(
@@ -113,7 +117,7 @@ def _attention_modules(config: WorkerConfig) -> dict[str, list[Any]]:
     on_tensor_cores = decodes_on_tensor_cores(
         model.num_heads // config.tp_size, model.local_kv_heads(config.tp_size), kv_dtype
     )
-    fa3 = config.attention_backend == "flashinfer-fa3"
+    fa3 = config.attention_backend == FLASHINFER_FA3
     found = {}
     for window in sorted({window is not None for window in model.layer_windows}):
         sizes = (dtype, kv_dtype, model.head_dim, window)

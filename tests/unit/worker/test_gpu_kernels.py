@@ -31,6 +31,7 @@ CUDA = torch.device("cuda")
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """FlashInfer is installed without compiled modules, and the machine has no compiler."""
     monkeypatch.setattr(auto_config, "detect_device", lambda: "cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     found = install_package(tmp_path / "packages", monkeypatch)
     (tmp_path / "bin").mkdir()
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
@@ -201,6 +202,12 @@ def test_a_model_without_kernels_says_so(package: Path, caplog: pytest.LogCaptur
     assert "FlashInfer has no kernels for dtype bfloat16 with head_dim 96" in caplog.text
     with pytest.raises(ConfigError, match=r"no kernels for dtype .* head_dim 96"):
         resolve(head_dim=96, attention_backend="flashinfer")
+
+
+def test_fa3_needs_hopper(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    with pytest.raises(ConfigError, match="flashinfer-fa3 needs a Hopper GPU"):
+        resolve(attention_backend="flashinfer-fa3")
 
 
 def test_fa3_has_no_float8_cache() -> None:
