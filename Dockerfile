@@ -4,6 +4,9 @@
 #   TORCH_INDEX  package index to take torch alone from, e.g. that of its CPU builds; empty: pip's own
 #   EXTRAS       extras of pyproject.toml, separated by spaces, e.g. gpu
 #   CUDA_BASE    an image with nvcc, for the FlashInfer kernels of the stage `gpu`
+#   CUDA_ARCHS   compute capabilities that these kernels are for: 8.0 A100, 8.9 L40S, 9.0a H100 and H200,
+#                10.0a B200; several are separated by spaces. Another GPU is refused at the start
+#   KERNELS      which kernels: options of scripts/build_kernels.py
 ARG BASE=python:3.11-slim-bookworm@sha256:a36c24f9cbdf4fd0f52d67f0823eeac19c2028c637cecc392d97f980d4fec56b
 ARG CUDA_BASE=nvidia/cuda:13.0.1-devel-ubuntu24.04@sha256:7d2f6a8c2071d911524f95061a0db363e24d27aa51ec831fcccf9e76eb72bc92
 FROM ${BASE} AS packages
@@ -78,8 +81,9 @@ EXPOSE 8000
 # KubeRay starts Ray instead and hands it the application.
 CMD ["python", "-m", "deploy.launch", "configs/llama.yaml", "--host", "0.0.0.0", "--set", "auth=none", "--verbose"]
 
-# For GPUs: FlashInfer's kernels for Llama's head sizes on Hopper (9.0a), compiled without a GPU. Some 20
-# minutes on 2 cores. --build-arg EXTRAS=gpu --target gpu
+# For GPUs: FlashInfer's kernels for all that the configuration offers (heads of 64, 128 and 256, float8 KV
+# caches, sliding windows, FlashAttention 3), compiled without a GPU. By estimate an hour and a half on
+# 2 cores, and as much again for each more of CUDA_ARCHS. --build-arg EXTRAS=gpu --target gpu
 FROM ${CUDA_BASE} AS cuda
 FROM packages AS flashinfer
 RUN apt-get update \
@@ -88,8 +92,10 @@ RUN apt-get update \
 COPY --from=cuda /usr/local/cuda /usr/local/cuda
 ENV CUDA_HOME=/usr/local/cuda
 COPY scripts/build_kernels.py scripts/
-COPY benchmarks/__init__.py benchmarks/common.py benchmarks/
-RUN python scripts/build_kernels.py --out /aot --head-dim 64 128 --dtype bfloat16 float16
+COPY engine/errors.py engine/flashinfer_loader.py engine/flashinfer_modules.py engine/
+ARG CUDA_ARCHS="9.0a"
+ARG KERNELS="--head-dim 64 128 256 --dtype bfloat16 float16 --fp8 --windows --fa3"
+RUN python scripts/build_kernels.py --out /aot --arch ${CUDA_ARCHS} ${KERNELS}
 
 FROM cpu AS gpu
 USER 0

@@ -195,6 +195,33 @@ class EngineConfig(BaseModel):
                 "set them, or choose ngram or suffix."
             )
 
+    def check_device(self, device: str) -> None:
+        """Raise `ConfigError` if a key needs another device than `device`, which may be what
+        `device: auto` has become."""
+        if (
+            device == "cuda"
+            and self.speculative_config is not None
+            and self.speculative_config.model
+        ):
+            raise ConfigError(
+                "speculative_config.method draft_model runs on CPU only so far; choose ngram or "
+                "suffix, or set device: cpu."
+            )
+        for key in ("attention_backend", "sampling_backend"):
+            name = getattr(self, key)
+            if name == "cpu" and device != "cpu":
+                raise ConfigError(f"{key} cpu needs device cpu, and the device is '{device}'.")
+            if name.startswith("flashinfer") and device != "cuda":
+                raise ConfigError(
+                    f"{key} {name} needs a GPU and the device is '{device}'; set {key}: auto or "
+                    "torch."
+                )
+        if self.quantization == "int8" and device != "cpu":
+            raise ConfigError(
+                f"quantization int8 needs device cpu, and the device is '{device}'. "
+                "quantization: auto runs without it."
+            )
+
     def resolve(self) -> ResolvedConfig:
         """Read the model's config and check every size against it. Raises `ConfigError`."""
         folder = resolve_model_path(self.model, self.revision)
@@ -254,6 +281,13 @@ class EngineConfig(BaseModel):
                 f"quantization int8 needs attention_backend: auto or cpu, not "
                 f"{self.attention_backend}; set one or leave quantization out."
             )
+        if self.attention_backend == "flashinfer-fa3" and self.kv_cache_dtype != "auto":
+            raise ConfigError(
+                "attention_backend flashinfer-fa3 can't read a KV cache of another type than the "
+                "model's; set kv_cache_dtype: auto or attention_backend: flashinfer."
+            )
+        if self.device != "auto":
+            self.check_device(self.device)
         if self.simulated != SimulatedDevice() and self.device != "simulated":
             raise ConfigError("simulated needs device: simulated; set it or leave simulated out.")
         if self.pp_max_micro_batch_size is not None and self.pp_size == 1:

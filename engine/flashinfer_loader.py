@@ -9,12 +9,18 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from engine.errors import ConfigError
 
+FLASHINFER = "flashinfer"
+"""The words of `attention_backend` and `sampling_backend` for its kernels begin with this."""
+FLASHINFER_FA3 = "flashinfer-fa3"
+"""The word of `attention_backend` for FlashAttention 3's prefill kernels."""
 HEAD_DIMS = (64, 128, 256)
 """Head sizes that both the prefill and the decode kernels exist for."""
 HALF_DTYPES = (torch.float16, torch.bfloat16)
@@ -27,13 +33,19 @@ def flashinfer_installed() -> bool:
     return importlib.util.find_spec("flashinfer") is not None
 
 
-def load_flashinfer() -> Any:
-    """The module `flashinfer`. Raises `ConfigError` with advice if it is missing or broken."""
+def load_flashinfer(part: str = "flashinfer") -> Any:
+    """The module `flashinfer`, or one below it. Raises `ConfigError` with advice if it is missing
+    or broken."""
     # FlashInfer reads this at import. Its default norm kernels need a 100 MB compiler,
     # nvidia-cutlass-dsl.
     os.environ.setdefault("FLASHINFER_USE_CUDA_NORM", "1")
+    # FlashInfer brings ninja and runs it by name. Where the virtual environment isn't activated, it
+    # lies beside Python only.
+    beside = str(Path(sys.executable).parent)
+    if beside not in os.get_exec_path():
+        os.environ["PATH"] = os.pathsep.join([*os.get_exec_path(), beside])
     try:
-        return importlib.import_module("flashinfer")
+        return importlib.import_module(part)
     except ImportError as error:
         raise ConfigError(
             f"FlashInfer can't be imported ({error}). Install it with "
@@ -55,3 +67,22 @@ def check_wrapper(wrapper: object) -> None:
 def supports_attention(dtype: torch.dtype, head_dim: int) -> bool:
     """Whether the attention kernels exist for queries of this type and size."""
     return dtype in HALF_DTYPES and head_dim in HEAD_DIMS
+
+
+def check_attention(dtype: torch.dtype, head_dim: int) -> None:
+    """Raise `ConfigError` unless the attention kernels exist for queries of this type and size."""
+    if not supports_attention(dtype, head_dim):
+        raise ConfigError(
+            f"attention_backend flashinfer has no kernels for dtype {dtype} with head_dim "
+            f"{head_dim} (it has {', '.join(map(str, HALF_DTYPES))} and "
+            f"{', '.join(map(str, HEAD_DIMS))}); set attention_backend: torch."
+        )
+
+
+def check_fa3(capability: tuple[int, int]) -> None:
+    """Raise `ConfigError` unless a GPU of this compute capability runs FlashAttention 3."""
+    if capability[0] != 9:
+        raise ConfigError(
+            "attention_backend flashinfer-fa3 needs a Hopper GPU (H100, H200); set "
+            "attention_backend: flashinfer."
+        )

@@ -1,7 +1,8 @@
-"""How much of the host's memory is free."""
+"""How much of the host's memory is free, and how many cores it has."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 
@@ -13,6 +14,13 @@ def available_host_bytes() -> int:
     if limit is not None and used is not None:
         available = min(available, max(0, limit - (used - _reclaimable())))
     return available
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _meminfo(key: str) -> int:

@@ -71,6 +71,13 @@ class ModelConfig:
         if pp_size > self.num_layers:
             raise ConfigError(f"pp_size ({pp_size}) exceeds the model's {self.num_layers} layers.")
 
+    def auto_dtype(self, device: str, *, cpu_has_bfloat16: bool) -> str:
+        """What `dtype: auto` means on `device`. Without instructions for it, products in bfloat16
+        take 2 to 5 times as long on a CPU as those in float32."""
+        if device == "cuda":
+            return "bfloat16" if self.dtype == "float32" else self.dtype
+        return "bfloat16" if self.dtype == "bfloat16" and cpu_has_bfloat16 else "float32"
+
     def local_kv_heads(self, tp_size: int) -> int:
         """Key/value heads that each of `tp_size` ranks holds; several ranks may hold the same."""
         return max(1, self.num_kv_heads // tp_size)
@@ -175,6 +182,11 @@ def _read_json(folder: Path, name: str) -> dict[str, Any]:
     try:
         content = json.loads((folder / name).read_text())
     except FileNotFoundError as error:
+        if any(folder.glob("*.gguf")):
+            raise ConfigError(
+                f"{folder} holds GGUF files, which Manta can't read. Use the model's safetensors "
+                "checkpoint in bfloat16 or float16."
+            ) from error
         raise ConfigError(f"'{folder}' has no {name}; is it a Hugging Face model?") from error
     except json.JSONDecodeError as error:
         raise ConfigError(f"{folder / name} is not valid JSON: {error}") from error

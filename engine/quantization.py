@@ -96,6 +96,18 @@ def refuse_type(folder: Path, name: str, type_name: str, names: Iterable[str]) -
     raise refusal(f"the weight '{name}' in {folder} has the quantized type {kind}{method}")
 
 
+def refuse_quantized_tensors(folder: Path, types: dict[str, str]) -> None:
+    """Raise `ConfigError` if the tensors of a file, by name and safetensors' type, are those of a
+    quantized checkpoint. What isn't a weight (counters, masks of old checkpoints) isn't read."""
+    for name, type_name in types.items():
+        if name.endswith(".weight"):
+            refuse_type(folder, name, type_name, types)
+        for suffix, method in _SIGNS:
+            weight = f"{name.removesuffix(suffix)}weight"
+            if name.endswith(f".{suffix}") and weight not in types:
+                raise refusal(f"{folder} has quantized weights ({method}) for '{weight}'")
+
+
 def sign_of(name: str, names: Iterable[str]) -> str:
     """The method whose tensors lie beside weight `name`; "" if there are none."""
     beside = name.removesuffix("weight")

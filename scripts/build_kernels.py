@@ -7,13 +7,14 @@ It needs flashinfer-python, ninja, nvcc (`CUDA_HOME`) and the headers of cuRAND 
 cuBLAS. A bare CUDA toolkit may lack the headers: `pip install --no-deps --target DIR nvidia-curand
 nvidia-cublas` and `--include DIR/nvidia/cu13/include`. Modules in `--out` aren't built again.
 Before FlashInfer compiles a module, it looks for it at `<flashinfer>/data/aot/<name>/<name>.so`;
-this script writes that layout. With FLASHINFER_DISABLE_JIT=1 a missing module is an error and isn't
-compiled.
+this script writes that layout, and beside it for which GPUs the modules are. With
+FLASHINFER_DISABLE_JIT=1 a missing module is an error and isn't compiled.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -29,7 +30,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.common import environment
+from engine import flashinfer_modules
 
 
 @dataclass
@@ -70,6 +71,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{module.name}: {wall_s:.0f} s, {module.cpu_s:.0f} s of CPU, {state}", flush=True)
         if options.json is not None:
             options.json.write_text(_report(options, list(built.values())))
+    flashinfer_modules.write_manifest(out, options.arch)
     return int(failed)
 
 
@@ -79,7 +81,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "--out", type=Path, default=Path("build/aot"), help="folder for the modules"
     )
     parser.add_argument("--install", type=Path, metavar="DIR", help="only copy DIR to flashinfer")
-    parser.add_argument("--arch", default="9.0a", help="compute capability, e.g. 9.0a or 8.9")
+    parser.add_argument(
+        "--arch", nargs="+", default=["9.0a"], help="compute capabilities, e.g. 8.0 9.0a"
+    )
     parser.add_argument("--dtype", nargs="+", default=["bfloat16"], help="of the model")
     parser.add_argument("--head-dim", nargs="+", type=int, default=[128])
     parser.add_argument("--fp8", action="store_true", help="for kv_cache_dtype fp8_e4m3 too")
@@ -95,7 +99,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 def _set_environment(options: argparse.Namespace, out: Path) -> None:
     """Set what flashinfer reads when it is imported, and nvcc and the linker when they run."""
     work = out.parent / f"{out.name}-work"
-    os.environ["FLASHINFER_CUDA_ARCH_LIST"] = options.arch
+    os.environ["FLASHINFER_CUDA_ARCH_LIST"] = " ".join(options.arch)
     os.environ["FLASHINFER_WORKSPACE_BASE"] = str(work)
     os.environ["FLASHINFER_USE_CUDA_NORM"] = "1"
     os.environ["MAX_JOBS"] = str(options.jobs)
@@ -120,33 +124,22 @@ def _set_environment(options: argparse.Namespace, out: Path) -> None:
 def _specs(options: argparse.Namespace) -> Iterator[Any]:
     """The modules that the wrappers and functions called by Manta will load."""
     import torch
-    from flashinfer.aot import gen_fa2, gen_fa3
-    from flashinfer.jit.activation import gen_act_and_mul_module
-    from flashinfer.jit.norm import gen_norm_module
     from flashinfer.jit.page import gen_page_module
-    from flashinfer.jit.rope import gen_rope_module
-    from flashinfer.jit.sampling import gen_sampling_module
 
     fp8 = torch.float8_e4m3fn
     windows = (False, True) if options.windows else (False,)
-    for head_dim in options.head_dim:
-        for name in options.dtype:
-            dtype = getattr(torch, name)
-            for kv_dtype in (dtype, fp8) if options.fp8 else (dtype,):
-                for window in windows:
-                    yield from gen_fa2(dtype, kv_dtype, head_dim, head_dim, window, False)
+    for head_dim, name, window in itertools.product(options.head_dim, options.dtype, windows):
+        dtype = getattr(torch, name)
+        for kv_dtype in (dtype, fp8) if options.fp8 else (dtype,):
+            sizes = (dtype, kv_dtype, head_dim, window)
+            yield from flashinfer_modules.prefill_modules(*sizes, fa3=False)
+            yield from flashinfer_modules.decode_modules(*sizes)
+        if options.fa3:
+            yield from flashinfer_modules.prefill_modules(dtype, dtype, head_dim, window, fa3=True)
     if not options.only_attention:
-        yield gen_act_and_mul_module("silu")
-        yield gen_norm_module()
-        yield gen_rope_module()
+        yield from flashinfer_modules.operator_modules()
+        yield from flashinfer_modules.sampling_modules()
         yield gen_page_module()
-        yield gen_sampling_module()
-    if options.fa3:
-        for head_dim in options.head_dim:
-            for name in options.dtype:
-                dtype = getattr(torch, name)
-                for window in windows:
-                    yield from gen_fa3(dtype, dtype, dtype, head_dim, head_dim, window, False)
 
 
 def _build(spec: Any, out: Path) -> BuiltModule:
@@ -179,6 +172,9 @@ def _report(options: argparse.Namespace, modules: list[BuiltModule]) -> str:
     import flashinfer
     import torch
 
+    # Imported here: the image's stage `flashinfer` has neither benchmarks/ nor deploy/.
+    from benchmarks.common import environment
+
     nvcc = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin" / "nvcc"
     text = subprocess.run([str(nvcc), "--version"], capture_output=True, text=True, check=True)
     release = next(line for line in text.stdout.splitlines() if "release" in line)
@@ -189,7 +185,7 @@ def _report(options: argparse.Namespace, modules: list[BuiltModule]) -> str:
         "torch": torch.__version__,
         "nvcc": release.rsplit(" ", 1)[-1],
         "python": platform.python_version(),
-        "arch": options.arch,
+        "arch": " ".join(options.arch),
         "jobs": options.jobs,
         "modules": [asdict(module) for module in modules],
     }

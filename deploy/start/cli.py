@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -45,7 +46,7 @@ def check(options: argparse.Namespace) -> int:
     """`manta check`: everything that `serve` checks, without starting anything."""
     from deploy.start import launch
     from deploy.start.banner import describe
-    from deploy.start.preflight import GIB, memory_bytes
+    from deploy.start.devices import memory_line
     from deploy.start.target import load_target
 
     target = load_target(options.target, options.set, options.host, options.port, _tls(options))
@@ -54,10 +55,15 @@ def check(options: argparse.Namespace) -> int:
         cache = app.engine.max_total_tokens
         print(f"longest request: {app.resolved.max_model_len} tokens")
         print(f"KV cache: {f'{cache} tokens' if cache else 'as large as memory allows'}")
-        print(f"on CPU it takes about {memory_bytes(app) / GIB:.1f} GiB of memory")
+        if not os.environ.get("RAY_ADDRESS"):
+            print(memory_line(app))
     with ExitStack() as stack:
         for warning in launch.check(target, options.haproxy, stack):
             print(f"warning: {warning}")
+    if os.environ.get("RAY_ADDRESS"):
+        print(
+            "RAY_ADDRESS is set: files, memory and GPUs are those of its machines, not checked here"
+        )
     print(f"would listen on {target.http['host']} port {target.http['port']}")
     print("ok")
     return 0

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from deploy.start.child import prepare_child
-from deploy.start.preflight import is_on_cpu
+from deploy.start.devices import is_on_cpu
 from deploy.start.target import Target
 from engine.native.library import needs_build
 

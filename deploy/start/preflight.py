@@ -6,23 +6,18 @@ import json
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 from deploy.http.access.listening import is_loopback
+from deploy.start.devices import check_devices, draft_model
 from deploy.start.target import Target
 from engine.errors import ConfigError
-from engine.host_memory import available_host_bytes
+from engine.quantization import refuse_quantized_tensors
+from engine.tokenizer.loading import check_tokenizer_files
 
-PROCESS_BYTES = 1_200 << 20
-"""Memory that Ray, Serve and our own processes take besides the model, with one replica on CPU
-(measured: 1.1 GiB for a whole pod)."""
-REPLICA_BYTES = 300 << 20
-"""Memory that the processes of one more replica take."""
 SHARED_MEMORY_BYTES = 64 << 20
 """The least of /dev/shm that Ray's object store needs; with less it moves to the disk."""
-GIB = 1 << 30
 _INDEX = "model.safetensors.index.json"
 
 
@@ -31,10 +26,13 @@ def check_machine(target: Target) -> list[str]:
     warnings: list[str] = []
     host = str(target.http["host"])
     for app in target.applications:
-        if app.engine.load_format == "auto":
-            check_weights(Path(app.resolved.model.path))
+        for model in (app.resolved.model, draft_model(app)):
+            if model is not None and app.engine.load_format == "auto":
+                check_weights(Path(model.path))
     if sys.platform == "linux":
-        warnings += _check_memory([app for app in target.applications if is_on_cpu(app)])
+        warnings += check_devices(target.applications)
+    for app in target.applications:
+        check_tokenizer_files(Path(app.resolved.model.path))
     if not is_loopback(host) and not target.http.get("ssl_certfile"):
         warnings.append("what clients send crosses the network unencrypted, keys too, without TLS")
     shared = Path("/dev/shm")
@@ -68,55 +66,9 @@ def check_weights(folder: Path) -> None:
             )
     for file in files:
         try:
-            with safe_open(str(file), framework="numpy"):
-                pass
+            with safe_open(str(file), framework="numpy") as opened:
+                names = list(opened.keys())
+                types = {name: opened.get_slice(name).get_dtype() for name in names}
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{file} can't be read: {error}. Download it again.") from error
-
-
-def model_bytes(app: Any) -> int:
-    """About how many bytes the weights of an `AppConfig` take on this machine's CPUs, with its KV
-    cache if the size of that is stated."""
-    engine, model = app.engine, app.resolved.model
-    wide = "float32" in (engine.dtype, model.dtype if engine.dtype == "auto" else "")
-    item = 4 if wide else 2
-    weights = sum(file.stat().st_size for file in Path(model.path).glob("*.safetensors"))
-    if model.dtype != "float32" and item == 4:
-        weights *= 2
-    if engine.quantization == "int8":
-        # A byte for each number, but the table of embeddings is as wide as `dtype`.
-        table = model.vocab_size * model.hidden_size
-        weights = weights // item + table * (item if model.tie_word_embeddings else item - 1)
-    token = 2 * model.num_layers * model.num_kv_heads * model.head_dim
-    cache = (engine.max_total_tokens or 0) * token * (item + 4)  # decoding keeps float32 copies
-    return int(app.max_replicas * (weights + cache))
-
-
-def memory_bytes(app: Any) -> int:
-    """`model_bytes` and the memory that all processes take besides, in bytes."""
-    return model_bytes(app) + PROCESS_BYTES + (app.max_replicas - 1) * REPLICA_BYTES
-
-
-def _check_memory(apps: list[Any]) -> list[str]:
-    free = available_host_bytes()
-    needed = sum(map(memory_bytes, apps))
-    advice = (
-        f"this needs about {needed / GIB:.1f} GiB of memory, and {free / GIB:.1f} GiB are free. "
-        "Lower max_total_tokens or num_replicas, set a smaller dtype or model, or end other "
-        "programs."
-    )
-    if sum(map(model_bytes, apps)) > free:
-        raise ConfigError(advice)
-    return [advice] if needed > free else []
-
-
-def is_on_cpu(app: Any) -> bool:
-    """Whether the workers of an `AppConfig` compute on this machine's CPUs, as far as is known
-    before Ray runs."""
-    device = app.engine.device
-    return device == "cpu" or (device == "auto" and not has_nvidia_gpu())
-
-
-def has_nvidia_gpu() -> bool:
-    """Whether programs may use an NVIDIA GPU on this machine, also under WSL 2."""
-    return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()
+        refuse_quantized_tensors(folder, types)

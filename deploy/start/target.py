@@ -108,6 +108,11 @@ def _override(text: str) -> tuple[str, Any]:
 def _read(target: str) -> Any:
     path = _find(target)
     if path is not None and path.is_file():
+        if path.suffix == ".gguf":
+            raise ConfigError(
+                "Manta can't read GGUF files. Use the folder of the model's safetensors checkpoint "
+                "in bfloat16 or float16."
+            )
         try:
             return yaml.safe_load(path.read_text())
         except (yaml.YAMLError, UnicodeDecodeError) as error:

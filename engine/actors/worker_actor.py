@@ -33,6 +33,7 @@ class WorkerActor:
         # Imported here: it loads torch, and other processes import this class.
         from engine.worker.auto_config import make_worker_config
 
+        log_as_worker(self.rank, self._log_format)  # the choices made here may warn
         worker = make_worker_config(EngineConfig(**config).resolve(), share=share, serving=True)
         host = node_ip()
         if worker.world_size == 1:

@@ -24,13 +24,8 @@ from engine.attention.forward_batch import ForwardBatch
 from engine.attention.page_table import PageTable, page_indices, page_table
 from engine.attention.plan_ring import PlanRing
 from engine.errors import ConfigError
-from engine.flashinfer_loader import (
-    HALF_DTYPES,
-    HEAD_DIMS,
-    check_wrapper,
-    load_flashinfer,
-    supports_attention,
-)
+from engine.flashinfer_loader import check_attention, check_fa3, check_wrapper, load_flashinfer
+from engine.flashinfer_modules import decodes_on_tensor_cores
 from engine.protocol.messages import Int64Array
 
 FLOAT_WORKSPACE_BYTES = 128 << 20
@@ -40,9 +35,6 @@ INT_WORKSPACE_BYTES = 8 << 20
 """Size of one plan, on the device and pinned; the wrappers themselves take the same size."""
 STEPS_IN_FLIGHT = 3
 """Steps whose plans may not have reached the device yet: two by the overlap and one to spare."""
-TENSOR_CORE_GROUP = 4
-"""With at least this many query heads per key/value head, decoding is faster on tensor cores
-(SGLang)."""
 
 
 class _Variant(NamedTuple):
@@ -108,8 +100,7 @@ class FlashInferAttentionBackend(AttentionBackend):
             tuple(kv.view(-1, page_size, heads, dim) for kv in self.pool.get(layer.layer_id))
             for layer in inputs.layers
         ]
-        group = inputs.num_heads // heads
-        self._tensor_cores = group >= TENSOR_CORE_GROUP or self.pool.dtype.itemsize == 1
+        self._tensor_cores = decodes_on_tensor_cores(inputs.num_heads, heads, self.pool.dtype)
         self._float_workspace = torch.zeros(
             FLOAT_WORKSPACE_BYTES, dtype=torch.uint8, device=self.device
         )
@@ -326,23 +317,11 @@ class FlashInferAttentionBackend(AttentionBackend):
 
     def _check(self, prefill_backend: str) -> None:
         inputs = self.inputs
-        if not supports_attention(self.query_dtype, inputs.head_dim):
-            raise ConfigError(
-                f"attention_backend flashinfer has no kernels for dtype {self.query_dtype} with "
-                f"head_dim {inputs.head_dim} (it has {', '.join(map(str, HALF_DTYPES))} and "
-                f"{', '.join(map(str, HEAD_DIMS))}); set attention_backend: torch."
-            )
+        check_attention(self.query_dtype, inputs.head_dim)
         if prefill_backend == "fa3" and self.pool.dtype != self.query_dtype:
             raise ConfigError(
                 "attention_backend flashinfer-fa3 can't read a KV cache of another type than the "
                 "model's; set kv_cache_dtype: auto or attention_backend: flashinfer."
             )
-        if (
-            prefill_backend == "fa3"
-            and self.device.type == "cuda"
-            and torch.cuda.get_device_capability(self.device)[0] != 9
-        ):
-            raise ConfigError(
-                "attention_backend flashinfer-fa3 needs a Hopper GPU (H100, H200); set "
-                "attention_backend: flashinfer."
-            )
+        if prefill_backend == "fa3" and self.device.type == "cuda":
+            check_fa3(torch.cuda.get_device_capability(self.device))

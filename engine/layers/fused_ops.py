@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.flashinfer_loader import HALF_DTYPES, flashinfer_installed, load_flashinfer
+from engine.flashinfer_loader import FLASHINFER, HALF_DTYPES, load_flashinfer
 from engine.native.kernels import require_kernels
 
 
@@ -91,11 +91,12 @@ class FlashInferOps(FusedOps):
 def fused_ops(device: torch.device, dtype: torch.dtype, backend: str) -> FusedOps | None:
     """The fused kernels where they can be used, else None. Call this once per model.
 
-    `backend`: the attention backend; "cpu" uses the CPU's kernels everywhere. Raises `ConfigError`
-    if they are not there.
+    `backend`: the attention backend. "cpu" uses the CPU's kernels everywhere and the words that
+    begin with "flashinfer" FlashInfer's; "torch" uses none, so it needs neither package nor
+    compiler. Raises `ConfigError` if they are not there.
     """
     if device.type == "cpu" and backend == "cpu":
         return CpuOps()
-    if device.type == "cuda" and dtype in HALF_DTYPES and flashinfer_installed():
+    if device.type == "cuda" and dtype in HALF_DTYPES and backend.startswith(FLASHINFER):
         return FlashInferOps()
     return None

@@ -1,4 +1,7 @@
-"""How weight matrices are kept: what is read for a layer, its kernel, and its size in memory."""
+"""How weight matrices are kept: what is read for a layer, and its kernel.
+
+What they take of memory is calculated in `engine.memory_need`.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,6 @@ from engine.layers.linear_kernel import (
     SharedRowsKernel,
     make_linear_kernel,
 )
-
-SCALE_BYTES = 4
 
 
 class TensorReader(Protocol):
@@ -89,14 +90,6 @@ class WeightFormat(ABC):
         """A plain `weight` that an embedding and its output head share. The caller drops its
         references, as for `linear`."""
 
-    def num_bytes(self, out_size: int, in_size: int, dtype: torch.dtype) -> int:
-        """Bytes of a matrix whose plain type would be `dtype`."""
-        return out_size * in_size * dtype.itemsize
-
-    def tied_bytes(self, out_size: int, in_size: int, dtype: torch.dtype) -> int:
-        """Bytes that the head of `tied` takes beside the embedding's own."""
-        return 0
-
 
 class PlainFormat(WeightFormat):
     """The model's own type, multiplied by torch."""
@@ -133,12 +126,6 @@ class Int8Format(WeightFormat):
     def tied(self, weight: Tensor) -> TiedMatrix:
         """The head has a copy: the embedding keeps its exact rows."""
         return TiedMatrix(RowTable(weight), Int8Kernel(weight, None))
-
-    def num_bytes(self, out_size: int, in_size: int, dtype: torch.dtype) -> int:
-        return out_size * (in_size + SCALE_BYTES)
-
-    def tied_bytes(self, out_size: int, in_size: int, dtype: torch.dtype) -> int:
-        return self.num_bytes(out_size, in_size, dtype)
 
 
 def weight_format(backend: str, quantization: str = "auto") -> WeightFormat:

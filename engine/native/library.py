@@ -63,6 +63,21 @@ class KernelLibrary:
         except BuildError:
             return False
 
+    def lack(self) -> str:
+        """Why `load` will surely find no library; "" if it may. Doesn't import torch."""
+        if is_switched_off():
+            return f"{SWITCH} switches them off"
+        if why := unsuitable_platform() or unsuitable_processor():
+            return why
+        try:
+            stem = library_stem(self._source_dir, installed_torch())
+            if self._shipped(stem) is None and _built_earlier(stem) is None:
+                failure = cache_entry(stem, find_compiler()).failure()
+                return "" if failure is None else str(failure)
+        except BuildError as error:
+            return str(error)
+        return ""
+
     def _load(self) -> None:
         if is_switched_off():
             self._reason = f"{SWITCH} switches them off"
@@ -112,6 +127,11 @@ def reason() -> str:
 def needs_build() -> bool:
     """Whether `load` would compile, which takes a minute. Doesn't import torch."""
     return _LIBRARY.needs_build()
+
+
+def lack() -> str:
+    """Why `load` will surely return None; "" if it may find a library. Doesn't import torch."""
+    return _LIBRARY.lack()
 
 
 def _built_earlier(stem: str) -> Path | None:

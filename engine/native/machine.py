@@ -12,6 +12,7 @@ SWITCH = "MANTA_CPU_KERNELS"
 CPU_INFO = Path("/proc/cpuinfo")
 NEEDED_FLAGS = ("avx2", "fma", "f16c")
 """What a processor must have, in the words of /proc/cpuinfo."""
+BFLOAT16_FLAGS = ("avx512_bf16", "amx_tile")
 
 
 def is_switched_off() -> bool:
@@ -32,6 +33,11 @@ def unsuitable_processor() -> str:
     flags = processor_flags()
     missing = [f"no {flag.upper()}" for flag in NEEDED_FLAGS if flag not in flags]
     return f"this processor has {' and '.join(missing)}" if missing else ""
+
+
+def has_bfloat16() -> bool:
+    """Whether the processor multiplies in bfloat16: AVX512-BF16 or AMX."""
+    return not processor_flags().isdisjoint(BFLOAT16_FLAGS)
 
 
 def processor_flags() -> frozenset[str]:

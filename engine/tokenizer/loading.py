@@ -32,14 +32,10 @@ def load_tokenizer_files(folder: Path) -> TokenizerFiles:
     """Read `folder`. Raises `ConfigError` if it holds no tokenizer that can be loaded."""
     if not folder.is_dir():
         raise ConfigError(f"the model folder {folder} doesn't exist")
+    check_tokenizer_files(folder)
     config = _read_json(folder / "tokenizer_config.json") or {}
     path = folder / "tokenizer.json"
     if not path.is_file():
-        if not any(next(folder.glob(name), None) for name in _OTHER_FORMATS):
-            raise ConfigError(
-                f"{folder} holds no tokenizer: expected tokenizer.json beside config.json. "
-                "Copy the tokenizer files of the model's repository there."
-            )
         return _load_with_transformers(folder)
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
@@ -60,6 +56,15 @@ def load_tokenizer_files(folder: Path) -> TokenizerFiles:
     }
     _add_tokens(backend, config, special_tokens.values())
     return TokenizerFiles(backend, special_tokens, _read_chat_templates(folder, config))
+
+
+def check_tokenizer_files(folder: Path) -> None:
+    """Raise `ConfigError` if `folder` holds no file of a tokenizer."""
+    if not any(next(folder.glob(name), None) for name in ("tokenizer.json", *_OTHER_FORMATS)):
+        raise ConfigError(
+            f"{folder} holds no tokenizer: expected tokenizer.json beside config.json. "
+            "Copy the tokenizer files of the model's repository there."
+        )
 
 
 def _add_tokens(

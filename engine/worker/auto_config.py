@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import logging
 from dataclasses import replace
 
 import torch
@@ -10,13 +10,22 @@ import torch
 from engine.attention.cpu_backend import has_kernels_for
 from engine.config import EngineConfig, ResolvedConfig
 from engine.errors import ConfigError
-from engine.flashinfer_loader import flashinfer_installed, supports_attention
+from engine.host_memory import available_host_bytes, num_cores
+from engine.memory_need import crowding, max_cache_tokens, shortage
 from engine.model_config import ModelConfig
 from engine.models.loader import resolve_dtype
 from engine.native import library
 from engine.native.kernels import require_kernels
-from engine.worker.sizing.estimate import profile_max_tokens
+from engine.native.machine import has_bfloat16
+from engine.worker.gpu_kernels import (
+    auto_attention_backend,
+    auto_sampling_backend,
+    check_flashinfer,
+)
+from engine.worker.sizing.estimate import memory_of, profile_max_tokens
 from engine.worker_config import WorkerConfig
+
+logger = logging.getLogger(__name__)
 
 MAX_GRAPH_ROWS = 256
 """Largest decode batch to capture by default; larger ones keep a GPU busy without graphs."""
@@ -41,21 +50,23 @@ def make_worker_config(
     device = engine.device if engine.device != "auto" else detect_device()
     if device == "cuda" and detect_device() != "cuda":
         raise ConfigError("device is 'cuda' but torch sees no GPU; set device: cpu or auto.")
-    dtype = engine.dtype if engine.dtype != "auto" else _auto_dtype(config.model, device)
+    engine.check_device(device)
+    dtype: str = engine.dtype
+    if dtype == "auto":
+        dtype = config.model.auto_dtype(device, cpu_has_bfloat16=has_bfloat16())
     threads = engine.cpu_threads
     if threads is None:
-        threads = auto_threads(_num_cores(), engine.world_size * share, serving=serving)
-    pages = -(-(config.max_model_len + engine.draft_tokens) // engine.page_size)
+        threads = auto_threads(num_cores(), engine.world_size * share, serving=serving)
     attention = _attention_backend(engine.attention_backend, config.model, dtype, device)
     if engine.quantization == "int8":
-        _check_int8(config.model, device, attention)
+        _check_int8(config.model, attention)
     worker = WorkerConfig(
         model=config.model,
         dtype=dtype,
         device=device,
         page_size=engine.page_size,
         num_kv_tokens=engine.max_total_tokens,
-        max_kv_tokens=engine.max_running_requests * pages * engine.page_size,
+        max_kv_tokens=max_cache_tokens(engine, config.max_model_len),
         memory_fraction=engine.memory_fraction,
         max_running_requests=engine.max_running_requests,
         max_model_len=config.max_model_len,
@@ -73,9 +84,13 @@ def make_worker_config(
         quantization=engine.quantization,
         speculative=engine.speculative_config,
         short_step_s=short_step_s(
-            threads * engine.world_size * share, _num_cores(), attention, serving=serving
+            threads * engine.world_size * share, num_cores(), attention, serving=serving
         ),
     )
+    if device == "cuda":
+        check_flashinfer(worker)
+    if device == "cpu":
+        _check_host(worker, share, serving=serving)
     return replace(worker, num_kv_tokens=_num_kv_tokens(worker, share))
 
 
@@ -87,6 +102,23 @@ def _num_kv_tokens(config: WorkerConfig, share: int) -> int | None:
     elif tokens is None and config.device == "cpu":
         tokens = min(profile_max_tokens(config, share), config.max_kv_tokens)
     return None if tokens is None else tokens // config.page_size * config.page_size
+
+
+def _check_host(config: WorkerConfig, share: int, *, serving: bool) -> None:
+    """Raise `ConfigError` if the weights and a stated KV cache can't fit into this host's memory.
+
+    A server's other workers may run on other hosts, or have loaded their part already. So of them
+    only this one's part is asked for. The launcher has judged the whole, and said the rest.
+    """
+    need, free = memory_of(config), available_host_bytes()
+    needed = need.stated(config.num_kv_tokens)
+    if serving:
+        needed = need.rank_weights() + need.per_token() * (config.num_kv_tokens or 0)
+    if needed > free:
+        raise ConfigError(shortage(needed, free))
+    told = crowding(config.world_size * share, num_cores())
+    if told and not serving:
+        logger.warning("%s", told)
 
 
 def max_step_tokens(engine: EngineConfig, max_model_len: int) -> int:
@@ -116,15 +148,13 @@ def graph_max_batch_size(engine: EngineConfig) -> int:
 
 
 def _attention_backend(name: str, model: ModelConfig, dtype: str, device: str) -> str:
-    if name == "cpu" and device != "cpu":
-        raise ConfigError(f"attention_backend cpu needs device cpu, and the device is '{device}'.")
     if device == "cpu":
         return _cpu_attention_backend(name, model)
-    if device != "cuda":
-        return _backend_without_gpu("attention_backend", name, device)
     if name != "auto":
         return name
-    return auto_attention_backend(device, resolve_dtype(dtype), model.head_dim)
+    if device != "cuda":
+        return "torch"
+    return auto_attention_backend(resolve_dtype(dtype), model.head_dim)
 
 
 def _cpu_attention_backend(name: str, model: ModelConfig) -> str:
@@ -136,53 +166,28 @@ def _cpu_attention_backend(name: str, model: ModelConfig) -> str:
         if not fits:
             raise ConfigError("attention_backend cpu has no kernels for this model's sizes.")
         return name
-    return _backend_without_gpu("attention_backend", name, "cpu")
+    return "torch" if name == "auto" else name
 
 
-def _check_int8(model: ModelConfig, device: str, attention_backend: str) -> None:
+def _check_int8(model: ModelConfig, attention_backend: str) -> None:
     """Raise `ConfigError` saying what int8 weights lack, unless the CPU's kernels are used."""
     if attention_backend == "cpu":
         return
-    if device != "cpu":
-        lack = f"needs device cpu, and the device is '{device}'"
-    elif not has_kernels_for(model):
+    if not has_kernels_for(model):
         lack = "has no kernels for this model's sizes"
     else:
         lack = f"needs the library of CPU kernels: {library.reason()}"
     raise ConfigError(f"quantization int8 {lack}. quantization: auto runs without it.")
 
 
-def auto_attention_backend(device: str, dtype: torch.dtype, head_dim: int) -> str:
-    """What `attention_backend: auto` means: flashinfer if it is installed and has kernels."""
-    if device == "cuda" and supports_attention(dtype, head_dim) and flashinfer_installed():
-        return "flashinfer"
-    return "torch"
-
-
 def _sampling_backend(name: str, device: str, attention_backend: str) -> str:
     if name == "cpu":
-        if device != "cpu":
-            raise ConfigError(f"sampling_backend cpu needs device cpu, and it is '{device}'.")
         require_kernels("sampling_backend")
+    if name != "auto":
         return name
-    if name == "auto" and attention_backend == "cpu":
-        return "cpu"
-    if device != "cuda":
-        return _backend_without_gpu("sampling_backend", name, device)
-    return auto_sampling_backend(device) if name == "auto" else name
-
-
-def auto_sampling_backend(device: str) -> str:
-    """What `sampling_backend: auto` means: flashinfer on a GPU where it is installed."""
-    return "flashinfer" if device == "cuda" and flashinfer_installed() else "torch"
-
-
-def _backend_without_gpu(key: str, name: str, device: str) -> str:
-    if name.startswith("flashinfer"):
-        raise ConfigError(
-            f"{key} {name} needs a GPU and the device is '{device}'; set {key}: auto or torch."
-        )
-    return "torch" if name == "auto" else name
+    if device == "cuda":
+        return auto_sampling_backend(attention_backend)
+    return "cpu" if attention_backend == "cpu" else "torch"
 
 
 def detect_device() -> str:
@@ -206,24 +211,3 @@ def short_step_s(threads: int, cores: int, attention_backend: str, *, serving: b
     if serving and threads >= cores:
         return SHORT_STEP_S
     return SHORT_TORCH_STEP_S if attention_backend == "torch" else 0.0
-
-
-def _num_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def _auto_dtype(model: ModelConfig, device: str) -> str:
-    if device == "cuda":
-        return "bfloat16" if model.dtype == "float32" else model.dtype
-    return model.dtype if model.dtype == "bfloat16" and _cpu_has_bfloat16() else "float32"
-
-
-def _cpu_has_bfloat16() -> bool:
-    """Whether the CPU has AVX512-BF16 or AMX. Without them, bfloat16 matrix products run 2-5x
-    slower than float32."""
-    return any(
-        getattr(torch.cpu, name, bool)()
-        for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    )

@@ -14,7 +14,7 @@ import kubernetes_validate
 import yaml
 
 from deploy.serve_state.drain_watch import HANDOVER_S
-from tests.k8s.kuberay import custom_resources
+from tests.k8s.kuberay import custom_resources, quantity
 from tests.k8s.manifests import Document, find, groups, matches, served, the
 from tests.k8s.placement import misfits
 from tests.support.source_files import ROOT
@@ -26,6 +26,8 @@ BY_HAND = {"manta-redis", "manta-hub", "manta-metrics-key", "manta-tls"}
 USER = 1000
 ENDING_S = 10
 """For the processes of a pod to end after Ray's drain."""
+SHARED_MEMORY_BYTES = 1 << 30
+"""What NCCL needs of /dev/shm (docs/gpu.md)."""
 Check = Callable[[list[Document]], Iterator[str]]
 
 
@@ -302,6 +304,26 @@ def room(documents: list[Document]) -> Iterator[str]:
         yield str(error)
 
 
+def shared_memory(documents: list[Document]) -> Iterator[str]:
+    """Pods with several ranks have a /dev/shm for NCCL: a pod's own has 64 MiB."""
+    service = _service(documents)
+    (app,) = served(service)["applications"]
+    if app["args"].get("tp_size", 1) * app["args"].get("pp_size", 1) == 1:
+        return
+    for group, template in _ray_pods(documents):
+        if group["groupName"] != "engines":
+            continue
+        (container,) = template["spec"]["containers"]
+        mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+        volumes = {volume["name"]: volume for volume in template["spec"]["volumes"]}
+        folder = volumes.get(mounts.get("/dev/shm", ""), {}).get("emptyDir", {})
+        size = quantity(str(folder.get("sizeLimit", 0)))
+        if folder.get("medium") != "Memory" or size < SHARED_MEMORY_BYTES:
+            yield f"engines: /dev/shm isn't {SHARED_MEMORY_BYTES >> 30} GiB or more in memory"
+        elif size >= quantity(str(container["resources"]["limits"]["memory"])):
+            yield "engines: /dev/shm may take all of the container's memory"
+
+
 def operator_rules(documents: list[Document]) -> Iterator[str]:
     """What KubeRay refuses or misunderstands although its schema allows it."""
     service = _service(documents)
@@ -456,6 +478,7 @@ CHECKS: tuple[Check, ...] = (
     policies,
     ends,
     room,
+    shared_memory,
     operator_rules,
     security,
     application,

@@ -1,10 +1,10 @@
 """FlashInfer's documented behaviour in plain torch on CPU, at least as strict as the real package.
 
-Signatures are copies of flashinfer-python 0.7.2's (`test_flashinfer_signatures.py` compares them
-where the package is installed). A plan goes the real way: it is written to the wrapper's pinned
-buffer, and a copy to the device's buffer is queued. `run` is queued behind that copy and uses the
-content of the device's buffer. By default the queue runs at once; `Device.deferred` keeps it, like
-a device that is busy with earlier steps.
+Signatures are copies of flashinfer-python 0.7.2.post1's (`test_flashinfer_signatures.py` compares
+them where the package is installed). A plan goes the real way: it is written to the wrapper's
+pinned buffer, and a copy to the device's buffer is queued. `run` is queued behind that copy and
+uses the content of the device's buffer. By default the queue runs at once; `Device.deferred` keeps
+it, like a device that is busy with earlier steps.
 """
 
 from __future__ import annotations
@@ -347,9 +347,11 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         max_sequence_kv=None,
         fixed_split_size=None,
         disable_split_kv=False,
+        uniform_q_len=None,
     ) -> None:
         self._device.plans += 1
         assert causal
+        assert uniform_q_len is None
         _ints(qo_indptr, len(paged_kv_indptr))
         self._check_pages(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size)
         self._check_types(q_data_type, kv_data_type, o_data_type)

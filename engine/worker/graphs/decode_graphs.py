@@ -29,6 +29,7 @@ from tqdm import tqdm
 
 from engine.attention.forward_batch import ForwardBatch, StepInputs, step_inputs
 from engine.errors import ConfigError
+from engine.memory_need import GRAPH_RESERVE_BYTES
 from engine.protocol.messages import ForwardMode, ModelWorkerBatch
 from engine.protocol.step_layout import token_starts
 from engine.sampling.plan import Draw, RowGroup, SamplingPlan
@@ -48,7 +49,6 @@ from engine.worker.graphs.sizes import (
     smallest_fitting,
 )
 from engine.worker.model_runner import ModelRunner
-from engine.worker.sizing.memory_profile import GRAPH_RESERVE_BYTES
 
 logger = logging.getLogger(__name__)
 

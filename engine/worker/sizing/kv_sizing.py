@@ -15,13 +15,9 @@ import torch
 from engine.device.memory import DeviceMemory
 from engine.distributed import ParallelState
 from engine.errors import ConfigError
+from engine.memory_need import GRAPH_RESERVE_BYTES, HEADROOM_BYTES, gpu_weights_shortage
 from engine.worker.base import ModelWorker
-from engine.worker.sizing.memory_profile import (
-    GRAPH_RESERVE_BYTES,
-    HEADROOM_BYTES,
-    MemoryProfile,
-    gib,
-)
+from engine.worker.sizing.memory_profile import MemoryProfile, gib
 from engine.worker.sizing.out_of_memory import WEIGHTS, holders, remedies
 from engine.worker.sizing.profile_steps import largest_steps
 from engine.worker_config import WorkerConfig
@@ -81,13 +77,11 @@ class MemoryMeter:
 
 def check_weights_fit(needed: int, config: WorkerConfig, memory: DeviceMemory) -> None:
     """Raise `ConfigError` before minutes of loading if `needed` bytes of weights can't fit."""
-    free = memory.free()
-    if needed <= free:
-        return
-    raise ConfigError(
-        f"this rank's weights take {gib(needed)}, but of the GPU's {gib(memory.total())} only "
-        f"{gib(free)} are free. Change one of: {remedies(WEIGHTS, config)}.{holders(memory)}"
+    told = gpu_weights_shortage(
+        needed, memory.total(), memory.free(), config.memory_fraction, remedies(WEIGHTS, config)
     )
+    if told:
+        raise ConfigError(f"{told}{holders(memory)}")
 
 
 def agree_on_kv_tokens(

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-GIB = 1 << 30
-
-GRAPH_RESERVE_BYTES = 2 * GIB
-"""Memory kept free for the CUDA graphs, which are captured after the KV cache is allocated."""
-
-HEADROOM_BYTES = 1 * GIB
-"""Memory kept free for what the profile doesn't see: fragmentation, growth of the penalties' pool,
-modules that CUDA loads at their first use."""
+from engine.memory_need import GIB
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import torch
 
 from engine.device.memory import DeviceMemory
 from engine.errors import ConfigError
+from engine.memory_need import split_remedies
 from engine.worker.sizing.memory_profile import gib
 from engine.worker_config import WorkerConfig
 
@@ -44,7 +45,7 @@ def advice(phase: str, config: WorkerConfig, memory: DeviceMemory) -> str:
     return (
         f"the GPU ran out of memory while {phase}: it has {gib(memory.total())}, this worker's "
         f"tensors take {gib(memory.allocated())} and {gib(memory.elsewhere())} are held outside "
-        f"them (other processes, CUDA, NCCL). Change one of: {remedies(phase, config)}."
+        f"them (other processes, CUDA, NCCL). Change one of: {'; '.join(remedies(phase, config))}."
         f"{holders(memory)}"
     )
 
@@ -60,24 +61,19 @@ def holders(memory: DeviceMemory) -> str:
     return ""
 
 
-def remedies(phase: str, config: WorkerConfig) -> str:
+def remedies(phase: str, config: WorkerConfig) -> list[str]:
     """Keys that free memory, the most useful first, with their values now."""
-    split = [
-        f"raise tp_size (now {config.tp_size}) or pp_size (now {config.pp_size})",
-        "use a smaller model or a larger GPU",
-    ]
-    if config.dtype == "float32":
-        split.insert(0, "set dtype: bfloat16 (now float32)")
+    split = split_remedies(config.dtype, config.tp_size, config.pp_size)
     if phase == WEIGHTS:
-        return "; ".join(split)
+        return split
     rows = f"lower max_running_requests (now {config.max_running_requests})"
     chunk = f"lower chunked_prefill_size (the largest step has {config.max_step_tokens} tokens)"
     length = f"lower max_model_len (now {config.max_model_len})"
     if phase == PROFILE:
-        return "; ".join([chunk, rows, length, *split])
+        return [chunk, rows, length, *split]
     size = f"lower memory_fraction (now {config.memory_fraction:g})"
     if config.num_kv_tokens is not None:
         size = f"lower max_total_tokens (now {config.num_kv_tokens})"
     if config.kv_cache_dtype == "auto":
         split.insert(0, "set kv_cache_dtype: fp8_e4m3")
-    return "; ".join([size, length, chunk, rows, *split])
+    return [size, length, chunk, rows, *split]

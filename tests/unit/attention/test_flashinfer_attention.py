@@ -22,7 +22,7 @@ from engine.attention.torch_backend import CpuAttentionBackend
 from engine.errors import ConfigError
 from engine.protocol.messages import ForwardMode, ModelWorkerBatch
 from engine.registry import ATTENTION_BACKENDS
-from engine.worker.auto_config import auto_attention_backend
+from engine.worker.gpu_kernels import auto_attention_backend
 from tests.support.fake_flashinfer import Device, install
 
 CPU = torch.device("cpu")
@@ -419,11 +419,10 @@ def test_missing_package_gives_advice(monkeypatch: pytest.MonkeyPatch) -> None:
 
     install(monkeypatch)
     inputs = Pair().inputs[1]
-    assert auto_attention_backend("cuda", torch.bfloat16, 128) == "flashinfer"
-    assert auto_attention_backend("cpu", torch.bfloat16, 128) == "torch"
-    assert auto_attention_backend("cuda", torch.bfloat16, 80) == "torch"
+    assert auto_attention_backend(torch.bfloat16, 128) == "flashinfer"
+    assert auto_attention_backend(torch.bfloat16, 80) == "torch"
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     with pytest.raises(ConfigError, match=r"manta-serve\[gpu\].*attention_backend"):
         ATTENTION_BACKENDS["flashinfer"](inputs)
     monkeypatch.setattr(flashinfer_loader.importlib.util, "find_spec", lambda name: None)
-    assert auto_attention_backend("cuda", torch.bfloat16, 128) == "torch"
+    assert auto_attention_backend(torch.bfloat16, 128) == "torch"

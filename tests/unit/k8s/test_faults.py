@@ -281,6 +281,27 @@ FAULTS: dict[str, tuple[str, Fault, str]] = {
         lambda d: _container(d, 1).pop("readinessProbe"),
         "readiness probe",
     ),
+    "no shared memory": (
+        "tp8",
+        lambda d: _container(d, 1)["volumeMounts"].pop(),
+        "/dev/shm",
+    ),
+    "no shared memory on two hosts": (
+        "pp2-two-hosts",
+        lambda d: _pod(d, 1)["volumes"][-1].update(emptyDir={"sizeLimit": "8Gi"}),
+        "/dev/shm",
+    ),
+    "too little shared memory": (
+        "tp8",
+        lambda d: _pod(d, 1)["volumes"][-1]["emptyDir"].update(sizeLimit="64Mi"),
+        "/dev/shm",
+    ),
+    "shared memory without a limit": (
+        "tp8",
+        lambda d: _pod(d, 1)["volumes"][-1]["emptyDir"].pop("sizeLimit"),
+        "/dev/shm",
+    ),
+    "ranks without shared memory": ("gpu", lambda d: _args(d, pp_size=2), "/dev/shm"),
     "own probe": (
         "cpu",
         lambda d: _container(d, 1).update(readinessProbe={"tcpSocket": {"port": 8000}}),

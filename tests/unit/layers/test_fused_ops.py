@@ -9,7 +9,6 @@ import torch
 
 from engine.attention import flashinfer_backend
 from engine.distributed import ParallelState
-from engine.layers import fused_ops as module
 from engine.layers.activation import SiluAndMul
 from engine.layers.fused_ops import FlashInferOps, FusedOps, fused_ops
 from engine.layers.layernorm import RMSNorm
@@ -92,11 +91,9 @@ def test_activation(fused: FusedOps) -> None:
 
 def test_only_where_they_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fused_ops(CPU, torch.bfloat16, "torch") is None
-    assert fused_ops(torch.device("cuda"), torch.float32, "torch") is None
-    monkeypatch.setattr(module, "flashinfer_installed", lambda: False)
-    assert fused_ops(torch.device("cuda"), torch.bfloat16, "torch") is None
     install(monkeypatch)
-    monkeypatch.setattr(module, "flashinfer_installed", lambda: True)
+    assert fused_ops(torch.device("cuda"), torch.float32, "flashinfer") is None
+    assert fused_ops(torch.device("cuda"), torch.bfloat16, "torch") is None
     found = fused_ops(torch.device("cuda"), torch.bfloat16, "flashinfer")
     assert isinstance(found, FlashInferOps)
 

@@ -15,7 +15,7 @@ from engine.sampling.sampler import SampledTokens, Sampler
 from engine.sampling.state import SamplingState
 from engine.sampling.torch_backend import CPU_ELEMENTS
 from engine.sampling_params import SamplingParams
-from engine.worker.auto_config import auto_sampling_backend
+from engine.worker.gpu_kernels import auto_sampling_backend
 from tests.support.fake_flashinfer import install
 from tests.support.sampler_rows import (
     CPU,
@@ -134,8 +134,8 @@ def test_bad_logits_flag_their_row_only(bad: float) -> None:
 
 
 def test_missing_package_gives_advice(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert auto_sampling_backend("cuda") == "flashinfer"
-    assert auto_sampling_backend("cpu") == "torch"
+    assert auto_sampling_backend("flashinfer-fa3") == "flashinfer"
+    assert auto_sampling_backend("torch") == "torch"
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     with pytest.raises(ConfigError, match="sampling_backend"):
         Sampler(SamplingState(1, VOCAB, CPU), "flashinfer")

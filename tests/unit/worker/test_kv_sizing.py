@@ -18,6 +18,7 @@ from engine.config import EngineConfig
 from engine.device.memory import CudaMemory, DeviceProcess, parse_processes
 from engine.distributed import ParallelState
 from engine.errors import ConfigError
+from engine.memory_need import GRAPH_RESERVE_BYTES, HEADROOM_BYTES
 from engine.protocol.messages import ModelWorkerBatch
 from engine.protocol.step_layout import token_starts
 from engine.sampling_params import MAX_LOGPROBS
@@ -27,7 +28,7 @@ from engine.worker import auto_config, model_runner, tp_worker
 from engine.worker.auto_config import make_worker_config, max_step_tokens
 from engine.worker.sizing.estimate import stage_weight_bytes
 from engine.worker.sizing.kv_sizing import MemoryMeter, agree_on_kv_tokens, check_weights_fit
-from engine.worker.sizing.memory_profile import GRAPH_RESERVE_BYTES, HEADROOM_BYTES, MemoryProfile
+from engine.worker.sizing.memory_profile import MemoryProfile
 from engine.worker.sizing.out_of_memory import ALLOCATE, PROFILE, WEIGHTS, out_of_memory_advice
 from engine.worker.sizing.profile_steps import largest_steps
 from engine.worker.tp_worker import TpModelWorker
@@ -326,9 +327,11 @@ def test_weights_that_cannot_fit_are_refused_unread(monkeypatch: pytest.MonkeyPa
         raise AssertionError("the weights were read")
 
     monkeypatch.setattr(tp_worker, "ModelRunner", read)
-    config = make_config()
+    config = make_config(memory_fraction=1.0)
     needed = stage_weight_bytes(config, SINGLE)
     memory = FakeMemory(size=needed)
+    with pytest.raises(ConfigError, match=r"may be used \(memory_fraction 0.85\)"):
+        check_weights_fit(needed, make_config(), memory)
     check_weights_fit(needed, config, memory)
     memory.size -= 1
     with pytest.raises(ConfigError, match="this rank's weights take"):

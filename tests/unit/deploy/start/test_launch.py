@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.start import kernels, preflight
+from deploy.start import gpus, kernels
 from deploy.start.target import load_target
 from tests.support.native_sources import Compiler, needs_compiler
 
@@ -45,7 +45,7 @@ def built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     code = f"import pathlib, sys; pathlib.Path({str(file)!r}).touch(); sys.exit(1)"
     monkeypatch.setattr(kernels, "BUILD", (sys.executable, "-c", code))
     monkeypatch.setattr(kernels, "needs_build", lambda: True)
-    monkeypatch.setattr(preflight, "has_nvidia_gpu", lambda: False)
+    monkeypatch.setattr(gpus, "has_nvidia_gpu", lambda: False)
     return file
 
 
@@ -69,8 +69,8 @@ def test_other_devices_need_no_cpu_kernels(built: Path, device: str) -> None:
 _BUILD = """
 from deploy.start import kernels
 from deploy.start.target import load_target
-from deploy.start import preflight
-preflight.has_nvidia_gpu = lambda: False
+from deploy.start import gpus
+gpus.has_nvidia_gpu = lambda: False
 kernels.needs_build = lambda: True
 kernels.build_kernels(load_target("models/manta-small", []))
 """

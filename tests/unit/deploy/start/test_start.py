@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import secrets
 import shlex
 import shutil
@@ -158,24 +157,6 @@ def test_shipped_files_of_a_wheel_win_over_its_folder(
 
 
 # --- this machine
-
-
-def test_too_little_memory_is_told_with_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Refused where the model itself can't fit; a warning where it is about to be tight."""
-    target = load_target(SMALL, ["max_total_tokens=65536", "device=cpu"])
-    (app,) = target.applications
-    # 4 layers of 4 heads of 32, keys and values: 4 KiB a token, and as much for copies.
-    cache = 65536 * 8 * 1024
-    assert 0 < preflight.memory_bytes(app) - preflight.PROCESS_BYTES - cache < 64 << 20
-    says = r"about 1\.[0-9] GiB of memory, and {} GiB are free"
-    monkeypatch.setattr(preflight, "available_host_bytes", lambda: 1 << 29)
-    with pytest.raises(ConfigError, match=says.format(r"0\.5")):
-        preflight.check_machine(target)
-    monkeypatch.setattr(preflight, "available_host_bytes", lambda: 1 << 30)
-    (warning,) = preflight.check_machine(target)
-    assert re.search(says.format(r"1\.0"), warning)
-    monkeypatch.setattr(preflight, "available_host_bytes", lambda: 8 << 30)
-    assert preflight.check_machine(target) == []
 
 
 def test_weights_that_are_missing_or_cut_are_refused(tmp_path: Path) -> None:

@@ -1,0 +1,135 @@
+"""Which kernels a GPU's worker uses, and whether they can be had on its machine."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from engine.attention.kv_pool import resolve_kv_dtype
+from engine.errors import ConfigError
+from engine.flashinfer_loader import (
+    FLASHINFER,
+    FLASHINFER_FA3,
+    HALF_DTYPES,
+    HEAD_DIMS,
+    check_attention,
+    check_fa3,
+    flashinfer_installed,
+    load_flashinfer,
+    supports_attention,
+)
+from engine.flashinfer_modules import (
+    compiler_lack,
+    decode_modules,
+    decodes_on_tensor_cores,
+    missing,
+    operator_modules,
+    prefill_modules,
+    sampling_modules,
+    unsuitable_gpu,
+)
+from engine.models.loader import resolve_dtype
+from engine.worker_config import WorkerConfig
+
+logger = logging.getLogger(__name__)
+
+_SLOW = "the GPU computes with torch's operators, and a step takes many times as long"
+
+
+def auto_attention_backend(dtype: torch.dtype, head_dim: int) -> str:
+    """What `attention_backend: auto` means on a GPU: flashinfer if it is installed and has kernels
+    for the model. Otherwise torch, with a warning that says why."""
+    if not supports_attention(dtype, head_dim):
+        logger.warning(
+            "FlashInfer has no kernels for dtype %s with head_dim %d (it has %s and %s): %s",
+            str(dtype).removeprefix("torch."),
+            head_dim,
+            ", ".join(str(known).removeprefix("torch.") for known in HALF_DTYPES),
+            ", ".join(map(str, HEAD_DIMS)),
+            _SLOW,
+        )
+        return "torch"
+    if not flashinfer_installed():
+        logger.warning(
+            "FlashInfer isn't installed: %s. Install it with `pip install 'manta-serve[gpu]'` "
+            "(docs/gpu.md)",
+            _SLOW,
+        )
+        return "torch"
+    return FLASHINFER
+
+
+def auto_sampling_backend(attention_backend: str) -> str:
+    """What `sampling_backend: auto` means on a GPU: it follows the attention's choice."""
+    return FLASHINFER if attention_backend.startswith(FLASHINFER) else "torch"
+
+
+def check_flashinfer(config: WorkerConfig) -> None:
+    """Raise `ConfigError` if `config` needs kernels of FlashInfer that are neither compiled nor can
+    be compiled here.
+
+    Without this the first step would fail, once the weights are loaded.
+    """
+    backends = (config.attention_backend, config.sampling_backend)
+    if not any(backend.startswith(FLASHINFER) for backend in backends):
+        return
+    load_flashinfer()
+    if config.attention_backend.startswith(FLASHINFER):
+        check_attention(resolve_dtype(config.dtype), config.model.head_dim)
+    if config.attention_backend == FLASHINFER_FA3:
+        check_fa3(torch.cuda.get_device_capability())
+    way_out = "or set attention_backend and sampling_backend to torch, which is much slower."
+    if why := unsuitable_gpu():
+        raise ConfigError(
+            f"FlashInfer's kernels can't run on this GPU: {why}. Build the image with "
+            f"--build-arg CUDA_ARCHS=... for this GPU, {way_out}"
+        )
+    lacking = _missing_kernels(config)
+    if not lacking:
+        return
+    lack = compiler_lack()
+    if lack:
+        raise ConfigError(
+            f"FlashInfer has no compiled kernels for {'; '.join(lacking)}, and can't compile them "
+            f"here: {lack}. Run `flashinfer download-kernels`, install CUDA's nvcc with ninja and "
+            f"a C++ compiler, build the image with such kernels (KERNELS in the Dockerfile), "
+            f"{way_out}"
+        )
+    logger.info("FlashInfer compiles kernels at their first use, for minutes: %s", lacking)
+
+
+def _missing_kernels(config: WorkerConfig) -> list[str]:
+    """What FlashInfer would have to compile, in the words of the configuration."""
+    wanted: dict[str, list[Any]] = {}
+    if config.attention_backend.startswith(FLASHINFER):
+        wanted |= _attention_modules(config)
+        wanted["norms, RoPE and activations"] = list(operator_modules())
+    if config.sampling_backend == FLASHINFER:
+        wanted["sampling"] = list(sampling_modules())
+    return [name for name, modules in wanted.items() if missing(modules)]
+
+
+def _attention_modules(config: WorkerConfig) -> dict[str, list[Any]]:
+    model, dtype = config.model, resolve_dtype(config.dtype)
+    kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype)
+    on_tensor_cores = decodes_on_tensor_cores(
+        model.num_heads // config.tp_size, model.local_kv_heads(config.tp_size), kv_dtype
+    )
+    fa3 = config.attention_backend == FLASHINFER_FA3
+    found = {}
+    for window in sorted({window is not None for window in model.layer_windows}):
+        sizes = (dtype, kv_dtype, model.head_dim, window)
+        modules = list(prefill_modules(*sizes, fa3=fa3))
+        if not on_tensor_cores:
+            modules += decode_modules(*sizes)
+        elif fa3:
+            modules += prefill_modules(*sizes, fa3=False)
+        name = (
+            f"attention of {config.dtype} with kv_cache_dtype {config.kv_cache_dtype}, "
+            f"head_dim {model.head_dim}{', FlashAttention 3' if fa3 else ''}"
+            f"{', sliding windows' if window else ''}"
+        )
+        found[name] = modules
+    return found
