@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from deploy.http.parsers.reasoning_parser import END
+from deploy.http.parsers.reasoning_parser import END, ReasoningParser
 from deploy.http.parsers.tool_format import TOOL_FORMATS
 from engine.registry import Registry
 
 AUTO = "auto"
 NONE = "none"
-REASONING_FORMATS: Registry[str] = Registry("reasoning_parser", {"deepseek_r1": END, "qwen3": END})
+REASONING_FORMATS: Registry[type[ReasoningParser]] = Registry(
+    "reasoning_parser", {"deepseek_r1": ReasoningParser, "qwen3": ReasoningParser}
+)
 """vLLM's names. Both models mark reasoning alike; whether it begins in the prompt is seen there."""
 _SIGNS = {"<tool_call>": "hermes", "[TOOL_CALLS]": "mistral", "<|python_tag|>": "llama3_json"}
 _LLAMA = '"parameters": '
