@@ -143,6 +143,38 @@ def test_loop_that_stands_still_hangs_though_its_process_answers(fast: None) -> 
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("other", [None, 4.0])
+def test_a_step_without_progress_hangs_if_no_other_worker_goes_on(
+    fast: None, other: float | None
+) -> None:
+    """One without a step says nothing of the others."""
+
+    async def run() -> None:
+        roles = {"worker 0": actor(lambda: answer(7.0)), "worker 1": actor(lambda: hold(other))}
+        watch = RoleWatch(roles, 3.0, frozenset(roles))
+        assert (await watch.run()).startswith("worker 0 hangs: its step has made no progress")
+        assert "worker 0 hangs in a step" in watch.unwell
+
+    asyncio.run(run())
+
+
+def test_a_worker_that_waits_for_one_that_computes_is_well(fast: None) -> None:
+    async def run() -> None:
+        roles = {"worker 0": actor(lambda: answer(7.0)), "worker 1": actor(lambda: hold(0.0))}
+        watch = RoleWatch(roles, 3.0, frozenset(roles))
+        watching = asyncio.ensure_future(watch.run())
+        await until(lambda: watch._stuck["worker 1"] == 0.0 and watch._stuck["worker 0"] == 7.0)
+        assert watch.unwell == "" and not watching.done()
+        watching.cancel()
+
+    asyncio.run(run())
+
+
+async def hold(value: float | None) -> float | None:
+    await asyncio.sleep(0)
+    return value
+
+
 def test_kill_ends_a_stopped_process_and_spares_a_reused_id(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
