@@ -11,21 +11,20 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 import threading
 import time
 import traceback
 from pathlib import Path
 
-from deploy.start.processes import MARK, end_marked_processes
+from deploy.start.aftermath import leave_to_aftermath
 
 POLL_S = 0.25
 
 
 def main() -> None:
-    """Run until SIGINT, as `serve run` does. If the launcher is gone by then, do what it would do:
-    end the launch's processes and remove its folder."""
+    """Run until SIGINT, as `serve run` does. If the launcher is gone by then, do what it would
+    do: end the launch's processes and remove its folder."""
     config, status_fd, launcher = Path(sys.argv[1]), int(sys.argv[2]), os.getppid()
     from ray.serve.scripts import cli
 
@@ -45,9 +44,7 @@ def main() -> None:
             os._exit(0)
     finally:
         if os.getppid() != launcher:
-            end_marked_processes(os.environ[MARK])
-            shutil.rmtree(config.parent, ignore_errors=True)
-            os._exit(1)
+            leave_to_aftermath(config.parent)
 
 
 def _report(status_fd: int) -> None:
