@@ -10,7 +10,7 @@ from typing import Any
 from deploy.http.engine_client import ReplicaState, ReplicaStatus
 from deploy.ingress.broadcast import ask_all
 from deploy.ingress.engine_watch import EngineWatch
-from deploy.serve_state.replica_states import EngineTarget, engine_target
+from deploy.serve_state.replica_states import EngineTarget, ServeStates, engine_target
 from engine.errors import EngineDeadError
 
 logger = logging.getLogger(__name__)
@@ -25,15 +25,16 @@ class ReplicaBoard:
     """Remembers which replica has which place, from one look to the next. A replica that is lost
     keeps its place until another one takes it. Use from one event loop."""
 
-    def __init__(self, engines: Any, watch: EngineWatch) -> None:
+    def __init__(self, engines: Any, watch: EngineWatch, serve_states: ServeStates) -> None:
         """`engines` is Serve's handle."""
         self._engines = engines
+        self._serve_states = serve_states
         self._watch = watch
         self._places = Places()
 
     async def look(self) -> tuple[int | None, list[ReplicaStatus]]:
         """How many replicas there should be (None: unknown), and the places. Never raises."""
-        reports, target = await asyncio.gather(self._reports(), _target())
+        reports, target = await asyncio.gather(self._reports(), self._target())
         heard = {_replica_of(actor): fresh for actor, fresh in self._watch.actors.items()}
         # One silent replica hides the answers of all. Then the pings tell which one it is.
         alive = {name for name, fresh in heard.items() if fresh} if reports is None else set()
@@ -48,6 +49,13 @@ class ReplicaBoard:
             logger.debug("no reports: %s", error)
             return None
         return [answer for answer in answers if not isinstance(answer, BaseException)]
+
+    async def _target(self) -> EngineTarget | None:
+        try:
+            return engine_target(await self._serve_states.ask(TIMEOUT_S))
+        except Exception as error:  # any failure of the controller: it isn't known
+            logger.debug("Serve doesn't tell what it wants: %s", type(error).__name__)
+            return None
 
 
 class Places:
@@ -134,12 +142,3 @@ class Places:
 def _replica_of(actor: str) -> str:
     """The replica's name in that of its actor, which is `SERVE_REPLICA::app#deployment#name`."""
     return actor.rpartition("#")[2]
-
-
-async def _target() -> EngineTarget | None:
-    try:
-        async with asyncio.timeout(TIMEOUT_S):
-            return await asyncio.to_thread(engine_target)
-    except Exception as error:  # any failure of the controller: it isn't known
-        logger.debug("Serve doesn't tell what it wants: %s", type(error).__name__)
-        return None

@@ -38,7 +38,7 @@ from deploy.ingress.resume import RESUMED, AttemptLostError, Loss, Progress, Res
 from deploy.ingress.tokenizer_link import TokenizerLink
 from deploy.routing import make_policy
 from deploy.serve_state.drain_watch import DrainWatch
-from deploy.serve_state.replica_states import replicas_lost
+from deploy.serve_state.replica_states import ServeStates, replicas_lost
 from engine.actors.ray_types import node_ip
 from engine.constraints import ConstraintSpec
 from engine.constraints.guard import GrammarGuard
@@ -128,7 +128,8 @@ class ServeEngineClient(EngineClient, IngressListener):
         self._router = _make_router(options, address, self._watch)
         self._attempts = Attempts(self._tokenizer, engines, self._watch, address, self._router)
         self._exchange = MetricsExchange(ingresses, address)
-        self._board = ReplicaBoard(engines, self._watch)
+        self._serve_states = ServeStates()
+        self._board = ReplicaBoard(engines, self._watch, self._serve_states)
         self._guard = GrammarGuard(options.model_path)
         self._leaving: asyncio.Task[None] | None = None
 
@@ -265,13 +266,24 @@ class ServeEngineClient(EngineClient, IngressListener):
     async def health(self) -> EngineHealth:
         try:
             replies = await self._ask_engines("health", HEALTH_TIMEOUT_S)
-            async with asyncio.timeout(HEALTH_TIMEOUT_S):
-                lost = await asyncio.to_thread(replicas_lost, len(replies))
         except Exception as error:  # any failure is answered with "not healthy" and its reason
             return EngineHealth(False, f"{type(error).__name__}: {str(error)[:300]}")
+        lost = await self._replicas_lost(len(replies))
         wrong = [self._tokenizer.unwell, lost, *_complaints(replies)]
         detail = "; ".join(filter(None, wrong))
         return EngineHealth(not detail, detail)
+
+    async def _replicas_lost(self, num_engines: int) -> str:
+        """What Serve knows to be lost, besides the replicas that have just answered. Requests need
+        no controller: while it is gone or slow, health is what the engines say, and as many of
+        them as have been heard."""
+        try:
+            deployments = await self._serve_states.ask(HEALTH_TIMEOUT_S)
+        except Exception as error:  # of Serve's or Ray's; not one of what serves
+            logger.debug("Serve's controller doesn't answer: %s", type(error).__name__)
+            quiet = [name for name, heard in self._watch.actors.items() if not heard]
+            return "; ".join(f"{name} is silent" for name in quiet)
+        return replicas_lost(deployments, num_engines)
 
     async def stats(self) -> list[dict[str, float]]:
         answers = await self._ask_engines("stats", ANSWER_TIMEOUT_S)

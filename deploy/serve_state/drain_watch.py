@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import Any
 
 from ray import serve
-from ray.serve.context import _get_global_client
+
+from deploy.serve_state.replica_states import deployment_states
 
 logger = logging.getLogger(__name__)
 
@@ -53,12 +53,9 @@ class DrainWatch:
 
 
 def _listed_as_stopping() -> bool:
-    """Whether the controller lists this replica as being stopped."""
+    """Whether this replica is one that the controller stops, or has stopped."""
     context = serve.get_replica_context()
-    client: Any = _get_global_client()
-    apps = client.get_serve_details()["applications"]
-    deployment = apps.get(context.app_name, {}).get("deployments", {}).get(context.deployment)
+    deployment = deployment_states().get(context.deployment)
     if deployment is None:
         return True
-    states = {r["replica_id"]: r["state"] for r in deployment["replicas"]}
-    return bool(states.get(context.replica_id.unique_id, "STOPPING") == "STOPPING")
+    return deployment.states.get(context.replica_id.unique_id, "STOPPING") == "STOPPING"

@@ -1,56 +1,129 @@
-"""`replicas_lost`, `engine_target`: what Serve's controller says of this application's replicas."""
+"""`ServeStates`: what Serve's controller says of this application's replicas."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import ray
 from ray import serve
+from ray.serve._private.common import DeploymentID, DeploymentStatusInfo
+from ray.serve._private.long_poll import LongPollNamespace
 from ray.serve.context import _get_global_client
-from ray.serve.schema import DeploymentStatusOverview
+from ray.serve.generated.serve_pb2 import DeploymentStatusInfo as DeploymentStatusInfoProto
 
+from deploy.http.shared_answer import SharedAnswer
+
+DEPLOYMENTS = ("engine", "ingress")
 _BROKEN = ("UNHEALTHY", "DEPLOY_FAILED")
 _SCALING = ("UPSCALING", "DOWNSCALING")
 _COMING = ("STARTING", "UPDATING", "RECOVERING")
 
 
-def replicas_lost(num_engines: int) -> str:
-    """Which replicas are lost, in words; "" if none is. Blocks for a call to the controller.
+class DeploymentState(NamedTuple):
+    """A deployment that exists, whether or not Serve has a target for it at present."""
+
+    status: str
+    states: dict[str, str]
+    """Serve's word for the state of each replica, by the replica's name. Without a target: only
+    those that run."""
+    target: int | None
+    """How many replicas there should be; None: Serve doesn't tell now."""
+
+
+class ServeStates:
+    """Asks the controller, in a thread and one question at a time: a controller that hangs would
+    otherwise take a thread for each question. Use from one event loop."""
+
+    def __init__(self) -> None:
+        self._answer = SharedAnswer[dict[str, DeploymentState]](0.0)
+
+    async def ask(self, timeout_s: float) -> dict[str, DeploymentState]:
+        """This application's deployments by name. Raises what the controller raises, `TimeoutError`
+        if it doesn't answer in time."""
+        async with asyncio.timeout(timeout_s):
+            return await self._answer.get(lambda: asyncio.to_thread(deployment_states))
+
+
+def deployment_states() -> dict[str, DeploymentState]:
+    """Blocks for a call to the controller, or for a few.
+
+    From the moment of a `serve deploy` until the new application is built, and after one that was
+    refused, Serve lists no deployments in the application, although the old ones go on. Then each
+    is asked for by its name.
+    """
+    client: Any = _get_global_client()
+    name = serve.get_replica_context().app_name
+    app = client.get_serve_details()["applications"].get(name)
+    listed: Mapping[str, Any] = {} if app is None else app["deployments"]
+    found = {deployment: _listed(told) for deployment, told in listed.items()}
+    for deployment in DEPLOYMENTS:
+        if deployment not in found:
+            state = _unlisted(client, DeploymentID(name=deployment, app_name=name))
+            if state is not None:
+                found[deployment] = state
+    return found
+
+
+def replicas_lost(deployments: Mapping[str, DeploymentState], num_engines: int) -> str:
+    """Which replicas are lost, in words; "" if none is.
 
     `num_engines` engine replicas are known to live. A replica that comes or goes because their
     number changes is no loss.
     """
-    app = serve.get_replica_context().app_name
-    deployments = serve.status().applications[app].deployments
+    gone = [f"{name}: Serve has deleted it" for name in DEPLOYMENTS if name not in deployments]
     lost = [f"{name}: {why}" for name, d in deployments.items() if (why := _lost(d))]
-    running = deployments["engine"].replica_states.get("RUNNING", 0)
+    engine = deployments.get("engine")
+    running = 0 if engine is None else list(engine.states.values()).count("RUNNING")
     if running > num_engines:
         lost.append(f"{running - num_engines} of {running} engine replicas are gone")
-    return "; ".join(lost)
+    return "; ".join([*gone, *lost])
 
 
 class EngineTarget(NamedTuple):
     """What Serve wants of the engine's deployment."""
 
-    num_replicas: int
+    num_replicas: int | None
+    """None: Serve doesn't tell now."""
     states: dict[str, str]
     """Serve's word for the state of each replica, by the replica's name."""
 
 
-def engine_target() -> EngineTarget:
-    """How many engine replicas there should be, and which there are. Blocks for a call to the
-    controller."""
-    client: Any = _get_global_client()
-    app = client.get_serve_details()["applications"][serve.get_replica_context().app_name]
-    engine = app["deployments"]["engine"]
-    states = {r["replica_id"]: str(r["state"]) for r in engine["replicas"]}
-    return EngineTarget(int(engine["target_num_replicas"]), states)
+def engine_target(deployments: Mapping[str, DeploymentState]) -> EngineTarget | None:
+    """How many engine replicas there should be, and which there are; None if there is no engine."""
+    engine = deployments.get("engine")
+    return None if engine is None else EngineTarget(engine.target, engine.states)
 
 
-def _lost(deployment: DeploymentStatusOverview) -> str:
-    status = deployment.status.value
-    states = {str(state): n for state, n in deployment.replica_states.items() if n}
-    if status in _BROKEN or (
-        status not in _SCALING and any(states.get(state) for state in _COMING)
-    ):
-        return f"{status}, replicas {states}"
+def _listed(told: Mapping[str, Any]) -> DeploymentState:
+    states = {r["replica_id"]: _word(r["state"]) for r in told["replicas"]}
+    return DeploymentState(_word(told["status"]), states, int(told["target_num_replicas"]))
+
+
+def _unlisted(client: Any, deployment: DeploymentID) -> DeploymentState | None:
+    """A deployment of which the application has no target now; None if it doesn't exist."""
+    ask = client._controller.get_deployment_status.remote(deployment.name, deployment.app_name)
+    told = ray.get(ask)
+    if told is None:
+        return None
+    status = DeploymentStatusInfo.from_proto(DeploymentStatusInfoProto.FromString(told)).status
+    key = (LongPollNamespace.DEPLOYMENT_TARGETS, deployment)
+    # Answered at once: nobody has seen the version -1. It is what Serve's routers follow.
+    targets = ray.get(client._controller.listen_for_change.remote({key: -1}))
+    running = targets[key].object_snapshot.running_replicas if key in targets else []
+    states = {replica.replica_id.unique_id: "RUNNING" for replica in running}
+    return DeploymentState(_word(status), states, None)
+
+
+def _word(state: Any) -> str:
+    """Of a member of Serve's enumerations of strings, whose `str` has the class' name too."""
+    return str(getattr(state, "value", state))
+
+
+def _lost(deployment: DeploymentState) -> str:
+    status, states = deployment.status, list(deployment.states.values())
+    if status in _BROKEN or (status not in _SCALING and any(s in _COMING for s in states)):
+        counts = {state: states.count(state) for state in dict.fromkeys(states)}
+        return f"{status}, replicas {counts}"
     return ""

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 
 from deploy.bench.sse_decoder import DONE, SSEDecoder
+from deploy.http.access.listening import is_loopback
 
 TIMEOUT = httpx.Timeout(10.0, read=600.0)
 HELP = "Ctrl-C stops an answer, /reset begins anew, /quit or Ctrl-D ends."
@@ -31,7 +32,11 @@ class Chat:
         """Chat until the input ends. Returns the exit status: 1 if the server can't be reached."""
         key = os.environ.get("OPENAI_API_KEY")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        with httpx.Client(base_url=self._url, headers=headers, timeout=TIMEOUT) as http:
+        # A proxy of the environment can't reach this machine's own loopback.
+        use_proxy = not is_loopback(httpx.URL(self._url).host)
+        with httpx.Client(
+            base_url=self._url, headers=headers, timeout=TIMEOUT, trust_env=use_proxy
+        ) as http:
             try:
                 model = self._model or http.get("/v1/models").raise_for_status().json()["data"][0]
                 self._model = model if isinstance(model, str) else str(model["id"])

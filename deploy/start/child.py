@@ -33,15 +33,17 @@ class ServeRun:
 
     def __init__(
         self,
+        python: str,
         config: Path,
         env: Mapping[str, str],
         keep_fd: int,
         log: LaunchLog | None,
         verbose: bool,
     ) -> None:
-        """`keep_fd` stays open as long as the child lives."""
+        """`python` runs it and all of Ray's processes. `keep_fd` stays open as long as the child
+        lives."""
         status_in, status_out = os.pipe()
-        module = [sys.executable, "-m", "deploy.start.serve_run"]
+        module = [python, "-m", "deploy.start.serve_run"]
         self.process = subprocess.Popen(
             [*module, str(config), str(status_out)],
             env=dict(env),
@@ -132,6 +134,8 @@ class _Status(threading.Thread):
         self._fd = fd
         self.failure = ""
         self.is_running = False
+        self.knows_ray = False
+        """Whether Serve has told of an application, so Ray runs."""
         self.summary = "Ray is being started"
 
     def run(self) -> None:
@@ -141,6 +145,7 @@ class _Status(threading.Thread):
 
     def _take(self, applications: dict[str, dict[str, Any]]) -> None:
         states = {app["status"] for app in applications.values()}
+        self.knows_ray = self.knows_ray or bool(states)
         for app in applications.values():
             if app["status"] == "DEPLOY_FAILED":
                 self.failure = app["message"] or "the deployment failed without a word"

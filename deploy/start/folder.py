@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +20,7 @@ MAX_CHARS = 25
 """Sockets lie in the folder, and a socket's path holds 107 characters. HAProxy's are longest: Ray
 appends a node id of 56 and a name of 12, HAProxy a process id and a suffix meanwhile."""
 LOCK = ".manta-launch.lock"
+_PLAIN = re.compile(r"[\w./+@%,:=-]*", re.ASCII)
 
 
 class LaunchFolder(NamedTuple):
@@ -35,7 +38,7 @@ def launch_folder() -> Iterator[LaunchFolder]:
     Raises `ConfigError` if there is no place for it.
     """
     parent = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
-    if len(parent) + len("/manta-12345678") > MAX_CHARS:
+    if len(os.fsencode(parent)) + len("/manta-12345678") > MAX_CHARS or not is_plain(parent):
         parent = "/tmp"
     for folder in Path(parent).glob(PREFIX + "?" * 8):
         if _is_forsaken(folder):
@@ -53,6 +56,23 @@ def launch_folder() -> Iterator[LaunchFolder]:
             fcntl.flock(lock, fcntl.LOCK_EX)
             new.rename(Path(name) / LOCK)  # the lock file is locked before it has its name
             yield LaunchFolder(Path(name), lock.fileno())
+
+
+def is_plain(path: str) -> bool:
+    """Whether a path can stand in a command line of Ray's or in HAProxy's configuration: both split
+    at blanks and know quotes."""
+    return _PLAIN.fullmatch(path) is not None
+
+
+def plain_python(folder: Path) -> str:
+    """This Python's program by a path that `is_plain`: of its environment's own, or of a link to
+    the environment in `folder`. Ray starts its processes by command lines that it splits at
+    blanks."""
+    if is_plain(sys.executable):
+        return sys.executable
+    link = folder / "python"
+    link.symlink_to(sys.prefix)
+    return str(link / Path(sys.executable).relative_to(sys.prefix))
 
 
 def _is_forsaken(folder: Path) -> bool:

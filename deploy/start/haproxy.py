@@ -89,6 +89,7 @@ def environment(
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(timeout_s),
         "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": str(timeout_s),
         "RAY_SERVE_HAPROXY_MAXCONN": str(_max_connections()),
+        "MANTA_HAPROXY_REFUSE_FROM": str(_refuse_from(_max_connections())),
         "RAY_SERVE_HAPROXY_NBTHREAD": str(min(4, os.cpu_count() or 1)),
     }
 
@@ -108,4 +109,15 @@ def _max_connections() -> int:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY:
         return MAX_CONNECTIONS
-    return max(1, min(MAX_CONNECTIONS, (hard - OPEN_FILES_RESERVED) * 2 // 5))
+    return connections_in(hard)
+
+
+def connections_in(open_files: int) -> int:
+    """Connections of HAProxy that fit into a limit of open files."""
+    return max(1, min(MAX_CONNECTIONS, (open_files - OPEN_FILES_RESERVED) * 2 // 5))
+
+
+def _refuse_from(connections: int) -> int:
+    """The number of connections from which requests are refused. HAProxy lets those beyond its
+    maximum wait without a word, so some places are left to say no in."""
+    return max(1, connections - max(8, connections // 10))

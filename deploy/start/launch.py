@@ -26,12 +26,14 @@ from deploy.start.banner import loading_lines, reachable_host, ready_lines
 from deploy.start.causes import cause_of, port_taken
 from deploy.start.child import ServeRun, say
 from deploy.start.cluster_token import check_cluster_token
-from deploy.start.folder import LaunchFolder, launch_folder
+from deploy.start.folder import LaunchFolder, launch_folder, plain_python
 from deploy.start.kernels import build_kernels
 from deploy.start.log_file import LaunchLog
+from deploy.start.open_files import raise_open_files
 from deploy.start.ports import PortBlock, hold_api_port
 from deploy.start.preflight import check_machine
 from deploy.start.processes import MARK, end_marked_processes
+from deploy.start.ray_processes import RayProcesses
 from deploy.start.target import Target
 from deploy.start.tls import check_tls, scheme, without_tls
 
@@ -77,7 +79,7 @@ def check(target: Target, use_haproxy: bool, stack: ExitStack) -> list[str]:
         check_cluster_token(os.environ["RAY_ADDRESS"])
         return warnings
     stack.enter_context(hold_api_port(host, port))
-    return [*check_machine(target), *warnings]
+    return [*raise_open_files(), *check_machine(target), *warnings]
 
 
 class Launch:
@@ -110,6 +112,7 @@ class Launch:
         self._stopped_at: float | None = None
         self._hurry = False
         self._failure = ""
+        self._ray: RayProcesses | None = None
         log = self._log.path if self._log is not None else None
         say(*loading_lines(target, log, warnings + problem))
 
@@ -121,13 +124,15 @@ class Launch:
             signal.signal(signal.SIGHUP, self._on_signal)
         config = self._folder.path / "serve.yaml"
         config.write_text(yaml.safe_dump(self._serve_config))
+        python = plain_python(self._folder.path)
         child = ServeRun(
-            config, self._environment(), self._folder.lock_fd, self._log, self._verbose
+            python, config, self._environment(), self._folder.lock_fd, self._log, self._verbose
         )
         try:
             if self._wait_ready(child):
                 say(*ready_lines(self._target, time.monotonic() - self._started))
-                while not child.is_over and self._stopped_at is None:
+                while not child.is_over and self._stopped_at is None and not self._failure:
+                    self._failure = self._ray_lost(child)
                     time.sleep(POLL_S)
             if self._stopped_at is None and not self._failure:
                 ended = f"`serve run` ended by itself (status {child.process.returncode})"
@@ -163,6 +168,8 @@ class Launch:
         env.setdefault("RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S", "1")
         # Serve's 5 s are too few on a busy machine, and a proxy that misses them ends the start.
         env.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "30")
+        # Three checks in a row must fail until Serve starts HAProxy again: 3 s, not 30.
+        env.setdefault("RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S", "1")
         return env
 
     def _wait_ready(self, child: ServeRun) -> bool:
@@ -187,7 +194,19 @@ class Launch:
         told = child.status.failure
         if failure := child.output.config_error or cause_of(told) or told:
             return failure
+        if lost := self._ray_lost(child):
+            return lost
         return port_taken(self._folder.path) if self._settings[haproxy.SWITCH] == "1" else ""
+
+    def _ray_lost(self, child: ServeRun) -> str:
+        """Which process of Ray's has ended, in a sentence. Serve would go on without it and answer
+        503, and nothing would start the machine's Ray again."""
+        if not _is_own_cluster() or not child.status.knows_ray:
+            return ""
+        if self._ray is None:
+            self._ray = RayProcesses(self._mark)
+            self._ray.find()
+        return self._ray.lost()
 
     def _is_healthy(self) -> bool:
         prefix = str(self._target.config["applications"][0].get("route_prefix", "/")).rstrip("/")

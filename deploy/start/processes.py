@@ -9,7 +9,7 @@ from pathlib import Path
 
 MARK = "MANTA_LAUNCH_ID"
 """Environment variable that every process of one launch inherits."""
-PATIENCE_S = 3.0
+PATIENCE_S = 1.0
 """Time between asking a process to end and the next, harder signal."""
 
 
@@ -21,26 +21,34 @@ def marked_processes(mark: str) -> list[int]:
         if int(entry.name) == os.getpid():
             continue
         try:
-            # Bytes: a process may have any name.
-            alive = entry.joinpath("stat").read_bytes().rpartition(b")")[2].split()[0] != b"Z"
-            if alive and needle in entry.joinpath("environ").read_bytes().split(b"\0"):
+            held = entry.joinpath("environ").read_bytes().split(b"\0")
+            if needle in held and is_alive(int(entry.name)):
                 found.append(int(entry.name))
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue
     return found
 
 
+def is_alive(pid: int) -> bool:
+    """Whether a process exists and hasn't ended."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat.rpartition(b")")[2].split()[0] != b"Z"  # bytes: a process may have any name
+
+
 def end_marked_processes(mark: str) -> None:
-    """End every process that still carries this launch's mark (Ray's children, orphans)."""
-    for number in (0, signal.SIGTERM, signal.SIGKILL):
+    """End every process that still carries this launch's mark: Ray's own, orphans. Requests have
+    ended before, or can't be saved."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
         deadline = time.monotonic() + PATIENCE_S
         while pids := marked_processes(mark):
-            if number:
-                for pid in pids:
-                    try:
-                        os.kill(pid, number)
-                    except ProcessLookupError:
-                        continue
+            for pid in pids:
+                try:
+                    os.kill(pid, number)
+                except ProcessLookupError:
+                    continue
             if time.monotonic() > deadline:
                 break
             time.sleep(0.1)

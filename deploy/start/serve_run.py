@@ -17,18 +17,34 @@ import time
 import traceback
 from pathlib import Path
 
+from deploy.start.aftermath import leave_to_aftermath
+
 POLL_S = 0.25
 
 
 def main() -> None:
-    """Run until SIGINT, as `serve run` does."""
-    config, status_fd = sys.argv[1], int(sys.argv[2])
+    """Run until SIGINT, as `serve run` does. If the launcher is gone by then, do what it would
+    do: end the launch's processes and remove its folder."""
+    config, status_fd, launcher = Path(sys.argv[1]), int(sys.argv[2]), os.getppid()
     from ray.serve.scripts import cli
 
     threading.Thread(target=_report, args=(status_fd,), daemon=True).start()
     root = Path(__file__).resolve().parents[2]
-    sys.argv = ["serve", "run", "--app-dir", str(root), config]
-    cli()
+    sys.argv = ["serve", "run", "--app-dir", str(root), str(config)]
+    try:
+        cli()
+    except SystemExit as end:
+        if end.code or os.environ.get("RAY_ADDRESS"):
+            raise
+        # Serve has stopped its replicas. Ray would now take seconds to end what the launcher, which
+        # finds it by its mark, ends at once.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if os.getppid() == launcher:
+            os._exit(0)
+    finally:
+        if os.getppid() != launcher:
+            leave_to_aftermath(config.parent)
 
 
 def _report(status_fd: int) -> None:

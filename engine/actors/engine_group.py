@@ -138,7 +138,7 @@ class EngineGroup:
         self.num_kv_tokens = num_kv_tokens
         for name, actor in self._actors().items():
             self._processes[name] = await actor.process.remote()
-        self._role_watch = RoleWatch(self._actors(), self.hang_timeout_s)
+        self._role_watch = RoleWatch(self._actors(), self.hang_timeout_s, self._worker_names())
         self._hang_watcher = asyncio.get_running_loop().create_task(self._watch_hangs())
 
     async def ping(self) -> tuple[float, SchedulerStats]:
@@ -201,6 +201,9 @@ class EngineGroup:
         if self._scheduler is not None:
             actors["scheduler"] = self._scheduler
         return actors
+
+    def _worker_names(self) -> frozenset[str]:
+        return frozenset(f"worker {rank}" for rank in range(len(self._workers)))
 
     def _stop_watching(self) -> None:
         for watcher in (self._watcher, self._hang_watcher):

@@ -11,6 +11,7 @@ from engine.actors.ray_types import actor_class, node_ip
 from engine.config import EngineConfig
 from engine.log_lines import LogFormat
 from engine.trace import StageSpan, TraceRing, pack, stage_trace
+from engine.worker.step_beat import StepBeat
 from engine.worker.worker_loop import log_as_worker, preload, run_worker
 from engine.worker_config import WorkerConfig
 
@@ -23,6 +24,7 @@ class WorkerActor:
         self._log_format = log_format
         self._store: Any = None
         self._trace: TraceRing[StageSpan] = TraceRing()
+        self._beat = StepBeat()
         preload()
 
     @ray.method(concurrency_group="control")
@@ -49,12 +51,12 @@ class WorkerActor:
         """Run this rank's steps; returns after `Shutdown`."""
         log_as_worker(self.rank, self._log_format)
         host = node_ip()
-        run_worker(config, self.rank, store, results_address, host, self._trace)
+        run_worker(config, self.rank, store, results_address, host, self._trace, self._beat)
 
     @ray.method(concurrency_group="control")
-    def pulse(self) -> float:
-        """0.0: a step may take long, so only a process that doesn't answer at all hangs."""
-        return 0.0
+    def pulse(self) -> float | None:
+        """Seconds that the steps held here have stood still; None if there are none."""
+        return self._beat.standstill_s()
 
     @ray.method(concurrency_group="control")
     def process(self) -> ActorProcess:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
@@ -116,6 +117,8 @@ class ForwardBatch:
     pooled: PooledRows | None = None
     """Rows that are pooled, if there are any."""
     timing: StepTiming | None = None
+    mark: Callable[[], None] | None = None
+    """Called behind each layer: shows that the device goes on with a long step."""
     """The step's time on the device; begins when the stage has its inputs."""
 
     @property

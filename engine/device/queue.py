@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -18,6 +19,9 @@ from torch import Tensor
 from engine.device.clock import DeviceClock, HostTiming, StepTiming
 from engine.device.pinned import Event
 from engine.device.staging import Part, ResultBuffer, ResultBuffers, StagingRing, pack
+
+MAX_MARKS = 1024
+"""Marks that are kept while nobody asks for them; two steps of a model of 100 layers have 200."""
 
 
 class Download(ABC):
@@ -69,6 +73,15 @@ class DeviceQueue(ABC):
     def begin(self) -> StepTiming:
         """The timing of a step that starts behind everything launched so far."""
 
+    @abstractmethod
+    def mark(self) -> None:
+        """Put a mark behind all work launched so far inside `stream`."""
+
+    @abstractmethod
+    def marks_passed(self) -> tuple[int, bool]:
+        """The number of the newest mark that the device has passed, and whether there are marks
+        that it hasn't. One thread besides the worker's may ask."""
+
 
 class CpuDownload(Download):
     """Copies, because the next step may overwrite the originals."""
@@ -114,6 +127,12 @@ class CpuQueue(DeviceQueue):
     def begin(self) -> StepTiming:
         return HostTiming()
 
+    def mark(self) -> None:
+        pass
+
+    def marks_passed(self) -> tuple[int, bool]:
+        return 0, False
+
 
 class BufferDownload(Download):
     """Copies into a pinned buffer; they are complete when an event has happened."""
@@ -146,6 +165,23 @@ class StagedQueue(DeviceQueue):
         self.device = device
         self.staging = StagingRing(make_buffer, make_event)
         self.results = ResultBuffers(make_buffer)
+        self._make_event = make_event
+        self._num_marks = 0
+        self._num_passed = 0
+        self._marks: deque[tuple[int, Event]] = deque(maxlen=MAX_MARKS)
+        """Marks that the device may not have passed yet, in order."""
+
+    def mark(self) -> None:
+        event = self._make_event()
+        event.record()
+        self._num_marks += 1
+        self._marks.append((self._num_marks, event))
+
+    def marks_passed(self) -> tuple[int, bool]:
+        while self._marks and self._marks[0][1].query():
+            # A full ring drops its oldest mark by itself meanwhile: the number is what counts.
+            self._num_passed = self._marks.popleft()[0]
+        return self._num_passed, bool(self._marks)
 
     def upload(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
         offsets, total = pack([array.nbytes for array in arrays])

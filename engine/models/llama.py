@@ -223,6 +223,8 @@ class LlamaModel:
             hidden, residual = layer(
                 hidden, residual, rope, backend, batch, only_sampled and is_last
             )
+            if batch.mark is not None:
+                batch.mark()
         return hidden if residual is None else hidden.add_(residual)
 
     def final_norm(self, hidden: Tensor) -> Tensor:

@@ -4,8 +4,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.protocol.messages import GenerationBatchResult, ModelWorkerBatch, SampleMasks
+
+
+class DeviceProgress(NamedTuple):
+    """How far a device is with the work that was launched on it."""
+
+    done: float
+    """Grows while the device works; its unit is the device's own."""
+    is_busy: bool
+    """Whether the device is known to have work left."""
 
 
 class PendingResult(ABC):
@@ -43,3 +53,8 @@ class ModelWorker(ABC):
 
         A decode row whose input is -1 takes the token that its slot sampled last.
         """
+
+    def device_progress(self) -> DeviceProgress:
+        """Any thread may ask. A device whose work is done when the call returns has none of its
+        own."""
+        return DeviceProgress(0.0, is_busy=False)

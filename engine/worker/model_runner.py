@@ -164,6 +164,8 @@ class ModelRunner:
             and not batch.prompt_logits_rows
             and (batch.pooled is None or len(batch.pooled.mean) == 0)
         )
+        if batch.num_extend:  # only such a step may take a device seconds
+            batch.mark = self.queue.mark
         hidden = self.model.forward(batch, self.attention, received, only_sampled=only_sampled)
         if not self.parallel.is_last_stage:
             self.parallel.send_hidden(hidden)

@@ -28,7 +28,7 @@ from engine.protocol.step_layout import sample_counts, token_starts
 from engine.protocol.step_parts import VerifiedRows
 from engine.speculative.step_filler import StepFiller
 from engine.trace import StageSpan, TraceRing
-from engine.worker.base import LaunchedForward, ModelWorker, PendingResult
+from engine.worker.base import DeviceProgress, LaunchedForward, ModelWorker, PendingResult
 from engine.worker.simulated_drafts import SimulatedDrafter
 from engine.worker.simulated_script import ScriptedReplies
 from engine.worker_config import WorkerConfig
@@ -190,6 +190,10 @@ class SimulatedWorker(ModelWorker):
         found = tokens.tolist()
         spans = zip(firsts.tolist(), (last + 1).tolist(), strict=True)
         return [found[start:end] for start, end in spans], errors
+
+    def device_progress(self) -> DeviceProgress:
+        now = time.monotonic()
+        return DeviceProgress(min(now, self._free_at), now < self._free_at)
 
     def _follow(self, tokens: np.ndarray, positions: np.ndarray) -> IntArray:
         mixed = hash_tokens(tokens, positions.astype(np.uint64))

@@ -22,7 +22,7 @@ from engine.sampling.draft_check import draft_check
 from engine.sampling.sampler import SampledTokens, Sampler
 from engine.sampling.state import SamplingState
 from engine.trace import StageSpan, TraceRing
-from engine.worker.base import LaunchedForward, ModelWorker, PendingResult
+from engine.worker.base import DeviceProgress, LaunchedForward, ModelWorker, PendingResult
 from engine.worker.future_map import FutureMap
 from engine.worker.graphs.backend import CudaGraphBackend, GraphBackend
 from engine.worker.graphs.decode_graphs import DecodeGraphs
@@ -127,6 +127,9 @@ class TpModelWorker(ModelWorker):
     def forward(self, batch: ModelWorkerBatch) -> LaunchedForward | None:
         with self.queue.stream():
             return self._forward(batch)
+
+    def device_progress(self) -> DeviceProgress:
+        return DeviceProgress(*self.queue.marks_passed())
 
     def sample(self, launched: TpLaunchedForward, masks: SampleMasks | None) -> PendingResult:
         """Sample a step's tokens and keep them for the next one."""

@@ -24,6 +24,7 @@ from engine.protocol.messages import (
 from engine.protocol.transport import Inbox, Outbox
 from engine.trace import StageSpan, TraceRing
 from engine.worker.base import ModelWorker
+from engine.worker.step_beat import StepBeat
 from engine.worker.step_queue import StepQueue
 from engine.worker_config import WorkerConfig
 
@@ -46,11 +47,13 @@ def run_worker(
     results_address: str,
     host: str,
     trace: TraceRing[StageSpan] | None = None,
+    beat: StepBeat | None = None,
 ) -> None:
     """Body of worker `rank` until it is told to shut down.
 
     `store` is host and port of the engine's TCPStore. Results and failures go to `results_address`.
-    After it has reported a failure, it raises the failure's error.
+    After it has reported a failure, it raises the failure's error. `beat` shows other threads
+    whether steps progress.
     """
     inbox = Inbox(host)
     results = Outbox(results_address)
@@ -64,8 +67,10 @@ def run_worker(
         gc.collect()
         gc.freeze()
         steps = StepQueue(worker)
+        beat = beat or StepBeat()
+        beat.follow(worker.device_progress)
         speaks = parallel.is_last_stage and parallel.tp_rank == 0
-        while _turn(steps, inbox, results if speaks else None, rank, results):
+        while _turn(steps, beat, inbox, results if speaks else None, rank, results):
             pass
         parallel.destroy()
     except BaseException:
@@ -134,7 +139,14 @@ def _load(
     return make_worker(config, parallel, trace)
 
 
-def _turn(steps: StepQueue, inbox: Inbox, out: Outbox | None, rank: int, failures: Outbox) -> bool:
+def _turn(
+    steps: StepQueue,
+    beat: StepBeat,
+    inbox: Inbox,
+    out: Outbox | None,
+    rank: int,
+    failures: Outbox,
+) -> bool:
     """Send the results that are ready, then take one message; False after `Shutdown`."""
     message: Any = None
     step = 0
@@ -143,7 +155,13 @@ def _turn(steps: StepQueue, inbox: Inbox, out: Outbox | None, rank: int, failure
             step = result.step
             if out is not None:
                 out.send(result)
-        message = _receive(inbox, steps.seconds_left())
+            beat.progressed()
+        left_s = steps.seconds_left()
+        beat.rest(waits_for_device=left_s is not None)
+        message = _receive(inbox, left_s)
+        if message is not None:
+            beat.progressed()
+            beat.work()
         match message:
             case None:
                 pass

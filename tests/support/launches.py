@@ -37,9 +37,9 @@ class Started:
         self.lines: list[str] = []
         self.logs = folder / "logs"
         # The path is short, or the launcher would choose another for its sockets.
-        self._temporary = Path(f"/tmp/{secrets.token_hex(2)}")
-        self._temporary.mkdir()
-        assert len(f"{self._temporary}/manta-12345678") <= MAX_CHARS
+        self.temporary = Path(f"/tmp/{secrets.token_hex(2)}")
+        self.temporary.mkdir()
+        assert len(f"{self.temporary}/manta-12345678") <= MAX_CHARS
         self.left: list[str] = []
         """Names left in the temporary folder, once the server has ended."""
         self.started = time.monotonic()
@@ -49,7 +49,7 @@ class Started:
             env={
                 **os.environ,
                 "MANTA_LOG_DIR": str(self.logs),
-                "TMPDIR": str(self._temporary),
+                "TMPDIR": str(self.temporary),
             },
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -85,9 +85,9 @@ class Started:
         finally:
             self.process.kill()
             self._reader.join()
-            if self._temporary.exists():
-                self.left = os.listdir(self._temporary)
-                shutil.rmtree(self._temporary)
+            if self.temporary.exists():
+                self.left = os.listdir(self.temporary)
+                shutil.rmtree(self.temporary)
 
     @property
     def log(self) -> str:

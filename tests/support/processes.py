@@ -31,6 +31,12 @@ def actor_pids(mark: str, actor: str) -> list[int]:
     return [pid for pid, name in names.items() if actor in name]
 
 
+def program_pids(mark: str, name: str) -> list[int]:
+    """Live processes of a launch that run the program `name`."""
+    commands = {pid: _command(pid).split("\0")[0] for pid in marked_processes(mark)}
+    return [pid for pid, program in commands.items() if program.rpartition("/")[2] == name]
+
+
 class Program(NamedTuple):
     """Command line options (`--name=value`) and environment of a process."""
 

@@ -162,7 +162,7 @@ def test_a_worker_leaves_its_groups(monkeypatch: pytest.MonkeyPatch, fails: bool
     def load(*args: object) -> SimpleNamespace:
         if fails:
             raise RuntimeError("no memory")
-        return SimpleNamespace(num_kv_tokens=48)
+        return SimpleNamespace(num_kv_tokens=48, device_progress=lambda: None)
 
     sent: list[Any] = []
     pipe = SimpleNamespace(address="here", send=sent.append, close=lambda: None)

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -15,6 +16,12 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from ray.serve._private.common import (
+    DeploymentStatus,
+    DeploymentStatusInfo,
+    DeploymentStatusTrigger,
+    ReplicaState,
+)
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from deploy.ingress import engine_watch, tokenizer_link
@@ -25,6 +32,13 @@ from deploy.replica.ingress_links import IngressLinks
 from deploy.replica.open_calls import OpenCalls
 from deploy.serve_state import drain_watch, replica_states
 from deploy.serve_state.drain_watch import DrainWatch
+from deploy.serve_state.replica_states import (
+    DeploymentState,
+    ServeStates,
+    deployment_states,
+    engine_target,
+    replicas_lost,
+)
 from engine import pulse
 from engine.actors import actor_process, role_watch
 from engine.actors.actor_process import ActorProcess
@@ -127,6 +141,38 @@ def test_loop_that_stands_still_hangs_though_its_process_answers(fast: None) -> 
         assert await watch.run() == "scheduler hangs: no answer for 7 s"
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("other", [None, 4.0])
+def test_a_step_without_progress_hangs_if_no_other_worker_goes_on(
+    fast: None, other: float | None
+) -> None:
+    """One without a step says nothing of the others."""
+
+    async def run() -> None:
+        roles = {"worker 0": actor(lambda: answer(7.0)), "worker 1": actor(lambda: hold(other))}
+        watch = RoleWatch(roles, 3.0, frozenset(roles))
+        assert (await watch.run()).startswith("worker 0 hangs: its step has made no progress")
+        assert "worker 0 hangs in a step" in watch.unwell
+
+    asyncio.run(run())
+
+
+def test_a_worker_that_waits_for_one_that_computes_is_well(fast: None) -> None:
+    async def run() -> None:
+        roles = {"worker 0": actor(lambda: answer(7.0)), "worker 1": actor(lambda: hold(0.0))}
+        watch = RoleWatch(roles, 3.0, frozenset(roles))
+        watching = asyncio.ensure_future(watch.run())
+        await until(lambda: watch._stuck["worker 1"] == 0.0 and watch._stuck["worker 0"] == 7.0)
+        assert watch.unwell == "" and not watching.done()
+        watching.cancel()
+
+    asyncio.run(run())
+
+
+async def hold(value: float | None) -> float | None:
+    await asyncio.sleep(0)
+    return value
 
 
 def test_kill_ends_a_stopped_process_and_spares_a_reused_id(
@@ -528,20 +574,123 @@ def test_drain_watch_asks_only_after_silence(fast: None, monkeypatch: pytest.Mon
     ],
 )
 def test_replicas_lost(
-    monkeypatch: pytest.MonkeyPatch,
     engine: tuple[str, dict[str, int]],
     ingress: tuple[str, dict[str, int]],
     alive: int,
     words: list[str],
 ) -> None:
     deployments = {
-        name: SimpleNamespace(status=SimpleNamespace(value=status), replica_states=states)
+        name: DeploymentState(status, names_of(states), 1)
         for name, (status, states) in (("engine", engine), ("ingress", ingress))
     }
-    status = SimpleNamespace(applications={"llm": SimpleNamespace(deployments=deployments)})
-    context = SimpleNamespace(app_name="llm")
-    monkeypatch.setattr(replica_states.serve, "status", lambda: status)
-    monkeypatch.setattr(replica_states.serve, "get_replica_context", lambda: context)
-    told = replica_states.replicas_lost(alive)
+    told = replicas_lost(deployments, alive)
     assert bool(told) == bool(words)
     assert all(word in told for word in words)
+
+
+def names_of(counts: dict[str, int]) -> dict[str, str]:
+    return {f"{state}{n}": state for state, count in counts.items() for n in range(count)}
+
+
+# What Serve's controller says
+
+
+class FakeController:
+    """Serve's controller with one engine and one ingress. Until it is `listed` again, as after a
+    deploy that was refused, the application has no deployments."""
+
+    def __init__(self, status: DeploymentStatus = DeploymentStatus.HEALTHY) -> None:
+        self.listed = True
+        self.exists = True
+        self.running = {"engine": ["e"], "ingress": ["i"]}
+        self._status = status
+        self._controller = SimpleNamespace(
+            get_deployment_status=FakeMethod(self._deployment_status),
+            listen_for_change=FakeMethod(self._targets),
+        )
+
+    def get_serve_details(self) -> dict[str, Any]:
+        deployments = {
+            name: {
+                "status": self._status,
+                "target_num_replicas": 1,
+                "replicas": [{"replica_id": r, "state": ReplicaState.RUNNING} for r in replicas],
+            }
+            for name, replicas in self.running.items()
+        }
+        apps = {"llm": {"deployments": deployments if self.listed else {}}}
+        return {"applications": apps if self.exists else {}}
+
+    def _deployment_status(self, name: str, app: str) -> bytes | None:
+        assert app == "llm"
+        trigger = DeploymentStatusTrigger.CONFIG_UPDATE_STARTED
+        status = DeploymentStatusInfo(name, self._status, trigger)
+        return status.to_proto().SerializeToString() if self.exists else None
+
+    def _targets(self, keys: dict[Any, int]) -> dict[Any, Any]:
+        return {
+            key: SimpleNamespace(
+                object_snapshot=SimpleNamespace(
+                    running_replicas=[
+                        SimpleNamespace(replica_id=SimpleNamespace(unique_id=name))
+                        for name in self.running[key[1].name]
+                    ]
+                )
+            )
+            for key in keys
+        }
+
+
+@pytest.fixture
+def controller(monkeypatch: pytest.MonkeyPatch) -> FakeController:
+    fake = FakeController()
+    replica = SimpleNamespace(unique_id="e")
+    context = SimpleNamespace(app_name="llm", deployment="engine", replica_id=replica)
+    monkeypatch.setattr(replica_states, "_get_global_client", lambda: fake)
+    monkeypatch.setattr(replica_states.ray, "get", lambda answer: answer)
+    monkeypatch.setattr(replica_states.serve, "get_replica_context", lambda: context)
+    return fake
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_replicas_are_known_though_a_refused_deploy_has_unlisted_them(
+    controller: FakeController, listed: bool
+) -> None:
+    controller.listed = listed
+    states = deployment_states()
+    assert replicas_lost(states, 1) == ""
+    assert replicas_lost(states, 0) == "1 of 1 engine replicas are gone"
+    assert not drain_watch._listed_as_stopping()
+    target = engine_target(states)
+    assert target is not None and target.states == {"e": "RUNNING"}
+    controller.running["engine"] = ["other"]
+    assert drain_watch._listed_as_stopping()
+
+
+def test_a_deleted_application_is_not_healthy(controller: FakeController) -> None:
+    controller.exists = False
+    assert "engine: Serve has deleted it" in replicas_lost(deployment_states(), 1)
+    assert drain_watch._listed_as_stopping()
+
+
+def test_a_controller_that_hangs_takes_one_thread(
+    monkeypatch: pytest.MonkeyPatch, controller: FakeController
+) -> None:
+    gate, asked = threading.Event(), []
+
+    def slow() -> dict[str, DeploymentState]:
+        asked.append(1)
+        gate.wait(20)
+        return {}
+
+    async def run() -> None:
+        monkeypatch.setattr(replica_states, "deployment_states", slow)
+        states = ServeStates()
+        for _ in range(5):
+            with pytest.raises(TimeoutError):
+                await states.ask(0.01)
+        gate.set()
+        assert await states.ask(20) == {}
+        assert len(asked) == 1
+
+    asyncio.run(run())

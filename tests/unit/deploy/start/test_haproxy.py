@@ -190,3 +190,16 @@ def test_host_of_one_interface_is_refused_with_haproxy_only(
     if haproxy.binary() is not None:
         assert main(["configs/llama.yaml", "--host", "192.168.1.5", "--set", "auth=none"]) == 2
         assert "--no-haproxy" in capsys.readouterr().err
+
+
+def test_requests_beyond_the_last_place_are_refused(tmp_path: Path) -> None:
+    """HAProxy would let them wait without a word."""
+    env = configured(tmp_path)
+    refuse_from = int(env["MANTA_HAPROXY_REFUSE_FROM"])
+    assert refuse_from < int(env["RAY_SERVE_HAPROXY_MAXCONN"])
+    config = tmp_path / "haproxy.cfg"
+    config.write_text(rendered("8404", "9101"))
+    for _ in range(2):
+        assert run_wrapper(env, config).returncode == 0
+        rules = [line for line in config.read_text().splitlines() if "fe_conn" in line]
+        assert len(rules) == 1 and rules[0].endswith(f"if {{ fe_conn gt {refuse_from} }}")
