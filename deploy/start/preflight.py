@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from deploy.http.access.listening import is_loopback
 from deploy.start.target import Target
+from engine.checkpoint_files import find_weight_files, locate_tensors
 from engine.errors import ConfigError
 from engine.host_memory import available_host_bytes
 
@@ -23,7 +24,6 @@ REPLICA_BYTES = 300 << 20
 SHARED_MEMORY_BYTES = 64 << 20
 """The least of /dev/shm that Ray's object store needs; with less it moves to the disk."""
 GIB = 1 << 30
-_INDEX = "model.safetensors.index.json"
 
 
 def check_machine(target: Target) -> list[str]:
@@ -47,31 +47,16 @@ def check_machine(target: Target) -> list[str]:
 
 def check_weights(folder: Path) -> None:
     """Raise `ConfigError` unless the model folder has all its weights in complete files."""
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ConfigError(
-            f"{folder} holds no *.safetensors file. Convert weights of other formats, or download "
-            "the model again."
-        )
-    index = folder / _INDEX
-    if index.is_file():
-        try:
-            named = set(json.loads(index.read_text())["weight_map"].values())
-        except (ValueError, LookupError, AttributeError) as error:
-            raise ConfigError(f"{index} can't be read: {error!r}. Download it again.") from error
-        missing = sorted(named - {file.name for file in files})
-        if missing:
-            raise ConfigError(
-                f"{folder} lacks {missing[0]}, which {_INDEX} names"
-                + (f", and {len(missing) - 1} more" if len(missing) > 1 else "")
-                + ". Download the model again."
-            )
-    for file in files:
-        try:
-            with safe_open(str(file), framework="numpy"):
-                pass
-        except (SafetensorError, OSError) as error:
-            raise ConfigError(f"{file} can't be read: {error}. Download it again.") from error
+    locate_tensors(folder, find_weight_files(folder), partial(_tensors_in, folder))
+
+
+def _tensors_in(folder: Path, name: str) -> list[str]:
+    file = folder / name
+    try:
+        with safe_open(str(file), framework="numpy") as tensors:
+            return list(tensors.keys())
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{file} can't be read: {error}. Download it again.") from error
 
 
 def model_bytes(app: Any) -> int:
@@ -80,7 +65,11 @@ def model_bytes(app: Any) -> int:
     engine, model = app.engine, app.resolved.model
     wide = "float32" in (engine.dtype, model.dtype if engine.dtype == "auto" else "")
     item = 4 if wide else 2
-    weights = sum(file.stat().st_size for file in Path(model.path).glob("*.safetensors"))
+    folder = Path(model.path)
+    names = [file.name for file in folder.glob("*.safetensors")]
+    if engine.load_format == "auto":
+        names = find_weight_files(folder).names
+    weights = sum((folder / name).stat().st_size for name in names)
     if model.dtype != "float32" and item == 4:
         weights *= 2
     if engine.quantization == "int8":
