@@ -318,9 +318,14 @@ def _layer_windows(
     architecture: str, config: ConfigValues, num_layers: int
 ) -> tuple[int | None, ...]:
     full = (None,) * num_layers
-    if architecture == "LlamaForCausalLM":
-        return full
     window = config.optional_size("sliding_window")
+    if architecture == "LlamaForCausalLM":
+        if window is not None and window < config.size("max_position_embeddings"):
+            raise ConfigError(
+                f"{config.path}: a sliding_window ({window}) of {architecture} is not supported; "
+                "set it to null if the model was trained without one."
+            )
+        return full
     if architecture == "MistralForCausalLM":
         return (window,) * num_layers
     if window is None or not config.flag("use_sliding_window"):

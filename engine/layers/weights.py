@@ -112,7 +112,9 @@ class SafetensorsSource(WeightSource):
                     str(self.folder / name), framework="pt", device=str(self.device)
                 )
             except SafetensorError as error:
-                raise ConfigError(f"{self.folder / name} can't be read: {error}") from error
+                raise ConfigError(
+                    f"{self.folder / name} can't be read: {error}. Download it again."
+                ) from error
         return self._files[name]
 
 
