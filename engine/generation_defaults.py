@@ -22,7 +22,7 @@ def read_generation_defaults(folder: Path, vocab_size: int) -> dict[str, float]:
         return {}
     advice = "Correct the file, or set generation_config: none."
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_bytes())
         given = {name: content[name] for name in MODEL_DEFAULTS if content.get(name) is not None}
     except (ValueError, AttributeError) as error:
         raise ConfigError(f"{path} can't be read: {error}. {advice}") from error

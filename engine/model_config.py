@@ -10,9 +10,80 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from engine.config_values import ConfigValues
 from engine.errors import ConfigError
 from engine.quantization import refuse_quantized
 from engine.registry import MODELS
+
+_MODEL_TYPES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+"""What transformers makes of `model_type`."""
+_OLD_NAME = "LLaMAForCausalLM"
+"""How the first Llama checkpoints were converted."""
+
+_COMMON: dict[str, Any] = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+}
+_LLAMA = {
+    **_COMMON,
+    "vocab_size": 32000,
+    "intermediate_size": 11008,
+    "num_key_value_heads": None,
+    "max_position_embeddings": 2048,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_MISTRAL = {
+    **_COMMON,
+    "vocab_size": 32000,
+    "intermediate_size": 14336,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "sliding_window": 4096,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_QWEN2 = {
+    **_COMMON,
+    "vocab_size": 151936,
+    "intermediate_size": 22016,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": _LLAMA,
+    "MistralForCausalLM": _MISTRAL,
+    "Qwen2ForCausalLM": _QWEN2,
+    "Qwen3ForCausalLM": {**_QWEN2, "head_dim": 128, "attention_bias": False},
+}
+"""Values of keys that config.json lacks: those of transformers' configuration classes."""
+
+_ROPE_PARAMETERS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+}
+"""What each kind of RoPE scaling needs."""
 
 
 @dataclass(frozen=True)
@@ -99,18 +170,11 @@ class ModelConfig:
         """
         folder = Path(path)
         config = _read_json(folder, "config.json")
-        if "auto_map" in config:
+        architecture = _architecture(folder, config)
+        if config.get("transformers_weights") is not None:
             raise ConfigError(
-                f"{folder}/config.json has 'auto_map': the checkpoint wants to run its own code, "
-                "which Manta never does. Use a checkpoint of a built-in architecture: "
-                f"{', '.join(MODELS)}."
-            )
-        architectures = config.get("architectures") or []
-        architecture = architectures[0] if architectures else "(none named)"
-        if architecture not in MODELS:
-            raise ConfigError(
-                f"architecture {architecture} of {folder} is not supported; "
-                f"supported are {', '.join(MODELS)}."
+                f"{folder}/config.json names its weights in 'transformers_weights', which isn't "
+                "supported; give the file the name model.safetensors and remove the key."
             )
         modelopt = "hf_quant_config.json"
         refuse_quantized(
@@ -119,49 +183,52 @@ class ModelConfig:
         generation: dict[str, Any] = {}
         if (folder / "generation_config.json").exists():
             generation = _read_json(folder, "generation_config.json")
-        try:
-            return cls._from_dicts(folder, architecture, config, generation)
-        except KeyError as error:
-            raise ConfigError(f"{folder}/config.json lacks the key {error}.") from error
+        values = ConfigValues(folder / "config.json", config, _DEFAULTS[architecture])
+        return cls._from_values(folder, architecture, values, generation)
 
     @classmethod
-    def _from_dicts(
-        cls, folder: Path, architecture: str, config: dict[str, Any], generation: dict[str, Any]
+    def _from_values(
+        cls,
+        folder: Path,
+        architecture: str,
+        config: ConfigValues,
+        generation: dict[str, Any],
     ) -> ModelConfig:
         qwen2 = architecture == "Qwen2ForCausalLM"
-        qwen3 = architecture == "Qwen3ForCausalLM"
-        heads = int(config["num_attention_heads"])
-        head_dim = config.get("head_dim")
-        if head_dim is None:
-            head_dim = 128 if qwen3 else int(config["hidden_size"]) // heads
-        attention_bias = bool(config.get("attention_bias", False))
-        num_layers = int(config["num_hidden_layers"])
-        eos = generation.get("eos_token_id", config.get("eos_token_id"))
-        if eos is None:
-            eos = []
+        heads = config.size("num_attention_heads")
+        hidden = config.size("hidden_size")
+        num_layers = config.size("num_hidden_layers")
+        max_positions = config.size("max_position_embeddings")
+        has_bias = "attention_bias" in _DEFAULTS[architecture] and config.flag("attention_bias")
+        eos = config.token_ids("eos_token_id")
+        if "eos_token_id" in generation:
+            eos = ConfigValues(folder / "generation_config.json", generation, {}).token_ids(
+                "eos_token_id"
+            )
+        bos = config.token_ids("bos_token_id")
         model = cls(
             path=folder,
             architecture=architecture,
-            hidden_size=int(config["hidden_size"]),
+            hidden_size=hidden,
             num_layers=num_layers,
             num_heads=heads,
-            num_kv_heads=int(config.get("num_key_value_heads") or heads),
-            head_dim=int(head_dim),
-            intermediate_size=int(config["intermediate_size"]),
-            vocab_size=int(config["vocab_size"]),
-            max_position_embeddings=int(config["max_position_embeddings"]),
-            rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-            hidden_act=str(config.get("hidden_act", "silu")),
-            rope=_rope_config(config),
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-            qkv_bias=True if qwen2 else attention_bias,
-            o_bias=False if qwen2 else attention_bias,
-            mlp_bias=bool(config.get("mlp_bias", False)),
-            qk_norm=qwen3,
+            num_kv_heads=config.optional_size("num_key_value_heads") or heads,
+            head_dim=config.optional_size("head_dim") or hidden // heads,
+            intermediate_size=config.size("intermediate_size"),
+            vocab_size=config.size("vocab_size"),
+            max_position_embeddings=max_positions,
+            rms_norm_eps=config.number("rms_norm_eps"),
+            hidden_act=config.text("hidden_act"),
+            rope=_rope_config(config, max_positions),
+            tie_word_embeddings=config.flag("tie_word_embeddings"),
+            qkv_bias=True if qwen2 else has_bias,
+            o_bias=False if qwen2 else has_bias,
+            mlp_bias="mlp_bias" in _DEFAULTS[architecture] and config.flag("mlp_bias"),
+            qk_norm=architecture == "Qwen3ForCausalLM",
             layer_windows=_layer_windows(architecture, config, num_layers),
-            dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
-            bos_token_id=config.get("bos_token_id"),
-            eos_token_ids=tuple(eos) if isinstance(eos, list) else (int(eos),),
+            dtype=_dtype(config),
+            bos_token_id=bos[0] if bos else None,
+            eos_token_ids=eos,
         )
         if model.hidden_act not in ("silu", "swish"):
             raise ConfigError(f"hidden_act '{model.hidden_act}' is not supported; only silu is.")
@@ -173,6 +240,33 @@ class ModelConfig:
         return model
 
 
+def _architecture(folder: Path, config: dict[str, Any]) -> str:
+    """The architecture that config.json means. As in transformers, `model_type` decides."""
+    named = config.get("architectures")
+    name = str(named[0]) if isinstance(named, list) and named else ""
+    kind = config.get("model_type")
+    own = _MODEL_TYPES.get(kind) if isinstance(kind, str) else None
+    if own is not None and name in ("", own, own.replace("ForCausalLM", "Model"), _OLD_NAME):
+        return own  # `auto_map` is not needed then: the code is built in
+    if kind is None and name in MODELS and "auto_map" not in config:
+        return name
+    if "auto_map" in config:
+        raise ConfigError(
+            f"{folder}/config.json has 'auto_map': the checkpoint wants to run its own code, "
+            "which Manta never does. Use a checkpoint of a built-in architecture: "
+            f"{', '.join(MODELS)}."
+        )
+    if name in MODELS:
+        raise ConfigError(
+            f"{folder}/config.json has architecture {name} and model_type {kind!r}, which don't "
+            f"belong together; correct one of them. model_type is one of {', '.join(_MODEL_TYPES)}."
+        )
+    raise ConfigError(
+        f"architecture {name or '(none named)'} of {folder} is not supported; "
+        f"supported are {', '.join(MODELS)}."
+    )
+
+
 def _read_json(folder: Path, name: str) -> dict[str, Any]:
     if not folder.is_dir():
         raise ConfigError(
@@ -180,7 +274,7 @@ def _read_json(folder: Path, name: str) -> dict[str, Any]:
             "tokenizer files and *.safetensors, or to a hub id that is in the local cache."
         )
     try:
-        content = json.loads((folder / name).read_text())
+        content = json.loads((folder / name).read_bytes())
     except FileNotFoundError as error:
         if any(folder.glob("*.gguf")):
             raise ConfigError(
@@ -188,38 +282,75 @@ def _read_json(folder: Path, name: str) -> dict[str, Any]:
                 "checkpoint in bfloat16 or float16."
             ) from error
         raise ConfigError(f"'{folder}' has no {name}; is it a Hugging Face model?") from error
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{folder / name} is not valid JSON: {error}") from error
+    except (ValueError, OSError) as error:
+        raise ConfigError(
+            f"{folder / name} is not valid JSON: {error}. Download the file again."
+        ) from error
     if not isinstance(content, dict):
         raise ConfigError(f"{folder / name} must hold a JSON object.")
     return content
 
 
-def _rope_config(config: dict[str, Any]) -> RopeConfig:
-    # transformers >= 5 writes `rope_parameters`; older files `rope_theta` and `rope_scaling`.
-    params = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    theta = float(params.pop("rope_theta", None) or config.get("rope_theta") or 10000.0)
-    rope_type = str(params.pop("rope_type", None) or params.pop("type", None) or "default")
-    params.pop("type", None)
-    if rope_type not in ("default", "linear", "llama3"):
+def _dtype(config: ConfigValues) -> str:
+    # transformers >= 5 writes `dtype`, older versions `torch_dtype`.
+    key = "dtype" if config.get("dtype") is not None else "torch_dtype"
+    return config.text(key).removeprefix("torch.")
+
+
+def _rope_config(config: ConfigValues, max_positions: int) -> RopeConfig:
+    # transformers >= 5 writes `rope_parameters`; older files `rope_theta` and `rope_scaling`. The
+    # order of precedence is that of transformers.
+    key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    params = config.mapping(key)
+    if any(isinstance(value, dict) for value in params.values()):
+        raise config.error(key, "one mapping for all layers")
+    inner = ConfigValues(config.path, {**config.given, **params}, {"rope_theta": 10000.0})
+    theta = inner.number("rope_theta")
+    rope_type = str(params.get("rope_type") or params.get("type") or "default")
+    if rope_type not in _ROPE_PARAMETERS:
         raise ConfigError(
             f"RoPE scaling '{rope_type}' is not supported; default, linear and llama3 are."
         )
-    return RopeConfig(theta, rope_type, params)
+    if inner.get("partial_rotary_factor") not in (None, 1):
+        raise ConfigError(
+            f"{config.path}: partial_rotary_factor ({inner.get('partial_rotary_factor')}) is not "
+            "supported; all of a head is rotated."
+        )
+    context = config.get("original_max_position_embeddings")
+    if context is not None:
+        params["original_max_position_embeddings"] = context
+    params.setdefault("original_max_position_embeddings", max_positions)
+    scaling = ConfigValues(config.path, params, {})
+    return RopeConfig(
+        theta, rope_type, {name: scaling.number(name) for name in _ROPE_PARAMETERS[rope_type]}
+    )
 
 
 def _layer_windows(
-    architecture: str, config: dict[str, Any], num_layers: int
+    architecture: str, config: ConfigValues, num_layers: int
 ) -> tuple[int | None, ...]:
-    window = config.get("sliding_window")
-    if architecture == "LlamaForCausalLM" or window is None:
-        return (None,) * num_layers
+    full = (None,) * num_layers
+    window = config.optional_size("sliding_window")
+    if architecture == "LlamaForCausalLM":
+        if window is not None and window < config.size("max_position_embeddings"):
+            raise ConfigError(
+                f"{config.path}: a sliding_window ({window}) of {architecture} is not supported; "
+                "set it to null if the model was trained without one."
+            )
+        return full
     if architecture == "MistralForCausalLM":
-        return (int(window),) * num_layers
-    if not config.get("use_sliding_window", False):
-        return (None,) * num_layers
+        return (window,) * num_layers
+    if window is None or not config.flag("use_sliding_window"):
+        return full
     layer_types = config.get("layer_types")
     if layer_types is None:
-        first = int(config.get("max_window_layers", num_layers))
-        layer_types = ["full_attention"] * first + ["sliding_attention"] * (num_layers - first)
-    return tuple(int(window) if kind == "sliding_attention" else None for kind in layer_types)
+        first = config.count("max_window_layers")
+        return tuple(window if layer >= first else None for layer in range(num_layers))
+    kinds = {"full_attention": None, "sliding_attention": window}
+    if (
+        not isinstance(layer_types, list)
+        or len(layer_types) != num_layers
+        or not all(kind in kinds for kind in layer_types)
+    ):
+        raise config.error("layer_types", f"{num_layers} times one of {', '.join(kinds)}")
+    return tuple(kinds[kind] for kind in layer_types)

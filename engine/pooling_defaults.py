@@ -25,7 +25,7 @@ def read_pooling(folder: Path) -> Pooling:
         return "last"
     advice = "Set pooling: last or mean."
     try:
-        modes = _modes(json.loads(path.read_text(encoding="utf-8")))
+        modes = _modes(json.loads(path.read_bytes()))
     except (ValueError, AttributeError) as error:
         raise ConfigError(f"{path} can't be read: {error}. {advice}") from error
     if len(modes) != 1 or modes[0] not in _MODES:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -12,13 +12,13 @@ from safetensors import SafetensorError, safe_open
 from deploy.http.access.listening import is_loopback
 from deploy.start.devices import check_devices, draft_model
 from deploy.start.target import Target
+from engine.checkpoint_files import find_weight_files, locate_tensors
 from engine.errors import ConfigError
 from engine.quantization import refuse_quantized_tensors
 from engine.tokenizer.loading import check_tokenizer_files
 
 SHARED_MEMORY_BYTES = 64 << 20
 """The least of /dev/shm that Ray's object store needs; with less it moves to the disk."""
-_INDEX = "model.safetensors.index.json"
 
 
 def check_machine(target: Target) -> list[str]:
@@ -45,30 +45,16 @@ def check_machine(target: Target) -> list[str]:
 
 def check_weights(folder: Path) -> None:
     """Raise `ConfigError` unless the model folder has all its weights in complete files."""
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ConfigError(
-            f"{folder} holds no *.safetensors file. Convert weights of other formats, or download "
-            "the model again."
-        )
-    index = folder / _INDEX
-    if index.is_file():
-        try:
-            named = set(json.loads(index.read_text())["weight_map"].values())
-        except (ValueError, LookupError, AttributeError) as error:
-            raise ConfigError(f"{index} can't be read: {error!r}. Download it again.") from error
-        missing = sorted(named - {file.name for file in files})
-        if missing:
-            raise ConfigError(
-                f"{folder} lacks {missing[0]}, which {_INDEX} names"
-                + (f", and {len(missing) - 1} more" if len(missing) > 1 else "")
-                + ". Download the model again."
-            )
-    for file in files:
-        try:
-            with safe_open(str(file), framework="numpy") as opened:
-                names = list(opened.keys())
-                types = {name: opened.get_slice(name).get_dtype() for name in names}
-        except (SafetensorError, OSError) as error:
-            raise ConfigError(f"{file} can't be read: {error}. Download it again.") from error
-        refuse_quantized_tensors(folder, types)
+    locate_tensors(folder, find_weight_files(folder), partial(_tensors_in, folder))
+
+
+def _tensors_in(folder: Path, name: str) -> list[str]:
+    file = folder / name
+    try:
+        with safe_open(str(file), framework="numpy") as opened:
+            names = list(opened.keys())
+            types = {name: opened.get_slice(name).get_dtype() for name in names}
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{file} can't be read: {error}. Download it again.") from error
+    refuse_quantized_tensors(folder, types)
+    return names

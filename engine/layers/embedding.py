@@ -5,6 +5,8 @@ The vocabulary is padded to a multiple of tp_size, so that any size can be split
 
 from __future__ import annotations
 
+import logging
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,6 +15,8 @@ from engine.distributed import ParallelState
 from engine.layers.embedding_table import EmbeddingTable, RowTable
 from engine.layers.linear_kernel import LinearKernel
 from engine.layers.weights import WeightSource
+
+logger = logging.getLogger(__name__)
 
 
 class VocabShard:
@@ -47,9 +51,28 @@ class VocabParallelEmbedding:
     def load(self, source: WeightSource, name: str) -> None:
         self.table = RowTable(self.shard.load(source, name, self.hidden_size))
 
-    def load_tied(self, source: WeightSource, name: str, head: ParallelLMHead) -> None:
-        """The same, for a `head` that multiplies by this matrix and has none of its own."""
+    def load_tied(
+        self, source: WeightSource, name: str, head: ParallelLMHead, head_name: str
+    ) -> None:
+        """The same, for a `head` that multiplies by this matrix.
+
+        Where the checkpoint has another matrix as `head_name`, the head takes that one, whatever
+        config.json says: so does transformers.
+        """
         weight = self.shard.load(source, name, self.hidden_size)
+        if head_name != name:
+            own = self.shard.load(source, head_name, self.hidden_size)
+            if not torch.equal(weight, own):
+                logger.warning(
+                    "config.json ties the output head to the embedding, but %s differs from %s: "
+                    "they are not tied",
+                    head_name,
+                    name,
+                )
+                self.table = RowTable(weight)
+                head.kernel = source.format.linear(own, None)
+                return
+            del own
         self.table, head.kernel = source.format.tied(weight)
 
     def __call__(self, input_ids: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import zlib
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -12,11 +11,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from engine.checkpoint_files import find_weight_files, locate_tensors
 from engine.errors import ConfigError
 from engine.layers.weight_format import PlainFormat, WeightFormat
 from engine.quantization import refusal, refuse_type, sign_of
-
-INDEX_NAME = "model.safetensors.index.json"
 
 
 class WeightSource(ABC):
@@ -43,6 +41,10 @@ class WeightSource(ABC):
         is missing or has another shape.
         """
 
+    @abstractmethod
+    def holds(self, name: str) -> bool:
+        """Whether a checkpoint has the tensor `name`. Without a checkpoint there is none."""
+
 
 class SafetensorsSource(WeightSource):
     """The *.safetensors files of a Hugging Face model folder, single or sharded.
@@ -68,8 +70,7 @@ class SafetensorsSource(WeightSource):
         start: int = 0,
         count: int | None = None,
     ) -> Tensor:
-        if name not in self._file_of and name.removeprefix("model.") in self._file_of:
-            name = name.removeprefix("model.")
+        name = self._stored(name)
         if name not in self._file_of:
             sign = sign_of(name, self._file_of)
             if sign:
@@ -91,38 +92,17 @@ class SafetensorsSource(WeightSource):
         part: Tensor = view[index]
         return part.to(dtype=self.dtype).contiguous()
 
+    def holds(self, name: str) -> bool:
+        return self._stored(name) in self._file_of
+
+    def _stored(self, name: str) -> str:
+        """The name of a tensor in the files."""
+        short = name.removeprefix("model.")
+        return short if name not in self._file_of and short in self._file_of else name
+
     def _find(self) -> dict[str, str]:
-        index = self.folder / INDEX_NAME
-        if index.exists():
-            try:
-                weight_map = json.loads(index.read_text())["weight_map"]
-                names = sorted({str(name) for name in weight_map.values()})
-            except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-                raise ConfigError(f"{index} is not a valid safetensors index: {error!r}") from error
-            for name in names:
-                if name == ".." or Path(name).name != name:
-                    raise ConfigError(
-                        f"{index} names the file {name!r}, which isn't plainly in its folder; "
-                        "download the model again."
-                    )
-                if not (self.folder / name).exists():
-                    raise ConfigError(f"{index} names the file {name}, which does not exist.")
-            return dict(weight_map)
-        files = sorted(path.name for path in self.folder.glob("*.safetensors"))
-        if files:
-            return {key: name for name in files for key in self._open(name).keys()}  # noqa: SIM118
-        others = sorted(
-            path.name
-            for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf")
-            for path in self.folder.glob(pattern)
-        )
-        if others:
-            raise ConfigError(
-                f"{self.folder} has its weights only in {', '.join(others[:3])}; Manta reads "
-                "*.safetensors (pickled files can run code). Convert them, e.g. with "
-                "transformers' save_pretrained."
-            )
-        raise ConfigError(f"{self.folder} holds no *.safetensors file.")
+        files = find_weight_files(self.folder)
+        return locate_tensors(self.folder, files, lambda name: self._open(name).keys())
 
     def _open(self, name: str) -> Any:
         if name not in self._files:
@@ -132,7 +112,9 @@ class SafetensorsSource(WeightSource):
                     str(self.folder / name), framework="pt", device=str(self.device)
                 )
             except SafetensorError as error:
-                raise ConfigError(f"{self.folder / name} can't be read: {error}") from error
+                raise ConfigError(
+                    f"{self.folder / name} can't be read: {error}. Download it again."
+                ) from error
         return self._files[name]
 
 
@@ -143,6 +125,9 @@ class DummySource(WeightSource):
     def __init__(self, seed: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(dtype, device)
         self.seed = seed
+
+    def holds(self, name: str) -> bool:
+        return False
 
     def get(
         self,

@@ -20,6 +20,7 @@ from engine.layers.weights import WeightSource
 from engine.model_config import ModelConfig
 
 EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
 
 
 class Attention:
@@ -179,11 +180,16 @@ class LlamaModel:
     ) -> None:
         """Read the stage's weights; `progress(done, total)` after each layer."""
         tied = self.config.tie_word_embeddings
+        embedding, head = EMBEDDING, HEAD
+        if tied and not source.holds(HEAD):
+            head = EMBEDDING
+        elif tied and not source.holds(EMBEDDING):
+            embedding = HEAD
         if self.embedding is not None and self.head is not None and tied:
             # Before the layers: while it is packed, the matrix is in memory twice.
-            self.embedding.load_tied(source, EMBEDDING, self.head)
+            self.embedding.load_tied(source, embedding, self.head, head)
         elif self.embedding is not None:
-            self.embedding.load(source, EMBEDDING)
+            self.embedding.load(source, embedding)
         for done, (index, layer) in enumerate(zip(self.layer_range, self.layers, strict=True), 1):
             layer.load(source, f"model.layers.{index}")
             if progress is not None:
@@ -191,10 +197,8 @@ class LlamaModel:
         if self.head is None:
             return
         self.norm.load(source, "model.norm.weight")
-        if not tied:
-            self.head.load(source, "lm_head.weight")
-        elif self.embedding is None:
-            self.head.load(source, EMBEDDING)
+        if not tied or self.embedding is None:
+            self.head.load(source, head)
 
     def forward(
         self,

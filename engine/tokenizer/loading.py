@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -38,7 +39,8 @@ def load_tokenizer_files(folder: Path) -> TokenizerFiles:
     if not path.is_file():
         return _load_with_transformers(folder)
     try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
+        # Some editors write a mark of the encoding first, which the package doesn't take.
+        backend = tokenizers.Tokenizer.from_buffer(path.read_bytes().removeprefix(codecs.BOM_UTF8))
     except Exception as error:  # the package raises plain Exception
         raise ConfigError(
             f"{path} can't be read: {error}. Download the file again, or install the version of "
@@ -94,12 +96,12 @@ def load_chat_templates(folder: Path) -> dict[str, str]:
 
 def _read_chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     files = {
-        path.stem: path.read_text(encoding="utf-8")
+        path.stem: path.read_text(encoding="utf-8-sig")
         for path in sorted(folder.glob("additional_chat_templates/*.jinja"))
     }
     main = folder / "chat_template.jinja"
     if main.is_file():
-        files["default"] = main.read_text(encoding="utf-8")
+        files["default"] = main.read_text(encoding="utf-8-sig")
     if files:
         return files
     return _named_templates(config.get("chat_template"))
@@ -145,7 +147,7 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_bytes())
     except ValueError as error:
         raise ConfigError(f"{path} isn't valid JSON: {error}. Download the file again.") from error
     if not isinstance(value, dict):

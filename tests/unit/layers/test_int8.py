@@ -215,7 +215,7 @@ def test_a_tied_head_is_the_same_on_a_stage_of_its_own(kernels: Any, dtype: torc
     source, x = source_of(Int8Format(), dtype), Numbers(9).normal((3, 32), dtype)
     embedding = VocabParallelEmbedding(211, 32, SINGLE)
     tied, own = ParallelLMHead(211, 32, SINGLE), ParallelLMHead(211, 32, SINGLE)
-    embedding.load_tied(source, EMBEDDING, tied)
+    embedding.load_tied(source, EMBEDDING, tied, EMBEDDING)
     own.load(source, EMBEDDING)
     assert same_bits(tied(x), own(x))
     assert same_bits(embedding(torch.tensor([7])), source.get(EMBEDDING, (211, 32))[7:8])

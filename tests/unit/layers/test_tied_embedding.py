@@ -122,7 +122,7 @@ def test_ranks_look_up_their_rows(
     for rank in range(tp_size):
         parallel = ParallelState(rank, tp_size, 0, 1)
         embedding = VocabParallelEmbedding(211, 32, parallel)
-        embedding.load_tied(source, EMBEDDING, ParallelLMHead(211, 32, parallel))
+        embedding.load_tied(source, EMBEDDING, ParallelLMHead(211, 32, parallel), EMBEDDING)
         assert isinstance(embedding.table, PackedTable)
         part = embedding(ids)
         with torch_threads(2):
@@ -136,7 +136,9 @@ def test_ranks_look_up_their_rows(
 
 def test_tokens_that_do_not_exist() -> None:
     embedding = VocabParallelEmbedding(211, 32, SINGLE)
-    embedding.load_tied(WatchedSource(torch.float32), EMBEDDING, ParallelLMHead(211, 32, SINGLE))
+    embedding.load_tied(
+        WatchedSource(torch.float32), EMBEDDING, ParallelLMHead(211, 32, SINGLE), EMBEDDING
+    )
     assert embedding(torch.tensor([], dtype=torch.int64)).shape == (0, 32)
     for wrong in (-1, 211, 255, 256):
         with pytest.raises(RuntimeError, match=rf"{wrong}, not in \[0, 211\)"):

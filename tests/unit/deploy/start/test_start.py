@@ -176,7 +176,8 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(SMALL, folder)
     index = folder / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"a": "model.safetensors", "b": "2.safetensors"}}))
+    (folder / "model.safetensors").rename(folder / "1.safetensors")
+    index.write_text(json.dumps({"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}))
     with pytest.raises(ConfigError, match=r"lacks 2\.safetensors"):
         preflight.check_weights(folder)
     index.write_text("{}")
