@@ -9,6 +9,9 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator
 from deploy.http.body import Strict, encode_json, refusal
 from deploy.http.generation.arguments import Arguments, as_text
 
+INVALID_JSON = "INVALID_JSON"
+"""The one key of a call's input that is no JSON object: its text."""
+
 
 class Part(Strict):
     """Unknown keys are ignored: clients send back what they got, and `cache_control`."""
@@ -99,6 +102,15 @@ class ToolUseBlock(Part):
     id: str
     name: str
     input: Arguments = Field(default_factory=dict)
+
+    @property
+    def arguments(self) -> str | dict[str, Any]:
+        """What the model wrote."""
+        given = self.input
+        if isinstance(given, dict) and given.keys() == {INVALID_JSON}:
+            text = given[INVALID_JSON]
+            return text if isinstance(text, str) else given
+        return given
 
 
 class ToolResultBlock(Part):
@@ -194,7 +206,7 @@ def messages_of(role: str, blocks: Iterable[Block]) -> list[dict[str, Any]]:
             case RedactedBlock():
                 pass
             case ToolUseBlock():
-                function = {"name": block.name, "arguments": block.input}
+                function = {"name": block.name, "arguments": block.arguments}
                 call = {"id": block.id, "type": "function", "function": function}
                 message.setdefault("tool_calls", []).append(call)
             case ToolResultBlock() | HostedResultBlock():

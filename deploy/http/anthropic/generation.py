@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
+from deploy.http.anthropic.blocks import INVALID_JSON
 from deploy.http.anthropic.request import MessagesRequest
 from deploy.http.body import encode_json
 from deploy.http.engine_client import EngineClient
@@ -160,12 +161,15 @@ class MessageGeneration(Generation[MessagesRequest]):
 
 
 def _parse(arguments: str) -> dict[str, Any]:
-    """The input of a call; what is complete of it, if the model was cut off (as clients do)."""
-    try:
-        value = from_json(arguments, allow_partial=True)
-    except ValueError:
+    """The input of a call: what is complete of it, if the model was cut off (as clients do). What
+    isn't an object is told as it is, under the name that Anthropic's documentation has for it."""
+    if not arguments.strip():
         return {}
-    return value if isinstance(value, dict) else {}
+    try:
+        value = from_json(arguments, allow_partial="trailing-strings")
+    except ValueError:
+        value = None
+    return value if isinstance(value, dict) else {INVALID_JSON: arguments}
 
 
 def _event(kind: str, **fields: Any) -> bytes:

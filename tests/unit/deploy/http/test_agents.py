@@ -334,6 +334,35 @@ def test_blocks_of_other_servers_and_documents_reach_the_template() -> None:
         assert refused.status_code == 400 and source["type"] in refused.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        ('{"a": 1}', {"a": 1}),
+        ("{}", {}),
+        ('{"a": tru}', {"INVALID_JSON": '{"a": tru}'}),
+        ("{'a': 1}", {"INVALID_JSON": "{'a': 1}"}),
+    ],
+)
+def test_broken_arguments_are_not_an_empty_object(written: str, shown: dict[str, Any]) -> None:
+    script = f'<tool_call>\n{{"name": "f", "arguments": {written}}}\n</tool_call>'
+    tool = {"name": "f", "input_schema": {"type": "object"}}
+    body = {"messages": [USER], "max_tokens": 300, "tools": [tool]}
+    (block,) = post(MESSAGES, fake(script), **body).json()["content"]
+    assert (block["type"], block["input"]) == ("tool_use", shown)
+    streamed = named_events(post(MESSAGES, fake(script), **body, stream=True))
+    deltas = [e["delta"] for e in streamed if e["type"] == "content_block_delta"]
+    assert "".join(delta["partial_json"] for delta in deltas) == written
+    result = {"type": "tool_result", "tool_use_id": block["id"], "content": "no"}
+    history = [
+        USER, {"role": "assistant", "content": [block]}, {"role": "user", "content": [result]},
+    ]  # fmt: skip
+    client = fake()
+    assert post(MESSAGES, client, messages=history, max_tokens=3).status_code == 200
+    (sent,) = client.chat_calls[0]["messages"][1]["tool_calls"]
+    arguments = sent["function"]["arguments"]
+    assert arguments == (shown if "INVALID_JSON" not in shown else written)
+
+
 # --- Anthropic's context_management and threads --------------------------------------------------
 
 

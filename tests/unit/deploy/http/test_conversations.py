@@ -102,8 +102,8 @@ class Turn(NamedTuple):
     prefill: str
     script: str
     max_tokens: int
-    in_calls: frozenset[str] = frozenset()
-    """Words of calls."""
+    doubled: frozenset[str] = frozenset()
+    """Words whose key comes again: an object has the last of them."""
 
 
 def write_turn(rng: random.Random, words: Iterator[str], model: Model) -> Turn:
@@ -125,8 +125,8 @@ def write_turn(rng: random.Random, words: Iterator[str], model: Model) -> Turn:
     script = answer if kind == "answer" else thought + answer
     max_tokens = rng.randint(1, 120) if rng.random() < 0.3 else 2000
     at = script.index(" ") if kind == "prefill" else 0
-    in_calls = frozenset(WORD.findall("".join(calls)))
-    return Turn(script[:at], script[at:], max_tokens, in_calls)
+    doubled = frozenset(re.findall(r'"city": "(\w+)", "city"', "".join(calls)))
+    return Turn(script[:at], script[at:], max_tokens, doubled)
 
 
 def foreign(rng: random.Random, id: str) -> str:
@@ -141,8 +141,8 @@ class Dialect:
     path: str
     prefills = False
     """Whether requests can begin the reply."""
-    shows_broken_calls = True
-    """Whether a reply in one piece has arguments that are no JSON."""
+    has_objects = False
+    """Whether the arguments of a reply in one piece are an object, and no text."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -278,7 +278,7 @@ class Responses(Dialect):
 class Messages(Dialect):
     path = "/v1/messages"
     prefills = True
-    shows_broken_calls = False
+    has_objects = True
 
     def body(self, turn: Turn) -> dict[str, Any]:
         head = [{"role": "assistant", "content": turn.prefill}] if turn.prefill else []
@@ -444,8 +444,8 @@ async def converse(
         ids = client.tokenizer.encode(turn.script, add_special_tokens=False)
         written = client.tokenizer.decode(ids[: turn.max_tokens], skip_special_tokens=False)
         lost = set(WORD.findall(written)) - set(WORD.findall(said.text))
-        if not is_stream and not dialect.shows_broken_calls:
-            lost -= turn.in_calls
+        if dialect.has_objects and not is_stream:
+            lost -= turn.doubled
         assert not lost, (lost, written, reply.text)
         kept += said.kept + (said.beside if model.keeps_text else "")
         if said.calls:
