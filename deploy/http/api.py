@@ -36,6 +36,7 @@ from deploy.http.pages.pages import ASSETS as PAGE_ASSETS
 from deploy.http.pages.pages import PAGES, add_pages
 from deploy.http.settings import ApiSettings
 from deploy.http.sglang.dialect import SGLANG
+from deploy.http.slash_end import SlashEnd
 from deploy.http.status import StatusProbe
 from engine import __version__
 from engine.errors import EngineDeadError, RequestError
@@ -130,7 +131,12 @@ class _Api(DocumentedApi):
         self._settings = settings
         self._metrics = metrics
         super().__init__(
-            DIALECTS, title="Manta", version=__version__, docs_url=None, redoc_url=None
+            DIALECTS,
+            title="Manta",
+            version=__version__,
+            docs_url=None,
+            redoc_url=None,
+            redirect_slashes=False,
         )
 
     def build_middleware_stack(self) -> ASGIApp:
@@ -160,6 +166,7 @@ class _Api(DocumentedApi):
 
             self.state.tracing = tracing = Tracing(settings.tracing)
             stack = TracingLayer(stack, tracing.provider, known_paths(self))
+        stack = SlashEnd(stack, known_paths(self), PAGES)
         # Outside of Starlette's own middleware: its answers to crashes need an id too.
         return RequestIdMiddleware(stack, settings.add_request_id_header)
 

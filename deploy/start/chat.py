@@ -13,7 +13,7 @@ import httpx
 from deploy.bench.sse_decoder import DONE, SSEDecoder
 
 TIMEOUT = httpx.Timeout(10.0, read=600.0)
-HELP = "Ctrl-C stops an answer, /reset begins anew, /quit or Ctrl-D ends."
+HELP = "Ctrl-C stops an answer, /reset begins anew, /help shows this, /quit or Ctrl-D ends."
 
 
 class Chat:
@@ -51,6 +51,8 @@ class Chat:
                 break
             if line == "/reset":
                 self._messages.clear()
+            elif line in ("/help", "/?"):
+                print(HELP)
             elif line:
                 status = self._exchange(http, line)
         return status
