@@ -122,7 +122,7 @@ def build_api(
         return _json({"version": __version__})
 
     add_docs(app)
-    add_pages(app)
+    add_pages(app, ask_for_key=bool(settings.api_keys_file))
     return app
 
 

@@ -8,14 +8,8 @@ export function saveKey(key) {
   else sessionStorage.removeItem(KEY);
 }
 
-// Whether the server wants a key: it then refuses what comes without one.
-export async function asksForKey() {
-  try {
-    return (await fetch(new URL("v1/models", document.baseURI))).status === 401;
-  } catch {
-    return false; // it can't be reached; the page says so when something is asked
-  }
-}
+// Whether the server wants a key, as it noted in the page.
+export const asksForKey = () => "asksForKey" in document.documentElement.dataset;
 
 export class ApiError extends Error {
   constructor(message, status) {

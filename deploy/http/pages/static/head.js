@@ -1,13 +1,9 @@
 // The head of both pages: the way to the other one, and the key.
-import { html, useEffect, useState } from "./htm-preact.js";
+import { html, useState } from "./htm-preact.js";
 import { asksForKey, saveKey, savedKey } from "./api.js";
 
 export function Head({ page, onKey }) {
   const [key, setKey] = useState(savedKey());
-  const [isAsked, setAsked] = useState(key !== "");
-  useEffect(() => {
-    asksForKey().then((asks) => asks && setAsked(true));
-  }, []);
   const type = (event) => {
     setKey(event.target.value);
     saveKey(event.target.value);
@@ -18,7 +14,7 @@ export function Head({ page, onKey }) {
   return html`<header>
     <p class="brand">Manta</p>
     <nav aria-label="Pages">${link("chat", "Chat")} ${link("status", "Status")}</nav>
-    ${isAsked && html`<label class="key">API key
+    ${asksForKey() && html`<label class="key">API key
       <input type="password" autocomplete="off" spellcheck="false" value=${key} onInput=${type} />
     </label>`}
   </header>`;

@@ -77,3 +77,15 @@ def test_status_of_engines_and_ingresses() -> None:
     assert replica["roles"] == [{"role": "worker 0", "pid": 7, "wrong": ""}]
     (ingress,) = body["ingresses"]
     assert ingress["in_flight"] == 0
+
+
+def test_a_field_for_a_key_is_only_where_keys_are(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("keys: [{name: a, sha256: " + "0" * 64 + "}]")
+    for settings, expected in (
+        (ApiSettings(), False),
+        (ApiSettings(api_keys_file=str(keys)), True),
+    ):
+        client = TestClient(build_api(FakeEngineClient, settings))
+        for page in ("/chat", "/status"):
+            assert (b"data-asks-for-key" in client.get(page).content) is expected
