@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -15,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from engine.errors import ConfigError
 from engine.generation_defaults import read_generation_defaults
 from engine.model_config import ModelConfig
+from engine.other_names import OTHER_NAMES
 from engine.pooling import Pooling
 from engine.pooling_defaults import read_pooling
 from engine.registry import (
@@ -361,8 +363,8 @@ def resolve_model_path(model: str, revision: str | None = None) -> Path:
             return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
         except Exception as error:  # any hub or network failure ends in the same advice
             raise ConfigError(
-                f"model '{model}'{at} is neither a folder nor fetchable from the hub "
-                f"({type(error).__name__}); set `model` to a local folder."
+                f"model '{model}'{at} is not a folder of this machine, and {_hub_reason(error)}; "
+                "or set `model` to a local folder."
             ) from error
     raise ConfigError(
         f"model folder '{model}' does not exist; set `model` to a folder with config.json, "
@@ -370,9 +372,37 @@ def resolve_model_path(model: str, revision: str | None = None) -> Path:
     )
 
 
+def _hub_reason(error: BaseException) -> str:
+    """Why a model can't be fetched, and what helps. The first cause of a chain is the real one."""
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.GatedRepoError):
+        return (
+            "its owner must allow you to fetch it from the hub: accept its conditions on "
+            "huggingface.co and set HF_TOKEN"
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return "the hub has no such revision of it: correct `revision`"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return (
+            "the hub has no such model, or it is private: correct the name, or set HF_TOKEN to a "
+            "token that may read it"
+        )
+    if isinstance(error, errors.HFValidationError):
+        return "this is no name that the hub allows: correct it"
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        return "HF_HUB_OFFLINE forbids to fetch it: unset it"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "the disk has no room for it: free some, or set HF_HOME to another disk"
+    return "the hub can't be reached to fetch it: check the network (HTTPS_PROXY, HF_ENDPOINT)"
+
+
 def _explain(kind: type[BaseModel], error: Any) -> str:
     key = ".".join(str(part) for part in error["loc"]) or "configuration"
     if error["type"] == "extra_forbidden":
+        ours = OTHER_NAMES.get(key.replace("-", "_"))
+        if ours is not None:
+            return f"unknown key '{key}': {ours}"
         close = difflib.get_close_matches(key, list(kind.model_fields), n=1)
         hint = f"did you mean '{close[0]}'?" if close else "see docs/configuration.md."
         return f"unknown key '{key}': {hint}"

@@ -22,6 +22,7 @@ from engine.executor.worker_thread import ThreadExecutor
 from engine.grammar_setup import make_grammar_compiler
 from engine.interrupts import HeldInterrupts
 from engine.llm_outputs import CompletionOutput, EmbeddingOutput, RequestOutput
+from engine.llm_prompts import Prompt, as_list
 from engine.pooling import (
     Pooling,
     check_dimensions,
@@ -38,8 +39,6 @@ from engine.tokenizer.detokenizer_manager import DetokenizerManager
 from engine.tokenizer.tokenizer import Tokenizer
 from engine.trace import chrome_trace, scheduler_trace, stage_trace
 from engine.worker.auto_config import make_worker_config
-
-Prompt = str | Sequence[int]
 
 
 class _Running(NamedTuple):
@@ -259,7 +258,7 @@ class LLM:
         """Texts, None for those given as token ids, and the token ids of all."""
         texts: list[str | None] = []
         batch: list[list[int]] = []
-        for prompt in _as_list(prompts):
+        for prompt in as_list(prompts):
             if not isinstance(prompt, str):
                 texts.append(None)
                 batch.append(list(prompt))
@@ -340,12 +339,6 @@ def _load_tokenizer(path: Any) -> Tokenizer | None:
     """The folder's tokenizer. None if it has none: then token ids go in and out."""
     names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
     return Tokenizer.from_pretrained(path) if any((path / n).exists() for n in names) else None
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
 
 
 def _apply(delta: TextDelta, running: _Running) -> None:

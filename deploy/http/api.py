@@ -37,6 +37,7 @@ from deploy.http.pages.pages import ASSETS as PAGE_ASSETS
 from deploy.http.pages.pages import PAGES, add_pages
 from deploy.http.settings import ApiSettings
 from deploy.http.sglang.dialect import SGLANG
+from deploy.http.slash_end import SlashEnd
 from deploy.http.status import StatusProbe
 from engine import __version__
 from engine.errors import EngineDeadError, RequestError
@@ -123,7 +124,7 @@ def build_api(
         return _json({"version": __version__})
 
     add_docs(app)
-    add_pages(app)
+    add_pages(app, ask_for_key=bool(settings.api_keys_file))
     return app
 
 
@@ -132,7 +133,12 @@ class _Api(DocumentedApi):
         self._settings = settings
         self._metrics = metrics
         super().__init__(
-            DIALECTS, title="Manta", version=__version__, docs_url=None, redoc_url=None
+            DIALECTS,
+            title="Manta",
+            version=__version__,
+            docs_url=None,
+            redoc_url=None,
+            redirect_slashes=False,
         )
 
     def build_middleware_stack(self) -> ASGIApp:
@@ -162,6 +168,7 @@ class _Api(DocumentedApi):
 
             self.state.tracing = tracing = Tracing(settings.tracing)
             stack = TracingLayer(stack, tracing.provider, known_paths(self))
+        stack = SlashEnd(stack, known_paths(self), PAGES)
         # Outside of Starlette's own middleware: its answers to crashes need an id too.
         return RequestIdMiddleware(stack, settings.add_request_id_header)
 

@@ -14,7 +14,7 @@ from deploy.bench.sse_decoder import DONE, SSEDecoder
 from deploy.http.access.listening import is_loopback
 
 TIMEOUT = httpx.Timeout(10.0, read=600.0)
-HELP = "Ctrl-C stops an answer, /reset begins anew, /quit or Ctrl-D ends."
+HELP = "Ctrl-C stops an answer, /reset begins anew, /help shows this, /quit or Ctrl-D ends."
 
 
 class Chat:
@@ -56,6 +56,8 @@ class Chat:
                 break
             if line == "/reset":
                 self._messages.clear()
+            elif line in ("/help", "/?"):
+                print(HELP)
             elif line:
                 status = self._exchange(http, line)
         return status

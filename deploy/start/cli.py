@@ -21,7 +21,9 @@ def main(argv: list[str] | None = None) -> int:
         from deploy.bench.command import main as bench
 
         return bench(arguments[1:])
-    options = _parser().parse_args(arguments)
+    options, unknown = _parser().parse_known_args(arguments)
+    if unknown:
+        options.parser.error(_unrecognized(unknown))
     command: Callable[[argparse.Namespace], int] = options.run
     try:
         return command(options)
@@ -31,6 +33,19 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:  # during the checks, or while a model is downloaded
         return 130
+
+
+def _unrecognized(arguments: list[str]) -> str:
+    """argparse's words, and how Manta calls what vLLM and SGLang have."""
+    from engine.other_names import OTHER_NAMES
+
+    message = f"unrecognized arguments: {' '.join(arguments)}"
+    names = [word.partition("=")[0] for word in arguments if word.startswith("--")]
+    hints = (OTHER_NAMES.get(name[2:].replace("-", "_")) for name in names)
+    found = [f"{name}: {hint}" for name, hint in zip(names, hints, strict=True) if hint]
+    return " ".join(
+        [f"{message}.", *found, "Keys are set by --set key=value."] if found else [message]
+    )
 
 
 def serve(options: argparse.Namespace) -> int:
@@ -93,18 +108,18 @@ def _parser() -> argparse.ArgumentParser:
     server.add_argument(
         "--verbose", action="store_true", help="print what Ray, Serve and HAProxy say, too"
     )
-    server.set_defaults(run=serve)
+    server.set_defaults(run=serve, parser=server)
 
     checker = commands.add_parser("check", help="check a configuration without starting anything")
     _add_target(checker)
-    checker.set_defaults(run=check)
+    checker.set_defaults(run=check, parser=checker)
 
     talk = commands.add_parser("chat", help="talk to a served model in the terminal")
     talk.add_argument("--url", default=DEFAULT_URL, help=f"of the server (default {DEFAULT_URL})")
     talk.add_argument("--model", help="default: the first that the server has")
     talk.add_argument("--max-tokens", type=int, help="of an answer (default: the model's limit)")
     talk.add_argument("--temperature", type=float, help="default: the server's")
-    talk.set_defaults(run=chat)
+    talk.set_defaults(run=chat, parser=talk)
 
     commands.add_parser("bench", help="measure a server under load (`manta bench --help`)")
     return parser

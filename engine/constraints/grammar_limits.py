@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from engine.constraints.grammar_payload import StructuralTags, ToolCalls, refused
+from engine.constraints.schema_keywords import without_silent
 
 MAX_DEPTH = 64
 """Nested brackets of a text, nested values of JSON."""
@@ -44,7 +45,7 @@ def parse_schema(text: str) -> dict[str, Any]:
     if not isinstance(schema, dict):
         raise refused("a JSON schema must be an object")
     _check_schema(schema)
-    return schema
+    return without_silent(schema)
 
 
 def parse_tags(text: str) -> StructuralTags:
@@ -60,6 +61,8 @@ def parse_tags(text: str) -> StructuralTags:
                 f"structural_tag: {structure.begin[:100]!r} begins with none of the triggers"
             )
     _check_schema([structure.schema for structure in tags.structures])
+    for structure in tags.structures:
+        structure.schema = without_silent(structure.schema)
     return tags
 
 
@@ -72,6 +75,8 @@ def parse_calls(text: str) -> ToolCalls:
     for call in calls.calls:
         if call.lark:
             check_grammar(call.lark)
+        call.schema = without_silent(call.schema)
+    calls.answer = None if calls.answer is None else without_silent(calls.answer)
     return calls
 
 

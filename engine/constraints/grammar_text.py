@@ -53,8 +53,7 @@ def _text(grammar: GrammarPayload, special: FindToken) -> str:
         return LLMatcher.grammar_from_lark(lark)
     match grammar.type:
         case "json_schema":
-            parse_schema(value)
-            return _from_schema(value, grammar)
+            return _from_schema(json.dumps(parse_schema(value), ensure_ascii=False), grammar)
         case "json_object":
             return _from_schema('{"type": "object"}', grammar)
         case "structural_tag":

@@ -23,7 +23,7 @@ METHODS = ("GET", "POST", "HEAD", "PUT", "DELETE", "OPTIONS", "TRACE")
 HOSTS = ("x", "x/?", "x/health", "x/health?", "x/#", "a@health", "", "?")
 PATHS = (
     "/health/../metrics", "/health/..%2fmetrics", "//metrics", "/%6detrics", "/metrics/",
-    "/metrics;/health", "/METRICS", "/metrics%00", "/docs/assets/../../metrics", "/health/",
+    "/metrics;/health", "/METRICS", "/metrics%00", "/docs/assets/../../metrics", "/health//",
     "http://x/metrics", "/docs/assets/%2e%2e/%2e%2e/metrics", "/metrics?x=/health",
     "/metrics#/health", "/v1/models/", "/./metrics",
 )  # fmt: skip

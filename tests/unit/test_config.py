@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 import yaml
+from huggingface_hub import errors
 
 from deploy.launch import main
+from deploy.start import cli
 from deploy.start.config import AppConfig, AutoscalingOptions, ServerOptions
 from deploy.start.preflight import check_weights
 from deploy.start.target import load_target
-from engine.config import MAX_MICRO_BATCHES, EngineConfig, resolve_model_path
+from engine.config import MAX_MICRO_BATCHES, EngineConfig, load_config, resolve_model_path
 from engine.distributed import MAX_PENDING_SENDS
 from engine.errors import ConfigError
 from engine.layers.weights import SafetensorsSource
+from engine.other_names import OTHER_NAMES
 from engine.scheduler.scheduler_config import SchedulerConfig
 from engine.worker.auto_config import make_worker_config
 
@@ -268,3 +273,62 @@ def test_index_files_stay_in_their_folder(tmp_path: Path, name: str) -> None:
         SafetensorsSource(folder, torch.float32, torch.device("cpu"))
     with pytest.raises(ConfigError, match="names"):
         check_weights(folder)
+
+
+@pytest.mark.parametrize(("name", "sentence"), OTHER_NAMES.items())
+def test_names_of_other_servers_name_ours(name: str, sentence: str) -> None:
+    known = {*EngineConfig.model_fields, *ServerOptions.model_fields}
+    assert name not in known, "we have it ourselves"
+    named = re.match(r"Manta (?:calls it '|has )(\w+)", sentence)
+    assert named is None or named[1] in known
+    for written in {name, name.replace("_", "-")}:
+        with pytest.raises(ConfigError, match=re.escape(sentence)):
+            load_config(EngineConfig, {written: 1})
+
+
+def test_the_command_line_says_how_a_flag_is_called(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--tensor-parallel-size", "2", "--gpu-memory-utilization=0.9"])
+    told = capsys.readouterr().err
+    assert "usage: manta serve" in told
+    assert "'tp_size'" in told and "'memory_fraction'" in told and "--set key=value" in told
+
+
+@pytest.mark.parametrize("command", ["serve", "check", "chat"])
+def test_a_misspelt_option_shows_the_usage_of_its_command(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main([command, "--prots", "1"])
+    told = capsys.readouterr().err
+    assert end.value.code == 2 and "--prots" in told
+    assert f"usage: manta {command}" in told
+
+
+def _of_hub(kind: type[Exception]) -> Exception:
+    return kind("x", response=httpx.Response(404, request=httpx.Request("GET", "http://hub")))
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (httpx.ConnectError("x"), "the hub can't be reached"),
+        (errors.LocalEntryNotFoundError("x"), "the hub can't be reached"),
+        (TimeoutError(), "the hub can't be reached"),
+        (errors.OfflineModeIsEnabled("x"), "HF_HUB_OFFLINE"),
+        (_of_hub(errors.RepositoryNotFoundError), "the hub has no such model"),
+        (_of_hub(errors.RevisionNotFoundError), "no such revision"),
+        (_of_hub(errors.GatedRepoError), "accept its conditions"),
+        (OSError(28, "No space left on device"), "the disk has no room"),
+    ],
+)
+def test_why_a_model_is_not_fetched_is_a_sentence(
+    error: Exception, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    with pytest.raises(ConfigError, match=words) as told:
+        resolve_model_path("someone/model")
+    assert type(error).__name__ not in str(told.value)

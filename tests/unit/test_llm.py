@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
+import torch
 
 from engine import LLM, SamplingParams
 from engine.constraints.grammar_payload import Thinking
@@ -157,3 +160,41 @@ def test_a_thought_needs_a_tokenizer(llm: LLM, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(RequestError, match="tokenizer") as caught:
         llm.generate([1, 2], params, use_tqdm=False)
     assert caught.value.param == "thinking"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        np.array,
+        torch.tensor,
+        tuple,
+        lambda ids: np.array(ids, np.uint16),
+        lambda ids: [np.int32(token) for token in ids],
+        lambda ids: list(torch.tensor(ids)),
+        lambda ids: [np.array(ids)],
+        lambda ids: [torch.tensor(ids)],
+        lambda ids: np.array([ids]),
+        lambda ids: torch.tensor([ids]),
+        lambda ids: (np.array(ids),),
+    ],
+)
+def test_arrays_and_tensors_are_token_ids(llm: LLM, make: Callable[[list[int]], Any]) -> None:
+    ids = [7, 300, 12, 45]
+    (plain,) = llm.generate(ids, GREEDY, use_tqdm=False)
+    (got,) = llm.generate(make(ids), GREEDY, use_tqdm=False)
+    assert got.prompt_token_ids == ids and type(got.prompt_token_ids[0]) is int
+    assert got.outputs[0].token_ids == plain.outputs[0].token_ids
+    (vector,) = llm.embed(make(ids), use_tqdm=False)
+    assert vector.prompt_token_ids == ids
+
+
+def test_several_arrays_and_texts(llm: LLM) -> None:
+    prompts: Any = ["def ", np.array([7, 8]), torch.tensor([9]), [3, 4]]
+    outs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    assert [out.prompt_token_ids for out in outs][1:] == [[7, 8], [9], [3, 4]]
+
+
+@pytest.mark.parametrize("prompt", [np.array([1.5]), [[1.0, 2.0]], 7, [None], [True], [{"a": 1}]])
+def test_what_is_no_prompt_is_refused(llm: LLM, prompt: Any) -> None:
+    with pytest.raises(RequestError, match="a prompt is a text or"):
+        llm.generate(prompt, GREEDY, use_tqdm=False)

@@ -27,16 +27,16 @@ HEADERS = {
 _TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
 
 
-def add_pages(app: FastAPI) -> None:
-    """Add the pages and the files that they load."""
+def add_pages(app: FastAPI, *, ask_for_key: bool) -> None:
+    """Add the pages and the files that they load. `ask_for_key`: they have a field for a key."""
 
     @app.get("/chat", include_in_schema=False)
     async def chat(request: Request) -> Response:
-        return _reply(request, "chat.html")
+        return _reply(request, "chat.html", ask_for_key=ask_for_key)
 
     @app.get("/status", include_in_schema=False)
     async def status(request: Request) -> Response:
-        return _reply(request, "status.html")
+        return _reply(request, "status.html", ask_for_key=ask_for_key)
 
     @app.get(ASSETS + "{name}", include_in_schema=False)
     async def page_file(
@@ -55,8 +55,10 @@ def add_pages(app: FastAPI) -> None:
         return _reply(request, name)
 
 
-def _reply(request: Request, name: str) -> Response:
+def _reply(request: Request, name: str, *, ask_for_key: bool = False) -> Response:
     content = files("deploy.http.pages").joinpath("static", name).read_bytes()
+    if ask_for_key:
+        content = content.replace(b"<html", b"<html data-asks-for-key", 1)
     tag = f'"{xxh3_64_hexdigest(content)}"'
     headers = {**HEADERS, "etag": tag}
     if request.headers.get("if-none-match") == tag:

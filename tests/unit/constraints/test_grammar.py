@@ -564,3 +564,62 @@ def test_folder_without_tokenizer(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match="tokenizer"):
         tokenizer_json(tmp_path)
+
+
+TEXT, TEXTS = {"type": "string"}, {"type": "array", "items": {"type": "string"}}
+SILENT: list[dict[str, Any]] = [
+    {**TEXTS, "uniqueItems": False},
+    {**TEXTS, "minItems": 1.0, "maxItems": 2.0},
+    {**TEXTS, "minContains": 1, "maxContains": 2},
+    {**TEXTS, "contains": {"const": 1}, "minContains": 0},
+    {**TEXTS, "unevaluatedItems": True},
+    {**TEXT, "minLength": 1.0, "maxLength": 1e1},
+    {**TEXT, "not": False},
+    {**TEXT, "then": {"const": 1}, "else": {}},
+    {**TEXT, "if": {"const": "a"}},
+    {**TEXT, "if": {"const": "a"}, "then": {}, "else": True},
+    {"type": "object", "minProperties": 0.0, "required": [], "dependentRequired": {}},
+    {"type": "object", "propertyNames": TEXT, "dependentSchemas": {}, "dependencies": {}},
+    {"type": "object", "propertyNames": {}, "unevaluatedProperties": {}},
+    {"anyOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": {**TEXTS, "uniqueItems": False}}},
+    {"type": "object", "properties": {"a": {**TEXT, "minLength": 1.0, "default": "x"}}},
+    {"type": "array", "prefixItems": [{**TEXTS, "uniqueItems": False}]},
+]
+
+
+@pytest.mark.parametrize("schema", SILENT, ids=str)
+def test_keywords_that_say_nothing_are_taken(schema: dict[str, Any]) -> None:
+    start(structured.json_schema(schema))
+    structure = {"begin": "<a>", "schema": schema, "end": ""}
+    start(structured.structural_tag({"structures": [structure], "triggers": ["<a"]}))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {**TEXTS, "uniqueItems": True},
+        {**TEXTS, "uniqueItems": 0},
+        {**TEXT, "minLength": 1.5},
+        {**TEXTS, "contains": {"const": "a"}},
+        {**TEXT, "if": {"const": "a"}, "then": False},
+        {"type": "object", "properties": {"a": {**TEXTS, "uniqueItems": True}}},
+    ],
+    ids=str,
+)
+def test_those_that_say_something_are_not(schema: dict[str, Any]) -> None:
+    with pytest.raises(RequestError):
+        start(structured.json_schema(schema))
+
+
+def test_names_and_values_that_look_like_keywords_stay() -> None:
+    schema = {
+        "type": "object",
+        "properties": {"uniqueItems": {"const": {"minLength": 1.5, "not": False}}},
+        "required": ["uniqueItems"],
+        "additionalProperties": False,
+    }
+    constraint = start(structured.json_schema(schema))
+    for token in small_tokenizer().encode(
+        '{"uniqueItems":{"minLength":1.5,"not":false}}', add_special_tokens=False
+    ):
+        assert constraint.accept(token)

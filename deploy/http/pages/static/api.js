@@ -8,6 +8,9 @@ export function saveKey(key) {
   else sessionStorage.removeItem(KEY);
 }
 
+// Whether the server wants a key, as it noted in the page.
+export const asksForKey = () => "asksForKey" in document.documentElement.dataset;
+
 export class ApiError extends Error {
   constructor(message, status) {
     super(message);

@@ -11,20 +11,35 @@ const SETTINGS = [
   ["seed", "Seed", { min: 0, step: 1, placeholder: "random" }],
 ];
 
+const SHORTEST_S = 0.1; // between the first and the last text, for a rate that means something
+
 const number = (n, digits = 0) =>
   n.toLocaleString("en", { maximumFractionDigits: digits, minimumFractionDigits: digits });
 
 // "24 tokens, 310 tokens/s, first after 0.05 s, 16 of 30 prompt tokens cached"
-function figures({ usage, started, first, last }) {
+function figures({ usage, started, first, firstTokens, last }) {
   if (!usage) return "";
   const { completion_tokens: tokens, prompt_tokens: prompt } = usage;
   const cached = usage.prompt_tokens_details?.cached_tokens ?? 0;
   const seconds = (last - first) / 1000;
   const parts = [`${number(tokens)} tokens`];
-  if (tokens > 1 && seconds > 0) parts.push(`${number((tokens - 1) / seconds)} tokens/s`);
+  // The tokens of the first piece came before the clock began. Pieces that come together have none.
+  const timed = tokens - firstTokens;
+  if (timed > 0 && seconds >= SHORTEST_S) parts.push(`${number(timed / seconds)} tokens/s`);
   if (first) parts.push(`first after ${number((first - started) / 1000, 2)} s`);
   parts.push(`${number(cached)} of ${number(prompt)} prompt tokens cached`);
   return parts.join(", ");
+}
+
+// Text with code in backticks: `words`, or lines between lines of three.
+function Text({ text }) {
+  const parts = text.split(/^(```[^\n]*\n[^]*?(?:^```[^\S\n]*$|$(?![^])))|(`[^`\n]+`)/m);
+  return parts.filter(Boolean).map((part) => {
+    const fenced = /^```[^\n]*\n([^]*?)\n?(?:^```[^\S\n]*)?$(?![^])/m.exec(part);
+    if (fenced) return html`<pre tabindex="0"><code>${fenced[1]}</code></pre>`;
+    const isCode = part.length > 2 && /^`[^`\n]+`$/.test(part);
+    return isCode ? html`<code>${part.slice(1, -1)}</code>` : part;
+  });
 }
 
 function Turn({ turn }) {
@@ -32,7 +47,7 @@ function Turn({ turn }) {
   return html`<li class=${`turn ${turn.role}`}>
     <h2>${who}</h2>
     ${turn.reasoning && html`<details><summary>Reasoning</summary><p class="text">${turn.reasoning}</p></details>`}
-    <p class="text">${turn.content}${turn.isOpen && html`<span class="cursor" aria-hidden="true"></span>`}</p>
+    <div class="text"><${Text} text=${turn.content} />${turn.isOpen && html`<span class="cursor" aria-hidden="true"></span>`}</div>
     ${turn.figures && html`<p class="figures">${turn.figures}</p>`}
   </li>`;
 }
@@ -103,6 +118,7 @@ function Chat() {
           answer.reasoning += delta.reasoning_content ?? "";
         }
         answer.usage = chunk.usage ?? answer.usage;
+        if (answer.first) answer.firstTokens ??= answer.usage?.completion_tokens ?? 1;
         answer.figures = figures(answer);
         frame ||= requestAnimationFrame(draw);
       }

@@ -1,6 +1,6 @@
 // The head of both pages: the way to the other one, and the key.
 import { html, useState } from "./htm-preact.js";
-import { saveKey, savedKey } from "./api.js";
+import { asksForKey, saveKey, savedKey } from "./api.js";
 
 export function Head({ page, onKey }) {
   const [key, setKey] = useState(savedKey());
@@ -14,8 +14,8 @@ export function Head({ page, onKey }) {
   return html`<header>
     <p class="brand">Manta</p>
     <nav aria-label="Pages">${link("chat", "Chat")} ${link("status", "Status")}</nav>
-    <label class="key">API key
+    ${asksForKey() && html`<label class="key">API key
       <input type="password" autocomplete="off" spellcheck="false" value=${key} onInput=${type} />
-    </label>
+    </label>`}
   </header>`;
 }

@@ -221,3 +221,37 @@ def test_a_receive_that_fails_is_a_client_that_left() -> None:
 
     asyncio.run(run())
     assert (len(client.aborted), client.open, sent) == (1, 0, [])
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/models", "/v1/models/fake", "/health", "/version", "/metrics", "/openapi.json"]
+)
+def test_a_slash_at_the_end_changes_nothing(server: Server, path: str) -> None:
+    """No redirect: behind TLS it would lead to http://."""
+    url = f"http://127.0.0.1:{server.port}"
+    name = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
+    path = path.replace("fake", name)
+    plain, slashed = (httpx.get(f"{url}{path}{end}") for end in ("", "/"))
+    assert slashed.status_code == plain.status_code == 200
+    assert slashed.headers["content-type"] == plain.headers["content-type"]
+
+
+def test_a_post_with_a_slash_is_answered(server: Server) -> None:
+    body = {"model": "fake", "prompt": "x", "max_tokens": 2}
+    url = f"http://127.0.0.1:{server.port}{COMPLETIONS}"
+    plain, slashed = (httpx.post(f"{url}{end}", json=body) for end in ("", "/"))
+    assert slashed.status_code == plain.status_code
+    assert slashed.json().keys() == plain.json().keys()
+
+
+@pytest.mark.parametrize("path", ["/chat", "/status"])
+def test_a_page_with_a_slash_is_found_without_an_address(server: Server, path: str) -> None:
+    reply = httpx.get(f"http://127.0.0.1:{server.port}{path}/")
+    assert reply.status_code == 307 and reply.headers["location"] == f"..{path}"
+    assert httpx.get(reply.url.join(reply.headers["location"])).status_code == 200
+
+
+def test_a_path_that_is_none_stays_none(server: Server) -> None:
+    for path in ("/nothing/", "/health//"):
+        reply = httpx.get(f"http://127.0.0.1:{server.port}{path}")
+        assert reply.status_code == 404 and "error" in reply.json()

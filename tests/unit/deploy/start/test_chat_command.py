@@ -60,3 +60,12 @@ def test_no_server_is_one_sentence(
     assert talk(9, "x\n", monkeypatch) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: no server answers at http://127.0.0.1:9") and "\n" in error[-1]
+
+
+def test_help_is_no_question(
+    server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert talk(server, "/help\n", monkeypatch) == 0
+    told = capsys.readouterr().out
+    assert all(word in told for word in ("/reset", "/quit", "/help"))
+    assert server.client.chat_calls == []

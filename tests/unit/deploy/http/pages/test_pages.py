@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 import re
 import tomllib
+from pathlib import Path
 
 import pytest
+from starlette.testclient import TestClient
 
 from deploy.http.api import access_rules, build_api
 from deploy.http.pages.pages import ASSETS, PAGES
+from deploy.http.settings import ApiSettings
 from tests.support.api_calls import call
 from tests.support.fake_client import FakeEngineClient
 from tests.support.source_files import ROOT
@@ -77,3 +80,15 @@ def test_status_of_engines_and_ingresses() -> None:
     assert replica["roles"] == [{"role": "worker 0", "pid": 7, "wrong": ""}]
     (ingress,) = body["ingresses"]
     assert ingress["in_flight"] == 0
+
+
+def test_a_field_for_a_key_is_only_where_keys_are(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("keys: [{name: a, sha256: " + "0" * 64 + "}]")
+    for settings, expected in (
+        (ApiSettings(), False),
+        (ApiSettings(api_keys_file=str(keys)), True),
+    ):
+        app = build_api(FakeEngineClient, settings)
+        for page in ("/chat", "/status"):
+            assert (b"data-asks-for-key" in TestClient(app).get(page).content) is expected
