@@ -62,7 +62,7 @@ def stream(launch: Started, number: int, over: threading.Event) -> int:
             assert reply.status_code == 200, reply.read()
             lines = [line for line in reply.iter_lines() if line]
         assert lines[-1] == "data: [DONE]", lines[-1]
-        assert not any('"error"' in line for line in lines)
+        assert [line for line in lines if line.startswith('data: {"error"')] == []
         done += 1
     return done
 
