@@ -5,14 +5,11 @@ from __future__ import annotations
 import codecs
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from itertools import islice
 
 from engine.tokenizer.tokenizer import Tokenizer
 
 MAX_HELD_TOKENS = 8
 """Tokens that `WindowDetokenizer` holds back at most; a character has up to 4 byte tokens."""
-
-_MAX_CONTEXT_SEARCH = 64
 
 
 class IncrementalDetokenizer(ABC):
@@ -52,6 +49,11 @@ class IncrementalDetokenizer(ABC):
     @abstractmethod
     def flush(self) -> str:
         """The text still held back, incomplete bytes as U+FFFD, when no more tokens will come."""
+
+    @abstractmethod
+    def held_before(self, token_id: int) -> int:
+        """Characters of the text held back that stand before what `token_id`, the next token, adds.
+        A character that the token completes isn't among them."""
 
 
 class ByteLevelDetokenizer(IncrementalDetokenizer):
@@ -100,6 +102,20 @@ class ByteLevelDetokenizer(IncrementalDetokenizer):
         self._partial = False
         return self._decoder.decode(b"", final=True)
 
+    def held_before(self, token_id: int) -> int:
+        if not self._partial or self._decoder is None:
+            return 0
+        held = self._decoder.getstate()[0]
+        following = self._tokenizer.token_bytes(token_id)[:1]
+        if self._skip and token_id in self._tokenizer.special_ids:
+            following = b""
+        # Held bytes are the beginning of one character: they go on, or they are invalid.
+        try:
+            (held + following).decode()
+        except UnicodeDecodeError as error:
+            return 0 if error.reason == "unexpected end of data" else 1
+        return 0
+
 
 class WindowDetokenizer(IncrementalDetokenizer):
     """For any decoder: decodes a window of the last tokens, and sends the text added to it.
@@ -136,13 +152,15 @@ class WindowDetokenizer(IncrementalDetokenizer):
         self._read = 0
         """How many of `_window` have been sent; their text is `_prefix`."""
         self._prefix = ""
-        for token_id in map(int, islice(reversed(prompt_ids), _MAX_CONTEXT_SEARCH)):
-            # One token is enough context for "in the middle of a text". A byte token would form one
-            # run with those of the output.
-            is_visible = tokenizer.is_visible(token_id, skip_special_tokens)
-            if is_visible and token_id not in tokenizer.byte_ids:
-                self._start_window([token_id])
-                break
+        # One token is enough context for "in the middle of a text". A byte token would form one run
+        # with those of the output, so behind a run of them any other token stands for the prompt.
+        for token_id in map(int, reversed(prompt_ids)):
+            if not tokenizer.is_visible(token_id, skip_special_tokens):
+                continue
+            context = tokenizer.plain_id if token_id in tokenizer.byte_ids else token_id
+            if context is not None:
+                self._start_window([context])
+            break
 
     def add(self, token_id: int) -> str:
         if not self._tokenizer.is_visible(token_id, self._skip):
@@ -166,6 +184,14 @@ class WindowDetokenizer(IncrementalDetokenizer):
 
     def flush(self) -> str:
         return self._send(len(self._window))
+
+    def held_before(self, token_id: int) -> int:
+        if len(self._window) == self._read:
+            return 0
+        goes_on = token_id in self._tokenizer.byte_ids
+        count = self._count_whole() if goes_on else len(self._window)
+        text = self._tokenizer.decode(self._window[:count], self._skip)
+        return max(len(text) - len(self._prefix), 0)
 
     def _count_whole(self) -> int:
         """Tokens of the window before a character whose bytes are still coming."""

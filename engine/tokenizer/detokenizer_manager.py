@@ -227,7 +227,8 @@ class DetokenizerManager:
     def _add_logprobs(self, request: _Request, token_id: int, logprobs: TokenLogprobs) -> None:
         if request.logprobs is None:
             request.logprobs = []
-        request.logprobs.append(self._entry(token_id, logprobs, request.text_len))
+        offset = request.text_len + request.detokenizer.held_before(token_id)
+        request.logprobs.append(self._entry(token_id, logprobs, offset))
 
     def _add_prompt_logprobs(
         self, request: _Request, logprobs: Sequence[TokenLogprobs | None] | None
@@ -238,7 +239,8 @@ class DetokenizerManager:
         offset = 0
         request.prompt_logprobs = []
         for token_id, item in zip(request.prompt_ids, logprobs, strict=True):
-            entry = None if item is None else self._entry(int(token_id), item, offset)
+            begin = offset + detokenizer.held_before(int(token_id))
+            entry = None if item is None else self._entry(int(token_id), item, begin)
             request.prompt_logprobs.append(entry)
             offset += len(detokenizer.add(int(token_id)))
         request.prompt_ids = None

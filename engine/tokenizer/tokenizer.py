@@ -7,6 +7,7 @@ importing it takes 5 to 9 s and brings torch along; it is only the way in for ot
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,16 @@ class Tokenizer:
         if skip_special_tokens and token_id in self.special_ids:
             return False
         return self._backend.id_to_token(token_id) is not None
+
+    @cached_property
+    def plain_id(self) -> int | None:
+        """Some token that is text for itself, neither special nor a byte; None if there is none."""
+        for token_id in range(self._backend.get_vocab_size()):
+            if token_id in self.special_ids or token_id in self.byte_ids:
+                continue
+            if self.is_visible(token_id, False) and self.decode([token_id]).strip().isalnum():
+                return token_id
+        return None
 
     @property
     def has_chat_template(self) -> bool:

@@ -183,3 +183,50 @@ def test_spaces_between_special_tokens(kind: str) -> None:
         assert text(False, False) == "fox <s></s><s> fox"
     else:
         assert text(False, False) == text(False, True)
+
+
+@relaxed
+@given(texts.filter(bool), st.sampled_from(["byte_level", "sentencepiece"]))
+def test_tokens_begin_where_their_text_does(
+    byte_level: Tokenizer, sentencepiece: Tokenizer, text: str, kind: str
+) -> None:
+    """A token within a character begins where the character does."""
+    tokenizer = byte_level if kind == "byte_level" else sentencepiece
+    prompt = tokenizer.encode("a fox", add_special_tokens=False)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    detokenizer = IncrementalDetokenizer.create(tokenizer, False, prompt)
+    sent = before = 0
+    data = b""
+    for token_id in ids:
+        begin = sent + detokenizer.held_before(token_id)
+        assert begin == len(data.decode(errors="ignore")) >= before
+        sent += len(detokenizer.add(token_id))
+        data, before = data + tokenizer.token_bytes(token_id), begin
+
+
+@relaxed
+@given(ids_lists, st.sampled_from(["byte_level", "sentencepiece"]), st.booleans())
+def test_beginnings_never_go_back(
+    byte_level: Tokenizer, sentencepiece: Tokenizer, ids: list[int], kind: str, skip: bool
+) -> None:
+    tokenizer = byte_level if kind == "byte_level" else sentencepiece
+    detokenizer = IncrementalDetokenizer.create(tokenizer, skip)
+    text, begins = "", []
+    for token_id in ids:
+        begins.append(len(text) + detokenizer.held_before(token_id))
+        text += detokenizer.add(token_id)
+    text += detokenizer.flush()
+    assert begins == sorted(begins)
+    assert all(begin <= len(text) for begin in begins)
+
+
+def test_a_space_behind_a_prompt_of_bytes_is_kept(sentencepiece: Tokenizer) -> None:
+    (word,) = sentencepiece.encode("fox", add_special_tokens=False)[:1]
+    for number in (1, 16, 40):
+        prompt = sentencepiece.encode("𓀀" * number, add_special_tokens=False)
+        prompt = [token for token in prompt if token in sentencepiece.byte_ids]
+        assert len(prompt) >= 4 * number
+        detokenizer = IncrementalDetokenizer.create(sentencepiece, True, prompt)
+        text = detokenizer.add(word) + detokenizer.flush()
+        assert text == sentencepiece.token_bytes(word).decode()
+        assert text.startswith(" ")
