@@ -144,7 +144,9 @@ class MessageGeneration(Generation[MessagesRequest]):
         output = self._outputs[0]
         stop = output.stop_reason if isinstance(output.stop_reason, str) else None
         reason = "end_turn" if output.finish_reason == "stop" else "max_tokens"
-        if output.state is not None and output.state.num_calls and reason == "end_turn":
+        state = output.state
+        has_calls = state is not None and state.num_calls > 0 and not state.is_cut
+        if has_calls and reason == "end_turn":
             reason = "tool_use"
         elif stop is not None:
             reason = "stop_sequence"

@@ -56,6 +56,11 @@ class OutputState:
         return self._tools.is_named
 
     @property
+    def is_cut(self) -> bool:
+        """Whether the output ended within a call: it isn't to be run."""
+        return self._parser.is_cut
+
+    @property
     def num_calls(self) -> int:
         """Tool calls that have begun."""
         return self._parser.num_calls

@@ -11,8 +11,9 @@ from deploy.http.parsers.parts import CallArguments, CallBegin, Reasoning, Text
 
 def finish_reason(state: OutputState, reason: str) -> str:
     """The finish reason of an output whose sequence ended for `reason`. OpenAI's servers say `stop`
-    where the request named the function to call."""
-    has_calls = state.num_calls > 0 and not state.is_named
+    where the request named the function to call. So does an output that a stop string ended within
+    a call, which isn't to be run."""
+    has_calls = state.num_calls > 0 and not state.is_named and not state.is_cut
     return "tool_calls" if reason == "stop" and has_calls else reason
 
 

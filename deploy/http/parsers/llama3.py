@@ -22,15 +22,7 @@ class Llama3Parser(ToolParser):
         yield from super()._parse()
 
     def _read_calls(self, at: int) -> Waits:
-        while True:
-            at = yield from self._skip_space(at)
-            end = yield from self._read_call(at)
-            if end < 0:
-                return
-            at = yield from self._skip_space(end)
-            at = yield from self._after(at, ";")
-            if at < 0:
-                return
+        yield from self._read_several(at)
 
     def _takes(self, name: str) -> bool:
         return name in self._tool_names

@@ -23,23 +23,9 @@ class MistralParser(ToolParser):
     def _read_calls(self, at: int) -> Waits:
         at = yield from self._skip_space(at)
         if self._text.startswith("[", at):
-            yield from self._read_list(at + 1)
+            yield from self._read_several(at + 1)
         else:
             yield from self._read_named(at)
-
-    def _read_list(self, at: int) -> Waits:
-        while True:
-            at = yield from self._skip_space(at)
-            at = yield from self._read_call(at)
-            if at < 0:
-                return
-            at = yield from self._skip_space(at)
-            following = yield from self._after(at, ",")
-            if following < 0:
-                end = yield from self._after(at, "]")
-                self._text = self._text[max(end, 0) :]
-                return
-            at = following
 
     def _read_named(self, at: int) -> Waits:
         end = yield from self._word(at)
@@ -53,7 +39,8 @@ class MistralParser(ToolParser):
         behind = yield from self._after(at, _ARGUMENTS)
         at = yield from self._skip_space(max(behind, at))
         if self._text.startswith("{", at):
-            yield from self._read_arguments(name, at)
+            at = yield from self._read_arguments(name, at)
+            yield from self._drop_left_overs(at)
 
     def _word(self, at: int) -> FindsPlace:
         """The end of the word at `at`; -1 if there is none."""

@@ -30,6 +30,11 @@ class OutputParser:
         """Whether the output so far ends within the reasoning."""
 
     @property
+    def is_cut(self) -> bool:
+        """Whether the output so far ends within a call."""
+        return self._tools is not None and self._tools.is_cut
+
+    @property
     def is_reasoning(self) -> bool:
         """Whether the model may still be thinking."""
         return self._reasoning is not None and not self._reasoning.is_closed

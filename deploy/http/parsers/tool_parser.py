@@ -1,7 +1,8 @@
 """`ToolParser`: finds the tool calls in a model's text, piece by piece.
 
 What isn't a call comes out as text, unchanged. A call that has begun stays one, whatever follows:
-clients have read of it already. So the parts don't depend on how the text was cut.
+clients have read of it already. What models leave around calls (brackets too many, commas,
+semicolons) is dropped. So the parts don't depend on how the text was cut.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from collections.abc import Collection, Generator
 from deploy.http.parsers.json_reader import WHITESPACE, CallReader, ValueReader
 from deploy.http.parsers.parts import CallArguments, CallBegin, Part, Text, joined
 
+LEFT_OVERS = WHITESPACE + ",;}]"
+"""What may stand behind a call and says nothing."""
 Waits = Generator[None, None, None]
 """Yields where it needs more text, or to know that there is none."""
 FindsPlace = Generator[None, None, int]
@@ -31,6 +34,8 @@ class ToolParser(ABC):
         self._ended = False
         self._parts: list[Part] = []
         self._num_calls = 0
+        self.is_cut = False
+        """Whether the last call that has begun didn't come to its end."""
         self._run = self._parse()
         next(self._run)
 
@@ -96,6 +101,32 @@ class ToolParser(ABC):
                 return at
             yield
 
+    def _drop_left_overs(self, at: int) -> Waits:
+        """Drop what stands before `at`, the end of a call, and what is left over there."""
+        end = at
+        while True:
+            while end < len(self._text) and self._text[end] in LEFT_OVERS:
+                end += 1
+            if end < len(self._text) or self._ended:
+                break
+            yield
+        is_text = end < len(self._text) and self._text[end] not in "{["
+        while is_text and end > at and self._text[end - 1] in WHITESPACE:
+            end -= 1
+        self._text = self._text[end:]
+
+    def _read_several(self, at: int) -> Waits:
+        """Calls as objects, one behind the other at `at`, and what is left over behind them."""
+        while True:
+            at = yield from self._skip_space(at)
+            at = yield from self._read_call(at)
+            if at < 0:
+                return
+            yield from self._drop_left_overs(at)
+            at = 0
+            if not self._text.startswith("{"):
+                return
+
     def _after(self, at: int, word: str) -> FindsPlace:
         """The place behind `word`; -1 if it doesn't stand at `at`."""
         while not self._text.startswith(word, at):
@@ -118,6 +149,7 @@ class ToolParser(ABC):
                 self._argue(reader.take_arguments(), at)
                 at = 0
             if reader.is_done or reader.failed or self._ended:
+                self.is_cut = begun and not reader.is_done
                 return at if begun else -1
             yield
 
@@ -130,6 +162,7 @@ class ToolParser(ABC):
             self._argue(self._text[at:end], end)
             at = 0
             if reader.is_done or self._ended:
+                self.is_cut = not reader.is_done
                 return at
             yield
 

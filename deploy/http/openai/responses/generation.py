@@ -34,7 +34,7 @@ class ResponseGeneration(Generation[ResponsesRequest]):
     def _reply(self) -> bytes:
         output = self._outputs[0]
         self._add("".join(output.texts), output.logprobs)
-        self._items.close(self._status)
+        self._items.close(self._item_status)
         return encode_json(self._response(self._status))
 
     def _opening(self) -> bytes:
@@ -46,7 +46,7 @@ class ResponseGeneration(Generation[ResponsesRequest]):
         return self._encode(self._add(delta.text, delta.logprobs or []))
 
     def _ending(self) -> bytes:
-        events = self._items.close(self._status)
+        events = self._items.close(self._item_status)
         end = {"type": f"response.{self._status}", "response": self._response(self._status)}
         return self._encode([*events, end])
 
@@ -86,6 +86,12 @@ class ResponseGeneration(Generation[ResponsesRequest]):
         first = self._sequence_number
         self._sequence_number += len(events)
         return b"".join(_encode(event, first + n) for n, event in enumerate(events))
+
+    @property
+    def _item_status(self) -> Status:
+        """That of the last item."""
+        state = self._outputs[0].state
+        return "incomplete" if state is not None and state.is_cut else self._status
 
     @property
     def _status(self) -> Status:

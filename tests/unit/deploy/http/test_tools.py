@@ -230,3 +230,20 @@ def test_a_model_that_calls_no_tools_says_so() -> None:
     assert error["param"] == "tools" and "tool_call_parser" in error["message"]
     reply = post(CHAT, messages=[USER], tools=[TOOL], tool_choice="none")
     assert reply.status_code == 200
+
+
+@pytest.mark.parametrize("stop", ["1", " 1}"])
+def test_a_call_that_a_stop_string_cut_is_not_to_be_run(stop: str) -> None:
+    client = fake(CALL)
+    (choice,) = whole(client, stop=[stop])["choices"]
+    (made,) = choice["message"]["tool_calls"]
+    assert choice["message"]["content"] is None and choice["finish_reason"] == "stop"
+    assert not made["function"]["arguments"].endswith("}")
+    assert streamed(fake(CALL), stop=[stop])["finish_reason"] == "stop"
+    body = {"messages": [USER], "max_tokens": 300, "stop_sequences": [stop]}
+    tool = {"name": "f", "input_schema": {"type": "object"}}
+    message = post("/v1/messages", fake(CALL), **body, tools=[tool]).json()
+    assert message["stop_reason"] == "stop_sequence" and message["stop_sequence"] == stop
+    items = {"input": "hi", "tools": [{"type": "function", "name": "f"}], "stop": [stop]}
+    (item,) = post("/v1/responses", fake(CALL), **items).json()["output"]
+    assert (item["type"], item["status"]) == ("function_call", "incomplete")

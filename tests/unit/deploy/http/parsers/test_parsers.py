@@ -86,6 +86,29 @@ CASES: list[tuple[type[ToolParser], str, list[Part]]] = [
     ),
     (MistralParser, '[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{"a": 1}', call("f", '{"a": 1}')),
 ]
+F, G = '{"name": "f", "arguments": {"a": 1}}', '{"name": "get-weather", "arguments": {}}'
+BOTH = [*call("f", '{"a": 1}'), *call("get-weather", "{}", 1)]
+# What models leave around their calls.
+CASES += [
+    (HermesParser, f"<tool_call>\n{F}}}\n</tool_call>", BOTH[:2]),
+    (HermesParser, f"<tool_call>{F}\n{G}</tool_call>", BOTH),
+    (HermesParser, f"<tool_call>{F}, {G}</tool_call>", BOTH),
+    (HermesParser, f"<tool_call>[{F}, {G}]</tool_call> ", BOTH),
+    (HermesParser, f"<tool_call>{F}</tool_call>;\n<tool_call>{G}</tool_call>,", BOTH),
+    (HermesParser, f"<tool_call>{F};</tool_call>}} Done.", [*BOTH[:2], Text(" Done.")]),
+    (Llama3Parser, F + "}", BOTH[:2]),
+    (Llama3Parser, F + ";", BOTH[:2]),
+    (Llama3Parser, f"{F}\n{G}", BOTH),
+    (Llama3Parser, f"{F}, {G}", BOTH),
+    (Llama3Parser, f"{F}}};{G}}}", BOTH),
+    (Llama3Parser, f"<|python_tag|>{F}\n{G}\n", BOTH),
+    (Llama3Parser, f"{F}; So it is.", [*BOTH[:2], Text(" So it is.")]),
+    (MistralParser, f"[TOOL_CALLS][{F}}}, {G}]", BOTH),
+    (MistralParser, f"[TOOL_CALLS][{F}\n{G}]", BOTH),
+    (MistralParser, f"[TOOL_CALLS][{F};{G}];", BOTH),
+    (MistralParser, 'Ok[TOOL_CALLS]f[ARGS]{"a": 1}}[TOOL_CALLS]get-weather[ARGS]{}\n',
+     [Text("Ok"), *BOTH]),
+]  # fmt: skip
 NO_CALLS: list[tuple[type[ToolParser], str]] = [
     (HermesParser, "Hello.\n"),
     (HermesParser, "  \n"),
