@@ -30,6 +30,7 @@ from deploy.http.generation.plan import check_model
 from deploy.http.header_guard import REQUEST_ID
 from deploy.http.health import HealthProbe
 from deploy.http.metrics import ServerMetrics
+from deploy.http.old_clients import OldClients
 from deploy.http.openai.dialect import OPENAI
 from deploy.http.openai.errors import openai_error
 from deploy.http.openapi import DocumentedApi
@@ -124,7 +125,7 @@ def build_api(
         return _json({"version": __version__})
 
     add_docs(app)
-    add_pages(app, ask_for_key=bool(settings.api_keys_file))
+    add_pages(app, has_keys=bool(settings.api_keys_file))
     return app
 
 
@@ -170,7 +171,7 @@ class _Api(DocumentedApi):
             stack = TracingLayer(stack, tracing.provider, known_paths(self))
         stack = SlashEnd(stack, known_paths(self), PAGES)
         # Outside of Starlette's own middleware: its answers to crashes need an id too.
-        return RequestIdMiddleware(stack, settings.add_request_id_header)
+        return OldClients(RequestIdMiddleware(stack, settings.add_request_id_header))
 
 
 def access_rules(app: FastAPI) -> Rules:

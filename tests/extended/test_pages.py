@@ -103,6 +103,25 @@ def test_text_stays_text(seen: dict[str, Any]) -> None:
     assert seen["images"] == 0 and seen["title"] == "Manta: chat"
 
 
+def test_code_is_shown_as_code(seen: dict[str, Any]) -> None:
+    assert (seen["code"], seen["block"]) == ("f(x)", "f(1)")
+
+
+def test_tokens_that_came_together_have_no_speed(seen: dict[str, Any]) -> None:
+    assert seen["togetherFigures"].startswith("12 tokens, first after")
+
+
+def test_send_stands_out(seen: dict[str, Any]) -> None:
+    assert seen["isSendEnabled"] and seen["sendGround"] == "rgb(11, 110, 143)"
+    assert seen["newGround"] != seen["sendGround"]
+
+
+def test_what_is_not_there_is_not_shown(seen: dict[str, Any]) -> None:
+    """Keys of a keyboard on a phone, a field for keys where there are none."""
+    assert (seen["hintWithKeys"], seen["hintOnPhones"]) == (True, False)
+    assert seen["fieldsWithoutKeys"] == 0
+
+
 def test_a_lost_engine_is_seen_and_the_chat_goes_on(seen: dict[str, Any]) -> None:
     assert seen["redAfterMs"] < 6000  # 1.1 s on two quiet cores; 3 s is the aim
     assert "lost" in seen["lostText"] and seen["lostColour"] == "rgb(163, 24, 42)"

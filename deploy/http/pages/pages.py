@@ -1,6 +1,7 @@
 """`add_pages`: the pages `/chat` and `/status`, which are files of this folder.
 
-They hold nothing of the server. What they show they ask for with the key that was typed in.
+They hold nothing of the server but whether it asks for keys. What they show they ask for with the
+key that was typed in.
 """
 
 # No `from __future__ import annotations`: FastAPI reads the annotations of the handlers.
@@ -9,6 +10,8 @@ from typing import Literal
 
 from fastapi import FastAPI, Request, Response
 from xxhash import xxh3_64_hexdigest
+
+from deploy.http.body import encode_json
 
 PAGES = ("/chat", "/status")
 ASSETS = "/pages/"
@@ -27,38 +30,42 @@ HEADERS = {
 _TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
 
 
-def add_pages(app: FastAPI, *, ask_for_key: bool) -> None:
-    """Add the pages and the files that they load. `ask_for_key`: they have a field for a key."""
+def add_pages(app: FastAPI, *, has_keys: bool) -> None:
+    """Add the pages and the files that they load. `has_keys`: they have a field for a key."""
 
     @app.get("/chat", include_in_schema=False)
     async def chat(request: Request) -> Response:
-        return _reply(request, "chat.html", ask_for_key=ask_for_key)
+        return _reply(request, "chat.html")
 
     @app.get("/status", include_in_schema=False)
     async def status(request: Request) -> Response:
-        return _reply(request, "status.html", ask_for_key=ask_for_key)
+        return _reply(request, "status.html")
 
     @app.get(ASSETS + "{name}", include_in_schema=False)
     async def page_file(
         name: Literal[
+            "access.json",
             "api.js",
             "chat.js",
+            "figures.js",
             "head.js",
             "htm-preact.js",
             "icon.svg",
             "page.css",
             "status.js",
+            "text_parts.js",
             "timeline.js",
         ],
         request: Request,
     ) -> Response:
+        if name == "access.json":
+            content = encode_json({"keys": has_keys})
+            return Response(content, headers=HEADERS, media_type="application/json")
         return _reply(request, name)
 
 
-def _reply(request: Request, name: str, *, ask_for_key: bool = False) -> Response:
+def _reply(request: Request, name: str) -> Response:
     content = files("deploy.http.pages").joinpath("static", name).read_bytes()
-    if ask_for_key:
-        content = content.replace(b"<html", b"<html data-asks-for-key", 1)
     tag = f'"{xxh3_64_hexdigest(content)}"'
     headers = {**HEADERS, "etag": tag}
     if request.headers.get("if-none-match") == tag:

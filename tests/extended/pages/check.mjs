@@ -140,6 +140,51 @@ async function chat() {
   seen.output = await answer(page).textContent();
   seen.images = await page.locator("#page img, #page script").count();
   seen.title = await page.title();
+
+  // Code, and twelve tokens that come together.
+  await page.unroute("**/v1/chat/completions");
+  await page.route("**/v1/chat/completions", (route) => {
+    const usage = { completion_tokens: 12, prompt_tokens: 3 };
+    const texts = ["Call `f(x)`:\n```python\n", "f(1)\n", "```\n", "so."];
+    const chunks = texts.map((content, i) => ({
+      choices: [{ index: 0, delta: { content } }],
+      usage: { ...usage, completion_tokens: 3 * (i + 1) },
+    }));
+    const body = chunks.map((chunk) => `data: ${JSON.stringify(chunk)}\n\n`).join("");
+    return route.fulfill({ body: `${body}data: [DONE]\n\n`, contentType: "text/event-stream" });
+  });
+  await page.getByLabel("Message").fill("y");
+  await page.getByLabel("Message").press("Enter");
+  await page.waitForFunction(() => document.querySelectorAll(".turn.assistant .figures").length === 1
+    && !document.querySelector(".cursor"));
+  seen.code = await page.locator(".turn.assistant .text :not(pre) > code, .turn.assistant .text > code").last().textContent();
+  seen.block = await page.locator(".turn.assistant .text pre code").textContent();
+  seen.togetherFigures = await page.locator(".turn.assistant .figures").last().textContent();
+  await inspect(page, "chat with code");
+  const ground = (name) => page.getByRole("button", { name })
+    .evaluate((button) => getComputedStyle(button).backgroundColor);
+  seen.sendGround = await ground("Send");
+  seen.newGround = await ground("New conversation");
+  seen.isSendEnabled = await page.getByRole("button", { name: "Send" }).isEnabled();
+  seen.hintWithKeys = await page.locator("#keys").isVisible();
+  const debug = await page.context().newCDPSession(page);
+  await debug.send("Emulation.setTouchEmulationEnabled", { enabled: true, maxTouchPoints: 5 });
+  const phone = { width: 390, height: 800, deviceScaleFactor: 2, mobile: true };
+  await debug.send("Emulation.setDeviceMetricsOverride", phone);
+  seen.hintOnPhones = await page.locator("#keys").isVisible();
+  await page.close();
+}
+
+async function withoutKeys() {
+  const page = await open("chat");
+  const fields = page.getByLabel("API key");
+  await fields.waitFor();
+  await page.route("**/pages/access.json", (route) => route.fulfill({ json: { keys: false } }));
+  const asked = page.waitForResponse("**/pages/access.json");
+  await page.reload();
+  await asked;
+  await page.waitForTimeout(300);
+  seen.fieldsWithoutKeys = await fields.count();
   await page.close();
 }
 
@@ -207,6 +252,7 @@ async function status() {
 
 try {
   await chat();
+  await withoutKeys();
   await status();
 } catch (error) {
   seen.failed = String(error.stack ?? error);

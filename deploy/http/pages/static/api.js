@@ -8,8 +8,15 @@ export function saveKey(key) {
   else sessionStorage.removeItem(KEY);
 }
 
-// Whether the server wants a key, as it noted in the page.
-export const asksForKey = () => "asksForKey" in document.documentElement.dataset;
+// Whether the server asks for keys. One that can't be asked may.
+export async function asksForKey() {
+  try {
+    const response = await fetch(new URL("pages/access.json", document.baseURI));
+    return (await response.json()).keys;
+  } catch {
+    return true;
+  }
+}
 
 export class ApiError extends Error {
   constructor(message, status) {

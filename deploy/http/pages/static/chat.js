@@ -1,7 +1,9 @@
 // The page /chat: a conversation, streamed.
 import { html, render, useEffect, useRef, useState } from "./htm-preact.js";
 import { ApiError, call, events } from "./api.js";
+import { figures } from "./figures.js";
 import { Head } from "./head.js";
+import { textParts } from "./text_parts.js";
 
 const SETTINGS = [
   // name in the API, label, attributes of the field
@@ -11,35 +13,16 @@ const SETTINGS = [
   ["seed", "Seed", { min: 0, step: 1, placeholder: "random" }],
 ];
 
-const SHORTEST_S = 0.1; // between the first and the last text, for a rate that means something
-
-const number = (n, digits = 0) =>
-  n.toLocaleString("en", { maximumFractionDigits: digits, minimumFractionDigits: digits });
-
-// "24 tokens, 310 tokens/s, first after 0.05 s, 16 of 30 prompt tokens cached"
-function figures({ usage, started, first, firstTokens, last }) {
-  if (!usage) return "";
-  const { completion_tokens: tokens, prompt_tokens: prompt } = usage;
-  const cached = usage.prompt_tokens_details?.cached_tokens ?? 0;
-  const seconds = (last - first) / 1000;
-  const parts = [`${number(tokens)} tokens`];
-  // The tokens of the first piece came before the clock began. Pieces that come together have none.
-  const timed = tokens - firstTokens;
-  if (timed > 0 && seconds >= SHORTEST_S) parts.push(`${number(timed / seconds)} tokens/s`);
-  if (first) parts.push(`first after ${number((first - started) / 1000, 2)} s`);
-  parts.push(`${number(cached)} of ${number(prompt)} prompt tokens cached`);
-  return parts.join(", ");
-}
-
-// Text with code in backticks: `words`, or lines between lines of three.
-function Text({ text }) {
-  const parts = text.split(/^(```[^\n]*\n[^]*?(?:^```[^\S\n]*$|$(?![^])))|(`[^`\n]+`)/m);
-  return parts.filter(Boolean).map((part) => {
-    const fenced = /^```[^\n]*\n([^]*?)\n?(?:^```[^\S\n]*)?$(?![^])/m.exec(part);
-    if (fenced) return html`<pre tabindex="0"><code>${fenced[1]}</code></pre>`;
-    const isCode = part.length > 2 && /^`[^`\n]+`$/.test(part);
-    return isCode ? html`<code>${part.slice(1, -1)}</code>` : part;
-  });
+// Code in backticks as code; everything else stays as it is written.
+function Text({ text, isOpen }) {
+  const shown = {
+    text: (piece) => piece,
+    code: (piece) => html`<code>${piece}</code>`,
+    block: (piece) => html`<pre tabindex="0"><code>${piece}</code></pre>`,
+  };
+  return html`<div class="text">
+    ${textParts(text).map(({ kind, text: piece }) => shown[kind](piece))}${isOpen && html`<span class="cursor" aria-hidden="true"></span>`}
+  </div>`;
 }
 
 function Turn({ turn }) {
@@ -47,7 +30,7 @@ function Turn({ turn }) {
   return html`<li class=${`turn ${turn.role}`}>
     <h2>${who}</h2>
     ${turn.reasoning && html`<details><summary>Reasoning</summary><p class="text">${turn.reasoning}</p></details>`}
-    <div class="text"><${Text} text=${turn.content} />${turn.isOpen && html`<span class="cursor" aria-hidden="true"></span>`}</div>
+    <${Text} text=${turn.content} isOpen=${turn.isOpen} />
     ${turn.figures && html`<p class="figures">${turn.figures}</p>`}
   </li>`;
 }
@@ -74,6 +57,7 @@ function Chat() {
   async function send(event) {
     event?.preventDefault();
     const text = draft.trim();
+    if (!text) box.current?.focus();
     if (!text || isOpen) return;
     const before = [...turns, { role: "user", content: text }];
     const answer = { role: "assistant", content: "", reasoning: "", started: performance.now() };
@@ -110,15 +94,15 @@ function Chat() {
       });
       for await (const chunk of events(response)) {
         if (chunk.error) throw new ApiError(chunk.error.message, 0);
+        answer.usage = chunk.usage ?? answer.usage;
         const delta = chunk.choices?.[0]?.delta ?? {};
         if (delta.content || delta.reasoning_content) {
           answer.last = performance.now();
           answer.first ??= answer.last;
+          answer.firstTokens ??= answer.usage?.completion_tokens;
           answer.content += delta.content ?? "";
           answer.reasoning += delta.reasoning_content ?? "";
         }
-        answer.usage = chunk.usage ?? answer.usage;
-        if (answer.first) answer.firstTokens ??= answer.usage?.completion_tokens ?? 1;
         answer.figures = figures(answer);
         frame ||= requestAnimationFrame(draw);
       }
@@ -175,9 +159,9 @@ function Chat() {
           onInput=${(e) => setDraft(e.target.value)} onKeyDown=${onKeyDown}></textarea>
         <p id="keys" class="hint">Enter sends, Shift and Enter begins a line, Escape stops.</p>
         <div class="buttons">
-          <button type="submit" disabled=${isOpen || !draft.trim()}>Send</button>
+          <button type="submit" disabled=${isOpen}>Send</button>
           <button type="button" disabled=${!isOpen} onClick=${() => stop.current?.abort()}>Stop</button>
-          <button type="button" disabled=${isOpen || !turns.length} onClick=${clear}>New conversation</button>
+          <button type="button" class="quiet" disabled=${isOpen || !turns.length} onClick=${clear}>New conversation</button>
         </div>
       </form>
       <span ref=${end}></span>

@@ -1,9 +1,11 @@
-// The head of both pages: the way to the other one, and the key.
-import { html, useState } from "./htm-preact.js";
+// The head of both pages: the way to the other one, and the key if the server asks for one.
+import { html, useEffect, useState } from "./htm-preact.js";
 import { asksForKey, saveKey, savedKey } from "./api.js";
 
 export function Head({ page, onKey }) {
   const [key, setKey] = useState(savedKey());
+  const [isAsked, setAsked] = useState(false);
+  useEffect(() => void asksForKey().then(setAsked), []);
   const type = (event) => {
     setKey(event.target.value);
     saveKey(event.target.value);
@@ -14,7 +16,7 @@ export function Head({ page, onKey }) {
   return html`<header>
     <p class="brand">Manta</p>
     <nav aria-label="Pages">${link("chat", "Chat")} ${link("status", "Status")}</nav>
-    ${asksForKey() && html`<label class="key">API key
+    ${isAsked && html`<label class="key">API key
       <input type="password" autocomplete="off" spellcheck="false" value=${key} onInput=${type} />
     </label>`}
   </header>`;

@@ -18,6 +18,7 @@ from tests.support.api_calls import COMPLETIONS
 from tests.support.fake_client import FakeEngineClient, expected_ids, expected_text
 from tests.support.http_application import Server, wait_until
 from tests.support.metrics_text import bare
+from tests.support.raw_http import ask
 
 SCOPE = {
     "type": "http",
@@ -240,7 +241,7 @@ def test_a_post_with_a_slash_is_answered(server: Server) -> None:
     body = {"model": "fake", "prompt": "x", "max_tokens": 2}
     url = f"http://127.0.0.1:{server.port}{COMPLETIONS}"
     plain, slashed = (httpx.post(f"{url}{end}", json=body) for end in ("", "/"))
-    assert slashed.status_code == plain.status_code
+    assert slashed.status_code == plain.status_code == 200
     assert slashed.json().keys() == plain.json().keys()
 
 
@@ -255,3 +256,36 @@ def test_a_path_that_is_none_stays_none(server: Server) -> None:
     for path in ("/nothing/", "/health//"):
         reply = httpx.get(f"http://127.0.0.1:{server.port}{path}")
         assert reply.status_code == 404 and "error" in reply.json()
+
+
+def _ask_1_0(port: int, path: str, body: dict[str, Any] | None = None) -> tuple[bytes, bytes]:
+    """Head and body of the answer to a request of HTTP/1.0."""
+    data = json.dumps(body).encode() if body is not None else b""
+    head = f"{'POST' if body is not None else 'GET'} {path} HTTP/1.0\r\nHost: x\r\n"
+    if body is not None:
+        head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n"
+    _, answer = ask(port, head.encode() + b"\r\n" + data)
+    found, _, rest = answer.partition(b"\r\n\r\n")
+    return found.lower(), rest
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_clients_of_http_1_0_get_no_chunks(server: Server, stream: bool) -> None:
+    body = {"prompt": "abc", "seed": 5, "max_tokens": 4, "stream": stream}
+    head, text = _ask_1_0(server.port, COMPLETIONS, body)
+    assert b" 200 " in head and b"transfer-encoding" not in head
+    assert f"content-length: {len(text)}".encode() in head
+    if stream:
+        events = [line[6:] for line in text.decode().split("\n\n") if line]
+        assert events[-1] == "[DONE]"
+        texts = [json.loads(event)["choices"][0]["text"] for event in events[:-1]]
+        assert "".join(texts) == expected_text(5, 4)
+    else:
+        assert json.loads(text)["choices"][0]["text"] == expected_text(5, 4)
+
+
+def test_other_replies_to_http_1_0_have_no_chunks_either(server: Server) -> None:
+    for path in ("/health", "/v1/models", "/metrics", "/chat", "/debug/trace", "/nothing"):
+        head, text = _ask_1_0(server.port, path)
+        assert b"transfer-encoding" not in head, path
+        assert f"content-length: {len(text)}".encode() in head, path
