@@ -31,7 +31,7 @@ SPECIAL = {BOS: "<s>", EOS: "</s>"}
 
 
 def token_text(token: int) -> str:
-    return SPECIAL.get(token) or bytes([token]).decode(errors="replace")
+    return SPECIAL.get(token) or bytes([token % 256]).decode(errors="replace")
 
 
 def expected_ids(seed: int, n: int) -> list[int]:
@@ -173,8 +173,9 @@ class FakeEngineClient(EngineClient):
                 done = True
                 return
             assert params.seed is not None and params.max_tokens is not None
-            ids = expected_ids(params.seed, params.max_tokens)
-            if self.script is not None:
+            if self.script is None:
+                ids = expected_ids(params.seed, params.max_tokens)
+            else:
                 ids = list(self.script.encode())[: params.max_tokens]
             if not ids:
                 done = True
