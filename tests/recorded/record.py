@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -39,8 +40,8 @@ class Client(NamedTuple):
     name: str
     script: str
     packages: tuple[str, ...]
-    options: tuple[str, ...] = ()
-    """Of its installation."""
+    bare: bool = False
+    """Its first package is installed without what it needs, which is more than the script needs."""
     tools: tuple[str, ...] = ()
     """Tools that it can run without asking; else its first is called."""
 
@@ -58,6 +59,13 @@ class Client(NamedTuple):
         return self.packages[0].split("[")[0]
 
 
+WEBUI_NEEDS = (
+    *("aiocache", "aiofiles", "aiohttp", "aiosqlite", "alembic", "authlib", "bcrypt"),
+    *("beautifulsoup4", "chromadb", "fastapi", "httpx", "langchain-core", "loguru", "markdown"),
+    *("mcp", "orjson", "pillow", "pyjwt[crypto]", "python-mimeparse", "python-socketio", "pytz"),
+    *("redis", "requests", "sqlalchemy[asyncio]", "typer", "uvicorn", "validators"),
+)
+"""What the router of Open WebUI imports: a quarter of what the whole needs, and no torch."""
 CLIENTS = (
     Client("openai-python", "openai_python.py", ("openai",)),
     Client("anthropic-python", "anthropic_python.py", ("anthropic",)),
@@ -80,7 +88,7 @@ CLIENTS = (
     Client("llm", "llm.sh", ("llm",)),
     Client("lm-eval", "lm_eval.sh", ("lm_eval[api]", "transformers")),
     Client("aider", "aider.sh", ("aider-chat",)),
-    Client("open-webui", "open_webui.py", ("open-webui",), ("--no-deps",)),
+    Client("open-webui", "open_webui.py", ("open-webui", *WEBUI_NEEDS), bare=True),
     Client("openai-js", "openai_js.mjs", ("openai", "zod")),
     Client("anthropic-js", "anthropic_js.mjs", ("@anthropic-ai/sdk", "zod")),
     Client(
@@ -113,31 +121,39 @@ def install(client: Client) -> str:
     if not (folder / "bin" / "python").exists():
         venv.create(folder, with_pip=True)
     python = str(folder / "bin" / "python")
-    command = [python, "-m", "pip", "install", "-q", "--upgrade", *client.options, *client.packages]
-    run(command, folder, INSTALL_S)
+    pip = [python, "-m", "pip", "install", "-q", "--upgrade"]
+    packages = client.packages
+    if client.bare:
+        run([*pip, "--no-deps", packages[0]], folder, INSTALL_S)
+        packages = packages[1:]
+    run([*pip, *packages], folder, INSTALL_S)
     code = f"import importlib.metadata as m; print(m.version({client.distribution!r}))"
     return run([python, "-c", code], folder, INSTALL_S).strip()
 
 
 def run(command: list[str], folder: Path, timeout_s: float, **env: str) -> str:
     """What a command prints. Raises `RuntimeError` with what it said last if it fails."""
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        env={**os.environ, **env},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     try:
-        done = subprocess.run(
-            command,
-            cwd=folder,
-            env={**os.environ, **env},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-        )
+        output, errors = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
+        # What it started ends with it.
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
         raise RuntimeError(f"{command[0]} took more than {timeout_s:.0f} s") from None
-    if done.returncode:
-        said = (done.stdout + done.stderr)[-3000:]
-        raise RuntimeError(f"{command[0]} ended with status {done.returncode}:\n{said}")
-    return done.stdout
+    if process.returncode:
+        said = (output + errors)[-3000:]
+        raise RuntimeError(f"{command[0]} ended with status {process.returncode}:\n{said}")
+    return output
 
 
 @contextmanager

@@ -42,8 +42,8 @@ PROBES = ("/tokenizer_info",)
 """Routes that a client tries and can do without."""
 WANTED = {
     *("ai-sdk", "aider", "anthropic-js", "anthropic-python", "claude-code", "codex"),
-    *("instructor", "langchain", "litellm", "llama-index", "llm", "lm-eval", "openai-agents"),
-    *("openai-js", "openai-python", "promptfoo", "pydantic-ai"),
+    *("instructor", "langchain", "litellm", "llama-index", "llm", "lm-eval", "open-webui"),
+    *("openai-agents", "openai-js", "openai-python", "promptfoo", "pydantic-ai"),
 }
 DECORATION = {"x_decoration": {"of": ["a", 1, None]}}
 
