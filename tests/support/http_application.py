@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from deploy.http.api import build_api
 from deploy.http.settings import ApiSettings
@@ -18,12 +19,18 @@ from tests.support.fake_client import FakeEngineClient
 class Server:
     """The application on uvicorn in a thread."""
 
-    def __init__(self, client: FakeEngineClient, settings: ApiSettings | None = None) -> None:
+    def __init__(
+        self,
+        client: FakeEngineClient,
+        settings: ApiSettings | None = None,
+        layer: Callable[[ASGIApp], ASGIApp] = lambda app: app,
+    ) -> None:
+        """`layer` wraps the application."""
         self.client = client
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.port = self.socket.getsockname()[1]
         settings = settings or ApiSettings(max_body_bytes=2**20, stall_timeout_s=0.5)
-        app = build_api(lambda: client, settings)
+        app = layer(build_api(lambda: client, settings))
         self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
         self._thread = threading.Thread(
             target=lambda: asyncio.run(self._server.serve(sockets=[self.socket]))
