@@ -11,7 +11,7 @@ STAMP := $(VENV)/.installed-$(SUM)
 DEV_STAMP := $(VENV)/.installed-dev-$(SUM)
 
 .DELETE_ON_ERROR:
-.PHONY: serve test test-fast test-unit test-extended test-matrix test-gpu chaos starts fuzz k8s-emulate lint bench bench-gpu \
+.PHONY: serve test test-fast test-unit test-extended test-matrix test-gpu chaos starts fuzz k8s-emulate record-clients lint bench bench-gpu \
 	install install-dev clean
 
 # What running needs.
@@ -78,6 +78,10 @@ fuzz: install-dev
 # The Kubernetes manifests in pods made of namespaces, and all that happens to pods: some 20 minutes. As root.
 k8s-emulate: install-dev
 	$(BIN)/python -m pytest tests/extended/test_k8s_emulator.py -q -s --full-chaos
+
+# What client libraries and agents send, recorded again from their newest versions.
+record-clients: install-dev
+	$(BIN)/python tests/recorded/record.py
 
 lint: install-dev
 	$(BIN)/ruff check .

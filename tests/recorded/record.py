@@ -70,7 +70,6 @@ CLIENTS = (
         (
             "llama-index-core",
             "llama-index-llms-openai-like",
-            "llama-index-llms-anthropic",
             "llama-index-embeddings-openai-like",
         ),
     ),
@@ -81,7 +80,6 @@ CLIENTS = (
     Client("llm", "llm.sh", ("llm",)),
     Client("lm-eval", "lm_eval.sh", ("lm_eval[api]",)),
     Client("aider", "aider.sh", ("aider-chat",)),
-    Client("open-webui", "open_webui.py", ("open-webui",), ("--no-deps",)),
     Client("openai-js", "openai_js.mjs", ("openai", "zod")),
     Client("anthropic-js", "anthropic_js.mjs", ("@anthropic-ai/sdk", "zod")),
     Client(

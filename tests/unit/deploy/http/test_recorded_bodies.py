@@ -1,4 +1,4 @@
-"""What client libraries and agents send (`tests/recorded`) is answered, in shapes that they read."""
+"""What client libraries and agents send (`tests/recorded`) is answered, in shapes they read."""
 
 from __future__ import annotations
 
