@@ -9,9 +9,9 @@ from typing import Any
 
 from deploy.http.engine_client import EngineClient
 from deploy.http.metrics import ServerMetrics
-from deploy.http.shared_answer import SharedAnswer
 from engine import __version__
 from engine.errors import EngineDeadError
+from engine.shared_answer import SharedAnswer
 
 FRESH_S = 0.4
 """An answer of this age is given again."""

@@ -142,9 +142,9 @@ class Thinking(Strict):
     """Whether the reply has the model's reasoning. There is no budget for it: `budget_tokens` is
     accepted, and `max_tokens` bounds all."""
 
+    ignored: ClassVar[frozenset[str]] = frozenset({"budget_tokens", "display"})
+
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = Field(None, ge=1, le=_MAX_INT)
-    display: Literal["summarized", "omitted", "updates"] | None = None
 
 
 class CountTokensRequest(Strict):

@@ -93,7 +93,7 @@ async def plan_chat(
     max_tokens = resolve_max_tokens(
         len(ids), request.max_tokens, request.default_max_tokens, info, request.names
     )
-    thinking = await thinking_of_chat(client, info, request, ids)
+    thinking = await thinking_of_chat(client, request, ids) if info.reasons else None
     constraint = _chat_constraint(request, thinking)
     reading = None
     if thinking is not None or request.tools.format is not None:
@@ -135,8 +135,9 @@ async def plan_texts(
         kept = truncate_prompt(ids, request.truncation, wanted.max_tokens, info)
         max_tokens = resolve_max_tokens(len(kept), wanted.max_tokens, default, info, request.names)
         prompt = kept if isinstance(text, list) else text
-        thinking = await thinking_of_text(client, info, prompt, wanted)
-        wanted = wanted._replace(constraint=behind(thinking, wanted.constraint))
+        thinking = await thinking_of_text(client, prompt, wanted) if info.reasons else None
+        if thinking is not None:
+            wanted = wanted._replace(constraint=behind(thinking, wanted.constraint))
         prompts.append(Prompt(kept, max_tokens, wanted, abort, thinking))
     return await _plan(client, settings, request, prompts, None, key)
 

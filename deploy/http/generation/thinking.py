@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from deploy.http.engine_client import EngineClient, ModelInfo
+from deploy.http.engine_client import EngineClient
 from deploy.http.generation.request import ChatRequest, NamedConstraint, Wanted
 from deploy.http.parsers.reasoning_parser import END, START
 from engine.constraints import structured
@@ -27,13 +27,8 @@ def opens_thought(prompt: str) -> bool:
     return not thought.strip() or _BEGINS_LINE.search(before) is not None
 
 
-async def thinking_of_chat(
-    client: EngineClient, info: ModelInfo, request: ChatRequest, ids: list[int]
-) -> Thinking | None:
-    """How the output to a conversation, rendered to `ids`, begins to think; None if the model
-    doesn't."""
-    if not info.reasons:
-        return None
+async def thinking_of_chat(client: EngineClient, request: ChatRequest, ids: list[int]) -> Thinking:
+    """How a model that reasons begins to think in reply to a conversation, rendered to `ids`."""
     if not request.continue_final_message:
         tail = await client.decode(ids[-_TAIL:])
         return Thinking(START, END, is_open=tail.rstrip().endswith(START))
@@ -48,13 +43,13 @@ async def thinking_of_chat(
 
 
 async def thinking_of_text(
-    client: EngineClient, info: ModelInfo, prompt: str | list[int], wanted: Wanted
+    client: EngineClient, prompt: str | list[int], wanted: Wanted
 ) -> Thinking | None:
-    """The thought in which a prompt ends; None if it ends in none, or nothing depends on it: then
-    the output is text alone."""
+    """The thought in which a prompt ends, if the model reasons; None if it ends in none, or nothing
+    depends on it: then the output is text alone."""
     params = wanted.params
     matters = wanted.constraint is not None or params.stop or params.stop_token_ids
-    if not info.reasons or not matters:
+    if not matters:
         return None
     text = prompt if isinstance(prompt, str) else await client.decode(prompt)
     return Thinking(START, END, is_open=True) if opens_thought(text) else None

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from deploy.http.shared_answer import SharedAnswer
+from engine.shared_answer import SharedAnswer
 
 FRESH_S = 0.5
 
