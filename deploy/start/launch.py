@@ -13,7 +13,6 @@ import signal
 import ssl
 import sys
 import time
-import uuid
 from contextlib import ExitStack
 from types import FrameType
 
@@ -106,7 +105,7 @@ class Launch:
             self._serve_config = without_tls(target.config)
         self._log, problem = _open_log(self._port, stack)
         self._verbose = verbose or self._log is None
-        self._mark = uuid.uuid4().hex
+        self._mark = str(self._folder.path)
         self._started = time.monotonic()
         # Plain values: a signal's handler could interrupt code that holds the lock of an Event.
         self._stopped_at: float | None = None

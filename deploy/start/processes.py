@@ -1,4 +1,4 @@
-"""The processes of one launch: marked by an environment variable that all of them inherit."""
+"""The processes of one launch: marked by their environment, which all of them inherit."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ import time
 from pathlib import Path
 
 MARK = "MANTA_LAUNCH_ID"
-"""Environment variable that every process of one launch inherits."""
+"""Environment variable that every process of one launch inherits. Ray's agents write their title
+over much of their environment; what is left names the launch's folder. So that is the mark."""
 PATIENCE_S = 1.0
 """Time between asking a process to end and the next, harder signal."""
 
 
 def marked_processes(mark: str) -> list[int]:
-    """Live processes other than this one whose environment holds the mark."""
+    """Live processes other than this one whose environment holds the mark, wherever it does."""
     found = []
-    needle = f"{MARK}={mark}".encode()
+    needle = os.fsencode(mark)
     for entry in Path("/proc").glob("[0-9]*"):
         if int(entry.name) == os.getpid():
             continue
         try:
-            held = entry.joinpath("environ").read_bytes().split(b"\0")
+            held = entry.joinpath("environ").read_bytes()
             if needle in held and is_alive(int(entry.name)):
                 found.append(int(entry.name))
         except (FileNotFoundError, ProcessLookupError, PermissionError):
