@@ -131,6 +131,8 @@ def _leaving_nothing(req: Req, num_new: int, num_words: int) -> list[str]:
     """The fields of a request that leave no token behind its output and `num_new` more tokens;
     none if there is a token, so that something else went wrong. `num_words`: of a mask."""
     assert req.constraint is not None
+    if req.constraint.error:
+        return []
     params = req.params
     mask = np.zeros(num_words, np.uint32)
     req.constraint.fill_mask(mask)

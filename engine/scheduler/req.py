@@ -180,9 +180,9 @@ class Req:
 
     def refuse(self, fields: Sequence[str]) -> None:
         """Note that these fields leave no token together."""
-        together = " together" if len(fields) > 1 else ""
+        leave = "leave no token together" if len(fields) > 1 else "leaves no token"
         self.refusal = RequestError(
-            f"{' and '.join(fields)} leave no token{together} that could be sampled here",
+            f"{' and '.join(fields)} {leave} that could be sampled here",
             fields[0] if fields[0] != "the grammar" else None,
         )
 
