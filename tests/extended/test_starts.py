@@ -46,16 +46,18 @@ def test_every_port_of_first_choice_is_taken(tmp_path: Path) -> None:
             assert launch.stop() == 0
 
 
-@pytest.mark.parametrize("what", ["tokenizer", "device"])
-def test_a_start_that_fails_ends_with_its_cause(tmp_path: Path, what: str) -> None:
+def test_a_device_that_is_not_there_is_refused_before_ray_starts(tmp_path: Path) -> None:
+    launch = Started([MODEL, *SMALL, "--set", "device=cuda"], tmp_path)
+    assert launch.wait_end() == 2
+    assert "error: " in launch.lines[-1] and "needs 1 GPU" in launch.lines[-1], launch.lines
+    assert launch.left == []
+
+
+def test_a_start_that_fails_ends_with_its_cause(tmp_path: Path) -> None:
     model = Path(shutil.copytree(REPO_ROOT / MODEL, tmp_path / "model"))
     arguments = [str(model), *SMALL]
-    if what == "tokenizer":
-        (model / "tokenizer.json").write_text("{}")
-        cause = "tokenizer.json can't be read"
-    else:
-        arguments += ["--set", "device=cuda"]
-        cause = "needs 1 GPU"
+    (model / "tokenizer.json").write_text("{}")
+    cause = "tokenizer.json can't be read"
     launch = Started(arguments, tmp_path)
     assert launch.wait_end() == 1
     *before, last = launch.lines
