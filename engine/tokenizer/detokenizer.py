@@ -126,9 +126,10 @@ class WindowDetokenizer(IncrementalDetokenizer):
 
     Text that ends in U+FFFD or in a byte token (`<0x..>`) is held back: SentencePiece decoders
     replace every byte of a run of byte tokens as soon as one byte of the run is invalid. There is
-    one exception: if a run longer than `MAX_HELD_TOKENS` turns invalid later, the characters sent
-    before stay. And without `spaces_between_special_tokens` the text lacks the space that the
-    decoder puts before a special token directly behind another.
+    one exception: a run longer than `MAX_HELD_TOKENS` is sent in parts, which are decoded each for
+    itself, so that the characters sent stay if the run turns invalid later. And without
+    `spaces_between_special_tokens` the text lacks the space that the decoder puts before a special
+    token directly behind another.
 
     `tokenizers.DecodeStream` is faster but does less: on random runs of byte tokens it raises
     "Invalid prefix" or gives other text than `decode`, and it has no flush (0.23.3).
@@ -188,7 +189,8 @@ class WindowDetokenizer(IncrementalDetokenizer):
     def held_before(self, token_id: int) -> int:
         if len(self._window) == self._read:
             return 0
-        goes_on = token_id in self._tokenizer.byte_ids
+        is_visible = self._tokenizer.is_visible(token_id, self._skip)
+        goes_on = not is_visible or token_id in self._tokenizer.byte_ids
         count = self._count_whole() if goes_on else len(self._window)
         text = self._tokenizer.decode(self._window[:count], self._skip)
         return max(len(text) - len(self._prefix), 0)
@@ -212,7 +214,11 @@ class WindowDetokenizer(IncrementalDetokenizer):
         if text is None:
             text = self._tokenizer.decode(self._window[:count], self._skip)
         new, rest = text[len(self._prefix) :], self._window[count:]
-        if new:
+        is_cut = count > self._read and self._window[count - 1] in self._tokenizer.byte_ids
+        if is_cut and (context := self._tokenizer.plain_id) is not None:
+            # What follows of the run must not make these bytes invalid, which have been sent.
+            self._start_window([context])
+        elif new:
             self._start_window(self._window[self._read : count])
         else:
             # These tokens gave no text: the tokens before them stay the context.

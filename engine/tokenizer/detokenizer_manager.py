@@ -235,7 +235,8 @@ class DetokenizerManager:
     ) -> None:
         if logprobs is None or request.prompt_ids is None:
             return
-        detokenizer = IncrementalDetokenizer.create(self._tokenizer, request.skip_special_tokens)
+        # An echo has the names of special tokens.
+        detokenizer = IncrementalDetokenizer.create(self._tokenizer, False)
         offset = 0
         request.prompt_logprobs = []
         for token_id, item in zip(request.prompt_ids, logprobs, strict=True):

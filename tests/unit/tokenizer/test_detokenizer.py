@@ -132,6 +132,50 @@ def test_long_byte_runs_are_not_held_for_ever(sentencepiece: Tokenizer, data: by
     assert "".join(texts).encode() == valid.removeprefix(b" ")
 
 
+RUN = st.tuples(st.text("👍€é a", max_size=20), st.binary(max_size=12))
+# Characters, and behind them what may make their run invalid.
+RUNS = st.lists(RUN.map(lambda run: run[0].encode() + run[1]), min_size=1, max_size=4)
+
+
+def rest_of(text: str, data: bytes) -> tuple[str, bytes]:
+    """What is left of both where `text` has every byte of `data` once: in a character, or as a
+    U+FFFD of its own."""
+    while text and data:
+        whole = text[0].encode()
+        if text[0] == "�":
+            whole = data[:1]
+        elif not data.startswith(whole):
+            break
+        text, data = text[1:], data[len(whole) :]
+    return text, data
+
+
+@relaxed
+@given(RUNS, RUNS)
+def test_runs_of_bytes_between_words(
+    sentencepiece: Tokenizer, prompt: list[bytes], runs: list[bytes]
+) -> None:
+    """However long runs are and wherever they are cut, no byte is lost or shown twice, and the
+    words behind them keep their space."""
+    byte_id = {sentencepiece.token_bytes(i)[0]: i for i in sentencepiece.byte_ids}
+    runs = [run.replace(b"\xef", b"") for run in runs]  # a true U+FFFD has it
+    fox = sentencepiece.encode("a fox", add_special_tokens=False)[-1:]
+    space_fox = sentencepiece.token_bytes(fox[0]).decode()
+    before = [byte_id[byte] for run in prompt for byte in run]
+    ids = [i for run in runs for i in [*(byte_id[byte] for byte in run), *fox]]
+    whole = sentencepiece.decode([*fox, *ids])[len(sentencepiece.decode(fox)) :]
+    joined = "".join(
+        stream(IncrementalDetokenizer.create(sentencepiece, True, [*fox, *before]), ids)
+    )
+    if max(map(len, runs)) < MAX_HELD_TOKENS:
+        assert joined == whole
+    for run in runs:
+        joined, lost = rest_of(joined, run)
+        assert not lost and joined.startswith(space_fox)
+        joined = joined.removeprefix(space_fox)
+    assert joined == ""
+
+
 # The last one has a true U+FFFD before the place where 8 held tokens are cut.
 @pytest.mark.parametrize("text", ["né 👍🏽 你好", "👩‍👩‍👧", "ࠀ\ufffdࠀ"])
 def test_characters_come_whole(byte_level: Tokenizer, sentencepiece: Tokenizer, text: str) -> None:
@@ -218,6 +262,16 @@ def test_beginnings_never_go_back(
     text += detokenizer.flush()
     assert begins == sorted(begins)
     assert all(begin <= len(text) for begin in begins)
+
+
+def test_a_token_that_is_no_text_begins_where_the_held_character_does(
+    sentencepiece: Tokenizer,
+) -> None:
+    first, second = sentencepiece.encode("𓀀", add_special_tokens=False)[-4:-2]
+    detokenizer = IncrementalDetokenizer.create(sentencepiece)
+    assert detokenizer.add(first) == ""
+    unknown = sentencepiece.vocab_size + 1  # models are padded
+    assert [detokenizer.held_before(token_id) for token_id in (unknown, 1, second)] == [0, 0, 0]
 
 
 def test_a_space_behind_a_prompt_of_bytes_is_kept(sentencepiece: Tokenizer) -> None:

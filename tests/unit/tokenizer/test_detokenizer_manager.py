@@ -216,6 +216,40 @@ def test_logprobs_travel_with_their_tokens(
     assert offsets == sorted(offsets) and offsets.count(fox) >= 2 and offsets[-1] == fox + 1
 
 
+@relaxed
+@given(st.data())
+def test_offsets_are_places_in_the_text(tokenizer: Tokenizer, data: st.DataObject) -> None:
+    """With a stop string that is cut off, in the text as it was before the cut."""
+    text = data.draw(st.text("ab 🦊é", min_size=1, max_size=12))
+    begin = data.draw(st.integers(0, len(text) - 1))
+    stop = text[begin : begin + data.draw(st.integers(1, 4))]
+    params = SamplingParams(
+        logprobs=0,
+        stop=data.draw(st.sampled_from([[], [stop]])),
+        include_stop_str_in_output=data.draw(st.booleans()),
+        skip_special_tokens=data.draw(st.booleans()),
+    )
+    ids = [*encode(tokenizer, text), 1]
+    manager = DetokenizerManager(tokenizer)
+    send_every_token = data.draw(st.booleans())
+    manager.add(1, params, PROMPT, return_token_ids=send_every_token)
+    deltas = []
+    for i, token_id in enumerate(ids):
+        last = [end(1, "stop", token_id)] if i + 1 == len(ids) else []
+        item = TokenLogprobs(-1.0, [], [])
+        deltas += manager.process(step({1: token_id}, last, logprobs={0: item}))[0]
+    entries = [entry for delta in deltas for entry in delta.logprobs or ()]
+    offsets = [entry.text_offset for entry in entries]
+    assert offsets == sorted(offsets)
+    given = text_of(deltas)
+    assert text.startswith(given.removesuffix("<|end|>"))
+    for entry, offset in zip(entries, offsets, strict=True):
+        if "\ufffd" not in entry.token and not entry.token.startswith("<|"):
+            assert text[offset:].startswith(entry.token)
+    if not params.stop:
+        assert offsets[-1] <= len(given)
+
+
 def test_prompt_logprobs_come_with_the_first_delta(
     manager: DetokenizerManager, tokenizer: Tokenizer
 ) -> None:
@@ -229,7 +263,8 @@ def test_prompt_logprobs_come_with_the_first_delta(
     entries = deltas[0].prompt_logprobs
     assert entries is not None and entries[0] is None
     assert [entry.token_id for entry in entries if entry] == prompt[1:]
-    assert next(entry.text_offset for entry in entries if entry) == 0
+    begin = len(tokenizer.decode(prompt[:1], False))  # an echo has the names of special tokens
+    assert next(entry.text_offset for entry in entries if entry) == begin
     assert [tokenizer.token_text(i) for i in prompt[1:]] == [e.token for e in entries if e]
     assert all(delta.prompt_logprobs is None for delta in deltas[1:])
 
