@@ -16,3 +16,5 @@ class ConstraintSpec(msgspec.Struct):
 
     kind: str
     payload: dict[str, Any]
+    field: str = ""
+    """The field of the request that says it, for errors; "" if they name none."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.constraints import mask_words
+from engine.constraints import MaskArray, mask_words
 from engine.protocol.messages import ModelWorkerBatch, SampleMasks
 from engine.scheduler.micro_batch import ConstrainedRow, LaunchedStep
 from engine.scheduler.req import Req
@@ -133,22 +133,29 @@ def _leaving_nothing(req: Req, num_new: int, num_words: int) -> list[str]:
     assert req.constraint is not None
     if req.constraint.error:
         return []
-    params = req.params
+    params, constraint = req.params, req.params.constraint
     mask = np.zeros(num_words, np.uint32)
     req.constraint.fill_mask(mask)
     fields = []
-    if len(req.output_ids) + num_new < params.min_tokens:
+    if mask.any() and len(req.output_ids) + num_new < params.min_tokens:
         fields.append("min_tokens")
+        if any(_allows(mask, token) for token in params.stop_token_ids):
+            fields.append("stop_token_ids")
         for token in (*req.stop_ids, *params.stop_token_ids):
             mask[token >> 5] &= ~np.uint32(1 << (token & 31))
     if mask.any():
         return []
-    given = {
-        "allowed_token_ids": params.allowed_token_ids is not None,
-        "bad_words": bool(params.bad_words_ids),
-        "the grammar": params.constraint is not None,
-    }
-    return fields + [name for name, is_given in given.items() if is_given]
+    if params.allowed_token_ids is not None:
+        fields.append("allowed_token_ids")
+    if params.bad_words_ids:
+        fields.append("bad_words")
+    if constraint is not None:
+        fields.append(constraint.field)
+    return fields
+
+
+def _allows(mask: MaskArray, token: int) -> bool:
+    return bool(mask[token >> 5] >> np.uint32(token & 31) & np.uint32(1))
 
 
 def _drafts(row: ConstrainedRow) -> list[int]:

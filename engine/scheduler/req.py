@@ -176,14 +176,19 @@ class Req:
             found = self.refusal
             return self.finish("error", None, found.message, found.status, found.param)
         refusal = self.constraint.error if self.constraint is not None else ""
-        return self.finish("error", message=refusal or message, status=400 if refusal else 500)
+        if not refusal:
+            return self.finish("error", message=message, status=500)
+        spec = self.params.constraint
+        field = spec.field if spec is not None else ""
+        return self.finish("error", message=refusal, status=400, param=field or None)
 
     def refuse(self, fields: Sequence[str]) -> None:
-        """Note that these fields leave no token together."""
+        """Note that these fields leave no token together; "" is a grammar that no field names."""
         leave = "leave no token together" if len(fields) > 1 else "leaves no token"
+        names = " and ".join(name or "the grammar" for name in fields)
         self.refusal = RequestError(
-            f"{' and '.join(fields)} {leave} that could be sampled here",
-            fields[0] if fields[0] != "the grammar" else None,
+            f"{names} {leave} that could be sampled here",
+            next(filter(None, fields), None),
         )
 
     def add_prompt_logprobs(self, found: PromptLogprobs) -> None:

@@ -254,7 +254,7 @@ class FakeEngineClient(EngineClient):
         for token in request.prompt_ids:
             entry = _entry(token, offset, request.params.prompt_logprobs)
             entries.append(entry if entries else None)
-            offset += 0 if token in SPECIAL else 1
+            offset += len(SPECIAL.get(token, chr(token)))
         return entries
 
     async def abort(self, request_id: str | None, owner: str | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from pydantic_core import from_json
@@ -13,6 +14,7 @@ from deploy.http.engine_client import EngineClient
 from deploy.http.generation.generation import Generation
 from deploy.http.generation.plan import Plan
 from deploy.http.metrics import RequestTracker
+from deploy.http.parsers.json_reader import ValueReader
 from deploy.http.parsers.parts import CallArguments, CallBegin, Part, Reasoning, Text, joined
 from engine.protocol.tokenizer_messages import TextDelta
 
@@ -164,14 +166,27 @@ class MessageGeneration(Generation[MessagesRequest]):
 
 def _parse(arguments: str) -> dict[str, Any]:
     """The input of a call: what is complete of it, if the model was cut off (as clients do). What
-    isn't an object is told as it is, under the name that Anthropic's documentation has for it."""
-    if not arguments.strip():
+    isn't an object, or of which nothing is complete, is told as it is, under the name that
+    Anthropic's documentation has for it."""
+    text = arguments.strip()
+    if not text:
         return {}
     try:
-        value = from_json(arguments, allow_partial="trailing-strings")
+        value = _read(text)
+        json.dumps(value, allow_nan=False)  # 1e999 is read as infinity
     except ValueError:
         value = None
     return value if isinstance(value, dict) else {INVALID_JSON: arguments}
+
+
+def _read(text: str) -> Any:
+    """The value of JSON that may be cut off; None if nothing of it is complete. Raises
+    `ValueError` if it is broken."""
+    reader = ValueReader()
+    reader.feed(text, 0)
+    if reader.is_done:
+        return from_json(text, allow_inf_nan=False)
+    return from_json(text, allow_inf_nan=False, allow_partial="trailing-strings") or None
 
 
 def _event(kind: str, **fields: Any) -> bytes:

@@ -371,7 +371,7 @@ async def _plan(
                 prompt.abort, check_constraint(client, constraint)
             ):
                 checked = constraint
-            params.constraint = constraint.spec
+            params.constraint = msgspec.structs.replace(constraint.spec, field=constraint.field)
         if reading is not None:
             # Some models write the marks of calls and reasoning as special tokens.
             params.skip_special_tokens = False

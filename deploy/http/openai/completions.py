@@ -100,10 +100,13 @@ def translate(given: CompletionRequest, request_id: str, info: ModelInfo) -> Tex
 
 
 class Echo(NamedTuple):
-    """A prompt as its completions repeat it; `first_token` is set only for log-probabilities."""
+    """A prompt as its completions repeat it. The others are set only for log-probabilities:
+    `num_added` characters are those of special tokens before `text`, which isn't the whole prompt
+    then."""
 
     text: str
-    first_token: str
+    first_token: str = ""
+    num_added: int = 0
 
 
 async def _echoes(client: EngineClient, request: CompletionRequest, plan: Plan) -> list[Echo]:
@@ -114,10 +117,11 @@ async def _echoes(client: EngineClient, request: CompletionRequest, plan: Plan) 
             text = given
         else:
             text = await client.decode(ids)
-        first = ""
-        if request.logprobs is not None:
-            first = request.logprob_style(0).name(await client.decode(ids[:1]), ids[0])
-        echoes.append(Echo(text, first))
+        if request.logprobs is None:
+            echoes.append(Echo(text))
+            continue
+        first = request.logprob_style(0).name(await client.decode(ids[:1]), ids[0])
+        echoes.append(Echo(text, first, len(await client.decode(ids)) - len(text)))
     return echoes
 
 
@@ -217,5 +221,7 @@ class CompletionGeneration(OpenAIGeneration[CompletionRequest]):
             return logprobs
         echo = self._echoes[index]
         prompt_entries = self._outputs[index].prompt_logprobs or []
-        echoed = echoed_logprobs(echo.first_token, prompt_entries, echo.text, self._style)
+        echoed = echoed_logprobs(
+            echo.first_token, prompt_entries, echo.text, echo.num_added, self._style
+        )
         return {key: echoed[key] + logprobs[key] for key in logprobs}

@@ -80,18 +80,19 @@ def completion_logprobs(
 
 
 def echoed_logprobs(
-    first_token: str, entries: Sequence[LogprobEntry | None], text: str, style: LogprobStyle
+    first_token: str,
+    entries: Sequence[LogprobEntry | None],
+    text: str,
+    num_added: int,
+    style: LogprobStyle,
 ) -> dict[str, list[Any]]:
     """`choices[].logprobs` of the echoed prompt, whose first token has no probability.
 
-    Offsets are into the echoed `text`. If `text` begins with special tokens, the entries' offsets
-    may leave these out; offsets are then moved so that the last token ends where the text does.
+    Offsets are into the echoed `text`. It lacks the `num_added` characters of special tokens that
+    the tokenizer put before it.
     """
     known = [entry for entry in entries if entry is not None]
-    shift = 0
-    if known:
-        shift = max(0, len(text) - known[-1].text_offset - len(known[-1].token))
-    offsets = [entry.text_offset + shift for entry in known]
+    offsets = [min(max(entry.text_offset - num_added, 0), len(text)) for entry in known]
     logprobs = completion_logprobs(known, offsets, style)
     return {
         "text_offset": [0, *offsets],

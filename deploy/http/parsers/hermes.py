@@ -14,14 +14,7 @@ class HermesParser(ToolParser):
     """One call for each marker, or several."""
 
     marker = "<tool_call>"
+    closing = "</tool_call>"
 
     def _read_calls(self, at: int) -> Waits:
-        before = self._num_calls
-        at = yield from self._skip_space(at)
-        opened = yield from self._after(at, "[")
-        yield from self._read_several(max(opened, at))
-        if self._num_calls == before:
-            return
-        at = yield from self._skip_space(0)
-        end = yield from self._after(at, "</tool_call>")
-        yield from self._drop_left_overs(max(end, 0))
+        yield from self._read_several(at)

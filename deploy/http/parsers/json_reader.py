@@ -10,6 +10,8 @@ import json
 import re
 from enum import Enum, auto
 
+from pydantic_core import from_json
+
 WHITESPACE = " \t\r\n"
 _PLAIN = re.compile(r'[^"\\{}\[\]]+')
 _IN_STRING = re.compile(r'[^"\\]+')
@@ -81,9 +83,9 @@ class _At(Enum):
 class CallReader:
     """Reads one call as an object: `{"name": ..., "arguments": {...}}`, in any order.
 
-    `arguments` may be called `parameters`, and may be a string that holds JSON. Further keys are
-    ignored. The call is `begun` when its name and the first of its arguments are known, or its end.
-    Then it stays a call, whatever follows.
+    `arguments` may be called `parameters`, and may be a string, which is read as their text. Other
+    values are kept as they are. Further keys are ignored. The call is `begun` when its name and the
+    first of its arguments are known, or its end. Then it stays a call, whatever follows.
     """
 
     def __init__(self) -> None:
@@ -105,6 +107,19 @@ class CallReader:
     def begun(self) -> bool:
         """Whether this is a call."""
         return self.name is not None and (self._has_arguments or self.is_done)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all arguments have come, though the call may not be closed."""
+        return self.is_done or self._arguments_ended
+
+    def end(self) -> None:
+        """No more text comes. A call whose name is known has begun, with what came of it."""
+        if self.is_done or self.failed or self.name is None or self._has_arguments:
+            return
+        self._has_arguments = True
+        if self._is_arguments and self._value is not None:
+            self._arguments.append(_text_of(self._text))
 
     def feed(self, text: str, start: int) -> int:
         """Read on from `text[start:]`. Returns where the call ends or goes wrong, or the text."""
@@ -141,16 +156,11 @@ class CallReader:
             self.failed = self.name is None
         elif (self._at is _At.KEY and char == '"') or self._at is _At.VALUE:
             self._value, self._text = ValueReader(), ""
-            self._check_value(char)
             return 0
         else:
             self.failed = True
             return 0
         return 1
-
-    def _check_value(self, first: str) -> None:
-        if self._at is _At.VALUE and self._is_arguments and first not in '{"n':
-            self.failed, self._value = True, None
 
     @property
     def _is_arguments(self) -> bool:
@@ -185,18 +195,11 @@ class CallReader:
         self._at = _At.COMMA
 
     def _end_other_arguments(self) -> None:
-        if self._text == "null":
-            return
-        text = self._string()
-        try:
-            is_object = isinstance(json.loads(text), dict)
-        except (ValueError, RecursionError):
-            is_object = False
-        if is_object:
+        """Arguments that are no object. Models write null or an empty string for none."""
+        text = _text_of(self._text)
+        if text.strip() and self._text != "null":
             self._has_arguments = True
             self._arguments.append(text)
-        else:
-            self.failed = True
 
     def _string(self) -> str:
         try:
@@ -207,6 +210,15 @@ class CallReader:
             self.failed = True
             return ""
         return value
+
+
+def _text_of(value: str) -> str:
+    """The text of a JSON string, which may be cut off; another value as it is."""
+    try:
+        text = from_json(value, allow_partial="trailing-strings")
+    except ValueError:
+        return value
+    return text if isinstance(text, str) else value
 
 
 class TextFieldReader:

@@ -17,7 +17,7 @@ class Llama3Parser(ToolParser):
     def _parse(self) -> Waits:
         yield
         at = yield from self._skip_space(0)
-        if self._text.startswith("{", at):
+        if self._text.startswith(("{", "["), at):
             yield from self._read_calls(at)
         yield from super()._parse()
 

@@ -2,7 +2,7 @@
 
 What isn't a call comes out as text, unchanged. A call that has begun stays one, whatever follows:
 clients have read of it already. What models leave around calls (brackets too many, commas,
-semicolons) is dropped. So the parts don't depend on how the text was cut.
+semicolons, markers that come twice) is dropped. So the parts don't depend on how the text was cut.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ class ToolParser(ABC):
 
     marker: str
     """Where it stands, calls may follow."""
+    closing: str = ""
+    """Stands behind the calls; "" if nothing does."""
 
     def __init__(self, tool_names: Collection[str]) -> None:
         self._tool_names = tool_names
@@ -35,7 +37,9 @@ class ToolParser(ABC):
         self._parts: list[Part] = []
         self._num_calls = 0
         self.is_cut = False
-        """Whether the last call that has begun didn't come to its end."""
+        """Whether the last call that has begun lacks arguments."""
+        self._is_open = False
+        """Whether `closing` is still to come."""
         self._run = self._parse()
         next(self._run)
 
@@ -61,9 +65,10 @@ class ToolParser(ABC):
             if at < 0:
                 return
             before = self._num_calls
-            yield from self._read_calls(at + len(self.marker))
+            behind = yield from self._skip_markers(at + len(self.marker))
+            yield from self._read_calls(behind)
             if self._num_calls == before:
-                self._give(at + len(self.marker))
+                self._give(behind)
 
     @abstractmethod
     def _read_calls(self, at: int) -> Waits:
@@ -78,19 +83,35 @@ class ToolParser(ABC):
         self._text = self._text[end:]
 
     def _seek(self, word: str) -> FindsPlace:
-        """Give out text up to `word`, but not white space before it. -1 if the output ends."""
+        """Give out text up to `word`, but not white space before it. -1 if the output ends. Drops
+        what closes the calls so far."""
         while True:
-            at = self._text.find(word)
+            closing = self.closing if self._is_open else ""
+            at, closes = self._text.find(word), self._text.find(closing) if closing else -1
+            if closes >= 0 and not 0 <= at < closes:
+                self._give(len(self._text[:closes].rstrip(WHITESPACE)))
+                yield from self._drop_left_overs(self._text.find(closing))
+                continue
             if at >= 0:
                 self._give(len(self._text[:at].rstrip(WHITESPACE)))
                 return self._text.find(word)
+            cut = length_of_beginning(self._text, closing)
             if self._ended:
-                kept = self._text.rstrip(WHITESPACE) if self._num_calls else self._text
-                self._give(len(kept))
+                kept = self._text[: len(self._text) - cut]
+                self._give(len(kept.rstrip(WHITESPACE) if self._num_calls else kept))
                 return -1
-            maybe = len(self._text) - length_of_beginning(self._text, word)
+            maybe = len(self._text) - max(cut, length_of_beginning(self._text, word))
             self._give(len(self._text[:maybe].rstrip(WHITESPACE)))
             yield
+
+    def _skip_markers(self, at: int) -> FindsPlace:
+        """The place behind further markers at `at`: models may write them twice."""
+        while True:
+            behind = yield from self._skip_space(at)
+            behind = yield from self._after(behind, self.marker)
+            if behind < 0:
+                return at
+            at = behind
 
     def _skip_space(self, at: int) -> FindsPlace:
         """The first place from `at` on without white space."""
@@ -107,16 +128,26 @@ class ToolParser(ABC):
         while True:
             while end < len(self._text) and self._text[end] in LEFT_OVERS:
                 end += 1
-            if end < len(self._text) or self._ended:
+            if end == len(self._text) and not self._ended:
+                yield
+                continue
+            behind = (yield from self._after(end, self.closing)) if self.closing else -1
+            if behind < 0:
                 break
-            yield
+            end, self._is_open = behind, False
+        if self._ended and self._is_open and self.closing.startswith(self._text[end:]):
+            end = len(self._text)  # what closes the calls was cut
         is_text = end < len(self._text) and self._text[end] not in "{["
         while is_text and end > at and self._text[end - 1] in WHITESPACE:
             end -= 1
         self._text = self._text[end:]
 
     def _read_several(self, at: int) -> Waits:
-        """Calls as objects, one behind the other at `at`, and what is left over behind them."""
+        """Calls as objects or in a list, one behind the other at `at`, and what is left over behind
+        them."""
+        at = yield from self._skip_space(at)
+        opened = yield from self._after(at, "[")
+        at = max(opened, at)
         while True:
             at = yield from self._skip_space(at)
             at = yield from self._read_call(at)
@@ -124,7 +155,7 @@ class ToolParser(ABC):
                 return
             yield from self._drop_left_overs(at)
             at = 0
-            if not self._text.startswith("{"):
+            if not self._text.startswith("{") or (self.closing and not self._is_open):
                 return
 
     def _after(self, at: int, word: str) -> FindsPlace:
@@ -140,6 +171,8 @@ class ToolParser(ABC):
         reader, begun = CallReader(), False
         while True:
             at = reader.feed(self._text, at)
+            if self._ended:
+                reader.end()
             if reader.begun and not begun:
                 if not self._takes(reader.name or ""):
                     return -1
@@ -149,7 +182,7 @@ class ToolParser(ABC):
                 self._argue(reader.take_arguments(), at)
                 at = 0
             if reader.is_done or reader.failed or self._ended:
-                self.is_cut = begun and not reader.is_done
+                self.is_cut = begun and not reader.is_whole
                 return at if begun else -1
             yield
 
@@ -173,9 +206,11 @@ class ToolParser(ABC):
     def _begin(self, name: str) -> None:
         self._parts.append(CallBegin(self._num_calls, name))
         self._num_calls += 1
+        self._is_open = True
 
     def _argue(self, text: str, end: int) -> None:
-        self._parts.append(CallArguments(self._num_calls - 1, text))
+        if text:
+            self._parts.append(CallArguments(self._num_calls - 1, text))
         self._text = self._text[end:]
 
 

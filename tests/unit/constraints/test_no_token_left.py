@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
+from deploy.http.parsers.tool_format import TOOL_FORMATS
 from engine import LLM, SamplingParams
 from engine.constraints import ConstraintSpec, structured
 from engine.errors import RequestError
@@ -26,9 +28,19 @@ CONSTRAINTS: dict[str, tuple[ConstraintSpec | None, str]] = {
     "regex": (structured.regex("(ab){1,3}"), "(ab){1,3}"),
     "open": (structured.regex("a+b?"), "a+b?"),
     "schema": (structured.json_schema({"enum": ["x", "y"]}), '"[xy]"'),
-}
+    "lark": (structured.grammar('start: "x" start | "y"'), "x*y"),
+    "tools": (
+        TOOL_FORMATS["hermes"].constraint(
+            {"f": {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"],
+                   "additionalProperties": False}},
+            may_answer=False,
+            parallel=True,
+        ),
+        r'(\s*<tool_call>\s*\{"name": "f", "arguments": \{\s*"a"\s*:\s*1\s*\}\}\s*</tool_call>)+',
+    ),
+}  # fmt: skip
 TOKENS = sorted(
-    {token for text in ("yes no yes sir", "ababab", '"x" "y"', "aab") for token in ids(text)}
+    {token for text in ("yes no yes sir", "ababab", '"x" "y"', "aab", "xxy") for token in ids(text)}
 )
 
 
@@ -40,10 +52,14 @@ def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
         yield running
 
 
-def run(llm: LLM, **fields: Any) -> Any:
+def run_all(llm: LLM, **fields: Any) -> list[Any]:
     params = SamplingParams(**{"max_tokens": 12, "temperature": 0} | fields)
     (result,) = llm.generate("def ", params, use_tqdm=False)
-    return result.outputs[0]
+    return list(result.outputs)
+
+
+def run(llm: LLM, **fields: Any) -> Any:
+    return run_all(llm, **fields)[0]
 
 
 def test_a_finished_grammar_ends_the_output(llm: LLM) -> None:
@@ -62,7 +78,21 @@ def test_a_finished_grammar_ends_the_output(llm: LLM) -> None:
         ({"constraint": structured.choice(["yes"]), "allowed_token_ids": [7]}, "allowed_token_ids"),
         ({"allowed_token_ids": [7], "bad_words_ids": [[7]]}, "allowed_token_ids and bad_words"),
         ({"allowed_token_ids": list(EOS), "min_tokens": 3}, "min_tokens and allowed_token_ids"),
-        ({"allowed_token_ids": [7], "stop_token_ids": [7], "min_tokens": 1}, "min_tokens and"),
+        (
+            {"allowed_token_ids": [7], "stop_token_ids": [7], "min_tokens": 1},
+            "^min_tokens and stop_token_ids and allowed_token_ids leave",
+        ),
+        (
+            {"allowed_token_ids": [7], "bad_words_ids": [[7]], "min_tokens": 1},
+            "^allowed_token_ids and bad_words leave",
+        ),
+        (
+            {
+                "constraint": structs.replace(structured.choice(["yes"]), field="guided_choice"),
+                "allowed_token_ids": [7],
+            },
+            "^allowed_token_ids and guided_choice leave",
+        ),
         (
             {"constraint": structured.regex("[ab]+"),
              "bad_words_ids": [[token] for token in range(4096) if token not in EOS]},
@@ -89,28 +119,33 @@ def test_an_empty_set_is_refused_by_name(llm: LLM, fields: dict[str, Any], words
     stops=st.lists(st.sampled_from(TOKENS), max_size=2),
     biased=st.lists(st.sampled_from(TOKENS), max_size=6),
     ignore_eos=st.booleans(),
+    n=st.sampled_from([1, 3]),
     temperature=st.sampled_from([0.0, 1.0]),
 )
 def test_no_combination_is_a_fault_of_the_server(
     llm: LLM, name: str, min_tokens: int, allowed: list[int] | None, bad: list[list[int]],
-    stops: list[int], biased: list[int], ignore_eos: bool, temperature: float,
+    stops: list[int], biased: list[int], ignore_eos: bool, n: int,
+    temperature: float,
 ) -> None:  # fmt: skip
     spec, pattern = CONSTRAINTS[name]
     fields: dict[str, Any] = {
         "constraint": spec, "min_tokens": min_tokens, "allowed_token_ids": allowed,
         "bad_words_ids": bad, "stop_token_ids": stops, "ignore_eos": ignore_eos,
-        "logit_bias": dict.fromkeys(biased, -100.0), "temperature": temperature, "seed": 1,
+        "logit_bias": dict.fromkeys(biased, -100.0), "temperature": temperature, "seed": 1, "n": n,
+        "skip_special_tokens": False, "max_tokens": 12 if name != "tools" else 60,
     }  # fmt: skip
     try:
-        output = run(llm, **fields)
+        outputs = run_all(llm, **fields)
     except RequestError as error:
         assert error.status == 400 and re.search("leaves? no token", error.message), error
         return
     finally:
         assert llm.core.scheduler.is_idle
-    assert output.finish_reason in ("stop", "length")
-    if allowed is not None:
-        assert set(output.token_ids) <= set(allowed)
-    stopped = bool(output.token_ids) and output.token_ids[-1] in stops
-    if spec is not None and output.finish_reason == "stop" and not stopped:
-        assert re.fullmatch(pattern, output.text), output
+    assert len(outputs) == n
+    for output in outputs:
+        assert output.finish_reason in ("stop", "length")
+        if allowed is not None:
+            assert set(output.token_ids) <= set(allowed)
+        stopped = bool(output.token_ids) and output.token_ids[-1] in stops
+        if spec is not None and output.finish_reason == "stop" and not stopped:
+            assert re.fullmatch(pattern, output.text), output

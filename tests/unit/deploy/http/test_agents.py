@@ -341,6 +341,10 @@ def test_blocks_of_other_servers_and_documents_reach_the_template() -> None:
         ("{}", {}),
         ('{"a": tru}', {"INVALID_JSON": '{"a": tru}'}),
         ("{'a': 1}", {"INVALID_JSON": "{'a': 1}"}),
+        ('{"a": 1,}', {"INVALID_JSON": '{"a": 1,}'}),
+        ('{"a": NaN}', {"INVALID_JSON": '{"a": NaN}'}),
+        ('{"a": 1e999}', {"INVALID_JSON": '{"a": 1e999}'}),
+        ("[1, 2]", {"INVALID_JSON": "[1, 2]"}),
     ],
 )
 def test_broken_arguments_are_not_an_empty_object(written: str, shown: dict[str, Any]) -> None:
@@ -361,6 +365,37 @@ def test_broken_arguments_are_not_an_empty_object(written: str, shown: dict[str,
     (sent,) = client.chat_calls[0]["messages"][1]["tool_calls"]
     arguments = sent["function"]["arguments"]
     assert arguments == (shown if "INVALID_JSON" not in shown else written)
+
+
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        ("", {}),
+        ('{"a', {"INVALID_JSON": '{"a'}),
+        ('{"a": tr', {"INVALID_JSON": '{"a": tr'}),
+        ('{"a": 1, "b', {"a": 1}),
+        ('{"a": [1, {"b": "x', {"a": [1, {"b": "x"}]}),
+        ("[1, ", {"INVALID_JSON": "[1, "}),
+    ],
+)
+@pytest.mark.parametrize("end", ["length", "stop"])
+def test_arguments_that_were_cut_are_not_an_empty_object(
+    written: str, shown: dict[str, Any], end: str
+) -> None:
+    script = f'<tool_call>\n{{"name": "f", "arguments": {written}'
+    tool = {"name": "f", "input_schema": {"type": "object"}}
+    body = {"messages": [USER], "max_tokens": len(script), "tools": [tool]}
+    if end == "stop":
+        script, body = f"{script}#", {**body, "stop_sequences": ["#"], "max_tokens": 300}
+    reply = post(MESSAGES, fake(script), **body).json()
+    (block,) = reply["content"]
+    assert (block["type"], block["name"], block["input"]) == ("tool_use", "f", shown)
+    assert reply["stop_reason"] == {"length": "max_tokens", "stop": "stop_sequence"}[end]
+    streamed = named_events(post(MESSAGES, fake(script), **body, stream=True))
+    deltas = [e["delta"] for e in streamed if e["type"] == "content_block_delta"]
+    assert "".join(delta["partial_json"] for delta in deltas) == written
+    reasons = [e["delta"]["stop_reason"] for e in streamed if e["type"] == "message_delta"]
+    assert reasons == [reply["stop_reason"]]
 
 
 # --- Anthropic's context_management and threads --------------------------------------------------

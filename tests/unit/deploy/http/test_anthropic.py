@@ -141,7 +141,7 @@ def test_calls_are_blocks() -> None:
     assert second.pop("id").startswith("toolu_")
     assert second == {"type": "tool_use", "name": "f", "input": {"a": 1}}
     (cut,) = whole(fake(CALL), tools=[TOOL], max_tokens=45)["content"]
-    assert cut["input"] == {}
+    assert cut["input"] == {"INVALID_JSON": '{"a": '}
 
 
 def test_thinking_is_shown_if_asked_for() -> None:

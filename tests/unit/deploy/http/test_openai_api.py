@@ -28,7 +28,7 @@ from tests.support.api_calls import (
     joined_lists,
     post,
 )
-from tests.support.fake_client import BOS, FakeEngineClient, expected_ids, expected_text
+from tests.support.fake_client import BOS, EOS, FakeEngineClient, expected_ids, expected_text
 from tests.support.metrics_text import bare, values
 
 
@@ -199,6 +199,16 @@ def test_echo_with_logprobs(stream: bool, prompt: Any) -> None:
     assert joined["token_logprobs"] == [None] + [-0.5] * 5
     assert joined["top_logprobs"] == [None, *({t: -0.5} for t in joined["tokens"][1:])]
     assert joined["text_offset"] == [0, *range(begin, begin + 5)]
+
+
+def test_offsets_count_the_special_tokens_of_an_echo() -> None:
+    fields = {"prompt": [BOS, *b"ab", EOS, *b"c"], "echo": True, "logprobs": 0, "max_tokens": 2}
+    (choice,) = post(COMPLETIONS, **fields).json()["choices"]
+    text, logprobs = choice["text"], choice["logprobs"]
+    assert text.startswith("<s>ab</s>c")
+    places = zip(logprobs["text_offset"], logprobs["tokens"], strict=True)
+    assert all(text[offset:].startswith(token) for offset, token in places)
+    assert logprobs["text_offset"] == sorted(logprobs["text_offset"])
 
 
 @pytest.mark.parametrize("stream", [False, True])

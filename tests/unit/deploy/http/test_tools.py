@@ -153,7 +153,8 @@ def test_a_grammar_is_used_where_something_is_demanded(
     whole(client, **fields)
     assert [spec.payload["type"] for spec in client.checked] == ["tool_calls"] * demands
     (request,) = client.started
-    assert (request.params.constraint is not None) == demands
+    constraint = request.params.constraint
+    assert (None if constraint is None else constraint.field) == ("tools" if demands else None)
     assert request.params.skip_special_tokens == (fields.get("tool_choice") == "none")
 
 

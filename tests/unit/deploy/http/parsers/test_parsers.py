@@ -60,7 +60,7 @@ CASES: list[tuple[type[ToolParser], str, list[Part]]] = [
     (
         HermesParser,
         '<tool_call>{"name": "f", "arguments": {}, oops}</tool_call>',
-        [*call("f", "{}"), Text("oops}</tool_call>")],
+        [*call("f", "{}"), Text("oops}")],
     ),
     (Llama3Parser, ' {"name": "f", "parameters": {"a": 1}}', call("f", '{"a": 1}')),
     (
@@ -108,16 +108,60 @@ CASES += [
     (MistralParser, f"[TOOL_CALLS][{F};{G}];", BOTH),
     (MistralParser, 'Ok[TOOL_CALLS]f[ARGS]{"a": 1}}[TOOL_CALLS]get-weather[ARGS]{}\n',
      [Text("Ok"), *BOTH]),
+    (HermesParser, f"<tool_call>\n<tool_call>\n{F}\n</tool_call>\n</tool_call>\n", BOTH[:2]),
+    (HermesParser, f"<tool_call>{F}</tool_call>\n</tool_call><tool_call>{G}</tool_call>", BOTH),
+    (HermesParser, f"<tool_call>{F} then</tool_call> Done.",
+     [*BOTH[:2], Text(" then Done.")]),
+    (HermesParser, f"<tool_call>{F[:-1]}</tool_call>", BOTH[:2]),
+    (HermesParser, f"<tool_call>{F}</tool_call> Then {{x}}.", [*BOTH[:2], Text(" Then {x}.")]),
+    (Llama3Parser, f"[{F}, {G}]", BOTH),
+    (Llama3Parser, f"<|python_tag|>[{F}, {G}]", BOTH),
+    (Llama3Parser, f"<|python_tag|>{F}<|python_tag|>{G}", BOTH),
+    (MistralParser, f"[TOOL_CALLS]{F}, {G}", BOTH),
+    (MistralParser, '[TOOL_CALLS]f{"a": 1}, get-weather{}', BOTH),
+    (MistralParser, '[TOOL_CALLS]f[ARGS]{"a": 1}\nget-weather[ARGS]{};', BOTH),
+    (MistralParser, '[TOOL_CALLS]f[ARGS]{"a": 1} So it is.', [*BOTH[:2], Text(" So it is.")]),
 ]  # fmt: skip
+# Arguments that are no object are the call's, too.
+CASES += [
+    (HermesParser, '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', call("f", "[1]")),
+    (HermesParser, '<tool_call>{"name": "f", "arguments": 3}</tool_call> Ok',
+     [*call("f", "3"), Text(" Ok")]),
+    (HermesParser, '<tool_call>{"name": "f", "arguments": "no"}</tool_call>', call("f", "no")),
+    (HermesParser, '<tool_call>{"arguments": "{\'a\': 1}", "name": "f"}', call("f", "{'a': 1}")),
+    (HermesParser, '<tool_call>{"name": "f", "arguments": ""}</tool_call>', call("f", "{}")),
+    (Llama3Parser, '{"name": "f", "parameters": [1, 2]}', call("f", "[1, 2]")),
+    (MistralParser, '[TOOL_CALLS][{"name": "f", "arguments": [1]}]', call("f", "[1]")),
+    (MistralParser, "[TOOL_CALLS]f[ARGS][1]", call("f", "[1]")),
+]  # fmt: skip
+# A call that was cut is one as soon as its name is known. What closes it may be cut, too.
+CUT: list[tuple[type[ToolParser], str, list[Part]]] = [
+    (HermesParser, '<tool_call>{"name": "f"', [CallBegin(0, "f")]),
+    (HermesParser, '<tool_call>{"name": "f", "arguments": ', [CallBegin(0, "f")]),
+    (HermesParser, 'Ok <tool_call>\n{"name": "f", "argu', [Text("Ok"), CallBegin(0, "f")]),
+    (HermesParser, '<tool_call>{"name": "f", "arguments": {"a', call("f", '{"a')),
+    (HermesParser, '<tool_call>{"name": "f", "arguments": "{\\"a\\": \\"b', call("f", '{"a": "b')),
+    (HermesParser, '<tool_call>{"name": "f", "arguments": [1, ', call("f", "[1, ")),
+    (Llama3Parser, '{"name": "f", "par', [CallBegin(0, "f")]),
+    (MistralParser, '[TOOL_CALLS][{"name": "f", ', [CallBegin(0, "f")]),
+    (MistralParser, "[TOOL_CALLS]f[ARGS]", [CallBegin(0, "f")]),
+    (MistralParser, '[TOOL_CALLS]f[ARGS]{"a', call("f", '{"a')),
+]
+CUT_BEHIND: list[tuple[type[ToolParser], str, list[Part]]] = [
+    (HermesParser, f"<tool_call>{F[:-1]}", BOTH[:2]),
+    (HermesParser, f"<tool_call>{F}\n</tool", BOTH[:2]),
+    (HermesParser, f"<tool_call>{F}\n</tool_call>\n<tool_", [*BOTH[:2], Text("\n<tool_")]),
+    (HermesParser, f"<tool_call>{F} then</tool_ca", [*BOTH[:2], Text(" then")]),
+    (Llama3Parser, f"{F}; ", BOTH[:2]),
+    (MistralParser, f"[TOOL_CALLS][{F}, ", BOTH[:2]),
+]
 NO_CALLS: list[tuple[type[ToolParser], str]] = [
     (HermesParser, "Hello.\n"),
     (HermesParser, "  \n"),
     (HermesParser, "a \n<tool_call> nope </tool_call>\n"),
     (HermesParser, '<tool_call>{"name": 5, "arguments": {}}</tool_call>'),
     (HermesParser, '<tool_call>{"arguments": {}}</tool_call>'),
-    (HermesParser, '<tool_call>{"name": "f", "arguments": [1]}</tool_call>'),
-    (HermesParser, '<tool_call>{"name": "f", "arguments": "no"}</tool_call>'),
-    (HermesParser, '<tool_call>{"name": "f"'),
+    (HermesParser, '<tool_call>{"name": "f'),
     (HermesParser, "x <tool_ca"),
     (HermesParser, "<tool_call><tool_call>{}"),
     (Llama3Parser, '{"name": "unknown", "parameters": {"a": 1}}'),
@@ -131,12 +175,26 @@ NO_CALLS: list[tuple[type[ToolParser], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "text", "expected"), CASES)
+@pytest.mark.parametrize(("kind", "text", "expected"), CASES + CUT + CUT_BEHIND)
 def test_calls_cut_anywhere(kind: type[ToolParser], text: str, expected: list[Part]) -> None:
     assert parse(kind, text) == expected
     for cut in range(len(text) + 1):
         assert parse(kind, text, [cut]) == expected, cut
     assert parse(kind, text, list(range(len(text)))) == expected
+
+
+@pytest.mark.parametrize(("kind", "text", "is_cut"), [
+    *((kind, text, True) for kind, text, _ in CUT),
+    *((kind, text, False) for kind, text, _ in CUT_BEHIND),
+    (HermesParser, '<tool_call>{"name": "f", "arguments": {}, oops}</tool_call>', False),
+])  # fmt: skip
+def test_a_call_that_lacks_arguments_is_cut(
+    kind: type[ToolParser], text: str, is_cut: bool
+) -> None:
+    parser = kind(TOOLS)
+    parser.feed(text)
+    parser.finish()
+    assert parser.is_cut == is_cut
 
 
 @pytest.mark.parametrize(("kind", "text"), NO_CALLS)
