@@ -61,6 +61,18 @@ def refusal(
     return PydanticCustomError("refused", "{message}", context)
 
 
+def check_content(message: BaseModel, role: str) -> None:
+    """Refuse a message of `role` whose content wasn't given (`CONTENT_UNLESS_ASSISTANT`)."""
+    if "content" not in message.model_fields_set and role != "assistant":
+        raise refusal(f"A {role} message must have content.", "content")
+
+
+def type_of(value: Any) -> Any:
+    """What a JSON object, or a model that was made of one, has as its `type`: in bodies that aren't
+    checked yet any value. None if there is none."""
+    return value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+
+
 def refuse_wide_integers(value: dict[str, Any]) -> dict[str, Any]:
     """Refuse integers of more than 64 bits in free data: messages between roles can't hold them."""
     waiting: list[Any] = [value]

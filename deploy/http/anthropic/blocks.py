@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator
 
-from deploy.http.body import Strict, encode_json, refusal
+from deploy.http.body import Strict, encode_json, refusal, type_of
 from deploy.http.generation.arguments import Arguments, as_text
 
 INVALID_JSON = "INVALID_JSON"
@@ -157,7 +157,7 @@ _KINDS = {
 
 
 def _kind_of(block: Any) -> str | None:
-    kind = block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
+    kind = type_of(block)
     if not isinstance(kind, str):
         return None
     return _KINDS.get(kind, "hosted_result")
@@ -170,7 +170,7 @@ def refuse_media(value: Any) -> Any:
     if not isinstance(value, list):
         raise refusal("content of a message must be a string or a list of blocks.")
     for block in value:
-        kind = block.get("type") if isinstance(block, dict) else None
+        kind = type_of(block)
         if isinstance(kind, str) and kind not in _KINDS and not kind.endswith("_tool_result"):
             raise refusal(f"content of type {kind[:40]} is not supported.")
         source = block.get("source") if kind == "document" else None

@@ -19,7 +19,15 @@ from deploy.http.anthropic.blocks import (
     text_of,
 )
 from deploy.http.anthropic.context_edits import ContextManagement, Messages, edit_conversation
-from deploy.http.body import CONTENT_UNLESS_ASSISTANT, MAX_MESSAGES, FreeObject, Strict, refusal
+from deploy.http.body import (
+    CONTENT_UNLESS_ASSISTANT,
+    MAX_MESSAGES,
+    FreeObject,
+    Strict,
+    check_content,
+    refusal,
+    type_of,
+)
 from deploy.http.engine_client import EngineClient, ModelInfo
 from deploy.http.generation.plan import check_model, check_text_length, render
 from deploy.http.generation.request import (
@@ -49,8 +57,7 @@ class Message(Part):
 
     @model_validator(mode="after")
     def _check_blocks(self) -> "Message":
-        if "content" not in self.model_fields_set and self.role != "assistant":
-            raise refusal(f"A {self.role} message must have content.", "content")
+        check_content(self, self.role)
         for block in self.content if isinstance(self.content, list) else ():
             if isinstance(block, ToolResultBlock):
                 is_right = self.role == "user"
@@ -98,8 +105,7 @@ class HostedTool(Part):
 
 
 def _kind_of_tool(tool: Any) -> str:
-    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
-    return "custom" if kind in (None, "custom") else "hosted"
+    return "custom" if type_of(tool) in (None, "custom") else "hosted"
 
 
 Tool = Annotated[

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from deploy.http.body import CONTENT_UNLESS_ASSISTANT, Strict, refusal
+from deploy.http.body import CONTENT_UNLESS_ASSISTANT, Strict, check_content, refusal, type_of
 from deploy.http.generation.arguments import Arguments
 from deploy.http.generation.tool_use import called_with_text
 
@@ -125,17 +125,16 @@ class ChatMessage(_PartOfMessage):
             return value
         if not isinstance(value, list):
             raise refusal("content of a message must be a string or a list of text parts.")
-        parts = [_as_text_part(part) for part in value]
+        parts = [as_text_part(part) for part in value]
         for part in parts:
-            kind = part.get("type") if isinstance(part, dict) else None
+            kind = type_of(part)
             if isinstance(kind, str) and kind != "text":
                 raise refusal(f"content of type {kind[:40]} is not supported yet.")
         return parts
 
     @model_validator(mode="after")
     def _check_content(self) -> "ChatMessage":
-        if "content" not in self.model_fields_set and self.role != "assistant":
-            raise refusal(f"A {self.role} message must have content.", "content")
+        check_content(self, self.role)
         return self
 
     @property
@@ -171,9 +170,9 @@ class ChatMessage(_PartOfMessage):
         return message
 
 
-def _as_text_part(part: Any) -> Any:
+def as_text_part(part: Any) -> Any:
     """A part by its name in Responses, or a refusal, as a part of text."""
-    kind = part.get("type") if isinstance(part, dict) else None
+    kind = type_of(part)
     if kind in ("input_text", "output_text"):
         return {**part, "type": "text"}
     if kind == "refusal":
@@ -184,7 +183,7 @@ def _as_text_part(part: Any) -> Any:
 def _thought_of(part: Any) -> str | None:
     """The text of a part that is a thought (as Anthropic's and Mistral's servers have them); None
     if it isn't one."""
-    kind = part.get("type") if isinstance(part, dict) else None
+    kind = type_of(part)
     if kind == "redacted_thinking":
         return ""
     if kind not in ("thinking", "reasoning"):

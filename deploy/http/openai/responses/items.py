@@ -6,9 +6,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
-from deploy.http.body import CONTENT_UNLESS_ASSISTANT, MAX_MESSAGES, Strict, encode_json, refusal
+from deploy.http.body import (
+    CONTENT_UNLESS_ASSISTANT,
+    MAX_MESSAGES,
+    Strict,
+    check_content,
+    encode_json,
+    refusal,
+    type_of,
+)
 from deploy.http.generation.arguments import Arguments, as_text
 from deploy.http.generation.tool_use import called_with_text, full_name
+from deploy.http.openai.messages import as_text_part
 from deploy.http.openai.responses.tools import AnyTool
 
 
@@ -35,19 +44,12 @@ class ReasoningText(_Part):
 def _refuse_media(value: Any) -> Any:
     if not isinstance(value, list):
         return value
-    value = [_without_refusal(part) for part in value]
+    value = [as_text_part(part) for part in value]
     for part in value:
-        kind = part.get("type") if isinstance(part, dict) else None
+        kind = type_of(part)
         if isinstance(kind, str) and kind not in ("input_text", "output_text", "text"):
             raise refusal(f"content of type {kind[:40]} is not supported.")
     return value
-
-
-def _without_refusal(part: Any) -> Any:
-    """A refusal of an earlier response as a piece of text."""
-    if isinstance(part, dict) and part.get("type") == "refusal":
-        return {"type": "text", "text": part.get("refusal")}
-    return part
 
 
 Content = Annotated[str | list[TextPart], BeforeValidator(_refuse_media)]
@@ -64,8 +66,7 @@ class MessageItem(_Part):
 
     @model_validator(mode="after")
     def _check_content(self) -> "MessageItem":
-        if "content" not in self.model_fields_set and self.role != "assistant":
-            raise refusal(f"A {self.role} message must have content.", "content")
+        check_content(self, self.role)
         return self
 
 
@@ -173,7 +174,7 @@ _REFUSED_CALLS = ("computer_call", "computer_call_output", "image_generation_cal
 
 
 def _kind_of(item: Any) -> str:
-    kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
+    kind = type_of(item)
     return "message" if kind is None else _KINDS.get(kind, "hosted")
 
 
@@ -183,9 +184,9 @@ def _refuse_others(value: Any) -> Any:
     if not isinstance(value, list):
         raise refusal("input must be a string or a list of items.")
     for item in value:
-        kind = item.get("type") if isinstance(item, dict) else None
-        is_call = isinstance(kind, str) and kind.endswith(("_call", "_output"))
-        if kind in _REFUSED_CALLS or not (kind is None or kind in _KINDS or is_call):
+        kind = type_of(item)
+        is_known = isinstance(kind, str) and (kind in _KINDS or kind.endswith(("_call", "_output")))
+        if kind in _REFUSED_CALLS or not (kind is None or is_known):
             raise refusal(f"Items of type {str(kind)[:40]} are not supported.")
     return value
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
-from deploy.http.body import Strict, refusal
+from deploy.http.body import Strict, refusal, type_of
 from deploy.http.generation.tool_use import Function, TextGrammar, full_name, text_function
 from deploy.http.openai.tools import (
     NAME_PATTERN,
@@ -113,8 +113,7 @@ class AllowedChoice(Strict):
 
 
 def _kind_of_choice(choice: Any) -> str:
-    kind = choice.get("type") if isinstance(choice, dict) else getattr(choice, "type", None)
-    return "allowed" if kind == "allowed_tools" else "named"
+    return "allowed" if type_of(choice) == "allowed_tools" else "named"
 
 
 ToolChoice = (

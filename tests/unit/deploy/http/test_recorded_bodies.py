@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,8 +20,9 @@ from deploy.http.openai.replies import (
     Embeddings,
 )
 from deploy.http.openai.responses.replies import InputTokens, Response, ResponseEvent
-from tests.support.answering_client import AnsweringClient
+from tests.support.answering_client import CONTEXT, TEXT, VOCABULARY, AnsweringClient
 from tests.support.api_calls import call, events, named_events
+from tests.support.fake_client import FakeEngineClient
 
 BODIES = Path(__file__).parents[3] / "recorded" / "bodies"
 REPLIES: dict[str, tuple[Any, Any]] = {
@@ -72,8 +74,10 @@ def recordings() -> list[Any]:
     return found
 
 
-def send(request: Recorded, body: dict[str, Any]) -> httpx.Response:
-    client = AnsweringClient()
+def send(
+    request: Recorded, body: dict[str, Any], client: FakeEngineClient | None = None
+) -> httpx.Response:
+    client = client or AnsweringClient()
     options = {"json": body} if body else {}
     headers = {name: value for name, value in request.headers.items() if name != "content-type"}
     return call(client, request.method, request.path, headers=headers, **options)
@@ -145,6 +149,39 @@ def decorable() -> list[Any]:
     return [each for each in recordings() if decorated(each.values[0].body) != each.values[0].body]
 
 
+Place = tuple[str | int, ...]
+
+
+def places(value: Any, path: Place = ()) -> Iterator[Place]:
+    """The way to each value of a body."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, each in inner:
+        yield (*path, key)
+        if isinstance(each, dict | list):
+            yield from places(each, (*path, key))
+
+
+def with_odd(body: dict[str, Any], path: Place, odd: Any) -> dict[str, Any]:
+    """The body with `odd` in one place."""
+    body = json.loads(json.dumps(body))
+    inner: Any = body
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = odd
+    return body
+
+
+def places_of_all() -> dict[tuple[str, Place], tuple[Recorded, Place]]:
+    """One of each kind of place, by its route and the names on the way."""
+    found = {}
+    for recording in recordings():
+        request = recording.values[0]
+        for path in places(request.body):
+            names = tuple("*" if isinstance(key, int) else key for key in path)
+            found[request.route, names] = request, path
+    return found
+
+
 def test_there_are_recordings_of_every_client() -> None:
     assert {file.stem for file in BODIES.glob("*.json")} >= WANTED
     # Somebody's prompts and whole histories are not for this repository.
@@ -159,3 +196,12 @@ def test_a_recorded_request_is_answered(request_: Recorded) -> None:
 @pytest.mark.parametrize("request_", decorable())
 def test_unknown_keys_inside_messages_and_tools_are_ignored(request_: Recorded) -> None:
     check(request_, decorated(request_.body))
+
+
+@pytest.mark.parametrize("odd", [[], 5, "zz", None])
+def test_an_odd_value_in_any_place_is_answered_or_refused(odd: Any) -> None:
+    for request, path in places_of_all().values():
+        client = FakeEngineClient(CONTEXT, VOCABULARY, tool_format="hermes")
+        client.script = TEXT
+        reply = send(request, with_odd(request.body, path, odd), client)
+        assert reply.status_code in (200, 400, 404), (request.route, path, odd, reply.text)
