@@ -4,6 +4,7 @@ from __future__ import annotations
 
 _SAME: dict[str, tuple[str, ...]] = {
     "model": ("model_path", "model_name_or_path", "model_tag"),
+    "served_model_name": ("served_model_names", "served_model"),
     "tp_size": ("tensor_parallel_size", "tp", "tensor_parallel"),
     "pp_size": ("pipeline_parallel_size", "pp", "pipeline_parallel"),
     "num_replicas": ("data_parallel_size", "dp_size", "dp"),
@@ -68,7 +69,6 @@ _SWITCHES: dict[str, str] = {
 OTHER_NAMES: dict[str, str] = {
     **{name: f"Manta calls it '{ours}'." for ours, names in _SAME.items() for name in names},
     **{name: f"Manta has {ours}." for name, ours in _SWITCHES.items()},
-    "served_model_names": "Manta calls it 'served_model_name'.",
     "host": "set http_options.host, or --host.",
     "port": "set http_options.port, or --port.",
     "ssl_certfile": "set http_options.ssl_certfile, or --ssl-certfile.",
@@ -79,6 +79,5 @@ OTHER_NAMES: dict[str, str] = {
     "tokenizer": "the tokenizer is that of the model's folder; remove it.",
     "tokenizer_path": "the tokenizer is that of the model's folder; remove it.",
     "chat_template": "the template is that of the model's folder; put a chat_template.jinja there.",
-    "served_model": "Manta calls it 'served_model_name'.",
 }
 """By the foreign name: a sentence that names ours."""

@@ -13,6 +13,7 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
+    Field,
     GetJsonSchemaHandler,
     ValidationError,
     model_validator,
@@ -87,6 +88,8 @@ def refuse_wide_integers(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
+Effort = Annotated[str, Field(pattern=r"^[a-z_]{1,32}$")]
+"""How much a model is to reason, for templates that read it: `none`, `low`, `high`, ..."""
 FreeObject = Annotated[dict[str, Any], AfterValidator(refuse_wide_integers)]
 """A JSON object with any content."""
 

@@ -30,6 +30,7 @@ from engine.memory_need import (
 )
 from engine.model_config import ModelConfig
 from engine.native import library
+from engine.native.kernels import without_kernels
 from engine.native.machine import has_bfloat16
 from engine.scheduler.scheduler_config import SchedulerConfig
 
@@ -46,7 +47,7 @@ def check_devices(apps: list[Any]) -> list[str]:
     devices = [device_of(app) for app in apps]
     for app, device in zip(apps, devices, strict=True):
         app.engine.check_device(device)
-    _check_reservations(apps)
+    _check_reservations(apps, devices)
     on_gpus = [app for app, device in zip(apps, devices, strict=True) if device == "cuda"]
     on_cpu = [app for app, device in zip(apps, devices, strict=True) if device == "cpu"]
     return _check_gpus(on_gpus) + _check_cpu(on_cpu)
@@ -139,22 +140,17 @@ def _check_kernels(app: Any) -> None:
         return
     for key in ("attention_backend", "sampling_backend"):
         if getattr(app.engine, key) == "cpu":
-            raise ConfigError(
-                f"{key} cpu needs the library of CPU kernels: {lack}. {key}: torch runs without it."
-            )
+            raise without_kernels(key, "cpu", lack)
     if app.engine.quantization == "int8":
-        raise ConfigError(
-            f"quantization int8 needs the library of CPU kernels: {lack}. quantization: auto runs "
-            "without it."
-        )
+        raise without_kernels("quantization", "int8", lack)
 
 
-def _check_reservations(apps: list[Any]) -> None:
+def _check_reservations(apps: list[Any], devices: list[str]) -> None:
     """Raise `ConfigError` if engines reserve more of Ray than a cluster of this machine has: they
     would wait for good."""
     reserved: Counter[str] = Counter()
-    for app in apps:
-        bundles = app.placement_bundles(use_gpu=device_of(app) == "cuda")
+    for app, device in zip(apps, devices, strict=True):
+        bundles = app.placement_bundles(use_gpu=device == "cuda")
         for bundle in bundles * min_replicas(app):
             reserved.update(bundle)
         ingress = app.ingress_actor_options()
@@ -205,18 +201,16 @@ def _check_gpus(apps: list[Any]) -> list[str]:
         tokens = engine.max_total_tokens or app.resolved.max_model_len
         if told := told or gpu_cache_shortage(need, total, engine, tokens):
             raise ConfigError(told)
-    gpus: Counter[str] = Counter()
-    for app in apps:
-        gpus["least"] += min_replicas(app) * app.engine.world_size
-        gpus["most"] += app.max_replicas * app.engine.world_size
-    if gpus["least"] > len(sizes):
+    least = sum(min_replicas(app) * app.engine.world_size for app in apps)
+    if least > len(sizes):
         raise ConfigError(
-            f"num_replicas x tp_size x pp_size needs {gpus['least']} GPUs, one for each worker, "
+            f"num_replicas x tp_size x pp_size needs {least} GPUs, one for each worker, "
             f"and this machine has {len(sizes)}. Lower one of them."
         )
-    if gpus["most"] > len(sizes):
+    most = sum(app.max_replicas * app.engine.world_size for app in apps)
+    if most > len(sizes):
         return [
-            f"autoscaling.max_replicas needs {gpus['most']} GPUs and this machine has "
+            f"autoscaling.max_replicas needs {most} GPUs and this machine has "
             f"{len(sizes)}: the last replicas will never start"
         ]
     return []

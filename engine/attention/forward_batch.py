@@ -117,9 +117,9 @@ class ForwardBatch:
     pooled: PooledRows | None = None
     """Rows that are pooled, if there are any."""
     timing: StepTiming | None = None
+    """The step's time on the device; begins when the stage has its inputs."""
     mark: Callable[[], None] | None = None
     """Called behind each layer: shows that the device goes on with a long step."""
-    """The step's time on the device; begins when the stage has its inputs."""
 
     @property
     def num_tokens(self) -> int:

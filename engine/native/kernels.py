@@ -15,8 +15,14 @@ def require_kernels(key: str = "attention_backend") -> ModuleType:
     """
     kernels = library.load()
     if kernels is None:
-        raise ConfigError(
-            f"{key} cpu needs the library of CPU kernels: {library.reason()}. "
-            f"{key}: torch runs without it."
-        )
+        raise without_kernels(key, "cpu", library.reason())
     return kernels
+
+
+def without_kernels(key: str, value: str, reason: str) -> ConfigError:
+    """The error of a configuration's `key` whose `value` needs the library, which can't be had for
+    this `reason`."""
+    other = "auto" if key == "quantization" else "torch"
+    return ConfigError(
+        f"{key} {value} needs the library of CPU kernels: {reason}. {key}: {other} runs without it."
+    )

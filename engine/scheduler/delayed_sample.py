@@ -105,7 +105,7 @@ class DelayedSamples:
                     _leaving_nothing(req, len(runs[row]), self._words) if row in errors else []
                 )
                 if left_out and req.constraint.may_end:
-                    terminated |= {row}
+                    terminated.add(row)
                     kept[row] = len(runs[row])
                     del errors[row]
                 elif left_out:

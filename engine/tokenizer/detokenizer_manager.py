@@ -47,7 +47,7 @@ class _Request:
         stops = self.stops
         if stops is None:
             return self._check(self.detokenizer.add(token_id))
-        if stops.add_token(token_id, tokenizer.token_text(token_id)) and not self.include_stop:
+        if stops.add_token(token_id, tokenizer.token_text) and not self.include_stop:
             return ""  # the token that stopped it is output, but not text
         text = self._check(self.detokenizer.add(token_id))
         if self.skip_special_tokens and token_id in tokenizer.special_ids:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from engine.sampling_params import SamplingParams
 from engine.tokenizer.stop import StopChecker
@@ -32,10 +32,12 @@ class OutputStops:
         """The stop string or id that was found; nothing is returned after it."""
         return self._checker.matched if self._token is None else self._token
 
-    def add_token(self, token_id: int, name: str) -> bool:
-        """Whether a token ends the output by its id. `name`: its text, also if it isn't shown."""
+    def add_token(self, token_id: int, name_of: Callable[[int], str]) -> bool:
+        """Whether a token ends the output by its id. `name_of` gives its text, also if that isn't
+        shown."""
         if self._thought is None or token_id not in self._ids:
             return False
+        name = name_of(token_id)
         if self._mark in name or self._thought.answers(name):
             self._token = token_id
         return self._token is not None

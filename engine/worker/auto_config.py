@@ -15,7 +15,7 @@ from engine.memory_need import crowding, max_cache_tokens, shortage
 from engine.model_config import ModelConfig
 from engine.models.loader import resolve_dtype
 from engine.native import library
-from engine.native.kernels import require_kernels
+from engine.native.kernels import require_kernels, without_kernels
 from engine.native.machine import has_bfloat16
 from engine.worker.gpu_kernels import (
     auto_attention_backend,
@@ -173,11 +173,12 @@ def _check_int8(model: ModelConfig, attention_backend: str) -> None:
     """Raise `ConfigError` saying what int8 weights lack, unless the CPU's kernels are used."""
     if attention_backend == "cpu":
         return
-    if not has_kernels_for(model):
-        lack = "has no kernels for this model's sizes"
-    else:
-        lack = f"needs the library of CPU kernels: {library.reason()}"
-    raise ConfigError(f"quantization int8 {lack}. quantization: auto runs without it.")
+    if has_kernels_for(model):
+        raise without_kernels("quantization", "int8", library.reason())
+    raise ConfigError(
+        "quantization int8 has no kernels for this model's sizes. quantization: auto runs without "
+        "it."
+    )
 
 
 def _sampling_backend(name: str, device: str, attention_backend: str) -> str:

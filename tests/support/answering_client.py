@@ -30,24 +30,9 @@ class AnsweringClient(FakeEngineClient):
         self._answers: dict[tuple[int, ...], str] = {}
         """By prompt: requests of a client may overlap."""
 
-    async def render_chat(
-        self,
-        messages: list[dict[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        chat_template: str | None = None,
-        tools: list[dict[str, Any]] | None = None,
-        template_kwargs: dict[str, Any] | None = None,
-    ) -> list[int]:
-        ids = await super().render_chat(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            chat_template=chat_template,
-            tools=tools,
-            template_kwargs=template_kwargs,
-        )
+    async def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
+        ids = await super().render_chat(messages, **options)
+        tools = options.get("tools")
         has_result = any(message["role"] == "tool" for message in messages)
         if tools and not has_result:
             self._answers[tuple(ids)] = self._call(tools)

@@ -153,29 +153,35 @@ async def edit_conversation(
 ) -> EditedConversation:
     """Make the edits that apply. Raises what `count` raises."""
     applied: list[dict[str, Any]] = []
+    length: int | None = None
     for edit in edits:
         if isinstance(edit, Compact):
             continue
         edited, number = edit.apply(messages)
-        if not number or not await _is_due(edit, messages, count):
+        if not number:
             continue
-        saved = await count(messages) - await count(edited)
+        length = await count(messages) if length is None else length
+        if not _is_due(edit, messages, length):
+            continue
+        shorter = await count(edited)
+        saved = length - shorter
         least = edit.clear_at_least if isinstance(edit, ClearToolUses) else None
         if least is not None and saved < least.value:
             continue
-        messages = edited
+        messages, length = edited, shorter
         applied.append(
             {"type": edit.type, edit.counted: number, "cleared_input_tokens": max(saved, 0)}
         )
     return EditedConversation(messages, applied)
 
 
-async def _is_due(edit: ClearThinking | ClearToolUses, messages: Messages, count: Count) -> bool:
-    """Whether the conversation is as long as the edit waits for."""
+def _is_due(edit: ClearThinking | ClearToolUses, messages: Messages, length: int) -> bool:
+    """Whether the conversation, whose prompt has `length` tokens, is as long as the edit waits
+    for."""
     if isinstance(edit, ClearThinking):
         return True
     if edit.trigger.type == "input_tokens":
-        return await count(messages) > edit.trigger.value
+        return length > edit.trigger.value
     calls = sum(len(message.get("tool_calls", ())) for message in messages)
     return calls > edit.trigger.value
 

@@ -22,6 +22,7 @@ from deploy.http.anthropic.context_edits import ContextManagement, Messages, edi
 from deploy.http.body import (
     CONTENT_UNLESS_ASSISTANT,
     MAX_MESSAGES,
+    Effort,
     FreeObject,
     Strict,
     check_content,
@@ -141,7 +142,7 @@ class OutputConfig(Strict):
     ignored: ClassVar[frozenset[str]] = frozenset({"task_budget"})
 
     format: OutputFormat | None = None
-    effort: str | None = Field(None, pattern=r"^[a-z_]{1,32}$")
+    effort: Effort | None = None
 
 
 class Thinking(Strict):

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from deploy.http.body import MAX_MESSAGES, FreeObject, Strict, encode_json, refusal
+from deploy.http.body import MAX_MESSAGES, Effort, FreeObject, Strict, encode_json, refusal
 from deploy.http.engine_client import EngineClient, ModelInfo
 from deploy.http.generation.generation import Generation, Output
 from deploy.http.generation.plan import check_model, check_text_length, plan_chat
@@ -17,7 +17,7 @@ from deploy.http.openai.logprobs import LogprobStyle, chat_logprobs, prompt_logp
 from deploy.http.openai.messages import ChatMessage, TextPart
 from deploy.http.openai.parts import delta_payloads, finish_reason, message_fields
 from deploy.http.openai.replies import ChatCompletion, ChatCompletionChunk, Error
-from deploy.http.openai.request import UNSUPPORTED, Effort, GenerationFields
+from deploy.http.openai.request import UNSUPPORTED, GenerationFields
 from deploy.http.openai.sse import ChunkEncoder
 from deploy.http.openai.tools import AnyTool, ToolChoice, schema_of_answer, tool_use
 from engine.protocol.tokenizer_messages import TextDelta

@@ -113,15 +113,17 @@ async def _echoes(client: EngineClient, request: CompletionRequest, plan: Plan) 
     echoes = []
     for given, sequence in zip(request.prompt, plan.sequences[:: plan.n], strict=True):
         ids = sequence.prompt_ids
-        if isinstance(given, str) and request.truncate_prompt_tokens is None:
-            text = given
-        else:
-            text = await client.decode(ids)
+        is_given = isinstance(given, str) and request.truncate_prompt_tokens is None
+        if is_given and request.logprobs is None:
+            echoes.append(Echo(given))
+            continue
+        decoded = await client.decode(ids)
+        text = given if is_given else decoded
         if request.logprobs is None:
             echoes.append(Echo(text))
             continue
         first = request.logprob_style(0).name(await client.decode(ids[:1]), ids[0])
-        echoes.append(Echo(text, first, len(await client.decode(ids)) - len(text)))
+        echoes.append(Echo(text, first, len(decoded) - len(text)))
     return echoes
 
 

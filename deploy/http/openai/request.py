@@ -192,9 +192,6 @@ def documented(default: Any, **limits: Any) -> Any:
     return Field(default, json_schema_extra=limits)
 
 
-Effort = Annotated[str, Field(pattern=r"^[a-z_]{1,32}$")]
-"""How much a model is to reason, for templates that read it: `none`, `low`, `high`, ..."""
-
 IGNORED = frozenset(
     {
         *("access_programs", "client_metadata", "metadata", "mm_processor_kwargs"),

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from deploy.http.parsers.tool_parser import ToolParser, Waits
+from deploy.http.parsers.tool_parser import ToolParser
 
 
 class HermesParser(ToolParser):
@@ -15,6 +15,3 @@ class HermesParser(ToolParser):
 
     marker = "<tool_call>"
     closing = "</tool_call>"
-
-    def _read_calls(self, at: int) -> Waits:
-        yield from self._read_several(at)

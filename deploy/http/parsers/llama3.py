@@ -21,8 +21,5 @@ class Llama3Parser(ToolParser):
             yield from self._read_calls(at)
         yield from super()._parse()
 
-    def _read_calls(self, at: int) -> Waits:
-        yield from self._read_several(at)
-
     def _takes(self, name: str) -> bool:
         return name in self._tool_names

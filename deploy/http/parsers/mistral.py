@@ -24,7 +24,7 @@ class MistralParser(ToolParser):
     def _read_calls(self, at: int) -> Waits:
         at = yield from self._skip_space(at)
         if self._text.startswith(("[", "{"), at):
-            yield from self._read_several(at)
+            yield from super()._read_calls(at)
             return
         before = self._num_calls
         yield from self._read_named(at)

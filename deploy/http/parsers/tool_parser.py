@@ -7,7 +7,6 @@ semicolons, markers that come twice) is dropped. So the parts don't depend on ho
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Generator
 
 from deploy.http.parsers.json_reader import WHITESPACE, CallReader, ValueReader
@@ -21,7 +20,7 @@ FindsPlace = Generator[None, None, int]
 """The same; returns a place in the text, or -1."""
 
 
-class ToolParser(ABC):
+class ToolParser:
     """Reads one output. Subclasses know how a model writes calls."""
 
     marker: str
@@ -70,9 +69,21 @@ class ToolParser(ABC):
             if self._num_calls == before:
                 self._give(behind)
 
-    @abstractmethod
     def _read_calls(self, at: int) -> Waits:
-        """Calls at `at`, behind a marker. Drops what belongs to them."""
+        """Calls as objects or in a list, one behind the other at `at`, behind a marker. Drops what
+        belongs to them and what is left over behind them."""
+        at = yield from self._skip_space(at)
+        opened = yield from self._after(at, "[")
+        at = max(opened, at)
+        while True:
+            at = yield from self._skip_space(at)
+            at = yield from self._read_call(at)
+            if at < 0:
+                return
+            yield from self._drop_left_overs(at)
+            at = 0
+            if not self._text.startswith("{") or (self.closing and not self._is_open):
+                return
 
     # What subclasses are made of. Each place is one in `_text`; what begins a call drops the text
     # before it, and all places with it.
@@ -141,22 +152,6 @@ class ToolParser(ABC):
         while is_text and end > at and self._text[end - 1] in WHITESPACE:
             end -= 1
         self._text = self._text[end:]
-
-    def _read_several(self, at: int) -> Waits:
-        """Calls as objects or in a list, one behind the other at `at`, and what is left over behind
-        them."""
-        at = yield from self._skip_space(at)
-        opened = yield from self._after(at, "[")
-        at = max(opened, at)
-        while True:
-            at = yield from self._skip_space(at)
-            at = yield from self._read_call(at)
-            if at < 0:
-                return
-            yield from self._drop_left_overs(at)
-            at = 0
-            if not self._text.startswith("{") or (self.closing and not self._is_open):
-                return
 
     def _after(self, at: int, word: str) -> FindsPlace:
         """The place behind `word`; -1 if it doesn't stand at `at`."""

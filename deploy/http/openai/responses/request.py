@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from deploy.http.body import FreeObject, Strict, refusal
+from deploy.http.body import Effort, FreeObject, Strict, refusal
 from deploy.http.engine_client import ModelInfo
 from deploy.http.generation.plan import check_model, check_text_length
 from deploy.http.generation.request import (
@@ -16,7 +16,7 @@ from deploy.http.generation.request import (
     named_error,
 )
 from deploy.http.generation.tool_use import ToolUse
-from deploy.http.openai.request import Effort, Stop, documented
+from deploy.http.openai.request import Stop, documented
 from deploy.http.openai.responses.items import (
     Input,
     for_template,
