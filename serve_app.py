@@ -63,7 +63,7 @@ def build_app(args: dict[str, Any]) -> Application:
         health_check_period_s=HEALTH_PERIOD_S,
         health_check_timeout_s=server.hang_timeout_s,
         graceful_shutdown_timeout_s=server.drain_timeout_s + HANDOVER_S,
-        graceful_shutdown_wait_loop_s=0.5,
+        graceful_shutdown_wait_loop_s=0.1,
         # The engines' calls are our own, some every second; the ingress' log has the requests.
         logging_config=LoggingConfig(encoding=encoding, enable_access_log=False),
         **({"request_router_config": _ROUTER} if config.routing_policy else {}),
@@ -105,7 +105,7 @@ def build_app(args: dict[str, Any]) -> Application:
         health_check_period_s=HEALTH_PERIOD_S,
         health_check_timeout_s=server.hang_timeout_s,
         graceful_shutdown_timeout_s=server.drain_timeout_s + HANDOVER_S,
-        graceful_shutdown_wait_loop_s=0.5,
+        graceful_shutdown_wait_loop_s=0.1,
     )
     templates = load_chat_templates(config.resolved.model.path)
     return ingress.bind(

@@ -105,6 +105,8 @@ class SchedulerRole:
             self._stats_due = self.last_turn + 0.1
             self.stats = core.scheduler.snapshot_stats()
         self._publisher.publish(self.last_turn, is_idle=not core.scheduler.num_in_flight)
+        if self._stopping:
+            return
         if core.scheduler.num_in_flight:
             ready = self._waiter.wait(COMPILING_POLL_S if self._held else IDLE_POLL_S)
             if self.results in ready and core.process_one(0.0):

@@ -164,7 +164,7 @@ class Launch:
         # By default Serve's controller looks ten times a second whether something has changed. That
         # and the GCS's answers take 5 % of a core; with this, 3 %.
         env.setdefault("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "0.5")
-        env.setdefault("RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S", "1")
+        env.setdefault("RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S", "0.5")
         # Serve's 5 s are too few on a busy machine, and a proxy that misses them ends the start.
         env.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "30")
         # Three checks in a row must fail until Serve starts HAProxy again: 3 s, not 30.

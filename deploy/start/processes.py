@@ -10,8 +10,9 @@ from pathlib import Path
 MARK = "MANTA_LAUNCH_ID"
 """Environment variable that every process of one launch inherits. Ray's agents write their title
 over much of their environment; what is left names the launch's folder. So that is the mark."""
-PATIENCE_S = 1.0
-"""Time between asking a process to end and the next, harder signal."""
+PATIENCE_S = {signal.SIGTERM: 0.3, signal.SIGKILL: 1.0}
+"""Time for which processes get a signal. Ray's agents would take more than a second to end
+themselves, and have nothing to save."""
 
 
 def marked_processes(mark: str) -> list[int]:
@@ -42,8 +43,8 @@ def is_alive(pid: int) -> bool:
 def end_marked_processes(mark: str) -> None:
     """End every process that still carries this launch's mark: Ray's own, orphans. Requests have
     ended before, or can't be saved."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        deadline = time.monotonic() + PATIENCE_S
+    for number, patience_s in PATIENCE_S.items():
+        deadline = time.monotonic() + patience_s
         while pids := marked_processes(mark):
             for pid in pids:
                 try:

@@ -1,4 +1,4 @@
-"""What a scheduler's process answers by message: flushes of its prefix cache."""
+"""What a scheduler's process does by message: flushes of its prefix cache, its end."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engine import scheduler_role
 from engine.protocol.messages import AbortRequest, AddRequest, CacheFlushed, FlushCache, StepOutputs
 from engine.protocol.transport import Inbox
 from engine.sampling_params import SamplingParams
@@ -104,3 +105,8 @@ def test_a_waiting_flush_is_refused_if_a_request_comes(asker: Asker) -> None:
     assert asker.next(CacheFlushed) == CacheFlushed(2, "1 requests run or wait")
     asker.scheduler.works.set()
     asker.end()
+
+
+def test_an_idle_scheduler_ends_when_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler_role, "IDLE_POLL_S", 3600.0)
+    SchedulerThread().stop()
