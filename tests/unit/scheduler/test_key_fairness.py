@@ -151,7 +151,9 @@ def test_a_long_prompt_takes_what_others_can_t_use(rows: int) -> None:
 def test_backlogged_keys_get_equal_prompt_tokens(
     mode: dict[str, Any], lengths: list[int], policy: str, mixed: bool
 ) -> None:
-    """Keys that always have requests waiting are at most a few chunks apart."""
+    """Keys that always have requests waiting are at most a few chunks apart, or what was left of
+    steps that nobody else could use. No key finds another's prompts in the cache: each request has
+    its own salt."""
     h = Harness(
         **mode,
         num_kv_tokens=2048,
@@ -163,7 +165,7 @@ def test_backlogged_keys_get_equal_prompt_tokens(
     keys = [KeyLimits(str(i)) for i in range(len(lengths))]
     for i, (key, length) in enumerate(zip(keys, lengths, strict=True)):
         for rid in range(10_000 * i, 10_000 * i + 4000 // length + 1):
-            h.add(rid, prompt(rid, length), 1, key=key)
+            h.add(rid, prompt(rid, length), 1, key=key, salt=str(rid))
     while all(
         (share := h.scheduler.requests.shares.get(key)) is not None and len(share.waiting) > 1
         for key in keys
