@@ -1,13 +1,18 @@
-"""`check_cluster_token`: whether a running Ray cluster asks for a token."""
+"""The token without which a Ray cluster does nothing: one that runs must ask for it, and one that
+starts here must have a place for it."""
 
 from __future__ import annotations
 
 import os
+import secrets
 import subprocess
 import sys
+from pathlib import Path
 
 from engine.errors import ConfigError
 
+TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"
+"""Environment variable: the file with the token."""
 PROBE_TIMEOUT_S = 12.0
 _PROBE = """
 import sys
@@ -49,3 +54,24 @@ def check_cluster_token(address: str) -> None:
             f"the Ray cluster at {address} asks for no token, so whoever reaches it can run code "
             "in this server. Start it with RAY_AUTH_MODE=token (see docs/security.md)."
         )
+
+
+def token_file(folder: Path) -> Path | None:
+    """A new token's file in `folder`, where Ray can't keep one in the home folder: in a container
+    with a root file system that is read-only, or a user without a home. None where it can, or has
+    one.
+    """
+    is_given = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get(TOKEN_PATH)
+    if is_given or os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
+        return None
+    try:
+        kept = Path.home() / ".ray" / "auth_token"
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        if os.access(kept, os.R_OK) or os.access(kept.parent, os.W_OK | os.X_OK):
+            return None
+    except (OSError, RuntimeError):  # RuntimeError: the user has no home folder
+        pass
+    path = folder / "auth_token"
+    path.touch(0o600)
+    path.write_text(secrets.token_hex(32))
+    return path

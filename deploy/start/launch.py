@@ -24,7 +24,7 @@ from deploy.start import haproxy
 from deploy.start.banner import loading_lines, reachable_host, ready_lines
 from deploy.start.causes import cause_of, port_taken
 from deploy.start.child import ServeRun, say
-from deploy.start.cluster_token import check_cluster_token
+from deploy.start.cluster_token import TOKEN_PATH, check_cluster_token, token_file
 from deploy.start.folder import LaunchFolder, launch_folder, plain_python
 from deploy.start.kernels import build_kernels
 from deploy.start.log_file import LaunchLog
@@ -105,6 +105,12 @@ class Launch:
             self._serve_config = without_tls(target.config)
         self._log, problem = _open_log(self._port, stack)
         self._verbose = verbose or self._log is None
+        self._token = token_file(self._folder.path) if _is_own_cluster() else None
+        if self._token is not None:
+            problem.append(
+                "Ray can't keep its token in the home folder; `serve status` and `serve deploy` "
+                f"need {TOKEN_PATH}={self._token}"
+            )
         self._mark = str(self._folder.path)
         self._started = time.monotonic()
         # Plain values: a signal's handler could interrupt code that holds the lock of an Event.
@@ -156,6 +162,8 @@ class Launch:
         }
         if _is_own_cluster():
             env["RAY_TMPDIR"] = env["TMPDIR"] = str(self._folder.path)
+            if self._token is not None:
+                env[TOKEN_PATH] = str(self._token)
         env.setdefault("RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", IMPORT_PATH)
         # libgomp reads this at process start. Threads that spin while waiting starve other roles.
         env.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -14,6 +14,7 @@ import pytest
 
 from deploy.start import folder as folders
 from deploy.start.chat import Chat
+from deploy.start.cluster_token import TOKEN_PATH, token_file
 from deploy.start.folder import is_plain, launch_folder, plain_python
 from deploy.start.processes import MARK
 from deploy.start.ray_processes import RayProcesses
@@ -55,6 +56,48 @@ def test_an_environment_with_a_blank_in_its_path_gets_a_link(
 def test_an_ordinary_environment_needs_no_link(tmp_path: Path) -> None:
     assert plain_python(tmp_path) == sys.executable
     assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", TOKEN_PATH):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("no_token")
+def test_a_home_that_cannot_be_written_holds_no_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "home"
+    home.touch()  # root may write in every folder
+    monkeypatch.setenv("HOME", str(home))
+    made = token_file(tmp_path)
+    assert made is not None and made.parent == tmp_path
+    assert len(made.read_text()) >= 32 and made.stat().st_mode & 0o77 == 0
+
+
+@pytest.mark.usefixtures("no_token")
+def test_a_user_without_a_home_has_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("no home")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    assert token_file(tmp_path) is not None
+
+
+@pytest.mark.usefixtures("no_token")
+@pytest.mark.parametrize("given", [None, "RAY_AUTH_TOKEN", TOKEN_PATH])
+def test_where_ray_has_a_token_or_a_place_for_it_none_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str | None
+) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    if given is not None:
+        home.rmdir()
+        home.touch()
+        monkeypatch.setenv(given, "x")
+    assert token_file(tmp_path) is None
 
 
 _RAISE = """
