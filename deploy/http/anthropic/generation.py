@@ -54,7 +54,8 @@ class MessageGeneration(Generation[MessagesRequest]):
                 case Text():
                     content.append({"type": "text", "text": part.text})
                 case Reasoning():
-                    content.append({**self._empty_block(part), "thinking": part.text})
+                    shown = "" if self._request.omits_thinking else part.text
+                    content.append({**self._empty_block(part), "thinking": shown})
         for block in content:
             if block["type"] == "tool_use":
                 block["input"] = _parse(arguments.get(block["input"], ""))
@@ -98,6 +99,8 @@ class MessageGeneration(Generation[MessagesRequest]):
             case Reasoning():
                 is_open = self._open == "thinking"
                 begin = b"" if is_open else self._close() + self._begin("thinking", part)
+                if self._request.omits_thinking:
+                    return begin
                 return begin + self._delta({"type": "thinking_delta", "thinking": part.text})
 
     def _begin(self, kind: str, part: Part) -> bytes:

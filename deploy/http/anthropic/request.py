@@ -149,9 +149,12 @@ class Thinking(Strict):
     """Whether the reply has the model's reasoning. There is no budget for it: `budget_tokens` is
     accepted, and `max_tokens` bounds all."""
 
-    ignored: ClassVar[frozenset[str]] = frozenset({"budget_tokens", "display"})
+    ignored: ClassVar[frozenset[str]] = frozenset({"budget_tokens"})
 
     type: Literal["enabled", "disabled", "adaptive"]
+    display: Annotated[str, Field(max_length=64)] | None = None
+    """`omitted`: the blocks of the reasoning come without its text. Else it is as it was written:
+    nothing sums it up."""
 
 
 class CountTokensRequest(Strict):
@@ -186,6 +189,11 @@ class CountTokensRequest(Strict):
     def shows_thinking(self) -> bool:
         """Whether the reply has the reasoning."""
         return self.thinking is not None and self.thinking.type != "disabled"
+
+    @property
+    def omits_thinking(self) -> bool:
+        """Whether what it shows of the reasoning is that there was some."""
+        return self.thinking is not None and self.thinking.display == "omitted"
 
     @model_validator(mode="before")
     @classmethod

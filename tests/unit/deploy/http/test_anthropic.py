@@ -104,6 +104,7 @@ def test_a_message() -> None:
 
 
 SHOWN = {"thinking": {"type": "enabled", "budget_tokens": 1024}}
+OMITTED = {"thinking": {"type": "enabled", "display": "omitted"}}
 
 
 @pytest.mark.parametrize(
@@ -117,6 +118,7 @@ SHOWN = {"thinking": {"type": "enabled", "budget_tokens": 1024}}
         (f"Well.\n{CALL}\n{CALL}", {"tools": [TOOL]}),
         ("I can't <tool_call> that.", {"tools": [TOOL]}),
         (f"<think>Hm.</think>Well. {CALL} Done.", {"tools": [TOOL], **SHOWN}),
+        (f"<think>Hm.</think>Well. {CALL} Done.", {"tools": [TOOL], **OMITTED}),
         (f"<think>Hm.</think>Well. {CALL} Done.", {"tools": [TOOL]}),
     ],
 )
@@ -151,6 +153,15 @@ def test_thinking_is_shown_if_asked_for() -> None:
     thought, answer = whole(fake(script, reasons=True), **SHOWN)["content"]
     assert thought == {"type": "thinking", "thinking": "Hm.", "signature": ""}
     assert answer == {"type": "text", "text": "So."}
+
+
+def test_the_text_of_thinking_is_left_out_if_asked_for() -> None:
+    script = "<think>Hm.</think>So."
+    thought, answer = whole(fake(script, reasons=True), **OMITTED)["content"]
+    assert thought == {"type": "thinking", "thinking": "", "signature": ""}
+    assert answer == {"type": "text", "text": "So."}
+    told = {"thinking": {"type": "adaptive", "display": "updates"}}
+    assert whole(fake(script, reasons=True), **told)["content"][0]["thinking"] == "Hm."
 
 
 @pytest.mark.parametrize("thinking", [None, {"type": "disabled"}, {"type": "adaptive"}])
