@@ -36,16 +36,26 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _unrecognized(arguments: list[str]) -> str:
-    """argparse's words, and how Manta calls what vLLM and SGLang have."""
+    """argparse's words; what is a key of Manta's, and how Manta calls what vLLM and SGLang have."""
+    from deploy.start.config import ServerOptions
+    from engine.config import EngineConfig
     from engine.other_names import OTHER_NAMES
 
     message = f"unrecognized arguments: {' '.join(arguments)}"
-    names = [word.partition("=")[0] for word in arguments if word.startswith("--")]
-    hints = (OTHER_NAMES.get(name[2:].replace("-", "_")) for name in names)
-    found = [f"{name}: {hint}" for name, hint in zip(names, hints, strict=True) if hint]
-    return " ".join(
-        [f"{message}.", *found, "Keys are set by --set key=value."] if found else [message]
-    )
+    own = EngineConfig.model_fields.keys() | ServerOptions.model_fields.keys()
+    hints = []
+    for word in arguments:
+        name = word.partition("=")[0]
+        key = name.removeprefix("--").replace("-", "_")
+        if not name.startswith("--"):
+            continue
+        if key in own:
+            hints.append(f"{name}: the key is '{key}'.")
+        elif key in OTHER_NAMES:
+            hints.append(f"{name}: {OTHER_NAMES[key]}")
+    if not hints:
+        return message
+    return " ".join([f"{message}.", *hints, "Keys are set by --set key=value."])
 
 
 def serve(options: argparse.Namespace) -> int:

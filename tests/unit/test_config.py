@@ -294,6 +294,20 @@ def test_the_command_line_says_how_a_flag_is_called(capsys: pytest.CaptureFixtur
     assert "'tp_size'" in told and "'memory_fraction'" in told and "--set key=value" in told
 
 
+@pytest.mark.parametrize(
+    "flag", ["--kv-cache-dtype=fp8", "--tool-call-parser", "--revision", "--served-model-name"]
+)
+def test_the_command_line_says_that_a_flag_is_a_key(
+    flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """vLLM and SGLang have flags of the same name."""
+    with pytest.raises(SystemExit):
+        cli.main(["serve", flag, "x"])
+    told = capsys.readouterr().err
+    assert f"'{flag[2:].partition('=')[0].replace('-', '_')}'" in told
+    assert "--set key=value" in told
+
+
 @pytest.mark.parametrize("command", ["serve", "check", "chat"])
 def test_a_misspelt_option_shows_the_usage_of_its_command(
     command: str, capsys: pytest.CaptureFixture[str]
