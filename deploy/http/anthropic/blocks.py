@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator
 
 from deploy.http.body import Strict, encode_json, refusal, type_of
-from deploy.http.generation.arguments import Arguments
-from engine.tokenizer.call_shape import as_text
+from deploy.http.generation.arguments import Arguments, as_text
 
 INVALID_JSON = "INVALID_JSON"
 """The one key of a call's input that is no JSON object: its text."""

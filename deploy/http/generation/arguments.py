@@ -10,6 +10,11 @@ from pydantic_core import PydanticCustomError
 from deploy.http.body import FreeObject, refusal, refuse_wide_integers
 
 
+def as_text(arguments: str | dict[str, Any]) -> str:
+    """Arguments as JSON, or as the text that they are."""
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
 def _read(value: Any) -> Any:
     """An object or a text. Other values become JSON text; the tokenizer sees what it holds. So do
     objects with integers that messages between roles can't hold."""

@@ -15,11 +15,10 @@ from deploy.http.body import (
     refusal,
     type_of,
 )
-from deploy.http.generation.arguments import Arguments
+from deploy.http.generation.arguments import Arguments, as_text
 from deploy.http.generation.tool_use import called_with_text, full_name
 from deploy.http.openai.messages import as_text_part
 from deploy.http.openai.responses.tools import AnyTool
-from engine.tokenizer.call_shape import as_text
 
 
 class _Part(Strict):

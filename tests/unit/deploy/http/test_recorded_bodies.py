@@ -198,7 +198,7 @@ def test_unknown_keys_inside_messages_and_tools_are_ignored(request_: Recorded) 
     check(request_, decorated(request_.body))
 
 
-@pytest.mark.parametrize("odd", [[], 5, "zz", None])
+@pytest.mark.parametrize("odd", [[], "zz", None])
 def test_an_odd_value_in_any_place_is_answered_or_refused(odd: Any) -> None:
     for request, path in places_of_all().values():
         client = FakeEngineClient(CONTEXT, VOCABULARY, tool_format="hermes")
