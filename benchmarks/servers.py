@@ -59,8 +59,9 @@ class ManagedServer:
         self._tls = None if certificate is None else ssl.create_default_context(cafile=certificate)
         self.ready_s = 0.0
         """Seconds from start to the first 200, set on entering."""
-        self.killed = False
-        """Whether SIGKILL was needed, for the process or for others that outlived it."""
+        self.killed: list[str] = []
+        """What SIGKILL was needed for: the process, or others that outlived it, each with its
+        state."""
         self._env = None if env is None else dict(env)
         self._ready_url = self.base_url + ready_path
         self._timeout_s = timeout_s
@@ -117,7 +118,7 @@ class ManagedServer:
             while self._leftovers(family) and time.monotonic() < deadline:
                 time.sleep(POLL_S)
         for pid in self._leftovers(family):
-            self.killed = True
+            self.killed.append(_describe(pid))
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self._process.kill()  # where there is no /proc
@@ -232,6 +233,17 @@ def _processes() -> dict[int, _Process]:
                 parent=values[0], group=values[1], cpu_ticks=sum(values[10:14]), started=values[18]
             )
     return processes
+
+
+def _describe(pid: int) -> str:
+    """A process' id, state and command line, for messages."""
+    folder = Path("/proc") / str(pid)
+    try:
+        state = folder.joinpath("stat").read_text().rpartition(")")[2].split()[0]
+        command = folder.joinpath("cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return f"{pid} (has ended)"
+    return f"{pid} ({state}) {command[:200]}"
 
 
 def _heed_interrupts() -> None:

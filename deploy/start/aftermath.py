@@ -1,6 +1,6 @@
 """What is left to do after a launcher that was killed: end its processes, remove its folder.
 
-    python -m deploy.start.aftermath MARK FOLDER
+    python -m deploy.start.aftermath MARK SESSION FOLDER
 
 A process without Ray does it: one that Ray knows ends at once when its raylet does.
 """
@@ -18,8 +18,9 @@ from deploy.start.processes import MARK, end_marked_processes
 
 def leave_to_aftermath(folder: Path) -> None:
     """Start it for this process' launch, and return."""
+    command = [sys.executable, "-m", "deploy.start.aftermath"]
     subprocess.Popen(
-        [sys.executable, "-m", "deploy.start.aftermath", os.environ[MARK], str(folder)],
+        [*command, os.environ[MARK], str(os.getsid(0)), str(folder)],
         cwd=Path(__file__).resolve().parents[2],
         env={name: value for name, value in os.environ.items() if name != MARK},
         stdin=subprocess.DEVNULL,
@@ -31,8 +32,8 @@ def leave_to_aftermath(folder: Path) -> None:
 
 def main() -> None:
     """Do it."""
-    mark, folder = sys.argv[1:]
-    end_marked_processes(mark)
+    mark, session, folder = sys.argv[1:]
+    end_marked_processes(mark, int(session))
     shutil.rmtree(folder)
 
 

@@ -146,7 +146,7 @@ class Launch:
                 say("stopping (Ctrl-C again: at once)")
             self._end(child)
         finally:
-            end_marked_processes(self._mark)
+            end_marked_processes(self._mark, session=child.process.pid)
         child.output.join(2.0)
         return self._report_end()
 

@@ -1,4 +1,5 @@
-"""The processes of one launch: marked by their environment, which all of them inherit."""
+"""The processes of one launch: marked by their environment, which all of them inherit, and in the
+session of `serve run`."""
 
 from __future__ import annotations
 
@@ -8,24 +9,29 @@ import time
 from pathlib import Path
 
 MARK = "MANTA_LAUNCH_ID"
-"""Environment variable that every process of one launch inherits. Ray's agents write their title
-over much of their environment; what is left names the launch's folder. So that is the mark."""
-PATIENCE_S = {signal.SIGTERM: 0.3, signal.SIGKILL: 1.0}
+"""Environment variable that every process of one launch inherits. Some write their title over
+their environment, Ray's agents over most or all of it, and one that ends or is replaced by another
+program has none for a moment. So whoever must find all of them looks for the session, too."""
+PATIENCE_S = {signal.SIGTERM: 0.3, signal.SIGKILL: 10.0}
 """Time for which processes get a signal. Ray's agents would take more than a second to end
-themselves, and have nothing to save."""
+themselves, and have nothing to save. What SIGKILL ends may need time to free its memory."""
 
 
-def marked_processes(mark: str) -> list[int]:
-    """Live processes other than this one whose environment holds the mark, wherever it does."""
+def marked_processes(mark: str, session: int | None = None) -> list[int]:
+    """Live processes other than this one whose environment holds the mark, wherever it does, or
+    that are in the session."""
     found = []
     needle = os.fsencode(mark)
     for entry in Path("/proc").glob("[0-9]*"):
-        if int(entry.name) == os.getpid():
+        pid = int(entry.name)
+        if pid == os.getpid():
             continue
         try:
-            held = entry.joinpath("environ").read_bytes()
-            if needle in held and is_alive(int(entry.name)):
-                found.append(int(entry.name))
+            is_ours = needle in entry.joinpath("environ").read_bytes() or (
+                session is not None and os.getsid(pid) == session
+            )
+            if is_ours and is_alive(pid):
+                found.append(pid)
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue
     return found
@@ -40,12 +46,12 @@ def is_alive(pid: int) -> bool:
     return stat.rpartition(b")")[2].split()[0] != b"Z"  # bytes: a process may have any name
 
 
-def end_marked_processes(mark: str) -> None:
-    """End every process that still carries this launch's mark: Ray's own, orphans. Requests have
-    ended before, or can't be saved."""
+def end_marked_processes(mark: str, session: int | None = None) -> None:
+    """End every process that is still of this launch: Ray's own, orphans. Requests have ended
+    before, or can't be saved."""
     for number, patience_s in PATIENCE_S.items():
         deadline = time.monotonic() + patience_s
-        while pids := marked_processes(mark):
+        while pids := marked_processes(mark, session):
             for pid in pids:
                 try:
                     os.kill(pid, number)
