@@ -11,7 +11,7 @@ STAMP := $(VENV)/.installed-$(SUM)
 DEV_STAMP := $(VENV)/.installed-dev-$(SUM)
 
 .DELETE_ON_ERROR:
-.PHONY: serve test test-fast test-unit test-extended test-matrix test-gpu chaos starts fuzz k8s-emulate record-clients lint bench bench-gpu \
+.PHONY: serve test test-fast test-unit test-extended test-matrix test-gpu test-mutations chaos starts fuzz k8s-emulate record-clients lint bench bench-gpu \
 	install install-dev clean
 
 # What running needs.
@@ -51,11 +51,16 @@ test: install-dev
 # What takes longer or needs more: a clean environment, Debian packages. Installs what it needs.
 test-extended: install-dev
 	$(BIN)/python -m pytest tests/extended tests/chaos -q
+	$(BIN)/python -m tests.mutations -q
 
 # The full token-exact product (architectures x tp x pp x page x chunk x cache x retraction), and
 # that of speculation (models x drafters x drafts x page x tp x pp).
 test-matrix: install-dev
 	$(BIN)/python -m pytest tests/integration/test_token_exact.py tests/integration/test_speculative.py -q --full-matrix
+
+# Takes out the guards of tests/mutations, one by one: the tests that rely on them must fail.
+test-mutations: install-dev
+	$(BIN)/python -m tests.mutations -v
 
 # What only a GPU can show; everything is skipped without one.
 test-gpu: install-dev

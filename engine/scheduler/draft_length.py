@@ -89,6 +89,11 @@ class DraftLength:
         self._pause = MIN_PROBE_PAUSE
         self._until_probe = 0
 
+    @property
+    def acceptance(self) -> float:
+        """Share of the drafts compared that were accepted, over the last of them."""
+        return self._accepted / self._tried
+
     def choose(self, num_rows: int) -> int:
         """The most drafts that each of `num_rows` decode rows may have in the next step."""
         if self._is_fixed or num_rows == 0:
@@ -146,7 +151,7 @@ class DraftLength:
 
     def _best(self, num_rows: int) -> int:
         """The number of drafts that promises the most tokens per second."""
-        rate = min(self._accepted / self._tried, 0.99)
+        rate = min(self.acceptance, 0.99)
         share = self._share
         alone = self._times.estimate(num_rows)
         if alone == 0.0:

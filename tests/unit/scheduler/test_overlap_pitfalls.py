@@ -1,9 +1,9 @@
 """Requests that leave while steps with them are in flight, and room that is about to come free.
 
 The pitfalls of design §3 and the last two of roseinfer's six; those with placeholders are in
-test_overlap_placeholders.py, those of sampling in test_overlap_sampling.py. Every `check_*` drives
-the scheduler into one dangerous situation and says what is right. It is run as it is, and without
-each of its guards, where it has to fail.
+test_overlap_placeholders.py, those of sampling in test_overlap_sampling.py. Every test drives the
+scheduler into one dangerous situation and says what is right. tests/mutations takes out what the
+tests rely on, and they have to fail.
 """
 
 from __future__ import annotations
@@ -12,33 +12,16 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
-import pytest
-
-from engine.kvcache import KVPoolError
 from engine.protocol.messages import AbortRequest
-from engine.scheduler import scheduler as scheduler_module
-from engine.scheduler.committer import Committer
-from engine.scheduler.kv_manager import KVManager
-from engine.scheduler.prefill_planner import PrefillPlanner
 from engine.scheduler.req import ReqStatus
-from engine.scheduler.requests import Requests
-from engine.scheduler.running_batch import RunningBatch
-from engine.scheduler.scheduler import Scheduler
-from engine.tokenizer import DetokenizerManager
 from tests.support.fake_worker import reference
-from tests.support.guards import Guard, checks_of, guarded_by, guards_of, replaced, without
 from tests.support.overlap import AnyOrder, Overlap, Reader, tiny_tokenizer, two_running
 from tests.support.scheduler_harness import VOCAB
-
-FREED_AT_ONCE = replaced(Requests, "is_in_flight", lambda self, req: False)
-EXTRA_TOKEN_KEPT = without(Committer, "_commit_tokens", ("if req.status is finished:", "if False:"))
-
 
 # Leaving while a step is in flight
 
 
-@guarded_by(FREED_AT_ONCE, AssertionError, "row of a step")
-def check_aborted_request_keeps_its_memory() -> None:
+def test_aborted_request_keeps_its_memory() -> None:
     """Roseinfer's 6th: freed when the last step with it is done, and not before."""
     h = two_running()
     h.abort(1)
@@ -52,13 +35,7 @@ def check_aborted_request_keeps_its_memory() -> None:
     assert h.released == {1: 1, 2: 1}
 
 
-@guarded_by(FREED_AT_ONCE, AssertionError, "row of a step")
-@guarded_by(
-    without(Requests, "end", ("self.chunked = None", "pass")),
-    AssertionError,
-    r"43 == \(32 \+ 3\)",
-)
-def check_aborted_chunk_keeps_its_memory() -> None:
+def test_aborted_chunk_keeps_its_memory() -> None:
     """The same in the middle of a prompt, with which nothing goes on."""
     h = Overlap()
     h.add(1, list(range(40)), 5)
@@ -73,9 +50,7 @@ def check_aborted_chunk_keeps_its_memory() -> None:
     assert h.worker.prompt_tokens_run == 32 + 3
 
 
-@guarded_by(FREED_AT_ONCE, AssertionError, "row of a step")
-@guarded_by(EXTRA_TOKEN_KEPT, AssertionError, "token after the end")
-def check_finished_request_keeps_its_memory() -> None:
+def test_finished_request_keeps_its_memory() -> None:
     """A stop token is seen one step late: the extra token is dropped, the KV freed once."""
     out = reference([5, 6], 20, VOCAB)
     h = Overlap()
@@ -94,8 +69,7 @@ def check_finished_request_keeps_its_memory() -> None:
     assert h.released == {1: 1, 2: 1}
 
 
-@guarded_by(FREED_AT_ONCE, AssertionError, "of a step in flight is free")
-def check_retracted_request_keeps_its_memory() -> None:
+def test_retracted_request_keeps_its_memory() -> None:
     """Out of room with a step in flight: the victim leaves when that is done."""
     h = Overlap(num_kv_tokens=64, max_model_len=48, schedule_conservativeness=0.01)
     for rid in (1, 2):
@@ -115,8 +89,7 @@ def check_retracted_request_keeps_its_memory() -> None:
     assert sum(h.released.values()) == 3
 
 
-@guarded_by(FREED_AT_ONCE, AssertionError, "'c', 1")
-def check_token_in_flight_outlives_retraction() -> None:
+def test_token_in_flight_outlives_retraction() -> None:
     """The token in flight is output like any other: it isn't computed and sent again."""
     h = two_running()
     h.process()
@@ -125,11 +98,7 @@ def check_token_in_flight_outlives_retraction() -> None:
     h.run()
 
 
-@guarded_by(FREED_AT_ONCE, AssertionError, "row of a step")
-@guarded_by(
-    without(Requests, "retract", ("self.chunked = None", "pass")), AssertionError, "Counter"
-)
-def check_retracted_chunk_starts_over() -> None:
+def test_retracted_chunk_starts_over() -> None:
     """A request that is retracted in the middle of its prompt."""
     h = Overlap()
     h.add(1, list(range(40)), 5)
@@ -141,8 +110,7 @@ def check_retracted_chunk_starts_over() -> None:
     assert h.released == {1: 2}
 
 
-@guarded_by(FREED_AT_ONCE, AssertionError, "row of a step")
-def check_preempted_request_keeps_its_memory() -> None:
+def test_preempted_request_keeps_its_memory() -> None:
     """The urgent request takes its victim's row only when no step holds it any more."""
     h = two_running(
         max_running_requests=2, schedule_policy="priority", enable_priority_preemption=True
@@ -176,8 +144,7 @@ def late_device(leave: Callable[[AnyOrder], None], **request: Any) -> None:
     h.run()
 
 
-@guarded_by(FREED_AT_ONCE, AssertionError, "'c', 2")
-def check_late_step_of_an_aborted_request() -> None:
+def test_late_step_of_an_aborted_request() -> None:
     def leave(h: AnyOrder) -> None:
         h.aborted.add(("c", 1))
         h.scheduler.abort(AbortRequest(rid=1, reply_to="c"))
@@ -185,23 +152,18 @@ def check_late_step_of_an_aborted_request() -> None:
     late_device(leave)
 
 
-@guarded_by(FREED_AT_ONCE, AssertionError, "'c', 2")
-def check_late_step_of_a_finished_request() -> None:
+def test_late_step_of_a_finished_request() -> None:
     def leave(h: AnyOrder) -> None:
         assert h.finished[("c", 1)].reason == "stop"
 
     late_device(leave, stop=reference([1, 2, 3, 4, 5], 1, VOCAB))
 
 
-@guarded_by(FREED_AT_ONCE, AssertionError, "'c', [12]")
-def check_late_step_of_a_retracted_request() -> None:
+def test_late_step_of_a_retracted_request() -> None:
     late_device(lambda h: h.scheduler.requests.retract(h.scheduler.requests.by_key[("c", 1)]))
 
 
-@guarded_by(
-    without(RunningBatch, "_keep", ("self.reqs = [", "self.reqs[:] = [")), ValueError, "zip"
-)
-def check_rows_do_not_shift() -> None:
+def test_rows_do_not_shift() -> None:
     """Roseinfer's 5th: whoever leaves, the tokens in flight still go to their requests."""
     h = Overlap()
     for rid in (1, 2, 3):
@@ -213,14 +175,7 @@ def check_rows_do_not_shift() -> None:
     h.run()
 
 
-@guarded_by(
-    without(DetokenizerManager, "process", ("if request is None:", "if False:")),
-    AttributeError,
-    "NoneType",
-)
-@guarded_by(EXTRA_TOKEN_KEPT, AssertionError, "token after abort")
-@guarded_by(FREED_AT_ONCE, AssertionError, "row of a step")
-def check_stop_string_in_flight() -> None:
+def test_stop_string_in_flight() -> None:
     """Found by the detokenizer steps late; what comes meanwhile is neither text nor output."""
     text = tiny_tokenizer().decode(reference([1, 2, 3], 30, VOCAB))
     stop = next(a + b for a, b in pairwise(text[5:]) if text.index(a + b) >= 5)
@@ -241,12 +196,7 @@ def check_stop_string_in_flight() -> None:
 # Freeing twice
 
 
-@guarded_by(
-    without(Requests, "let_go", ("not any(r is req for r in self.leaving)", "True")),
-    KeyError,
-    "'c', 1",
-)
-def check_abort_of_a_retracting_request_frees_once() -> None:
+def test_abort_of_a_retracting_request_frees_once() -> None:
     h = two_running()
     h.scheduler.requests.retract(h.req(1))
     h.abort(1)
@@ -255,16 +205,7 @@ def check_abort_of_a_retracting_request_frees_once() -> None:
     assert h.released == {1: 1, 2: 1}
 
 
-@guarded_by(
-    without(
-        Requests,
-        "_release",
-        ("self.leaving = [r for r in self.leaving if r is not req]", "pass"),
-    ),
-    KeyError,
-    "'c', 1",
-)
-def check_retracting_request_that_ends_is_freed_once() -> None:
+def test_retracting_request_that_ends_is_freed_once() -> None:
     """The token in flight is a stop token: the request ends instead of going back."""
     stop = reference([1, 2, 3, 4, 5], 3, VOCAB)[2]
     h = Overlap()
@@ -278,10 +219,7 @@ def check_retracting_request_that_ends_is_freed_once() -> None:
     assert h.released == {1: 1, 2: 1}
 
 
-@guarded_by(
-    without(Scheduler, "abort", (" and not req.finished", "")), AssertionError, "ended twice"
-)
-def check_abort_after_the_end_ends_nothing_twice() -> None:
+def test_abort_after_the_end_ends_nothing_twice() -> None:
     out = reference([5, 6], 20, VOCAB)
     h = Overlap()
     h.add(1, [5, 6], 20, stop=[out[6]])
@@ -295,14 +233,7 @@ def check_abort_after_the_end_ends_nothing_twice() -> None:
     assert h.released == {1: 1}
 
 
-@guarded_by(
-    without(
-        KVManager, "release", ("if req.last_node is None or not req.req_pool_idx:", "if False:")
-    ),
-    KVPoolError,
-    "row 0",
-)
-def check_waiting_request_frees_nothing() -> None:
+def test_waiting_request_frees_nothing() -> None:
     """It was matched against its neighbour's prefix, whose memory it doesn't own."""
     h = Overlap(max_running_requests=1)
     shared = list(range(12))
@@ -338,12 +269,7 @@ def three_in_18_tokens(longest: int) -> Overlap:
     return h
 
 
-@guarded_by(
-    replaced(scheduler_module, "ends_in_flight", lambda micro_batches: False),
-    AssertionError,
-    "retracted for room",
-)
-def check_decode_waits_for_a_request_that_ends_in_flight() -> None:
+def test_decode_waits_for_a_request_that_ends_in_flight() -> None:
     """The last token of request 1 is in flight: its room comes free with it."""
     h = three_in_18_tokens(longest=3)
     h.process()
@@ -352,12 +278,7 @@ def check_decode_waits_for_a_request_that_ends_in_flight() -> None:
     assert h.scheduler.stats.retractions_total == 0, "retracted for room that was coming"
 
 
-@guarded_by(
-    without(Scheduler, "_has_decode_room", ("if self.requests.leaving or ", "if ")),
-    AssertionError,
-    "retracted for room",
-)
-def check_decode_waits_for_a_leaving_request() -> None:
+def test_decode_waits_for_a_leaving_request() -> None:
     h = three_in_18_tokens(longest=9)
     h.abort(1)
     h.process()
@@ -366,12 +287,7 @@ def check_decode_waits_for_a_leaving_request() -> None:
     assert h.scheduler.stats.retractions_total == 0, "retracted for room that was coming"
 
 
-@guarded_by(
-    without(PrefillPlanner, "_preempt_for", (" or self._requests.leaving", "")),
-    AssertionError,
-    "preempted for a row",
-)
-def check_preemption_waits_for_a_leaving_request() -> None:
+def test_preemption_waits_for_a_leaving_request() -> None:
     """The aborted request's row comes free with the step in flight; nobody has to go for it."""
     h = two_running(
         max_running_requests=2, schedule_policy="priority", enable_priority_preemption=True
@@ -383,15 +299,3 @@ def check_preemption_waits_for_a_leaving_request() -> None:
     h.launch()
     h.run()
     assert h.scheduler.stats.preemptions_total == 0, "preempted for a row that was coming"
-
-
-@pytest.mark.parametrize("check", checks_of(globals()))
-def test_right(check: Callable[[], None]) -> None:
-    check()
-
-
-@pytest.mark.parametrize(("check", "guard"), guards_of(globals()))
-def test_fails_without_its_guard(
-    check: Callable[[], None], guard: Guard, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    guard.assert_needed(check, monkeypatch)

@@ -1,0 +1,415 @@
+"""The guards that `make test-mutations` takes out, and the tests that rely on them.
+
+A guard is named by its text, so a change of the code may have to change its line here; the tests
+themselves know nothing of it.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.kvcache import KVPoolError
+from tests.mutations.mutation import Edit, mutation
+
+PITFALLS = "tests/unit/scheduler/test_overlap_pitfalls.py"
+PLACEHOLDERS = "tests/unit/scheduler/test_overlap_placeholders.py"
+SAMPLING = "tests/unit/scheduler/test_overlap_sampling.py"
+DRAFTS = "tests/unit/speculative/test_draft_pitfalls.py"
+GRAPHS = "tests/unit/worker/test_decode_graphs.py"
+
+COMMITTER = "engine/scheduler/committer.py"
+DELAYED_SAMPLE = "engine/scheduler/delayed_sample.py"
+FUTURE_MAP = "engine/worker/future_map.py"
+GRAMMAR = "engine/constraints/grammar.py"
+PENALTIES = "engine/sampling/penalties.py"
+REQUESTS = "engine/scheduler/requests.py"
+RUNNING_BATCH = "engine/scheduler/running_batch.py"
+SCHEDULER = "engine/scheduler/scheduler.py"
+STEP_FILLER = "engine/speculative/step_filler.py"
+SIZES = "engine/worker/graphs/sizes.py"
+
+FREED_AT_ONCE = Edit(REQUESTS, "return any(r is req for mb", "return False and any(r is req for mb")
+EXTRA_TOKEN_KEPT = Edit(COMMITTER, "if req.status is finished:", "if False:")
+WRITTEN_PLACEHOLDERS = (
+    # roseinfer's way: launching a step appends a placeholder, its result replaces it.
+    Edit(
+        SCHEDULER,
+        "mb.in_flight.append(launched)",
+        "mb.in_flight.append(launched); [r.output_ids.append(-1) for r in launched.sampled]",
+    ),
+    Edit(
+        COMMITTER,
+        "output.append(token)\n            if not",
+        "output[output.index(-1)] = token\n            if not",
+    ),
+)
+UNRESOLVED = Edit(FUTURE_MAP, "if len(inputs) == 0:", "if True:")
+
+MUTATIONS = [
+    # A request that leaves while a step with it is in flight
+    mutation(PITFALLS, "test_aborted_request_keeps_its_memory", "row of a step", FREED_AT_ONCE),
+    mutation(PITFALLS, "test_aborted_chunk_keeps_its_memory", "row of a step", FREED_AT_ONCE),
+    mutation(
+        PITFALLS,
+        "test_aborted_chunk_keeps_its_memory",
+        r"43 == \(32 \+ 3\)",
+        Edit(REQUESTS, "self.chunked = None\n        if told", "pass\n        if told"),
+    ),
+    mutation(PITFALLS, "test_finished_request_keeps_its_memory", "row of a step", FREED_AT_ONCE),
+    mutation(
+        PITFALLS, "test_finished_request_keeps_its_memory", "token after the end", EXTRA_TOKEN_KEPT
+    ),
+    mutation(
+        PITFALLS,
+        "test_retracted_request_keeps_its_memory",
+        "of a step in flight is free",
+        FREED_AT_ONCE,
+    ),
+    mutation(PITFALLS, "test_token_in_flight_outlives_retraction", "'c', 1", FREED_AT_ONCE),
+    mutation(PITFALLS, "test_retracted_chunk_starts_over", "row of a step", FREED_AT_ONCE),
+    mutation(
+        PITFALLS,
+        "test_retracted_chunk_starts_over",
+        "Counter",
+        Edit(REQUESTS, "self.chunked = None\n        req.status", "pass\n        req.status"),
+    ),
+    mutation(PITFALLS, "test_preempted_request_keeps_its_memory", "row of a step", FREED_AT_ONCE),
+    mutation(PITFALLS, "test_late_step_of_an_aborted_request", "'c', 2", FREED_AT_ONCE),
+    mutation(PITFALLS, "test_late_step_of_a_finished_request", "'c', 2", FREED_AT_ONCE),
+    mutation(PITFALLS, "test_late_step_of_a_retracted_request", "'c', [12]", FREED_AT_ONCE),
+    mutation(
+        PITFALLS,
+        "test_rows_do_not_shift",
+        "zip",
+        Edit(RUNNING_BATCH, "self.reqs = [self", "self.reqs[:] = [self"),
+        raises=ValueError,
+    ),
+    mutation(
+        PITFALLS,
+        "test_stop_string_in_flight",
+        "NoneType",
+        Edit("engine/tokenizer/detokenizer_manager.py", "if request is None:", "if False:"),
+        raises=AttributeError,
+    ),
+    mutation(PITFALLS, "test_stop_string_in_flight", "token after abort", EXTRA_TOKEN_KEPT),
+    mutation(PITFALLS, "test_stop_string_in_flight", "row of a step", FREED_AT_ONCE),
+    # Freeing twice
+    mutation(
+        PITFALLS,
+        "test_abort_of_a_retracting_request_frees_once",
+        "'c', 1",
+        Edit(REQUESTS, "not any(r is req for r in self.leaving)", "True"),
+        raises=KeyError,
+    ),
+    mutation(
+        PITFALLS,
+        "test_retracting_request_that_ends_is_freed_once",
+        "'c', 1",
+        Edit(REQUESTS, "self.leaving = [r for r in self.leaving if r is not req]", "pass"),
+        raises=KeyError,
+    ),
+    mutation(
+        PITFALLS,
+        "test_abort_after_the_end_ends_nothing_twice",
+        "ended twice",
+        Edit(SCHEDULER, "if req is not None and not req.finished:", "if req is not None:"),
+    ),
+    mutation(
+        PITFALLS,
+        "test_waiting_request_frees_nothing",
+        "row 0",
+        Edit(
+            "engine/scheduler/kv_manager.py",
+            "if req.last_node is None or not req.req_pool_idx:",
+            "if False:",
+        ),
+        raises=KVPoolError,
+    ),
+    # Waiting for what is about to come free
+    mutation(
+        PITFALLS,
+        "test_decode_waits_for_a_request_that_ends_in_flight",
+        "retracted for room",
+        Edit(
+            "engine/scheduler/victims.py",
+            "if any(id(r) not in running and not r.finished for r in ending):",
+            "if False:",
+        ),
+    ),
+    mutation(
+        PITFALLS,
+        "test_decode_waits_for_a_leaving_request",
+        "retracted for room",
+        Edit(SCHEDULER, "if self.requests.leaving or ", "if "),
+    ),
+    mutation(
+        PITFALLS,
+        "test_preemption_waits_for_a_leaving_request",
+        "preempted for a row",
+        Edit("engine/scheduler/prefill_planner.py", " or self._requests.leaving", ""),
+    ),
+    # Placeholders
+    mutation(
+        PLACEHOLDERS,
+        "test_placeholders_do_not_count_as_output",
+        "one more item",
+        *WRITTEN_PLACEHOLDERS,
+    ),
+    mutation(
+        PLACEHOLDERS,
+        "test_no_step_beyond_the_last_token",
+        "beyond the limit",
+        Edit(RUNNING_BATCH, "len(r.output_ids) > 1", "len(r.output_ids) > 0"),
+    ),
+    mutation(
+        PLACEHOLDERS,
+        "test_no_step_beyond_the_last_token",
+        "beyond the limit",
+        Edit(RUNNING_BATCH, "self.remaining = self.remaining - 1", "pass"),
+    ),
+    mutation(
+        PLACEHOLDERS,
+        "test_placeholders_never_reach_the_detokenizer",
+        "too small",
+        *WRITTEN_PLACEHOLDERS,
+        Edit(
+            COMMITTER,
+            "elif len(output) >= req.max_new_tokens:\n                ended",
+            "elif sum(t >= 0 for t in output) >= req.max_new_tokens:\n                ended",
+        ),
+        Edit(
+            COMMITTER,
+            "self._outputs.close_step(step.step, rids, tokens, readers)",
+            "self._outputs.close_step(step.step, rids, "
+            "np.asarray([r.output_ids[-1] for r in step.sampled]), readers)",
+        ),
+        raises=OverflowError,
+    ),
+    mutation(
+        PLACEHOLDERS,
+        "test_tokens_of_a_failed_row_are_no_output",
+        "'c', 1",
+        Edit(COMMITTER, " and i in errors:\n", " and i < 0 and i in errors:\n"),
+        raises=KeyError,
+    ),
+    mutation(
+        PLACEHOLDERS,
+        "test_tokens_of_a_failed_row_are_no_output",
+        "token after the end",
+        EXTRA_TOKEN_KEPT,
+    ),
+    mutation(PLACEHOLDERS, "test_input_is_the_token_of_the_step_before", "-1, 40] == ", UNRESOLVED),
+    mutation(
+        PLACEHOLDERS,
+        "test_input_is_the_token_of_the_step_before",
+        "22, 11] == ",
+        Edit(FUTURE_MAP, "torch.where(inputs < 0, known, inputs)", "known"),
+    ),
+    mutation(
+        PLACEHOLDERS,
+        "test_input_is_the_token_of_the_step_before",
+        "-1, 40] == ",
+        Edit(
+            FUTURE_MAP,
+            "inputs.copy_(torch.where(inputs < 0, known, inputs))",
+            "batch.input_ids = torch.cat((batch.input_ids[:2], "
+            "torch.where(inputs < 0, known, inputs)))",
+        ),
+    ),
+    mutation(
+        PLACEHOLDERS,
+        "test_messages_keep_their_inputs",
+        "req_pool_indices changed",
+        Edit(
+            RUNNING_BATCH,
+            "self.rows = self.rows[kept]",
+            "self.rows[: len(kept)] = self.rows[kept]; self.rows = self.rows[: len(kept)]",
+        ),
+    ),
+    mutation(
+        PLACEHOLDERS,
+        "test_sent_tokens_are_the_last_ones",
+        "'c', 1",
+        Edit(SCHEDULER, ">= self.config.lookahead", ">= 2"),
+    ),
+    mutation(
+        PLACEHOLDERS,
+        "test_forward_waits_for_the_token_of_a_delayed_sample",
+        "older than its last",
+        Edit(
+            "engine/worker/step_queue.py",
+            "if not self._unsampled:\n            return False",
+            "if True:\n            return False",
+        ),
+    ),
+    # Sampling with a step in flight
+    mutation(SAMPLING, "test_penalties", "out of range", UNRESOLVED, raises=IndexError),
+    mutation(
+        SAMPLING,
+        "test_penalties",
+        "index 0 diff",
+        Edit(
+            PENALTIES,
+            "index = group.pool_rows * self._vocab_size",
+            "return\n        index = group.pool_rows * self._vocab_size",
+        ),
+    ),
+    mutation(
+        SAMPLING,
+        "test_min_tokens",
+        "index 1 diff",
+        Edit(
+            "engine/sampling/state.py",
+            "return self._ints[:, 2].index_select(0, slots)",
+            "return torch.zeros_like(slots)",
+        ),
+    ),
+    mutation(
+        SAMPLING,
+        "test_extra_token_leaves_no_trace",
+        "index 1 diff",
+        Edit(PENALTIES, "self.counts.index_fill_(0, index, 0.0)", "pass"),
+    ),
+    mutation(
+        SAMPLING,
+        "test_extra_token_leaves_no_trace",
+        "index 1 diff",
+        Edit(PENALTIES, "self.seen.index_fill_(0, index, 0.0)", "pass"),
+    ),
+    mutation(SAMPLING, "test_retraction", "index 0 diff", FREED_AT_ONCE),
+    # Drafts
+    mutation(
+        DRAFTS,
+        "test_a_stop_token_within_an_accepted_run",
+        "token after the end|token after abort",
+        Edit(COMMITTER, "if req.status is not finished:", "if True:"),
+    ),
+    mutation(
+        DRAFTS,
+        "test_a_stop_token_within_an_accepted_run",
+        r"\('c', \d\)",
+        Edit(COMMITTER, "and req.stop_ids.isdisjoint(run)", "and True"),
+    ),
+    mutation(
+        DRAFTS,
+        "test_a_stop_token_within_an_accepted_run",
+        r"\('c', \d\)",
+        Edit(COMMITTER, "            if end is not None:\n                break\n", ""),
+    ),
+    mutation(
+        DRAFTS,
+        "test_outputs_end_at_their_length",
+        "no end in sight",
+        Edit(COMMITTER, "len(output) + count < req.max_new_tokens", "True"),
+        raises=pytest.fail.Exception,
+    ),
+    mutation(
+        DRAFTS,
+        "test_outputs_end_at_their_length",
+        "too few KV slots",
+        Edit(STEP_FILLER, "min(count, limits[slot] - lens[slot] - 2)", "count"),
+        Edit(
+            "engine/scheduler/draft_rows.py",
+            "self.limits - self.most - 2",
+            "self.limits - self.most + 9",
+        ),
+        raises=ValueError,
+    ),
+    mutation(
+        DRAFTS,
+        "test_a_slot_that_has_another_request",
+        "another request's tokens",
+        Edit(STEP_FILLER, " or current[slot] != owner", ""),
+    ),
+    mutation(
+        DRAFTS,
+        "test_the_scheduler_learns_lengths",
+        "hardly any drafts",
+        Edit(RUNNING_BATCH, "self.drafts.most = self.drafts.most - missed", "pass"),
+    ),
+    mutation(
+        DRAFTS,
+        "test_drafts_fall_away_before_a_request_does",
+        "retracted for drafts",
+        Edit(SCHEDULER, "running.drafts.plan(0)", "pass"),
+    ),
+    mutation(
+        DRAFTS,
+        "test_forced_tokens_are_drafts_with_masks_of_their_own",
+        "other masks than drafts",
+        Edit(DELAYED_SAMPLE, "req.num_delayed += 1", "pass"),
+    ),
+    mutation(
+        DRAFTS,
+        "test_forced_tokens_are_drafts_with_masks_of_their_own",
+        "the constraint doesn.t allow",
+        Edit(DELAYED_SAMPLE, "if req.constraint.is_terminated:", "if False:"),
+    ),
+    mutation(
+        DRAFTS,
+        "test_masks_behind_drafts_change_no_state",
+        "the state has changed",
+        Edit(GRAMMAR, "self._matcher.rollback(consumed)", "True"),
+    ),
+    mutation(
+        DRAFTS,
+        "test_masks_behind_drafts_change_no_state",
+        "a token that is allowed",
+        Edit(GRAMMAR, "self._mask = first", "pass"),
+    ),
+    mutation(
+        DRAFTS,
+        "test_forced_tokens_say_nothing_of_the_drafter",
+        "judged by a grammar",
+        Edit("engine/scheduler/draft_length.py", "if step.forced:", "if False:"),
+    ),
+    mutation(
+        DRAFTS,
+        "test_penalties_count_drafts_before_a_token_and_later_only_what_was_kept",
+        "counts what was not kept",
+        Edit(PENALTIES, "if kept is not None:", "if False:"),
+    ),
+    mutation(
+        DRAFTS,
+        "test_penalties_count_drafts_before_a_token_and_later_only_what_was_kept",
+        "doesn't see the drafts",
+        Edit("engine/sampling/sampler.py", "None if check is None else check.earlier", "None"),
+    ),
+    mutation(
+        DRAFTS,
+        "test_penalties_count_drafts_before_a_token_and_later_only_what_was_kept",
+        "counts what was not kept",
+        Edit("engine/sampling/draft_check.py", "num_kept[self.rows]", "num_kept[self.rows] + 9"),
+    ),
+    # Graphs of decode steps
+    *(
+        mutation(
+            GRAPHS,
+            "test_a_delayed_sample_survives_another_forward",
+            "same_results",
+            Edit("engine/worker/tp_worker.py", f"{name} = {name}.clone()", "pass"),
+        )
+        for name in ("logits", "forward.sample_slots", "forward.sample_lens")
+    ),
+    # A row, and a KV slot, that the test never hands out.
+    mutation(
+        GRAPHS,
+        "test_only_own_memory_changes",
+        "<=",
+        Edit(
+            SIZES,
+            "_padded(batch.req_pool_indices, size, 0)",
+            "_padded(batch.req_pool_indices, size, 11)",
+        ),
+    ),
+    mutation(
+        GRAPHS,
+        "test_only_own_memory_changes",
+        "<=",
+        Edit(
+            SIZES,
+            "_padded(batch.out_cache_loc, size, 0)",
+            "_padded(batch.out_cache_loc, size, 576)",
+        ),
+    ),
+]
