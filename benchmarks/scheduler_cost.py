@@ -44,12 +44,8 @@ from engine.config import EngineConfig
 from engine.engine_core import EngineCore
 from engine.executor.base import Executor
 from engine.protocol import encoding
-from engine.protocol.messages import (
-    AddRequest,
-    GenerationBatchResult,
-    ModelWorkerBatch,
-    SampleMasks,
-)
+from engine.protocol.messages import AddRequest
+from engine.protocol.step import GenerationBatchResult, ModelWorkerBatch, SampleMasks
 from engine.sampling_params import SamplingParams
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.scheduler_config import SchedulerConfig
@@ -110,7 +106,7 @@ class ScriptedWorker(Executor):
 
     def launch(self, batch: ModelWorkerBatch) -> None:
         self.frames = encoding.encode(batch)
-        self._launched.append((batch.step, len(batch.sample_rows)))
+        self._launched.append((batch.step, len(batch.sampled_lines)))
 
     def sample(self, masks: SampleMasks) -> None:
         self.frames = encoding.encode(masks)

@@ -16,14 +16,8 @@ from engine.config import EngineConfig
 from engine.engine_core import EngineCore
 from engine.executor.base import Executor
 from engine.llm import LLM
-from engine.protocol.messages import (
-    AddRequest,
-    GenerationBatchResult,
-    ModelWorkerBatch,
-    SampleMasks,
-    SlotParams,
-)
-from engine.protocol.step_parts import VerifiedRows
+from engine.protocol.messages import AddRequest
+from engine.protocol.step import GenerationBatchResult, ModelWorkerBatch, SampleMasks, SlotParams
 from engine.sampling_params import SamplingParams
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.scheduler_config import SchedulerConfig
@@ -144,21 +138,19 @@ class InstantExecutor(Executor):
         self.num_kv_tokens = num_kv_tokens
         self.given = given
         self._results: list[GenerationBatchResult] = []
-        self._verified: VerifiedRows | None = None
-        self._tokens: list[int] = []
+        self._counts: list[int] = []
+        self._drafts: list[int] = []
 
     def launch(self, batch: ModelWorkerBatch) -> None:
-        rows = len(batch.sample_rows)
-        if batch.verify is None:
-            self._results.append(GenerationBatchResult(batch.step, [7] * rows))
+        lines = len(batch.sampled_lines)
+        if not batch.checks_drafts:
+            self._results.append(GenerationBatchResult(batch.step, [7] * lines))
             return
-        if self._verified is None or len(self._verified.num_tokens) != rows:
-            prompts = rows - len(batch.verify.num_drafts)
-            drafts = [0] * prompts + batch.verify.num_drafts.tolist()
-            counts = [min(self.given, 1 + count) for count in drafts]
-            self._verified, self._tokens = VerifiedRows(counts, drafts), [7] * sum(counts)
-        result = GenerationBatchResult(batch.step, self._tokens)
-        result.verified = self._verified
+        if len(self._counts) != lines:
+            self._drafts = (batch.run_lens - 1).tolist()
+            self._counts = [min(self.given, 1 + count) for count in self._drafts]
+        result = GenerationBatchResult(batch.step, [7] * sum(self._counts))
+        result.num_tokens, result.num_drafts = self._counts, self._drafts
         self._results.append(result)
 
     def sample(self, masks: SampleMasks) -> None:

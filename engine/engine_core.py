@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable
 
 from engine.executor.base import Executor
-from engine.protocol.messages import GenerationBatchResult, ModelWorkerBatch, StepOutputs
+from engine.protocol.messages import StepOutputs
+from engine.protocol.step import GenerationBatchResult, ModelWorkerBatch
 from engine.scheduler.scheduler import Scheduler
 from engine.trace import StepSpan, TraceRing
 
@@ -84,22 +85,17 @@ class EngineCore:
     def _record(self) -> None:
         for result, received, committed in self._committed:
             batch, started, sent = self._sent.pop(result.step)
-            rows, tokens, drafted, accepted = (
-                len(batch.req_pool_indices),
-                len(batch.input_ids),
-                0,
-                0,
-            )
-            if (verified := result.verified) is not None:
-                drafted = sum(verified.num_drafted)
-                accepted = max(sum(verified.num_tokens) - len(verified.num_tokens), 0)
-                tokens = int(batch.extend_lens.sum()) + rows - batch.num_extend + drafted
+            drafted, gave = sum(result.num_drafts or ()), result.num_tokens or ()
+            accepted = max(sum(gave) - len(gave), 0)
+            tokens = len(batch.input_ids)
+            if batch.late is not None:
+                tokens += len(batch.late.counts) + drafted
             self.trace.add(
                 StepSpan(
                     result.step,
                     batch.micro_batch,
                     batch.forward_mode.name.lower(),
-                    rows,
+                    len(batch.req_pool_indices),
                     tokens,
                     started,
                     sent,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from benchmarks.gpu_bench.card import seconds_per_call
-from engine.protocol.messages import ModelWorkerBatch
+from engine.protocol.step import ModelWorkerBatch
 from engine.worker.graphs.decode_graphs import DecodeGraphs, Variant
 from engine.worker.tp_worker import TpModelWorker
 

@@ -19,13 +19,8 @@ from engine.config import EngineConfig, load_config
 from engine.engine_core import EngineCore
 from engine.executor.base import Executor
 from engine.executor.in_process import InProcessExecutor
-from engine.protocol.messages import (
-    AddRequest,
-    ForwardMode,
-    GenerationBatchResult,
-    ModelWorkerBatch,
-    SampleMasks,
-)
+from engine.protocol.messages import AddRequest
+from engine.protocol.step import ForwardMode, GenerationBatchResult, ModelWorkerBatch, SampleMasks
 from engine.sampling_params import SamplingParams
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.scheduler_config import SchedulerConfig

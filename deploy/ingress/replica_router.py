@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from deploy.ingress.engine_watch import EngineWatch
 from deploy.routing import ApplyResult, NoReplicaError, RouteRequest, RoutingPolicy
-from engine.protocol.messages import IntArray, KVEvents, KVSnapshot, Pong, SubscribeKVEvents
+from engine.protocol.messages import KVEvents, KVSnapshot, Pong, SubscribeKVEvents
+from engine.protocol.step import IntArray
 
 logger = logging.getLogger(__name__)
 

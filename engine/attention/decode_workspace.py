@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import AttentionInputs
-from engine.protocol.messages import Int64Array
+from engine.protocol.step import Int64Array
 
 _FIRST_CAPACITY = 64
 

@@ -26,7 +26,7 @@ from engine.attention.plan_ring import PlanRing
 from engine.errors import ConfigError
 from engine.flashinfer_loader import check_attention, check_fa3, check_wrapper, load_flashinfer
 from engine.flashinfer_modules import decodes_on_tensor_cores
-from engine.protocol.messages import Int64Array
+from engine.protocol.step import Int64Array
 
 FLOAT_WORKSPACE_BYTES = 128 << 20
 """Holds partial results of split sequences; FlashInfer advises this size. All wrappers share one
@@ -116,19 +116,19 @@ class FlashInferAttentionBackend(AttentionBackend):
         """Decode wrappers that the last plan was made for."""
 
     def init_forward(self, batch: ForwardBatch) -> None:
-        num_extend = batch.num_extend
+        num_long = batch.num_long
         rows, seq_lens = batch.req_pool_indices_cpu, batch.seq_lens_cpu
-        if num_extend:
-            extend = slice(0, num_extend)
-            query_lens = batch.extend_lens_cpu
+        if num_long:
+            long = slice(0, num_long)
+            query_lens = batch.query_lens_cpu[long]
             for window, variants in self._windows():
-                table = self._page_table(rows[extend], query_lens, seq_lens[extend], window)
+                table = self._page_table(rows[long], query_lens, seq_lens[long], window)
                 indices = page_indices(table, self.inputs.req_to_token, self.pool.page_size)
-                qo_indptr = self._pinned(batch.token_starts_cpu[: num_extend + 1])
+                qo_indptr = self._pinned(batch.token_starts_cpu[: num_long + 1])
                 for variant in variants:
                     self._plan_prefill(variant, table, indices, qo_indptr)
-        if num_extend < batch.batch_size:
-            decode = slice(num_extend, None)
+        if num_long < batch.batch_size:
+            decode = slice(num_long, None)
             for window, variants in self._windows():
                 table = self._page_table(rows[decode], None, seq_lens[decode], window)
                 indices = page_indices(table, self.inputs.req_to_token, self.pool.page_size)
@@ -157,7 +157,7 @@ class FlashInferAttentionBackend(AttentionBackend):
 
     def plan_graph(self, batch: ForwardBatch) -> None:
         size = batch.batch_size
-        if batch.num_extend or any(size not in graph.wrappers for graph in self._graphs.values()):
+        if batch.num_long or any(size not in graph.wrappers for graph in self._graphs.values()):
             raise ValueError(f"no graph was prepared for {size} decode rows")
         rows, seq_lens = batch.req_pool_indices_cpu, batch.seq_lens_cpu
         for window, variants in self._windows():
@@ -182,7 +182,7 @@ class FlashInferAttentionBackend(AttentionBackend):
         self.pool.set_kv(layer.layer_id, batch.out_cache_loc, k, v)
         paged_kv = self._paged_kv[layer.layer_id]
         variant = self._variants[layer.layer_id]
-        split, total = batch.num_extend_tokens, q.shape[0]
+        split, total = batch.num_long_tokens, q.shape[0]
         out = q.new_empty(q.shape)
         if split:
             self._prefill[variant].run(q[:split], paged_kv, out=out[:split])

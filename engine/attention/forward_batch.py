@@ -12,9 +12,7 @@ from torch import Tensor
 
 from engine.device.clock import StepTiming
 from engine.device.pinned import to_device
-from engine.protocol.messages import Int64Array, ModelWorkerBatch
-from engine.protocol.step_layout import sample_counts, token_starts
-from engine.protocol.step_parts import PooledRows
+from engine.protocol.step import Int64Array, ModelWorkerBatch, PooledLines
 
 A = TypeVar("A")
 
@@ -31,12 +29,12 @@ class StepInputs(NamedTuple, Generic[A]):
     req_pool_indices: A
     """int64 [B]: row of `req_to_token` of each request."""
     logits_rows: A
-    """int64 [S + L]: index into the T tokens of each sampled row's last token, then of each of
-    `PooledRows.last`. A row that checks drafts counts once for each of its tokens, in order."""
+    """int64 [S' + L]: index into the T tokens of those behind which one is sampled, S' in all, then
+    of the last token of each of `PooledLines.last`."""
     sample_slots: A
-    """int64 [S + L]: `req_pool_indices` of these rows."""
+    """int64 [S' + L]: `req_pool_indices` of their lines."""
     sample_lens: A
-    """int64 [S + L]: tokens of the row up to and with that token."""
+    """int64 [S' + L]: tokens of the request up to and with them."""
     seq_lens: A
     """int32 [B]: tokens in the cache once the step is done."""
 
@@ -44,54 +42,48 @@ class StepInputs(NamedTuple, Generic[A]):
 def step_inputs(
     batch: ModelWorkerBatch, starts: Int64Array | None = None
 ) -> StepInputs[np.ndarray]:
-    """The inputs of one step, on the host. `starts`: its `token_starts`."""
+    """The inputs of a complete step, on the host. `starts`: its `line_starts()`."""
     if starts is None:
-        starts = token_starts(batch)
+        starts = batch.line_starts()
     rows = batch.req_pool_indices.astype(np.int64)
     seq_lens = batch.seq_lens.astype(np.int64)
-    query_lens = np.diff(starts)
     tokens = np.arange(starts[-1])
-    positions = tokens + np.repeat(seq_lens - starts[1:], query_lens)
-    if batch.num_extend == 0 and len(batch.sample_rows) == len(rows):
-        # Every token of every row is sampled.
-        logits_rows, sample_slots, sample_lens = tokens, rows, positions + 1
-        if batch.verify is not None:
-            sample_slots = np.repeat(rows, query_lens)
+    positions = tokens + np.repeat(seq_lens - starts[1:], batch.query_lens)
+    sampled = batch.num_sampled
+    if batch.pooled is None and np.array_equal(sampled, batch.query_lens):
+        logits_rows, lines = tokens, np.repeat(np.arange(len(rows)), sampled)
     else:
-        sampled = batch.sample_rows
+        lines = np.repeat(np.arange(len(rows)), sampled)
+        # Of each of a line's last tokens, how many stand behind it.
+        behind = np.repeat(np.cumsum(sampled), sampled) - 1 - np.arange(len(lines))
+        logits_rows = starts[1:][lines] - 1 - behind
         if batch.pooled is not None:
-            sampled = np.concatenate([sampled, batch.pooled.last])
-        behind: np.ndarray | int = 0
-        if batch.verify is not None:
-            counts = sample_counts(batch)
-            sampled = np.repeat(sampled, counts)
-            behind = np.repeat(np.cumsum(counts), counts) - 1 - np.arange(len(sampled))
-        logits_rows = starts[1:][sampled] - 1 - behind
-        sample_slots, sample_lens = rows[sampled], seq_lens[sampled] - behind
+            lines = np.concatenate([lines, batch.pooled.last])
+            logits_rows = np.concatenate([logits_rows, starts[1:][batch.pooled.last] - 1])
     return StepInputs(
         input_ids=batch.input_ids.astype(np.int64),
         positions=positions,
         out_cache_loc=batch.out_cache_loc.astype(np.int64),
         req_pool_indices=rows,
         logits_rows=logits_rows,
-        sample_slots=sample_slots,
-        sample_lens=sample_lens,
+        sample_slots=rows[lines],
+        sample_lens=positions[logits_rows] + 1,
         seq_lens=batch.seq_lens.astype(np.int32),
     )
 
 
 @dataclass
 class ForwardBatch:
-    """Rows and tokens as in `ModelWorkerBatch`: T tokens, B rows, the first `num_extend` extend.
-    Rows that check drafts count as extend rows here: they are a few tokens behind a prefix.
+    """Lines and tokens as in `ModelWorkerBatch`: T tokens, B lines. The first `num_long` attend as
+    chunks do, behind a prefix or without one, the others as decodes.
 
     Tensors are those of `StepInputs`. Fields ending in `_cpu` are host copies, so that planning
     never reads the device.
     """
 
     micro_batch: int
-    num_extend: int
-    num_extend_tokens: int
+    num_long: int
+    num_long_tokens: int
     input_ids: Tensor
     positions: Tensor
     out_cache_loc: Tensor
@@ -103,19 +95,18 @@ class ForwardBatch:
     req_pool_indices_cpu: Int64Array
     sample_slots_cpu: Int64Array
     seq_lens_cpu: Int64Array
-    extend_lens_cpu: Int64Array
-    """[num_extend]"""
+    query_lens_cpu: Int64Array
+    """[B]: tokens of each line."""
     prefix_lens_cpu: Int64Array
-    """[num_extend]: cached tokens before each chunk."""
+    """[B]: cached tokens before them."""
     token_starts_cpu: Int64Array
-    """[B + 1]: row i's tokens are [starts[i], starts[i+1])."""
+    """[B + 1]: line i's tokens are [starts[i], starts[i+1])."""
     prefix_rows_cpu: Int64Array
     """Rows of `req_to_token` whose earlier content was replaced before this step."""
-    prompt_logits_rows: list[int] = field(default_factory=list)
-    """Extend rows (indices < num_extend) for whose chunks logits are needed; set this before the
-    forward."""
-    pooled: PooledRows | None = None
-    """Rows that are pooled, if there are any."""
+    prompt_logits_lines: list[int] = field(default_factory=list)
+    """Lines for whose chunks logits are needed; set this before the forward."""
+    pooled: PooledLines | None = None
+    """Lines that are pooled, if there are any."""
     timing: StepTiming | None = None
     """The step's time on the device; begins when the stage has its inputs."""
     mark: Callable[[], None] | None = None
@@ -138,22 +129,21 @@ class ForwardBatch:
         starts: Int64Array | None = None,
     ) -> ForwardBatch:
         """`host` holds the inputs of `batch`, `device` the same on the device; `starts`: its
-        `token_starts`."""
-        num_extend = batch.num_extend if batch.verify is None else len(batch.req_pool_indices)
+        `line_starts()`."""
         if starts is None:
-            starts = token_starts(batch)
-        seq_lens = batch.seq_lens.astype(np.int64)
-        extend_lens = np.diff(starts[: num_extend + 1])
+            starts = batch.line_starts()
+        num_long = batch.num_long
+        seq_lens, query_lens = batch.seq_lens.astype(np.int64), np.diff(starts)
         return cls(
             **device._asdict(),
             micro_batch=batch.micro_batch,
-            num_extend=num_extend,
-            num_extend_tokens=int(starts[num_extend]),
+            num_long=num_long,
+            num_long_tokens=int(starts[num_long]),
             req_pool_indices_cpu=host.req_pool_indices,
             sample_slots_cpu=host.sample_slots,
             seq_lens_cpu=seq_lens,
-            extend_lens_cpu=extend_lens,
-            prefix_lens_cpu=seq_lens[:num_extend] - extend_lens,
+            query_lens_cpu=query_lens,
+            prefix_lens_cpu=seq_lens - query_lens,
             token_starts_cpu=starts,
             prefix_rows_cpu=batch.prefix_rows.astype(np.int64),
             pooled=batch.pooled,

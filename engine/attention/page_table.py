@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.protocol.messages import Int64Array
+from engine.protocol.step import Int64Array
 
 
 class PageTable(NamedTuple):

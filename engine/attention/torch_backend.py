@@ -65,15 +65,15 @@ class TorchAttentionBackend(AttentionBackend):
     def init_forward(self, batch: ForwardBatch) -> None:
         plan = _StepPlan()
         req_to_token = self.inputs.req_to_token
-        num_extend = batch.num_extend
+        num_long = batch.num_long
         rows = batch.req_pool_indices_cpu
         starts, prefixes = batch.token_starts_cpu.tolist(), batch.prefix_lens_cpu.tolist()
-        for i in range(num_extend):
+        for i in range(num_long):
             length = starts[i + 1] - starts[i]
             total = prefixes[i] + length
             slots = req_to_token[int(rows[i]), :total] if prefixes[i] else None
             plan.extends.append(_ExtendRow(starts[i], length, prefixes[i], slots))
-        decode_rows, decode_lens = rows[num_extend:], batch.seq_lens_cpu[num_extend:]
+        decode_rows, decode_lens = rows[num_long:], batch.seq_lens_cpu[num_long:]
         for row in self._single_decodes(batch):
             slots = req_to_token[int(decode_rows[row]), : int(decode_lens[row])]
             plan.decodes.append((row, slots))
@@ -84,8 +84,8 @@ class TorchAttentionBackend(AttentionBackend):
     ) -> Tensor:
         self.pool.set_kv(layer.layer_id, batch.out_cache_loc, k, v)
         k, v = self.pool.as_stored(k), self.pool.as_stored(v)
-        num_extend_tokens = batch.num_extend_tokens
-        if batch.num_extend == 0:
+        split = batch.num_long_tokens
+        if split == 0:
             return self._decode(q, k, v, layer)
         width = self.inputs.num_heads * self.inputs.head_dim
         out = q.new_empty((q.shape[0], width))
@@ -94,15 +94,13 @@ class TorchAttentionBackend(AttentionBackend):
             out[row.start : end] = self._extend(
                 q[row.start : end], k[row.start : end], v[row.start : end], layer, row
             )
-        if num_extend_tokens < q.shape[0]:
-            out[num_extend_tokens:] = self._decode(
-                q[num_extend_tokens:], k[num_extend_tokens:], v[num_extend_tokens:], layer
-            )
+        if split < q.shape[0]:
+            out[split:] = self._decode(q[split:], k[split:], v[split:], layer)
         return out
 
     def _single_decodes(self, batch: ForwardBatch) -> Iterable[int]:
         """Which of the decode rows attend one by one."""
-        return range(batch.batch_size - batch.num_extend)
+        return range(batch.batch_size - batch.num_long)
 
     def _extend(
         self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, row: _ExtendRow
@@ -203,12 +201,12 @@ class CpuAttentionBackend(TorchAttentionBackend):
 
     def _single_decodes(self, batch: ForwardBatch) -> Iterable[int]:
         rows = batch.req_pool_indices_cpu
-        self.workspace.invalidate(rows[: batch.num_extend])
+        self.workspace.invalidate(rows[: batch.num_long])
         self.workspace.invalidate(batch.prefix_rows_cpu)
         self._batched = DecodePlan()
-        if batch.num_extend < batch.batch_size:
+        if batch.num_long < batch.batch_size:
             self._batched = self.workspace.plan(
-                rows[batch.num_extend :], batch.seq_lens_cpu[batch.num_extend :], batch.micro_batch
+                rows[batch.num_long :], batch.seq_lens_cpu[batch.num_long :], batch.micro_batch
             )
         return self._batched.rest
 

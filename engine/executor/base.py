@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from engine.protocol.messages import GenerationBatchResult, ModelWorkerBatch, SampleMasks
+from engine.protocol.step import GenerationBatchResult, ModelWorkerBatch, SampleMasks
 
 
 class Executor(ABC):

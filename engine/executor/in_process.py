@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine.distributed import ParallelState
 from engine.executor.base import Executor
-from engine.protocol.messages import GenerationBatchResult, ModelWorkerBatch, SampleMasks
+from engine.protocol.step import GenerationBatchResult, ModelWorkerBatch, SampleMasks
 from engine.trace import StageSpan, TraceRing
 from engine.worker.factory import make_worker
 from engine.worker.step_queue import StepQueue

@@ -8,12 +8,8 @@ from typing import NamedTuple
 from engine.errors import EngineDeadError
 from engine.executor.base import Executor
 from engine.protocol import encoding, messages
-from engine.protocol.messages import (
-    GenerationBatchResult,
-    ModelWorkerBatch,
-    SampleMasks,
-    WorkerReady,
-)
+from engine.protocol.messages import WorkerReady
+from engine.protocol.step import GenerationBatchResult, ModelWorkerBatch, SampleMasks
 from engine.protocol.transport import Inbox, Outbox
 
 READY_TIMEOUT_S = 1800.0

@@ -28,7 +28,7 @@ import zmq
 from zmq.utils import z85
 
 from engine.errors import EngineDeadError
-from engine.protocol import encoding, local_socket, messages, tokenizer_messages
+from engine.protocol import encoding, local_socket, messages, step, tokenizer_messages
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +42,9 @@ REFUSED_LOG_S = 60.0
 _KINDS: tuple[type[Any], ...] = (
     messages.AddRequest,
     messages.AbortRequest,
-    messages.ModelWorkerBatch,
-    messages.SampleMasks,
-    messages.GenerationBatchResult,
+    step.ModelWorkerBatch,
+    step.SampleMasks,
+    step.GenerationBatchResult,
     messages.StepOutputs,
     messages.Shutdown,
     messages.WorkerReady,

@@ -10,15 +10,14 @@ import torch
 from torch import Tensor
 
 from engine.device.pinned import to_device
-from engine.protocol.messages import Int64Array, ModelWorkerBatch
-from engine.protocol.step_layout import sample_counts, token_starts
+from engine.protocol.step import Int64Array, ModelWorkerBatch
 
 
 @dataclass
 class DraftCheck:
-    """The drafts among the S' sampled tokens of a step, in the order of its S rows.
+    """The drafts among the S' tokens behind which a step samples, in the order of its S lines.
 
-    A row of 1 + k sampled tokens has k drafts. The token sampled behind draft j is valid if all
+    A line that samples 1 + k tokens has k drafts. The token sampled behind draft j is valid if all
     drafts up to j are. Fields are on the host, properties on the device.
     """
 
@@ -53,16 +52,6 @@ class DraftCheck:
     @cached_property
     def _rows_cpu(self) -> Int64Array:
         return np.repeat(np.arange(len(self.counts)), self.counts)
-
-    def places(self, rows: np.ndarray) -> np.ndarray:
-        """int32 [K]: the sampled tokens that masks of `rows` [K] are for, one for each token of a
-        row. Raises `ValueError` if a row has more tokens than masks, or fewer."""
-        named, first, count = np.unique(rows, return_index=True, return_counts=True)
-        if not np.array_equal(count, self.counts[named]):
-            raise ValueError("a step has other drafts than its masks are for")
-        behind = np.arange(len(rows)) - np.repeat(first, count)
-        places: np.ndarray = (self.starts_cpu[rows] + behind).astype(np.int32)
-        return places
 
     def num_kept(self, sampled: Tensor) -> Tensor:
         """int64 [S]: tokens of each row up to and with the first that isn't its draft."""
@@ -102,17 +91,16 @@ class DraftCheck:
 
 def draft_check(batch: ModelWorkerBatch, device: torch.device) -> DraftCheck:
     """What to compare in a complete step that checks drafts."""
-    num_rows = len(batch.sample_rows)
-    counts = sample_counts(batch)[:num_rows]
+    counts = batch.run_lens
     ends = np.cumsum(counts)
     # The input behind a sampled token's own is the draft at its place.
-    if batch.num_extend == 0:
-        drafts = np.empty(len(batch.input_ids), np.int64)
+    drafts = np.empty(ends[-1], np.int64)
+    if ends[-1] == len(batch.input_ids):
         drafts[:-1] = batch.input_ids[1:]
     else:
-        last = token_starts(batch)[1:][batch.sample_rows] - 1
+        last = batch.line_starts()[1:][batch.sampled_lines] - 1
         behind = np.repeat(ends, counts) - 1 - np.arange(ends[-1])
         ahead = np.repeat(last, counts) - behind + 1
-        drafts = batch.input_ids[np.minimum(ahead, len(batch.input_ids) - 1)].astype(np.int64)
+        drafts[:] = batch.input_ids[np.minimum(ahead, len(batch.input_ids) - 1)]
     drafts[ends - 1] = -1
     return DraftCheck(device, counts, ends - counts, drafts)

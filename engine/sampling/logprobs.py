@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.protocol.messages import TokenLogprobs
+from engine.protocol.step import TokenLogprobs
 from engine.sampling.token_order import TokenOrder
 
 # Bounds the working memory: 64 rows of a 128k vocabulary take 100 MB.

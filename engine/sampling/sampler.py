@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.protocol.messages import TokenLogprobs
+from engine.protocol.step import TokenLogprobs
 from engine.registry import SAMPLING_BACKENDS
 from engine.sampling.base import SamplingBackend
 from engine.sampling.draft_check import DraftCheck

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.device.pinned import to_device
-from engine.protocol.messages import SlotParams
+from engine.protocol.step import SlotParams
 from engine.sampling.hash_noise import mix_seed
 from engine.sampling.logprobs import ListedTokens
 from engine.sampling.penalties import PenaltyPool

@@ -10,7 +10,8 @@ from engine.constraints import AllOf, Constraint, TokenFilter, create_constraint
 from engine.constraints.grammar_compiler import GrammarCompiler
 from engine.errors import RequestError
 from engine.pooling import Pooling
-from engine.protocol.messages import AddRequest, FinishedReq, Int64Array, IntArray, KeyLimits
+from engine.protocol.messages import AddRequest, FinishedReq, KeyLimits
+from engine.protocol.step import Int64Array, IntArray
 from engine.sampling_params import SamplingParams, check_prompt, check_token_ids
 from engine.scheduler.key_shares import KeyShares
 from engine.scheduler.req import Req

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from itertools import accumulate
 
 import numpy as np
 
-from engine.protocol.messages import GenerationBatchResult, IntArray
-from engine.protocol.step_parts import VerifiedRows
+from engine.protocol.step import GenerationBatchResult, IntArray
 from engine.scheduler.delayed_sample import DelayedSamples
 from engine.scheduler.micro_batch import LaunchedStep, MicroBatch
 from engine.scheduler.outputs import OutputCollector
 from engine.scheduler.req import Req, ReqStatus
 from engine.scheduler.requests import Requests
 from engine.scheduler.stats import SchedulerStats
+
+_NO_LINES: Collection[int] = ()
+_NOT_CUT: Mapping[int, int] = {}
 
 
 class Committer:
@@ -34,10 +36,13 @@ class Committer:
 
     def commit(self, mb: MicroBatch, step: LaunchedStep, result: GenerationBatchResult) -> None:
         """Take the tokens of `step`, the oldest step of `mb` in flight."""
-        if result.verified is None:
-            ended = self._commit_tokens(step, result)
-        else:
-            ended = self._commit_runs(mb, step, result, result.verified)
+        counts = result.num_tokens
+        if step.drafts is not None:
+            rows, planned = step.drafts
+            gave = np.asarray(counts or [1] * len(step.sampled), np.int32)
+            mb.running.learn(rows, planned, gave[len(gave) - len(rows) :])
+            self._count_drafts(gave, np.asarray(result.num_drafts or [0] * len(gave), np.int32))
+        ended = self._commit(step, result, counts)
         if result.drafts is not None:
             for req, drafts in zip(step.sampled, result.drafts, strict=True):
                 req.drafts = drafts
@@ -46,111 +51,57 @@ class Committer:
             for req in ended:
                 self._requests.let_go(req)
 
-    def _commit_tokens(self, step: LaunchedStep, result: GenerationBatchResult) -> list[Req]:
-        """One token a row. Returns the requests that ended."""
-        tokens = result.next_token_ids
-        ended: list[Req] = []
-        dropped: list[int] = []
-        requests, finished = self._requests, ReqStatus.FINISHED
-        errors: Mapping[int, str] | None = result.row_errors
-        terminated: Collection[int] = ()
-        cut: Mapping[int, int] = {}
-        if step.constrained:
-            failed = errors or {}
-            runs = [() if i in failed else (token,) for i, token in enumerate(tokens)]
-            errors, terminated, cut = self._delayed.accept(step, runs, errors)
-        for i, (req, token) in enumerate(zip(step.sampled, tokens, strict=True)):
-            if req.status is finished:
-                dropped.append(i)
-                continue
-            if errors is not None and i in errors:
-                dropped.append(i)
-                ended.append(req)
-                requests.end(req, req.fail(errors[i]))
-                continue
-            if cut.get(i) == 0:  # its output was complete before this token
-                dropped.append(i)
-                continue
-            output = req.output_ids
-            output.append(token)
-            if not req.started:
-                req.started = True
-                self._outputs.start(req)
-            if result.logprobs is not None:
-                logprobs = result.logprobs[i]
-                if logprobs is not None:
-                    self._outputs.logprobs(req, (logprobs,))
-            if token in req.stop_ids:
-                ended.append(req)
-                requests.end(req, req.finish("stop", matched_token=token))
-            elif len(output) >= req.max_new_tokens:
-                ended.append(req)
-                requests.end(req, req.finish("stop" if i in terminated else "length"))
-        self._end_terminated(step, terminated, ended)
-        self._stats.generation_tokens_total += len(tokens) - len(dropped)
-        rids, readers = step.rids, step.readers
-        if dropped:
-            rids, readers = np.delete(rids, dropped), np.delete(readers, dropped)
-            tokens = np.delete(tokens, dropped).tolist()
-        self._outputs.close_step(step.step, rids, tokens, readers)
-        return ended
-
-    def _commit_runs(
-        self,
-        mb: MicroBatch,
-        step: LaunchedStep,
-        result: GenerationBatchResult,
-        verified: VerifiedRows,
+    def _commit(
+        self, step: LaunchedStep, result: GenerationBatchResult, counts: list[int] | None
     ) -> list[Req]:
-        """The tokens of rows that checked drafts. Returns the requests that ended."""
-        num_tokens = np.asarray(verified.num_tokens, np.int32)
-        if step.drafts is not None:
-            rows, planned = step.drafts
-            mb.running.learn(rows, planned, num_tokens[len(num_tokens) - len(rows) :])
-        self._count_drafts(num_tokens, np.asarray(verified.num_drafted, np.int32))
+        """`counts` [S]: tokens of each line; None: one each. Returns the requests that ended."""
         tokens, logprobs, finished = result.next_token_ids, result.logprobs, ReqStatus.FINISHED
-        errors: Mapping[int, str] = result.row_errors or {}
-        terminated: Collection[int] = ()
-        cut: Mapping[int, int] = {}
+        failed: Mapping[int, str] = result.line_errors or {}
+        errors, terminated, cut = failed, _NO_LINES, _NOT_CUT
         if step.constrained:
-            runs = _runs(tokens, verified.num_tokens)
-            errors, terminated, cut = self._delayed.accept(step, runs, errors)
-        special = {*errors, *terminated}
+            runs = _runs(tokens, counts, failed)
+            errors, terminated, cut = self._delayed.accept(step, runs, failed)
+        is_plain = logprobs is None and not errors and not terminated
         ended: list[Req] = []
-        counts, given = verified.num_tokens, None
+        given: dict[int, int] = {}
+        """By line: how many of its tokens count, if not all of them do."""
         end = 0
-        for i, (req, count) in enumerate(zip(step.sampled, counts, strict=True)):
+        lens = [1] * len(tokens) if counts is None else counts
+        for line, (req, count) in enumerate(zip(step.sampled, lens, strict=True)):
             start, end = end, end + count
+            output = req.output_ids
+            if (
+                is_plain
+                and req.status is not finished
+                and req.started
+                and count == 1
+                and len(output) + 1 < req.max_new_tokens
+                and (token := tokens[start]) not in req.stop_ids
+            ):
+                output.append(token)
+                continue
             kept = 0
             if req.status is not finished:
-                run, output = tokens[start:end], req.output_ids
-                if i in cut:
-                    run = run[: cut[i]]
-                if (
-                    run
-                    and logprobs is None
-                    and req.started
-                    and req.prediction is None
-                    and i not in special
-                    and len(output) + count < req.max_new_tokens
-                    and req.stop_ids.isdisjoint(run)
-                ):
-                    output += run
-                    continue
+                run = [] if counts is None and line in failed else tokens[start:end]
+                if line in cut:
+                    run = run[: cut[line]]
                 if run:
-                    kept = self._take(req, run, i in terminated)
+                    kept = self._take(req, run, line in terminated)
                 if logprobs is not None:
                     found = [entry for entry in logprobs[start : start + kept] if entry is not None]
                     if found:
                         self._outputs.logprobs(req, found)
-                if i in errors and not req.finished:
-                    self._requests.end(req, req.fail(errors[i]))
+                if line in errors and not req.finished:
+                    self._requests.end(req, req.fail(errors[line]))
                 if req.finished:
                     ended.append(req)
-            if kept == 0 or kept < count:
-                given = list(counts) if given is None else given
-                given[i] = kept
-        self._end_terminated(step, terminated, ended)
+            if kept < max(count, 1):
+                given[line] = kept
+        for line in terminated:  # their constraint is complete
+            req = step.sampled[line]
+            if not req.finished:
+                ended.append(req)
+                self._requests.end(req, req.finish("stop"))
         self._close(step, tokens, counts, given)
         return ended
 
@@ -158,16 +109,20 @@ class Committer:
         """Add a run to a request up to its end, and end it there. Returns the tokens that count."""
         output = req.output_ids
         end: tuple[str, int | None] | None = None
-        taken = 0
-        for token in run:
-            taken += 1
-            output.append(token)
-            if token in req.stop_ids:
-                end = ("stop", token)
-            elif len(output) >= req.max_new_tokens:
-                end = ("stop" if terminated else "length", None)
-            if end is not None:
-                break
+        if len(output) + len(run) < req.max_new_tokens and req.stop_ids.isdisjoint(run):
+            output += run
+            taken = len(run)
+        else:
+            taken = 0
+            for token in run:
+                taken += 1
+                output.append(token)
+                if token in req.stop_ids:
+                    end = ("stop", token)
+                elif len(output) >= req.max_new_tokens:
+                    end = ("stop" if terminated else "length", None)
+                if end is not None:
+                    break
         if req.prediction is not None and req.constraint is None:
             req.num_predicted += min(taken, len(run) - 1)
         if not req.started:
@@ -178,19 +133,25 @@ class Committer:
         return taken
 
     def _close(
-        self, step: LaunchedStep, tokens: list[int], counts: list[int], given: list[int] | None
+        self,
+        step: LaunchedStep,
+        tokens: list[int],
+        counts: list[int] | None,
+        given: Mapping[int, int],
     ) -> None:
-        """Send what rows gave: of their `counts` tokens the first `given`; None: all of them."""
+        """Send what lines gave: of their `counts` tokens all, or the first `given[line]`."""
         rids, readers = step.rids, step.readers
-        if given is not None:
-            starts = np.cumsum(counts) - counts
-            spans = zip(starts.tolist(), given, strict=True)
+        if given:
+            whole = np.asarray(counts or [1] * len(step.sampled), np.int32)
+            starts = (np.cumsum(whole) - whole).tolist()
+            kept = [given.get(line, count) for line, count in enumerate(whole.tolist())]
+            spans = zip(starts, kept, strict=True)
             tokens = [token for start, n in spans for token in tokens[start : start + n]]
-            gave = np.flatnonzero(given)
+            gave = np.flatnonzero(kept)
             rids, readers = rids[gave], readers[gave]
-            counts = [n for n in given if n]
+            counts = None if counts is None else [n for n in kept if n]
         self._stats.generation_tokens_total += len(tokens)
-        self._outputs.close_runs(step.step, rids, tokens, readers, counts)
+        self._outputs.close(step.step, rids, tokens, readers, counts)
 
     def _count_drafts(self, num_tokens: IntArray, num_drafted: IntArray) -> None:
         stats, checked = self._stats, num_drafted > 0
@@ -205,18 +166,12 @@ class Committer:
         for position, count in enumerate(more_than[:-1].tolist()):
             by_position[position] += count
 
-    def _end_terminated(
-        self, step: LaunchedStep, terminated: Collection[int], ended: list[Req]
-    ) -> None:
-        """End the requests whose constraint is complete."""
-        for i in terminated:
-            req = step.sampled[i]
-            if not req.finished:
-                ended.append(req)
-                self._requests.end(req, req.finish("stop"))
 
-
-def _runs(tokens: list[int], counts: Sequence[int]) -> list[list[int]]:
-    """The tokens of each row."""
+def _runs(
+    tokens: list[int], counts: list[int] | None, failed: Mapping[int, str]
+) -> list[list[int]]:
+    """The tokens of each line, of one that failed those before its error."""
+    if counts is None:
+        return [[] if line in failed else [token] for line, token in enumerate(tokens)]
     ends = accumulate(counts)
     return [tokens[end - count : end] for end, count in zip(ends, counts, strict=True)]

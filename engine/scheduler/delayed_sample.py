@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.constraints import MaskArray, mask_words
-from engine.protocol.messages import ModelWorkerBatch, SampleMasks
+from engine.protocol.step import ModelWorkerBatch, SampleMasks
 from engine.scheduler.micro_batch import ConstrainedRow, LaunchedStep
 from engine.scheduler.req import Req
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class AcceptedTokens(NamedTuple):
-    """What the constraints make of a step's tokens, by index into its sampled rows."""
+    """What the constraints make of a step's tokens, by index into its sampled lines."""
 
     errors: dict[int, str]
     """Why a request can't go on: the worker's reasons, and tokens that weren't allowed."""
@@ -71,15 +71,15 @@ class DelayedSamples:
         self,
         step: LaunchedStep,
         runs: Sequence[Sequence[int]],
-        row_errors: Mapping[int, str] | None,
+        line_errors: Mapping[int, str] | None,
     ) -> AcceptedTokens:
         """Advance the constraints of a step that is about to be committed.
 
-        `runs` [S]: the tokens of each sampled row, of one in `row_errors` those before its error.
-        `row_errors`: see `GenerationBatchResult`. Where a row failed because no token is left, its
+        `runs` [S]: the tokens of each sampled row, of one in `line_errors` those before its error.
+        `line_errors`: see `GenerationBatchResult`. Where a row failed because no token is left, its
         output ends if it is complete, and otherwise its own fields are to blame.
         """
-        errors = dict(row_errors or {})
+        errors = dict(line_errors or {})
         terminated: set[int] = set()
         kept: dict[int, int] = {}
         for constrained in step.constrained:

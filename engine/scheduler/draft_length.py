@@ -15,7 +15,7 @@ import bisect
 from collections.abc import Sequence
 from itertools import accumulate
 
-from engine.protocol.messages import GenerationBatchResult
+from engine.protocol.step import GenerationBatchResult
 from engine.scheduler.micro_batch import LaunchedStep
 from engine.speculative.config import SpeculativeConfig
 
@@ -114,16 +114,17 @@ class DraftLength:
         """A step is back."""
         if self._is_fixed:
             return
-        verified, tokens = result.verified, len(step.sampled)
-        if verified is not None and step.drafts is not None:
-            first, planned = len(step.sampled) - len(step.drafts[0]), step.drafts[1].tolist()
-            gave, drafted = verified.num_tokens[first:], verified.num_drafted[first:]
+        tokens = len(step.sampled) + sum(result.num_drafts or ())
+        if step.drafts is not None:
+            planned = step.drafts[1].tolist()
+            first = len(step.sampled) - len(planned)
+            gave = (result.num_tokens or [1] * len(step.sampled))[first:]
+            drafted = (result.num_drafts or [0] * len(step.sampled))[first:]
             if step.forced:  # what constraints know says nothing of the drafter
                 free = [i for i in range(len(planned)) if i not in step.forced]
                 gave, drafted = [gave[i] for i in free], [drafted[i] for i in free]
                 planned = [planned[i] for i in free]
             self._observe_drafts(gave, drafted, sum(planned))
-            tokens += sum(verified.num_drafted)
         is_decode = len(step.sampled) == len(step.reqs) and not step.num_landed
         if is_decode and result.period_s is not None:
             self._times.observe(tokens, result.period_s)

@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.protocol.messages import IntArray
-from engine.protocol.step_parts import ForcedRun
+from engine.protocol.step import ForcedRun, IntArray
 from engine.scheduler.req import Req
 
 _NONE = np.zeros(0, np.int32)

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from engine.protocol.messages import Int64Array, IntArray
-from engine.protocol.step_parts import ForcedRun
+from engine.protocol.step import ForcedRun, Int64Array, IntArray
 from engine.scheduler.req import Req
 from engine.scheduler.running_batch import RunningBatch
 

@@ -8,7 +8,8 @@ from itertools import accumulate
 
 import numpy as np
 
-from engine.protocol.messages import FinishedReq, Int64Array, IntArray, StepOutputs, TokenLogprobs
+from engine.protocol.messages import FinishedReq, StepOutputs
+from engine.protocol.step import Int64Array, IntArray, TokenLogprobs
 from engine.scheduler.req import Req
 
 
@@ -58,32 +59,22 @@ class OutputCollector:
         """Note that a request of this reader ended."""
         self._entry(reader_no).finished.append(finished)
 
-    def close_step(self, step: int, rids: Int64Array, tokens: list[int], readers: IntArray) -> None:
-        """Make the step's message for every reader concerned; rids, tokens and readers are [N]."""
-        if len(self._names) <= 1:
-            self._emit(step, 0, rids.tolist(), tokens)
-        else:
-            array = np.asarray(tokens, np.int32)
-            for number in np.unique(readers).tolist():
-                mask = readers == number
-                self._emit(step, number, rids[mask].tolist(), array[mask].tolist())
-        self._close_rest(step)
-
-    def close_runs(
+    def close(
         self,
         step: int,
         rids: Int64Array,
         tokens: list[int],
         readers: IntArray,
-        counts: list[int],
+        counts: list[int] | None = None,
     ) -> None:
-        """As `close_step`, for requests that have `counts` [N] tokens each, one or more, one after
-        the other in `tokens`."""
+        """Make the step's message for every reader concerned; rids and readers are [N]. Each
+        request has one of `tokens`, or `counts` [N] of them, one or more, after one another."""
         if len(self._names) <= 1:
             self._emit(step, 0, rids.tolist(), tokens, counts)
         else:
-            array, owners = np.asarray(tokens, np.int32), np.repeat(readers, counts)
-            lengths = np.asarray(counts, np.int32)
+            array = np.asarray(tokens, np.int32)
+            owners = readers if counts is None else np.repeat(readers, counts)
+            lengths = None if counts is None else np.asarray(counts, np.int32)
             for number in np.unique(readers).tolist():
                 mask = readers == number
                 self._emit(
@@ -91,7 +82,7 @@ class OutputCollector:
                     number,
                     rids[mask].tolist(),
                     array[owners == number].tolist(),
-                    lengths[mask].tolist(),
+                    None if lengths is None else lengths[mask].tolist(),
                 )
         self._close_rest(step)
 

@@ -12,13 +12,8 @@ import numpy as np
 from engine.constraints import Constraint
 from engine.errors import RequestError
 from engine.pooling import Pooling
-from engine.protocol.messages import (
-    FinishedReq,
-    IntArray,
-    KeyLimits,
-    PromptLogprobs,
-    TokenLogprobs,
-)
+from engine.protocol.messages import FinishedReq, KeyLimits
+from engine.protocol.step import IntArray, PromptLogprobs, TokenLogprobs
 from engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

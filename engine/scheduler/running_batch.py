@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.protocol.messages import Int64Array, IntArray
+from engine.protocol.step import Int64Array, IntArray
 from engine.scheduler.draft_rows import DraftRows
 from engine.scheduler.req import Req
 

@@ -18,17 +18,14 @@ import msgspec
 import numpy as np
 
 from engine.constraints.grammar_compiler import GrammarCompiler
-from engine.protocol.messages import (
-    AbortRequest,
-    AddRequest,
-    FinishedReq,
+from engine.protocol.messages import AbortRequest, AddRequest, FinishedReq, StepOutputs
+from engine.protocol.step import (
+    ForcedRun,
     GenerationBatchResult,
     IntArray,
     ModelWorkerBatch,
     SampleMasks,
-    StepOutputs,
 )
-from engine.protocol.step_parts import ForcedRun
 from engine.registry import SCHEDULE_POLICIES
 from engine.scheduler.admission import make_req
 from engine.scheduler.balance import rebalance
@@ -161,7 +158,7 @@ class Scheduler:
         step = mb.in_flight.popleft()
         self.stats.steps_total += 1
         for entry in result.prompt_logprobs or ():
-            step.reqs[entry.row].add_prompt_logprobs(entry)
+            step.reqs[entry.line].add_prompt_logprobs(entry)
         if self.sizer is not None and step.chunk is not None and result.device_s is not None:
             self.sizer.observe(*step.chunk, result.device_s)
         if self.draft_length is not None:

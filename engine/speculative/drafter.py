@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import Any
 
 from engine.errors import ConfigError
-from engine.protocol.messages import IntArray, ModelWorkerBatch, SlotParams
+from engine.protocol.step import IntArray, ModelWorkerBatch, SlotParams
 from engine.registry import DRAFTERS
 from engine.speculative.config import SpeculativeConfig
 

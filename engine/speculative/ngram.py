@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from engine.protocol.messages import SlotParams
+from engine.protocol.step import SlotParams
 from engine.speculative.config import SpeculativeConfig
 from engine.speculative.drafter import Drafter
 

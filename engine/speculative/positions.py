@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from engine.protocol.messages import Int64Array
+from engine.protocol.step import Int64Array
 
 
 def positions(starts: np.ndarray, counts: np.ndarray) -> Int64Array:

@@ -7,13 +7,18 @@ names rows, slots and the most drafts; the worker knows the rest once the step b
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 import numpy as np
 
-from engine.protocol.messages import IntArray, ModelWorkerBatch, SlotParams
-from engine.protocol.step_parts import VerifyRows
+from engine.protocol.step import (
+    ForcedRun,
+    IntArray,
+    LateLines,
+    ModelWorkerBatch,
+    SlotParams,
+)
 from engine.speculative.drafter import Drafter
 from engine.speculative.prediction import PredictionFollower
 
@@ -56,23 +61,21 @@ class StepFiller:
             self._drafter.install(item)
 
     def owners(self, batch: ModelWorkerBatch) -> list[int]:
-        """Whose tokens the sampled rows [S] of a step are, for `record`."""
+        """Whose tokens the sampled lines [S] of a step are, for `record`."""
         owners = self._owners
-        return [owners[slot] for slot in batch.req_pool_indices[batch.sample_rows].tolist()]
+        return [owners[slot] for slot in batch.req_pool_indices[batch.sampled_lines].tolist()]
 
     def record(
         self, batch: ModelWorkerBatch, owners: Sequence[int], runs: Sequence[Sequence[int]]
     ) -> None:
-        """Take the tokens that each sampled row of a complete step gave. Steps come in order.
+        """Take the tokens that each sampled line of a complete step gave. Steps come in order.
 
-        Rows whose slot has another request by now are passed over.
+        Lines whose row has another request by now are passed over.
         """
-        rows = batch.sample_rows
-        seq_lens = batch.seq_lens
-        if batch.verify is not None:
-            seq_lens = seq_lens.copy()
-            seq_lens[batch.num_extend :] -= batch.verify.num_drafts
-        slots, lens = batch.req_pool_indices[rows].tolist(), seq_lens[rows].tolist()
+        lines = batch.sampled_lines
+        # With all drafts but for the token that each line has in any case.
+        lens = (batch.seq_lens - batch.num_sampled + 1)[lines].tolist()
+        slots = batch.req_pool_indices[lines].tolist()
         current, observe, predictions = self._owners, self._drafter.observe, self._predictions
         for slot, length, owner, tokens in zip(slots, lens, owners, runs, strict=True):
             if not tokens or current[slot] != owner:
@@ -102,62 +105,60 @@ class StepFiller:
                 drafts[i] = prediction.propose(most[i])
         return drafts
 
-    def _drafts(self, slots: Sequence[int], verify: VerifyRows) -> list[list[int]]:
-        """The drafts of the rows in `slots`, whether made here or given by a constraint."""
-        counts: list[int] = verify.num_drafts.tolist()
-        if not verify.forced:
+    def _drafts(
+        self, slots: Sequence[int], counts: list[int], forced: Mapping[int, ForcedRun]
+    ) -> list[list[int]]:
+        """At most `counts[i]` drafts for each slot, made here or given by a constraint."""
+        if not forced:
             return self.propose(slots, counts)
-        asked = [0 if row in verify.forced else count for row, count in enumerate(counts)]
+        asked = [0 if line in forced else count for line, count in enumerate(counts)]
         drafts = self.propose(slots, asked)
-        for row, run in verify.forced.items():
-            slot = slots[row]
+        for line, run in forced.items():
+            slot = slots[line]
             length, last = self._lens[slot] + 1, self._last[slot]
-            drafts[row] = run.drafts(length, last, counts[row], self._limits[slot])
+            drafts[line] = run.drafts(length, last, counts[line], self._limits[slot])
         return drafts
 
     def fill(self, batch: ModelWorkerBatch) -> ModelWorkerBatch:
         """The step with everything in it. A complete step is returned as it is."""
-        verify = batch.verify
-        if verify is None or verify.slots is None:
+        late = batch.late
+        if late is None:
             return batch
-        rows = batch.req_pool_indices[batch.num_extend :]
-        assert verify.slot_starts is not None and verify.slot_counts is not None
-        self._drafter.reserve(rows, verify.slot_starts, verify.slot_counts, verify.slots)
+        first = len(batch.req_pool_indices) - len(late.counts)
+        rows = batch.req_pool_indices[first:]
+        self._drafter.reserve(rows, late.starts, late.counts, late.slots)
         slots = rows.tolist()
-        drafts = self._drafts(slots, verify)
+        drafts = self._drafts(slots, (batch.num_sampled[first:] - 1).tolist(), late.forced or {})
         starts = [self._lens[slot] for slot in slots]
         inputs: list[int] = []
         for slot, more in zip(slots, drafts, strict=True):
             inputs.append(self._last[slot])
             inputs += more
-        seq_lens = batch.seq_lens.copy()
-        lens = [start + 1 + len(more) for start, more in zip(starts, drafts, strict=True)]
-        seq_lens[batch.num_extend :] = lens
+        counts = np.array([1 + len(more) for more in drafts], np.int32)
+        lens = np.array(starts, np.int32) + counts
         if self._agree is not None:
-            self._agree(zlib.crc32(np.array([*inputs, *lens], np.int64).tobytes()))
-        input_ids, locs = np.array(inputs, np.int32), _slots_of(verify, starts, lens)
-        if batch.num_extend:
-            input_ids = np.concatenate([batch.input_ids, input_ids])
-            locs = np.concatenate([batch.out_cache_loc, locs])
+            self._agree(zlib.crc32(np.array([*inputs, *lens.tolist()], np.int64).tobytes()))
         return msgspec.structs.replace(
             batch,
-            seq_lens=seq_lens,
-            input_ids=input_ids,
-            out_cache_loc=locs,
-            verify=VerifyRows(np.array([len(more) for more in drafts], np.int32)),
+            query_lens=np.concatenate([batch.query_lens[:first], counts]),
+            num_sampled=np.concatenate([batch.num_sampled[:first], counts]),
+            seq_lens=np.concatenate([batch.seq_lens[:first], lens]),
+            input_ids=np.concatenate([batch.input_ids, np.array(inputs, np.int32)]),
+            out_cache_loc=np.concatenate(
+                [batch.out_cache_loc, _slots_of(late, starts, lens.tolist())]
+            ),
+            late=None,
         )
 
 
-def _slots_of(verify: VerifyRows, starts: Sequence[int], ends: Sequence[int]) -> IntArray:
-    """KV slots int32 of the positions from starts [R] up to ends [R], row after row."""
-    assert verify.slots is not None
-    assert verify.slot_starts is not None and verify.slot_counts is not None
+def _slots_of(late: LateLines, starts: Sequence[int], ends: Sequence[int]) -> IntArray:
+    """KV slots int32 of the positions from starts [R] up to ends [R], line after line."""
     found: list[IntArray] = []
     at = 0
-    firsts, counts = verify.slot_starts.tolist(), verify.slot_counts.tolist()
+    firsts, counts = late.starts.tolist(), late.counts.tolist()
     for start, end, first, count in zip(starts, ends, firsts, counts, strict=True):
         if start < first or end > first + count:
-            raise ValueError("a step has too few KV slots for its rows: lengths have gone apart")
-        found.append(verify.slots[at + start - first : at + end - first])
+            raise ValueError("a step has too few KV slots for its lines: lengths have gone apart")
+        found.append(late.slots[at + start - first : at + end - first])
         at += count
     return np.concatenate(found)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from engine.protocol.messages import SlotParams
+from engine.protocol.step import SlotParams
 from engine.speculative.config import SpeculativeConfig
 from engine.speculative.drafter import Drafter
 from engine.speculative.ngram import NO_MATCH, Match, NgramIndex

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.protocol.messages import FinishedReq, StepOutputs, TokenLogprobs
+from engine.protocol.messages import FinishedReq, StepOutputs
+from engine.protocol.step import TokenLogprobs
 from engine.protocol.tokenizer_messages import LogprobEntry, TextDelta, TopLogprob
 from engine.sampling_params import SamplingParams
 from engine.tokenizer.detokenizer import IncrementalDetokenizer

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from engine.protocol.messages import GenerationBatchResult, ModelWorkerBatch, SampleMasks
+from engine.protocol.step import GenerationBatchResult, ModelWorkerBatch, SampleMasks
 
 
 class DeviceProgress(NamedTuple):

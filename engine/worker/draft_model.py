@@ -22,7 +22,7 @@ from engine.config import resolve_model_path
 from engine.distributed import ParallelState
 from engine.errors import ConfigError
 from engine.model_config import ModelConfig
-from engine.protocol.messages import ForwardMode, IntArray, ModelWorkerBatch, SlotParams
+from engine.protocol.step import IntArray, ModelWorkerBatch, SlotParams
 from engine.sampling.sampler import Sampler
 from engine.speculative.config import SpeculativeConfig
 from engine.speculative.drafter import Drafter
@@ -88,15 +88,12 @@ class DraftModelDrafter(Drafter):
         self._table[np.repeat(rows, counts), positions(starts, counts)] = slots
 
     def prefill(self, batch: ModelWorkerBatch, forward: ForwardBatch) -> None:
-        if batch.num_extend == 0:
+        chunks = batch.query_lens > batch.num_sampled
+        if not chunks.any():
             return
         self._compute(forward)
-        for slot, length in zip(
-            batch.req_pool_indices[: batch.num_extend].tolist(),
-            batch.seq_lens[: batch.num_extend].tolist(),
-            strict=True,
-        ):
-            self._lens[slot] = length
+        rows, lens = batch.req_pool_indices[chunks], batch.seq_lens[chunks]
+        self._lens.update(zip(rows.tolist(), lens.tolist(), strict=True))
 
     def propose(self, slots: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
         rows = [_Row(slot, most, []) for slot, most in zip(slots, counts, strict=True)]
@@ -121,17 +118,15 @@ class DraftModelDrafter(Drafter):
         batch = ModelWorkerBatch(
             0,
             0,
-            ForwardMode.EXTEND,
-            len(rows),
             slots,
-            ends,
             counts,
+            np.ones(len(rows), np.int32),
+            ends,
             np.array(inputs, np.int32),
             self._table[np.repeat(slots, counts), positions(starts, counts)],
             _NONE,
             _NONE,
             _NONE,
-            np.arange(len(rows), dtype=np.int32),
             [],
         )
         forward = ForwardBatch.from_worker_batch(batch, self._runner.device)

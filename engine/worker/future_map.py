@@ -23,10 +23,10 @@ class FutureMap:
 
     def resolve(self, batch: ForwardBatch) -> None:
         """Replace the -1 placeholders among `batch`'s decode inputs, in place, on the device."""
-        inputs = batch.input_ids[batch.num_extend_tokens :]
+        inputs = batch.input_ids[batch.num_long_tokens :]
         if len(inputs) == 0:
             return
-        known = self.tokens.index_select(0, batch.req_pool_indices[batch.num_extend :])
+        known = self.tokens.index_select(0, batch.req_pool_indices[batch.num_long :])
         inputs.copy_(torch.where(inputs < 0, known, inputs))
 
     def store(self, slots: Tensor, tokens: Tensor) -> None:

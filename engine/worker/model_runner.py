@@ -16,8 +16,7 @@ from engine.distributed import ParallelState
 from engine.errors import ConfigError
 from engine.models.load_progress import LoadProgress
 from engine.models.loader import load_model
-from engine.protocol.messages import Int64Array, IntArray, ModelWorkerBatch
-from engine.protocol.step_layout import token_starts
+from engine.protocol.step import Int64Array, IntArray, ModelWorkerBatch
 from engine.registry import ATTENTION_BACKENDS
 from engine.worker.pooler import Pooler
 from engine.worker.sizing.kv_sizing import MemoryMeter
@@ -135,9 +134,9 @@ class ModelRunner:
         Batches must be prepared in the order in which the scheduler made them. -1 entries of the
         result's `input_ids` are the caller's to resolve before `forward`.
         """
-        starts = token_starts(batch)
+        starts = batch.line_starts()
         inputs = step_inputs(batch, starts)
-        update = self.table_update(batch, inputs, starts)
+        update = self.table_update(batch, inputs)
         *tensors, cells, locs = self.queue.upload([*inputs, *update])
         self.write_table(cells, locs)
         return ForwardBatch.on_device(batch, inputs, StepInputs(*tensors), starts)
@@ -159,12 +158,11 @@ class ModelRunner:
         only_sampled = (
             self.parallel.is_last_stage
             and self.attention.supports_sampled_queries
-            and batch.num_extend > 0
             and len(batch.logits_rows) < batch.num_tokens
-            and not batch.prompt_logits_rows
+            and not batch.prompt_logits_lines
             and (batch.pooled is None or len(batch.pooled.mean) == 0)
         )
-        if batch.num_extend:  # only such a step may take a device seconds
+        if batch.num_long:  # only such a step may take a device seconds
             batch.mark = self.queue.mark
         hidden = self.model.forward(batch, self.attention, received, only_sampled=only_sampled)
         if not self.parallel.is_last_stage:
@@ -177,7 +175,7 @@ class ModelRunner:
             embeddings = self._pooler(batch.pooled, batch, hidden, sampled[num_sampled:])
             sampled = sampled[:num_sampled]
         logits = self._logits(sampled)
-        return ForwardOutput(logits, hidden if batch.prompt_logits_rows else None, embeddings)
+        return ForwardOutput(logits, hidden if batch.prompt_logits_lines else None, embeddings)
 
     def _logits(self, sampled: Tensor) -> Tensor:
         if len(sampled) == 0:  # a middle chunk, or pooled rows alone
@@ -186,24 +184,21 @@ class ModelRunner:
         return self.model.compute_logits(sampled)
 
     @torch.inference_mode()
-    def prompt_logits(self, batch: ForwardBatch, output: ForwardOutput, row: int) -> Tensor:
-        """Float32 [extend_len, vocab_size]: logits after each token of extend row `row`'s chunk.
+    def prompt_logits(self, batch: ForwardBatch, output: ForwardOutput, line: int) -> Tensor:
+        """Float32 [query_len, vocab_size]: logits after each token of a line's chunk.
 
-        `row` must be in `batch.prompt_logits_rows`. Collective over the tensor parallel group:
+        `line` must be in `batch.prompt_logits_lines`. Collective over the tensor parallel group:
         every rank of it must call, in the same order.
         """
-        if output.hidden is None or row not in batch.prompt_logits_rows:
-            raise ValueError(f"prompt logits of row {row} weren't asked for before the forward")
-        start, end = batch.token_starts_cpu[row : row + 2].tolist()
+        if output.hidden is None or line not in batch.prompt_logits_lines:
+            raise ValueError(f"prompt logits of line {line} weren't asked for before the forward")
+        start, end = batch.token_starts_cpu[line : line + 2].tolist()
         return self.model.compute_logits(output.hidden[start:end])
 
-    def table_update(
-        self, batch: ModelWorkerBatch, inputs: StepInputs[np.ndarray], starts: Int64Array
-    ) -> TableUpdate:
-        """What a step changes in `req_to_token`: its new tokens, and replaced prefixes. `starts`:
-        its `token_starts`."""
+    def table_update(self, batch: ModelWorkerBatch, inputs: StepInputs[np.ndarray]) -> TableUpdate:
+        """What a step changes in `req_to_token`: its new tokens, and replaced prefixes."""
         width = self.req_to_token.shape[1]
-        token_rows = np.repeat(inputs.req_pool_indices, np.diff(starts))
+        token_rows = np.repeat(inputs.req_pool_indices, batch.query_lens)
         cells = token_rows * width + inputs.positions
         locs = batch.out_cache_loc.astype(np.int32)
         if len(batch.prefix_rows) == 0:

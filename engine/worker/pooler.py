@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.forward_batch import ForwardBatch
-from engine.protocol.step_parts import PooledRows
+from engine.protocol.step import PooledLines
 
 
 class _RunningSum(NamedTuple):
@@ -34,7 +34,7 @@ class Pooler:
         self._running: _RunningSum | None = None
 
     def __call__(
-        self, rows: PooledRows, batch: ForwardBatch, hidden: Tensor, last: Tensor
+        self, rows: PooledLines, batch: ForwardBatch, hidden: Tensor, last: Tensor
     ) -> Tensor:
         """The step's embeddings, float32 [E, hidden], in the order of `rows`.
 
@@ -46,7 +46,8 @@ class Pooler:
         if len(rows.last):
             found.append(self._final_norm(last).float())
         if len(rows.mean):
-            states = self._final_norm(hidden[: batch.num_extend_tokens])
+            end = int(batch.token_starts_cpu[rows.mean.max() + 1])
+            states = self._final_norm(hidden[:end])
             ends = set(rows.mean_ends.tolist())
             for row in rows.mean.tolist():
                 total = self._add_chunk(row, batch, states, is_last=row in ends)

@@ -23,9 +23,7 @@ import torch
 
 from engine.attention.forward_batch import step_inputs
 from engine.distributed import ParallelState
-from engine.protocol.messages import GenerationBatchResult, IntArray, ModelWorkerBatch, SampleMasks
-from engine.protocol.step_layout import sample_counts, token_starts
-from engine.protocol.step_parts import VerifiedRows
+from engine.protocol.step import GenerationBatchResult, IntArray, ModelWorkerBatch, SampleMasks
 from engine.speculative.step_filler import StepFiller
 from engine.trace import StageSpan, TraceRing
 from engine.worker.base import DeviceProgress, LaunchedForward, ModelWorker, PendingResult
@@ -44,7 +42,8 @@ class SimulatedResult(PendingResult):
     ready_at: float
     device_s: float
     embeddings: list[bytes] | None
-    verified: VerifiedRows | None = None
+    num_tokens: list[int] | None = None
+    num_drafts: list[int] | None = None
     drafts: list[list[int]] | None = None
 
     def seconds_left(self) -> float:
@@ -56,11 +55,12 @@ class SimulatedResult(PendingResult):
         return GenerationBatchResult(
             self.step,
             self.tokens,
-            row_errors=self.errors or None,
+            line_errors=self.errors or None,
             device_s=self.device_s,
             period_s=self.device_s,
             embeddings=self.embeddings,
-            verified=self.verified,
+            num_tokens=self.num_tokens,
+            num_drafts=self.num_drafts,
             drafts=self.drafts,
         )
 
@@ -71,7 +71,7 @@ class SimulatedForward(LaunchedForward):
 
     worker: SimulatedWorker
     last_ids: IntArray
-    """int32 [S']: the token before each sampled one. A row that checks drafts samples several."""
+    """int32 [S']: the token before each sampled one. A line that checks drafts samples several."""
     ready_at: float
     device_s: float
 
@@ -89,13 +89,13 @@ class SimulatedForward(LaunchedForward):
             self.device_s,
             embeddings,
         )
-        if batch.verify is not None:
-            drafted = sample_counts(batch)[: len(runs)] - 1
-            result.verified = VerifiedRows([len(run) for run in runs], drafted.tolist())
+        if batch.checks_drafts:
+            result.num_tokens = [len(run) for run in runs]
+            result.num_drafts = (batch.run_lens - 1).tolist()
         if (filler := self.worker.filler) is not None:
             filler.record(batch, filler.owners(batch), runs)
             if batch.drafts_wanted:
-                slots = batch.req_pool_indices[batch.sample_rows].tolist()
+                slots = batch.req_pool_indices[batch.sampled_lines].tolist()
                 result.drafts = filler.propose(slots, [batch.drafts_wanted] * len(slots))
         return result
 
@@ -154,14 +154,12 @@ class SimulatedWorker(ModelWorker):
     def next_tokens(
         self, forward: SimulatedForward, masks: SampleMasks | None
     ) -> tuple[list[list[int]], dict[int, str]]:
-        """Tokens of each of the S rows, and errors by row. The last ones are kept for the next
+        """Tokens of each of the S lines, and errors by line. The last ones are kept for the next
         step."""
         batch = forward.batch
-        slots = batch.req_pool_indices[batch.sample_rows]
-        lens = batch.seq_lens[batch.sample_rows].astype(np.int64)
-        counts = np.ones(len(slots), np.int64)
-        if batch.verify is not None:
-            counts = sample_counts(batch)[: len(slots)]
+        lines = batch.sampled_lines
+        slots, counts = batch.req_pool_indices[lines], batch.num_sampled[lines].astype(np.int64)
+        lens = batch.seq_lens[lines].astype(np.int64)
         ends = np.cumsum(counts)
         behind = np.repeat(ends, counts) - 1 - np.arange(len(forward.last_ids))
         places = np.repeat(lens, counts) - behind
@@ -202,8 +200,7 @@ class SimulatedWorker(ModelWorker):
     def _complete(self, filler: StepFiller, batch: ModelWorkerBatch) -> ModelWorkerBatch:
         """The step with its drafts, made when the tokens that they depend on are there."""
         filler.install(batch.new_slots)
-        waits = batch.verify is not None and batch.verify.slots is not None
-        if waits and self.device.drafts_on == "host":
+        if batch.late is not None and self.device.drafts_on == "host":
             left = self._free_at - time.monotonic()
             if left > 0.0:
                 time.sleep(left)
@@ -212,9 +209,9 @@ class SimulatedWorker(ModelWorker):
     def embeddings(self, batch: ModelWorkerBatch) -> list[bytes]:
         """The embeddings that a step with pooled rows completes, with numbers from -0.5 to 0.5."""
         assert batch.pooled is not None
-        rows = np.concatenate([batch.pooled.last, batch.pooled.mean_ends])
-        last_ids = batch.input_ids[token_starts(batch)[1:][rows] - 1]
-        ends = hash_tokens(last_ids, batch.seq_lens[rows].astype(np.uint64))
+        lines = np.concatenate([batch.pooled.last, batch.pooled.mean_ends])
+        last_ids = batch.input_ids[batch.line_starts()[1:][lines] - 1]
+        ends = hash_tokens(last_ids, batch.seq_lens[lines].astype(np.uint64))
         numbers = np.arange(self._hidden_size, dtype=np.uint64)
         mixed = hash_tokens(numbers, ends[:, None])
         vectors = (mixed >> np.uint64(40)).astype(np.float32) / np.float32(2**24) - np.float32(0.5)

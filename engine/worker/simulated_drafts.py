@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from engine.protocol.messages import IntArray, SlotParams
+from engine.protocol.step import IntArray, SlotParams
 from engine.speculative.config import SpeculativeConfig
 from engine.speculative.drafter import Drafter
 

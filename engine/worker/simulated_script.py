@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.protocol.messages import Int64Array, IntArray, ModelWorkerBatch
-from engine.protocol.step_layout import token_starts
+from engine.protocol.step import Int64Array, IntArray, ModelWorkerBatch
 
 
 class Script(NamedTuple):
@@ -35,19 +34,18 @@ class ScriptedReplies:
 
     def read(self, batch: ModelWorkerBatch) -> None:
         """Note the prompts of a step, and the scripts of those that it completes."""
-        starts = token_starts(batch)
-        sampled = set(batch.sample_rows.tolist())
-        for row in range(batch.num_extend):
-            slot = int(batch.req_pool_indices[row])
-            ids = batch.input_ids[starts[row] : starts[row + 1]]
-            before = int(batch.seq_lens[row]) - len(ids)
-            known = self._prompts.pop(slot, ids[:0]) if before else ids[:0]
-            ids = np.concatenate([known, ids])
-            if row not in sampled:
+        starts, none = batch.line_starts(), batch.input_ids[:0]
+        self._prompts.update((item.slot, none) for item in batch.new_slots)
+        for line, slot in enumerate(batch.req_pool_indices.tolist()):
+            known = self._prompts.pop(slot, None)
+            if known is None:
+                continue
+            ids = np.concatenate([known, batch.input_ids[starts[line] : starts[line + 1]]])
+            if not batch.num_sampled[line]:
                 self._prompts[slot] = ids
                 continue
             marks = np.flatnonzero(ids == self._mark)
-            unseen = int(batch.seq_lens[row]) - len(ids)
+            unseen = int(batch.seq_lens[line]) - len(ids)
             if len(marks) < 2:
                 self._scripts[slot] = Script(ids[:0], unseen + len(ids))
             else:

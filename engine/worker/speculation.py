@@ -9,9 +9,7 @@ import numpy as np
 
 from engine.attention.forward_batch import ForwardBatch
 from engine.distributed import ParallelState
-from engine.protocol.messages import ModelWorkerBatch, TokenLogprobs
-from engine.protocol.step_layout import sample_counts
-from engine.protocol.step_parts import VerifiedRows
+from engine.protocol.step import ModelWorkerBatch, TokenLogprobs
 from engine.sampling.sampler import HostTokens, Sampler
 from engine.speculative.config import DRAFT_MODEL
 from engine.speculative.drafter import Drafter, make_drafter
@@ -25,50 +23,45 @@ MAX_HOST_S = 1e-3
 
 
 class Runs(NamedTuple):
-    """The tokens of a step, S sampled rows of them."""
+    """The tokens of a step, of its S lines that sample."""
 
     tokens: list[list[int]]
-    """[S]: what each row gave. A row that failed gave what came before the token that failed."""
+    """[S]: what each line gave. One that failed gave what came before the token that failed."""
     failed: list[int]
-    """Rows that failed."""
+    """Lines that failed."""
     logprobs: list[TokenLogprobs | None] | None
-    """Of all these tokens, if a row asked for them."""
-    verified: VerifiedRows | None
-    """Set if the step checked drafts."""
+    """Of all these tokens, if a line asked for them."""
 
     @property
     def flat(self) -> list[int]:
-        """All tokens, row after row."""
+        """All tokens, line after line."""
         return [token for run in self.tokens for token in run]
 
 
 def runs_of(batch: ModelWorkerBatch, host: HostTokens) -> Runs:
     """The runs of a complete step."""
     tokens = host.next_token_ids.tolist()
-    nan_rows = np.flatnonzero(host.nan_rows).tolist()
-    if batch.verify is None or host.num_kept is None:
-        failed = set(nan_rows)
+    bad = np.flatnonzero(host.nan_rows).tolist()
+    if host.num_kept is None:
+        failed = set(bad)
         single = [[] if i in failed else [token] for i, token in enumerate(tokens)]
-        return Runs(single, nan_rows, host.logprobs, None)
-    kept = host.num_kept.tolist()
-    counts = sample_counts(batch)[: len(kept)].tolist()
-    bad = set(nan_rows)
+        return Runs(single, bad, host.logprobs)
     runs: list[list[int]] = []
-    failed_rows: list[int] = []
+    failed_lines: list[int] = []
     logprobs: list[TokenLogprobs | None] | None = None if host.logprobs is None else []
+    counts = batch.run_lens.tolist()
     start = 0
-    for row, (count, num) in enumerate(zip(counts, kept, strict=True)):
-        end = start + num
-        if bad and (found := bad.intersection(range(start, end))):
-            failed_rows.append(row)
+    for line, (count, kept) in enumerate(zip(counts, host.num_kept.tolist(), strict=True)):
+        end = start + kept
+        if bad and (found := set(bad).intersection(range(start, end))):
+            failed_lines.append(line)
             end = min(found)
         runs.append(tokens[start:end])
         if logprobs is not None:
             assert host.logprobs is not None
             logprobs += host.logprobs[start:end]
         start += count
-    verified = VerifiedRows([len(run) for run in runs], [count - 1 for count in counts])
-    return Runs(runs, failed_rows, logprobs, verified)
+    return Runs(runs, failed_lines, logprobs)
 
 
 class Sampled(Protocol):
@@ -99,8 +92,7 @@ class Speculation:
 
     def begin(self, batch: ModelWorkerBatch) -> ModelWorkerBatch:
         """Take note of a step's new requests; the step with everything in it."""
-        completes = batch.verify is not None and batch.verify.slots is not None
-        if completes or batch.new_slots:
+        if batch.late is not None or batch.new_slots:
             self.learn()  # drafters see tokens and requests in the order of the steps, on all ranks
         self._filler.install(batch.new_slots)
         return self._filler.fill(batch)
@@ -133,11 +125,11 @@ class Speculation:
         return device_s + (before if 0.0 < before < device_s + MAX_HOST_S else 0.0)
 
     def next_drafts(self, batch: ModelWorkerBatch) -> list[list[int]] | None:
-        """Drafts for the sampled rows' next steps, if the step asked for any. Call `learn`
+        """Drafts for the sampled lines' next steps, if the step asked for any. Call `learn`
         before."""
         if not batch.drafts_wanted:
             return None
-        slots = batch.req_pool_indices[batch.sample_rows].tolist()
+        slots = batch.req_pool_indices[batch.sampled_lines].tolist()
         return self._filler.propose(slots, [batch.drafts_wanted] * len(slots))
 
 

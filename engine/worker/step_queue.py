@@ -14,7 +14,7 @@ from collections import deque
 
 import numpy as np
 
-from engine.protocol.messages import GenerationBatchResult, ModelWorkerBatch, SampleMasks
+from engine.protocol.step import GenerationBatchResult, ModelWorkerBatch, SampleMasks
 from engine.worker.base import LaunchedForward, ModelWorker, PendingResult
 
 
@@ -105,6 +105,6 @@ class StepQueue:
             return False
         rows = batch.req_pool_indices
         return any(
-            np.isin(f.batch.req_pool_indices[f.batch.sample_rows], rows).any()
+            np.isin(f.batch.req_pool_indices[f.batch.sampled_lines], rows).any()
             for f in self._unsampled.values()
         )

@@ -12,11 +12,7 @@ from torch import Tensor
 
 from engine.device.clock import StepTiming
 from engine.device.queue import Download
-from engine.protocol.messages import (
-    GenerationBatchResult,
-    ModelWorkerBatch,
-    PromptLogprobs,
-)
+from engine.protocol.step import GenerationBatchResult, ModelWorkerBatch, PromptLogprobs
 from engine.sampling.logprobs import LogprobTensors
 from engine.sampling.sampler import HostTokens, SampledTokens
 from engine.worker.base import PendingResult
@@ -28,8 +24,7 @@ _DEVICE_POLL_S = 1e-4
 class PromptLogprobTensors(NamedTuple):
     """Log-probabilities of a chunk whose request asked for them."""
 
-    row: int
-    """Number of the extend row."""
+    line: int
     start: int
     """Position in the prompt of the chunk's first token."""
     logprobs: LogprobTensors
@@ -69,21 +64,21 @@ class TpPendingResult(PendingResult):
         return runs_of(self.batch, self._host)
 
     def runs(self) -> Runs:
-        """The tokens of each row. Waits for the device."""
+        """The tokens of each line. Waits for the device."""
         return self._runs
 
     def collect(self) -> GenerationBatchResult:
-        host, verified = self._host, None
+        host, counts = self._host, None
         tokens, logprobs = host.next_token_ids.tolist(), host.logprobs
         failed = np.flatnonzero(host.nan_rows).tolist()
         if host.num_kept is not None:
             runs = self._runs
             tokens, logprobs = runs.flat, runs.logprobs
-            failed, verified = runs.failed, runs.verified
+            failed, counts = runs.failed, [len(run) for run in runs.tokens]
         text = "the model produced NaN or no allowed token for this request"
         prompt = [
-            PromptLogprobs(row, start, list(_logprobs_on_host(logprobs, self._tensors).to_host()))
-            for row, start, logprobs in self.prompt_logprobs
+            PromptLogprobs(line, start, list(_logprobs_on_host(logprobs, self._tensors).to_host()))
+            for line, start, logprobs in self.prompt_logprobs
         ]
         embeddings = _as_bytes(next(self._tensors)) if self.has_embeddings else None
         drafts = None
@@ -101,11 +96,12 @@ class TpPendingResult(PendingResult):
             next_token_ids=tokens,
             logprobs=logprobs,
             prompt_logprobs=prompt or None,
-            row_errors=dict.fromkeys(failed, text) or None,
+            line_errors=dict.fromkeys(failed, text) or None,
             device_s=ended_at - started_at,
             period_s=period_s,
             embeddings=embeddings,
-            verified=verified,
+            num_tokens=counts,
+            num_drafts=None if counts is None else (self.batch.run_lens - 1).tolist(),
             drafts=drafts,
         )
 

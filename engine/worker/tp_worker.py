@@ -14,10 +14,7 @@ from engine.attention.forward_batch import ForwardBatch
 from engine.device.clock import StepTiming
 from engine.device.pinned import to_device
 from engine.distributed import ParallelState
-from engine.protocol.messages import (
-    ModelWorkerBatch,
-    SampleMasks,
-)
+from engine.protocol.step import Int64Array, ModelWorkerBatch, SampleMasks
 from engine.sampling.draft_check import draft_check
 from engine.sampling.sampler import SampledTokens, Sampler
 from engine.sampling.state import SamplingState
@@ -26,7 +23,6 @@ from engine.worker.base import DeviceProgress, LaunchedForward, ModelWorker, Pen
 from engine.worker.future_map import FutureMap
 from engine.worker.graphs.backend import CudaGraphBackend, GraphBackend
 from engine.worker.graphs.decode_graphs import DecodeGraphs
-from engine.worker.graphs.sizes import num_decodes
 from engine.worker.model_runner import ForwardOutput, ModelRunner
 from engine.worker.sizing.estimate import stage_weight_bytes
 from engine.worker.sizing.kv_sizing import MemoryMeter, agree_on_kv_tokens, check_weights_fit
@@ -188,12 +184,8 @@ class TpModelWorker(ModelWorker):
             if self._threads is not None:
                 self._threads.choose(forward)
             self.future_map.resolve(forward)
-            if batch.extend_next_ids is not None:
-                forward.prompt_logits_rows = [
-                    i
-                    for i, slot in enumerate(batch.req_pool_indices[: batch.num_extend].tolist())
-                    if slot in self._prompt_logprobs
-                ]
+            if batch.next_prompt_ids is not None:
+                forward.prompt_logits_lines = np.flatnonzero(batch.next_prompt_ids > -2).tolist()
             output = self.runner.forward(forward)
         if output is None:
             self._end(batch, forward)
@@ -207,7 +199,7 @@ class TpModelWorker(ModelWorker):
     def _run_graph(
         self, graphs: DecodeGraphs, batch: ModelWorkerBatch, forward: ForwardBatch
     ) -> ForwardOutput | None:
-        logits = graphs.forward(forward, num_decodes(batch))
+        logits = graphs.forward(forward, len(batch.input_ids))
         if logits is None:
             return None
         if batch.delayed_sample:
@@ -218,41 +210,27 @@ class TpModelWorker(ModelWorker):
         return ForwardOutput(logits, None)
 
     def _sample(self, launched: TpLaunchedForward, masks: SampleMasks | None) -> SampledTokens:
+        """Sample behind every token that asks for it; of each line the last valid one is kept."""
         batch, forward, logits = launched.batch, launched.forward, launched.output.logits
-        if batch.verify is not None:
-            return self._sample_drafts(launched, masks)
-        num_rows = len(batch.sample_rows)
-        slots_cpu = forward.sample_slots_cpu[:num_rows]
-        if self.graphs is not None and launched.graph_size is not None and masks is None:
+        count, device = len(logits), self.runner.device
+        slots_cpu = forward.sample_slots_cpu[:count]
+        check = draft_check(batch, device) if batch.checks_drafts else None
+        is_plain = masks is None and check is None
+        if self.graphs is not None and launched.graph_size is not None and is_plain:
             variant = self.graphs.variant(self.sampler.state.plan(slots_cpu))
             if variant is not None:
-                return self.graphs.sample(launched.graph_size, variant, num_rows)
-        slots, seq_lens = forward.sample_slots[:num_rows], forward.sample_lens[:num_rows]
+                return self.graphs.sample(launched.graph_size, variant, count)
+        slots, seq_lens = forward.sample_slots[:count], forward.sample_lens[:count]
         mask = None
         if masks is not None and len(masks.rows):
-            mask = allowed_tokens(masks, num_rows, logits.shape[1], self.runner.device)
-        sampled = self.sampler(logits.contiguous(), slots, slots_cpu, seq_lens, mask)
-        self.future_map.store(slots, sampled.next_token_ids)
-        return sampled
-
-    def _sample_drafts(
-        self, launched: TpLaunchedForward, masks: SampleMasks | None
-    ) -> SampledTokens:
-        """Sample every token of the rows that check drafts, and keep the last valid ones."""
-        device, logits = self.runner.device, launched.output.logits
-        check = draft_check(launched.batch, device)
-        mask = None
-        if masks is not None and len(masks.rows):
-            masks = SampleMasks(masks.step, check.places(masks.rows), masks.masks)
-            mask = allowed_tokens(masks, len(logits), logits.shape[1], device)
-        forward = launched.forward
-        slots, seq_lens = forward.sample_slots[: len(logits)], forward.sample_lens[: len(logits)]
-        slots_cpu = forward.sample_slots_cpu[: len(logits)]
+            mask = allowed_tokens(masks, batch.run_lens, logits.shape[1], device)
         sampled = self.sampler(logits.contiguous(), slots, slots_cpu, seq_lens, mask, check)
-        assert sampled.num_kept is not None
-        last = check.last_kept(sampled.num_kept)
-        tokens = sampled.next_token_ids.index_select(0, last)
-        self.future_map.store(slots.index_select(0, last), tokens)
+        last_ids = sampled.next_token_ids
+        if check is not None:
+            assert sampled.num_kept is not None
+            last = check.last_kept(sampled.num_kept)
+            slots, last_ids = slots.index_select(0, last), last_ids.index_select(0, last)
+        self.future_map.store(slots, last_ids)
         return sampled
 
     def _end(self, batch: ModelWorkerBatch, forward: ForwardBatch) -> StepTiming:
@@ -276,27 +254,40 @@ class TpModelWorker(ModelWorker):
         self, batch: ModelWorkerBatch, forward: ForwardBatch, output: ForwardOutput
     ) -> list[PromptLogprobTensors]:
         found: list[PromptLogprobTensors] = []
-        if batch.extend_next_ids is None:
+        if batch.next_prompt_ids is None:
             return found
-        for row in forward.prompt_logits_rows:
-            logits = self.runner.prompt_logits(forward, output, row)
-            first, end = forward.token_starts_cpu[row : row + 2].tolist()
-            ahead = np.append(batch.input_ids[first + 1 : end], batch.extend_next_ids[row])
+        for line in forward.prompt_logits_lines:
+            logits = self.runner.prompt_logits(forward, output, line)
+            first, end = forward.token_starts_cpu[line : line + 2].tolist()
+            ahead = np.append(batch.input_ids[first + 1 : end], batch.next_prompt_ids[line])
             if ahead[-1] < 0:
                 ahead = ahead[:-1]
             targets = to_device(ahead.astype(np.int64), self.runner.device)
-            num_top = self._prompt_logprobs[int(batch.req_pool_indices[row])]
-            start = int(forward.prefix_lens_cpu[row])
+            num_top = self._prompt_logprobs[int(batch.req_pool_indices[line])]
+            start = int(forward.prefix_lens_cpu[line])
             logprobs = self.sampler.prompt_logprobs(logits[: len(targets)], targets, num_top)
-            found.append(PromptLogprobTensors(row, start, logprobs))
+            found.append(PromptLogprobTensors(line, start, logprobs))
         return found
 
 
-def allowed_tokens(masks: SampleMasks, num_rows: int, vocab: int, device: torch.device) -> Tensor:
-    """bool [num_rows, vocab]: the tokens that each sampled row may take."""
+def allowed_tokens(
+    masks: SampleMasks, run_lens: Int64Array, vocab: int, device: torch.device
+) -> Tensor:
+    """bool [sum(run_lens), vocab]: what may be sampled behind each token of the S lines that sample
+    behind `run_lens` [S] of them. Raises `ValueError` if the masks are for other drafts."""
     words = to_device(masks.masks.view(np.int32).copy(), device)
     bits = torch.arange(32, dtype=torch.int32, device=device)
     unpacked = (words[:, :, None] >> bits).bitwise_and_(1).bool().flatten(1)
-    allowed = torch.ones((num_rows, vocab), dtype=torch.bool, device=device)
-    rows = to_device(masks.rows.astype(np.int64), device)
-    return allowed.index_copy_(0, rows, unpacked[:, :vocab])
+    allowed = torch.ones((int(run_lens.sum()), vocab), dtype=torch.bool, device=device)
+    places = to_device(_mask_places(masks.rows, run_lens), device)
+    return allowed.index_copy_(0, places, unpacked[:, :vocab])
+
+
+def _mask_places(lines: np.ndarray, run_lens: Int64Array) -> Int64Array:
+    """int64 [K]: the tokens that masks of `lines` [K] are for, one for each token of a line."""
+    named, first, count = np.unique(lines, return_index=True, return_counts=True)
+    if not np.array_equal(count, run_lens[named]):
+        raise ValueError("a step has other drafts than its masks are for")
+    behind = np.arange(len(lines)) - np.repeat(first, count)
+    places: Int64Array = (np.cumsum(run_lens) - run_lens)[lines] + behind
+    return places

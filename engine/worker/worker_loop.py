@@ -14,13 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from engine.errors import EngineDeadError
 from engine.log_lines import LogFormat, formatter_of
-from engine.protocol.messages import (
-    GenerationBatchResult,
-    ModelWorkerBatch,
-    SampleMasks,
-    Shutdown,
-    WorkerReady,
-)
+from engine.protocol.messages import Shutdown, WorkerReady
+from engine.protocol.step import GenerationBatchResult, ModelWorkerBatch, SampleMasks
 from engine.protocol.transport import Inbox, Outbox
 from engine.trace import StageSpan, TraceRing
 from engine.worker.base import ModelWorker

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.protocol.messages import GenerationBatchResult
+from engine.protocol.step import GenerationBatchResult
 from engine.sampling_params import SamplingParams
 from engine.worker.step_queue import StepQueue
 from engine.worker.tp_worker import TpModelWorker
@@ -84,7 +84,7 @@ def test_tokens_are_those_of_an_eager_worker(
     )
     same = total = 0
     for left, right in zip(ours, wanted, strict=True):
-        assert left.step == right.step and left.row_errors == right.row_errors
+        assert left.step == right.step and left.line_errors == right.line_errors
         pairs = zip(left.next_token_ids, right.next_token_ids, strict=True)
         same += sum(a == b for a, b in pairs)
         total += len(right.next_token_ids)

@@ -19,7 +19,7 @@ from engine.layers.layernorm import RMSNorm
 from engine.layers.rotary import RotaryEmbedding
 from engine.layers.weights import DummySource
 from engine.model_config import RopeConfig
-from engine.protocol.messages import ForwardMode, ModelWorkerBatch
+from engine.protocol.step import ModelWorkerBatch
 from engine.sampling.sampler import Sampler
 from engine.sampling.state import SamplingState
 from tests.support.sampler_rows import Row, many_rows
@@ -120,17 +120,15 @@ def make_batch(
         ModelWorkerBatch(
             step=0,
             micro_batch=0,
-            forward_mode=ForwardMode.MIXED,
-            num_extend=len(extend_lens),
             req_pool_indices=ints(row for row, _ in rows),
+            query_lens=ints(extend_lens + [1] * (len(rows) - len(extend_lens))),
+            num_sampled=ints([0] * len(rows)),
             seq_lens=ints(length for _, length in rows),
-            extend_lens=ints(extend_lens),
             input_ids=ints([0] * len(locs)),
             out_cache_loc=ints(locs),
             prefix_rows=ints([]),
             prefix_lens=ints([]),
             prefix_locs=ints([]),
-            sample_rows=ints([]),
             new_slots=[],
         ),
         CUDA,

@@ -89,7 +89,7 @@ def test_collecting_a_finished_step_never_waits(
         torch.cuda.synchronize()
         with no_sync():
             [result] = queue.take_ready()
-        assert len(result.next_token_ids) == len(batch.sample_rows)
+        assert len(result.next_token_ids) == len(batch.sampled_lines)
 
 
 def test_waiting_is_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

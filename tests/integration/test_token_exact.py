@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import transformers
 
-from engine.protocol.messages import TokenLogprobs
+from engine.protocol.step import TokenLogprobs
 from engine.sampling_params import SamplingParams
 from tests.support.engines import (
     Engine,

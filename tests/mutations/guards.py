@@ -17,6 +17,7 @@ SAMPLING = "tests/unit/scheduler/test_overlap_sampling.py"
 DRAFTS = "tests/unit/speculative/test_draft_pitfalls.py"
 GRAPHS = "tests/unit/worker/test_decode_graphs.py"
 
+BATCH_BUILDER = "engine/scheduler/batch_builder.py"
 COMMITTER = "engine/scheduler/committer.py"
 DELAYED_SAMPLE = "engine/scheduler/delayed_sample.py"
 FUTURE_MAP = "engine/worker/future_map.py"
@@ -29,7 +30,14 @@ STEP_FILLER = "engine/speculative/step_filler.py"
 SIZES = "engine/worker/graphs/sizes.py"
 
 FREED_AT_ONCE = Edit(REQUESTS, "return any(r is req for mb", "return False and any(r is req for mb")
-EXTRA_TOKEN_KEPT = Edit(COMMITTER, "if req.status is finished:", "if False:")
+EXTRA_TOKEN_KEPT = (
+    Edit(COMMITTER, "                and req.status is not finished\n", ""),
+    Edit(
+        COMMITTER,
+        "if req.status is not finished:\n                run",
+        "if True:\n                run",
+    ),
+)
 WRITTEN_PLACEHOLDERS = (
     # roseinfer's way: launching a step appends a placeholder, its result replaces it.
     Edit(
@@ -39,8 +47,14 @@ WRITTEN_PLACEHOLDERS = (
     ),
     Edit(
         COMMITTER,
-        "output.append(token)\n            if not",
-        "output[output.index(-1)] = token\n            if not",
+        "output.append(token)\n                continue",
+        "output[output.index(-1)] = token\n                continue",
+    ),
+    Edit(COMMITTER, "output += run", "output[output.index(-1)] = run[0]"),
+    Edit(
+        COMMITTER,
+        "output.append(token)\n                if token",
+        "output[output.index(-1)] = token\n                if token",
     ),
 )
 UNRESOLVED = Edit(FUTURE_MAP, "if len(inputs) == 0:", "if True:")
@@ -57,7 +71,7 @@ MUTATIONS = [
     ),
     mutation(PITFALLS, "test_finished_request_keeps_its_memory", "row of a step", FREED_AT_ONCE),
     mutation(
-        PITFALLS, "test_finished_request_keeps_its_memory", "token after the end", EXTRA_TOKEN_KEPT
+        PITFALLS, "test_finished_request_keeps_its_memory", "token after the end", *EXTRA_TOKEN_KEPT
     ),
     mutation(
         PITFALLS,
@@ -82,6 +96,7 @@ MUTATIONS = [
         "test_rows_do_not_shift",
         "zip",
         Edit(RUNNING_BATCH, "self.reqs = [self", "self.reqs[:] = [self"),
+        Edit(BATCH_BUILDER, "sampled + running,", "(sampled + running) if sampled else running,"),
         raises=ValueError,
     ),
     mutation(
@@ -91,7 +106,7 @@ MUTATIONS = [
         Edit("engine/tokenizer/detokenizer_manager.py", "if request is None:", "if False:"),
         raises=AttributeError,
     ),
-    mutation(PITFALLS, "test_stop_string_in_flight", "token after abort", EXTRA_TOKEN_KEPT),
+    mutation(PITFALLS, "test_stop_string_in_flight", "token after abort", *EXTRA_TOKEN_KEPT),
     mutation(PITFALLS, "test_stop_string_in_flight", "row of a step", FREED_AT_ONCE),
     # Freeing twice
     mutation(
@@ -174,29 +189,28 @@ MUTATIONS = [
         *WRITTEN_PLACEHOLDERS,
         Edit(
             COMMITTER,
-            "elif len(output) >= req.max_new_tokens:\n                ended",
-            "elif sum(t >= 0 for t in output) >= req.max_new_tokens:\n                ended",
+            "elif len(output) >= req.max_new_tokens:",
+            "elif sum(t >= 0 for t in output) >= req.max_new_tokens:",
         ),
         Edit(
             COMMITTER,
-            "self._outputs.close_step(step.step, rids, tokens, readers)",
-            "self._outputs.close_step(step.step, rids, "
-            "np.asarray([r.output_ids[-1] for r in step.sampled]), readers)",
+            "self._outputs.close(step.step, rids, tokens, readers, counts)",
+            "self._outputs.close(step.step, rids, "
+            "[r.output_ids[-1] for r in step.sampled], readers, counts)",
         ),
         raises=OverflowError,
     ),
     mutation(
         PLACEHOLDERS,
         "test_tokens_of_a_failed_row_are_no_output",
-        "'c', 1",
-        Edit(COMMITTER, " and i in errors:\n", " and i < 0 and i in errors:\n"),
-        raises=KeyError,
+        "2 == 1",
+        Edit(COMMITTER, "[] if counts is None and line in failed else tokens", "tokens"),
     ),
     mutation(
         PLACEHOLDERS,
         "test_tokens_of_a_failed_row_are_no_output",
         "token after the end",
-        EXTRA_TOKEN_KEPT,
+        *EXTRA_TOKEN_KEPT,
     ),
     mutation(PLACEHOLDERS, "test_input_is_the_token_of_the_step_before", "-1, 40] == ", UNRESOLVED),
     mutation(
@@ -282,7 +296,7 @@ MUTATIONS = [
         DRAFTS,
         "test_a_stop_token_within_an_accepted_run",
         "token after the end|token after abort",
-        Edit(COMMITTER, "if req.status is not finished:", "if True:"),
+        *EXTRA_TOKEN_KEPT,
     ),
     mutation(
         DRAFTS,
@@ -294,13 +308,13 @@ MUTATIONS = [
         DRAFTS,
         "test_a_stop_token_within_an_accepted_run",
         r"\('c', \d\)",
-        Edit(COMMITTER, "            if end is not None:\n                break\n", ""),
+        Edit(COMMITTER, "                if end is not None:\n                    break\n", ""),
     ),
     mutation(
         DRAFTS,
         "test_outputs_end_at_their_length",
         "no end in sight",
-        Edit(COMMITTER, "len(output) + count < req.max_new_tokens", "True"),
+        Edit(COMMITTER, "len(output) + len(run) < req.max_new_tokens", "True"),
         raises=pytest.fail.Exception,
     ),
     mutation(
@@ -398,8 +412,8 @@ MUTATIONS = [
         "<=",
         Edit(
             SIZES,
-            "_padded(batch.req_pool_indices, size, 0)",
-            "_padded(batch.req_pool_indices, size, 11)",
+            "batch.req_pool_indices, counts), size, 0)",
+            "batch.req_pool_indices, counts), size, 11)",
         ),
     ),
     mutation(

@@ -24,7 +24,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     items[:] = [i for i in items if hasattr(i, "callspec") and "mutation" in i.callspec.params]
-    assert len(items) == len(MUTATIONS), "a test of the list doesn't exist"
+    missing = {m.test for m in MUTATIONS} - {i.nodeid.partition("[")[0] for i in items}
+    assert not missing, f"there are no tests {sorted(missing)}"
 
 
 @pytest.hookimpl(wrapper=True)

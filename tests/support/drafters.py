@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from engine.protocol.messages import SlotParams
+from engine.protocol.step import SlotParams
 from engine.speculative.config import SpeculativeConfig
 from engine.speculative.drafter import Drafter
 

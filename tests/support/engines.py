@@ -17,7 +17,8 @@ from engine.executor.base import Executor
 from engine.executor.factory import make_executor
 from engine.grammar_setup import make_grammar_compiler
 from engine.pooling import Pooling
-from engine.protocol.messages import AbortRequest, AddRequest, TokenLogprobs
+from engine.protocol.messages import AbortRequest, AddRequest
+from engine.protocol.step import TokenLogprobs
 from engine.sampling_params import SamplingParams
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.scheduler_config import SchedulerConfig

@@ -109,13 +109,13 @@ class CapturableAttention(TorchAttentionBackend):
         self.graph_sizes = list(batch_sizes)
 
     def plan_graph(self, batch: ForwardBatch) -> None:
-        assert batch.num_extend == 0 and batch.batch_size in self.graph_sizes
+        assert batch.num_long == 0 and batch.batch_size in self.graph_sizes
         self.planned.append(batch.batch_size)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, batch: ForwardBatch
     ) -> Tensor:
-        if batch.num_extend:
+        if batch.num_long:
             return super().forward(q, k, v, layer, batch)
         self.pool.set_kv(layer.layer_id, batch.out_cache_loc, k, v)
         slots = self.inputs.req_to_token.index_select(0, batch.req_pool_indices)

@@ -15,9 +15,7 @@ import numpy as np
 
 from engine.pooling import Pooling
 from engine.protocol.encoding import decode, encode
-from engine.protocol.messages import GenerationBatchResult, ModelWorkerBatch, SampleMasks
-from engine.protocol.step_layout import sample_counts, token_starts
-from engine.protocol.step_parts import PooledRows, VerifiedRows
+from engine.protocol.step import GenerationBatchResult, ModelWorkerBatch, PooledLines, SampleMasks
 from engine.speculative.step_filler import StepFiller
 
 
@@ -104,6 +102,8 @@ class FakeWorker:
         self.masks_seen: set[int] = set()
         self.steps_seen = 0
         self.prompt_tokens_run = 0
+        self.open: set[int] = set()
+        """Rows whose prompt isn't complete."""
         self.running_sum = (0, 0, 0)
         """Row, tokens so far and their sum, of the mean that is between two chunks."""
         self.is_failing = False
@@ -123,6 +123,7 @@ class FakeWorker:
     def run(self) -> GenerationBatchResult:
         """Execute the oldest launched step. Its masks must have come before."""
         b = self.pending.popleft()
+        self.open.update(item.slot for item in b.new_slots)
         if self.filler is not None:
             self.filler.install(b.new_slots)
             b = self.filler.fill(b)
@@ -134,7 +135,7 @@ class FakeWorker:
         for row, n in zip(b.prefix_rows.tolist(), b.prefix_lens.tolist(), strict=True):
             self.mirror[row, :n] = b.prefix_locs[at : at + n]
             at += n
-        lens = np.diff(token_starts(b)).tolist()
+        lens = b.query_lens.tolist()
         assert sum(lens) == len(b.input_ids) == len(b.out_cache_loc)
         assert len(set(b.out_cache_loc.tolist())) == len(b.out_cache_loc), "slot written twice"
         at = 0
@@ -142,20 +143,22 @@ class FakeWorker:
             zip(b.req_pool_indices.tolist(), lens, b.seq_lens.tolist(), strict=True)
         ):
             ids = b.input_ids[at : at + n].astype(np.int64)
-            if i >= b.num_extend and ids[0] == -1:
+            if n == 1 and ids[0] == -1:
                 ids = self.future[row : row + 1].copy()
             assert (ids >= 0).all(), "placeholder reached the model"
             locs = b.out_cache_loc[at : at + n]
             self.memory[locs] = ids
             self.mirror[row, end - n : end] = locs
-            if i < b.num_extend:
+            if row in self.open:
                 self.prompt_tokens_run += n
+                if b.num_sampled[i]:
+                    self.open.discard(row)
             at += n
         runs: list[list[int]] = []
         errors = {}
-        for number, i in enumerate(b.sample_rows.tolist()):
+        for number, i in enumerate(b.sampled_lines.tolist()):
             row, end = int(b.req_pool_indices[i]), int(b.seq_lens[i])
-            drafts = 0 if b.verify is None or i < b.num_extend else lens[i] - 1
+            drafts = int(b.num_sampled[i]) - 1
             masks = allowed.get(number, [])
             assert not masks or len(masks) == 1 + drafts, "other masks than drafts"
             read = self.memory[self.mirror[row, :end]]
@@ -177,28 +180,28 @@ class FakeWorker:
         result = GenerationBatchResult(
             b.step,
             [token for run in runs for token in run],
-            row_errors=errors or None,
+            line_errors=errors or None,
             embeddings=embeddings,
         )
-        if b.verify is not None:
-            counts = [len(run) for run in runs]
-            result.verified = VerifiedRows(counts, (sample_counts(b)[: len(runs)] - 1).tolist())
+        if b.checks_drafts:
+            result.num_tokens = [len(run) for run in runs]
+            result.num_drafts = (b.run_lens - 1).tolist()
         if self.filler is not None:
             self.filler.record(b, self.filler.owners(b), runs)
             if b.drafts_wanted:
-                slots = b.req_pool_indices[b.sample_rows].tolist()
+                slots = b.req_pool_indices[b.sampled_lines].tolist()
                 result.drafts = self.filler.propose(slots, [b.drafts_wanted] * len(slots))
         return result
 
-    def _embeddings(self, b: ModelWorkerBatch, pooled: PooledRows) -> list[bytes]:
-        sampled = set(b.sample_rows.tolist())
+    def _embeddings(self, b: ModelWorkerBatch, pooled: PooledLines) -> list[bytes]:
+        sampled = set(b.sampled_lines.tolist())
         assert sampled.isdisjoint((*pooled.last.tolist(), *pooled.mean.tolist()))
-        ends = np.cumsum(b.extend_lens).tolist()
+        ends = np.cumsum(b.query_lens).tolist()
         found = []
         for i in pooled.last.tolist():
             found.append(_last(self.memory[self.mirror[b.req_pool_indices[i], : b.seq_lens[i]]]))
         for i in pooled.mean.tolist():
-            row, count, n = int(b.req_pool_indices[i]), int(b.seq_lens[i]), int(b.extend_lens[i])
+            row, count, n = int(b.req_pool_indices[i]), int(b.seq_lens[i]), int(b.query_lens[i])
             total = int(b.input_ids[ends[i] - n : ends[i]].sum())
             if count > n:
                 assert self.running_sum[:2] == (row, count - n), "a chunk of a mean is missing"

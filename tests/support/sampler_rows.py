@@ -15,7 +15,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from engine.protocol.messages import SlotParams
+from engine.protocol.step import SlotParams
 from engine.sampling.hash_noise import HashNoise, mix_seed
 from engine.sampling.sampler import SampledTokens, Sampler
 from engine.sampling_params import SamplingParams

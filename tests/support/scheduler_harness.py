@@ -11,7 +11,8 @@ import pytest
 
 from engine.constraints import ConstraintSpec
 from engine.pooling import Pooling
-from engine.protocol.messages import AddRequest, FinishedReq, GenerationBatchResult, KeyLimits
+from engine.protocol.messages import AddRequest, FinishedReq, KeyLimits
+from engine.protocol.step import GenerationBatchResult
 from engine.sampling_params import SamplingParams
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.scheduler_config import SchedulerConfig
@@ -292,10 +293,15 @@ class TimedWorker(FakeWorker):
 
     def run(self) -> GenerationBatchResult:
         batch = self.pending[0]
-        lens = batch.extend_lens.tolist()
-        ends = batch.seq_lens[: batch.num_extend].tolist()
-        rows = [(n, end - n) for n, end in zip(lens, ends, strict=True)]
-        if batch.num_extend == len(batch.req_pool_indices):
+        prompts = self.open | {item.slot for item in batch.new_slots}
+        lines = zip(
+            batch.req_pool_indices.tolist(),
+            batch.query_lens.tolist(),
+            batch.seq_lens.tolist(),
+            strict=True,
+        )
+        rows = [(n, end - n) for row, n, end in lines if row in prompts]
+        if len(rows) == len(batch.req_pool_indices):
             self.chunks.append(rows)
         a, b, c = self.coefficients
         result = super().run()

@@ -6,7 +6,8 @@ import threading
 from typing import Any
 
 from engine.executor.message_executor import ReadyWorkers
-from engine.protocol.messages import GenerationBatchResult, ModelWorkerBatch, Shutdown
+from engine.protocol.messages import Shutdown
+from engine.protocol.step import GenerationBatchResult, ModelWorkerBatch
 from engine.protocol.transport import Inbox, Outbox
 from engine.scheduler.scheduler_config import SchedulerConfig
 from engine.scheduler_role import SchedulerRole
@@ -52,7 +53,7 @@ class SchedulerThread:
         while not isinstance(message := self._worker.recv(None), Shutdown):
             assert isinstance(message, ModelWorkerBatch)
             self.works.wait(20)
-            tokens = [TOKEN] * len(message.sample_rows)
+            tokens = [TOKEN] * len(message.sampled_lines)
             results.send(GenerationBatchResult(message.step, tokens))
         results.close()
         self._worker.close()

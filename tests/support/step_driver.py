@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from engine.distributed import ParallelState
-from engine.protocol.messages import ForwardMode, ModelWorkerBatch
+from engine.protocol.step import ModelWorkerBatch
 from engine.worker.model_runner import ForwardOutput, ModelRunner
 from tests.support.models import make_config
 
@@ -70,14 +70,14 @@ class StepDriver:
         batch = self.build(extends, decodes, micro_batch, sampled)
         forward_batch = self.runner.prepare(batch)
         if prompt_logits:
-            forward_batch.prompt_logits_rows = list(range(len(extends)))
+            forward_batch.prompt_logits_lines = list(range(len(extends)))
         output = self.runner.forward(forward_batch)
         if output is None:
             return None, []
         assert isinstance(output, ForwardOutput)
         rows = [
             self.runner.prompt_logits(forward_batch, output, row)
-            for row in forward_batch.prompt_logits_rows
+            for row in forward_batch.prompt_logits_lines
         ]
         return output.logits, rows
 
@@ -108,23 +108,19 @@ class StepDriver:
             req.done = end
         assert len(input_ids) == sum(count for _, count in rows)
         self.step += 1
-        mode = ForwardMode.MIXED if extends and decodes else ForwardMode.DECODE
-        if extends and not decodes:
-            mode = ForwardMode.EXTEND
+        samples = range(len(rows)) if sampled is None else sampled
         return ModelWorkerBatch(
             step=self.step,
             micro_batch=micro_batch,
-            forward_mode=mode,
-            num_extend=len(extends),
             req_pool_indices=_ints(req.row for req, _ in rows),
+            query_lens=_ints(count for _, count in rows),
+            num_sampled=_ints(line in samples for line in range(len(rows))),
             seq_lens=_ints(req.done for req, _ in rows),
-            extend_lens=_ints(count for _, count in extends),
             input_ids=_ints(input_ids),
             out_cache_loc=_ints(locs),
             prefix_rows=_ints(prefix_rows),
             prefix_lens=_ints(prefix_lens),
             prefix_locs=_ints(prefix_locs),
-            sample_rows=_ints(range(len(rows)) if sampled is None else sampled),
             new_slots=[],
         )
 

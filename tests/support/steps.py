@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from engine.protocol.messages import ForwardMode, ModelWorkerBatch, SampleMasks
+from engine.protocol.step import ModelWorkerBatch, SampleMasks
 
 NONE = np.zeros(0, np.int32)
 
@@ -24,17 +24,15 @@ def decode_step(
     return ModelWorkerBatch(
         step,
         micro_batch,
-        ForwardMode.DECODE,
-        0,
         np.asarray(rows, np.int32),
+        np.ones(n, np.int32),
+        np.ones(n, np.int32),
         np.full(n, length, np.int32),
-        NONE,
         np.full(n, -1, np.int32),
         np.arange(n, dtype=np.int32),
         NONE,
         NONE,
         NONE,
-        np.arange(n, dtype=np.int32),
         [],
         delayed_sample=delayed,
     )

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from engine.protocol.messages import ForwardMode, IntArray, ModelWorkerBatch
-from engine.protocol.step_parts import VerifyRows
+from engine.protocol.step import IntArray, ModelWorkerBatch
 
 NONE = np.zeros(0, np.int32)
 
@@ -18,21 +17,19 @@ def verify_batch(extends: list[int], rows: list[list[int]], lens: list[int]) -> 
     """A step with prompts of `extends` tokens and decode rows with inputs `rows` (the last token
     and drafts), whose requests have `lens` tokens with them."""
     inputs = [9] * sum(extends) + [token for row in rows for token in row]
-    count = len(extends) + len(rows)
+    lines = len(extends) + len(rows)
+    counts = [len(row) for row in rows]
     return ModelWorkerBatch(
         1,
         0,
-        ForwardMode.VERIFY,
-        len(extends),
-        np.arange(1, count + 1, dtype=np.int32),
+        np.arange(1, lines + 1, dtype=np.int32),
+        ints([*extends, *counts]),
+        ints([1] * len(extends) + counts),
         ints([*extends, *lens]),
-        ints(extends),
         ints(inputs),
         np.zeros(len(inputs), np.int32),
         NONE,
         NONE,
         NONE,
-        np.arange(count, dtype=np.int32),
         [],
-        verify=VerifyRows(ints([len(row) - 1 for row in rows])),
     )

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from engine.distributed import ParallelState
-from engine.protocol.messages import (
-    ForwardMode,
+from engine.protocol.step import (
     GenerationBatchResult,
     ModelWorkerBatch,
     SampleMasks,
@@ -151,23 +150,18 @@ class Steps:
             input_ids.append(-1)
             locs += self._grow(req, 1)
         rows = fresh + decodes
-        mode = ForwardMode.DECODE
-        if fresh:
-            mode = ForwardMode.MIXED if decodes else ForwardMode.EXTEND
         return ModelWorkerBatch(
             step=self.step,
             micro_batch=0,
-            forward_mode=mode,
-            num_extend=len(fresh),
             req_pool_indices=_ints([req.slot for req in rows]),
+            query_lens=_ints([len(req.prompt) for req in fresh] + [1] * len(decodes)),
+            num_sampled=np.ones(len(rows), np.int32),
             seq_lens=_ints([req.done for req in rows]),
-            extend_lens=_ints([len(req.prompt) for req in fresh]),
             input_ids=_ints(input_ids),
             out_cache_loc=_ints(locs),
             prefix_rows=_ints([]),
             prefix_lens=_ints([]),
             prefix_locs=_ints([]),
-            sample_rows=_ints(range(len(rows))),
             new_slots=[
                 SlotParams(
                     req.slot, len(req.prompt), [2], req.params, np.array(req.prompt, np.int32)

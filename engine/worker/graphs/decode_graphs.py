@@ -30,8 +30,7 @@ from tqdm import tqdm
 from engine.attention.forward_batch import ForwardBatch, StepInputs, step_inputs
 from engine.errors import ConfigError
 from engine.memory_need import GRAPH_RESERVE_BYTES
-from engine.protocol.messages import ForwardMode, ModelWorkerBatch
-from engine.protocol.step_layout import token_starts
+from engine.protocol.step import ModelWorkerBatch
 from engine.sampling.plan import Draw, RowGroup, SamplingPlan
 from engine.sampling.sampler import SampledTokens
 from engine.sampling.state import SamplingState
@@ -40,12 +39,10 @@ from engine.worker.future_map import FutureMap
 from engine.worker.graphs.backend import GraphBackend
 from engine.worker.graphs.buffers import GraphBuffers, GraphOutputs
 from engine.worker.graphs.sizes import (
-    as_decodes,
     capture_order,
     graph_sizes,
     is_decode,
-    num_decodes,
-    pad_decode,
+    pad_decodes,
     smallest_fitting,
 )
 from engine.worker.model_runner import ModelRunner
@@ -131,8 +128,8 @@ class DecodeGraphs:
 
     def size_for(self, batch: ModelWorkerBatch) -> int | None:
         """The captured size that `batch` can run with; None: it must run eagerly."""
-        rows = num_decodes(batch)
-        return smallest_fitting(self._graphs, rows) if rows and is_decode(batch) else None
+        tokens = len(batch.input_ids)
+        return smallest_fitting(self._graphs, tokens) if tokens and is_decode(batch) else None
 
     def variant(self, plan: SamplingPlan) -> Variant | None:
         """How a graph samples rows with this plan; None: they are sampled eagerly."""
@@ -147,7 +144,7 @@ class DecodeGraphs:
         """`ModelRunner.prepare` for a graph of `size_for(batch)`: writes the padded batch to the
         memory that the graph reads."""
         graph = self._graphs[size]
-        padded = pad_decode(as_decodes(batch), size)
+        padded = pad_decodes(batch, size)
         return self._load(padded, graph.inputs, graph.cells, graph.locs)
 
     @torch.inference_mode()
@@ -189,9 +186,9 @@ class DecodeGraphs:
     def _load(
         self, padded: ModelWorkerBatch, inputs: StepInputs[Tensor], cells: Tensor, locs: Tensor
     ) -> ForwardBatch:
-        starts = token_starts(padded)
+        starts = padded.line_starts()
         host = step_inputs(padded, starts)
-        self._buffers.write(host, self.runner.table_update(padded, host, starts))
+        self._buffers.write(host, self.runner.table_update(padded, host))
         self.runner.write_table(cells, locs)
         return ForwardBatch.on_device(padded, host, inputs, starts)
 
@@ -294,17 +291,15 @@ def _nothing_but_padding(size: int) -> ModelWorkerBatch:
     empty = ModelWorkerBatch(
         step=0,
         micro_batch=0,
-        forward_mode=ForwardMode.DECODE,
-        num_extend=0,
         req_pool_indices=none,
+        query_lens=none,
+        num_sampled=none,
         seq_lens=none,
-        extend_lens=none,
         input_ids=none,
         out_cache_loc=none,
         prefix_rows=none,
         prefix_lens=none,
         prefix_locs=none,
-        sample_rows=none,
         new_slots=[],
     )
-    return pad_decode(empty, size)
+    return pad_decodes(empty, size)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import msgspec
 import numpy as np
 
-from engine.protocol.messages import IntArray, ModelWorkerBatch
+from engine.protocol.step import IntArray, ModelWorkerBatch
 
 MAX_PADDING = 2
 """A graph takes batches of at least its size / MAX_PADDING rows; smaller ones run eagerly."""
@@ -35,56 +35,36 @@ def smallest_fitting(sizes: Iterable[int], rows: int) -> int | None:
 
 
 def is_decode(batch: ModelWorkerBatch) -> bool:
-    """Whether a complete step can run as decodes: rows with one token, or with drafts behind it,
-    all of which sample."""
-    rows = len(batch.req_pool_indices)
+    """Whether a complete step can run as decodes: every token of it is one to sample behind."""
     return (
-        batch.num_extend == 0
-        and len(batch.prefix_rows) == 0
-        and np.array_equal(batch.sample_rows, np.arange(rows))
+        len(batch.prefix_rows) == 0
+        and batch.next_prompt_ids is None
+        and np.array_equal(batch.query_lens, batch.num_sampled)
     )
 
 
-def num_decodes(batch: ModelWorkerBatch) -> int:
-    """Rows of `as_decodes(batch)`."""
-    return len(batch.req_pool_indices if batch.verify is None else batch.input_ids)
-
-
-def as_decodes(batch: ModelWorkerBatch) -> ModelWorkerBatch:
-    """Rows that check drafts as one row for each of their tokens.
+def pad_decodes(batch: ModelWorkerBatch, size: int) -> ModelWorkerBatch:
+    """A step that `is_decode` with a line for each of its tokens, padded to `size` lines.
 
     A layer writes all keys and values of a step before any token attends. So a token finds those
     of the drafts before it in the cache, and decodes like any other, one position further on. That
-    reads a row's keys once for each of its tokens, but needs no other graphs than decodes have.
+    reads a request's keys once for each of its tokens, but needs no other graphs than decodes have.
+
+    Further lines are row 0's first token at KV slot 0; both are padding, so their results and
+    writes touch no request.
     """
-    if batch.verify is None:
-        return batch
-    counts = batch.verify.num_drafts + 1
-    behind = np.cumsum(counts) - counts
-    before = batch.seq_lens - counts
-    seq_lens = np.repeat(before - behind, counts) + np.arange(1, len(batch.input_ids) + 1)
+    counts = batch.query_lens
+    ends = np.cumsum(counts)
+    places = np.repeat(batch.seq_lens - ends, counts) + np.arange(1, len(batch.input_ids) + 1)
+    ones = np.ones(size, np.int32)
     return msgspec.structs.replace(
         batch,
-        req_pool_indices=np.repeat(batch.req_pool_indices, counts),
-        seq_lens=seq_lens.astype(np.int32),
-        sample_rows=np.arange(len(batch.input_ids), dtype=np.int32),
-        verify=None,
-    )
-
-
-def pad_decode(batch: ModelWorkerBatch, size: int) -> ModelWorkerBatch:
-    """`batch`, of decode rows that all sample, padded with further rows up to `size`.
-
-    These are row 0's first token at KV slot 0; both are padding, so their results and writes touch
-    no request.
-    """
-    return msgspec.structs.replace(
-        batch,
-        req_pool_indices=_padded(batch.req_pool_indices, size, 0),
-        seq_lens=_padded(batch.seq_lens, size, 1),
+        req_pool_indices=_padded(np.repeat(batch.req_pool_indices, counts), size, 0),
+        query_lens=ones,
+        num_sampled=ones,
+        seq_lens=_padded(places, size, 1),
         input_ids=_padded(batch.input_ids, size, 0),
         out_cache_loc=_padded(batch.out_cache_loc, size, 0),
-        sample_rows=np.arange(size, dtype=np.int32),
         new_slots=[],
     )
 

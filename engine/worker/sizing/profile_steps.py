@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from engine.protocol.messages import ForwardMode, ModelWorkerBatch, SlotParams
-from engine.protocol.step_parts import VerifyRows
+from engine.protocol.step import ModelWorkerBatch, SlotParams
 from engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from engine.worker_config import WorkerConfig
 
@@ -31,7 +30,7 @@ def largest_steps(config: WorkerConfig) -> list[ModelWorkerBatch]:
     )
     long = _extend_step(0, [chunk], [config.max_model_len - chunk], logprobs)
     # Every id ends a chunk that isn't the prompt's last: all its tokens have log-probabilities.
-    long.extend_next_ids = np.zeros(1, np.int32)
+    long.next_prompt_ids = np.zeros(1, np.int32)
     rows = min(config.max_running_requests, tokens)
     lens = [n for n in _even(tokens, rows, config.max_model_len) if n]
     nucleus = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, min_p=0.01, seed=0)
@@ -45,38 +44,28 @@ def largest_steps(config: WorkerConfig) -> list[ModelWorkerBatch]:
 def _verify_step(step: int, rows: int, drafts: int, params: SamplingParams) -> ModelWorkerBatch:
     """`rows` requests that check `drafts` drafts each."""
     batch = _extend_step(step, [drafts + 1] * rows, [0] * rows, params)
-    return msgspec.structs.replace(
-        batch,
-        forward_mode=ForwardMode.VERIFY,
-        num_extend=0,
-        extend_lens=np.zeros(0, np.int32),
-        verify=VerifyRows(np.full(rows, drafts, np.int32)),
-    )
+    return msgspec.structs.replace(batch, num_sampled=batch.query_lens)
 
 
 def _extend_step(
     step: int, lens: Sequence[int], prefixes: Sequence[int], params: SamplingParams
 ) -> ModelWorkerBatch:
     """Row i, in slot i + 1, extends `prefixes[i]` tokens of context by `lens[i]`."""
-    rows = np.arange(len(lens), dtype=np.int32)
-    slots = rows + 1  # slot 0 is padding
-    extend_lens = np.asarray(lens, np.int32)
-    seq_lens = extend_lens + np.asarray(prefixes, np.int32)
-    total = int(extend_lens.sum())
+    query_lens = np.asarray(lens, np.int32)
+    seq_lens = query_lens + np.asarray(prefixes, np.int32)
+    total = int(query_lens.sum())
     return ModelWorkerBatch(
         step=step,
         micro_batch=0,
-        forward_mode=ForwardMode.EXTEND,
-        num_extend=len(lens),
-        req_pool_indices=slots,
+        req_pool_indices=np.arange(1, len(lens) + 1, dtype=np.int32),  # row 0 is padding
+        query_lens=query_lens,
+        num_sampled=np.ones(len(lens), np.int32),
         seq_lens=seq_lens,
-        extend_lens=extend_lens,
         input_ids=np.zeros(total, np.int32),
         out_cache_loc=np.zeros(total, np.int32),
         prefix_rows=np.zeros(0, np.int32),
         prefix_lens=np.zeros(0, np.int32),
         prefix_locs=np.zeros(0, np.int32),
-        sample_rows=rows,
         new_slots=[
             SlotParams(slot, int(seq_len), [], params) for slot, seq_len in enumerate(seq_lens, 1)
         ],

@@ -20,7 +20,7 @@ from engine.attention.torch_backend import (
     TorchAttentionBackend,
     make_torch_attention,
 )
-from engine.protocol.messages import ForwardMode, ModelWorkerBatch
+from engine.protocol.step import ModelWorkerBatch
 
 CPU = torch.device("cpu")
 NUM_SLOTS = 2048
@@ -113,17 +113,15 @@ class Simulation:
             ModelWorkerBatch(
                 step=0,
                 micro_batch=micro_batch,
-                forward_mode=ForwardMode.MIXED,
-                num_extend=len(extends),
                 req_pool_indices=ints(sequence.row for sequence, _ in rows),
+                query_lens=ints(count for _, count in rows),
+                num_sampled=ints([0] * len(rows)),
                 seq_lens=ints(len(sequence.slots) for sequence, _ in rows),
-                extend_lens=ints(count for _, count in extends),
                 input_ids=ints([0] * total),
                 out_cache_loc=ints(locs),
                 prefix_rows=ints([]),
                 prefix_lens=ints([]),
                 prefix_locs=ints([]),
-                sample_rows=ints([]),
                 new_slots=[],
             ),
             CPU,

@@ -20,7 +20,7 @@ from engine.attention.kv_pool import MHATokenToKVPool
 from engine.attention.plan_ring import PlanRing
 from engine.attention.torch_backend import CpuAttentionBackend
 from engine.errors import ConfigError
-from engine.protocol.messages import ForwardMode, ModelWorkerBatch
+from engine.protocol.step import ModelWorkerBatch
 from engine.registry import ATTENTION_BACKENDS
 from engine.worker.gpu_kernels import auto_attention_backend
 from tests.support.fake_flashinfer import Device, install
@@ -152,17 +152,15 @@ def _batch(rows: list[tuple[int, int]], extend_lens: list[int], locs: list[int])
         ModelWorkerBatch(
             step=0,
             micro_batch=0,
-            forward_mode=ForwardMode.MIXED,
-            num_extend=len(extend_lens),
             req_pool_indices=ints(row for row, _ in rows),
+            query_lens=ints(extend_lens + [1] * (len(rows) - len(extend_lens))),
+            num_sampled=ints([0] * len(rows)),
             seq_lens=ints(length for _, length in rows),
-            extend_lens=ints(extend_lens),
             input_ids=ints([0] * len(locs)),
             out_cache_loc=ints(locs),
             prefix_rows=ints([]),
             prefix_lens=ints([]),
             prefix_locs=ints([]),
-            sample_rows=ints([]),
             new_slots=[],
         ),
         CPU,

@@ -17,7 +17,8 @@ from engine.constraints.base import Constraint, allow_tokens
 from engine.constraints.token_choice import MAX_CHOICE_TOKENS
 from engine.errors import RequestError
 from engine.protocol.encoding import decode, encode
-from engine.protocol.messages import AbortRequest, AddRequest, ModelWorkerBatch
+from engine.protocol.messages import AbortRequest, AddRequest
+from engine.protocol.step import ModelWorkerBatch
 from tests.support.fake_worker import allowed_tokens
 from tests.support.scheduler_harness import (
     MODE_IDS,
@@ -207,9 +208,9 @@ def test_rows_are_numbered_among_the_sampled() -> None:
     h.add(3, prompt(random.Random(1), 30), 5, choices=[[22]])  # a chunk: samples nothing yet
     batch = launch(h)
     (masks,) = h.scheduler.take_masks()
-    slots = batch.req_pool_indices[batch.sample_rows][masks.rows]
+    slots = batch.req_pool_indices[batch.sampled_lines][masks.rows]
     assert slots.tolist() == [h.scheduler.requests.by_key[("c", 2)].req_pool_idx]
-    assert len(batch.sample_rows) == 2 and len(batch.req_pool_indices) == 3
+    assert len(batch.sampled_lines) == 2 and len(batch.req_pool_indices) == 3
     h.worker.sample(masks)
     h.run()
 
@@ -267,7 +268,7 @@ def test_steps_are_masked_in_launch_order() -> None:
     h.add(2, [4, 5, 6], 20, choices=[[21] * 12])
     third = launch(h)
     assert second.delayed_sample and third.delayed_sample
-    assert len(third.sample_rows) == 1, "only request 2, which has no token yet"
+    assert len(third.sampled_lines) == 1, "only request 2, which has no token yet"
     assert h.scheduler.take_masks() == []
     h.scheduler.process_result(h.worker.run())
     masks = h.scheduler.take_masks()

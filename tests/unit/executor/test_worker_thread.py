@@ -22,11 +22,7 @@ from engine import LLM, SamplingParams
 from engine.errors import ConfigError, EngineDeadError
 from engine.executor import worker_thread
 from engine.executor.worker_thread import ThreadExecutor
-from engine.protocol.messages import (
-    GenerationBatchResult,
-    ModelWorkerBatch,
-    SampleMasks,
-)
+from engine.protocol.step import GenerationBatchResult, ModelWorkerBatch, SampleMasks
 from engine.scheduler.scheduler import Scheduler
 from engine.worker.base import LaunchedForward, ModelWorker, PendingResult
 from engine.worker.model_runner import ModelRunner

@@ -9,15 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.protocol import encoding
-from engine.protocol.messages import (
-    AddRequest,
-    ForwardMode,
+from engine.protocol.messages import AddRequest, StepOutputs
+from engine.protocol.step import (
     GenerationBatchResult,
     ModelWorkerBatch,
+    PooledLines,
     SlotParams,
-    StepOutputs,
 )
-from engine.protocol.step_parts import PooledRows
 from engine.protocol.tokenizer_messages import TextDelta, TextOutputs
 from engine.sampling_params import SamplingParams
 
@@ -50,11 +48,16 @@ def test_batch_round_trip(rows: int) -> None:
     a = np.arange(rows, dtype=np.int32)
     empty = np.zeros(0, np.int32)
     slots = [SlotParams(1, 2, [3], SamplingParams(top_k=5), a)]
-    sent = ModelWorkerBatch(
-        7, 1, ForwardMode.DECODE, 0, a, a + 1, empty, a - 1, a, empty, empty, empty, a, slots
-    )
+    sent = ModelWorkerBatch(7, 1, a, a + 2, a + 3, a + 1, a - 1, a, empty, empty, empty, slots)
     got = encoding.decode(wire(encoding.encode(sent)), ModelWorkerBatch)
-    for name in ("req_pool_indices", "seq_lens", "input_ids", "out_cache_loc", "sample_rows"):
+    for name in (
+        "req_pool_indices",
+        "query_lens",
+        "num_sampled",
+        "seq_lens",
+        "input_ids",
+        "out_cache_loc",
+    ):
         assert np.array_equal(getattr(got, name), getattr(sent, name)), name
     assert np.array_equal(got.new_slots[0].token_ids, a)
 
@@ -72,7 +75,7 @@ def test_embeddings_round_trip() -> None:
     ids = np.arange(3, dtype=np.int32)
     request = AddRequest(rid=1, input_ids=ids, params=SamplingParams(), pooling="mean")
     assert encoding.decode([encoding.encode_inline(request)], AddRequest).pooling == "mean"
-    rows = encoding.decode(wire(encoding.encode(PooledRows(ids, ids[:2], ids[:0]))), PooledRows)
+    rows = encoding.decode(wire(encoding.encode(PooledLines(ids, ids[:2], ids[:0]))), PooledLines)
     assert [len(found) for found in (rows.last, rows.mean, rows.mean_ends)] == [3, 2, 0]
     wrong = msgspec.structs.replace(request, pooling="cls")
     with pytest.raises(msgspec.ValidationError):

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import ConfigError
-from engine.protocol.messages import SlotParams, TokenLogprobs
+from engine.protocol.step import SlotParams, TokenLogprobs
 from engine.registry import SAMPLING_BACKENDS
 from engine.sampling.sampler import SampledTokens, Sampler
 from engine.sampling.state import SamplingState

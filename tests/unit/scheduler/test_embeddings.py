@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from engine.pooling import Pooling
-from engine.protocol.messages import AbortRequest, AddRequest, ForwardMode
+from engine.protocol.messages import AbortRequest, AddRequest
+from engine.protocol.step import ForwardMode
 from engine.sampling_params import SamplingParams
 from engine.scheduler.victims import ends_in_flight
 from tests.support.fake_worker import reference_embedding
@@ -49,7 +50,7 @@ def test_a_step_of_embeddings_samples_nothing(pooling: Pooling) -> None:
     batch = h.scheduler.next_batch(0.0)
     assert batch is not None and batch.pooled is not None
     assert batch.forward_mode is ForwardMode.EXTEND
-    assert len(batch.sample_rows) == 0
+    assert len(batch.sampled_lines) == 0
     rows = [batch.pooled.last, batch.pooled.mean, batch.pooled.mean_ends]
     given = list(range(4))
     wanted = [given, [], []] if pooling == "last" else [[], given, given]

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from engine.protocol.messages import AbortRequest, AddRequest, ForwardMode, ModelWorkerBatch
+from engine.protocol.messages import AbortRequest, AddRequest
+from engine.protocol.step import ForwardMode, ModelWorkerBatch
 from engine.sampling_params import SamplingParams
 from tests.support.scheduler_harness import VOCAB, Harness, prompt
 
@@ -162,8 +163,9 @@ def test_no_micro_batch_exceeds_its_limit(pipeline: tuple[int, int], mixed: bool
     for i in range(40):
         h.add(i, prompt(rng, rng.choice([3, 64, 128, 200])), rng.randrange(1, 40))
     h.finish()
-    decode_rows = [len(b.req_pool_indices) - b.num_extend for b, _ in h.launches]
-    assert max(decode_rows) == 3
+    # A chunk of one token that ends its prompt counts as a decode, too.
+    decodes = [int((b.query_lens == 1).sum()) - len(b.new_slots) for b, _ in h.launches]
+    assert max(decodes) == 3
 
 
 def test_a_long_tail_is_spread_out(pipeline: tuple[int, int]) -> None:
@@ -211,7 +213,7 @@ def test_a_prompt_never_waits_for_an_emptier_micro_batch(pipeline: tuple[int, in
     h.start(99, 6)
     h.step()
     assert h.launches[-1].batch.micro_batch == full
-    assert h.launches[-1].batch.num_extend == 1
+    assert h.launches[-1].batch.num_long == 1
     h.steps(2 * h.num)
     assert h.counts == [4] * h.num
 

@@ -15,12 +15,7 @@ import torch
 
 from engine.attention.forward_batch import ForwardBatch
 from engine.config import EngineConfig
-from engine.protocol.messages import (
-    ForwardMode,
-    GenerationBatchResult,
-    ModelWorkerBatch,
-    SampleMasks,
-)
+from engine.protocol.step import GenerationBatchResult, ModelWorkerBatch, SampleMasks
 from engine.worker.base import LaunchedForward, ModelWorker, PendingResult
 from engine.worker.future_map import FutureMap
 from engine.worker.step_queue import StepQueue
@@ -75,7 +70,7 @@ def test_tokens_of_a_failed_row_are_no_output() -> None:
 
     def poisoned() -> GenerationBatchResult:
         result = run()
-        result.row_errors = {0: "NaN"}
+        result.line_errors = {0: "NaN"}
         return result
 
     h.worker.run = poisoned  # type: ignore[method-assign]
@@ -96,17 +91,15 @@ def test_input_is_the_token_of_the_step_before() -> None:
     mixed = ModelWorkerBatch(
         step=2,
         micro_batch=0,
-        forward_mode=ForwardMode.MIXED,
-        num_extend=1,
         req_pool_indices=np.array([3, 2, 1], np.int32),
+        query_lens=np.array([2, 1, 1], np.int32),
+        num_sampled=np.ones(3, np.int32),
         seq_lens=np.array([2, 5, 9], np.int32),
-        extend_lens=np.array([2], np.int32),
         input_ids=np.array([5, 6, -1, 40], np.int32),
         out_cache_loc=np.arange(4, dtype=np.int32),
         prefix_rows=NONE,
         prefix_lens=NONE,
         prefix_locs=NONE,
-        sample_rows=np.arange(3, dtype=np.int32),
         new_slots=[],
     )
     forward = ForwardBatch.from_worker_batch(mixed, torch.device("cpu"))
@@ -190,12 +183,12 @@ class EchoResult(PendingResult):
 def test_forward_waits_for_the_token_of_a_delayed_sample() -> None:
     """Step t + 1 comes while step t still waits for its mask: its input isn't there yet."""
     queue = StepQueue(EchoWorker())
-    one, first = np.array([1], np.int32), np.array([0], np.int32)
+    one = np.array([1], np.int32)
     for step in (1, 2):
         length = one + step
         decode = ModelWorkerBatch(
-            step, 0, ForwardMode.DECODE, 0, one, length, NONE, -one, length, NONE, NONE, NONE,
-            first, [], delayed_sample=step == 1,
+            step, 0, one, one, one, length, -one, length, NONE, NONE, NONE, [],
+            delayed_sample=step == 1,
         )  # fmt: skip
         queue.launch(decode)
     queue.apply(SampleMasks(1, NONE, np.zeros((0, 2), np.uint32)))

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.protocol.messages import GenerationBatchResult
-from engine.protocol.step_parts import VerifiedRows
+from engine.protocol.step import GenerationBatchResult
 from engine.scheduler.draft_length import MAX_PROBE_PAUSE, DraftLength, StepTimes
 from engine.speculative.config import SpeculativeConfig
 
@@ -37,7 +36,7 @@ def drive(
         )
         if count:
             step.drafts = (np.arange(rows), np.full(rows, count, np.int32))
-            result.verified = VerifiedRows(*outcome(turn, count))
+            result.num_tokens, result.num_drafts = outcome(turn, count)
         chooser.observe(step, result)
     return chosen
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from engine.constraints import mask_words, structured
-from engine.protocol.messages import SlotParams
-from engine.protocol.step_parts import SlotSpeculation
+from engine.protocol.step import SlotParams, SlotSpeculation
 from engine.sampling.draft_check import draft_check
 from engine.sampling.sampler import Sampler
 from engine.sampling.state import SamplingState

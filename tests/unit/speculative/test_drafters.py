@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.protocol.messages import SlotParams
-from engine.protocol.step_parts import SlotSpeculation
+from engine.protocol.step import SlotParams, SlotSpeculation
 from engine.sampling_params import SamplingParams
 from engine.speculative import suffix
 from engine.speculative.config import SpeculativeConfig

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.protocol.messages import FinishedReq, StepOutputs, TokenLogprobs
+from engine.protocol.messages import FinishedReq, StepOutputs
+from engine.protocol.step import TokenLogprobs
 from engine.protocol.tokenizer_messages import TextDelta
 from engine.sampling_params import SamplingParams
 from engine.tokenizer import DetokenizerManager, Tokenizer

@@ -14,16 +14,11 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.protocol.messages import (
-    ForwardMode,
-    GenerationBatchResult,
-    ModelWorkerBatch,
-    SlotParams,
-)
+from engine.protocol.step import GenerationBatchResult, ModelWorkerBatch, SlotParams
 from engine.sampling_params import SamplingParams
 from engine.worker.auto_config import graph_max_batch_size
 from engine.worker.graphs.decode_graphs import CaptureLimits, DecodeGraphs, Variant
-from engine.worker.graphs.sizes import capture_order, graph_sizes, pad_decode, smallest_fitting
+from engine.worker.graphs.sizes import capture_order, graph_sizes, pad_decodes, smallest_fitting
 from engine.worker.step_queue import StepQueue
 from engine.worker.tp_worker import TpModelWorker
 from tests.support.fake_graphs import CapturableAttention, RecordedGraphs, use_capturable_attention
@@ -91,8 +86,8 @@ def make_pair(folder: Path, max_batch_size: int = 20) -> Pair:
 
 def same_results(ours: GenerationBatchResult, wanted: GenerationBatchResult) -> None:
     assert ours.step == wanted.step
-    assert ours.row_errors == wanted.row_errors
-    bad = set(wanted.row_errors or ())
+    assert ours.line_errors == wanted.line_errors
+    bad = set(wanted.line_errors or ())
     pairs = zip(ours.next_token_ids, wanted.next_token_ids, strict=True)
     assert all(a == b for i, (a, b) in enumerate(pairs) if i not in bad)
     assert (ours.logprobs is None) == (wanted.logprobs is None)
@@ -124,7 +119,7 @@ def compare(
         result = queues[1].take_oldest()
         assert result is not None
         wanted.append(result)
-        for row in result.row_errors or {}:
+        for row in result.line_errors or {}:
             steps.drop(reqs[row])
             heal(pair, reqs[row].pages[0] * steps.page_size)
     ours += drain(queues[0])
@@ -216,10 +211,10 @@ def part(batch: ModelWorkerBatch, rows: range, step: int) -> ModelWorkerBatch:
     """Some rows of a decode step as a step of their own."""
     index = np.array(rows)
     fields = {name: getattr(batch, name) for name in batch.__struct_fields__}
-    for name in ("req_pool_indices", "seq_lens", "input_ids", "out_cache_loc"):
+    names = ("req_pool_indices", "query_lens", "num_sampled", "seq_lens", "input_ids")
+    for name in (*names, "out_cache_loc"):
         fields[name] = fields[name][index]
-    fields |= {"step": step, "sample_rows": np.arange(len(rows), dtype=np.int32)}
-    return ModelWorkerBatch(**fields)
+    return ModelWorkerBatch(**fields | {"step": step})
 
 
 def test_only_own_memory_changes(folder: Path) -> None:
@@ -247,7 +242,7 @@ def test_only_own_memory_changes(folder: Path) -> None:
             assert changed(before, after) <= locs | {0}
         cells = changed(table.view(-1), runner.req_to_token.view(-1))
         assert {cell // width for cell in cells} <= rows | {0}
-        padded += batch.num_extend == 0 and target not in (1, 2, 4, 8, 16, 20)
+        padded += batch.num_long == 0 and target not in (1, 2, 4, 8, 16, 20)
     assert padded >= 5
 
 
@@ -320,7 +315,7 @@ def test_what_runs_eagerly(folder: Path) -> None:
     sizes = [graphs.size_for(steps.next(target)[0]) for target in (3, 3, 5, 5, 8, 8, 9, 9, 2, 1)]
     assert sizes == [None, 4, None, 8, None, 8, None, None, 2, 1]
     batch, _ = steps.next(1)
-    batch.sample_rows = batch.sample_rows[:0]
+    batch.num_sampled = batch.num_sampled * 0
     assert graphs.size_for(batch) is None
 
 
@@ -351,7 +346,7 @@ def decode(steps: Steps, rows: int) -> ModelWorkerBatch:
     """The next step that has only decode rows, and `rows` of them."""
     while True:
         batch, _ = steps.next(rows)
-        if batch.num_extend == 0 and len(batch.req_pool_indices) == rows:
+        if batch.num_long == 0 and not batch.new_slots and len(batch.query_lens) == rows:
             return batch
 
 
@@ -437,12 +432,12 @@ def test_padding_rows_are_padding() -> None:
     steps = Steps(greedy, seed=0)
     steps.next(3)
     batch, _ = steps.next(3)
-    padded = pad_decode(batch, 8)
+    padded = pad_decodes(batch, 8)
     assert padded.req_pool_indices.tolist() == [*batch.req_pool_indices.tolist(), 0, 0, 0, 0, 0]
     assert padded.seq_lens.tolist() == [*batch.seq_lens.tolist(), 1, 1, 1, 1, 1]
     assert padded.out_cache_loc.tolist() == [*batch.out_cache_loc.tolist(), 0, 0, 0, 0, 0]
     assert padded.input_ids.tolist() == [-1, -1, -1, 0, 0, 0, 0, 0]
-    assert padded.sample_rows.tolist() == list(range(8))
+    assert padded.sampled_lines.tolist() == list(range(8))
 
 
 @pytest.mark.parametrize(
@@ -476,12 +471,10 @@ def step_of(
     return msgspec.structs.replace(
         batch,
         step=number,
-        forward_mode=ForwardMode.EXTEND if new else ForwardMode.VERIFY,
         req_pool_indices=ints([slot for slot, _, _ in rows]),
         input_ids=ints([token for tokens in inputs for token in tokens]),
         out_cache_loc=ints(locs),
         new_slots=new or [],
-        verify=None if new else batch.verify,
     )
 
 
@@ -508,10 +501,11 @@ def test_rows_with_drafts_run_in_the_graphs_of_decodes(
             assert result is not None
             results.append(result)
         same_results(*results)
-        assert results[0].verified == results[1].verified
+        assert results[0].num_tokens == results[1].num_tokens
+        assert results[0].num_drafts == results[1].num_drafts
         counts = [1] * 8
-        if results[0].verified is not None:
-            counts = results[0].verified.num_tokens
+        if results[0].num_tokens is not None:
+            counts = results[0].num_tokens
             accepted += sum(counts) - len(counts)
         end = 0
         for text, count in zip(texts, counts, strict=True):
@@ -600,12 +594,12 @@ def test_pipeline_stages_capture_too(folder: Path) -> None:
     last: dict[int, int] = {}
     for target in (3, 5, 5, 6, 6, 6, 4, 4):
         whole, _ = steps.next(target)
-        decode_rows = slice(whole.num_extend, None)
+        decode_lines = slice(len(whole.new_slots), None)
         tokens = [last.get(slot, -1) for slot in whole.req_pool_indices.tolist()]
-        starts = int(whole.extend_lens.sum())
-        whole.input_ids[starts:] = np.array(tokens, np.int32)[decode_rows]
+        starts = int(whole.query_lens[: len(whole.new_slots)].sum())
+        whole.input_ids[starts:] = np.array(tokens, np.int32)[decode_lines]
         micro = [whole]
-        if whole.num_extend == 0:
+        if not whole.new_slots:
             half = target // 2
             micro = [part(whole, range(half), whole.step), part(whole, range(half, target), 10**6)]
         for batch in micro:

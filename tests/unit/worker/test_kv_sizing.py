@@ -19,8 +19,7 @@ from engine.device.memory import CudaMemory, DeviceProcess, parse_processes
 from engine.distributed import ParallelState
 from engine.errors import ConfigError
 from engine.memory_need import GRAPH_RESERVE_BYTES, HEADROOM_BYTES
-from engine.protocol.messages import ModelWorkerBatch
-from engine.protocol.step_layout import token_starts
+from engine.protocol.step import ModelWorkerBatch
 from engine.sampling_params import MAX_LOGPROBS
 from engine.scheduler.scheduler_config import SchedulerConfig
 from engine.speculative.config import SpeculativeConfig
@@ -148,13 +147,13 @@ def test_steps_have_the_shapes_that_they_say(
     )
     long, wide = largest_steps(config)
     assert int(long.seq_lens[0]) == length and len(long.input_ids) == min(tokens, length)
-    assert long.extend_next_ids is not None
+    assert long.next_prompt_ids is not None
     assert long.new_slots[0].params.prompt_logprobs == MAX_LOGPROBS
-    assert len(wide.sample_rows) == min(rows, tokens)
+    assert len(wide.sampled_lines) == min(rows, tokens)
     assert len(wide.input_ids) == min(tokens, rows * length)
     for batch in (long, wide):
-        assert int(batch.extend_lens.sum()) == len(batch.input_ids) == len(batch.out_cache_loc)
-        assert batch.extend_lens.min() > 0 and batch.seq_lens.max() <= length
+        assert int(batch.query_lens.sum()) == len(batch.input_ids) == len(batch.out_cache_loc)
+        assert batch.query_lens.min() > 0 and batch.seq_lens.max() <= length
         assert not batch.out_cache_loc.any(), "only the padding page exists"
 
 
@@ -361,4 +360,4 @@ def test_steps_with_drafts_are_profiled() -> None:
     drafts = SpeculativeConfig(method="ngram", num_speculative_tokens=4)
     *_, last = largest_steps(dataclasses.replace(BASE, speculative=drafts, max_running_requests=5))
     assert len(step_inputs(last).logits_rows) == 25
-    assert token_starts(last)[-1] == 25
+    assert last.line_starts()[-1] == 25

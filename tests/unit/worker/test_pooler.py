@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.protocol.step_parts import PooledRows
+from engine.protocol.step import PooledLines
 from tests.support.models import make_model
 from tests.support.step_driver import DrivenReq, StepDriver, make_runner
 
@@ -42,9 +42,9 @@ def pool(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits [S, vocab] and embeddings [E, hidden] of one step."""
     batch = driver.build(extends, list(decodes), sampled=sampled)
-    batch.pooled = PooledRows(ints(last), ints(mean), ints(ends))
+    batch.pooled = PooledLines(ints(last), ints(mean), ints(ends))
     forward = driver.runner.prepare(batch)
-    forward.prompt_logits_rows = list(prompt_rows)
+    forward.prompt_logits_lines = list(prompt_rows)
     output = driver.runner.forward(forward)
     assert output is not None and output.embeddings is not None
     return output.logits, output.embeddings

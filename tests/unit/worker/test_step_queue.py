@@ -11,8 +11,7 @@ import torch
 
 from engine.config import EngineConfig, SimulatedDevice
 from engine.distributed import ParallelState
-from engine.protocol.messages import GenerationBatchResult, ModelWorkerBatch, SampleMasks
-from engine.protocol.step_parts import PooledRows
+from engine.protocol.step import GenerationBatchResult, ModelWorkerBatch, PooledLines, SampleMasks
 from engine.trace import StageSpan, TraceRing
 from engine.worker.auto_config import make_worker_config
 from engine.worker.base import LaunchedForward, ModelWorker, PendingResult
@@ -125,15 +124,30 @@ def test_busy_device_holds_back_results_of_its_micro_batch_only() -> None:
     assert ready(queue) == [1, 2] and queue.seconds_left() is None
 
 
-def test_allowed_tokens_unpacks_named_rows_only() -> None:
-    masks = np.zeros((1, 3), np.uint32)
+def test_allowed_tokens_unpacks_named_lines_only() -> None:
+    masks = np.zeros((3, 3), np.uint32)
     masks[0, 0], masks[0, 2] = 1 << 31 | 1 << 3, 1 << 5
-    allowed = allowed_tokens(
-        SampleMasks(1, np.asarray([1], np.int32), masks), 3, 70, torch.device("cpu")
-    )
+    masks[1, 1], masks[2, 0] = 1, 2
+    cpu = torch.device("cpu")
+
+    def unpacked(lines: list[int], run_lens: list[int]) -> torch.Tensor:
+        sent = SampleMasks(1, np.asarray(lines, np.int32), masks[: len(lines)])
+        return allowed_tokens(sent, np.asarray(run_lens), 70, cpu)
+
+    allowed = unpacked([1], [1, 1, 1])
     assert allowed.shape == (3, 70)
     assert allowed[0].all() and allowed[2].all()
     assert allowed[1].nonzero().flatten().tolist() == [3, 31, 69]
+    # A line with a draft has a mask for each of its tokens.
+    allowed = unpacked([0, 2, 2], [1, 3, 2])
+    assert [row.nonzero().flatten().tolist() for row in allowed[[0, 4, 5]]] == [
+        [3, 31, 69],
+        [32],
+        [1],
+    ]
+    assert allowed[1:4].all()
+    with pytest.raises(ValueError, match="other drafts"):
+        unpacked([0, 2, 2], [1, 2, 1])
 
 
 # The simulated device
@@ -195,15 +209,14 @@ def test_simulated_tokens_depend_on_the_sequence_alone() -> None:
 
 
 def test_simulated_embeddings_depend_on_the_prompt_alone() -> None:
-    def run(lens: list[int], pooled: PooledRows) -> list[bytes]:
+    def run(lens: list[int], pooled: PooledLines) -> list[bytes]:
         worker, _ = simulated(0.0)
         queue = StepQueue(worker)
         batch = decode_step(1, list(range(1, len(lens) + 1)))
-        batch.num_extend = len(lens)
-        batch.extend_lens = np.asarray(lens, np.int32)
+        batch.query_lens = np.asarray(lens, np.int32)
         batch.input_ids = np.concatenate([np.arange(10, 10 + n, dtype=np.int32) for n in lens])
-        batch.seq_lens = batch.extend_lens + 4
-        batch.sample_rows = NONE
+        batch.seq_lens = batch.query_lens + 4
+        batch.num_sampled = np.zeros(len(lens), np.int32)
         batch.pooled = pooled
         queue.launch(batch)
         result = queue.take_oldest()
@@ -211,14 +224,14 @@ def test_simulated_embeddings_depend_on_the_prompt_alone() -> None:
         return result.embeddings or []
 
     one, two = np.asarray([0], np.int32), np.asarray([1], np.int32)
-    together = run([5, 7], PooledRows(two, one, one))
+    together = run([5, 7], PooledLines(two, one, one))
     assert together == [
-        *run([7], PooledRows(one, NONE, NONE)),
-        *run([5], PooledRows(NONE, one, one)),
+        *run([7], PooledLines(one, NONE, NONE)),
+        *run([5], PooledLines(NONE, one, one)),
     ]
     vectors = [np.frombuffer(data, np.float32) for data in together]
     assert len(vectors[0]) == 256 and not np.array_equal(*vectors)
-    assert run([5], PooledRows(NONE, one, NONE)) == []
+    assert run([5], PooledLines(NONE, one, NONE)) == []
 
 
 def test_simulated_worker_honours_masks() -> None:
@@ -229,11 +242,11 @@ def test_simulated_worker_honours_masks() -> None:
     queue.launch(decode_step(1, [1, 2], delayed=True))
     queue.apply(SampleMasks(1, np.asarray([1], np.int32), masks))
     result = queue.take_oldest()
-    assert result is not None and result.next_token_ids[1] == 39 and result.row_errors is None
+    assert result is not None and result.next_token_ids[1] == 39 and result.line_errors is None
     queue.launch(decode_step(2, [1, 2], delayed=True))
     queue.apply(SampleMasks(2, np.asarray([0], np.int32), np.zeros_like(masks)))
     result = queue.take_oldest()
-    assert result is not None and list(result.row_errors or {}) == [0]
+    assert result is not None and list(result.line_errors or {}) == [0]
 
 
 def worker_vocab() -> int:

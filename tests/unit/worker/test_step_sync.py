@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from engine.attention.torch_backend import TorchAttentionBackend
-from engine.protocol.messages import ModelWorkerBatch
-from engine.protocol.step_parts import PooledRows
+from engine.protocol.step import ModelWorkerBatch, PooledLines
 from engine.sampling.sampler import Sampler
 from engine.sampling_params import SamplingParams
 from engine.worker.future_map import FutureMap
@@ -70,9 +69,8 @@ def run_steps(
     for target in TARGETS:
         with FakeCuda():
             batch, reqs = steps.next(target)
-            if batch.num_extend:
-                ends = np.cumsum(batch.extend_lens)
-                batch.extend_next_ids = np.full(len(ends), -1, np.int32)
+            if batch.new_slots:
+                batch.next_prompt_ids = next_ids(batch)
             masks = steps.masks(batch, reqs)
             launched.append(len(reqs))
             queue.launch(batch)
@@ -83,6 +81,15 @@ def run_steps(
             assert result is not None
             collected.append(len(result.next_token_ids))
     assert collected == launched[:-1]
+
+
+def next_ids(batch: ModelWorkerBatch) -> np.ndarray:
+    """As if every new request wanted prompt log-probabilities that has any."""
+    found = np.full(len(batch.query_lens), -2, np.int32)
+    for line, item in enumerate(batch.new_slots):
+        if item.params.prompt_logprobs is not None:
+            found[line] = -1
+    return found
 
 
 def make(folder: Path, max_batch_size: int = 0) -> TpModelWorker:
@@ -111,14 +118,14 @@ def test_steps_with_embeddings_never_wait(folder: Path, prompt_logprobs: int | N
     for number, target in enumerate((6, 11, 15)):
         with FakeCuda():
             batch, _ = steps.next(target)
-            fresh = np.arange(batch.num_extend, dtype=np.int32)
-            batch.pooled = PooledRows(fresh[1::2], fresh[::2], fresh[2::2])
-            batch.sample_rows = batch.sample_rows[batch.num_extend :]
+            fresh = np.arange(len(batch.new_slots), dtype=np.int32)
+            batch.pooled = PooledLines(fresh[1::2], fresh[::2], fresh[2::2])
+            batch.num_sampled[fresh] = 0
             if prompt_logprobs is not None:
-                batch.extend_next_ids = np.full(batch.num_extend, -1, np.int32)
+                batch.next_prompt_ids = next_ids(batch)
             queue.launch(batch)
         (result,) = queue.take_ready()
-        assert len(result.embeddings or []) == batch.num_extend - 1, number
+        assert len(result.embeddings or []) == len(fresh) - 1, number
 
 
 def test_captured_steps_never_wait(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,14 +15,8 @@ from deploy.ingress.replica_router import AVOID_S, SILENCE_S, ReplicaRouter, inp
 from deploy.replica.request_router import ChosenReplicaRouter, ranks
 from deploy.routing import make_policy
 from engine.kvcache import hash_pages
-from engine.protocol.messages import (
-    BlockStored,
-    IntArray,
-    KVEvents,
-    KVSnapshot,
-    Pong,
-    SubscribeKVEvents,
-)
+from engine.protocol.messages import BlockStored, KVEvents, KVSnapshot, Pong, SubscribeKVEvents
+from engine.protocol.step import IntArray
 
 PAGE = 4
 PROMPT = np.arange(41, dtype=np.int32)

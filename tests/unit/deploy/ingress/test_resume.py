@@ -24,13 +24,8 @@ from deploy.ingress.tokenizer_link import TokenizerLostError
 from engine.errors import EngineDeadError, EngineDrainingError, RequestError
 from engine.protocol import encoding
 from engine.protocol import tokenizer_messages as tm
-from engine.protocol.messages import (
-    AbortRequest,
-    AddRequest,
-    FinishedReq,
-    StepOutputs,
-    TokenLogprobs,
-)
+from engine.protocol.messages import AbortRequest, AddRequest, FinishedReq, StepOutputs
+from engine.protocol.step import TokenLogprobs
 from engine.protocol.tokenizer_messages import TextDelta
 from engine.sampling_params import SamplingParams
 from engine.tokenizer import DetokenizerManager, Tokenizer
