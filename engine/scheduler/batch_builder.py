@@ -28,16 +28,6 @@ from engine.scheduler.running_batch import RunningBatch
 _NONE: IntArray = np.zeros(0, np.int32)
 
 
-class BuiltStep(NamedTuple):
-    """A step that is ready to be sent."""
-
-    batch: ModelWorkerBatch
-    launched: LaunchedStep
-    """What the scheduler keeps of it."""
-    last_locs: list[int]
-    """The last slot of each chunk that ends its prompt."""
-
-
 class _Lines(NamedTuple):
     """Lines of a step, as in `ModelWorkerBatch`, and of those that sample as in `LaunchedStep`."""
 
@@ -71,8 +61,8 @@ def build_batch(
     *,
     send_tokens: bool,
     whole_steps: bool = False,
-) -> BuiltStep:
-    """The step of `additions`, then of the lines of `decode`.
+) -> tuple[ModelWorkerBatch, LaunchedStep]:
+    """The step of `additions`, then of the lines of `decode`, and what the scheduler keeps of it.
 
     With `send_tokens`, decodes carry their token, because pipeline stages other than the last have
     no `FutureMap` entry for it; else they carry -1. With `whole_steps`, no step of these rows is in
@@ -81,16 +71,13 @@ def build_batch(
     reqs = [a.req for a in additions]
     sampled = [a.req for a in additions if a.last and a.req.pooling is None]
     fresh = [r for r in reqs if not r.installed]
-    decodes, last_locs = None, list[int]()
+    decodes = None
     parts: list[_Lines] = []
     if decode is not None:
         decodes = _decodes(kv, decode, send_tokens, whole_steps)
         parts.append(decodes.lines)
     if additions:
-        chunks = _chunks(kv, additions)
-        ends = np.cumsum(chunks.query_lens) - 1
-        last_locs = [int(chunks.locs[e]) for e, a in zip(ends, additions, strict=True) if a.last]
-        parts.insert(0, chunks)
+        parts.insert(0, _chunks(kv, additions))
     lines = parts[0] if len(parts) == 1 else _Lines(*map(np.concatenate, zip(*parts, strict=True)))
     pooled = _pooled_lines(additions) if any(r.pooling for r in reqs) else None
     batch = ModelWorkerBatch(
@@ -126,7 +113,7 @@ def build_batch(
     if decodes is not None and decodes.planned is not None:
         launched.drafts = (decodes.lines.rows, decodes.planned)
         launched.forced = decodes.forced
-    return BuiltStep(batch, launched, last_locs)
+    return batch, launched
 
 
 def _chunks(kv: KVManager, additions: Sequence[Addition]) -> _Lines:
@@ -149,23 +136,22 @@ def _chunks(kv: KVManager, additions: Sequence[Addition]) -> _Lines:
 
 
 def _decodes(kv: KVManager, decode: RunningBatch, send_tokens: bool, whole_steps: bool) -> _Decodes:
-    after, drafts = decode.seq_lens + 1, decode.drafts
-    ones = np.ones(len(decode), np.int32)
+    after, ones = decode.seq_lens + 1, np.ones(len(decode), np.int32)
     rows, rids, readers = decode.rows, decode.rids, decode.readers
-    if drafts is None:
-        locs = kv.decode(rows, after, decode.last_locs)
-        tokens = _decode_tokens(decode, send_tokens)
-        return _Decodes(_Lines(rows, ones, ones, after, tokens, locs, rids, readers))
-    drafts.alloc = kv.reserve(rows, drafts.alloc, drafts.targets)
-    planned = drafts.planned
+    if decode.speculates:
+        decode.alloc = kv.reserve(rows, decode.alloc, decode.targets)
+    planned = decode.planned
     if decode.is_exact and not planned.any():
-        locs = kv.slot_at(rows, decode.seq_lens)
+        if decode.speculates:
+            locs = kv.slot_at(rows, decode.seq_lens)
+        else:
+            locs = kv.decode(rows, after, decode.last_locs)
         tokens = _decode_tokens(decode, send_tokens)
         return _Decodes(_Lines(rows, ones, ones, after, tokens, locs, rids, readers))
     forced: dict[int, ForcedRun] = {}
-    if drafts.forced:
+    if decode.forced:
         numbers = enumerate(rows.tolist())
-        forced = {i: drafts.forced[row].run for i, row in numbers if row in drafts.forced}
+        forced = {i: decode.forced[row].run for i, row in numbers if row in decode.forced}
     counts = planned + 1
     if whole_steps:
         known = [
@@ -176,7 +162,7 @@ def _decodes(kv: KVManager, decode: RunningBatch, send_tokens: bool, whole_steps
         locs, lens = kv.slots(rows, decode.seq_lens, counts), after + planned
         lines = _Lines(rows, counts, counts, lens, _ints(known), locs, rids, readers)
         return _Decodes(lines, planned, None, forced)
-    starts, num_slots = decode.seq_lens, drafts.targets - decode.seq_lens
+    starts, num_slots = decode.seq_lens, decode.targets - decode.seq_lens
     late = LateLines(kv.slots(rows, starts, num_slots), starts, num_slots, forced or None)
     lines = _Lines(rows, counts, counts, after, _NONE, _NONE, rids, readers)
     return _Decodes(lines, planned, late, forced)

@@ -90,12 +90,13 @@ class KVManager:
             table[req.req_pool_idx, req.kv_len : end] = locs[at : at + n]
             req.kv_len = end
             at += n
+            req.last_loc = int(locs[at - 1])
         return locs
 
     def decode_need(self, running: RunningBatch) -> int:
         """Tokens of new pages for the next decode step of `running`."""
-        if (drafts := running.drafts) is not None:
-            return self.reserve_need(drafts.alloc, drafts.targets)
+        if running.speculates:
+            return self.reserve_need(running.alloc, running.targets)
         return self.allocator.pages_needed_decode(running.seq_lens + 1) * self.page_size
 
     def decode(self, rows: IntArray, seq_lens: IntArray, last_locs: IntArray) -> IntArray:

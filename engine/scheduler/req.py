@@ -79,6 +79,8 @@ class Req:
     kv_len: int = 0
     alloc_len: int = 0
     """Below `kv_len` if the request has no slots for drafts."""
+    last_loc: int = 0
+    """Slot of the last token of its last launched chunk."""
     last_node: TreeNode | None = None
     prefix_indices: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
     """Slots of the cached prefix, between match and admission."""

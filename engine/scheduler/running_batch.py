@@ -1,30 +1,62 @@
-"""`RunningBatch`: the decode rows of a micro-batch, as arrays kept from step to step.
+"""`RunningBatch`: the decodes of a micro-batch, a table of named columns kept from step to step.
 
 Composing a decode step touches no request objects: one addition, one allocation, one message.
-Lists and arrays are replaced, never changed in place, so a launched step may keep them.
+Lists and columns are replaced, never changed in place, so a launched step may keep them.
+
+If the engine speculates, a step gives a line one token or several, and the scheduler learns how
+many from the result. Until then a line has a least and a most number of tokens. It gets slots for
+the most. Slots behind a rejected draft stay with the row: the next step writes there again.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from engine.protocol.step import Int64Array, IntArray
-from engine.scheduler.draft_rows import DraftRows
+from engine.protocol.step import ForcedRun, Int64Array, IntArray
 from engine.scheduler.req import Req
 
 _NONE = np.zeros(0, np.int32)
+_COLUMNS: Mapping[str, Callable[[Req], int]] = {
+    "rows": lambda req: req.req_pool_idx,
+    "seq_lens": lambda req: req.kv_len,
+    "remaining": lambda req: req.max_new_tokens - len(req.output_ids) - 1,
+    "rids": lambda req: req.rid,
+    "readers": lambda req: req.reader_no,
+    "last_locs": lambda req: req.last_loc,
+}
+"""What a request that joins has in each column."""
+_DRAFT_COLUMNS: Mapping[str, Callable[[Req], int]] = {
+    "most": lambda req: req.kv_len,
+    "alloc": lambda req: req.kv_len,
+    "limits": lambda req: req.prompt_len + req.max_new_tokens,
+    "may_draft": lambda req: req.constraint is None,
+    "planned": lambda req: 0,
+}
+"""Those of an engine that speculates, besides."""
+
+
+class ForcedDrafts(NamedTuple):
+    """What a line's constraint leaves no choice about."""
+
+    run: ForcedRun
+    most: int
+    """Drafts of the next step at most."""
+
+
+NOTHING_FORCED: Mapping[int, ForcedDrafts] = MappingProxyType({})
 
 
 class RunningBatch:
-    """Requests whose prompt is launched and that have output left to launch. B rows."""
+    """Requests whose prompt is launched and that have output left to launch. B lines."""
 
-    def __init__(self, drafts: DraftRows | None = None) -> None:
-        """`drafts` is set if the engine speculates."""
-        self.drafts = drafts
+    def __init__(self, speculates: bool = False) -> None:
+        self.speculates = speculates
+        self._columns = {**_COLUMNS, **_DRAFT_COLUMNS} if speculates else _COLUMNS
         self.reqs: list[Req] = []
         self.rows: IntArray = _NONE
         """int32 [B]: rows of `ReqToTokenPool`."""
@@ -37,10 +69,22 @@ class RunningBatch:
         self.rids: Int64Array = np.zeros(0, np.int64)
         self.readers: IntArray = _NONE
         """int32 [B]: `Req.reader_no`."""
+        self.most: IntArray = _NONE
+        """int32 [B]: tokens in the KV cache if every draft in flight is accepted."""
+        self.alloc: IntArray = _NONE
+        """int32 [B]: positions that have slots."""
+        self.limits: IntArray = _NONE
+        """int32 [B]: tokens that prompt and output may have in all."""
+        self.may_draft: IntArray = _NONE
+        """int32 [B]: 1, or 0 for requests whose next token depends on masks."""
+        self.planned: IntArray = _NONE
+        """int32 [B]: drafts of the step that is being composed."""
+        self.forced: Mapping[int, ForcedDrafts] = NOTHING_FORCED
+        """By row of `ReqToTokenPool`: what constraints give to this step."""
         self.num_constrained = 0
-        """Number of rows whose request has a `Constraint`."""
+        """Number of lines whose request has a `Constraint`."""
         self.num_by_key: Counter[str] = Counter()
-        """Number of rows by the name of their request's API key."""
+        """Number of lines by the name of their request's API key."""
 
     def __len__(self) -> int:
         return len(self.reqs)
@@ -48,47 +92,50 @@ class RunningBatch:
     @property
     def num_tokens(self) -> int:
         """Tokens of the next decode step."""
-        return len(self.reqs) + (0 if self.drafts is None else int(self.drafts.planned.sum()))
+        return len(self.reqs) + int(self.planned.sum())
 
     @property
     def is_exact(self) -> bool:
         """Whether `seq_lens` are the lengths, not only the least ones."""
-        return self.drafts is None or np.array_equal(self.seq_lens, self.drafts.most)
+        return not self.speculates or np.array_equal(self.seq_lens, self.most)
 
-    def append(self, reqs: Sequence[Req], last_locs: Sequence[int]) -> None:
+    @property
+    def targets(self) -> IntArray:
+        """int32 [B]: positions for which the planned step needs slots."""
+        targets: IntArray = np.minimum(self.most + self.planned + 1, self.limits)
+        return targets
+
+    def append(self, reqs: Iterable[Req]) -> None:
         """Add requests whose last prompt chunk was just launched, unless all output is launched."""
-        fresh = [
-            (r, loc)
-            for r, loc in zip(reqs, last_locs, strict=True)
-            if r.max_new_tokens - len(r.output_ids) > 1
-        ]
-        if not fresh:
-            return
-        new = [r for r, _ in fresh]
-        n = len(new)
-        self.reqs = self.reqs + new
-        self.rows = np.concatenate([self.rows, _ints((r.req_pool_idx for r in new), n)])
-        self.seq_lens = np.concatenate([self.seq_lens, _ints((r.kv_len for r in new), n)])
-        self.last_locs = np.concatenate([self.last_locs, _ints((loc for _, loc in fresh), n)])
-        left = _ints((r.max_new_tokens - len(r.output_ids) - 1 for r in new), n)
-        self.remaining = np.concatenate([self.remaining, left])
-        self.rids = np.concatenate([self.rids, np.fromiter((r.rid for r in new), np.int64, n)])
-        self.readers = np.concatenate([self.readers, _ints((r.reader_no for r in new), n)])
-        self.num_constrained += sum(r.constraint is not None for r in new)
-        self.num_by_key.update(r.key_name for r in new)
-        if self.drafts is not None:
-            self.drafts.append(new)
+        new = [r for r in reqs if r.max_new_tokens - len(r.output_ids) > 1]
+        if new:
+            self._join(new, {name: list(map(of, new)) for name, of in self._columns.items()})
+
+    def plan_drafts(
+        self, most: int | IntArray, forced: Mapping[int, ForcedDrafts] = NOTHING_FORCED
+    ) -> None:
+        """Let the next step have at most `most` drafts a line, and none that can't be output.
+
+        Lines whose row of `ReqToTokenPool` is in `forced` have their drafts from there.
+        """
+        room = self.limits - self.most - 2
+        planned = np.minimum(room, most) * self.may_draft
+        for line, row in enumerate(self.rows.tolist() if forced else ()):
+            if row in forced:
+                planned[line] = min(int(room[line]), forced[row].most)
+        self.forced = forced
+        self.planned = np.maximum(planned, 0, dtype=np.int32)
 
     def advance(self, locs: IntArray) -> None:
-        """Count one more launched token of every row, at slots `locs` [B], or its drafts too.
+        """Count one more launched token of every line, at slots `locs` [B], or its drafts too.
 
-        Rows whose whole output is launched now leave: they only wait for results.
+        Lines whose whole output is launched now leave: they only wait for results.
         """
         self.seq_lens = self.seq_lens + 1
-        if self.drafts is None:
-            self.last_locs = locs
+        if self.speculates:
+            self.most = self.most + self.planned + 1
         else:
-            self.drafts.advance()
+            self.last_locs = locs
         self.remaining = self.remaining - 1
         if not self.remaining.all():
             self._keep(self.remaining > 0)
@@ -96,78 +143,67 @@ class RunningBatch:
     def learn(self, rows: IntArray, planned: IntArray, num_tokens: IntArray) -> None:
         """A step that checked drafts is back: `rows` of `ReqToTokenPool` [n] gave `num_tokens`,
         where they might have given `planned` + 1. Rows that are not here any more are ignored."""
-        if self.drafts is None or len(self) == 0 or len(rows) == 0:
+        if len(self) == 0 or len(rows) == 0:
             return
         gained, missed = num_tokens - 1, planned + 1 - num_tokens
-        if not np.array_equal(rows, self.rows):  # rows have left, or joined, since then
+        if not np.array_equal(rows, self.rows):  # requests have left, or joined, since then
             size = int(max(rows.max(), self.rows.max())) + 1
             by_row = np.zeros((2, size), np.int32)
             by_row[0, rows], by_row[1, rows] = gained, missed
             gained, missed = by_row[:, self.rows]
         self.seq_lens = self.seq_lens + gained
-        self.drafts.most = self.drafts.most - missed
+        self.most = self.most - missed
         self.remaining = self.remaining - gained
         if (self.remaining <= 0).any():
             self._keep(self.remaining > 0)
 
     def remove(self, reqs: Sequence[Req]) -> None:
         """Take out requests that ended or are retracted; requests that aren't here are ignored."""
-        gone = {id(r) for r in reqs}
-        keep = np.fromiter((id(r) not in gone for r in self.reqs), np.bool_, len(self.reqs))
-        if not keep.all():
-            self._keep(keep)
+        mask = self._lines_of(reqs)
+        if mask.any():
+            self._keep(~mask)
 
     def move(self, reqs: Sequence[Req], target: RunningBatch) -> None:
         """Hand requests over to another micro-batch; none of them may be in a step in flight."""
-        moving = {id(r) for r in reqs}
-        mask = np.fromiter((id(r) in moving for r in self.reqs), np.bool_, len(self.reqs))
+        mask = self._lines_of(reqs)
         at = np.flatnonzero(mask)
-        moved = [self.reqs[i] for i in at.tolist()]
-        target.reqs = target.reqs + moved
-        target.rows = np.concatenate([target.rows, self.rows[at]])
-        target.seq_lens = np.concatenate([target.seq_lens, self.seq_lens[at]])
-        target.last_locs = np.concatenate([target.last_locs, self.last_locs[at]])
-        target.remaining = np.concatenate([target.remaining, self.remaining[at]])
-        target.rids = np.concatenate([target.rids, self.rids[at]])
-        target.readers = np.concatenate([target.readers, self.readers[at]])
-        target.num_constrained += sum(r.constraint is not None for r in moved)
-        target.num_by_key.update(r.key_name for r in moved)
-        if target.drafts is not None and self.drafts is not None:
-            target.drafts.take(self.drafts, at)
+        columns = {name: getattr(self, name)[at] for name in self._columns}
+        target._join([self.reqs[i] for i in at.tolist()], columns)
         self._keep(~mask)
 
     def sync_lens(self) -> None:
         """Write the launched lengths back to the requests."""
-        for req, length in zip(self.reqs, self.seq_lens.tolist(), strict=True):
-            req.kv_len = length
-        if self.drafts is not None:
-            for req, length in zip(self.reqs, self.drafts.alloc.tolist(), strict=True):
-                req.alloc_len = length
+        self._write_back(range(len(self)))
+
+    def _join(self, reqs: list[Req], columns: Mapping[str, Sequence[int] | IntArray]) -> None:
+        self.reqs = self.reqs + reqs
+        for name, values in columns.items():
+            column = getattr(self, name)
+            setattr(self, name, np.concatenate([column, np.asarray(values, column.dtype)]))
+        self.num_constrained += sum(r.constraint is not None for r in reqs)
+        self.num_by_key.update(r.key_name for r in reqs)
 
     def _keep(self, mask: np.ndarray[Any, np.dtype[np.bool_]]) -> None:
-        for i in np.flatnonzero(~mask).tolist():
-            self.reqs[i].kv_len = int(self.seq_lens[i])
-            if self.drafts is not None:
-                self.reqs[i].alloc_len = int(self.drafts.alloc[i])
-            if self.reqs[i].constraint is not None:
-                self.num_constrained -= 1
-            self._uncount(self.reqs[i].key_name)
+        gone = np.flatnonzero(~mask).tolist()
+        self._write_back(gone)
+        for req in [self.reqs[i] for i in gone]:
+            self.num_constrained -= req.constraint is not None
+            self.num_by_key[req.key_name] -= 1
+            if not self.num_by_key[req.key_name]:
+                del self.num_by_key[req.key_name]
         kept = np.flatnonzero(mask)
         self.reqs = [self.reqs[i] for i in kept.tolist()]
-        self.rows = self.rows[kept]
-        self.seq_lens = self.seq_lens[kept]
-        self.last_locs = self.last_locs[kept]
-        self.remaining = self.remaining[kept]
-        self.rids = self.rids[kept]
-        self.readers = self.readers[kept]
-        if self.drafts is not None:
-            self.drafts.keep(kept)
+        for name in self._columns:
+            setattr(self, name, getattr(self, name)[kept])
 
-    def _uncount(self, key_name: str) -> None:
-        self.num_by_key[key_name] -= 1
-        if not self.num_by_key[key_name]:
-            del self.num_by_key[key_name]
+    def _lines_of(self, reqs: Sequence[Req]) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """bool [B]: which lines are those of `reqs`."""
+        wanted = {id(r) for r in reqs}
+        return np.fromiter((id(r) in wanted for r in self.reqs), np.bool_, len(self.reqs))
 
-
-def _ints(values: Iterable[int], count: int) -> IntArray:
-    return np.fromiter(values, np.int32, count)
+    def _write_back(self, lines: Iterable[int]) -> None:
+        """Write the launched lengths of lines to their requests."""
+        for i in lines:
+            self.reqs[i].kv_len = int(self.seq_lens[i])
+            if self.speculates:
+                self.reqs[i].alloc_len = int(self.alloc[i])

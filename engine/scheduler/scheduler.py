@@ -34,7 +34,6 @@ from engine.scheduler.chunk_sizer import ChunkSizer
 from engine.scheduler.committer import Committer
 from engine.scheduler.delayed_sample import DelayedSamples
 from engine.scheduler.draft_length import DraftLength
-from engine.scheduler.draft_rows import DraftRows, ForcedDrafts
 from engine.scheduler.kv_manager import KVManager
 from engine.scheduler.micro_batch import MicroBatch
 from engine.scheduler.new_token_ratio import NewTokenRatio
@@ -42,7 +41,7 @@ from engine.scheduler.outputs import OutputCollector
 from engine.scheduler.prefill_adder import Addition
 from engine.scheduler.prefill_planner import PrefillPlanner
 from engine.scheduler.requests import Requests
-from engine.scheduler.running_batch import RunningBatch
+from engine.scheduler.running_batch import ForcedDrafts, RunningBatch
 from engine.scheduler.scheduler_config import SchedulerConfig
 from engine.scheduler.stats import SchedulerStats
 from engine.scheduler.victims import ends_in_flight, retraction_victim
@@ -67,7 +66,7 @@ class Scheduler:
         self.delayed = DelayedSamples(config.vocab_size)
         self.stats = SchedulerStats(kv_total_tokens=self.kv.total_size)
         self.micro_batches = [
-            MicroBatch(i, RunningBatch(None if config.speculative is None else DraftRows()))
+            MicroBatch(i, RunningBatch(config.speculative is not None))
             for i in range(config.num_micro_batches)
         ]
         self.requests = Requests(self.kv, self.micro_batches, self.outputs, self.stats)
@@ -241,7 +240,6 @@ class Scheduler:
 
         With one step in flight the scheduler has the drafts, which came with the last result.
         """
-        assert running.drafts is not None
         most: int | IntArray = length.choose(len(running))
         if most and (self.requests.chunked is not None or self.requests.shares.num_waiting):
             # Half of a step's tokens stay for prompts.
@@ -250,9 +248,9 @@ class Scheduler:
         if most and self.config.lookahead == 1:
             known = np.fromiter((len(r.drafts) for r in running.reqs), np.int32, len(running))
             most = np.minimum(known, most)
-        running.drafts.plan(most, running.rows, self._forced(running, length.most))
-        if running.drafts.planned.any() and self.kv.decode_need(running) > self.kv.room:
-            running.drafts.plan(0)
+        running.plan_drafts(most, self._forced(running, length.most))
+        if running.planned.any() and self.kv.decode_need(running) > self.kv.room:
+            running.plan_drafts(0)
 
     def _forced(self, running: RunningBatch, most: int) -> dict[int, ForcedDrafts]:
         """By row of `ReqToTokenPool`: the drafts that constraints give to the next step.
@@ -279,7 +277,7 @@ class Scheduler:
         self._step += 1
         running = mb.running
         decode = running if with_decode and len(running) else None
-        batch, launched, last_locs = build_batch(
+        batch, launched = build_batch(
             self.kv,
             self._step,
             mb.index,
@@ -299,7 +297,7 @@ class Scheduler:
             decode.advance(batch.out_cache_loc[len(batch.out_cache_loc) - len(decode) :])
         for req, _, _ in additions:
             self.kv.cache_unfinished(req)
-        running.append([a.req for a in additions if a.last], last_locs)
+        running.append(a.req for a in additions if a.last)
         mb.in_flight.append(launched)
         return batch
 

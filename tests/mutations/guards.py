@@ -236,8 +236,9 @@ MUTATIONS = [
         "req_pool_indices changed",
         Edit(
             RUNNING_BATCH,
-            "self.rows = self.rows[kept]",
-            "self.rows[: len(kept)] = self.rows[kept]; self.rows = self.rows[: len(kept)]",
+            "setattr(self, name, getattr(self, name)[kept])",
+            "old = getattr(self, name); new = old[kept]; setattr(self, name, new); "
+            "old[: len(kept)] = new if name == 'rows' else old[: len(kept)]",
         ),
     ),
     mutation(
@@ -323,7 +324,7 @@ MUTATIONS = [
         "too few KV slots",
         Edit(STEP_FILLER, "min(count, limits[slot] - lens[slot] - 2)", "count"),
         Edit(
-            "engine/scheduler/draft_rows.py",
+            RUNNING_BATCH,
             "self.limits - self.most - 2",
             "self.limits - self.most + 9",
         ),
@@ -339,13 +340,13 @@ MUTATIONS = [
         DRAFTS,
         "test_the_scheduler_learns_lengths",
         "hardly any drafts",
-        Edit(RUNNING_BATCH, "self.drafts.most = self.drafts.most - missed", "pass"),
+        Edit(RUNNING_BATCH, "self.most = self.most - missed", "pass"),
     ),
     mutation(
         DRAFTS,
         "test_drafts_fall_away_before_a_request_does",
         "retracted for drafts",
-        Edit(SCHEDULER, "running.drafts.plan(0)", "pass"),
+        Edit(SCHEDULER, "running.plan_drafts(0)", "pass"),
     ),
     mutation(
         DRAFTS,
