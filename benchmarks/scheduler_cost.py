@@ -176,7 +176,7 @@ def manta_config(load: DecodeLoad) -> SchedulerConfig:
         max_running_requests=max(load.num_requests, 256),
         chunked_prefill_size=max(load.prompt_tokens, 512),
     ).resolve()
-    return SchedulerConfig.from_config(config, max(load.kv_tokens, config.max_model_len))
+    return SchedulerConfig(config, max(load.kv_tokens, config.max_model_len))
 
 
 def context_len(scheduler: Scheduler) -> float:

@@ -179,7 +179,7 @@ def scheduler() -> list[dict[str, Any]]:
         if engine.speculative_config is not None:
             engine.speculative_config.draft_length = "fixed"
         core = EngineCore(
-            Scheduler(SchedulerConfig.from_config(engine.resolve(), 400_000)),
+            Scheduler(SchedulerConfig(engine.resolve(), 400_000)),
             InstantExecutor(400_000, given),
         )
         for rid, prompt in enumerate(prompts_of_rows.astype(np.int32)):

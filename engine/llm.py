@@ -62,7 +62,7 @@ class LLM:
         worker = make_worker_config(resolved)
         if worker.num_kv_tokens is not None:
             # Raises on impossible sizes, before any weight is read.
-            SchedulerConfig.from_config(resolved, worker.num_kv_tokens)
+            SchedulerConfig(resolved, worker.num_kv_tokens)
         self.tokenizer = _load_tokenizer(resolved.model.path)
         self.vocab_size = resolved.model.vocab_size
         self.max_model_len = resolved.max_model_len
@@ -71,7 +71,7 @@ class LLM:
         self._pooling = resolved.pooling
         executor = make_executor(worker)
         grammars = make_grammar_compiler(resolved.model) if self.tokenizer else None
-        scheduler_config = SchedulerConfig.from_config(resolved, executor.num_kv_tokens)
+        scheduler_config = SchedulerConfig(resolved, executor.num_kv_tokens)
         scheduler = Scheduler(scheduler_config, grammars)
         self._guard = GrammarGuard(resolved.model.path) if self.tokenizer else None
         self.core = EngineCore(scheduler, executor)
@@ -222,7 +222,7 @@ class LLM:
         """Run the requests to their ends. `read` takes what a step gave and returns the rids that
         ended. Whatever ends this, no request is left."""
         scheduler = self.core.scheduler
-        limit = scheduler.config.max_queued_requests
+        limit = scheduler.config.engine.max_queued_requests
         if scheduler.num_in_flight and not self.core.process_one():
             raise EngineDeadError("an interruption lost a step; make a new LLM")
         with HeldInterrupts() as interrupts:

@@ -139,7 +139,7 @@ class EngineRuns:
         resolved = load_config(EngineConfig, keys).resolve()
         worker = make_worker_config(resolved)
         self.executor = InProcessExecutor(worker)
-        self.scheduler = SchedulerConfig.from_config(resolved, self.executor.num_kv_tokens)
+        self.scheduler = SchedulerConfig(resolved, self.executor.num_kv_tokens)
         self.attention_backend = worker.attention_backend
         self.sampling_backend = worker.sampling_backend
 

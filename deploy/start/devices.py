@@ -128,7 +128,7 @@ def _check_cpu(apps: list[Any]) -> list[str]:
     told = [shortage(needed, free)] if needed > free else []
     for app in apps:
         room = free - (needed - model_bytes(app))
-        SchedulerConfig.from_config(app.resolved, cache_tokens(app, max(room, 0)))
+        SchedulerConfig(app.resolved, cache_tokens(app, max(room, 0)))
     workers = sum(app.max_replicas * app.engine.world_size for app in apps)
     return [*told, *filter(None, [crowding(workers, num_cores())])]
 

@@ -47,7 +47,7 @@ class SchedulerActor:
         """
         self._config = EngineConfig(**config).resolve()
         if num_kv_tokens is not None:
-            SchedulerConfig.from_config(self._config, num_kv_tokens)
+            SchedulerConfig(self._config, num_kv_tokens)
         self._inbox, self._results = Inbox(node_ip()), Inbox(node_ip())
         return self._inbox.address, self._results.address
 
@@ -59,7 +59,7 @@ class SchedulerActor:
             raise RuntimeError("prepare comes first")
         grammars = _load_grammars(self._config)  # the workers load the model meanwhile
         workers = collect_ready(self._results, self._config.engine.world_size, _nobody)
-        config = SchedulerConfig.from_config(self._config, workers.num_kv_tokens)
+        config = SchedulerConfig(self._config, workers.num_kv_tokens)
         self._role = SchedulerRole(config, self._inbox, workers, self._results, grammars)
         # All objects that live now live as long as the process: keep them out of collections.
         gc.collect()

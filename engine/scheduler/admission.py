@@ -55,10 +55,10 @@ def make_req(
         return FinishedReq(request.rid, "stop", prompt_len, len(resumed), 0)
     if len(resumed) >= max_new and request.pooling is None:
         return FinishedReq(request.rid, "length", prompt_len, len(resumed), 0)
-    stop_ids = frozenset(() if params.ignore_eos else config.eos_token_ids)
+    stop_ids = frozenset(() if params.ignore_eos else config.resolved.model.eos_token_ids)
     if params.thinking is None:  # otherwise whoever makes the text knows where the answer begins
         stop_ids |= frozenset(params.stop_token_ids)
-    timeout = config.request_timeout_s
+    timeout, queue_timeout = config.engine.request_timeout_s, config.engine.queue_timeout_s
     return Req(
         rid=request.rid,
         reply_to=request.reply_to,
@@ -74,10 +74,10 @@ def make_req(
         page_hashes=[] if request.page_hashes is None else request.page_hashes.tolist(),
         arrival=now,
         deadline=None if timeout is None else now + timeout,
-        queue_deadline=None if config.queue_timeout_s is None else now + config.queue_timeout_s,
+        queue_deadline=None if queue_timeout is None else now + queue_timeout,
         constraint=constraint,
         output_ids=resumed.tolist(),
-        prediction=None if config.speculative is None else request.prediction_ids,
+        prediction=None if config.engine.speculative_config is None else request.prediction_ids,
     )
 
 
@@ -116,7 +116,7 @@ def _make_constraint(
     """The request's constraint after the `resumed` output. Raises `RequestError`."""
     parts: list[Constraint] = []
     if params.constraint is not None:
-        eos = () if params.ignore_eos else config.eos_token_ids
+        eos = () if params.ignore_eos else config.resolved.model.eos_token_ids
         made = create_constraint(params.constraint, config.vocab_size, eos, grammars)
         parts.append(made)
     if params.allowed_token_ids is not None or params.bad_words_ids:
@@ -138,7 +138,8 @@ def _verify(
         check_token_ids("prediction", request.prediction_ids, config.vocab_size)
     if params.seed is None and params.temperature > 0:
         raise RequestError("a sampled request needs a seed (the ingress draws one)", "seed")
-    if shares.num_waiting >= config.max_queued_requests and not _has_place(request, config, shares):
+    places = config.engine.max_queued_requests
+    if shares.num_waiting >= places and not _has_place(request, places, shares):
         raise RequestError(
             f"the queue is full ({shares.num_waiting} requests wait); try again later", status=429
         )
@@ -146,7 +147,7 @@ def _verify(
         _check_queued_tokens(len(request.input_ids), request.key, shares)
 
 
-def _has_place(request: AddRequest, config: SchedulerConfig, shares: KeyShares) -> bool:
+def _has_place(request: AddRequest, places: int, shares: KeyShares) -> bool:
     """Whether a request of a key may wait though the queue is full: others must not fill it to the
     end, so each key has its part of the places."""
     if request.key is None:
@@ -154,7 +155,7 @@ def _has_place(request: AddRequest, config: SchedulerConfig, shares: KeyShares) 
     share = shares.get(request.key)
     own = 0 if share is None else len(share.waiting)
     others = shares.num_waiting_keys(besides=request.key)
-    return others > 0 and own < config.max_queued_requests // (1 + others)
+    return others > 0 and own < places // (1 + others)
 
 
 def _check_queued_tokens(num_prompt: int, key: KeyLimits, shares: KeyShares) -> None:

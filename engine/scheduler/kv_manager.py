@@ -24,19 +24,19 @@ class KVManager:
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
-        self.page_size = config.page_size
-        self.enable_prefix_cache = config.enable_prefix_cache
-        self.speculates = config.speculative is not None
+        self.page_size = config.engine.page_size
+        self.enable_prefix_cache = config.engine.enable_prefix_cache
+        self.speculates = config.engine.speculative_config is not None
         # Drafts get whole pages: the last one may reach beyond the longest request.
-        width = config.max_model_len + config.page_size
-        self.rows = ReqToTokenPool(config.max_running_requests, width)
-        self.allocator = TokenToKVPoolAllocator(config.num_kv_tokens, config.page_size)
+        width = config.max_model_len + config.engine.page_size
+        self.rows = ReqToTokenPool(config.max_rows, width)
+        self.allocator = TokenToKVPoolAllocator(config.num_kv_tokens, config.engine.page_size)
         self.tree = RadixCache(
             self.allocator,
-            config.page_size,
-            disable=not config.enable_prefix_cache,
-            eviction_policy=config.eviction_policy,
-            enable_events=config.enable_kv_events,
+            config.engine.page_size,
+            disable=not config.engine.enable_prefix_cache,
+            eviction_policy=config.engine.eviction_policy,
+            enable_events=config.engine.enable_kv_events,
         )
 
     @property

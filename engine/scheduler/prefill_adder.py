@@ -64,8 +64,8 @@ class PrefillAdder:
         self.kv = kv
         self.ratio = ratio
         self.sizer = sizer
-        self.chunking = config.chunked_prefill_size is not None
-        budget = config.chunked_prefill_size or config.max_prefill_tokens
+        self.chunking = config.chunk_size is not None
+        budget = config.chunk_size or config.engine.max_prefill_tokens
         self.rem_chunk = max(budget - num_decode, kv.page_size)
         reserved = sum(ratio.reserve(r) for r in running)
         self.rem_total = kv.room - decode_need - reserved

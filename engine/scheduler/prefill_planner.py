@@ -85,7 +85,7 @@ class PrefillPlanner:
             self._make_way(requests.chunked, self._held_up)
         if requests.chunked is None and (full or not self._shares.may_run()):
             return []
-        mixed = self._config.enable_mixed_chunk
+        mixed = self._config.engine.enable_mixed_chunk
         num_decode = mb.running.num_tokens if mixed else 0
         decode_need = self._kv.decode_need(mb.running) if num_decode else 0
         if decode_need > self._kv.room:
@@ -207,7 +207,7 @@ class PrefillPlanner:
         if held_up.status is not ReqStatus.WAITING:
             return
         share, other = self._shares.of(chunked), self._shares.of(held_up)
-        lead = GIVE_WAY_CHUNKS * (self._config.chunked_prefill_size or 0)
+        lead = GIVE_WAY_CHUNKS * (self._config.chunk_size or 0)
         if share is other or not other.may_run or other.credit - share.credit < lead:
             return
         if self._kv.rows.available_size() == 0 or self._kv.room < len(held_up.fill_ids):
@@ -221,7 +221,7 @@ class PrefillPlanner:
 
     def _preempt(self) -> None:
         """No row is free: let some key's next request push out less important ones of the key."""
-        if self._config.enable_priority_preemption:
+        if self._config.engine.enable_priority_preemption:
             for share in self._shares.ready():
                 if self._preempt_for(next(_in_order(share.waiting, self._policy, self._kv.match))):
                     return
@@ -231,7 +231,7 @@ class PrefillPlanner:
 
         A later step admits `req` itself, when the room is there.
         """
-        if not self._config.enable_priority_preemption or self._requests.leaving:
+        if not self._config.engine.enable_priority_preemption or self._requests.leaving:
             return False
         for mb in self._micro_batches:
             mb.running.sync_lens()

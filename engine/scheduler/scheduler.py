@@ -58,15 +58,15 @@ class Scheduler:
         """`grammars` compiles those of requests; without it, such requests are refused."""
         self.config, self.grammars = config, grammars
         self.kv = KVManager(config)
-        self.ratio = NewTokenRatio(config.schedule_conservativeness)
+        self.ratio = NewTokenRatio(config.engine.schedule_conservativeness)
         self.sizer: ChunkSizer | None = None
-        if config.enable_dynamic_chunking and config.chunked_prefill_size is not None:
-            self.sizer = ChunkSizer(config.chunked_prefill_size, config.page_size)
+        if config.engine.enable_dynamic_chunking and config.chunk_size is not None:
+            self.sizer = ChunkSizer(config.chunk_size, config.engine.page_size)
         self.outputs = OutputCollector()
         self.delayed = DelayedSamples(config.vocab_size)
         self.stats = SchedulerStats(kv_total_tokens=self.kv.total_size)
         self.micro_batches = [
-            MicroBatch(i, RunningBatch(config.speculative is not None))
+            MicroBatch(i, RunningBatch(config.engine.speculative_config is not None))
             for i in range(config.num_micro_batches)
         ]
         self.requests = Requests(self.kv, self.micro_batches, self.outputs, self.stats)
@@ -74,7 +74,7 @@ class Scheduler:
             self.kv,
             self.ratio,
             self.sizer,
-            SCHEDULE_POLICIES[config.schedule_policy](),
+            SCHEDULE_POLICIES[config.engine.schedule_policy](),
             self.requests,
             self.micro_batches,
             config,
@@ -82,8 +82,8 @@ class Scheduler:
         )
         self.committer = Committer(self.requests, self.outputs, self.delayed, self.stats)
         self.draft_length: DraftLength | None = None
-        if config.speculative is not None:
-            self.draft_length = DraftLength(config.speculative)
+        if config.engine.speculative_config is not None:
+            self.draft_length = DraftLength(config.engine.speculative_config)
         self._next_micro_batch = self._step = 0
         self._next_expire = -math.inf
 
@@ -229,7 +229,7 @@ class Scheduler:
             self._plan_drafts(mb.running, self.draft_length)
         additions = self.prefill.plan(mb, self._step, now)
         if additions:
-            return self._launch(mb, additions, with_decode=self.config.enable_mixed_chunk)
+            return self._launch(mb, additions, with_decode=self.config.engine.enable_mixed_chunk)
         if len(mb.running) == 0 or not self._has_decode_room(mb):
             return None
         self.ratio.on_decode()
@@ -243,7 +243,7 @@ class Scheduler:
         most: int | IntArray = length.choose(len(running))
         if most and (self.requests.chunked is not None or self.requests.shares.num_waiting):
             # Half of a step's tokens stay for prompts.
-            budget = self.config.chunked_prefill_size or self.config.max_prefill_tokens
+            budget = self.config.chunk_size or self.config.engine.max_prefill_tokens
             most = min(length.most, max(budget // 2 // max(len(running), 1) - 1, 0), int(most))
         if most and self.config.lookahead == 1:
             known = np.fromiter((len(r.drafts) for r in running.reqs), np.int32, len(running))
@@ -283,7 +283,7 @@ class Scheduler:
             mb.index,
             additions,
             decode,
-            send_tokens=self.config.pp_size > 1,
+            send_tokens=self.config.engine.pp_size > 1,
             whole_steps=self.config.lookahead == 1,
         )
         if self.draft_length is not None and self.config.lookahead == 1:

@@ -18,6 +18,7 @@ from benchmarks.common import REPO_ROOT
 from tests.support.certificates import make_certificate
 from tests.support.http_server import manta
 from tests.support.packets import LoopbackCapture
+from tests.support.processes import launch_mark, listening_ports
 
 PROMPT = "The quick zebra xylophone jumped over forty-two lazy documentation strings."
 SECRET = b"xylophone"
@@ -80,7 +81,8 @@ def test_messages_over_tcp_hide_prompts(
         monkeypatch.setenv(name, value)
     with capture, manta(tp_size=2) as server:
         tokens = _complete(server.base_url)
-    flows = capture.flows()
+        ports = listening_ports(launch_mark(server.pid))
+    flows = capture.flows(ports)
     messages = [flow for flow in flows if flow.startswith(ZMTP)]
     mechanism = b"CURVE" if encrypted else b"NULL"
     assert all(flow[12:32].rstrip(b"\0") == mechanism for flow in messages)

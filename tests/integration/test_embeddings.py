@@ -189,7 +189,7 @@ def test_aborts_leave_nothing(cases: dict[str, Case], pooling: Pooling, pp: int)
     with engine_for(case.path, pp_size=pp, **config) as engine:
         completed = []
         for steps in range(1, 11):
-            sched = Scheduler(SchedulerConfig.from_config(engine.resolved, KV_TOKENS))
+            sched = Scheduler(SchedulerConfig(engine.resolved, KV_TOKENS))
             core = EngineCore(sched, engine.executor)
             for rid, number in enumerate(numbers):
                 ids = np.asarray(case.prompts[number], np.int32)

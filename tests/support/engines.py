@@ -66,7 +66,7 @@ class Engine:
         of the KV cache."""
         engine = self.config.model_copy(update=scheduler)
         resolved = engine.resolve()
-        config = SchedulerConfig.from_config(resolved, kv_tokens)
+        config = SchedulerConfig(resolved, kv_tokens)
         constrained = params if isinstance(params, Sequence) else [params]
         grammars = None
         if any(p.constraint and p.constraint.kind == "grammar" for p in constrained):

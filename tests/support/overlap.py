@@ -46,7 +46,7 @@ class Overlap(Harness):
             table = self.scheduler.kv.rows.req_to_token
             rows = batch.req_pool_indices.tolist()
             slots = [table[r, :n] for r, n in zip(rows, batch.seq_lens.tolist(), strict=True)]
-            pages = np.concatenate(slots) // self.config.page_size
+            pages = np.concatenate(slots) // self.config.engine.page_size
             self.touched[batch.step] = (set(rows), set(pages.tolist()))
         return launched
 

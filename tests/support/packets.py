@@ -6,6 +6,7 @@ import socket
 import struct
 import threading
 from collections import defaultdict
+from collections.abc import Collection
 from types import TracebackType
 
 ETH_P_ALL = 3
@@ -50,9 +51,13 @@ class LoopbackCapture:
         if dropped and kind is None:
             raise RuntimeError(f"{dropped} packets were dropped")
 
-    def flows(self) -> list[bytes]:
-        """The bytes that each connection carried in one direction."""
-        return [_joined(parts) for parts in self._parts.values()]
+    def flows(self, ports: Collection[int]) -> list[bytes]:
+        """The bytes that each connection with one of the TCP `ports` carried in one direction."""
+        return [
+            _joined(parts)
+            for (_, ends), parts in self._parts.items()
+            if not set(struct.unpack("!HH", ends)).isdisjoint(ports)
+        ]
 
     def _read(self) -> None:
         while True:

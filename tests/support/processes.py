@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -66,6 +67,22 @@ def socket_count(pid: int) -> int:
         except FileNotFoundError:
             continue
     return count
+
+
+def listening_ports(mark: str) -> set[int]:
+    """TCP ports that processes of a launch listen on."""
+    inodes: set[str] = set()
+    for pid in marked_processes(mark):
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(FileNotFoundError):
+                inodes.add(os.readlink(entry).removeprefix("socket:[").removesuffix("]"))
+    found: set[int] = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:  # LISTEN
+                found.add(int(fields[1].rpartition(":")[2], 16))
+    return found
 
 
 def resident_mib(pid: int) -> float:

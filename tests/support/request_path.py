@@ -27,9 +27,9 @@ from engine.executor.message_executor import ReadyWorkers
 from engine.protocol.messages import AddRequest, Pong, Shutdown
 from engine.protocol.transport import Inbox, Outbox
 from engine.scheduler.scheduler import Scheduler
-from engine.scheduler.scheduler_config import SchedulerConfig
 from engine.scheduler_role import SchedulerRole
 from engine.tokenizer.tokenizer_role import TokenizerRole
+from tests.support.scheduler_configs import scheduler_config
 
 ROOT = Path(__file__).resolve().parents[2]
 HOST = "127.0.0.1"
@@ -192,7 +192,7 @@ def files_of_a_request(
             await replica.__del__()
 
     inbox, results, worker = Inbox(HOST), Inbox(HOST), Inbox(HOST)
-    config = SchedulerConfig(num_kv_tokens=256, max_model_len=64, vocab_size=VOCAB, page_size=4)
+    config = scheduler_config(num_kv_tokens=256, max_model_len=64, vocab_size=VOCAB, page_size=4)
     role = SchedulerRole(config, inbox, ReadyWorkers([worker.address], 256), results)
     scheduler = threading.Thread(target=role.run, args=(lambda: "",))
     with files:

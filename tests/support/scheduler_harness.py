@@ -26,6 +26,7 @@ from tests.support.fake_worker import (
     reference,
     reference_embedding,
 )
+from tests.support.scheduler_configs import scheduler_config
 
 VOCAB = 50
 
@@ -33,7 +34,8 @@ VOCAB = 50
 class Harness:
     """Scheduler, fake worker, and a record of what every reader got."""
 
-    def __init__(self, **overrides: Any) -> None:
+    def __init__(self, config: SchedulerConfig | None = None, **overrides: Any) -> None:
+        """`overrides` are arguments of `scheduler_config`; with a `config` there are none."""
         values: dict[str, Any] = dict(
             num_kv_tokens=256,
             max_model_len=96,
@@ -45,11 +47,11 @@ class Harness:
             enable_kv_events=True,
         )
         values.update(overrides)
-        self.config = SchedulerConfig(**values)
+        self.config = config or scheduler_config(**values)
         self.scheduler = Scheduler(self.config)
         self.worker = FakeWorker(
-            self.config.num_kv_tokens + self.config.page_size,
-            self.config.max_running_requests,
+            self.config.num_kv_tokens + self.config.engine.page_size,
+            self.config.max_rows,
             self.config.max_model_len,
             VOCAB,
             _filler(self.config),
@@ -110,7 +112,7 @@ class Harness:
     ) -> None:
         """Queue a request; `choices` constrain it."""
         limit = min(max_tokens, self.config.max_model_len - len(prompt))
-        eos = () if ignore_eos else self.config.eos_token_ids
+        eos = () if ignore_eos else self.config.resolved.model.eos_token_ids
         stop_ids = frozenset(stop or ()) | frozenset(eos)
         out = reference(prompt, limit, VOCAB, stop_ids, choices, eos)
         resume = min(resume, len(out) - 1)
@@ -211,9 +213,7 @@ class Harness:
         for req in self.scheduler.requests.by_key.values():
             share = self.scheduler.requests.shares.get(req.key)
             assert share is not None
-            assert share.num_running <= (
-                share.limits.max_running or self.config.max_running_requests
-            )
+            assert share.num_running <= (share.limits.max_running or self.config.max_rows)
         for m in self.scheduler.micro_batches:
             count = sum(r.constraint is not None for r in m.running.reqs)
             assert m.running.num_constrained == count
@@ -240,17 +240,18 @@ class Harness:
 def drafting(count: int = 4, length: Any = "fixed", **more: Any) -> Harness:
     """A harness whose rows have up to `count` drafts."""
     config = SpeculativeConfig(method="ngram", num_speculative_tokens=count, draft_length=length)
-    return Harness(speculative=config, **more)
+    return Harness(speculative_config=config, **more)
 
 
 def _filler(config: SchedulerConfig) -> StepFiller | None:
     """For a scheduler that speculates: three of four drafts are right."""
-    if config.speculative is None:
+    if config.engine.speculative_config is None:
         return None
     drafter = RightUntilError(
-        config.speculative, lambda tokens: next_token(np.asarray(tokens, np.int32), VOCAB)
+        config.engine.speculative_config,
+        lambda tokens: next_token(np.asarray(tokens, np.int32), VOCAB),
     )
-    return StepFiller(drafter, config.max_running_requests + 1)
+    return StepFiller(drafter, config.max_rows + 1)
 
 
 MODES = [

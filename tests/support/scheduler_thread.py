@@ -9,8 +9,8 @@ from engine.executor.message_executor import ReadyWorkers
 from engine.protocol.messages import Shutdown
 from engine.protocol.step import GenerationBatchResult, ModelWorkerBatch
 from engine.protocol.transport import Inbox, Outbox
-from engine.scheduler.scheduler_config import SchedulerConfig
 from engine.scheduler_role import SchedulerRole
+from tests.support.scheduler_configs import scheduler_config
 
 HOST = "127.0.0.1"
 TOKEN = 9
@@ -25,7 +25,7 @@ class SchedulerThread:
         sizes = {"num_kv_tokens": 256, "max_model_len": 64, "vocab_size": 16, "page_size": 4}
         workers = ReadyWorkers([self._worker.address], 256)
         self.role = SchedulerRole(
-            SchedulerConfig(**{**sizes, **config}), self.inbox, workers, results
+            scheduler_config(**{**sizes, **config}), self.inbox, workers, results
         )
         self.works = threading.Event()
         self.works.set()

@@ -117,8 +117,8 @@ def test_running_requests_are_limited_by_the_micro_batches(tmp_path: Path) -> No
         pp_max_micro_batch_size=4,
         max_running_requests=100,
     ).resolve()
-    config = SchedulerConfig.from_config(resolved, 65536)
-    assert (config.max_running_requests, config.max_micro_batch_size) == (12, 4)
+    config = SchedulerConfig(resolved, 65536)
+    assert (config.max_rows, config.max_micro_batch_size) == (12, 4)
 
 
 @pytest.mark.parametrize(("page_size", "longest"), [(16, 100), (256, 100), (1, 100)])
@@ -130,13 +130,13 @@ def test_the_default_kv_cache_holds_a_request_of_any_page_size(
     ).resolve()
     num_kv_tokens = make_worker_config(resolved).num_kv_tokens
     assert num_kv_tokens == -(-longest // page_size) * page_size
-    assert SchedulerConfig.from_config(resolved, num_kv_tokens).max_model_len == longest
+    assert SchedulerConfig(resolved, num_kv_tokens).max_model_len == longest
 
 
 def test_a_kv_cache_below_one_request_is_refused() -> None:
     resolved = EngineConfig(max_model_len=100).resolve()
     with pytest.raises(ConfigError, match="raise max_total_tokens or lower max_model_len"):
-        SchedulerConfig.from_config(resolved, 96)
+        SchedulerConfig(resolved, 96)
 
 
 def test_int8_weights_say_what_this_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -161,8 +161,8 @@ def timed(coefficients: tuple[float, float, float], **overrides: Any) -> Harness
     h = Harness(**{**overrides, "enable_dynamic_chunking": True})
     config = h.config
     h.worker = TimedWorker(
-        config.num_kv_tokens + config.page_size,
-        config.max_running_requests,
+        config.num_kv_tokens + config.engine.page_size,
+        config.max_rows,
         config.max_model_len,
         VOCAB,
         coefficients=coefficients,

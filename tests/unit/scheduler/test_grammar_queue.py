@@ -26,9 +26,9 @@ from engine.protocol.messages import (
 from engine.protocol.transport import Inbox, Outbox
 from engine.sampling_params import SamplingParams
 from engine.scheduler.grammar_queue import GrammarQueue
-from engine.scheduler.scheduler_config import SchedulerConfig
 from engine.scheduler_role import SchedulerRole
 from tests.support.grammars import EOS, MODEL, VOCAB
+from tests.support.scheduler_configs import scheduler_config
 
 HOST = "127.0.0.1"
 
@@ -101,7 +101,9 @@ class Role:
     def __init__(self, compiler: GrammarCompiler) -> None:
         self.inbox, self.results, self.worker = Inbox(HOST), Inbox(HOST), Inbox(HOST)
         self.reader, self.owner = Inbox(HOST), Inbox(HOST)
-        config = SchedulerConfig(num_kv_tokens=256, max_model_len=64, vocab_size=VOCAB, page_size=4)
+        config = scheduler_config(
+            num_kv_tokens=256, max_model_len=64, vocab_size=VOCAB, page_size=4
+        )
         workers = ReadyWorkers([self.worker.address], 256)
         self.role = SchedulerRole(config, self.inbox, workers, self.results, compiler)
         self.added: list[int] = []

@@ -67,7 +67,7 @@ def test_one_waiting_at_a_time_is_no_way_to_more() -> None:
         num_kv_tokens=40000,
         max_model_len=4096,
         max_prefill_tokens=4096,
-        chunked_prefill_size=None,
+        chunked_prefill_size=-1,
         max_running_requests=16,
     )
     for rid in range(2000):

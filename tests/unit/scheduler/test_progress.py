@@ -54,7 +54,7 @@ def accepted(values: dict[str, Any]) -> SchedulerConfig | None:
     try:
         resolved = load_config(EngineConfig, values).resolve()
         worker = make_worker_config(resolved)
-        return SchedulerConfig.from_config(resolved, worker.num_kv_tokens)
+        return SchedulerConfig(resolved, worker.num_kv_tokens)
     except ConfigError as error:
         assert str(error).strip()
         return None
@@ -62,11 +62,13 @@ def accepted(values: dict[str, Any]) -> SchedulerConfig | None:
 
 def start(config: SchedulerConfig) -> Harness:
     """The configuration over a fake worker that says how long its steps took."""
-    config = dataclasses.replace(config, vocab_size=VOCAB)
-    h = Harness(**dataclasses.asdict(config))
+    resolved = config.resolved
+    model = dataclasses.replace(resolved.model, vocab_size=VOCAB, eos_token_ids=())
+    config = dataclasses.replace(config, resolved=dataclasses.replace(resolved, model=model))
+    h = Harness(config)
     h.worker = TimedWorker(
-        config.num_kv_tokens + config.page_size,
-        config.max_running_requests,
+        config.num_kv_tokens + config.engine.page_size,
+        config.max_rows,
         config.max_model_len,
         VOCAB,
         coefficients=(1e-6, 1e-5, 1e-3),
@@ -113,7 +115,7 @@ def test_every_accepted_configuration_makes_progress(
         key = KeyLimits(str(i % num_keys))
         h.add(i, prompt(rng, length), outputs, priority=rng.randrange(3), key=key)
         # At worst a page of prompt a step, and each request sent back a few times.
-        budget += 5 * (length // config.page_size + 1 + outputs)
+        budget += 5 * (length // config.engine.page_size + 1 + outputs)
         if i == 6:
             for _ in range(5):
                 h.step()
@@ -166,7 +168,7 @@ def test_an_urgent_request_gets_in_when_all_micro_batches_are_full() -> None:
             max_total_tokens=4096,
         )
     )
-    assert config is not None and config.max_running_requests == 2
+    assert config is not None and config.max_rows == 2
     h = start(config)
     for i in range(4):
         h.add(i, [i, 1, 2], 80, priority=5, ignore_eos=True)

@@ -259,7 +259,7 @@ def test_random_storm(mode: dict[str, Any], page_size: int, policy: str, seed: i
         schedule_policy=policy,
         enable_priority_preemption=policy == "priority" and rng.random() < 0.7,
         enable_mixed_chunk=rng.random() < 0.5,
-        chunked_prefill_size=rng.choice([None, 16, 32]),
+        chunked_prefill_size=rng.choice([-1, 16, 32]),
         max_prefill_tokens=rng.choice([96, 200]),
         schedule_conservativeness=rng.choice([0.01, 0.3, 1.0]),
         enable_prefix_cache=rng.random() < 0.8,

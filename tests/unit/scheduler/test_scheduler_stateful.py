@@ -30,7 +30,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         mode=st.sampled_from(MODES),
         page=st.sampled_from([1, 4, 16]),
         policy=st.sampled_from(["lpm", "fcfs", "priority"]),
-        chunk=st.sampled_from([None, 16, 32]),
+        chunk=st.sampled_from([-1, 16, 32]),
         mixed=st.booleans(),
         cache=st.booleans(),
         kv=st.sampled_from([96, 128, 320]),
@@ -45,7 +45,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         mode: dict[str, Any],
         page: int,
         policy: str,
-        chunk: int | None,
+        chunk: int,
         mixed: bool,
         cache: bool,
         kv: int,
@@ -65,7 +65,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             )
         self.h = Harness(
             **mode,
-            speculative=speculative,
+            speculative_config=speculative,
             max_model_len=longest,
             page_size=page,
             num_kv_tokens=kv,

@@ -194,7 +194,7 @@ def test_worker_takes_what_is_left(caplog: pytest.LogCaptureFixture) -> None:
     [line] = [r.getMessage() for r in caplog.records if "KV cache" in r.getMessage()]
     assert "weights 3.00 GiB" in line and "400 tokens" in line
     resolved = EngineConfig(max_model_len=96).resolve()
-    assert SchedulerConfig.from_config(resolved, worker.num_kv_tokens).num_kv_tokens == 400
+    assert SchedulerConfig(resolved, worker.num_kv_tokens).num_kv_tokens == 400
 
 
 def test_worker_takes_no_more_than_can_be_used() -> None:
