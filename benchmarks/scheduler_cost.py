@@ -99,23 +99,23 @@ class ScriptedWorker(Executor):
     def __init__(self, load: DecodeLoad) -> None:
         self._tokens = load.tokens
         self._rng = load.rng()
-        self._launched: deque[tuple[int, int]] = deque()
+        self._launched: deque[ModelWorkerBatch] = deque()
         self._answer: list[bytes] = []
         self.frames: list[bytes | memoryview] = []
         """Frames that a worker would have sent for the last step."""
 
     def launch(self, batch: ModelWorkerBatch) -> None:
         self.frames = encoding.encode(batch)
-        self._launched.append((batch.step, len(batch.sampled_lines)))
+        self._launched.append(batch)
 
     def sample(self, masks: SampleMasks) -> None:
         self.frames = encoding.encode(masks)
 
     def answer(self) -> None:
         """Make the oldest step's result. This is the worker's part, so it isn't timed."""
-        step, count = self._launched.popleft()
-        tokens = self._rng.integers(*self._tokens, count).tolist()
-        result = GenerationBatchResult(step, tokens)
+        batch = self._launched.popleft()
+        tokens = self._rng.integers(*self._tokens, len(batch.sampled_lines)).tolist()
+        result = GenerationBatchResult(batch.step, tokens)
         self._answer = [bytes(frame) for frame in encoding.encode(result)]
 
     def wait(self, timeout_s: float | None) -> GenerationBatchResult | None:

@@ -34,6 +34,10 @@ MAX_MICRO_BATCHES = 16
 """Hidden states that may be on their way from a stage to the next one (`MAX_PENDING_SENDS`)."""
 
 
+MAX_ROWS = 8192
+"""Largest `max_running_requests`."""
+
+
 class SimulatedDevice(BaseModel):
     """What a step costs on each stage of `device: simulated`:
     `step_ms + token_us * tokens + context_ns * tokens of context read`."""
@@ -99,7 +103,7 @@ class EngineConfig(BaseModel):
     memory_fraction: float = Field(0.85, gt=0.0, le=1.0)
     """CUDA: share of the device's memory that the engine may take. CPU: share of the free memory
     for the KV cache."""
-    max_running_requests: int = Field(256, ge=1, le=8192)
+    max_running_requests: int = Field(256, ge=1, le=MAX_ROWS)
     max_queued_requests: int = Field(2048, ge=1)
     """With this number of requests waiting, new ones are refused with 429."""
     chunked_prefill_size: int = Field(512, ge=-1)

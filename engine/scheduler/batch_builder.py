@@ -9,6 +9,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from engine.config import MAX_ROWS
 from engine.protocol.step import (
     ForcedRun,
     Int64Array,
@@ -26,6 +27,9 @@ from engine.scheduler.req import Req
 from engine.scheduler.running_batch import RunningBatch
 
 _NONE: IntArray = np.zeros(0, np.int32)
+_ONES: IntArray = np.ones(MAX_ROWS, np.int32)
+_UNKNOWN: IntArray = np.full(MAX_ROWS, -1, np.int32)
+_ONES.flags.writeable = _UNKNOWN.flags.writeable = False
 
 
 class _Lines(NamedTuple):
@@ -39,6 +43,17 @@ class _Lines(NamedTuple):
     locs: IntArray
     rids: Int64Array
     readers: IntArray
+
+
+class _Chunks(NamedTuple):
+    """The lines of prompts, and what only they have."""
+
+    lines: _Lines
+    reqs: list[Req]
+    sampled: list[Req]
+    fresh: list[Req]
+    """Those whose sampling state workers don't have."""
+    pooled: PooledLines | None
 
 
 class _Decodes(NamedTuple):
@@ -68,18 +83,13 @@ def build_batch(
     no `FutureMap` entry for it; else they carry -1. With `whole_steps`, no step of these rows is in
     flight and their requests have drafts: the step needs nothing of the worker's.
     """
-    reqs = [a.req for a in additions]
-    sampled = [a.req for a in additions if a.last and a.req.pooling is None]
-    fresh = [r for r in reqs if not r.installed]
-    decodes = None
-    parts: list[_Lines] = []
-    if decode is not None:
-        decodes = _decodes(kv, decode, send_tokens, whole_steps)
-        parts.append(decodes.lines)
-    if additions:
-        parts.insert(0, _chunks(kv, additions))
+    decodes = None if decode is None else _decodes(kv, decode, send_tokens, whole_steps)
+    chunks = _chunks(kv, additions) if additions else None
+    parts = [part.lines for part in (chunks, decodes) if part is not None]
     lines = parts[0] if len(parts) == 1 else _Lines(*map(np.concatenate, zip(*parts, strict=True)))
-    pooled = _pooled_lines(additions) if any(r.pooling for r in reqs) else None
+    prefix_rows, prefix_lens, prefix_locs = _NONE, _NONE, _NONE
+    if chunks is not None:
+        prefix_rows, prefix_lens, prefix_locs = _prefixes(chunks.fresh)
     batch = ModelWorkerBatch(
         step,
         micro_batch,
@@ -89,41 +99,46 @@ def build_batch(
         lines.seq_lens,
         lines.input_ids,
         lines.locs,
-        *_prefixes([r for r in fresh if r.cached_len]),
-        new_slots=[_slot_params(r, kv.speculates) for r in fresh],
-        next_prompt_ids=_next_ids(reqs, len(lines.rows)),
-        pooled=pooled,
+        prefix_rows,
+        prefix_lens,
+        prefix_locs,
+        [] if chunks is None else [_slot_params(r, kv.speculates) for r in chunks.fresh],
+        next_prompt_ids=None if chunks is None else _next_ids(chunks.reqs, len(lines.rows)),
+        pooled=None if chunks is None else chunks.pooled,
         late=None if decodes is None else decodes.late,
     )
-    for req in fresh:
-        req.installed = True
     running = [] if decode is None else decode.reqs
-    launched = LaunchedStep(
-        step,
-        reqs + running,
-        sampled + running,
-        lines.rids,
-        lines.readers,
-        num_landed=len(sampled),
-        embedded=[] if pooled is None else _embedded(pooled, reqs),
-    )
-    if len(reqs) == 1 and not running:
-        chunk = additions[0].num_tokens
-        launched.chunk = (chunk, reqs[0].kv_len - chunk)
+    if chunks is None:
+        launched = LaunchedStep(step, running, running, lines.rids, lines.readers)
+    else:
+        reqs = chunks.reqs
+        launched = LaunchedStep(
+            step,
+            reqs + running,
+            chunks.sampled + running,
+            lines.rids,
+            lines.readers,
+            num_landed=len(chunks.sampled),
+            embedded=_embedded(chunks.pooled, reqs),
+        )
+        if len(reqs) == 1 and not running:
+            launched.chunk = (additions[0].num_tokens, reqs[0].kv_len - additions[0].num_tokens)
+        for req in chunks.fresh:
+            req.installed = True
     if decodes is not None and decodes.planned is not None:
         launched.drafts = (decodes.lines.rows, decodes.planned)
         launched.forced = decodes.forced
     return batch, launched
 
 
-def _chunks(kv: KVManager, additions: Sequence[Addition]) -> _Lines:
+def _chunks(kv: KVManager, additions: Sequence[Addition]) -> _Chunks:
     reqs = [a.req for a in additions]
     lens = [a.num_tokens for a in additions]
     ids = [r.fill_ids[r.kv_len : r.kv_len + n] for r, n in zip(reqs, lens, strict=True)]
     locs = kv.extend(reqs, lens)
     is_sampled = [a.last and a.req.pooling is None for a in additions]
     sampled = [r for r, samples in zip(reqs, is_sampled, strict=True) if samples]
-    return _Lines(
+    lines = _Lines(
         rows=_ints([r.req_pool_idx for r in reqs]),
         query_lens=_ints(lens),
         num_sampled=_ints(is_sampled),
@@ -133,25 +148,28 @@ def _chunks(kv: KVManager, additions: Sequence[Addition]) -> _Lines:
         rids=np.array([r.rid for r in sampled], np.int64),
         readers=_ints([r.reader_no for r in sampled]),
     )
+    fresh = [r for r in reqs if not r.installed]
+    pooled = _pooled_lines(additions) if any(r.pooling for r in reqs) else None
+    return _Chunks(lines, reqs, sampled, fresh, pooled)
 
 
 def _decodes(kv: KVManager, decode: RunningBatch, send_tokens: bool, whole_steps: bool) -> _Decodes:
-    after, ones = decode.seq_lens + 1, np.ones(len(decode), np.int32)
     rows, rids, readers = decode.rows, decode.rids, decode.readers
+    after = decode.seq_lens + 1
     if decode.speculates:
         decode.alloc = kv.reserve(rows, decode.alloc, decode.targets)
-    planned = decode.planned
-    if decode.is_exact and not planned.any():
+    if not decode.speculates or (decode.is_exact and not decode.planned.any()):
         if decode.speculates:
             locs = kv.slot_at(rows, decode.seq_lens)
         else:
             locs = kv.decode(rows, after, decode.last_locs)
-        tokens = _decode_tokens(decode, send_tokens)
+        tokens, ones = _decode_tokens(decode, send_tokens), _ONES[: len(rows)]
         return _Decodes(_Lines(rows, ones, ones, after, tokens, locs, rids, readers))
     forced: dict[int, ForcedRun] = {}
     if decode.forced:
         numbers = enumerate(rows.tolist())
         forced = {i: decode.forced[row].run for i, row in numbers if row in decode.forced}
+    planned = decode.planned
     counts = planned + 1
     if whole_steps:
         known = [
@@ -168,8 +186,9 @@ def _decodes(kv: KVManager, decode: RunningBatch, send_tokens: bool, whole_steps
     return _Decodes(lines, planned, late, forced)
 
 
-def _prefixes(reqs: Sequence[Req]) -> tuple[IntArray, IntArray, IntArray]:
-    """`prefix_rows`, `prefix_lens` and `prefix_locs` of requests that begin behind a prefix."""
+def _prefixes(fresh: Sequence[Req]) -> tuple[IntArray, IntArray, IntArray]:
+    """`prefix_rows`, `prefix_lens` and `prefix_locs` of those that begin behind a prefix."""
+    reqs = [r for r in fresh if r.cached_len]
     if not reqs:
         return _NONE, _NONE, _NONE
     rows, lens = _ints([r.req_pool_idx for r in reqs]), _ints([r.cached_len for r in reqs])
@@ -178,7 +197,7 @@ def _prefixes(reqs: Sequence[Req]) -> tuple[IntArray, IntArray, IntArray]:
 
 def _decode_tokens(decode: RunningBatch, send: bool) -> IntArray:
     if not send:
-        return np.full(len(decode), -1, np.int32)
+        return _UNKNOWN[: len(decode)]
     return _ints([r.output_ids[-1] for r in decode.reqs])
 
 
@@ -224,7 +243,9 @@ def _pooled_lines(additions: Sequence[Addition]) -> PooledLines:
     )
 
 
-def _embedded(pooled: PooledLines, reqs: Sequence[Req]) -> list[Req]:
+def _embedded(pooled: PooledLines | None, reqs: Sequence[Req]) -> list[Req]:
+    if pooled is None:
+        return []
     return [reqs[i] for i in (*pooled.last.tolist(), *pooled.mean_ends.tolist())]
 
 

@@ -15,6 +15,7 @@ from engine.scheduler.req import Req, ReqStatus
 from engine.scheduler.requests import Requests
 from engine.scheduler.stats import SchedulerStats
 
+_NOTHING: Mapping[int, str] = {}
 _NO_LINES: Collection[int] = ()
 _NOT_CUT: Mapping[int, int] = {}
 
@@ -56,33 +57,38 @@ class Committer:
     ) -> list[Req]:
         """`counts` [S]: tokens of each line; None: one each. Returns the requests that ended."""
         tokens, logprobs, finished = result.next_token_ids, result.logprobs, ReqStatus.FINISHED
-        failed: Mapping[int, str] = result.line_errors or {}
+        failed: Mapping[int, str] = result.line_errors or _NOTHING
         errors, terminated, cut = failed, _NO_LINES, _NOT_CUT
         if step.constrained:
             runs = _runs(tokens, counts, failed)
             errors, terminated, cut = self._delayed.accept(step, runs, failed)
-        is_plain = logprobs is None and not errors and not terminated
         ended: list[Req] = []
         given: dict[int, int] = {}
         """By line: how many of its tokens count, if not all of them do."""
+        if counts is None and logprobs is None and not errors and not terminated:
+            for line, (req, token) in enumerate(zip(step.sampled, tokens, strict=True)):
+                output = req.output_ids
+                if req.status is finished:
+                    given[line] = 0
+                elif (
+                    len(output) + 1 < req.max_new_tokens
+                    and token not in req.stop_ids
+                    and req.started
+                ):
+                    output.append(token)
+                else:
+                    self._take(req, [token], False)
+                    if req.finished:
+                        ended.append(req)
+            self._close(step, tokens, counts, given)
+            return ended
         end = 0
-        lens = [1] * len(tokens) if counts is None else counts
-        for line, (req, count) in enumerate(zip(step.sampled, lens, strict=True)):
+        runs = _runs(tokens, counts, failed)
+        for line, (req, run) in enumerate(zip(step.sampled, runs, strict=True)):
+            count = 1 if counts is None else counts[line]
             start, end = end, end + count
-            output = req.output_ids
-            if (
-                is_plain
-                and req.status is not finished
-                and req.started
-                and count == 1
-                and len(output) + 1 < req.max_new_tokens
-                and (token := tokens[start]) not in req.stop_ids
-            ):
-                output.append(token)
-                continue
             kept = 0
             if req.status is not finished:
-                run = [] if counts is None and line in failed else tokens[start:end]
                 if line in cut:
                     run = run[: cut[line]]
                 if run:

@@ -92,7 +92,7 @@ class RunningBatch:
     @property
     def num_tokens(self) -> int:
         """Tokens of the next decode step."""
-        return len(self.reqs) + int(self.planned.sum())
+        return len(self.reqs) + (int(self.planned.sum()) if self.speculates else 0)
 
     @property
     def is_exact(self) -> bool:

@@ -57,6 +57,9 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, grammars: GrammarCompiler | None = None) -> None:
         """`grammars` compiles those of requests; without it, such requests are refused."""
         self.config, self.grammars = config, grammars
+        # Read in every step.
+        self._lookahead, self._mixed = config.lookahead, config.engine.enable_mixed_chunk
+        self._send_tokens = config.engine.pp_size > 1
         self.kv = KVManager(config)
         self.ratio = NewTokenRatio(config.engine.schedule_conservativeness)
         self.sizer: ChunkSizer | None = None
@@ -139,7 +142,7 @@ class Scheduler:
             num_waiting = self.requests.shares.num_waiting
             for offset in range(count):
                 mb = self.micro_batches[(self._next_micro_batch + offset) % count]
-                if len(mb.in_flight) >= self.config.lookahead:
+                if len(mb.in_flight) >= self._lookahead:
                     continue
                 batch = self._compose(mb, now)
                 if batch is not None:
@@ -229,7 +232,7 @@ class Scheduler:
             self._plan_drafts(mb.running, self.draft_length)
         additions = self.prefill.plan(mb, self._step, now)
         if additions:
-            return self._launch(mb, additions, with_decode=self.config.engine.enable_mixed_chunk)
+            return self._launch(mb, additions, with_decode=self._mixed)
         if len(mb.running) == 0 or not self._has_decode_room(mb):
             return None
         self.ratio.on_decode()
@@ -245,7 +248,7 @@ class Scheduler:
             # Half of a step's tokens stay for prompts.
             budget = self.config.chunk_size or self.config.engine.max_prefill_tokens
             most = min(length.most, max(budget // 2 // max(len(running), 1) - 1, 0), int(most))
-        if most and self.config.lookahead == 1:
+        if most and self._lookahead == 1:
             known = np.fromiter((len(r.drafts) for r in running.reqs), np.int32, len(running))
             most = np.minimum(known, most)
         running.plan_drafts(most, self._forced(running, length.most))
@@ -260,7 +263,7 @@ class Scheduler:
         found: dict[int, ForcedDrafts] = {}
         if not running.num_constrained:
             return found
-        least, ahead = (1, most + 1) if self.config.lookahead > 1 else (0, 0)
+        least, ahead = (1, most + 1) if self._lookahead > 1 else (0, 0)
         for req in running.reqs:
             if req.constraint is None:
                 continue
@@ -283,10 +286,10 @@ class Scheduler:
             mb.index,
             additions,
             decode,
-            send_tokens=self.config.engine.pp_size > 1,
-            whole_steps=self.config.lookahead == 1,
+            send_tokens=self._send_tokens,
+            whole_steps=self._lookahead == 1,
         )
-        if self.draft_length is not None and self.config.lookahead == 1:
+        if self.draft_length is not None and self._lookahead == 1:
             batch.drafts_wanted = self.draft_length.most
         if (decode is not None and decode.num_constrained) or any(
             a.req.constraint is not None for a in additions

@@ -17,7 +17,6 @@ SAMPLING = "tests/unit/scheduler/test_overlap_sampling.py"
 DRAFTS = "tests/unit/speculative/test_draft_pitfalls.py"
 GRAPHS = "tests/unit/worker/test_decode_graphs.py"
 
-BATCH_BUILDER = "engine/scheduler/batch_builder.py"
 COMMITTER = "engine/scheduler/committer.py"
 DELAYED_SAMPLE = "engine/scheduler/delayed_sample.py"
 FUTURE_MAP = "engine/worker/future_map.py"
@@ -31,11 +30,11 @@ SIZES = "engine/worker/graphs/sizes.py"
 
 FREED_AT_ONCE = Edit(REQUESTS, "return any(r is req for mb", "return False and any(r is req for mb")
 EXTRA_TOKEN_KEPT = (
-    Edit(COMMITTER, "                and req.status is not finished\n", ""),
+    Edit(COMMITTER, "                if req.status is finished:\n", "                if False:\n"),
     Edit(
         COMMITTER,
-        "if req.status is not finished:\n                run",
-        "if True:\n                run",
+        "if req.status is not finished:\n                if line",
+        "if True:\n                if line",
     ),
 )
 WRITTEN_PLACEHOLDERS = (
@@ -47,8 +46,8 @@ WRITTEN_PLACEHOLDERS = (
     ),
     Edit(
         COMMITTER,
-        "output.append(token)\n                continue",
-        "output[output.index(-1)] = token\n                continue",
+        "output.append(token)\n                else",
+        "output[output.index(-1)] = token\n                else",
     ),
     Edit(COMMITTER, "output += run", "output[output.index(-1)] = run[0]"),
     Edit(
@@ -96,7 +95,6 @@ MUTATIONS = [
         "test_rows_do_not_shift",
         "zip",
         Edit(RUNNING_BATCH, "self.reqs = [self", "self.reqs[:] = [self"),
-        Edit(BATCH_BUILDER, "sampled + running,", "(sampled + running) if sampled else running,"),
         raises=ValueError,
     ),
     mutation(
@@ -204,7 +202,7 @@ MUTATIONS = [
         PLACEHOLDERS,
         "test_tokens_of_a_failed_row_are_no_output",
         "2 == 1",
-        Edit(COMMITTER, "[] if counts is None and line in failed else tokens", "tokens"),
+        Edit(COMMITTER, "[[] if line in failed else [token] for", "[[token] for"),
     ),
     mutation(
         PLACEHOLDERS,
@@ -245,7 +243,7 @@ MUTATIONS = [
         PLACEHOLDERS,
         "test_sent_tokens_are_the_last_ones",
         "'c', 1",
-        Edit(SCHEDULER, ">= self.config.lookahead", ">= 2"),
+        Edit(SCHEDULER, ">= self._lookahead", ">= 2"),
     ),
     mutation(
         PLACEHOLDERS,
