@@ -48,10 +48,14 @@ def step_inputs(
     rows = batch.req_pool_indices.astype(np.int64)
     seq_lens = batch.seq_lens.astype(np.int64)
     tokens = np.arange(starts[-1])
-    positions = tokens + np.repeat(seq_lens - starts[1:], batch.query_lens)
     sampled = batch.num_sampled
+    if len(tokens) == len(rows):  # one token each
+        positions = seq_lens - 1
+    else:
+        positions = tokens + np.repeat(seq_lens - starts[1:], batch.query_lens)
     if batch.pooled is None and np.array_equal(sampled, batch.query_lens):
-        logits_rows, lines = tokens, np.repeat(np.arange(len(rows)), sampled)
+        lines = tokens if len(tokens) == len(rows) else np.repeat(np.arange(len(rows)), sampled)
+        logits_rows = tokens
     else:
         lines = np.repeat(np.arange(len(rows)), sampled)
         # Of each of a line's last tokens, how many stand behind it.
