@@ -158,8 +158,8 @@ class EngineRuns:
             "attention_backend": self.attention_backend,
             "sampling_backend": self.sampling_backend,
             "graph_sizes": [] if graphs is None else graphs.sizes,
-            "page_size": self.scheduler.page_size,
-            "chunked_prefill_size": self.scheduler.chunked_prefill_size,
+            "page_size": self.scheduler.engine.page_size,
+            "chunked_prefill_size": self.scheduler.chunk_size,
             "kv_tokens": self.executor.num_kv_tokens,
         }
 
@@ -212,7 +212,10 @@ class EngineRuns:
     def _run(self, prompts: list[int], max_tokens: int, overlap: bool, *, mixed: bool) -> Run:
         """Random prompts of these lengths, greedy, all added before the first step."""
         record = Recorder(self.executor)
-        config = replace(self.scheduler, lookahead=2 if overlap else 1, enable_mixed_chunk=mixed)
+        resolved = self.scheduler.resolved
+        keys = {"enable_overlap": overlap, "enable_mixed_chunk": mixed}
+        engine = resolved.engine.model_copy(update=keys)
+        config = replace(self.scheduler, resolved=replace(resolved, engine=engine))
         core = EngineCore(Scheduler(config), record)
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
         ids = [self._rng.integers(2, config.vocab_size, n).astype(np.int32) for n in prompts]

@@ -38,7 +38,7 @@ class WorkerActor:
         log_as_worker(self.rank, self._log_format)  # the choices made here may warn
         worker = make_worker_config(EngineConfig(**config).resolve(), share=share, serving=True)
         host = node_ip()
-        if worker.world_size == 1:
+        if worker.engine.world_size == 1:
             return worker, (host, 0)
         from engine.distributed import open_store
 

@@ -14,7 +14,7 @@ def make_executor(config: WorkerConfig) -> Executor:
     One worker runs in this process: in a thread of its own if the host computes, else in the
     caller's, because to launch a step on a device takes no time. Several are processes.
     """
-    if config.world_size == 1:
+    if config.engine.world_size == 1:
         return ThreadExecutor(config) if config.device == "cpu" else InProcessExecutor(config)
     from engine.executor.multiprocess import MultiprocessExecutor
 

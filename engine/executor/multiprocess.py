@@ -29,7 +29,7 @@ class MultiprocessExecutor(MessageExecutor):
     """Starts one process per rank on this machine and waits until all are ready."""
 
     def __init__(self, config: WorkerConfig) -> None:
-        world_size = config.world_size
+        world_size = config.engine.world_size
         if config.device == "cuda":
             _check_gpus(world_size)
         # Opening the store here avoids a race: a free port could be taken before it is used.

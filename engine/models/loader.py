@@ -43,14 +43,16 @@ def load_model(
     """
     dtype = resolve_dtype(config.dtype)
     source: WeightSource
-    if config.load_format == "auto":
+    if config.engine.load_format == "auto":
         source = SafetensorsSource(config.model.path, dtype, device)
-    elif config.load_format == "dummy":
-        source = DummySource(config.seed, dtype, device)
+    elif config.engine.load_format == "dummy":
+        source = DummySource(config.engine.seed, dtype, device)
     else:
-        raise ConfigError(f"load_format '{config.load_format}' is not known; use auto or dummy.")
+        raise ConfigError(
+            f"load_format '{config.engine.load_format}' is not known; use auto or dummy."
+        )
     backend = config.attention_backend
-    source.format = weight_format(backend, config.quantization)
+    source.format = weight_format(backend, config.engine.quantization)
     build = MODELS[config.model.architecture]
     model: LlamaModel = build(
         config.model,

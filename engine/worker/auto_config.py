@@ -61,28 +61,16 @@ def make_worker_config(
     if engine.quantization == "int8":
         _check_int8(config.model, attention)
     worker = WorkerConfig(
-        model=config.model,
-        dtype=dtype,
-        device=device,
-        page_size=engine.page_size,
+        config,
+        dtype,
+        device,
         num_kv_tokens=engine.max_total_tokens,
         max_kv_tokens=max_cache_tokens(engine, config.max_model_len),
-        memory_fraction=engine.memory_fraction,
-        max_running_requests=engine.max_running_requests,
-        max_model_len=config.max_model_len,
         max_step_tokens=max_step_tokens(engine, config.max_model_len),
-        kv_cache_dtype=engine.kv_cache_dtype,
         attention_backend=attention,
         sampling_backend=_sampling_backend(engine.sampling_backend, device, attention),
-        load_format=engine.load_format,
-        seed=engine.seed,
-        tp_size=engine.tp_size,
-        pp_size=engine.pp_size,
         cpu_threads=threads,
-        simulated=engine.simulated,
         cuda_graph_max_batch_size=graph_max_batch_size(engine) if device == "cuda" else 0,
-        quantization=engine.quantization,
-        speculative=engine.speculative_config,
         short_step_s=short_step_s(
             threads * engine.world_size * share, num_cores(), attention, serving=serving
         ),
@@ -101,7 +89,7 @@ def _num_kv_tokens(config: WorkerConfig, share: int) -> int | None:
         tokens = config.max_kv_tokens
     elif tokens is None and config.device == "cpu":
         tokens = min(profile_max_tokens(config, share), config.max_kv_tokens)
-    return None if tokens is None else tokens // config.page_size * config.page_size
+    return None if tokens is None else tokens // config.engine.page_size * config.engine.page_size
 
 
 def _check_host(config: WorkerConfig, share: int, *, serving: bool) -> None:
@@ -116,7 +104,7 @@ def _check_host(config: WorkerConfig, share: int, *, serving: bool) -> None:
         needed = need.rank_weights() + need.per_token() * (config.num_kv_tokens or 0)
     if needed > free:
         raise ConfigError(shortage(needed, free))
-    told = crowding(config.world_size * share, num_cores())
+    told = crowding(config.engine.world_size * share, num_cores())
     if told and not serving:
         logger.warning("%s", told)
 

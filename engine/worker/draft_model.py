@@ -59,14 +59,11 @@ class DraftModelDrafter(Drafter):
                 "suffix."
             )
         assert speculative.model is not None
+        alone = config.engine.model_copy(update={"tp_size": 1, "pp_size": 1})
+        model = ModelConfig.from_pretrained(resolve_model_path(speculative.model))
+        resolved = replace(config.resolved, engine=alone, model=model)
         self._runner = ModelRunner(
-            replace(
-                config,
-                model=ModelConfig.from_pretrained(resolve_model_path(speculative.model)),
-                tp_size=1,
-                pp_size=1,
-                num_kv_tokens=target.kv_pool.num_slots,
-            ),
+            replace(config, resolved=resolved, num_kv_tokens=target.kv_pool.num_slots),
             ParallelState.single(),
             table=target.req_to_token,
         )

@@ -113,9 +113,11 @@ def _missing_kernels(config: WorkerConfig) -> list[str]:
 
 def _attention_modules(config: WorkerConfig) -> dict[str, list[Any]]:
     model, dtype = config.model, resolve_dtype(config.dtype)
-    kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype)
+    kv_dtype = resolve_kv_dtype(config.engine.kv_cache_dtype, dtype)
     on_tensor_cores = decodes_on_tensor_cores(
-        model.num_heads // config.tp_size, model.local_kv_heads(config.tp_size), kv_dtype
+        model.num_heads // config.engine.tp_size,
+        model.local_kv_heads(config.engine.tp_size),
+        kv_dtype,
     )
     fa3 = config.attention_backend == FLASHINFER_FA3
     found = {}
@@ -127,7 +129,7 @@ def _attention_modules(config: WorkerConfig) -> dict[str, list[Any]]:
         elif fa3:
             modules += prefill_modules(*sizes, fa3=False)
         name = (
-            f"attention of {config.dtype} with kv_cache_dtype {config.kv_cache_dtype}, "
+            f"attention of {config.dtype} with kv_cache_dtype {config.engine.kv_cache_dtype}, "
             f"head_dim {model.head_dim}{', FlashAttention 3' if fa3 else ''}"
             f"{', sliding windows' if window else ''}"
         )

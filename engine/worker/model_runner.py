@@ -83,7 +83,10 @@ class ModelRunner:
         self._pooler = Pooler(self.model.final_norm)
         if meter is not None:
             meter.loaded()
-        shape = (config.max_running_requests + 1, config.max_model_len + config.page_size)
+        shape = (
+            config.engine.max_running_requests + 1,
+            config.max_model_len + config.engine.page_size,
+        )
         if table is None:
             table = torch.zeros(shape, dtype=torch.int32, device=self.device)
         self.req_to_token = table
@@ -101,7 +104,7 @@ class ModelRunner:
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes that one slot takes on this rank."""
-        return self.kv_pool.num_bytes // (self.kv_pool.num_slots + self.config.page_size)
+        return self.kv_pool.num_bytes // (self.kv_pool.num_slots + self.config.engine.page_size)
 
     def _make_kv_cache(self, num_slots: int) -> None:
         """Make a KV cache of `num_slots` tokens besides the padding page, and its backend."""
@@ -110,11 +113,11 @@ class ModelRunner:
         num_kv_heads = model.local_kv_heads(self.parallel.tp_size)
         self.kv_pool = MHATokenToKVPool(
             num_slots,
-            config.page_size,
+            config.engine.page_size,
             len(self.model.layers),
             num_kv_heads,
             model.head_dim,
-            resolve_kv_dtype(config.kv_cache_dtype, self.dtype),
+            resolve_kv_dtype(config.engine.kv_cache_dtype, self.dtype),
             self.device,
         )
         inputs = AttentionInputs(

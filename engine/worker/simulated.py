@@ -106,12 +106,12 @@ class SimulatedWorker(ModelWorker):
     def __init__(
         self, config: WorkerConfig, parallel: ParallelState, trace: TraceRing[StageSpan]
     ) -> None:
-        self.device = config.simulated
+        self.device = config.engine.simulated
         self.parallel = parallel
         self.num_kv_tokens = config.num_kv_tokens or config.max_kv_tokens
         self._trace = trace
         self._free_at = 0.0
-        self._last = np.full(config.max_running_requests + 1, -1, np.int32)
+        self._last = np.full(config.engine.max_running_requests + 1, -1, np.int32)
         """The token that each slot sampled last (what `FutureMap` is on a real device)."""
         ids = np.arange(config.model.vocab_size, dtype=np.int32)
         self._ordinary = ids[~np.isin(ids, config.model.eos_token_ids)]
@@ -122,10 +122,12 @@ class SimulatedWorker(ModelWorker):
             self._scripts = ScriptedReplies(self.device.script_token_id, end)
         self.filler: StepFiller | None = None
         """Set if the engine speculates."""
-        if config.speculative is not None and parallel.is_last_stage:
-            slots = config.max_running_requests + 1
+        if config.engine.speculative_config is not None and parallel.is_last_stage:
+            slots = config.engine.max_running_requests + 1
             acceptance = self.device.draft_acceptance
-            drafter = SimulatedDrafter(config.speculative, slots, acceptance, self._follow)
+            drafter = SimulatedDrafter(
+                config.engine.speculative_config, slots, acceptance, self._follow
+            )
             agree = parallel.check_equal if parallel.tp_size > 1 else None
             self.filler = StepFiller(drafter, slots, agree)
 

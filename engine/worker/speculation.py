@@ -136,9 +136,9 @@ class Speculation:
 def make_speculation(
     config: WorkerConfig, parallel: ParallelState, runner: ModelRunner, sampler: Sampler
 ) -> Speculation:
-    """What a rank of the last stage needs for `config.speculative`. `runner` and `sampler` are its
+    """What a rank of the last stage needs for `speculative_config`. `runner` and `sampler` are its
     own. Raises `ConfigError` if the drafter can't be made."""
-    speculative = config.speculative
+    speculative = config.engine.speculative_config
     assert speculative is not None
     drafter: Drafter
     if speculative.method == DRAFT_MODEL:
@@ -147,7 +147,7 @@ def make_speculation(
         drafter = make_drafter(speculative)
     filler = StepFiller(
         drafter,
-        config.max_running_requests + 1,
+        config.engine.max_running_requests + 1,
         parallel.check_equal if parallel.tp_size > 1 else None,
     )
     return Speculation(drafter, filler)

@@ -94,7 +94,7 @@ class TpModelWorker(ModelWorker):
         self._prompt_logprobs: dict[int, int] = {}
         """Number of alternatives by slot, where a request wants prompt log-probabilities."""
         with out_of_memory_advice(ALLOCATE, config, memory):
-            slots = config.max_running_requests + 1
+            slots = config.engine.max_running_requests + 1
             self.future_map = FutureMap(slots, self.runner.device)
             state = SamplingState(slots, config.model.vocab_size, self.runner.device)
             self.sampler = Sampler(state, config.sampling_backend)
@@ -104,7 +104,7 @@ class TpModelWorker(ModelWorker):
             self._size_kv_cache(config, meter)
             self.queue.join()
         self.num_kv_tokens = self.runner.kv_pool.num_slots
-        if config.speculative is not None and parallel.is_last_stage:
+        if config.engine.speculative_config is not None and parallel.is_last_stage:
             self._speculation = make_speculation(config, parallel, self.runner, self.sampler)
         self.graphs = self._capture(config.cuda_graph_max_batch_size, graph_backend)
         self.queue.join()

@@ -113,16 +113,16 @@ def _join(config: WorkerConfig, rank: int, store: tuple[str, int], host: str) ->
 
         # The process that started this one made one GPU visible to it.
         torch.cuda.set_device(0)
-    if config.world_size > 1:
+    if config.engine.world_size > 1:
         let_gloo_use(host)
     return init_parallel(
         config.comm_backend,
         "",
         rank,
-        config.tp_size,
-        config.pp_size,
+        config.engine.tp_size,
+        config.engine.pp_size,
         INIT_TIMEOUT_S,
-        open_store(*store, master=False) if config.world_size > 1 else None,
+        open_store(*store, master=False) if config.engine.world_size > 1 else None,
     )
 
 

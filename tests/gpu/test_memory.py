@@ -53,7 +53,7 @@ def test_kv_cache_takes_what_is_left(caplog: pytest.LogCaptureFixture) -> None:
         worker = start(config)
     [line] = [r.getMessage() for r in caplog.records if "KV cache" in r.getMessage()]
     print(line)
-    limit = config.memory_fraction * memory.total()
+    limit = config.engine.memory_fraction * memory.total()
     used = memory.total() - memory.free()
     assert used < limit, "more was taken than memory_fraction allows"
     assert worker.num_kv_tokens * worker.runner.kv_bytes_per_token > limit / 2

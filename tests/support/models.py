@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from engine.config import SimulatedDevice
+from engine.config import EngineConfig, ResolvedConfig
 from engine.distributed import ParallelState
 from engine.model_config import ModelConfig
 from engine.worker_config import WorkerConfig
@@ -82,27 +83,35 @@ def make_model(
 def make_config(
     folder: Path | str, parallel: ParallelState | None = None, **changes: Any
 ) -> WorkerConfig:
-    """A worker's configuration on CPU with sizes for tests; `changes` are its fields."""
+    """A worker's configuration on CPU with sizes for tests; `changes` as in `changed`."""
     parallel = parallel or ParallelState.single()
-    values: dict[str, Any] = dict(
-        model=ModelConfig.from_pretrained(folder),
-        dtype="float32",
-        device="cpu",
+    engine = EngineConfig(
         page_size=1,
-        num_kv_tokens=1024,
-        max_kv_tokens=1024,
-        memory_fraction=0.85,
         max_running_requests=8,
-        max_model_len=256,
-        max_step_tokens=512,
-        kv_cache_dtype="auto",
-        attention_backend="torch",
-        sampling_backend="torch",
-        load_format="auto",
-        seed=0,
         tp_size=parallel.tp_size,
         pp_size=parallel.pp_size,
-        cpu_threads=1,
-        simulated=SimulatedDevice(),
     )
-    return WorkerConfig(**{**values, **changes})
+    config = WorkerConfig(
+        ResolvedConfig(engine, ModelConfig.from_pretrained(folder), 256, "last"),
+        "float32",
+        "cpu",
+        num_kv_tokens=1024,
+        max_kv_tokens=1024,
+        max_step_tokens=512,
+        attention_backend="torch",
+        sampling_backend="torch",
+        cpu_threads=1,
+    )
+    return changed(config, **changes)
+
+
+def changed(config: WorkerConfig, **changes: Any) -> WorkerConfig:
+    """`config` with other fields of its own, of its model's resolution, or keys of its engine.
+    What `EngineConfig.resolve` would refuse isn't refused."""
+    own = {field.name for field in fields(WorkerConfig)}
+    of_resolved = {key: changes[key] for key in ("model", "max_model_len") if key in changes}
+    of_engine = {k: v for k, v in changes.items() if k not in own and k not in of_resolved}
+    engine = config.engine.model_copy(update=of_engine)
+    assert of_engine.keys() <= EngineConfig.model_fields.keys(), of_engine
+    resolved = replace(config.resolved, engine=engine, **of_resolved)
+    return replace(config, resolved=resolved, **{k: changes[k] for k in changes if k in own})

@@ -155,7 +155,7 @@ def test_int8_weights_say_what_this_machine_lacks(monkeypatch: pytest.MonkeyPatc
         make_worker_config(resolved)
     monkeypatch.setattr("engine.native.library.load", lambda: object())
     worker = make_worker_config(resolved)
-    assert (worker.quantization, worker.attention_backend) == ("int8", "cpu")
+    assert (worker.engine.quantization, worker.attention_backend) == ("int8", "cpu")
 
 
 LLAMA_SHAPES = {

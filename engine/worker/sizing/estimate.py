@@ -23,15 +23,15 @@ from engine.worker_config import WorkerConfig
 
 def memory_of(config: WorkerConfig) -> MemoryNeed:
     """What the ranks of the engine take."""
-    drafts = config.speculative
+    drafts = config.engine.speculative_config
     return MemoryNeed(
         model=config.model,
         draft=draft_of(drafts.model if drafts is not None else None),
         dtype=config.dtype,
-        kv_cache_dtype=config.kv_cache_dtype,
-        tp_size=config.tp_size,
-        pp_size=config.pp_size,
-        is_int8=config.quantization == "int8",
+        kv_cache_dtype=config.engine.kv_cache_dtype,
+        tp_size=config.engine.tp_size,
+        pp_size=config.engine.pp_size,
+        is_int8=config.engine.quantization == "int8",
         has_copies=config.attention_backend == "torch",
     )
 
@@ -40,7 +40,7 @@ def profile_max_tokens(config: WorkerConfig, engines: int = 1) -> int:
     """Tokens that fit on the CPU worker that needs most bytes per token, where `engines` share the
     host. Raises `ConfigError` if not even one fits."""
     free, need = available_host_bytes(), memory_of(config)
-    return host_cache_tokens(need, free, config.memory_fraction, engines)
+    return host_cache_tokens(need, free, config.engine.memory_fraction, engines)
 
 
 def stage_weight_bytes(config: WorkerConfig, parallel: ParallelState) -> int:
@@ -51,10 +51,12 @@ def stage_weight_bytes(config: WorkerConfig, parallel: ParallelState) -> int:
         parallel.tp_size,
         parallel.pp_size,
         parallel.pp_rank,
-        int8=config.quantization == "int8",
+        int8=config.engine.quantization == "int8",
     )
 
 
 def kv_bytes_per_token(config: WorkerConfig, dtype: torch.dtype) -> int:
     """Bytes of one token in a KV cache of `dtype`, on the worker that holds most layers."""
-    return cache_bytes_per_token(config.model, dtype.itemsize, config.tp_size, config.pp_size)
+    return cache_bytes_per_token(
+        config.model, dtype.itemsize, config.engine.tp_size, config.engine.pp_size
+    )

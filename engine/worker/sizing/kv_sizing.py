@@ -63,7 +63,7 @@ class MemoryMeter:
         self.memory.release()
         return MemoryProfile(
             total=self.memory.total(),
-            fraction=config.memory_fraction,
+            fraction=config.engine.memory_fraction,
             elsewhere=self.elsewhere,
             weights=self.weights,
             buffers=standing - self.weights,
@@ -78,7 +78,11 @@ class MemoryMeter:
 def check_weights_fit(needed: int, config: WorkerConfig, memory: DeviceMemory) -> None:
     """Raise `ConfigError` before minutes of loading if `needed` bytes of weights can't fit."""
     told = gpu_weights_shortage(
-        needed, memory.total(), memory.free(), config.memory_fraction, remedies(WEIGHTS, config)
+        needed,
+        memory.total(),
+        memory.free(),
+        config.engine.memory_fraction,
+        remedies(WEIGHTS, config),
     )
     if told:
         raise ConfigError(f"{told}{holders(memory)}")
@@ -93,13 +97,13 @@ def agree_on_kv_tokens(
     `max_model_len` needs.
     """
     room = parallel.min_over_ranks(profile.kv_tokens, device)
-    room = room // config.page_size * config.page_size
+    room = room // config.engine.page_size * config.engine.page_size
     wanted = config.num_kv_tokens
     if wanted is not None and wanted > room:
         raise ConfigError(
             f"max_total_tokens ({wanted}) needs {gib(wanted * profile.bytes_per_token)} on each "
             f"GPU, but there is room for {room} tokens. Lower it or leave it out, or raise "
-            f"memory_fraction (now {config.memory_fraction:g}), tp_size or pp_size. "
+            f"memory_fraction (now {config.engine.memory_fraction:g}), tp_size or pp_size. "
             f"{profile.describe(room)}."
         )
     if wanted is None and room < config.max_model_len:
@@ -107,7 +111,7 @@ def agree_on_kv_tokens(
             f"the KV cache has room for {room} tokens, which can't hold one request of "
             f"max_model_len ({config.max_model_len}). Lower max_model_len or "
             f"chunked_prefill_size (the largest step has {config.max_step_tokens} tokens), or "
-            f"raise memory_fraction (now {config.memory_fraction:g}), tp_size or pp_size. "
+            f"raise memory_fraction (now {config.engine.memory_fraction:g}), tp_size or pp_size. "
             f"{profile.describe(room)}."
         )
     tokens = wanted if wanted is not None else min(room, config.max_kv_tokens)

@@ -63,17 +63,17 @@ def holders(memory: DeviceMemory) -> str:
 
 def remedies(phase: str, config: WorkerConfig) -> list[str]:
     """Keys that free memory, the most useful first, with their values now."""
-    split = split_remedies(config.dtype, config.tp_size, config.pp_size)
+    split = split_remedies(config.dtype, config.engine.tp_size, config.engine.pp_size)
     if phase == WEIGHTS:
         return split
-    rows = f"lower max_running_requests (now {config.max_running_requests})"
+    rows = f"lower max_running_requests (now {config.engine.max_running_requests})"
     chunk = f"lower chunked_prefill_size (the largest step has {config.max_step_tokens} tokens)"
     length = f"lower max_model_len (now {config.max_model_len})"
     if phase == PROFILE:
         return [chunk, rows, length, *split]
-    size = f"lower memory_fraction (now {config.memory_fraction:g})"
+    size = f"lower memory_fraction (now {config.engine.memory_fraction:g})"
     if config.num_kv_tokens is not None:
         size = f"lower max_total_tokens (now {config.num_kv_tokens})"
-    if config.kv_cache_dtype == "auto":
+    if config.engine.kv_cache_dtype == "auto":
         split.insert(0, "set kv_cache_dtype: fp8_e4m3")
     return [size, length, chunk, rows, *split]

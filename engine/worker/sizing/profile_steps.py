@@ -31,13 +31,15 @@ def largest_steps(config: WorkerConfig) -> list[ModelWorkerBatch]:
     long = _extend_step(0, [chunk], [config.max_model_len - chunk], logprobs)
     # Every id ends a chunk that isn't the prompt's last: all its tokens have log-probabilities.
     long.next_prompt_ids = np.zeros(1, np.int32)
-    rows = min(config.max_running_requests, tokens)
+    rows = min(config.engine.max_running_requests, tokens)
     lens = [n for n in _even(tokens, rows, config.max_model_len) if n]
     nucleus = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, min_p=0.01, seed=0)
     steps = [long, _extend_step(1, lens, [0] * len(lens), nucleus)]
-    if config.speculative is not None:
-        drafts = min(config.speculative.num_speculative_tokens, config.max_model_len - 1)
-        steps.append(_verify_step(2, config.max_running_requests, drafts, nucleus))
+    if config.engine.speculative_config is not None:
+        drafts = min(
+            config.engine.speculative_config.num_speculative_tokens, config.max_model_len - 1
+        )
+        steps.append(_verify_step(2, config.engine.max_running_requests, drafts, nucleus))
     return steps
 
 

@@ -41,7 +41,7 @@ from engine.native.compiler import ISA_FLAGS
 from engine.worker.sizing.estimate import stage_weight_bytes
 from tests.support.kernels import TYPES, Numbers, assert_within, load_kernels, same_bits
 from tests.support.kernels import torch_threads as threads
-from tests.support.models import make_config, make_model
+from tests.support.models import changed, make_config, make_model
 
 CPU = torch.device("cpu")
 SINGLE = ParallelState.single()
@@ -235,7 +235,7 @@ def test_sizes_are_those_in_memory(kernels: Any, tied: bool, dtype: str) -> None
     """On one rank and on both stages of two by two; no matrix but the table stays as it was."""
     config = make_config(CARRIED, dtype=dtype, attention_backend="cpu", quantization="int8")
     shape = replace(config.model, tie_word_embeddings=tied)
-    config = replace(config, model=shape, load_format="dummy")
+    config = changed(config, model=shape, load_format="dummy")
     for parallel in (SINGLE, ParallelState(0, 2, 0, 2), ParallelState(1, 2, 1, 2)):
         model = load_model(config, parallel, CPU)
         taken = 0
@@ -247,7 +247,7 @@ def test_sizes_are_those_in_memory(kernels: Any, tied: bool, dtype: str) -> None
             assert (kernel.packed.dtype, kernel.bias) == (torch.int8, None)
             taken += kernel.packed.nbytes + kernel.scale.nbytes
         assert stage_weight_bytes(config, parallel) == taken
-        assert taken < stage_weight_bytes(replace(config, quantization="auto"), parallel)
+        assert taken < stage_weight_bytes(changed(config, quantization="auto"), parallel)
 
 
 @pytest.mark.parametrize("stored", TYPES)

@@ -25,7 +25,7 @@ from engine.models.llama import EMBEDDING, LlamaModel
 from engine.models.loader import load_model
 from engine.worker.sizing.estimate import stage_weight_bytes
 from tests.support.kernels import TYPES, load_kernels, same_bits, torch_threads
-from tests.support.models import make_config, make_model
+from tests.support.models import changed, make_config, make_model
 from tests.support.step_driver import StepDriver, make_runner
 
 CPU = torch.device("cpu")
@@ -159,6 +159,6 @@ def test_stages_of_a_pipeline_have_a_matrix_each() -> None:
 
 def test_the_estimate_counts_it_once() -> None:
     config = make_config(CARRIED, attention_backend="cpu")
-    untied = replace(config, model=replace(config.model, tie_word_embeddings=False))
+    untied = changed(config, model=replace(config.model, tie_word_embeddings=False))
     matrix = config.model.vocab_size * config.model.hidden_size * 4
     assert stage_weight_bytes(untied, SINGLE) - stage_weight_bytes(config, SINGLE) == matrix

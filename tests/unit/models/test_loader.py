@@ -32,7 +32,7 @@ from engine.model_config import ModelConfig
 from engine.models.loader import load_model, resolve_dtype
 from engine.registry import ATTENTION_BACKENDS
 from engine.worker.sizing.estimate import kv_bytes_per_token, profile_max_tokens
-from tests.support.models import make_config, make_model
+from tests.support.models import changed, make_config, make_model
 from tests.support.step_driver import StepDriver, make_runner
 
 CPU = torch.device("cpu")
@@ -284,9 +284,9 @@ def test_memory_sizing(folder: Path) -> None:
     config = make_config(folder, memory_fraction=0.5)
     # 3 layers, 2 key/value heads of 8, keys and values, 4 bytes
     assert kv_bytes_per_token(config, torch.float32) == 3 * 2 * 8 * 2 * 4
-    split = replace(config, tp_size=2, pp_size=3)
+    split = changed(config, tp_size=2, pp_size=3)
     assert kv_bytes_per_token(split, torch.bfloat16) == 1 * 1 * 8 * 2 * 2
     tokens = profile_max_tokens(config)
     assert 0 < tokens * 2 * 384 <= 4 << 30
     with pytest.raises(ConfigError, match="no room for a KV cache"):
-        profile_max_tokens(replace(config, memory_fraction=0.0))
+        profile_max_tokens(changed(config, memory_fraction=0.0))

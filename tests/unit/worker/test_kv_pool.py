@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -13,6 +11,7 @@ from engine.errors import ConfigError
 from engine.native import library
 from engine.worker.auto_config import make_worker_config
 from engine.worker.sizing.estimate import kv_bytes_per_token, profile_max_tokens
+from tests.support.models import changed
 
 CPU = torch.device("cpu")
 FP8 = torch.float8_e4m3fn
@@ -61,12 +60,14 @@ def test_float8_holds_more_tokens() -> None:
     )
     assert kv_bytes_per_token(config, FP8) * 4 == kv_bytes_per_token(config, torch.float32)
     plain = profile_max_tokens(config)
-    small = profile_max_tokens(replace(config, kv_cache_dtype="fp8_e4m3"))
+    small = profile_max_tokens(changed(config, kv_cache_dtype="fp8_e4m3"))
     # In the torch backend the contiguous float32 copies stay: 8 bytes a number become 5.
     assert small > 1.4 * plain
     # Our kernels keep none. Half a page of the budget may be free in either.
-    assert profile_max_tokens(replace(config, attention_backend="cpu")) > 1.9 * plain
-    assert make_worker_config(resolved(kv_cache_dtype="fp8_e4m3")).kv_cache_dtype == "fp8_e4m3"
+    assert profile_max_tokens(changed(config, attention_backend="cpu")) > 1.9 * plain
+    assert (
+        make_worker_config(resolved(kv_cache_dtype="fp8_e4m3")).engine.kv_cache_dtype == "fp8_e4m3"
+    )
 
 
 @pytest.mark.parametrize(

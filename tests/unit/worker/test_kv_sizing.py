@@ -33,6 +33,7 @@ from engine.worker.sizing.profile_steps import largest_steps
 from engine.worker.tp_worker import TpModelWorker
 from engine.worker_config import WorkerConfig
 from tests.support.fake_memory import GIB, FakeMemory
+from tests.support.models import changed
 
 SINGLE = ParallelState.single()
 CPU = torch.device("cpu")
@@ -62,7 +63,7 @@ def make_config(**changes: Any) -> WorkerConfig:
 def make_meter(kv_bytes: int, config: WorkerConfig) -> MemoryMeter:
     """One that finds `kv_bytes` left: 3 GiB of weights, 1 of buffers, 2 of activations."""
     rest = (3 + 1 + 2) * GIB + GRAPH_RESERVE_BYTES + HEADROOM_BYTES
-    size = int((kv_bytes + rest) / config.memory_fraction) + 1
+    size = int((kv_bytes + rest) / config.engine.memory_fraction) + 1
     memory = FakeMemory(stages=[3 * GIB, 4 * GIB, 6 * GIB], highest=6 * GIB, size=size)
     return MemoryMeter(memory)
 
@@ -142,9 +143,7 @@ def test_steps_have_the_shapes_that_they_say(
     )
     tokens = max_step_tokens(engine, length)
     assert tokens >= max(chunk, rows + 1) and (chunk > 0 or tokens >= max(prefill, length))
-    config = dataclasses.replace(
-        BASE, max_step_tokens=tokens, max_model_len=length, max_running_requests=rows
-    )
+    config = changed(BASE, max_step_tokens=tokens, max_model_len=length, max_running_requests=rows)
     long, wide = largest_steps(config)
     assert int(long.seq_lens[0]) == length and len(long.input_ids) == min(tokens, length)
     assert long.next_prompt_ids is not None
@@ -162,7 +161,7 @@ BASE = make_config()
 
 def test_profile_runs_the_steps_and_reads_the_meters() -> None:
     seen: list[ModelWorkerBatch] = []
-    config = dataclasses.replace(BASE, memory_fraction=1.0)
+    config = changed(BASE, memory_fraction=1.0)
     memory = FakeMemory(stages=[3 * GIB, 5 * GIB], highest=9 * GIB, outside=[1 * GIB, 3 * GIB])
     meter = MemoryMeter(memory, graph_bytes=2 * GIB)
     meter.loaded()
@@ -358,6 +357,6 @@ def test_processes_of_the_driver_are_read() -> None:
 def test_steps_with_drafts_are_profiled() -> None:
     """Every draft of every row has logits."""
     drafts = SpeculativeConfig(method="ngram", num_speculative_tokens=4)
-    *_, last = largest_steps(dataclasses.replace(BASE, speculative=drafts, max_running_requests=5))
+    *_, last = largest_steps(changed(BASE, speculative_config=drafts, max_running_requests=5))
     assert len(step_inputs(last).logits_rows) == 25
     assert last.line_starts()[-1] == 25

@@ -140,7 +140,8 @@ def test_worker_takes_its_device_before_anything_else(monkeypatch: pytest.Monkey
     monkeypatch.setattr(
         distributed, "init_parallel", lambda *args: order.append(args[0]) or ParallelState.single()
     )
-    config = SimpleNamespace(device="cuda", comm_backend="nccl", tp_size=1, pp_size=1, world_size=1)
+    engine = SimpleNamespace(tp_size=1, pp_size=1, world_size=1)
+    config = SimpleNamespace(device="cuda", comm_backend="nccl", engine=engine)
     worker_loop._join(config, 0, ("", 0), "127.0.0.1")  # type: ignore[arg-type]
     assert order == ["device 0", "nccl"]
 
