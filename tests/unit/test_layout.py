@@ -39,3 +39,17 @@ def test_paths_in_the_documentation_exist() -> None:
     named = [(page.name, found) for page in pages for found in path.findall(page.read_text())]
     assert len(named) > 100
     assert [(page, p) for page, p in named if not any(ROOT.glob(p.rstrip("/")))] == []
+
+
+def test_names_of_the_glossary_exist() -> None:
+    """Each name is defined in one of the files of its line, or is a field or an argument there."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    table = page.partition("## Glossary\n")[2].partition("\n## ")[0]
+    lines = [line.split("|") for line in table.splitlines() if line.startswith("| ")][1:]
+    assert len(lines) > 30
+    code = re.compile(r"`([^`]+)`")
+    for _, _, here, files, _, _ in lines:
+        text = "".join((ROOT / name).read_text() for name in code.findall(files))
+        for name in code.findall(here):
+            defined = re.compile(rf"^ *(?:class |def |self\.)?{name}\b *[(:=]", re.MULTILINE)
+            assert defined.search(text), f"{name} is in none of {files.strip()}"
