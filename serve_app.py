@@ -10,6 +10,7 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 
 from deploy.http.access.listening import check_listening, is_loopback
+from deploy.http.engine_client import ModelInfo
 from deploy.http.parsers.detection import model_reasons, tool_format_of
 from deploy.http.settings import ApiSettings
 from deploy.http.tracing.options import TracingOptions
@@ -107,29 +108,36 @@ def build_app(args: dict[str, Any]) -> Application:
         graceful_shutdown_timeout_s=server.drain_timeout_s + HANDOVER_S,
         graceful_shutdown_wait_loop_s=0.1,
     )
-    templates = load_chat_templates(config.resolved.model.path)
     return ingress.bind(
         engines,
         IngressOptions(
-            model_path=str(config.resolved.model.path),
-            model_name=config.model_name,
-            max_model_len=config.resolved.max_model_len,
-            vocab_size=config.resolved.model.vocab_size,
+            _model_info(config),
             log_level=server.log_level,
             resume=ResumeLimits(server.resume_wait_s, server.max_resumes),
             hang_timeout_s=server.hang_timeout_s,
             drain_timeout_s=server.drain_timeout_s,
             routing_policy=config.routing_policy,
             page_size=engine.page_size,
-            sampling_defaults=engine.sampling_defaults(config.resolved.model),
-            tool_format=tool_format_of(server.tool_call_parser, templates),
-            reasons=model_reasons(server.reasoning_parser, templates),
             server=server.model_dump(),
-            hidden_size=config.resolved.model.hidden_size,
-            speculates=engine.speculative_config is not None,
-            pooling=config.resolved.pooling,
             log_format=server.log_format,
         ),
+    )
+
+
+def _model_info(config: AppConfig) -> ModelInfo:
+    model, server = config.resolved.model, config.server
+    templates = load_chat_templates(model.path)
+    return ModelInfo(
+        config.model_name,
+        config.resolved.max_model_len,
+        model.vocab_size,
+        sampling_defaults=config.engine.sampling_defaults(model),
+        tool_format=tool_format_of(server.tool_call_parser, templates),
+        reasons=model_reasons(server.reasoning_parser, templates),
+        path=str(model.path),
+        hidden_size=model.hidden_size,
+        pooling=config.resolved.pooling,
+        speculates=config.engine.speculative_config is not None,
     )
 
 

@@ -28,7 +28,7 @@ class ModelInfo:
     name: str
     max_model_len: int
     vocab_size: int
-    created: int
+    created: int = 0
     """Unix time at which the server started."""
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
     """Values of sampling fields that requests leave out, from the model's generation_config.json

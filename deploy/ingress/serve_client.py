@@ -12,7 +12,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from ray import serve
@@ -44,7 +44,6 @@ from engine.constraints import ConstraintSpec
 from engine.constraints.guard import GrammarGuard
 from engine.errors import EngineDeadError, RequestError
 from engine.log_lines import LogFormat
-from engine.pooling import Pooling
 from engine.protocol import tokenizer_messages as tm
 from engine.protocol.async_inbox import AsyncInbox
 from engine.protocol.messages import IngressMetrics, KVEvents, KVSnapshot, Pong, RequestTaken
@@ -66,10 +65,7 @@ HASHES_EVERY_TOKENS = 16
 class IngressOptions:
     """What an ingress must know of the configuration. Times in seconds, sizes in tokens."""
 
-    model_path: str
-    model_name: str
-    max_model_len: int
-    vocab_size: int
+    info: ModelInfo
     log_level: str
     resume: ResumeLimits
     hang_timeout_s: float
@@ -77,16 +73,8 @@ class IngressOptions:
     routing_policy: str
     """How replicas are chosen; "" leaves it to Serve."""
     page_size: int
-    sampling_defaults: dict[str, float] = field(default_factory=dict)
-    """Values of sampling fields that requests leave out."""
-    tool_format: str = ""
-    """See `ModelInfo`."""
-    reasons: bool = False
     server: dict[str, Any] = field(default_factory=dict)
     """The server's own configuration, for those who ask for it."""
-    hidden_size: int = 0
-    speculates: bool = False
-    pooling: Pooling = "last"
     log_format: LogFormat = "text"
 
 
@@ -104,33 +92,19 @@ class ServeEngineClient(EngineClient, IngressListener):
         self._ingresses = ingresses
         self._resume = options.resume
         self._drain_timeout_s = options.drain_timeout_s
-        self._info = ModelInfo(
-            options.model_name,
-            options.max_model_len,
-            options.vocab_size,
-            int(time.time()),
-            options.sampling_defaults,
-            options.tool_format,
-            options.reasons,
-            options.model_path,
-            hidden_size=options.hidden_size,
-            pooling=options.pooling,
-            speculates=options.speculates,
-        )
+        self._info = replace(options.info, created=int(time.time()))
         self._resumes: Counter[str] = Counter(dict.fromkeys(RESUMED, 0))
         self._drain = DrainWatch()
         self._inbox = AsyncInbox(node_ip(), self._on_message)
         hang_timeout_s, address = options.hang_timeout_s, self._inbox.address
-        self._tokenizer = TokenizerLink(
-            options.model_path, hang_timeout_s, self, options.log_format
-        )
+        self._tokenizer = TokenizerLink(options.info.path, hang_timeout_s, self, options.log_format)
         self._watch = EngineWatch(engines, address, hang_timeout_s, self)
         self._router = _make_router(options, address, self._watch)
         self._attempts = Attempts(self._tokenizer, engines, self._watch, address, self._router)
         self._exchange = MetricsExchange(ingresses, address)
         self._serve_states = ServeStates()
         self._board = ReplicaBoard(engines, self._watch, self._serve_states)
-        self._guard = GrammarGuard(options.model_path)
+        self._guard = GrammarGuard(options.info.path)
         self._leaving: asyncio.Task[None] | None = None
 
     @classmethod

@@ -15,6 +15,7 @@ import pytest
 from fastapi import FastAPI, Request, Response
 
 from deploy.http.api import build_api
+from deploy.http.engine_client import ModelInfo
 from deploy.http.generation.endpoint import Endpoint
 from deploy.ingress import engine_watch, serve_client, tokenizer_link
 from deploy.ingress.engine_watch import EngineWatch
@@ -178,9 +179,8 @@ def files_of_a_request(
 
     async def run() -> None:
         replica = EngineReplica({"model": model_path}, 1, "WARNING", 10.0, 1.0)
-        options = IngressOptions(
-            model_path, "m", 64, VOCAB, "WARNING", ResumeLimits(), 1e6, 1.0, routing_policy, 4
-        )
+        info = ModelInfo("m", 64, VOCAB, path=model_path)
+        options = IngressOptions(info, "WARNING", ResumeLimits(), 1e6, 1.0, routing_policy, 4)
         client = await ServeEngineClient.create(_Handle(replica), None, options)
         # The replica introduces itself and answers the ping that this starts; both are done.
         await _until(lambda: len(heard) >= 2)
