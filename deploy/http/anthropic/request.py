@@ -37,10 +37,11 @@ from deploy.http.generation.request import (
     NamedConstraint,
     named_error,
 )
+from deploy.http.generation.sampling import sampling_params
 from deploy.http.generation.tool_use import Function, ToolUse
 from engine.constraints import structured
 from engine.errors import RequestError
-from engine.sampling_params import MAX_STOP_LENGTH, MAX_STOP_STRINGS, MODEL_DEFAULTS, SamplingParams
+from engine.sampling_params import MAX_STOP_LENGTH, MAX_STOP_STRINGS, SamplingParams
 
 NAME_PATTERN = r"^[A-Za-z0-9_.-]{1,128}$"
 _MAX_INT = 2**31 - 1
@@ -322,16 +323,7 @@ class MessagesRequest(CountTokensRequest):
 
     def translate(self, request_id: str, info: ModelInfo) -> ChatRequest:
         request = super().translate(request_id, info)
-        request.params = self._sampling_params(info)
+        request.params = sampling_params(self, info.sampling_defaults, stop=self.stop_sequences)
         request.default_max_tokens = self.max_tokens
         request.stream = self.stream
         return request
-
-    def _sampling_params(self, info: ModelInfo) -> SamplingParams:
-        defaults = info.sampling_defaults
-        given = {name: getattr(self, name, None) for name in MODEL_DEFAULTS}
-        chosen: dict[str, Any] = {
-            name: defaults.get(name) if value is None else value for name, value in given.items()
-        }
-        chosen = {name: value for name, value in chosen.items() if value is not None}
-        return SamplingParams(**chosen, stop=self.stop_sequences)

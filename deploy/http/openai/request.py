@@ -9,6 +9,7 @@ from pydantic import Field, PlainValidator, ValidationInfo, WithJsonSchema, mode
 from deploy.http.body import Strict, refusal
 from deploy.http.engine_client import ModelInfo
 from deploy.http.generation.request import NamedConstraint, Truncation
+from deploy.http.generation.sampling import sampling_params
 from deploy.http.openai.logprobs import LogprobStyle
 from deploy.http.openai.structured import (
     ResponseFormat,
@@ -23,7 +24,6 @@ from engine.sampling_params import (
     MAX_STOP_LENGTH,
     MAX_STOP_STRINGS,
     MAX_TOKEN_IDS,
-    MODEL_DEFAULTS,
     SamplingParams,
 )
 
@@ -329,33 +329,12 @@ class GenerationFields(Strict):
     def sampling_params(
         self, logprobs: int | None, prompt_logprobs: int | None, defaults: Mapping[str, float]
     ) -> SamplingParams:
-        """Parameters of the `n` copies of one prompt.
-
-        `defaults` are the model's, by field, for fields that the request leaves out.
-        """
-        chosen: dict[str, Any] = {
-            name: defaults[name]
-            if name in defaults and name not in self.model_fields_set
-            else getattr(self, name)
-            for name in MODEL_DEFAULTS
-        }
-        return SamplingParams(
-            **chosen,
-            n=self.n,
-            min_tokens=self.min_tokens,
-            seed=self.seed,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            logit_bias=self.logit_bias,
-            stop=self.stop,
-            stop_token_ids=self.stop_token_ids,
-            include_stop_str_in_output=self.include_stop_str_in_output,
-            ignore_eos=self.ignore_eos,
-            skip_special_tokens=self.skip_special_tokens,
-            spaces_between_special_tokens=self.spaces_between_special_tokens,
+        """Parameters of the `n` copies of one prompt. `defaults`: as in `sampling_params`."""
+        return sampling_params(
+            self,
+            defaults,
             # As in vLLM, listed tokens take the place of the likeliest.
             logprobs=logprobs if self.logprob_token_ids is None else 0,
             prompt_logprobs=prompt_logprobs,
             logprob_token_ids=self.logprob_token_ids,
-            allowed_token_ids=self.allowed_token_ids,
         )

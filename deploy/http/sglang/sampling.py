@@ -8,6 +8,7 @@ from pydantic import Field, WithJsonSchema, model_validator
 
 from deploy.http.body import Strict, refusal
 from deploy.http.generation.request import NamedConstraint, named_error
+from deploy.http.generation.sampling import sampling_params
 from engine.constraints import ConstraintSpec, structured
 from engine.errors import RequestError
 from engine.sampling_params import MAX_N, MAX_STOP_LENGTH, MAX_STOP_STRINGS, SamplingParams
@@ -104,23 +105,13 @@ class SamplingFields(Strict):
 
     def translate(self, **logprobs: Any) -> SamplingParams:
         """The parameters; `logprobs` are fields of them."""
-        return SamplingParams(
-            n=self.n,
+        return sampling_params(
+            self,
+            {},
             min_tokens=self.min_new_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
             seed=self.sampling_seed,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            repetition_penalty=self.repetition_penalty,
             logit_bias={int(token): bias for token, bias in self.logit_bias.items()} or None,
             stop=[self.stop] if isinstance(self.stop, str) else self.stop,
-            stop_token_ids=self.stop_token_ids,
             include_stop_str_in_output=self.no_stop_trim,
-            ignore_eos=self.ignore_eos,
-            skip_special_tokens=self.skip_special_tokens,
-            spaces_between_special_tokens=self.spaces_between_special_tokens,
             **logprobs,
         )

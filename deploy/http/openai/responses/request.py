@@ -15,6 +15,7 @@ from deploy.http.generation.request import (
     NamedConstraint,
     named_error,
 )
+from deploy.http.generation.sampling import sampling_params
 from deploy.http.generation.tool_use import ToolUse
 from deploy.http.openai.request import Stop, documented
 from deploy.http.openai.responses.items import (
@@ -33,7 +34,7 @@ from deploy.http.openai.responses.tools import (
 )
 from engine.constraints import ConstraintSpec, structured
 from engine.errors import RequestError
-from engine.sampling_params import MAX_LOGPROBS, MODEL_DEFAULTS, SamplingParams
+from engine.sampling_params import MAX_LOGPROBS, SamplingParams
 
 LOGPROBS = "message.output_text.logprobs"
 _MAX_INT = 2**31 - 1
@@ -236,21 +237,8 @@ class ResponsesRequest(Strict):
             raise named_error(error, "text.format") from None
 
     def _sampling_params(self, info: ModelInfo) -> SamplingParams:
-        chosen: dict[str, Any] = {}
-        for name in MODEL_DEFAULTS:
-            value = getattr(self, name)
-            value = info.sampling_defaults.get(name) if value is None else value
-            if value is not None:
-                chosen[name] = value
-        return SamplingParams(
-            **chosen,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            seed=self.seed,
-            stop=self.stop,
-            ignore_eos=self.ignore_eos,
-            logprobs=self.top_logprobs if self.wants_logprobs else None,
-        )
+        logprobs = self.top_logprobs if self.wants_logprobs else None
+        return sampling_params(self, info.sampling_defaults, logprobs=logprobs)
 
     @property
     def _template_kwargs(self) -> dict[str, Any]:
