@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -250,19 +250,8 @@ def print_medians(groups: dict[str, list[RunReport]]) -> None:
 
 def workload(args: argparse.Namespace, concurrency: int | None) -> Workload:
     """The workload that the arguments describe."""
-    return Workload(
-        num_prompts=args.num_prompts,
-        input_len=args.input_len,
-        output_len=args.output_len,
-        dataset=args.dataset,
-        prefix_len=args.prefix_len,
-        num_prefixes=args.num_prefixes,
-        min_token_id=args.min_token_id,
-        vocab_size=args.vocab_size,
-        request_rate=args.request_rate,
-        burstiness=args.burstiness,
-        concurrency=concurrency,
-    )
+    given = {field.name: getattr(args, field.name, None) for field in fields(Workload)}
+    return Workload(**given | {"concurrency": concurrency})
 
 
 def parse_arguments(argv: list[str], starts_server: bool = False) -> argparse.Namespace:

@@ -15,6 +15,12 @@ from deploy.http.openai.responses.request import ResponsesRequest
 from deploy.http.parsers.parts import Part, Text, joined
 from engine.protocol.tokenizer_messages import LogprobEntry, TextDelta
 
+_ECHOED = (
+    "instructions", "max_output_tokens", "max_tool_calls", "metadata", "parallel_tool_calls",
+    "prompt_cache_key", "safety_identifier", "service_tier", "top_logprobs", "truncation", "user",
+)  # fmt: skip
+"""Fields of the request that its response repeats."""
+
 
 class ResponseGeneration(Generation[ResponsesRequest]):
     """One response, whose output is items."""
@@ -111,28 +117,18 @@ class ResponseGeneration(Generation[ResponsesRequest]):
             "background": False,
             "error": None,
             "incomplete_details": incomplete,
-            "instructions": given.instructions,
-            "max_output_tokens": given.max_output_tokens,
-            "max_tool_calls": given.max_tool_calls,
-            "metadata": given.metadata,
             "model": plan.model,
+            **{name: getattr(given, name) for name in _ECHOED},
             "output": self._items.items if has_ended else [],
-            "parallel_tool_calls": given.parallel_tool_calls,
             "previous_response_id": None,
-            "prompt_cache_key": given.prompt_cache_key,
             "reasoning": {"effort": given.reasoning.effort, "summary": None},
-            "safety_identifier": given.safety_identifier,
-            "service_tier": given.service_tier,
             "store": False,
             "temperature": params.temperature,
             "text": given.text.model_dump(by_alias=True, exclude_none=True),
             "tool_choice": _dumped(given.tool_choice),
             "tools": [tool.model_dump() for tool in given.tools],
-            "top_logprobs": given.top_logprobs,
             "top_p": params.top_p,
-            "truncation": given.truncation,
             "usage": self._usage() if has_ended else None,
-            "user": given.user,
             **({"ignored_tools": plan.ignored_tools} if plan.ignored_tools else {}),
         }
 
