@@ -30,14 +30,13 @@ from deploy.http.body import (
     type_of,
 )
 from deploy.http.engine_client import EngineClient, ModelInfo
-from deploy.http.generation.plan import check_model, check_text_length, render
+from deploy.http.generation.plan import check_model, check_text_length, render, sampling_params
 from deploy.http.generation.request import (
     ChatRequest,
     FieldNames,
     NamedConstraint,
     named_error,
 )
-from deploy.http.generation.sampling import sampling_params
 from deploy.http.generation.tool_use import Function, ToolUse
 from engine.constraints import structured
 from engine.errors import RequestError

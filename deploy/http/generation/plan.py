@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import msgspec
+from pydantic import BaseModel
 
 from deploy.http.aborts import Abort
 from deploy.http.access.api_key import ApiKey
@@ -30,12 +31,21 @@ from deploy.http.generation.thinking import behind, thinking_of_chat, thinking_o
 from deploy.http.settings import ApiSettings
 from engine.constraints.grammar_payload import Thinking
 from engine.errors import RequestError
-from engine.sampling_params import SamplingParams, check_prompt
+from engine.sampling_params import MODEL_DEFAULTS, SamplingParams, check_prompt
 
 MAX_TOKEN_CHARS = 256
 """No vocabulary known has longer tokens (Llama 3 and GPT-4 reach 128 spaces)."""
 MAX_REPORTED_LOGPROBS = 100_000
 """Log-probabilities of one request: some 20 MB in the ingress."""
+
+
+_SAME_NAME = (
+    "n", "min_tokens", "seed", "presence_penalty", "frequency_penalty", "logit_bias", "stop",
+    "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens",
+    "spaces_between_special_tokens", "allowed_token_ids",
+)  # fmt: skip
+"""Fields that dialects have under the engine's name, if they have them. Of the others,
+`max_tokens` follows from the prompt's length, and the rest from more than one field."""
 
 
 @dataclass
@@ -64,6 +74,26 @@ class Prompt(NamedTuple):
     abort: Abort
     thinking: Thinking | None
     """How its outputs begin to think; None if they don't."""
+
+
+def sampling_params(
+    body: BaseModel, defaults: Mapping[str, float], **translated: Any
+) -> SamplingParams:
+    """Parameters of the `n` copies of one prompt.
+
+    `defaults` are the model's, by field, for fields that the request leaves out or sets to null.
+    `translated` are fields that the dialect has in another form; they count.
+    """
+    known, given = type(body).model_fields, body.model_fields_set
+    chosen: dict[str, Any] = {}
+    for name in MODEL_DEFAULTS:
+        value = getattr(body, name, None)
+        if name in defaults and (value is None or name not in given):
+            value = defaults[name]
+        if value is not None:
+            chosen[name] = value
+    chosen |= {name: getattr(body, name) for name in _SAME_NAME if name in known}
+    return SamplingParams(**chosen | translated)
 
 
 async def plan_chat(

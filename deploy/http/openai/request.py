@@ -8,8 +8,8 @@ from pydantic import Field, PlainValidator, ValidationInfo, WithJsonSchema, mode
 
 from deploy.http.body import Strict, refusal
 from deploy.http.engine_client import ModelInfo
+from deploy.http.generation.plan import sampling_params
 from deploy.http.generation.request import NamedConstraint, Truncation
-from deploy.http.generation.sampling import sampling_params
 from deploy.http.openai.logprobs import LogprobStyle
 from deploy.http.openai.structured import (
     ResponseFormat,

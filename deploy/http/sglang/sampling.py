@@ -7,8 +7,8 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, WithJsonSchema, model_validator
 
 from deploy.http.body import Strict, refusal
+from deploy.http.generation.plan import sampling_params
 from deploy.http.generation.request import NamedConstraint, named_error
-from deploy.http.generation.sampling import sampling_params
 from engine.constraints import ConstraintSpec, structured
 from engine.errors import RequestError
 from engine.sampling_params import MAX_N, MAX_STOP_LENGTH, MAX_STOP_STRINGS, SamplingParams

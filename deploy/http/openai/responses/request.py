@@ -8,14 +8,13 @@ from pydantic import Field, model_validator
 
 from deploy.http.body import Effort, FreeObject, Strict, refusal
 from deploy.http.engine_client import ModelInfo
-from deploy.http.generation.plan import check_model, check_text_length
+from deploy.http.generation.plan import check_model, check_text_length, sampling_params
 from deploy.http.generation.request import (
     ChatRequest,
     FieldNames,
     NamedConstraint,
     named_error,
 )
-from deploy.http.generation.sampling import sampling_params
 from deploy.http.generation.tool_use import ToolUse
 from deploy.http.openai.request import Stop, documented
 from deploy.http.openai.responses.items import (
