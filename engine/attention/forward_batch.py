@@ -137,7 +137,7 @@ class ForwardBatch:
         if starts is None:
             starts = batch.line_starts()
         num_long = batch.num_long
-        seq_lens, query_lens = batch.seq_lens.astype(np.int64), np.diff(starts)
+        seq_lens, query_lens = batch.seq_lens.astype(np.int64), batch.query_lens.astype(np.int64)
         return cls(
             **device._asdict(),
             micro_batch=batch.micro_batch,

@@ -5,8 +5,9 @@ A step is *lines*, one for each request in it. `query_lens` says how many tokens
 drafts are what these numbers say, not kinds: a chunk of a prompt samples nothing or one token, a
 decode has one token and samples one, a line that checks k drafts has 1 + k and samples as many.
 
-Words, here and everywhere: a *row* is one of `ReqToTokenPool`, a *slot* one of the KV cache, a
-*line* a place in a step.
+Words: a *row* is one of `ReqToTokenPool`, a *slot* one of the KV cache, a *line* a place in a step.
+(`SlotParams`, `engine/sampling` and `engine/speculative` still call a row a slot; the rows of
+`SampleMasks` are lines.)
 """
 
 from __future__ import annotations
@@ -186,9 +187,9 @@ class ModelWorkerBatch(msgspec.Struct, array_like=True):
     def line_starts(self) -> Int64Array:
         """int64 [B + 1]: where each line's tokens start, and the last one's end, among the T of a
         complete step."""
-        ends = np.zeros(len(self.query_lens) + 1, np.int64)
-        np.cumsum(self.query_lens, out=ends[1:])
-        return ends
+        starts = np.zeros(len(self.query_lens) + 1, np.int64)
+        np.cumsum(self.query_lens, out=starts[1:])
+        return starts
 
 
 class SampleMasks(msgspec.Struct, array_like=True):

@@ -59,6 +59,7 @@ class Committer:
         tokens, logprobs, finished = result.next_token_ids, result.logprobs, ReqStatus.FINISHED
         failed: Mapping[int, str] = result.line_errors or _NOTHING
         errors, terminated, cut = failed, _NO_LINES, _NOT_CUT
+        runs: list[list[int]] | None = None
         if step.constrained:
             runs = _runs(tokens, counts, failed)
             errors, terminated, cut = self._delayed.accept(step, runs, failed)
@@ -83,7 +84,8 @@ class Committer:
             self._close(step, tokens, counts, given)
             return ended
         end = 0
-        runs = _runs(tokens, counts, failed)
+        if runs is None:
+            runs = _runs(tokens, counts, failed)
         for line, (req, run) in enumerate(zip(step.sampled, runs, strict=True)):
             count = 1 if counts is None else counts[line]
             start, end = end, end + count

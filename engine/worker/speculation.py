@@ -49,11 +49,11 @@ def runs_of(batch: ModelWorkerBatch, host: HostTokens) -> Runs:
     runs: list[list[int]] = []
     failed_lines: list[int] = []
     logprobs: list[TokenLogprobs | None] | None = None if host.logprobs is None else []
-    counts = batch.run_lens.tolist()
+    counts, nan_at = batch.run_lens.tolist(), set(bad)
     start = 0
     for line, (count, kept) in enumerate(zip(counts, host.num_kept.tolist(), strict=True)):
         end = start + kept
-        if bad and (found := set(bad).intersection(range(start, end))):
+        if nan_at and (found := nan_at.intersection(range(start, end))):
             failed_lines.append(line)
             end = min(found)
         runs.append(tokens[start:end])
