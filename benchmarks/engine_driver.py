@@ -17,6 +17,7 @@ import numpy as np
 
 from engine.config import EngineConfig
 from engine.protocol.messages import AbortRequest, AddRequest, StepOutputs
+from engine.protocol.sequence import TokenSequence
 from engine.protocol.transport import Inbox, Outbox
 from engine.sampling_params import SamplingParams
 from engine.scheduler.stats import SchedulerStats
@@ -76,7 +77,9 @@ class EngineDriver:
             rid = self._next_rid
             self._next_rid += 1
             self._scheduler.send(
-                AddRequest(rid=rid, input_ids=prompt, params=sampling, reply_to=self.inbox.address)
+                AddRequest(
+                    rid=rid, sequence=TokenSequence(prompt, sampling), reply_to=self.inbox.address
+                )
             )
             rids.append(rid)
         return rids

@@ -45,6 +45,7 @@ from engine.engine_core import EngineCore
 from engine.executor.base import Executor
 from engine.protocol import encoding
 from engine.protocol.messages import AddRequest
+from engine.protocol.sequence import TokenSequence
 from engine.protocol.step import GenerationBatchResult, ModelWorkerBatch, SampleMasks
 from engine.sampling_params import SamplingParams
 from engine.scheduler.scheduler import Scheduler
@@ -135,7 +136,9 @@ def measure_manta(load: DecodeLoad, thrash: CacheThrash) -> Measured:
     gc.freeze()
     for rid, prompt in enumerate(load.prompts()):
         params = SamplingParams(max_tokens=MAX_TOKENS, seed=rid)
-        request = AddRequest(rid=rid, input_ids=prompt, params=params, reply_to="tcp://client")
+        request = AddRequest(
+            rid=rid, sequence=TokenSequence(prompt, params), reply_to="tcp://client"
+        )
         core.scheduler.add(request, core.clock())
 
     clock = time.thread_time_ns

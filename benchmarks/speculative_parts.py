@@ -17,6 +17,7 @@ from engine.engine_core import EngineCore
 from engine.executor.base import Executor
 from engine.llm import LLM
 from engine.protocol.messages import AddRequest
+from engine.protocol.sequence import TokenSequence
 from engine.protocol.step import GenerationBatchResult, ModelWorkerBatch, SampleMasks, SlotParams
 from engine.sampling_params import SamplingParams
 from engine.scheduler.scheduler import Scheduler
@@ -184,7 +185,7 @@ def scheduler() -> list[dict[str, Any]]:
         )
         for rid, prompt in enumerate(prompts_of_rows.astype(np.int32)):
             params = SamplingParams(max_tokens=600, temperature=0.0, ignore_eos=True)
-            core.scheduler.add(AddRequest(rid=rid, input_ids=prompt, params=params), 0.0)
+            core.scheduler.add(AddRequest(rid=rid, sequence=TokenSequence(prompt, params)), 0.0)
         while core.scheduler.requests.waiting or core.scheduler.requests.chunked:
             core.step()
         for _ in range(10):

@@ -30,6 +30,7 @@ from engine.pooling import (
     read_embedding,
 )
 from engine.protocol.messages import AbortRequest, AddRequest, StepOutputs
+from engine.protocol.sequence import TokenSequence
 from engine.protocol.tokenizer_messages import TextDelta
 from engine.sampling_params import SamplingParams
 from engine.scheduler.admission import verify_prompt
@@ -133,7 +134,9 @@ class LLM:
 
         params = SamplingParams(temperature=0.0)
         requests = [
-            AddRequest(rid=rid, input_ids=np.asarray(ids, np.int32), params=params, pooling=chosen)
+            AddRequest(
+                rid=rid, sequence=TokenSequence(np.asarray(ids, np.int32), params, pooling=chosen)
+            )
             for rid, ids in enumerate(batch, first)
         ]
         self._drive(requests, read, use_tqdm)
@@ -293,8 +296,8 @@ class LLM:
                 running[rid] = _Running(result, sequence)
                 if detokenizer is not None:
                     detokenizer.add(rid, copy, ids, return_token_ids=True)
-                array = np.asarray(ids, np.int32)
-                requests.append(AddRequest(rid=rid, input_ids=array, params=copy))
+                tokens = TokenSequence(np.asarray(ids, np.int32), copy)
+                requests.append(AddRequest(rid=rid, sequence=tokens))
         return running, requests
 
     def _per_prompt(

@@ -125,7 +125,8 @@ class SchedulerRole:
                     if message.owner:
                         self._owners[(message.reply_to, message.rid)] = message.owner
                     now = time.monotonic()
-                    if message.params.constraint is None or not self._held.hold(message, now):
+                    constraint = message.sequence.params.constraint
+                    if constraint is None or not self._held.hold(message, now):
                         core.scheduler.add(message, now)
                 case AbortRequest():
                     self._held.drop(message.reply_to, message.rid)

@@ -20,6 +20,7 @@ from engine.engine_core import EngineCore
 from engine.executor.base import Executor
 from engine.executor.in_process import InProcessExecutor
 from engine.protocol.messages import AddRequest
+from engine.protocol.sequence import TokenSequence
 from engine.protocol.step import ForwardMode, GenerationBatchResult, ModelWorkerBatch, SampleMasks
 from engine.sampling_params import SamplingParams
 from engine.scheduler.scheduler import Scheduler
@@ -225,7 +226,7 @@ class EngineRuns:
         try:
             started = core.clock()
             for rid, input_ids in enumerate(ids):
-                request = AddRequest(rid=rid, input_ids=input_ids, params=params)
+                request = AddRequest(rid=rid, sequence=TokenSequence(input_ids, params))
                 core.scheduler.add(request, core.clock())
             num_tokens = _run_to_end(core, len(prompts))
             wall_s = core.clock() - started

@@ -15,9 +15,8 @@ from weakref import WeakSet
 from deploy.http.aborts import Abort
 from engine.constraints import ConstraintSpec
 from engine.pooling import Pooling
-from engine.protocol.messages import KeyLimits
+from engine.protocol.sequence import TokenSequence
 from engine.protocol.tokenizer_messages import TextDelta
-from engine.sampling_params import SamplingParams
 from engine.trace import RoleTrace
 
 
@@ -45,27 +44,6 @@ class ModelInfo:
     """How embeddings are made."""
     speculates: bool = False
     """Whether its engines check drafts."""
-
-
-@dataclass
-class GenerateRequest:
-    """One sequence to generate, or one embedding. `request_id` is for logs; `prompt_ids` are never
-    empty."""
-
-    request_id: str
-    prompt_ids: list[int]
-    params: SamplingParams
-    priority: int = 0
-    cache_salt: str = ""
-    return_token_ids: bool = False
-    """Every token's delta is needed at once, even if it adds no text."""
-    abort: Abort = field(default_factory=Abort, compare=False, repr=False)
-    pooling: Pooling | None = None
-    """Set: the one delta has an embedding of the prompt, and no tokens. `params` don't matter."""
-    key: KeyLimits | None = None
-    """The API key that it came with; None if the server has no keys."""
-    prediction_ids: list[int] = field(default_factory=list)
-    """The output that the client expects; empty if the engines don't speculate."""
 
 
 class Spending(NamedTuple):
@@ -189,7 +167,7 @@ class EngineClient(ABC):
 
     @abstractmethod
     async def generate(
-        self, request: GenerateRequest, read: Callable[[list[TextDelta]], None]
+        self, sequence: TokenSequence, read: Callable[[list[TextDelta]], None]
     ) -> None:
         """Run a sequence until a delta has a `finish_reason`.
 

@@ -79,7 +79,7 @@ class Attempts:
                 await attempt.wait()
                 return
             except AttemptLostError as error:
-                request, at = progress.request.request_id, len(progress.output_ids)
+                request, at = progress.sequence.request_id, len(progress.output_ids)
                 logger.warning("request %s at token %d: %s", request, at, error)
                 pause_s = progress.lost(error)
             finally:
@@ -202,7 +202,7 @@ class Attempt:
         Raises `AttemptLostError`, `RequestError`, and `EngineDeadError` if there is no tokenizer.
         """
         progress, attempts = self._progress, self._attempts
-        request = progress.request
+        sequence = progress.sequence
         loop = asyncio.get_running_loop()
 
         def register(call: int) -> tm.Register:
@@ -211,9 +211,9 @@ class Attempt:
                 attempts.address,
                 self.rid,
                 progress.params,
-                request.prompt_ids,
+                sequence.prompt_ids.tolist(),
                 progress.output_ids,
-                return_token_ids=request.return_token_ids,
+                return_token_ids=sequence.return_token_ids,
             )
 
         try:
@@ -229,7 +229,7 @@ class Attempt:
         actor = ""
         if attempts.router is not None:
             actor, add.page_hashes = attempts.router.route(
-                self.rid, input_of(add.input_ids, add.output_ids), add.cache_salt
+                self.rid, input_of(sequence.prompt_ids, add.output_ids), sequence.namespace
             )
         self._call = attempts.call_engine(encoding.encode_inline(add), actor)
         self._call.add_done_callback(self._on_call_end)

@@ -15,9 +15,9 @@ from enum import StrEnum
 import msgspec
 import numpy as np
 
-from deploy.http.engine_client import GenerateRequest
 from engine.errors import EngineDeadError, RequestError
 from engine.protocol.messages import AddRequest
+from engine.protocol.sequence import TokenSequence
 from engine.protocol.tokenizer_messages import TextDelta
 from engine.sampling_params import SamplingParams
 
@@ -77,7 +77,7 @@ class ResumeLimits:
 class Progress:
     """The progress of one sequence. `resumes` counts resumes by loss, over all sequences."""
 
-    request: GenerateRequest
+    sequence: TokenSequence
     limits: ResumeLimits
     resumes: Counter[str]
     clock: Callable[[], float] = time.monotonic
@@ -107,28 +107,18 @@ class Progress:
     @property
     def params(self) -> SamplingParams:
         """Parameters for the next attempt. Prompt log-probabilities aren't asked for again."""
-        params = self.request.params
+        params = self.sequence.params
         if params.prompt_logprobs is None or self._num_cached is None:
             return params
         return msgspec.structs.replace(params, prompt_logprobs=None)
 
     def add_request(self, rid: int, reply_to: str) -> AddRequest:
         """The message that gives the next attempt to an engine."""
-        request = self.request
-        expected = request.prediction_ids
-        return AddRequest(
-            rid=rid,
-            reply_to=reply_to,
-            request_id=request.request_id,
-            input_ids=np.asarray(request.prompt_ids, np.int32),
-            params=self.params,
-            output_ids=np.asarray(self.output_ids, np.int32) if self.output_ids else None,
-            priority=request.priority,
-            cache_salt=request.cache_salt,
-            pooling=request.pooling,
-            key=request.key,
-            prediction_ids=np.asarray(expected, np.int32) if expected else None,
-        )
+        sequence = self.sequence
+        if self.params is not sequence.params:
+            sequence = msgspec.structs.replace(sequence, params=self.params)
+        emitted = np.asarray(self.output_ids, np.int32) if self.output_ids else None
+        return AddRequest(rid=rid, sequence=sequence, reply_to=reply_to, output_ids=emitted)
 
     def take(self, delta: TextDelta) -> None:
         """Note a delta before the reader gets it, and make it fit to what the reader got before.

@@ -21,7 +21,6 @@ from deploy.http.engine_client import (
     EngineClient,
     EngineHealth,
     EngineStatus,
-    GenerateRequest,
     IngressReports,
     ModelInfo,
     PlainFamily,
@@ -47,6 +46,7 @@ from engine.log_lines import LogFormat
 from engine.protocol import tokenizer_messages as tm
 from engine.protocol.async_inbox import AsyncInbox
 from engine.protocol.messages import IngressMetrics, KVEvents, KVSnapshot, Pong, RequestTaken
+from engine.protocol.sequence import TokenSequence
 from engine.protocol.tokenizer_messages import TextDelta
 from engine.trace import RoleTrace, unpack
 
@@ -209,9 +209,9 @@ class ServeEngineClient(EngineClient, IngressListener):
         await asyncio.wrap_future(self._guard.submit(spec))
 
     async def generate(
-        self, request: GenerateRequest, read: Callable[[list[TextDelta]], None]
+        self, sequence: TokenSequence, read: Callable[[list[TextDelta]], None]
     ) -> None:
-        await self._attempts.generate(Progress(request, self._resume, self._resumes), read)
+        await self._attempts.generate(Progress(sequence, self._resume, self._resumes), read)
 
     async def abort(self, request_id: str | None, owner: str | None) -> None:
         answers = await ask_all(self._ingresses, "abort", ANSWER_TIMEOUT_S, request_id, owner)

@@ -16,6 +16,7 @@ from engine.protocol.messages import (
     FlushCache,
     StepOutputs,
 )
+from engine.protocol.sequence import TokenSequence
 from engine.protocol.transport import Outbox
 from engine.sampling_params import SamplingParams
 
@@ -39,13 +40,9 @@ class SchedulerCalls:
     async def generate_token(self) -> FinishedReq:
         """Run a request of one token through the engine. Returns its end."""
         number = next(self._numbers)
-        request = AddRequest(
-            rid=number,
-            reply_to=self._address,
-            request_id="check",
-            input_ids=np.zeros(1, np.int32),
-            params=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
-        )
+        params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+        sequence = TokenSequence(np.zeros(1, np.int32), params, "check")
+        request = AddRequest(rid=number, reply_to=self._address, sequence=sequence)
         try:
             end: FinishedReq = await self._ask(number, request)
         except asyncio.CancelledError:

@@ -14,22 +14,8 @@ from typing import TypeAlias
 import msgspec
 import numpy as np
 
-from engine.pooling import Pooling
+from engine.protocol.sequence import TokenSequence
 from engine.protocol.step import TokenLogprobs
-from engine.sampling_params import SamplingParams
-
-
-class KeyLimits(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The API key that a request came with, and what an engine allows to it. None: no limit.
-
-    The limits of the latest request of a key hold for all of its requests.
-    """
-
-    name: str
-    max_running: int | None = None
-    """Sequences that run at once; others wait, though there is room."""
-    max_queued_tokens: int | None = None
-    """Prompt tokens that wait at once; a request beyond that is refused (429)."""
 
 
 class AddRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -41,24 +27,14 @@ class AddRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     """
 
     rid: int
-    input_ids: np.ndarray
-    params: SamplingParams
+    sequence: TokenSequence
     reply_to: str = ""
     owner: str = ""
     """Address that is told of the end by `RequestsDone` (the engine replica's), if any."""
-    request_id: str = ""
     output_ids: np.ndarray | None = None
-    priority: int = 0
-    cache_salt: str = ""
     page_hashes: np.ndarray | None = None
     """uint64 [at most pages of input and output]: `engine.kvcache.hash_pages` of the first whole
     pages. A router that needed them computed them; the prefix cache reuses them."""
-    pooling: Pooling | None = None
-    """Set if the request wants an embedding of its prompt and no tokens; `params` don't matter."""
-    key: KeyLimits | None = None
-    """None if the server has no keys."""
-    prediction_ids: np.ndarray | None = None
-    """int32 [n]: the output that the client expects, as drafts."""
 
 
 class AbortRequest(msgspec.Struct, kw_only=True):

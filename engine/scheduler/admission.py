@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 
 from engine.constraints import AllOf, Constraint, TokenFilter, create_constraint
 from engine.constraints.grammar_compiler import GrammarCompiler
 from engine.errors import RequestError
 from engine.pooling import Pooling
-from engine.protocol.messages import AddRequest, FinishedReq, KeyLimits
+from engine.protocol.messages import AddRequest, FinishedReq
+from engine.protocol.sequence import KeyLimits
 from engine.protocol.step import Int64Array, IntArray
 from engine.sampling_params import SamplingParams, check_prompt, check_token_ids
 from engine.scheduler.key_shares import KeyShares
@@ -32,11 +34,13 @@ def make_req(
     `now` is in seconds of the loop's clock; `shares` has what waits already. `grammars` is None if
     the model has no tokenizer.
     """
-    prompt_len = len(request.input_ids)
+    sequence = request.sequence
+    if sequence.pooling is not None:
+        sequence = msgspec.structs.replace(sequence, params=_NOTHING_SAMPLED)
+    params, prompt_len = sequence.params, len(sequence.prompt_ids)
     resumed = request.output_ids if request.output_ids is not None else np.zeros(0, np.int32)
-    params = request.params if request.pooling is None else _NOTHING_SAMPLED
     try:
-        _verify(request, params, config, shares)
+        _verify(request, config, shares)
         constraint = _make_constraint(params, config, resumed.tolist(), grammars)
     except RequestError as error:
         return FinishedReq(
@@ -49,35 +53,28 @@ def make_req(
             status=error.status,
             param=error.param,
         )
-    limit = config.max_model_len - prompt_len if request.pooling is None else 0
+    limit = config.max_model_len - prompt_len if sequence.pooling is None else 0
     max_new = limit if params.max_tokens is None else min(params.max_tokens, limit)
     if constraint is not None and constraint.is_terminated:
         return FinishedReq(request.rid, "stop", prompt_len, len(resumed), 0)
-    if len(resumed) >= max_new and request.pooling is None:
+    if len(resumed) >= max_new and sequence.pooling is None:
         return FinishedReq(request.rid, "length", prompt_len, len(resumed), 0)
     stop_ids = frozenset(() if params.ignore_eos else config.resolved.model.eos_token_ids)
     if params.thinking is None:  # otherwise whoever makes the text knows where the answer begins
         stop_ids |= frozenset(params.stop_token_ids)
     timeout, queue_timeout = config.engine.request_timeout_s, config.engine.queue_timeout_s
     return Req(
-        rid=request.rid,
-        reply_to=request.reply_to,
-        request_id=request.request_id,
-        origin_input_ids=np.asarray(request.input_ids, np.int32),
-        params=params,
-        max_new_tokens=max_new,
-        stop_ids=stop_ids,
-        pooling=request.pooling,
-        priority=request.priority,
-        key=request.key,
-        namespace=request.cache_salt,
+        request.rid,
+        request.reply_to,
+        sequence,
+        max_new,
+        stop_ids,
         page_hashes=[] if request.page_hashes is None else request.page_hashes.tolist(),
         arrival=now,
         deadline=None if timeout is None else now + timeout,
         queue_deadline=None if queue_timeout is None else now + queue_timeout,
         constraint=constraint,
         output_ids=resumed.tolist(),
-        prediction=None if config.engine.speculative_config is None else request.prediction_ids,
     )
 
 
@@ -129,32 +126,33 @@ def _make_constraint(
     return constraint
 
 
-def _verify(
-    request: AddRequest, params: SamplingParams, config: SchedulerConfig, shares: KeyShares
-) -> None:
-    verify_prompt(request.input_ids, config.max_model_len, config.vocab_size, request.pooling)
+def _verify(request: AddRequest, config: SchedulerConfig, shares: KeyShares) -> None:
+    sequence, params = request.sequence, request.sequence.params
+    if sequence.pooling is not None:
+        params = _NOTHING_SAMPLED
+    verify_prompt(sequence.prompt_ids, config.max_model_len, config.vocab_size, sequence.pooling)
     params.verify(config.vocab_size)
-    if request.prediction_ids is not None:
-        check_token_ids("prediction", request.prediction_ids, config.vocab_size)
+    if sequence.prediction_ids is not None:
+        check_token_ids("prediction", sequence.prediction_ids, config.vocab_size)
     if params.seed is None and params.temperature > 0:
         raise RequestError("a sampled request needs a seed (the ingress draws one)", "seed")
     places = config.engine.max_queued_requests
-    if shares.num_waiting >= places and not _has_place(request, places, shares):
+    if shares.num_waiting >= places and not _has_place(sequence.key, places, shares):
         raise RequestError(
             f"the queue is full ({shares.num_waiting} requests wait); try again later", status=429
         )
-    if request.key is not None and request.output_ids is None:
-        _check_queued_tokens(len(request.input_ids), request.key, shares)
+    if sequence.key is not None and request.output_ids is None:
+        _check_queued_tokens(len(sequence.prompt_ids), sequence.key, shares)
 
 
-def _has_place(request: AddRequest, places: int, shares: KeyShares) -> bool:
+def _has_place(key: KeyLimits | None, places: int, shares: KeyShares) -> bool:
     """Whether a request of a key may wait though the queue is full: others must not fill it to the
     end, so each key has its part of the places."""
-    if request.key is None:
+    if key is None:
         return False
-    share = shares.get(request.key)
+    share = shares.get(key)
     own = 0 if share is None else len(share.waiting)
-    others = shares.num_waiting_keys(besides=request.key)
+    others = shares.num_waiting_keys(besides=key)
     return others > 0 and own < places // (1 + others)
 
 

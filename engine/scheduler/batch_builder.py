@@ -219,8 +219,9 @@ def _slot_params(req: Req, speculates: bool) -> SlotParams:
 
 def _speculation(req: Req) -> SlotSpeculation:
     # Names of keys hold no line feed, so no two pairs of key and salt are the same.
-    namespace = f"{req.key_name}\n{req.namespace}"
-    return SlotSpeculation(req.prompt_len + req.max_new_tokens, namespace, req.prediction)
+    sequence = req.sequence
+    namespace = f"{req.key_name}\n{sequence.namespace}"
+    return SlotSpeculation(req.prompt_len + req.max_new_tokens, namespace, sequence.prediction_ids)
 
 
 def _next_ids(reqs: Sequence[Req], num_lines: int) -> IntArray | None:

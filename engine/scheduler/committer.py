@@ -131,7 +131,7 @@ class Committer:
                     end = ("stop" if terminated else "length", None)
                 if end is not None:
                     break
-        if req.prediction is not None and req.constraint is None:
+        if req.sequence.prediction_ids is not None and req.constraint is None:
             req.num_predicted += min(taken, len(run) - 1)
         if not req.started:
             req.started = True

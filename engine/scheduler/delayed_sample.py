@@ -91,7 +91,8 @@ class DelayedSamples:
                 if not req.constraint.accept(token):
                     if not req.constraint.error:
                         logger.error(
-                            "request %s: sampled a token that its mask forbids", req.request_id
+                            "request %s: sampled a token that its mask forbids",
+                            req.sequence.request_id,
                         )
                     errors[row] = "the model sampled a token that the constraint doesn't allow"
                     kept[row] = count

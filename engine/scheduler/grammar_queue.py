@@ -33,7 +33,7 @@ class GrammarQueue:
 
     def hold(self, request: AddRequest, arrival: float) -> bool:
         """Whether the request waits here; False if its grammar is compiled, or it has none."""
-        constraint = request.params.constraint
+        constraint = request.sequence.params.constraint
         if self._grammars is None or constraint is None or constraint.kind != "grammar":
             return False
         compiled = self._grammars.prepare(constraint.payload)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from engine.protocol.messages import KeyLimits
+from engine.protocol.sequence import KeyLimits
 from engine.scheduler.req import Req
 
 QUANTUM = 512
@@ -81,9 +81,9 @@ class KeyShares:
         name = req.key_name
         share = self._by_name.get(name)
         if share is None:
-            share = self._by_name[name] = KeyShare(req.key or _NAMELESS)
-        elif req.key is not None:
-            share.limits = req.key
+            share = self._by_name[name] = KeyShare(req.sequence.key or _NAMELESS)
+        elif req.sequence.key is not None:
+            share.limits = req.sequence.key
         self.wait(req)
 
     def wait(self, req: Req) -> None:

@@ -60,7 +60,7 @@ class KVManager:
     def match(self, req: Req) -> None:
         """Find the cached prefix of `req.fill_ids`; at least one token is left to compute."""
         limit = 0 if req.needs_whole_prompt else len(req.fill_ids) - 1
-        found = self.tree.match_prefix(req.fill_ids[:limit], req.namespace)
+        found = self.tree.match_prefix(req.fill_ids[:limit], req.sequence.namespace)
         req.last_node = found.last_node
         req.prefix_indices = found.indices
         req.cached_len = len(found.indices)
@@ -164,11 +164,11 @@ class KVManager:
         if whole <= req.cached_len:
             return
         tokens = req.fill_ids[:whole]
-        if len(self.tree.match_prefix(tokens, req.namespace).indices) > req.cached_len:
+        if len(self.tree.match_prefix(tokens, req.sequence.namespace).indices) > req.cached_len:
             return
         slots = self.rows.req_to_token[req.req_pool_idx, :whole]
         node = self.tree.insert(
-            tokens, slots, req.namespace, -req.priority, req.page_hashes
+            tokens, slots, req.sequence.namespace, -req.sequence.priority, req.page_hashes
         ).last_node
         self.tree.inc_lock_ref(node)
         self.tree.dec_lock_ref(req.last_node)
@@ -189,7 +189,11 @@ class KVManager:
             known = min(req.kv_len, len(tokens)) // self.page_size * self.page_size
             if known > req.cached_len:
                 done = self.tree.insert(
-                    tokens[:known], row[:known], req.namespace, -req.priority, req.page_hashes
+                    tokens[:known],
+                    row[:known],
+                    req.sequence.namespace,
+                    -req.sequence.priority,
+                    req.page_hashes,
                 ).prefix_len
                 if done > req.cached_len:
                     self.allocator.free(row[req.cached_len : done].copy())

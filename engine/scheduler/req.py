@@ -12,7 +12,8 @@ import numpy as np
 from engine.constraints import Constraint
 from engine.errors import RequestError
 from engine.pooling import Pooling
-from engine.protocol.messages import FinishedReq, KeyLimits
+from engine.protocol.messages import FinishedReq
+from engine.protocol.sequence import TokenSequence
 from engine.protocol.step import IntArray, PromptLogprobs, TokenLogprobs
 from engine.sampling_params import SamplingParams
 
@@ -45,22 +46,14 @@ class Req:
 
     rid: int
     reply_to: str
-    request_id: str
-    origin_input_ids: IntArray
-    params: SamplingParams
+    sequence: TokenSequence
     max_new_tokens: int
     """Output tokens in all, resumed ones included; 0 if it wants an embedding."""
     stop_ids: frozenset[int]
     """Token ids that end the request: eos (unless ignored), and stop_token_ids unless it may begin
     with a thought."""
-    pooling: Pooling | None = None
-    """Set if it wants an embedding: it ends when its prompt is computed."""
     reader_no: int = 0
     """`reply_to` as a small number, for grouping outputs."""
-    priority: int = 0
-    key: KeyLimits | None = None
-    """The API key that it came with."""
-    namespace: str = ""
     page_hashes: list[int] = field(default_factory=list)
     """Hashes of the first whole pages of prompt and output, as far as the router computed them."""
     arrival: float = 0.0
@@ -97,8 +90,6 @@ class Req:
     keeps_place: bool = False
     """Whether it doesn't give way (again)."""
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
-    prediction: IntArray | None = None
-    """The output that its client expects."""
     num_predicted: int = 0
     """Output tokens that were drafts from the prediction."""
     drafts: list[int] = field(default_factory=list)
@@ -111,14 +102,30 @@ class Req:
     """Those of them whose tokens its constraint has seen."""
 
     @property
+    def origin_input_ids(self) -> IntArray:
+        """Its prompt."""
+        return self.sequence.prompt_ids
+
+    @property
     def prompt_len(self) -> int:
         """Tokens of the prompt, without output."""
-        return len(self.origin_input_ids)
+        return len(self.sequence.prompt_ids)
+
+    @property
+    def params(self) -> SamplingParams:
+        """How its tokens are chosen."""
+        return self.sequence.params
+
+    @property
+    def pooling(self) -> Pooling | None:
+        """Set if it wants an embedding: it ends when its prompt is computed."""
+        return self.sequence.pooling
 
     @property
     def key_name(self) -> str:
         """Name of its API key; "" if the server has none."""
-        return "" if self.key is None else self.key.name
+        key = self.sequence.key
+        return "" if key is None else key.name
 
     @property
     def slots_len(self) -> int:

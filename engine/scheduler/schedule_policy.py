@@ -46,7 +46,7 @@ class Priority(SchedulePolicy):
     """Lowest `priority` number first (vLLM's convention), then first come."""
 
     def sort(self, queue: list[Req], match: Callable[[Req], None]) -> bool:
-        queue.sort(key=lambda r: (r.priority, r.arrival, r.rid))
+        queue.sort(key=lambda r: (r.sequence.priority, r.arrival, r.rid))
         return False
 
 

@@ -38,7 +38,7 @@ def retraction_victim(
         candidates = [chunked]
     return max(
         candidates,
-        key=lambda r: (r.priority, -len(r.output_ids), r.prompt_len, r.arrival, r.rid),
+        key=lambda r: (r.sequence.priority, -len(r.output_ids), r.prompt_len, r.arrival, r.rid),
         default=None,
     )
 
@@ -61,9 +61,9 @@ def preemption_victims(
             r
             for m in micro_batches
             for r in m.running.reqs
-            if r.priority > req.priority and r.key_name == req.key_name
+            if r.sequence.priority > req.sequence.priority and r.key_name == req.key_name
         ),
-        key=lambda r: (r.priority, r.arrival, r.rid),
+        key=lambda r: (r.sequence.priority, r.arrival, r.rid),
         reverse=True,
     )
     chosen: list[Req] = []

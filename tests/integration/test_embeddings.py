@@ -16,7 +16,7 @@ import transformers
 
 from engine.engine_core import EngineCore
 from engine.pooling import Pooling
-from engine.protocol.messages import AbortRequest, AddRequest
+from engine.protocol.messages import AbortRequest
 from engine.sampling_params import SamplingParams
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.scheduler_config import SchedulerConfig
@@ -29,6 +29,7 @@ from tests.support.engines import (
     reference_states,
 )
 from tests.support.models import ARCHITECTURES, make_model
+from tests.support.requests import add_request
 
 CARRIED = Path(__file__).resolve().parents[2] / "models" / "manta-small"
 MODELS = ["carried", *ARCHITECTURES]
@@ -195,7 +196,8 @@ def test_aborts_leave_nothing(cases: dict[str, Case], pooling: Pooling, pp: int)
                 ids = np.asarray(case.prompts[number], np.int32)
                 params = SamplingParams(temperature=0)
                 sched.add(
-                    AddRequest(rid=rid, input_ids=ids, params=params, pooling=pooling), core.clock()
+                    add_request(rid=rid, input_ids=ids, params=params, pooling=pooling),
+                    core.clock(),
                 )
             found: dict[int, bytes] = {}
             for step in itertools.count(1):

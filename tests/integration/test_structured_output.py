@@ -19,6 +19,7 @@ from engine.errors import RequestError
 from engine.protocol.messages import AddRequest
 from tests.support.grammars import EOS, MODEL, small_tokenizer, text_of
 from tests.support.random_schemas import check_json, random_schema
+from tests.support.requests import add_request
 
 POINT = {
     "type": "object",
@@ -200,10 +201,6 @@ def drive(llm: LLM, requests: Sequence[AddRequest], retract_every: int = 0) -> l
     return tokens
 
 
-def add_request(rid: int, prompt: Sequence[int], given: SamplingParams, **more: Any) -> AddRequest:
-    return AddRequest(rid=rid, input_ids=np.asarray(prompt, np.int32), params=given, **more)
-
-
 def test_retraction_in_the_middle(llm: LLM) -> None:
     """The grammar's state stays with the request: the tokens are those of an undisturbed run."""
     requests = [
@@ -211,8 +208,10 @@ def test_retraction_in_the_middle(llm: LLM) -> None:
         for i in range(18)
     ]
     for request in requests:
-        if request.params.constraint is None:
-            request.params = SamplingParams(max_tokens=30, seed=1, stop_token_ids=[*range(500)])
+        if request.sequence.params.constraint is None:
+            request.sequence.params = SamplingParams(
+                max_tokens=30, seed=1, stop_token_ids=[*range(500)]
+            )
     before = drive(llm, requests)
     for every in (2, 3, 7):
         assert drive(llm, requests, every) == before

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from deploy.http.engine_client import GenerateRequest
 from engine.constraints.grammar_payload import ToolCalls, parse_grammar
+from engine.protocol.sequence import TokenSequence
 from engine.protocol.tokenizer_messages import TextDelta
 from tests.support.fake_client import FakeEngineClient
 
@@ -39,7 +39,7 @@ class AnsweringClient(FakeEngineClient):
         return ids
 
     async def generate(
-        self, request: GenerateRequest, read: Callable[[list[TextDelta]], None]
+        self, request: TokenSequence, read: Callable[[list[TextDelta]], None]
     ) -> None:
         constraint = request.params.constraint
         answer = self._answers.get(tuple(request.prompt_ids), TEXT)

@@ -24,6 +24,7 @@ from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.scheduler_config import SchedulerConfig
 from engine.scheduler.stats import SchedulerStats
 from engine.worker.auto_config import make_worker_config
+from tests.support.requests import add_request
 
 KV_TOKENS = 1024
 MAX_LEN = 256
@@ -84,7 +85,7 @@ class Engine:
         for i, ids in enumerate(prompts):
             p = params if isinstance(params, SamplingParams) else params[i]
             request = _request(i, ids, p)
-            request.pooling = pooling[i] if pooling else None
+            request.sequence.pooling = pooling[i] if pooling else None
             if resumed and len(resumed[i]):
                 request.output_ids = np.array(resumed[i], np.int32)
             core.scheduler.add(request, core.clock())
@@ -200,4 +201,4 @@ def load_reference(path: Path) -> transformers.PreTrainedModel:
 
 
 def _request(rid: int, ids: Sequence[int], params: SamplingParams) -> AddRequest:
-    return AddRequest(rid=rid, input_ids=np.asarray(ids, np.int32), params=params)
+    return add_request(rid=rid, input_ids=np.asarray(ids, np.int32), params=params)

@@ -8,19 +8,20 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from deploy.http.engine_client import (
     EngineClient,
     EngineHealth,
     EngineStatus,
-    GenerateRequest,
     ModelInfo,
     ReplicaStatus,
     RoleStatus,
 )
 from engine.constraints import ConstraintSpec, verify_constraint
 from engine.errors import RequestError
+from engine.protocol.sequence import TokenSequence
 from engine.protocol.tokenizer_messages import LogprobEntry, TextDelta
 from engine.tokenizer.tokenizer import check_template_kwargs, normalize_message
 from engine.trace import RoleTrace, StepSpan, TraceRing, scheduler_trace
@@ -59,6 +60,11 @@ def _entry(token: int, offset: int, k: int, listed: list[int] | None = None) -> 
     return LogprobEntry(text, token, -0.5, list(text.encode()), top, offset)
 
 
+def with_list(sequence: TokenSequence) -> TokenSequence:
+    """With its prompt as a list, which tests can compare."""
+    return msgspec.structs.replace(sequence, prompt_ids=list(map(int, sequence.prompt_ids)))
+
+
 class FakeEngineClient(EngineClient):
     """`started`, `finished` and `aborted` hold requests; the other attributes set its behaviour."""
 
@@ -79,7 +85,7 @@ class FakeEngineClient(EngineClient):
             reasons=reasons,
             hidden_size=HIDDEN,
         )
-        self.started: list[GenerateRequest] = []
+        self.started: list[TokenSequence] = []
         self.finished: list[str] = []
         self.aborted: list[str] = []
         self.step_s = 0.0
@@ -157,14 +163,15 @@ class FakeEngineClient(EngineClient):
         verify_constraint(spec, self._info.vocab_size)
 
     async def generate(
-        self, request: GenerateRequest, read: Callable[[list[TextDelta]], None]
+        self, request: TokenSequence, read: Callable[[list[TextDelta]], None]
     ) -> None:
         async with aclosing(self._deltas(request)) as deltas:
             async for delta in deltas:
                 read([delta])
 
-    async def _deltas(self, request: GenerateRequest) -> AsyncGenerator[TextDelta, None]:
+    async def _deltas(self, request: TokenSequence) -> AsyncGenerator[TextDelta, None]:
         params = request.params
+        request = with_list(request)
         self.started.append(request)
         done = False
         try:
@@ -219,7 +226,7 @@ class FakeEngineClient(EngineClient):
         finally:
             (self.finished if done else self.aborted).append(request.request_id)
 
-    async def _embed(self, request: GenerateRequest) -> TextDelta:
+    async def _embed(self, request: TokenSequence) -> TextDelta:
         await asyncio.sleep(self.step_s)
         if self.hang_at is not None:
             await asyncio.Event().wait()
@@ -233,7 +240,7 @@ class FakeEngineClient(EngineClient):
 
     def _delta(
         self,
-        request: GenerateRequest,
+        request: TokenSequence,
         num_output: int,
         text: str,
         ids: list[int],
@@ -247,7 +254,7 @@ class FakeEngineClient(EngineClient):
         return delta
 
     @staticmethod
-    def _prompt_entries(request: GenerateRequest) -> list[LogprobEntry | None]:
+    def _prompt_entries(request: TokenSequence) -> list[LogprobEntry | None]:
         assert request.params.prompt_logprobs is not None
         entries: list[LogprobEntry | None] = []
         offset = 0

@@ -11,7 +11,8 @@ import pytest
 
 from engine.constraints import ConstraintSpec
 from engine.pooling import Pooling
-from engine.protocol.messages import AddRequest, FinishedReq, KeyLimits
+from engine.protocol.messages import FinishedReq
+from engine.protocol.sequence import KeyLimits
 from engine.protocol.step import GenerationBatchResult
 from engine.sampling_params import SamplingParams
 from engine.scheduler.scheduler import Scheduler
@@ -26,6 +27,7 @@ from tests.support.fake_worker import (
     reference,
     reference_embedding,
 )
+from tests.support.requests import add_request
 from tests.support.scheduler_configs import scheduler_config
 
 VOCAB = 50
@@ -82,13 +84,13 @@ class Harness:
         self.expected[(reply_to, rid)] = []
         self.reasons[(reply_to, rid)] = "stop"
         self.scheduler.add(
-            AddRequest(
+            add_request(
                 rid=rid,
                 reply_to=reply_to,
                 input_ids=np.asarray(prompt, np.int32),
                 params=SamplingParams(),
                 priority=priority,
-                cache_salt=salt,
+                namespace=salt,
                 pooling=pooling,
             ),
             self.now,
@@ -121,7 +123,7 @@ class Harness:
         stopped = out[-1] in stop_ids or whole
         self.reasons[(reply_to, rid)] = "stop" if stopped else "length"
         self.scheduler.add(
-            AddRequest(
+            add_request(
                 rid=rid,
                 reply_to=reply_to,
                 input_ids=np.asarray(prompt, np.int32),
@@ -136,7 +138,7 @@ class Harness:
                     **params,
                 ),
                 priority=priority,
-                cache_salt=salt,
+                namespace=salt,
                 key=key,
                 output_ids=np.asarray(out[:resume], np.int32) if resume else None,
             ),
@@ -211,7 +213,7 @@ class Harness:
         leak = self.scheduler.check_invariants()
         assert leak is None, leak
         for req in self.scheduler.requests.by_key.values():
-            share = self.scheduler.requests.shares.get(req.key)
+            share = self.scheduler.requests.shares.get(req.sequence.key)
             assert share is not None
             assert share.num_running <= (share.limits.max_running or self.config.max_rows)
         for m in self.scheduler.micro_batches:

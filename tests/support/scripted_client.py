@@ -7,12 +7,12 @@ from typing import Any
 
 import msgspec
 
-from deploy.http.engine_client import GenerateRequest
 from engine.protocol.messages import FinishedReq, StepOutputs
+from engine.protocol.sequence import TokenSequence
 from engine.protocol.tokenizer_messages import TextDelta
 from engine.sampling_params import SamplingParams
 from engine.tokenizer import DetokenizerManager, Tokenizer
-from tests.support.fake_client import FakeEngineClient
+from tests.support.fake_client import FakeEngineClient, with_list
 
 
 class ScriptedClient(FakeEngineClient):
@@ -38,8 +38,9 @@ class ScriptedClient(FakeEngineClient):
         return self.tokenizer.apply_chat_template(messages, **options)
 
     async def generate(
-        self, request: GenerateRequest, read: Callable[[list[TextDelta]], None]
+        self, request: TokenSequence, read: Callable[[list[TextDelta]], None]
     ) -> None:
+        request = with_list(request)
         self.started.append(request)
         self._num_requests += 1
         rid, params = self._num_requests, request.params

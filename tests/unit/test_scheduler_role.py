@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from engine import scheduler_role
-from engine.protocol.messages import AbortRequest, AddRequest, CacheFlushed, FlushCache, StepOutputs
+from engine.protocol.messages import AbortRequest, CacheFlushed, FlushCache, StepOutputs
 from engine.protocol.transport import Inbox
 from engine.sampling_params import SamplingParams
+from tests.support.requests import add_request
 from tests.support.scheduler_thread import HOST, SchedulerThread
 
 
@@ -26,7 +27,7 @@ class Asker:
         ids = np.arange(length, dtype=np.int32)
         params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
         reply_to = self.inbox.address
-        self.scheduler.send(AddRequest(rid=rid, input_ids=ids, params=params, reply_to=reply_to))
+        self.scheduler.send(add_request(rid=rid, input_ids=ids, params=params, reply_to=reply_to))
 
     def abort(self, rid: int) -> None:
         self.scheduler.send(AbortRequest(rid=rid, reply_to=self.inbox.address))

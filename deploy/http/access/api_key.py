@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from engine.errors import RequestError
-from engine.protocol.messages import KeyLimits
+from engine.protocol.sequence import KeyLimits
 
 Role = Literal["user", "admin"]
 Limit = Annotated[int | None, Field(ge=1, le=2**40)]

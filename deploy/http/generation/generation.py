@@ -146,7 +146,7 @@ class Generation(ABC, Generic[F]):
         """Run a sequence to its end, or until it is aborted."""
         sequence, output = self._plan.sequences[index], self._outputs[index]
         generate = self._client.generate(sequence, read)
-        if await until_aborted(sequence.abort, generate) and output.finish_reason is None:
+        if await until_aborted(self._plan.aborts[index], generate) and output.finish_reason is None:
             num_prompt, at = len(sequence.prompt_ids), output.num_output
             read([TextDelta(0, "", [], at, "abort", None, num_prompt, output.num_cached)])
 

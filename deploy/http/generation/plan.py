@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 from pydantic import BaseModel
 
 from deploy.http.aborts import Abort
 from deploy.http.access.api_key import ApiKey
-from deploy.http.engine_client import EngineClient, GenerateRequest, ModelInfo
+from deploy.http.engine_client import EngineClient, ModelInfo
 from deploy.http.errors import CONTEXT_LENGTH
 from deploy.http.generation.reading import OutputReading
 from deploy.http.generation.request import (
@@ -31,6 +32,7 @@ from deploy.http.generation.thinking import behind, thinking_of_chat, thinking_o
 from deploy.http.settings import ApiSettings
 from engine.constraints.grammar_payload import Thinking
 from engine.errors import RequestError
+from engine.protocol.sequence import TokenSequence
 from engine.sampling_params import MODEL_DEFAULTS, SamplingParams, check_prompt
 
 MAX_TOKEN_CHARS = 256
@@ -56,7 +58,9 @@ class Plan:
     created: int
     model: str
     n: int
-    sequences: list[GenerateRequest]
+    sequences: list[TokenSequence]
+    aborts: list[Abort]
+    """Of each sequence: how it is ended early."""
     reading: OutputReading | None
     """None: outputs are text alone."""
     stream: bool
@@ -384,13 +388,15 @@ async def _plan(
         priority = key.priority(request.priority)
         namespace, limits = key.namespace(request.cache_salt), key.limits
     bad_words_ids = await _bad_words_ids(client, request.bad_words)
-    prediction_ids: list[int] = []
+    prediction_ids: np.ndarray | None = None
     if request.prediction and info.speculates:
         found = await client.encode([request.prediction], add_special_tokens=False)
-        prediction_ids = found[0][: info.max_model_len]
+        if found[0]:
+            prediction_ids = np.asarray(found[0][: info.max_model_len], np.int32)
     checked: NamedConstraint | None = None
     verified: SamplingParams | None = None
-    sequences: list[GenerateRequest] = []
+    sequences: list[TokenSequence] = []
+    aborts: list[Abort] = []
     for prompt in list(_within_limits(prompts, request.names, settings)):
         params, constraint = prompt.wanted.params, prompt.wanted.constraint
         if prompt.thinking is not None:
@@ -410,21 +416,22 @@ async def _plan(
             params.max_tokens = prompt.max_tokens
             params.verify(info.vocab_size)
             verified = params
-        sequences += [
-            GenerateRequest(
-                request.id,
-                prompt.ids,
-                copy,
-                priority,
-                namespace,
-                request.return_token_ids,
-                prompt.abort,
-                request.pooling,
-                limits,
-                prediction_ids,
+        ids = np.asarray(prompt.ids, np.int32)
+        for copy in params.copies(lambda: secrets.randbits(63)):
+            aborts.append(prompt.abort)
+            sequences.append(
+                TokenSequence(
+                    ids,
+                    copy,
+                    request.id,
+                    priority,
+                    namespace,
+                    limits,
+                    request.pooling,
+                    prediction_ids,
+                    request.return_token_ids,
+                )
             )
-            for copy in params.copies(lambda: secrets.randbits(63))
-        ]
     if len(sequences) > 1:
         for index, sequence in enumerate(sequences):
             sequence.request_id = f"{request.id}-{index}"
@@ -435,6 +442,7 @@ async def _plan(
         info.name,
         request.params.n,
         sequences,
+        aborts,
         reading,
         request.stream,
         request.stream_interval,

@@ -217,7 +217,8 @@ class ChatGeneration(OpenAIGeneration[ChatCompletionRequest]):
             tokens = sum(o.state.num_reasoning for o in self._outputs if o.state is not None)
             details["reasoning_tokens"] = tokens
         if self._request.prediction is not None:
-            expected = sum(len(s.prediction_ids) for s in self._plan.sequences)
+            predictions = [s.prediction_ids for s in self._plan.sequences]
+            expected = sum(len(ids) for ids in predictions if ids is not None)
             accepted = sum(output.num_predicted for output in self._outputs)
             details["accepted_prediction_tokens"] = accepted
             details["rejected_prediction_tokens"] = max(expected - accepted, 0)
@@ -237,7 +238,7 @@ class ChatGeneration(OpenAIGeneration[ChatCompletionRequest]):
             "prompt_logprobs": (
                 None if request.prompt_logprobs is None else prompt_logprobs(found)
             ),
-            "prompt_token_ids": ids if request.return_token_ids else None,
+            "prompt_token_ids": ids.tolist() if request.return_token_ids else None,
             **({"ignored_tools": ignored} if (ignored := self._plan.ignored_tools) else {}),
         }
 

@@ -112,7 +112,7 @@ class Echo(NamedTuple):
 async def _echoes(client: EngineClient, request: CompletionRequest, plan: Plan) -> list[Echo]:
     echoes = []
     for given, sequence in zip(request.prompt, plan.sequences[:: plan.n], strict=True):
-        ids = sequence.prompt_ids
+        ids = sequence.prompt_ids.tolist()
         is_given = isinstance(given, str) and request.truncate_prompt_tokens is None
         if is_given and request.logprobs is None:
             echoes.append(Echo(given))
@@ -174,7 +174,7 @@ class CompletionGeneration(OpenAIGeneration[CompletionRequest]):
             "prompt_logprobs": (
                 None if request.prompt_logprobs is None else prompt_logprobs(found)
             ),
-            "prompt_token_ids": ids if request.return_token_ids else None,
+            "prompt_token_ids": ids.tolist() if request.return_token_ids else None,
         }
 
     def _chunk(self, encoder: ChunkEncoder, index: int, delta: TextDelta) -> bytes:

@@ -87,6 +87,7 @@ class ScoreEndpoint(OpenAIEndpoint):
             for texts, name in zip(fields.sides, fields.pair, strict=True)
         ]
         plan.sequences += other.sequences
+        plan.aborts += other.aborts
         return ScoreReply(client, fields, plan, incoming.tracker)
 
 

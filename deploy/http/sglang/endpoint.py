@@ -46,7 +46,7 @@ class GenerateEndpoint(Endpoint):
 async def _first_tokens(client: EngineClient, given: GenerateFields, plan: Plan) -> list[str]:
     """The text of each prompt's first token, if it is wanted. Raises `RequestError` if
     log-probabilities are wanted from behind a prompt's end on."""
-    prompts = [sequence.prompt_ids for sequence in plan.sequences[:: plan.n]]
+    prompts = [sequence.prompt_ids.tolist() for sequence in plan.sequences[:: plan.n]]
     for ids, logprobs in zip(prompts, given.each_logprobs, strict=True):
         if logprobs.of_prompt and logprobs.start >= len(ids):
             raise RequestError(

@@ -130,7 +130,7 @@ class GenerateGeneration(Generation[GenerateFields]):
     def _first_token(self, index: int) -> Logprob:
         """That of the prompt's first token, which has no log-probability."""
         text = self._first_tokens[index // self._plan.n] if self._first_tokens else None
-        return None, self._plan.sequences[index].prompt_ids[0], text
+        return None, int(self._plan.sequences[index].prompt_ids[0]), text
 
 
 def _end(reason: str, output: Output, num_output: int) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from engine.protocol.encoding import decode, encode
 from engine.protocol.messages import AbortRequest, AddRequest
 from engine.protocol.step import ModelWorkerBatch
 from tests.support.fake_worker import allowed_tokens
+from tests.support.requests import add_request
 from tests.support.scheduler_harness import (
     MODE_IDS,
     MODES,
@@ -108,7 +109,7 @@ def test_bad_specs_are_refused_by_name(spec: ConstraintSpec, words: str) -> None
 def test_choices_must_not_hold_the_token_that_ends_them() -> None:
     h = Harness(eos_token_ids=(7,))
     params = SamplingParams(seed=0, constraint=token_choice([1, 7, 2]))
-    h.scheduler.add(AddRequest(rid=1, reply_to="c", input_ids=ints([1]), params=params), 0.0)
+    h.scheduler.add(add_request(rid=1, reply_to="c", input_ids=ints([1]), params=params), 0.0)
     h.collect()
     end = h.finished[("c", 1)]
     assert (end.reason, end.status, end.param) == ("error", 400, "constraint")
@@ -119,15 +120,15 @@ def test_choices_must_not_hold_the_token_that_ends_them() -> None:
 
 def test_specs_travel_to_the_scheduler_and_not_to_workers() -> None:
     spec = token_choice([1, 2], [3])
-    sent = AddRequest(rid=1, input_ids=ints([5]), params=SamplingParams(seed=0, constraint=spec))
+    sent = add_request(rid=1, input_ids=ints([5]), params=SamplingParams(seed=0, constraint=spec))
     got = decode([bytes(f) for f in encode(sent)], AddRequest)
-    assert got.params.constraint == spec
+    assert got.sequence.params.constraint == spec
     h = Harness()
     h.scheduler.add(got, 0.0)
     batch = h.scheduler.next_batch(0.0)
     assert batch is not None and batch.delayed_sample
     assert batch.new_slots[0].params == SamplingParams(seed=0)
-    assert got.params.constraint == spec
+    assert got.sequence.params.constraint == spec
 
 
 # Delayed samples
@@ -356,7 +357,7 @@ def test_resumed_output_that_is_whole_or_wrong(
     eos: tuple[int, ...], resumed: list[int], expected: tuple[str, int, str | None]
 ) -> None:
     h = Harness(eos_token_ids=eos)
-    request = AddRequest(
+    request = add_request(
         rid=1,
         reply_to="c",
         input_ids=ints([1, 2]),

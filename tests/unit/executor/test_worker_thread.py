@@ -336,10 +336,12 @@ def test_a_process_ends_with_steps_in_flight() -> None:
 import numpy as np
 from engine import LLM, SamplingParams
 from engine.protocol.messages import AddRequest
+from engine.protocol.sequence import TokenSequence
 llm = LLM({MODEL!r}, max_total_tokens=4096, cpu_threads=1)
 params = SamplingParams(max_tokens=50, seed=1)
 for rid in range(32):
-    request = AddRequest(rid=rid, input_ids=np.full(90, rid + 5, np.int32), params=params)
+    sequence = TokenSequence(np.full(90, rid + 5, np.int32), params)
+    request = AddRequest(rid=rid, sequence=sequence)
     llm.core.scheduler.add(request, 0.0)
 assert llm.core.launch_ready() == 2
 print("leaves")

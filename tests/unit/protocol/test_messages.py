@@ -18,6 +18,7 @@ from engine.protocol.step import (
 )
 from engine.protocol.tokenizer_messages import TextDelta, TextOutputs
 from engine.sampling_params import SamplingParams
+from tests.support.requests import add_request
 
 ints = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=3000).map(
     lambda v: np.asarray(v, np.int32)
@@ -30,7 +31,7 @@ def wire(frames: list[bytes | memoryview]) -> list[bytes]:
 
 @given(ids=ints, out=st.none() | ints, seed=st.none() | st.integers(-(2**63), 2**63 - 1))
 def test_add_request_round_trip(ids: np.ndarray, out: np.ndarray | None, seed: int | None) -> None:
-    sent = AddRequest(
+    sent = add_request(
         rid=2**40,
         input_ids=ids,
         output_ids=out,
@@ -38,9 +39,10 @@ def test_add_request_round_trip(ids: np.ndarray, out: np.ndarray | None, seed: i
     )
     for frames in (wire(encoding.encode(sent)), [encoding.encode_inline(sent)]):
         got = encoding.decode(frames, AddRequest)
-        assert np.array_equal(got.input_ids, ids) and got.input_ids.dtype == np.int32
+        prompt = got.sequence.prompt_ids
+        assert np.array_equal(prompt, ids) and prompt.dtype == np.int32
         assert (got.output_ids is None) == (out is None)
-        assert got.params == sent.params
+        assert got.sequence.params == sent.sequence.params
 
 
 @given(rows=st.integers(0, 2000))
@@ -73,18 +75,19 @@ def test_embeddings_round_trip() -> None:
     outputs = TextOutputs([delta])
     assert encoding.decode(wire(encoding.encode(outputs)), TextOutputs) == outputs
     ids = np.arange(3, dtype=np.int32)
-    request = AddRequest(rid=1, input_ids=ids, params=SamplingParams(), pooling="mean")
-    assert encoding.decode([encoding.encode_inline(request)], AddRequest).pooling == "mean"
+    request = add_request(rid=1, input_ids=ids, params=SamplingParams(), pooling="mean")
+    assert encoding.decode([encoding.encode_inline(request)], AddRequest).sequence.pooling == "mean"
     rows = encoding.decode(wire(encoding.encode(PooledLines(ids, ids[:2], ids[:0]))), PooledLines)
     assert [len(found) for found in (rows.last, rows.mean, rows.mean_ends)] == [3, 2, 0]
-    wrong = msgspec.structs.replace(request, pooling="cls")
+    sequence = msgspec.structs.replace(request.sequence, pooling="cls")
+    wrong = msgspec.structs.replace(request, sequence=sequence)
     with pytest.raises(msgspec.ValidationError):
         encoding.decode([encoding.encode_inline(wrong)], AddRequest)
 
 
 def test_large_arrays_are_frames_of_their_own() -> None:
     big = np.arange(encoding.INLINE_BYTES, dtype=np.int32)
-    frames = encoding.encode(AddRequest(rid=1, input_ids=big, params=SamplingParams()))
+    frames = encoding.encode(add_request(rid=1, input_ids=big, params=SamplingParams()))
     assert len(frames) == 2 and len(frames[0]) < 200
 
 

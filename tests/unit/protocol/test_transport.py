@@ -20,6 +20,7 @@ from engine.protocol import encoding, local_socket, messages
 from engine.protocol.messages import AbortRequest, AddRequest, ReaderGone
 from engine.protocol.transport import _HEAD, Inbox, Outbox, Waiter, _Address, _Order
 from engine.sampling_params import SamplingParams
+from tests.support.requests import add_request
 
 Context = zmq.Context[zmq.Socket[bytes]]
 
@@ -171,7 +172,7 @@ def test_messages_of_one_sender_keep_their_order(context: Context) -> None:
     for i in range(500):
         size = 40_000 if i % 7 == 0 else 3
         ids = np.arange(size, dtype=np.int32)
-        outbox.send(AddRequest(rid=i, input_ids=ids, params=SamplingParams()))
+        outbox.send(add_request(rid=i, input_ids=ids, params=SamplingParams()))
     assert rids(inbox, 500) == list(range(500))
     outbox.close()
     assert inbox.recv(0.2) is None and inbox.refused == 0
@@ -194,13 +195,13 @@ def test_datagrams_of_several_frames() -> None:
     outbox = Outbox(inbox.address)
     assert outbox._local is not None
     ids = np.arange(5_000, dtype=np.int32)
-    request = AddRequest(rid=1, input_ids=ids, params=SamplingParams())
+    request = add_request(rid=1, input_ids=ids, params=SamplingParams())
     frames = encoding.encode(request)
     assert len(frames) == 2
     outbox.send(request)
     received = inbox.recv(5.0)
     assert isinstance(received, AddRequest)
-    np.testing.assert_array_equal(received.input_ids, ids)
+    np.testing.assert_array_equal(received.sequence.prompt_ids, ids)
     for number, broken in enumerate(([frames[0]], [frames[0], frames[1][:-1]]), 2):
         head = _HEAD.pack(outbox._secret, 0, outbox._id, number, 2)
         sizes = b"".join(len(frame).to_bytes(4, "little") for frame in frames)

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.protocol.messages import AddRequest
 from engine.sampling_params import SamplingParams
 from tests.support.fake_worker import reference
+from tests.support.requests import add_request
 from tests.support.scheduler_harness import MODES, VOCAB, drafting
 
 
@@ -29,7 +29,7 @@ def test_a_prediction_outside_the_vocabulary_is_refused() -> None:
     ids = np.array([3, VOCAB], np.int32)
     params = SamplingParams(max_tokens=4, seed=0)
     h.scheduler.add(
-        AddRequest(
+        add_request(
             rid=1,
             reply_to="c",
             input_ids=np.array([1, 2], np.int32),

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from engine.pooling import Pooling
-from engine.protocol.messages import AbortRequest, AddRequest
+from engine.protocol.messages import AbortRequest
 from engine.protocol.step import ForwardMode
 from engine.sampling_params import SamplingParams
 from engine.scheduler.victims import ends_in_flight
 from tests.support.fake_worker import reference_embedding
+from tests.support.requests import add_request
 from tests.support.scheduler_harness import MODE_IDS, MODES, Harness, prompt
 
 POOLINGS: tuple[Pooling, ...] = ("last", "mean")
@@ -127,7 +128,7 @@ def test_parameters_of_sampling_do_not_matter() -> None:
     params = SamplingParams(temperature=5.0, max_tokens=0, prompt_logprobs=3, logprobs=99)
     ids = np.arange(20, dtype=np.int32)
     h.scheduler.add(
-        AddRequest(rid=1, reply_to="c", input_ids=ids, params=params, pooling="last"), 0.0
+        add_request(rid=1, reply_to="c", input_ids=ids, params=params, pooling="last"), 0.0
     )
     h.run()
     assert h.embeddings[("c", 1)] == reference_embedding(list(range(20)), "last")

@@ -28,6 +28,7 @@ from engine.sampling_params import SamplingParams
 from engine.scheduler.grammar_queue import GrammarQueue
 from engine.scheduler_role import SchedulerRole
 from tests.support.grammars import EOS, MODEL, VOCAB
+from tests.support.requests import add_request
 from tests.support.scheduler_configs import scheduler_config
 
 HOST = "127.0.0.1"
@@ -54,7 +55,7 @@ def compiler() -> Iterator[SlowCompiler]:
 
 def request(rid: int, spec: ConstraintSpec | None, **more: Any) -> AddRequest:
     params = SamplingParams(seed=0, constraint=spec)
-    return AddRequest(rid=rid, input_ids=np.array([5, 6], np.int32), params=params, **more)
+    return add_request(rid=rid, input_ids=np.array([5, 6], np.int32), params=params, **more)
 
 
 def until(condition: Callable[[], bool]) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.protocol.messages import KeyLimits
+from engine.protocol.sequence import KeyLimits
 from tests.support.scheduler_harness import MODES, VOCAB, Harness
 
 A, B, C = KeyLimits("a"), KeyLimits("b"), KeyLimits("c")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.protocol.messages import KeyLimits
+from engine.protocol.sequence import KeyLimits
 from engine.scheduler.key_shares import MAX_DECODE_DEBT, QUANTUM, KeyShares
 from engine.scheduler.req import Req
 from tests.support.scheduler_harness import MODES, VOCAB, Harness

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from engine.protocol.messages import AbortRequest, AddRequest
+from engine.protocol.messages import AbortRequest
 from engine.protocol.step import ForwardMode, ModelWorkerBatch
 from engine.sampling_params import SamplingParams
+from tests.support.requests import add_request
 from tests.support.scheduler_harness import VOCAB, Harness, prompt
 
 PIPELINES = [(2, 0), (2, 2), (4, 0), (4, 2)]
@@ -75,7 +76,7 @@ class Pipeline(Harness):
         ids = random.Random(rid).choices(range(VOCAB), k=num_prompt)
         params = SamplingParams(max_tokens=num_output, ignore_eos=True, seed=0)
         self.scheduler.add(
-            AddRequest(rid=rid, reply_to="c", input_ids=np.asarray(ids, np.int32), params=params),
+            add_request(rid=rid, reply_to="c", input_ids=np.asarray(ids, np.int32), params=params),
             self.now,
         )
 

@@ -117,7 +117,7 @@ def test_preempted_request_keeps_its_memory() -> None:
     )
     h.process()
     for rid in (1, 2):
-        h.req(rid).priority = rid
+        h.req(rid).sequence.priority = rid
     h.add(9, [9, 9], 4)
     h.launch()
     h.check_in_flight()
@@ -293,7 +293,7 @@ def test_preemption_waits_for_a_leaving_request() -> None:
         max_running_requests=2, schedule_policy="priority", enable_priority_preemption=True
     )
     h.process()
-    h.req(2).priority = 5
+    h.req(2).sequence.priority = 5
     h.abort(1)
     h.add(9, [9, 9], 4)
     h.launch()

@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 
 from engine import LLM, SamplingParams
-from engine.protocol.messages import AbortRequest, AddRequest
+from engine.protocol.messages import AbortRequest
 from tests.support.models import make_model
+from tests.support.requests import add_request
 
 PENALTIES = dict(repetition_penalty=1.2, presence_penalty=0.7, frequency_penalty=0.9)
 MIN_TOKENS = 9
@@ -61,7 +62,7 @@ def token_by_token(llm: LLM, prompt: list[int], params: SamplingParams) -> list[
         resumed = np.asarray(output, np.int32) if output else None
         ids = np.asarray(prompt, np.int32)
         core.scheduler.add(
-            AddRequest(rid=rid, input_ids=ids, params=params, output_ids=resumed), core.clock()
+            add_request(rid=rid, input_ids=ids, params=params, output_ids=resumed), core.clock()
         )
         token, ended = None, False
         while token is None:
@@ -108,7 +109,7 @@ def run(
     core = llm.core
     for rid, case in enumerate(cases):
         ids = np.asarray(case.prompt, np.int32)
-        core.scheduler.add(AddRequest(rid=rid, input_ids=ids, params=case.params), core.clock())
+        core.scheduler.add(add_request(rid=rid, input_ids=ids, params=case.params), core.clock())
     tokens: dict[int, list[int]] = defaultdict(list)
     in_flight = 0
     while not core.scheduler.is_idle:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from engine.config import EngineConfig, load_config
 from engine.errors import ConfigError
-from engine.protocol.messages import KeyLimits
+from engine.protocol.sequence import KeyLimits
 from engine.scheduler.scheduler_config import SchedulerConfig
 from engine.worker.auto_config import make_worker_config
 from tests.support.scheduler_harness import VOCAB, Harness, TimedWorker, prompt

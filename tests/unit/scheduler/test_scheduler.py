@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from engine.constraints import ConstraintSpec
-from engine.protocol.messages import AbortRequest, AddRequest
+from engine.protocol.messages import AbortRequest
 from engine.sampling_params import SamplingParams
 from tests.support.fake_worker import reference
+from tests.support.requests import add_request
 from tests.support.scheduler_harness import MODE_IDS, MODES, VOCAB, Harness, prompt, random_choices
 
 
@@ -117,7 +118,7 @@ def test_resume_of_a_complete_request_just_ends() -> None:
     h = Harness()
     out = reference([1, 2], 5, VOCAB)
     h.scheduler.add(
-        AddRequest(
+        add_request(
             rid=1,
             reply_to="c",
             input_ids=np.asarray([1, 2], np.int32),
@@ -157,7 +158,7 @@ def test_bad_requests_are_refused_by_name(
 ) -> None:
     h = Harness()
     h.scheduler.add(
-        AddRequest(
+        add_request(
             rid=1,
             reply_to="c",
             input_ids=np.asarray(ids, np.int32),

@@ -106,7 +106,7 @@ def test_fields_reach_the_engine() -> None:
     body = embed(client, input=["a", "b"], request_id="mine", model="fake", **fields)
     assert body["id"] == "embd-mine"
     assert [r.request_id for r in client.started] == ["embd-mine-0", "embd-mine-1"]
-    assert {(r.priority, r.cache_salt) for r in client.started} == {(-3, "s")}
+    assert {(r.priority, r.namespace) for r in client.started} == {(-3, "s")}
     assert client.started[0].prompt_ids == [*b"a"]
 
 

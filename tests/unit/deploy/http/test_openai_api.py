@@ -149,7 +149,7 @@ def test_token_ids_and_special_tokens() -> None:
     complete(client, prompt=[[1, 2], [3]])
     complete(client, prompt="A", add_special_tokens=False, priority=3, cache_salt="s")
     assert [request.prompt_ids for request in client.started] == [[1, 2], [3], [65]]
-    assert (client.started[2].priority, client.started[2].cache_salt) == (3, "s")
+    assert (client.started[2].priority, client.started[2].namespace) == (3, "s")
 
 
 def test_stop_string() -> None:

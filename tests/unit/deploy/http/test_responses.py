@@ -257,7 +257,7 @@ def test_fields_reach_the_engine_and_the_reply() -> None:
     params = request.params
     assert (params.temperature, params.top_p, params.top_k, params.seed) == (0.5, 0.5, 3, 4)
     assert (params.stop, params.presence_penalty, params.max_tokens) == (["zz"], 0.5, 300)
-    assert (request.priority, request.cache_salt) == (2, "s") and params.constraint is not None
+    assert (request.priority, request.namespace) == (2, "s") and params.constraint is not None
     for name in ("temperature", "top_p", "metadata", "user", "tool_choice", "parallel_tool_calls"):
         assert reply[name] == fields[name]
     assert reply["tools"] == [{**TOOL, "strict": False}] and reply["store"] is False

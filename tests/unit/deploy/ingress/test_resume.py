@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from ray.exceptions import ActorUnavailableError, RayTaskError
 from ray.serve.exceptions import RayServeException
 
-from deploy.http.engine_client import GenerateRequest
 from deploy.ingress.attempt import Attempts
 from deploy.ingress.resume import AttemptLostError, Loss, Progress, ResumeLimits
 from deploy.ingress.tokenizer_link import TokenizerLostError
@@ -25,6 +24,7 @@ from engine.errors import EngineDeadError, EngineDrainingError, RequestError
 from engine.protocol import encoding
 from engine.protocol import tokenizer_messages as tm
 from engine.protocol.messages import AbortRequest, AddRequest, FinishedReq, StepOutputs
+from engine.protocol.sequence import TokenSequence
 from engine.protocol.step import TokenLogprobs
 from engine.protocol.tokenizer_messages import TextDelta
 from engine.sampling_params import SamplingParams
@@ -148,11 +148,11 @@ class World:
             end = FinishedReq(add.rid, "error", 4, 0, 0, message="the queue is full", status=429)
             self._step(add, [], end)
             return
-        if add.pooling is not None:
+        if add.sequence.pooling is not None:
             self._embed(add, trouble)
             return
         done = len(add.output_ids) if add.output_ids is not None else 0
-        limit = min(len(self.ids), add.params.max_tokens or len(self.ids))
+        limit = min(len(self.ids), add.sequence.params.max_tokens or len(self.ids))
         for position in range(done, limit):
             swallow = False
             if trouble is not None and position - done == trouble.after:
@@ -178,7 +178,7 @@ class World:
                 raise trouble.error
             self.lose_tokenizer()
         end = FinishedReq(add.rid, "stop", len(PROMPT), 0, 3)
-        vector = np.asarray(add.input_ids, np.float32).tobytes()
+        vector = np.asarray(add.sequence.prompt_ids, np.float32).tobytes()
         self._step(add, [], end, is_first=True, embeddings={add.rid: vector})
 
     def _step(
@@ -193,10 +193,10 @@ class World:
         """One step's output through the detokenizer; whether a stop string ended it."""
         started = [(add.rid, 3 if add.output_ids is None else 1, 0.0)] if is_first else []
         prompt = None
-        if started and add.params.prompt_logprobs is not None:
+        if started and add.sequence.params.prompt_logprobs is not None:
             prompt = {add.rid: [None, *(TokenLogprobs(-float(t), [], []) for t in PROMPT[1:])]}
         logprobs = None
-        if add.params.logprobs is not None:
+        if add.sequence.params.logprobs is not None:
             logprobs = {i: TokenLogprobs(-float(t), [t], [-1.0]) for i, t in enumerate(tokens)}
         out = StepOutputs(
             0,
@@ -219,7 +219,7 @@ class World:
 
     async def read(self, params: SamplingParams | None = None, **fields: Any) -> list[TextDelta]:
         params = params or SamplingParams(temperature=0)
-        request = GenerateRequest("r", PROMPT, params, **fields)
+        request = TokenSequence(np.asarray(PROMPT, np.int32), params, "r", **fields)
         progress = Progress(request, self.limits, self.resumes)
         deltas: list[TextDelta] = []
         await self.attempts.generate(progress, deltas.extend)
@@ -319,21 +319,25 @@ def test_an_embedding_is_computed_anew(
     assert delta.embedding == np.asarray(PROMPT, np.float32).tobytes()
     assert (delta.finish_reason, delta.num_prompt, delta.num_output) == ("stop", 4, 0)
     assert delta.num_cached == 3 and not delta.text and not delta.token_ids
-    assert [add.pooling for add in world.calls] == ["mean"] * (len(losses) + 1)
+    assert [add.sequence.pooling for add in world.calls] == ["mean"] * (len(losses) + 1)
     assert world.resumes.total() == len(losses) and len(world.attempts) == 0
 
 
 def test_resumed_request_is_a_new_one_with_its_output(tokenizer: Tokenizer) -> None:
     params = SamplingParams(temperature=0, prompt_logprobs=0, seed=9)
     world = World(tokenizer, [Trouble(6, DEAD)])
-    result = read(world, params, priority=3, cache_salt="s", return_token_ids=True)
+    result = read(world, params, priority=3, namespace="s", return_token_ids=True)
     first, second = world.calls
     assert first.rid != second.rid
     assert first.output_ids is None and second.output_ids is not None
     assert second.output_ids.tolist() == world.ids[:6] == world.registered[1].output_ids
-    assert (second.priority, second.cache_salt, second.params.seed) == (3, "s", 9)
+    assert (second.sequence.priority, second.sequence.namespace, second.sequence.params.seed) == (
+        3,
+        "s",
+        9,
+    )
     # The prompt's log-probabilities came with the first token and aren't computed again.
-    assert second.params.prompt_logprobs is None and len(result.prompt_logprobs) == 1
+    assert second.sequence.params.prompt_logprobs is None and len(result.prompt_logprobs) == 1
     # The old registration is gone; the replica is told too, in case that only the call was lost.
     rid = first.rid
     assert (world.unregistered, world.aborted, world.cancelled) == ([rid], [rid], [])
@@ -380,7 +384,7 @@ class OneEngine(World):
         async with prefill:
             if life == self.lives:
                 await asyncio.sleep(0.005)
-                if add.priority == 1 or life <= self.cursed_lives:
+                if add.sequence.priority == 1 or life <= self.cursed_lives:
                     self.lives, self.prefill = life + 1, asyncio.Lock()
         done = len(add.output_ids) if add.output_ids is not None else 0
         for position in range(done, len(self.ids)):
@@ -547,7 +551,7 @@ def test_bug_in_the_replica_is_no_loss(tokenizer: Tokenizer) -> None:
 
 def test_reader_that_leaves_aborts(tokenizer: Tokenizer) -> None:
     async def run(world: World) -> None:
-        request = GenerateRequest("r", PROMPT, SamplingParams(temperature=0))
+        request = TokenSequence(np.asarray(PROMPT, np.int32), SamplingParams(temperature=0), "r")
         progress = Progress(request, world.limits, world.resumes)
         has_text = asyncio.Event()
         run = asyncio.ensure_future(
@@ -569,7 +573,7 @@ def test_reader_that_leaves_aborts_even_if_the_call_is_gone(tokenizer: Tokenizer
 
     async def run(leave: Callable[[World], bool]) -> World:
         world = World(tokenizer)
-        request = GenerateRequest("r", PROMPT, SamplingParams(temperature=0))
+        request = TokenSequence(np.asarray(PROMPT, np.int32), SamplingParams(temperature=0), "r")
         progress = Progress(request, world.limits, world.resumes)
         reader = asyncio.ensure_future(world.attempts.generate(progress, lambda deltas: None))
         while not leave(world):
@@ -594,7 +598,7 @@ def test_reader_that_leaves_aborts_even_if_the_call_is_gone(tokenizer: Tokenizer
 
 def test_text_that_came_together_is_read_together(tokenizer: Tokenizer) -> None:
     async def run(world: World) -> list[list[TextDelta]]:
-        request = GenerateRequest("r", PROMPT, SamplingParams(temperature=0))
+        request = TokenSequence(np.asarray(PROMPT, np.int32), SamplingParams(temperature=0), "r")
         progress = Progress(request, world.limits, world.resumes)
         batches: list[list[TextDelta]] = []
         await world.attempts.generate(progress, batches.append)
@@ -613,7 +617,7 @@ def test_a_reader_that_fails_ends_its_own_request_only(tokenizer: Tokenizer) -> 
             raise ValueError("the reader's fault")
 
         good: list[TextDelta] = []
-        request = GenerateRequest("r", PROMPT, SamplingParams(temperature=0))
+        request = TokenSequence(np.asarray(PROMPT, np.int32), SamplingParams(temperature=0), "r")
         results = await asyncio.gather(
             *(
                 world.attempts.generate(Progress(request, world.limits, world.resumes), read)

@@ -55,7 +55,7 @@ def test_what_reaches_the_engine(keys: ApiSettings, path: str) -> None:
                 request.key.max_running,
                 request.key.max_queued_tokens,
             ) == limits
-            assert request.cache_salt == f"{name}/"
+            assert request.namespace == f"{name}/"
 
 
 def test_salts_of_two_keys_never_meet(keys: ApiSettings) -> None:
@@ -64,7 +64,7 @@ def test_salts_of_two_keys_never_meet(keys: ApiSettings) -> None:
         client = FakeEngineClient()
         body = {**BODIES[COMPLETIONS], **({"cache_salt": salt} if salt else {})}
         call(client, "POST", COMPLETIONS, json=body, headers=bearer(name), api_settings=keys)
-        salts.add(client.started[0].cache_salt)
+        salts.add(client.started[0].namespace)
     assert len(salts) == 6
 
 
@@ -83,7 +83,7 @@ def test_without_keys_nothing_changes() -> None:
     reply = call(client, "POST", COMPLETIONS, json=body, headers=bearer("anything"))
     assert reply.status_code == 200
     request = client.started[0]
-    assert (request.key, request.cache_salt, request.priority) == (None, "s", -3)
+    assert (request.key, request.namespace, request.priority) == (None, "s", -3)
 
 
 def test_quota(keys: ApiSettings) -> None:
