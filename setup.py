@@ -15,7 +15,7 @@ LIBRARIES = "engine/native/lib"
 
 
 class BuildWithFiles(build_py):
-    """Copies them to `manta_files/`, where `engine.shipped` looks."""
+    """Copies them to `manta_files/`, where `engine.process.shipped` looks."""
 
     def run(self) -> None:
         # An earlier build may have left a library that isn't among the sources any more.

@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from engine.openmp import set_wait_policy
+from engine.process.openmp import set_wait_policy
 
 set_wait_policy()
 
@@ -32,11 +32,11 @@ from torch import Tensor  # noqa: E402
 
 from benchmarks.common import PEERS, REPO_ROOT, finish, print_table, save_result  # noqa: E402
 from benchmarks.peers import models  # noqa: E402
-from engine.distributed import ParallelState  # noqa: E402
+from engine.device.distributed import ParallelState  # noqa: E402
 from engine.llm import LLM  # noqa: E402
 from engine.models.llama import LlamaModel  # noqa: E402
-from engine.native.kernels import require_kernels  # noqa: E402
-from engine.sampling_params import SamplingParams  # noqa: E402
+from engine.native.library import require_kernels  # noqa: E402
+from engine.protocol.sampling_params import SamplingParams  # noqa: E402
 from engine.worker.auto_config import make_worker_config  # noqa: E402
 from engine.worker.tp_worker import TpModelWorker  # noqa: E402
 

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.common import REPO_ROOT, finish, print_table, save_result
 from engine import LLM, SamplingParams
-from engine.openmp import set_wait_policy
+from engine.process.openmp import set_wait_policy
 
 NEEDED = 0.95
 """Share of the generation's prompt tokens/s that embedding by the last state must reach."""

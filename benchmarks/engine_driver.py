@@ -17,9 +17,9 @@ import numpy as np
 
 from engine.config import EngineConfig
 from engine.protocol.messages import AbortRequest, AddRequest, StepOutputs
+from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.sequence import TokenSequence
 from engine.protocol.transport import Inbox, Outbox
-from engine.sampling_params import SamplingParams
 from engine.scheduler.stats import SchedulerStats
 from engine.trace import RoleTrace, unpack
 

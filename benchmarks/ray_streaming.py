@@ -22,7 +22,7 @@ from ray.serve.handle import DeploymentHandle
 from deploy.http.body import encode_json
 from deploy.http.openai.generation import usage
 from deploy.http.openai.sse import DONE, ChunkEncoder
-from engine.config import resolve_model_path
+from engine.checkpoint.folder import resolve_model_path
 from engine.tokenizer.detokenizer import IncrementalDetokenizer
 from engine.tokenizer.tokenizer import Tokenizer
 

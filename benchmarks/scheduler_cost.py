@@ -41,13 +41,13 @@ from benchmarks.peers import vllm_cpu
 from benchmarks.peers.vllm_scheduler_process import VllmScheduler
 from deploy.bench.arguments import positive, positives
 from engine.config import EngineConfig
-from engine.engine_core import EngineCore
 from engine.executor.base import Executor
+from engine.loop.engine_core import EngineCore
 from engine.protocol import encoding
 from engine.protocol.messages import AddRequest
+from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.sequence import TokenSequence
 from engine.protocol.step import GenerationBatchResult, ModelWorkerBatch, SampleMasks
-from engine.sampling_params import SamplingParams
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.scheduler_config import SchedulerConfig
 

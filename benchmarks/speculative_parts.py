@@ -13,13 +13,13 @@ import numpy as np
 from benchmarks.common import REPO_ROOT
 from benchmarks.engine_driver import Arrivals, EngineDriver
 from engine.config import EngineConfig
-from engine.engine_core import EngineCore
 from engine.executor.base import Executor
 from engine.llm import LLM
+from engine.loop.engine_core import EngineCore
 from engine.protocol.messages import AddRequest
+from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.sequence import TokenSequence
 from engine.protocol.step import GenerationBatchResult, ModelWorkerBatch, SampleMasks, SlotParams
-from engine.sampling_params import SamplingParams
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.scheduler_config import SchedulerConfig
 from engine.speculative.config import SpeculativeConfig

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.common import REPO_ROOT, finish, print_table, save_result
 from benchmarks.engine_driver import Arrivals, EngineDriver
 from engine.constraints import ConstraintSpec, structured
-from engine.sampling_params import SamplingParams
+from engine.protocol.sampling_params import SamplingParams
 
 PROMPT_LEN = 32
 NEEDED = 0.98

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from engine.constraints import structured
-from engine.openmp import set_wait_policy
-from engine.sampling_params import SamplingParams
+from engine.process.openmp import set_wait_policy
+from engine.protocol.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from engine.llm import LLM

@@ -6,26 +6,24 @@
 from __future__ import annotations
 
 import difflib
-import errno
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from engine.checkpoint.folder import resolve_model_path
+from engine.checkpoint.generation_defaults import read_generation_defaults
+from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.pooling_defaults import read_pooling
 from engine.errors import ConfigError
-from engine.generation_defaults import read_generation_defaults
-from engine.model_config import ModelConfig
 from engine.other_names import OTHER_NAMES
-from engine.pooling import Pooling
-from engine.pooling_defaults import read_pooling
+from engine.protocol.pooling import Pooling
 from engine.registry import (
     ATTENTION_BACKENDS,
     EVICTION_POLICIES,
     SAMPLING_BACKENDS,
     SCHEDULE_POLICIES,
 )
-from engine.shipped import shipped_root
 from engine.speculative.config import SpeculativeConfig
 
 M = TypeVar("M", bound=BaseModel)
@@ -336,69 +334,62 @@ class ResolvedConfig:
     """How embeddings are made."""
 
 
+@dataclass(frozen=True)
+class MachineConfig:
+    """Base of what a role goes by: the resolved configuration, and what was decided of it on the
+    role's machine."""
+
+    resolved: ResolvedConfig
+
+    @property
+    def engine(self) -> EngineConfig:
+        """The configuration's keys."""
+        return self.resolved.engine
+
+    @property
+    def model(self) -> ModelConfig:
+        """The model's shape."""
+        return self.resolved.model
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt + output, in tokens."""
+        return self.resolved.max_model_len
+
+
+@dataclass(frozen=True)
+class WorkerConfig(MachineConfig):
+    """The same for all ranks of an engine. Sizes in tokens, requests and threads. No field of it is
+    `auto`; those keys of `engine` that have a field here are not read from there."""
+
+    dtype: str
+    device: str
+    num_kv_tokens: int | None
+    """KV tokens, stated or estimated (CPU). None: measured once the weights are loaded (CUDA)."""
+    max_kv_tokens: int
+    """KV tokens of all requests at full length, in whole pages; more can never be used."""
+    max_step_tokens: int
+    """Tokens of the largest step that the scheduler may send."""
+    attention_backend: str
+    sampling_backend: str
+    cpu_threads: int
+    cuda_graph_max_batch_size: int = 0
+    """Largest decode batch that is captured; 0: none is."""
+    short_step_s: float = 0.0
+    """Steps on CPU that are estimated to take less run on one thread (`StepThreads`)."""
+
+    @property
+    def comm_backend(self) -> str:
+        """torch.distributed's backend for this device."""
+        return "nccl" if self.device == "cuda" else "gloo"
+
+
 def load_config(kind: type[M], values: dict[str, Any]) -> M:
     """Build a config model, turning pydantic's errors into `ConfigError` sentences."""
     try:
         return kind.model_validate(values)
     except ValidationError as error:
         raise ConfigError(" ".join(_explain(kind, e) for e in error.errors())) from error
-
-
-def resolve_model_path(model: str, revision: str | None = None) -> Path:
-    """Folder of `model`, which is a folder, shipped with Manta, or of the hub.
-
-    All that is read later (weights, configuration, tokenizer, templates) is read from this folder,
-    so `revision` holds for all of it. Raises `ConfigError` if the model isn't on this machine and
-    can't be fetched.
-    """
-    for candidate in (Path(model), shipped_root() / model):
-        if candidate.is_dir():
-            if revision is not None:
-                raise ConfigError(
-                    f"revision is only for models of the hub, and '{model}' is a folder; remove it."
-                )
-            return candidate.resolve()
-    if model.count("/") == 1 and not model.startswith((".", "/", "models/")):
-        from huggingface_hub import snapshot_download
-
-        at = f" at revision '{revision}'" if revision is not None else ""
-        try:
-            patterns = ["*.json", "*.safetensors", "*.jinja"]
-            return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
-        except Exception as error:  # any hub or network failure ends in the same advice
-            raise ConfigError(
-                f"model '{model}'{at} is not a folder of this machine, and {_hub_reason(error)}; "
-                "or set `model` to a local folder."
-            ) from error
-    raise ConfigError(
-        f"model folder '{model}' does not exist; set `model` to a folder with config.json, "
-        "tokenizer files and *.safetensors, or to a hub id."
-    )
-
-
-def _hub_reason(error: BaseException) -> str:
-    """Why a model can't be fetched, and what helps. The first cause of a chain is the real one."""
-    from huggingface_hub import errors
-
-    if isinstance(error, errors.GatedRepoError):
-        return (
-            "its owner must allow you to fetch it from the hub: accept its conditions on "
-            "huggingface.co and set HF_TOKEN"
-        )
-    if isinstance(error, errors.RevisionNotFoundError):
-        return "the hub has no such revision of it: correct `revision`"
-    if isinstance(error, errors.RepositoryNotFoundError):
-        return (
-            "the hub has no such model, or it is private: correct the name, or set HF_TOKEN to a "
-            "token that may read it"
-        )
-    if isinstance(error, errors.HFValidationError):
-        return "this is no name that the hub allows: correct it"
-    if isinstance(error, errors.OfflineModeIsEnabled):
-        return "HF_HUB_OFFLINE forbids to fetch it: unset it"
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return "the disk has no room for it: free some, or set HF_HOME to another disk"
-    return "the hub can't be reached to fetch it: check the network (HTTPS_PROXY, HF_ENDPOINT)"
 
 
 def _explain(kind: type[BaseModel], error: Any) -> str:

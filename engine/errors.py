@@ -48,3 +48,10 @@ class EngineDeadError(MantaError):
 class EngineDrainingError(MantaError):
     """The engine gives a request back unharmed: the engine is being stopped, or nobody read the
     request's output."""
+
+
+class KVPoolError(RuntimeError):
+    """The KV bookkeeping was misused or is inconsistent: a double free, a foreign slot, a leak.
+
+    Never raised for a pool that is only full: that is a normal state, for which calls return None.
+    """

@@ -7,32 +7,34 @@ import itertools
 import random
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
+import torch
 from tqdm import tqdm
 
 from engine.config import EngineConfig, load_config
 from engine.constraints.guard import GrammarGuard
-from engine.engine_core import EngineCore
 from engine.errors import EngineDeadError, RequestError
 from engine.executor.factory import make_executor
 from engine.executor.in_process import InProcessExecutor
 from engine.executor.worker_thread import ThreadExecutor
-from engine.grammar_setup import make_grammar_compiler
-from engine.interrupts import HeldInterrupts
-from engine.llm_outputs import CompletionOutput, EmbeddingOutput, RequestOutput
-from engine.llm_prompts import Prompt, as_list
-from engine.pooling import (
+from engine.grammars.model_compiler import make_grammar_compiler
+from engine.loop.engine_core import EngineCore
+from engine.process.interrupts import HeldInterrupts
+from engine.protocol.messages import AbortRequest, AddRequest, StepOutputs
+from engine.protocol.pooling import (
+    FloatArray,
     Pooling,
     check_dimensions,
     check_pooling,
     read_embedding,
 )
-from engine.protocol.messages import AbortRequest, AddRequest, StepOutputs
+from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.sequence import TokenSequence
-from engine.protocol.tokenizer_messages import TextDelta
-from engine.sampling_params import SamplingParams
+from engine.protocol.tokenizer_messages import LogprobEntry, TextDelta
 from engine.scheduler.admission import verify_prompt
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.scheduler_config import SchedulerConfig
@@ -40,6 +42,75 @@ from engine.tokenizer.detokenizer_manager import DetokenizerManager
 from engine.tokenizer.tokenizer import Tokenizer
 from engine.trace import chrome_trace, scheduler_trace, stage_trace
 from engine.worker.auto_config import make_worker_config
+
+
+@dataclass
+class CompletionOutput:
+    """One finished sequence. `token_ids` include the eos or stop token that ended it."""
+
+    index: int = 0
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    logprobs: list[LogprobEntry] = field(default_factory=list)
+
+
+@dataclass
+class RequestOutput:
+    """A prompt and the `n` sequences generated for it.
+
+    `num_cached_tokens` tokens of the prompt came from the prefix cache (for the first sequence).
+    """
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    num_cached_tokens: int = 0
+    prompt_logprobs: list[LogprobEntry | None] | None = None
+
+
+@dataclass
+class EmbeddingOutput:
+    """A prompt and its `embedding`, float32 [dimensions, or hidden size].
+
+    `num_cached_tokens` tokens of the prompt came from the prefix cache.
+    """
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    embedding: FloatArray
+    num_cached_tokens: int = 0
+
+
+Prompt = str | Sequence[int] | npt.NDArray[np.integer[Any]] | torch.Tensor
+"""A text, or token ids. An array or a tensor of two dimensions is several prompts."""
+
+
+def as_list(prompts: Prompt | Sequence[Prompt]) -> list[str | list[int]]:
+    """Arrays and tensors of ids become lists. Raises `RequestError` on other things."""
+    prompts = _plain(prompts)
+    if isinstance(prompts, str):
+        return [prompts]
+    try:
+        given = [_plain(prompt) for prompt in prompts]
+    except TypeError:
+        raise RequestError(f"a prompt is a text or token ids, not {prompts!r}", "prompt") from None
+    if given and all(type(token) is int for token in given):
+        return [given]
+    for prompt in given:
+        if not isinstance(prompt, str) and not (
+            isinstance(prompt, Sequence) and all(type(token) is int for token in prompt)
+        ):
+            raise RequestError("a prompt is a text or whole numbers, its token ids", "prompt")
+    return given
+
+
+def _plain(value: Any) -> Any:
+    """Arrays of numpy and tensors of torch as lists or numbers, and what holds them too."""
+    if isinstance(value, np.ndarray | np.generic | torch.Tensor):
+        return value.tolist()
+    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 class _Running(NamedTuple):

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.config import EngineConfig, ResolvedConfig, resolve_model_path
+from engine.checkpoint.folder import resolve_model_path
+from engine.checkpoint.model_config import ModelConfig
+from engine.config import EngineConfig, ResolvedConfig
 from engine.errors import ConfigError
-from engine.model_config import ModelConfig
 
 GIB = 1 << 30
 TYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -30,7 +30,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from engine import flashinfer_modules
+from engine.device import flashinfer_modules
 
 
 @dataclass

@@ -16,13 +16,13 @@ import numpy as np
 
 from benchmarks.gpu_bench.shapes import ModelShape, Plan
 from engine.config import EngineConfig, load_config
-from engine.engine_core import EngineCore
 from engine.executor.base import Executor
 from engine.executor.in_process import InProcessExecutor
+from engine.loop.engine_core import EngineCore
 from engine.protocol.messages import AddRequest
+from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.sequence import TokenSequence
 from engine.protocol.step import ForwardMode, GenerationBatchResult, ModelWorkerBatch, SampleMasks
-from engine.sampling_params import SamplingParams
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.scheduler_config import SchedulerConfig
 from engine.trace import StageSpan, StepSpan

@@ -15,12 +15,12 @@ from benchmarks.gpu_bench import engine_runs
 from benchmarks.gpu_bench.bare import bare_decode
 from benchmarks.gpu_bench.engine_runs import EngineRuns
 from benchmarks.gpu_bench.shapes import LLAMA_1B, LLAMA_8B, QUICK, TINY, CardRates, ModelShape
-from engine.distributed import ParallelState
+from engine.config import WorkerConfig
+from engine.device.distributed import ParallelState
 from engine.executor.in_process import InProcessExecutor
 from engine.trace import TraceRing
 from engine.worker.step_queue import StepQueue
 from engine.worker.tp_worker import TpModelWorker
-from engine.worker_config import WorkerConfig
 from tests.support.fake_graphs import CapturableAttention, RecordedGraphs, use_capturable_attention
 
 H100 = CardRates(bytes_per_s=3.0e12, flop_per_s=798e12)

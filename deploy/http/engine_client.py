@@ -14,7 +14,7 @@ from weakref import WeakSet
 
 from deploy.http.aborts import Abort
 from engine.constraints import ConstraintSpec
-from engine.pooling import Pooling
+from engine.protocol.pooling import Pooling
 from engine.protocol.sequence import TokenSequence
 from engine.protocol.tokenizer_messages import TextDelta
 from engine.trace import RoleTrace
@@ -31,7 +31,7 @@ class ModelInfo:
     """Unix time at which the server started."""
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
     """Values of sampling fields that requests leave out, from the model's generation_config.json
-    (`engine.generation_defaults`)."""
+    (`engine.checkpoint.generation_defaults`)."""
     tool_format: str = ""
     """How it writes tool calls, a word of `TOOL_FORMATS`; "": it calls no tools."""
     reasons: bool = False

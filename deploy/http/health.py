@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from deploy.http.engine_client import EngineClient, EngineHealth
-from engine.shared_answer import SharedAnswer
+from engine.process.shared_answer import SharedAnswer
 
 FRESH_S = 0.5
 """An answer of this age is given again."""

@@ -11,7 +11,7 @@ from deploy.http.engine_client import EngineClient
 from deploy.http.metrics import ServerMetrics
 from engine import __version__
 from engine.errors import EngineDeadError
-from engine.shared_answer import SharedAnswer
+from engine.process.shared_answer import SharedAnswer
 
 FRESH_S = 0.4
 """An answer of this age is given again."""

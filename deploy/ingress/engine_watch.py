@@ -14,9 +14,9 @@ from ray.serve.exceptions import RayServeException
 
 from deploy.ingress.listener import IngressListener
 from engine.actors.actor_process import ActorProcess
+from engine.process.pulse import Pulse
 from engine.protocol.messages import Ping, Pong, ReaderGone
 from engine.protocol.outboxes import Outboxes
-from engine.pulse import Pulse
 
 logger = logging.getLogger(__name__)
 

@@ -17,9 +17,9 @@ import numpy as np
 
 from engine.errors import EngineDeadError, RequestError
 from engine.protocol.messages import AddRequest
+from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.sequence import TokenSequence
 from engine.protocol.tokenizer_messages import TextDelta
-from engine.sampling_params import SamplingParams
 
 SUSPECT_LOSSES = 2
 """Engines lost without a new token in between that make a request suspect of ending them."""

@@ -42,7 +42,7 @@ from engine.actors.ray_types import node_ip
 from engine.constraints import ConstraintSpec
 from engine.constraints.guard import GrammarGuard
 from engine.errors import EngineDeadError, RequestError
-from engine.log_lines import LogFormat
+from engine.process.log_lines import LogFormat
 from engine.protocol import tokenizer_messages as tm
 from engine.protocol.async_inbox import AsyncInbox
 from engine.protocol.messages import IngressMetrics, KVEvents, KVSnapshot, Pong, RequestTaken

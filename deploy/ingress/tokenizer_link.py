@@ -17,7 +17,7 @@ from engine.actors.actor_process import ActorProcess, this_node
 from engine.actors.role_watch import RoleWatch
 from engine.actors.tokenizer_actor import RemoteTokenizerActor
 from engine.errors import EngineDeadError, MantaError, RequestError
-from engine.log_lines import LogFormat
+from engine.process.log_lines import LogFormat
 from engine.protocol.messages import Shutdown
 from engine.protocol.transport import Outbox
 

@@ -28,7 +28,7 @@ from engine.actors.engine_group import EngineGroup
 from engine.actors.ray_types import node_ip
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError, EngineDrainingError
-from engine.log_lines import LogFormat
+from engine.process.log_lines import LogFormat
 from engine.protocol import encoding
 from engine.protocol.async_inbox import AsyncInbox
 from engine.protocol.messages import (

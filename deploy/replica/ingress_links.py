@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from engine.process.pulse import Pulse
 from engine.protocol.outboxes import Outboxes
-from engine.pulse import Pulse
 
 logger = logging.getLogger(__name__)
 

@@ -16,9 +16,9 @@ from engine.protocol.messages import (
     FlushCache,
     StepOutputs,
 )
+from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.sequence import TokenSequence
 from engine.protocol.transport import Outbox
-from engine.sampling_params import SamplingParams
 
 
 class SchedulerCalls:

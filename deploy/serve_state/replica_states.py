@@ -13,7 +13,7 @@ from ray.serve._private.long_poll import LongPollNamespace
 from ray.serve.context import _get_global_client
 from ray.serve.generated.serve_pb2 import DeploymentStatusInfo as DeploymentStatusInfoProto
 
-from engine.shared_answer import SharedAnswer
+from engine.process.shared_answer import SharedAnswer
 
 DEPLOYMENTS = ("engine", "ingress")
 _BROKEN = ("UNHEALTHY", "DEPLOY_FAILED")

@@ -6,7 +6,7 @@ import logging
 import re
 
 from engine.errors import EngineDeadError, EngineDrainingError
-from engine.log_lines import LogFormat, formatter_of, log_to_stderr
+from engine.process.log_lines import LogFormat, formatter_of, log_to_stderr
 
 OURS = ("engine", "deploy")
 _PROBE = re.compile(r"(GET|HEAD) (/\S*)?/(health|metrics) ")

@@ -12,7 +12,7 @@ from deploy.replica.autoscaling import EngineLoadPolicy
 from deploy.routing import find_policy
 from engine.config import EngineConfig, ResolvedConfig, load_config
 from engine.errors import ConfigError
-from engine.log_lines import LogFormat
+from engine.process.log_lines import LogFormat
 
 Quantity = Annotated[float, Field(gt=0)]
 _CPU_PER_ACTOR = 0.02

@@ -14,8 +14,8 @@ from ray._private.utils import get_num_cpus
 
 from deploy.start.gpus import gpu_memory, torch_has_cuda
 from engine.actors.cluster_gpus import gpu_shortage
+from engine.checkpoint.model_config import ModelConfig
 from engine.errors import ConfigError
-from engine.host_memory import available_host_bytes, num_cores
 from engine.memory_need import (
     GIB,
     MemoryNeed,
@@ -28,10 +28,10 @@ from engine.memory_need import (
     shortage,
     split_remedies,
 )
-from engine.model_config import ModelConfig
 from engine.native import library
-from engine.native.kernels import without_kernels
+from engine.native.library import without_kernels
 from engine.native.machine import has_bfloat16
+from engine.process.host_memory import available_host_bytes, num_cores
 from engine.scheduler.scheduler_config import SchedulerConfig
 
 PROCESS_BYTES = 1_200 << 20

@@ -12,9 +12,9 @@ from safetensors import SafetensorError, safe_open
 from deploy.http.access.listening import is_loopback
 from deploy.start.devices import check_devices, draft_model
 from deploy.start.target import Target
-from engine.checkpoint_files import find_weight_files, locate_tensors
+from engine.checkpoint.files import find_weight_files, locate_tensors
+from engine.checkpoint.quantization import refuse_quantized_tensors
 from engine.errors import ConfigError
-from engine.quantization import refuse_quantized_tensors
 from engine.tokenizer.loading import check_tokenizer_files
 
 SHARED_MEMORY_BYTES = 64 << 20

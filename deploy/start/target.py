@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from engine.errors import ConfigError
-from engine.shipped import shipped_root
+from engine.process.shipped import shipped_root
 
 DEFAULT = "configs/llama.yaml"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")

@@ -17,14 +17,13 @@ from engine.actors.rank_order import bundle_order
 from engine.actors.role_watch import RoleWatch
 from engine.actors.scheduler_actor import RemoteSchedulerActor
 from engine.actors.worker_actor import RemoteWorkerActor
-from engine.config import EngineConfig
+from engine.config import EngineConfig, WorkerConfig
 from engine.errors import ConfigError, EngineDeadError
-from engine.log_lines import LogFormat
-from engine.openmp import wait_policy
+from engine.process.log_lines import LogFormat
+from engine.process.openmp import wait_policy
 from engine.protocol.messages import Shutdown
 from engine.protocol.transport import Outbox
 from engine.scheduler.stats import SchedulerStats
-from engine.worker_config import WorkerConfig
 
 logger = logging.getLogger(__name__)
 

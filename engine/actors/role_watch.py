@@ -10,7 +10,7 @@ from typing import Any
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
-from engine.pulse import Pulse
+from engine.process.pulse import Pulse
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""`SchedulerActor`: the scheduler of one engine. A shell around `engine.scheduler_role`."""
+"""`SchedulerActor`: the scheduler of one engine. A shell around `engine.loop.scheduler_role`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from engine.config import EngineConfig, ResolvedConfig
 from engine.constraints.grammar_compiler import GrammarCompiler
 from engine.errors import ConfigError
 from engine.executor.message_executor import collect_ready
-from engine.grammar_setup import make_grammar_compiler
-from engine.log_lines import LogFormat, log_to_stderr
+from engine.grammars.model_compiler import make_grammar_compiler
+from engine.loop.scheduler_role import IDLE_POLL_S, SchedulerRole
+from engine.process.log_lines import LogFormat, log_to_stderr
 from engine.protocol.transport import Inbox
 from engine.scheduler.scheduler_config import SchedulerConfig
 from engine.scheduler.stats import SchedulerStats
-from engine.scheduler_role import IDLE_POLL_S, SchedulerRole
 from engine.trace import pack, scheduler_trace
 
 logger = logging.getLogger(__name__)

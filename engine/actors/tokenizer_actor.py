@@ -6,7 +6,7 @@ import ray
 
 from engine.actors.actor_process import ActorProcess
 from engine.actors.ray_types import actor_class, node_ip
-from engine.log_lines import LogFormat, log_to_stderr
+from engine.process.log_lines import LogFormat, log_to_stderr
 from engine.tokenizer.tokenizer_role import TokenizerRole
 
 

@@ -1,4 +1,4 @@
-"""`WorkerActor`: one rank of an engine. A shell around `engine.worker.worker_loop`."""
+"""`WorkerActor`: one rank of an engine. A shell around `engine.worker.worker_role`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ import ray
 
 from engine.actors.actor_process import ActorProcess
 from engine.actors.ray_types import actor_class, node_ip
-from engine.config import EngineConfig
-from engine.log_lines import LogFormat
+from engine.config import EngineConfig, WorkerConfig
+from engine.process.log_lines import LogFormat
 from engine.trace import StageSpan, TraceRing, pack, stage_trace
 from engine.worker.step_beat import StepBeat
-from engine.worker.worker_loop import log_as_worker, preload, run_worker
-from engine.worker_config import WorkerConfig
+from engine.worker.worker_role import log_as_worker, preload, run_worker
 
 
 class WorkerActor:
@@ -40,7 +39,7 @@ class WorkerActor:
         host = node_ip()
         if worker.engine.world_size == 1:
             return worker, (host, 0)
-        from engine.distributed import open_store
+        from engine.device.distributed import open_store
 
         # Opening the store here avoids a race: a free port could be taken before it is used.
         self._store = open_store(host, 0, master=True)

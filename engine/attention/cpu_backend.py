@@ -9,8 +9,8 @@ from torch import Tensor
 
 from engine.attention.base import AttentionBackend, AttentionInputs, AttentionLayer
 from engine.attention.forward_batch import ForwardBatch
-from engine.model_config import ModelConfig
-from engine.native.kernels import require_kernels
+from engine.checkpoint.model_config import ModelConfig
+from engine.native.library import require_kernels
 
 # As in engine/csrc/kernels.h. They are asked for before the library is loaded.
 MAX_HEAD_DIM = 256

@@ -23,9 +23,14 @@ from engine.attention.base import AttentionBackend, AttentionInputs, AttentionLa
 from engine.attention.forward_batch import ForwardBatch
 from engine.attention.page_table import PageTable, page_indices, page_table
 from engine.attention.plan_ring import PlanRing
+from engine.device.flashinfer_loader import (
+    check_attention,
+    check_fa3,
+    check_wrapper,
+    load_flashinfer,
+)
+from engine.device.flashinfer_modules import decodes_on_tensor_cores
 from engine.errors import ConfigError
-from engine.flashinfer_loader import check_attention, check_fa3, check_wrapper, load_flashinfer
-from engine.flashinfer_modules import decodes_on_tensor_cores
 from engine.protocol.step import Int64Array
 
 FLOAT_WORKSPACE_BYTES = 128 << 20

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from engine.constraints.all_of import AllOf
-from engine.constraints.base import Constraint, MaskArray, allow_tokens, mask_words
+from engine.constraints.base import Constraint, ConstraintSpec, MaskArray, allow_tokens, mask_words
 from engine.constraints.registry import create_constraint, verify_constraint
-from engine.constraints.spec import ConstraintSpec
 from engine.constraints.token_filter import TokenFilter
 
 __all__ = [

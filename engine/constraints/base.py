@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
 if TYPE_CHECKING:
@@ -14,6 +15,19 @@ if TYPE_CHECKING:
 MaskArray = np.ndarray[Any, np.dtype[np.uint32]]
 ALL = np.uint32(0xFFFFFFFF)
 """Part of a mask that allows all tokens."""
+
+
+class ConstraintSpec(msgspec.Struct):
+    """Names a constraint and holds its details as plain data.
+
+    `kind` is a key of `engine.constraints.registry.CONSTRAINTS`; each kind says in its class what
+    `payload` holds.
+    """
+
+    kind: str
+    payload: dict[str, Any]
+    field: str = ""
+    """The field of the request that says it, for errors; "" if they name none."""
 
 
 class Constraint(ABC):

@@ -18,14 +18,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from engine.constraints.base import ConstraintSpec
 from engine.constraints.grammar_payload import grammar_key, parse_grammar, refused
 from engine.constraints.guard_process import (
     GuardLostError,
     GuardProcess,
+    GuardReply,
     GuardUnavailableError,
 )
-from engine.constraints.guard_protocol import GuardReply
-from engine.constraints.spec import ConstraintSpec
 from engine.errors import RequestError
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,9 @@
-"""`GuardProcess`: the process that compiles grammars first, as its owner sees it."""
+"""`GuardProcess`: the process that compiles grammars first, as its owner sees it.
+
+The two speak in frames on two pipes: the length in 4 bytes, the highest first, and MessagePack. The
+first `GuardReply` says that the process is ready, or why it can't be. Then one answers each payload
+of a grammar.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +14,30 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
-from engine.constraints.guard_protocol import HEAD_BYTES, MAX_FRAME, GuardReply, frame
-
-MODULE = "engine.grammar_process"
+MODULE = "engine.grammars.guard_child"
+HEAD_BYTES = 4
+MAX_FRAME = 2**20
+"""Bytes; a question is at most a few times as long as `MAX_GRAMMAR_BYTES`."""
 START_TIMEOUT_S = 120.0
 """Loading a tokenizer takes up to 3 s, and 10 s if transformers has to."""
+
+
+class GuardReply(msgspec.Struct, array_like=True):
+    """`refused`: for the reason in `message`. `died`, `late`: so did the process that compiled.
+    `starved`: it got too little of the CPU to say."""
+
+    verdict: Literal["ok", "refused", "died", "late", "starved"]
+    message: str = ""
+
+
+def frame(message: GuardReply | dict[str, Any]) -> bytes:
+    """The bytes that go through the pipe."""
+    body = msgspec.msgpack.encode(message)
+    return len(body).to_bytes(HEAD_BYTES, "big") + body
 
 
 class GuardLostError(Exception):

@@ -6,9 +6,8 @@ from collections.abc import Collection
 from functools import partial
 from typing import TYPE_CHECKING
 
-from engine.constraints.base import Constraint, ConstraintKind
+from engine.constraints.base import Constraint, ConstraintKind, ConstraintSpec
 from engine.constraints.grammar import Grammar
-from engine.constraints.spec import ConstraintSpec
 from engine.constraints.token_choice import TokenChoice
 from engine.errors import RequestError
 from engine.registry import Registry

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from engine.constraints.base import ConstraintSpec
 from engine.constraints.grammar_payload import (
     GrammarPayload,
     Thinking,
@@ -21,7 +22,6 @@ from engine.constraints.grammar_payload import (
     parse_grammar,
     refused,
 )
-from engine.constraints.spec import ConstraintSpec
 
 _LARK = re.compile(r"^[ \t]*(%llguidance\b|[?!]?start[ \t]*(\[[^\]]*\])?[ \t]*:(?!:))", re.M)
 """What grammars in Lark have and those in GBNF don't."""

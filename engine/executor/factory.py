@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from engine.config import WorkerConfig
 from engine.executor.base import Executor
 from engine.executor.in_process import InProcessExecutor
 from engine.executor.worker_thread import ThreadExecutor
-from engine.worker_config import WorkerConfig
 
 
 def make_executor(config: WorkerConfig) -> Executor:

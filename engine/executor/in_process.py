@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from engine.distributed import ParallelState
+from engine.config import WorkerConfig
+from engine.device.distributed import ParallelState
 from engine.executor.base import Executor
 from engine.protocol.step import GenerationBatchResult, ModelWorkerBatch, SampleMasks
 from engine.trace import StageSpan, TraceRing
 from engine.worker.factory import make_worker
 from engine.worker.step_queue import StepQueue
-from engine.worker_config import WorkerConfig
 
 
 class InProcessExecutor(Executor):

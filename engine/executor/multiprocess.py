@@ -13,13 +13,13 @@ import sys
 import time
 from multiprocessing.process import BaseProcess
 
-from engine.distributed import open_store
+from engine.config import WorkerConfig
+from engine.device.distributed import open_store
 from engine.errors import ConfigError, EngineDeadError
 from engine.executor.message_executor import MessageExecutor, collect_ready
-from engine.openmp import set_wait_policy
+from engine.process.openmp import set_wait_policy
 from engine.protocol.transport import Inbox
-from engine.worker.worker_loop import log_as_worker, run_worker
-from engine.worker_config import WorkerConfig
+from engine.worker.worker_role import log_as_worker, run_worker
 
 STOP_TIMEOUT_S = 10.0
 _PR_SET_PDEATHSIG = 1

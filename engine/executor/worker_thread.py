@@ -12,14 +12,14 @@ import queue
 import threading
 import weakref
 
-from engine.distributed import ParallelState
+from engine.config import WorkerConfig
+from engine.device.distributed import ParallelState
 from engine.errors import EngineDeadError
 from engine.executor.base import Executor
 from engine.protocol.step import GenerationBatchResult, ModelWorkerBatch, SampleMasks
 from engine.trace import StageSpan, TraceRing
 from engine.worker.factory import make_worker
 from engine.worker.step_queue import StepQueue
-from engine.worker_config import WorkerConfig
 
 STOP_TIMEOUT_S = 10.0
 """How long a stop waits for the step that runs. The thread ends after it in any case."""

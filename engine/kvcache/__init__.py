@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from engine.errors import KVPoolError
 from engine.kvcache.allocator import TokenToKVPoolAllocator
-from engine.kvcache.errors import KVPoolError
 from engine.kvcache.page_hash import hash_pages
 from engine.kvcache.radix_cache import RadixCache
 from engine.kvcache.req_to_token_pool import ReqToTokenPool

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.errors import KVPoolError
 from engine.kvcache.allocator import TokenToKVPoolAllocator
-from engine.kvcache.errors import KVPoolError
 from engine.kvcache.eviction import EvictionQueue
 from engine.kvcache.kv_events import KVEventLog
 from engine.kvcache.page_hash import TOKEN_BYTES, chain_hashes, root_hash

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.kvcache.errors import KVPoolError
+from engine.errors import KVPoolError
 from engine.kvcache.page_hash import TOKEN_BYTES, chain_hashes, root_hash
 from engine.kvcache.tree_node import TreeNode
 

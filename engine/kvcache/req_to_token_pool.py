@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from engine.kvcache.errors import KVPoolError
+from engine.errors import KVPoolError
 
 PADDING_ROW = 0
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.distributed import ParallelState
+from engine.device.distributed import ParallelState
 from engine.layers.embedding_table import EmbeddingTable, RowTable
 from engine.layers.linear_kernel import LinearKernel
 from engine.layers.weights import WeightSource

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.flashinfer_loader import FLASHINFER, HALF_DTYPES, load_flashinfer
-from engine.native.kernels import require_kernels
+from engine.device.flashinfer_loader import FLASHINFER, HALF_DTYPES, load_flashinfer
+from engine.native.library import require_kernels
 
 
 class FusedOps(ABC):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.distributed import ParallelState
+from engine.checkpoint.model_config import ModelConfig
+from engine.device.distributed import ParallelState
 from engine.layers.linear_kernel import LinearKernel
 from engine.layers.weight_format import MatrixSlice
 from engine.layers.weights import WeightSource
-from engine.model_config import ModelConfig
 
 
 class MergedColumnParallelLinear:

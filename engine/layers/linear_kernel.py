@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.native.kernels import require_kernels
+from engine.native.library import require_kernels
 
 # Elements up to which a transposed float32 matrix beats the packed one on CPU.
 TRANSPOSED_MAX_NUMEL = 1 << 19

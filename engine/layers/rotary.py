@@ -8,9 +8,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from engine.checkpoint.model_config import RopeConfig
 from engine.errors import ConfigError
 from engine.layers.fused_ops import FusedOps
-from engine.model_config import RopeConfig
 
 
 class StepRope(Protocol):

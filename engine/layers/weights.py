@@ -11,10 +11,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from engine.checkpoint_files import find_weight_files, locate_tensors
+from engine.checkpoint.files import find_weight_files, locate_tensors
+from engine.checkpoint.quantization import refusal, refuse_type, sign_of
 from engine.errors import ConfigError
 from engine.layers.weight_format import PlainFormat, WeightFormat
-from engine.quantization import refusal, refuse_type, sign_of
 
 
 class WeightSource(ABC):

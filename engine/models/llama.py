@@ -9,7 +9,8 @@ from torch import Tensor
 
 from engine.attention.base import AttentionBackend, AttentionLayer
 from engine.attention.forward_batch import ForwardBatch
-from engine.distributed import ParallelState
+from engine.checkpoint.model_config import ModelConfig
+from engine.device.distributed import ParallelState
 from engine.layers.activation import SiluAndMul
 from engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from engine.layers.fused_ops import FusedOps
@@ -17,7 +18,6 @@ from engine.layers.layernorm import RMSNorm
 from engine.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from engine.layers.rotary import RotaryEmbedding, StepRope
 from engine.layers.weights import WeightSource
-from engine.model_config import ModelConfig
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"

@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 import torch
 
-from engine.distributed import ParallelState
+from engine.config import WorkerConfig
+from engine.device.distributed import ParallelState
 from engine.errors import ConfigError
 from engine.layers.fused_ops import fused_ops
 from engine.layers.weight_format import weight_format
 from engine.layers.weights import DummySource, SafetensorsSource, WeightSource
 from engine.models.llama import LlamaModel
 from engine.registry import MODELS
-from engine.worker_config import WorkerConfig
 
 _DTYPES = {
     "float32": torch.float32,

@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 from types import ModuleType
 
+from engine.errors import ConfigError
 from engine.native.build import SOURCE_DIR, build, cache_entry
 from engine.native.cache import cache_folder
 from engine.native.compiler import find_compiler
@@ -132,6 +133,26 @@ def needs_build() -> bool:
 def lack() -> str:
     """Why `load` will surely return None; "" if it may find a library. Doesn't import torch."""
     return _LIBRARY.lack()
+
+
+def require_kernels(key: str = "attention_backend") -> ModuleType:
+    """The library of CPU kernels. Raises `ConfigError` with the reason if it can't be had.
+
+    `key` is the configuration's key whose value cpu asks for it.
+    """
+    kernels = load()
+    if kernels is None:
+        raise without_kernels(key, "cpu", reason())
+    return kernels
+
+
+def without_kernels(key: str, value: str, reason: str) -> ConfigError:
+    """The error of a configuration's `key` whose `value` needs the library, which can't be had for
+    this `reason`."""
+    other = "auto" if key == "quantization" else "torch"
+    return ConfigError(
+        f"{key} {value} needs the library of CPU kernels: {reason}. {key}: {other} runs without it."
+    )
 
 
 def _built_earlier(stem: str) -> Path | None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from engine.pooling import Pooling
-from engine.sampling_params import SamplingParams
+from engine.protocol.pooling import Pooling
+from engine.protocol.sampling_params import SamplingParams
 
 
 class KeyLimits(msgspec.Struct, frozen=True, omit_defaults=True):

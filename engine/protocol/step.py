@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from engine.sampling_params import SamplingParams
+from engine.protocol.sampling_params import SamplingParams
 
 IntArray = np.ndarray[Any, np.dtype[np.int32]]
 Int64Array = np.ndarray[Any, np.dtype[np.int64]]
@@ -253,3 +253,11 @@ class GenerationBatchResult(msgspec.Struct, array_like=True):
     """[S]: drafts that were checked; set together with `num_tokens`."""
     drafts: list[list[int]] | None = None
     """[S]: for each sampled line's next step, if asked for (`drafts_wanted`)."""
+
+
+def positions(starts: np.ndarray, counts: np.ndarray) -> Int64Array:
+    """int64 [sum(counts)]: starts[i], starts[i] + 1, ... for each of the [n] runs."""
+    ends = np.cumsum(counts, dtype=np.int64)
+    total = int(ends[-1]) if len(ends) else 0
+    at: Int64Array = np.arange(total) + np.repeat(starts - (ends - counts), counts)
+    return at

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from engine.sampling_params import SamplingParams
+from engine.protocol.sampling_params import SamplingParams
 
 TopLogprob = tuple[str, int, float, list[int]]
 """Token, id, log-probability, bytes."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from engine.native.kernels import require_kernels
+from engine.native.library import require_kernels
 from engine.sampling.base import Drawn, SamplingBackend
 from engine.sampling.logprobs import LogprobTensors
 from engine.sampling.plan import SamplingPlan

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.flashinfer_loader import load_flashinfer
+from engine.device.flashinfer_loader import load_flashinfer
 from engine.sampling.base import Drawn
 from engine.sampling.plan import Draw, SamplingPlan
 from engine.sampling.state import SamplingState

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.device.pinned import to_device
+from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.step import SlotParams
 from engine.sampling.hash_noise import mix_seed
 from engine.sampling.logprobs import ListedTokens
@@ -23,7 +24,6 @@ from engine.sampling.plan import (
     SparseBias,
     row_group,
 )
-from engine.sampling_params import SamplingParams
 
 # vLLM's limit: below it logits / temperature leaves float32's range.
 MIN_TEMPERATURE = 1e-5

@@ -10,11 +10,11 @@ import numpy as np
 from engine.constraints import AllOf, Constraint, TokenFilter, create_constraint
 from engine.constraints.grammar_compiler import GrammarCompiler
 from engine.errors import RequestError
-from engine.pooling import Pooling
 from engine.protocol.messages import AddRequest, FinishedReq
+from engine.protocol.pooling import Pooling
+from engine.protocol.sampling_params import SamplingParams, check_prompt, check_token_ids
 from engine.protocol.sequence import KeyLimits
 from engine.protocol.step import Int64Array, IntArray
-from engine.sampling_params import SamplingParams, check_prompt, check_token_ids
 from engine.scheduler.key_shares import KeyShares
 from engine.scheduler.req import Req
 from engine.scheduler.scheduler_config import SchedulerConfig

@@ -10,11 +10,10 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from engine.kvcache import KVPoolError, RadixCache, ReqToTokenPool, TokenToKVPoolAllocator
-from engine.protocol.step import IntArray
+from engine.protocol.step import IntArray, positions
 from engine.scheduler.req import Req
 from engine.scheduler.running_batch import RunningBatch
 from engine.scheduler.scheduler_config import SchedulerConfig
-from engine.speculative.positions import positions
 
 
 class KVManager:

@@ -11,11 +11,11 @@ import numpy as np
 
 from engine.constraints import Constraint
 from engine.errors import RequestError
-from engine.pooling import Pooling
 from engine.protocol.messages import FinishedReq
+from engine.protocol.pooling import Pooling
+from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.sequence import TokenSequence
 from engine.protocol.step import IntArray, PromptLogprobs, TokenLogprobs
-from engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from engine.kvcache import TreeNode

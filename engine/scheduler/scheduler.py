@@ -1,6 +1,6 @@
 """`Scheduler`: decides every batch, owns all KV bookkeeping, does no I/O.
 
-The loop around it (engine/engine_core.py) is receive -> `add`/`abort`, `next_batch` -> send,
+The loop around it (engine/loop/engine_core.py) is receive -> `add`/`abort`, `next_batch` -> send,
 result -> `process_result`, `take_outputs` -> send. The caller passes the time in.
 
 One loop serves all modes: a micro-batch may have `lookahead` steps in flight (normal 1,

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.config import EngineConfig, ResolvedConfig
+from engine.config import MachineConfig
 from engine.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class SchedulerConfig:
+class SchedulerConfig(MachineConfig):
     """A resolved configuration, and the KV size that the workers decided, in tokens."""
 
-    resolved: ResolvedConfig
     num_kv_tokens: int
 
     def __post_init__(self) -> None:
@@ -30,16 +29,6 @@ class SchedulerConfig:
                 "num_speculative_tokens + 1); raise max_total_tokens, or lower max_model_len or "
                 "num_speculative_tokens."
             )
-
-    @property
-    def engine(self) -> EngineConfig:
-        """The configuration's keys."""
-        return self.resolved.engine
-
-    @property
-    def max_model_len(self) -> int:
-        """Longest prompt + output, in tokens."""
-        return self.resolved.max_model_len
 
     @property
     def vocab_size(self) -> int:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine.protocol.messages import FinishedReq, StepOutputs
+from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.step import TokenLogprobs
 from engine.protocol.tokenizer_messages import LogprobEntry, TextDelta, TopLogprob
-from engine.sampling_params import SamplingParams
 from engine.tokenizer.detokenizer import IncrementalDetokenizer
 from engine.tokenizer.output_stops import OutputStops
 from engine.tokenizer.tokenizer import Tokenizer

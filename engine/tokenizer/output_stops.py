@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from engine.sampling_params import SamplingParams
+from engine.protocol.sampling_params import SamplingParams
 from engine.tokenizer.stop import StopChecker
 from engine.tokenizer.thought import Thought
 

@@ -8,22 +8,21 @@ from dataclasses import replace
 import torch
 
 from engine.attention.cpu_backend import has_kernels_for
-from engine.config import EngineConfig, ResolvedConfig
+from engine.checkpoint.model_config import ModelConfig
+from engine.config import EngineConfig, ResolvedConfig, WorkerConfig
 from engine.errors import ConfigError
-from engine.host_memory import available_host_bytes, num_cores
 from engine.memory_need import crowding, max_cache_tokens, shortage
-from engine.model_config import ModelConfig
 from engine.models.loader import resolve_dtype
 from engine.native import library
-from engine.native.kernels import require_kernels, without_kernels
+from engine.native.library import require_kernels, without_kernels
 from engine.native.machine import has_bfloat16
+from engine.process.host_memory import available_host_bytes, num_cores
 from engine.worker.gpu_kernels import (
     auto_attention_backend,
     auto_sampling_backend,
     check_flashinfer,
 )
 from engine.worker.sizing.estimate import memory_of, profile_max_tokens
-from engine.worker_config import WorkerConfig
 
 logger = logging.getLogger(__name__)
 

@@ -18,17 +18,16 @@ import numpy as np
 import torch
 
 from engine.attention.forward_batch import ForwardBatch
-from engine.config import resolve_model_path
-from engine.distributed import ParallelState
+from engine.checkpoint.folder import resolve_model_path
+from engine.checkpoint.model_config import ModelConfig
+from engine.config import WorkerConfig
+from engine.device.distributed import ParallelState
 from engine.errors import ConfigError
-from engine.model_config import ModelConfig
-from engine.protocol.step import IntArray, ModelWorkerBatch, SlotParams
+from engine.protocol.step import IntArray, ModelWorkerBatch, SlotParams, positions
 from engine.sampling.sampler import Sampler
 from engine.speculative.config import SpeculativeConfig
 from engine.speculative.drafter import Drafter
-from engine.speculative.positions import positions
 from engine.worker.model_runner import ModelRunner
-from engine.worker_config import WorkerConfig
 
 _NONE: IntArray = np.zeros(0, np.int32)
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import torch
 
+from engine.config import WorkerConfig
+from engine.device.distributed import ParallelState
 from engine.device.memory import CudaMemory
-from engine.distributed import ParallelState
 from engine.memory_need import GRAPH_RESERVE_BYTES
 from engine.trace import StageSpan, TraceRing
 from engine.worker.base import ModelWorker
 from engine.worker.simulated import SimulatedWorker
 from engine.worker.sizing.kv_sizing import MemoryMeter
 from engine.worker.tp_worker import TpModelWorker
-from engine.worker_config import WorkerConfig
 
 
 def make_worker(

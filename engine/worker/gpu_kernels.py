@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from engine.attention.kv_pool import resolve_kv_dtype
-from engine.errors import ConfigError
-from engine.flashinfer_loader import (
+from engine.config import WorkerConfig
+from engine.device.flashinfer_loader import (
     FLASHINFER,
     FLASHINFER_FA3,
     HALF_DTYPES,
@@ -20,7 +20,7 @@ from engine.flashinfer_loader import (
     load_flashinfer,
     supports_attention,
 )
-from engine.flashinfer_modules import (
+from engine.device.flashinfer_modules import (
     compiler_lack,
     decode_modules,
     decodes_on_tensor_cores,
@@ -30,8 +30,8 @@ from engine.flashinfer_modules import (
     sampling_modules,
     unsuitable_gpu,
 )
+from engine.errors import ConfigError
 from engine.models.loader import resolve_dtype
-from engine.worker_config import WorkerConfig
 
 logger = logging.getLogger(__name__)
 

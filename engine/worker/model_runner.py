@@ -11,8 +11,9 @@ from torch import Tensor
 from engine.attention.base import AttentionBackend, AttentionInputs
 from engine.attention.forward_batch import ForwardBatch, StepInputs, step_inputs
 from engine.attention.kv_pool import MHATokenToKVPool, resolve_kv_dtype
+from engine.config import WorkerConfig
+from engine.device.distributed import ParallelState
 from engine.device.queue import make_queue
-from engine.distributed import ParallelState
 from engine.errors import ConfigError
 from engine.models.load_progress import LoadProgress
 from engine.models.loader import load_model
@@ -20,7 +21,6 @@ from engine.protocol.step import Int64Array, IntArray, ModelWorkerBatch
 from engine.registry import ATTENTION_BACKENDS
 from engine.worker.pooler import Pooler
 from engine.worker.sizing.kv_sizing import MemoryMeter
-from engine.worker_config import WorkerConfig
 
 
 class ForwardOutput(NamedTuple):

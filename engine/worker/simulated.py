@@ -22,14 +22,14 @@ import numpy as np
 import torch
 
 from engine.attention.forward_batch import step_inputs
-from engine.distributed import ParallelState
+from engine.config import WorkerConfig
+from engine.device.distributed import ParallelState
 from engine.protocol.step import GenerationBatchResult, IntArray, ModelWorkerBatch, SampleMasks
 from engine.speculative.step_filler import StepFiller
 from engine.trace import StageSpan, TraceRing
 from engine.worker.base import DeviceProgress, LaunchedForward, ModelWorker, PendingResult
 from engine.worker.simulated_drafts import SimulatedDrafter
 from engine.worker.simulated_script import ScriptedReplies
-from engine.worker_config import WorkerConfig
 
 
 @dataclass

@@ -8,7 +8,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from engine.attention.forward_batch import ForwardBatch
-from engine.distributed import ParallelState
+from engine.config import WorkerConfig
+from engine.device.distributed import ParallelState
 from engine.protocol.step import ModelWorkerBatch, TokenLogprobs
 from engine.sampling.sampler import HostTokens, Sampler
 from engine.speculative.config import DRAFT_MODEL
@@ -16,7 +17,6 @@ from engine.speculative.drafter import Drafter, make_drafter
 from engine.speculative.step_filler import StepFiller
 from engine.worker.draft_model import DraftModelDrafter
 from engine.worker.model_runner import ModelRunner
-from engine.worker_config import WorkerConfig
 
 MAX_HOST_S = 1e-3
 """What the host does between two steps takes less than a step and this."""

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from engine.pulse import Pulse
+from engine.process.pulse import Pulse
 from engine.worker.base import DeviceProgress
 
 

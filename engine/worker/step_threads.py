@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch
 
 from engine.attention.forward_batch import ForwardBatch
-from engine.distributed import ParallelState
+from engine.config import WorkerConfig
+from engine.device.distributed import ParallelState
 from engine.worker.sizing.estimate import stage_weight_bytes
-from engine.worker_config import WorkerConfig
 
 READ_BYTES_S = 20e9
 """Bytes that a thread reads from memory per second."""

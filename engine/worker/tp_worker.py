@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from engine.attention.forward_batch import ForwardBatch
+from engine.config import WorkerConfig
 from engine.device.clock import StepTiming
+from engine.device.distributed import ParallelState
 from engine.device.pinned import to_device
-from engine.distributed import ParallelState
 from engine.protocol.step import Int64Array, ModelWorkerBatch, SampleMasks
 from engine.sampling.draft_check import draft_check
 from engine.sampling.sampler import SampledTokens, Sampler
@@ -30,7 +31,6 @@ from engine.worker.sizing.out_of_memory import ALLOCATE, PROFILE, WEIGHTS, out_o
 from engine.worker.speculation import Speculation, make_speculation
 from engine.worker.step_result import PromptLogprobTensors, TpPendingResult, result_tensors
 from engine.worker.step_threads import StepThreads
-from engine.worker_config import WorkerConfig
 
 logger = logging.getLogger(__name__)
 

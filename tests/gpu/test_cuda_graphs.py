@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.step import GenerationBatchResult
-from engine.sampling_params import SamplingParams
 from engine.worker.step_queue import StepQueue
 from engine.worker.tp_worker import TpModelWorker
 from tests.support.gpu_workers import graph_attention

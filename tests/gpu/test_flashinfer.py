@@ -12,13 +12,13 @@ from engine.attention.flashinfer_backend import FlashInferAttentionBackend
 from engine.attention.forward_batch import ForwardBatch
 from engine.attention.kv_pool import MHATokenToKVPool
 from engine.attention.torch_backend import TorchAttentionBackend
-from engine.flashinfer_loader import flashinfer_installed
+from engine.checkpoint.model_config import RopeConfig
+from engine.device.flashinfer_loader import flashinfer_installed
 from engine.layers.activation import SiluAndMul
 from engine.layers.fused_ops import FlashInferOps
 from engine.layers.layernorm import RMSNorm
 from engine.layers.rotary import RotaryEmbedding
 from engine.layers.weights import DummySource
-from engine.model_config import RopeConfig
 from engine.protocol.step import ModelWorkerBatch
 from engine.sampling.sampler import Sampler
 from engine.sampling.state import SamplingState

@@ -12,15 +12,14 @@ import pytest
 import torch
 
 from engine import LLM, SamplingParams
-from engine.config import EngineConfig
+from engine.config import EngineConfig, WorkerConfig
+from engine.device.distributed import ParallelState
 from engine.device.memory import CudaMemory
-from engine.distributed import ParallelState
 from engine.errors import ConfigError
 from engine.layers.weights import SafetensorsSource
 from engine.worker.auto_config import make_worker_config
 from engine.worker.factory import make_worker
 from engine.worker.tp_worker import TpModelWorker
-from engine.worker_config import WorkerConfig
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.sampling_params import SamplingParams
+from engine.protocol.sampling_params import SamplingParams
 from engine.worker.future_map import FutureMap
 from engine.worker.step_queue import StepQueue
 from engine.worker.tp_worker import TpModelWorker

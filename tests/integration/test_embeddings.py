@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import transformers
 
-from engine.engine_core import EngineCore
-from engine.pooling import Pooling
+from engine.loop.engine_core import EngineCore
 from engine.protocol.messages import AbortRequest
-from engine.sampling_params import SamplingParams
+from engine.protocol.pooling import Pooling
+from engine.protocol.sampling_params import SamplingParams
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.scheduler_config import SchedulerConfig
 from tests.support.engines import (

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
-from engine.distributed import ParallelState, init_parallel, interface_of, let_gloo_use
+from engine.device.distributed import ParallelState, init_parallel, interface_of, let_gloo_use
 from engine.errors import ConfigError
 from tests.support.models import make_model
 from tests.support.step_driver import StepDriver, make_runner

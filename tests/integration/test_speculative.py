@@ -19,7 +19,7 @@ import transformers
 from engine.config import EngineConfig, load_config
 from engine.constraints import ConstraintSpec, structured
 from engine.errors import ConfigError
-from engine.sampling_params import SamplingParams
+from engine.protocol.sampling_params import SamplingParams
 from tests.support.drafters import OUTPUTS
 from tests.support.engines import Engine, engine_for, greedy_reference, load_reference
 from tests.support.models import ARCHITECTURES, make_model

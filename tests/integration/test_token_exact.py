@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import transformers
 
+from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.step import TokenLogprobs
-from engine.sampling_params import SamplingParams
 from tests.support.engines import (
     Engine,
     engine_for,

@@ -12,14 +12,14 @@ import torch
 import transformers
 
 from engine.config import EngineConfig
-from engine.engine_core import EngineCore
 from engine.executor.base import Executor
 from engine.executor.factory import make_executor
-from engine.grammar_setup import make_grammar_compiler
-from engine.pooling import Pooling
+from engine.grammars.model_compiler import make_grammar_compiler
+from engine.loop.engine_core import EngineCore
 from engine.protocol.messages import AbortRequest, AddRequest
+from engine.protocol.pooling import Pooling
+from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.step import TokenLogprobs
-from engine.sampling_params import SamplingParams
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.scheduler_config import SchedulerConfig
 from engine.scheduler.stats import SchedulerStats

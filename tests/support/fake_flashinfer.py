@@ -582,7 +582,7 @@ def make_module(device: Device) -> ModuleType:
 
 def install(monkeypatch: pytest.MonkeyPatch) -> Device:
     """Make `import flashinfer` find the fake, which also takes float32 and any head size."""
-    import engine.flashinfer_loader as loader
+    import engine.device.flashinfer_loader as loader
 
     dtypes = (torch.float16, torch.bfloat16, torch.float32)
     device = Device(dtypes)

@@ -13,8 +13,8 @@ from collections.abc import Collection
 
 import numpy as np
 
-from engine.pooling import Pooling
 from engine.protocol.encoding import decode, encode
+from engine.protocol.pooling import Pooling
 from engine.protocol.step import GenerationBatchResult, ModelWorkerBatch, PooledLines, SampleMasks
 from engine.speculative.step_filler import StepFiller
 

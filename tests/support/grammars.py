@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from engine.checkpoint.model_config import ModelConfig
 from engine.constraints import Constraint, ConstraintSpec, create_constraint, mask_words
 from engine.constraints.grammar_compiler import GrammarCompiler
-from engine.grammar_setup import make_grammar_compiler
-from engine.model_config import ModelConfig
+from engine.grammars.model_compiler import make_grammar_compiler
 from engine.tokenizer.tokenizer import Tokenizer
 
 MODEL = Path(__file__).resolve().parents[2] / "models" / "manta-small"

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from engine.config import EngineConfig, ResolvedConfig
-from engine.distributed import ParallelState
-from engine.model_config import ModelConfig
-from engine.worker_config import WorkerConfig
+from engine.checkpoint.model_config import ModelConfig
+from engine.config import EngineConfig, ResolvedConfig, WorkerConfig
+from engine.device.distributed import ParallelState
 
 _SMALL: dict[str, Any] = {
     "hidden_size": 32,

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from engine.protocol.messages import AbortRequest
-from engine.sampling_params import SamplingParams
+from engine.protocol.sampling_params import SamplingParams
 from engine.scheduler.req import Req
 from engine.tokenizer import DetokenizerManager, Tokenizer
 from tests.support.scheduler_harness import Harness

@@ -25,10 +25,10 @@ from deploy.replica import engine_replica
 from deploy.replica.engine_replica import EngineReplica
 from engine.actors import role_watch
 from engine.executor.message_executor import ReadyWorkers
+from engine.loop.scheduler_role import SchedulerRole
 from engine.protocol.messages import AddRequest, Pong, Shutdown
 from engine.protocol.transport import Inbox, Outbox
 from engine.scheduler.scheduler import Scheduler
-from engine.scheduler_role import SchedulerRole
 from engine.tokenizer.tokenizer_role import TokenizerRole
 from tests.support.scheduler_configs import scheduler_config
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from engine.protocol.messages import AddRequest
+from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.sequence import TokenSequence
-from engine.sampling_params import SamplingParams
 
 _OWN = ("reply_to", "owner", "output_ids", "page_hashes")
 

@@ -15,10 +15,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.step import SlotParams
 from engine.sampling.hash_noise import HashNoise, mix_seed
 from engine.sampling.sampler import SampledTokens, Sampler
-from engine.sampling_params import SamplingParams
 
 VOCAB = 512
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from engine.checkpoint.model_config import ModelConfig
 from engine.config import EngineConfig, ResolvedConfig
-from engine.model_config import ModelConfig
 from engine.scheduler.scheduler_config import SchedulerConfig
 from tests.support.source_files import ROOT
 

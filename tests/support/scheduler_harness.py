@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from engine.constraints import ConstraintSpec
-from engine.pooling import Pooling
 from engine.protocol.messages import FinishedReq
+from engine.protocol.pooling import Pooling
+from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.sequence import KeyLimits
 from engine.protocol.step import GenerationBatchResult
-from engine.sampling_params import SamplingParams
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.scheduler_config import SchedulerConfig
 from engine.speculative.config import SpeculativeConfig

@@ -6,10 +6,10 @@ import threading
 from typing import Any
 
 from engine.executor.message_executor import ReadyWorkers
+from engine.loop.scheduler_role import SchedulerRole
 from engine.protocol.messages import Shutdown
 from engine.protocol.step import GenerationBatchResult, ModelWorkerBatch
 from engine.protocol.transport import Inbox, Outbox
-from engine.scheduler_role import SchedulerRole
 from tests.support.scheduler_configs import scheduler_config
 
 HOST = "127.0.0.1"

@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 
 from engine.protocol.messages import FinishedReq, StepOutputs
+from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.sequence import TokenSequence
 from engine.protocol.tokenizer_messages import TextDelta
-from engine.sampling_params import SamplingParams
 from engine.tokenizer import DetokenizerManager, Tokenizer
 from tests.support.fake_client import FakeEngineClient, with_list
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.distributed import ParallelState
+from engine.device.distributed import ParallelState
 from engine.protocol.step import ModelWorkerBatch
 from engine.worker.model_runner import ForwardOutput, ModelRunner
 from tests.support.models import make_config

@@ -14,14 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from engine.distributed import ParallelState
+from engine.device.distributed import ParallelState
+from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.step import (
     GenerationBatchResult,
     ModelWorkerBatch,
     SampleMasks,
     SlotParams,
 )
-from engine.sampling_params import SamplingParams
 from engine.worker.graphs.backend import GraphBackend
 from engine.worker.step_queue import StepQueue
 from engine.worker.tp_worker import TpModelWorker

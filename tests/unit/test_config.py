@@ -19,8 +19,9 @@ from deploy.start import cli
 from deploy.start.config import AppConfig, AutoscalingOptions, ServerOptions
 from deploy.start.preflight import check_weights
 from deploy.start.target import load_target
-from engine.config import MAX_MICRO_BATCHES, EngineConfig, load_config, resolve_model_path
-from engine.distributed import MAX_PENDING_SENDS
+from engine.checkpoint.folder import resolve_model_path
+from engine.config import MAX_MICRO_BATCHES, EngineConfig, load_config
+from engine.device.distributed import MAX_PENDING_SENDS
 from engine.errors import ConfigError
 from engine.layers.weights import SafetensorsSource
 from engine.other_names import OTHER_NAMES

@@ -40,7 +40,7 @@ from deploy.http.generation.request import (
 from deploy.http.generation.tool_use import Function, ToolUse
 from engine.constraints import structured
 from engine.errors import RequestError
-from engine.sampling_params import MAX_STOP_LENGTH, MAX_STOP_STRINGS, SamplingParams
+from engine.protocol.sampling_params import MAX_STOP_LENGTH, MAX_STOP_STRINGS, SamplingParams
 
 NAME_PATTERN = r"^[A-Za-z0-9_.-]{1,128}$"
 _MAX_INT = 2**31 - 1

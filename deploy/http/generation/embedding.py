@@ -10,7 +10,7 @@ from deploy.http.generation.generation import F, Generation
 from deploy.http.generation.plan import Plan
 from deploy.http.metrics import RequestTracker
 from engine.errors import RequestError
-from engine.pooling import FloatArray, read_embedding
+from engine.protocol.pooling import FloatArray, read_embedding
 from engine.protocol.tokenizer_messages import TextDelta
 
 
@@ -27,7 +27,7 @@ class EmbeddingGeneration(Generation[F]):
         *,
         normalize: bool = True,
     ) -> None:
-        """`dimensions` and `normalize`: see `engine.pooling.read_embedding`."""
+        """`dimensions` and `normalize`: see `engine.protocol.pooling.read_embedding`."""
         super().__init__(client, fields, plan, tracker)
         self._dimensions = dimensions
         self._normalize = normalize

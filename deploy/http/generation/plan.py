@@ -32,8 +32,8 @@ from deploy.http.generation.thinking import behind, thinking_of_chat, thinking_o
 from deploy.http.settings import ApiSettings
 from engine.constraints.grammar_payload import Thinking
 from engine.errors import RequestError
+from engine.protocol.sampling_params import MODEL_DEFAULTS, SamplingParams, check_prompt
 from engine.protocol.sequence import TokenSequence
-from engine.sampling_params import MODEL_DEFAULTS, SamplingParams, check_prompt
 
 MAX_TOKEN_CHARS = 256
 """No vocabulary known has longer tokens (Llama 3 and GPT-4 reach 128 spaces)."""

@@ -10,8 +10,8 @@ from deploy.http.generation.tool_use import ToolUse
 from deploy.http.metrics import RequestTracker
 from engine.constraints import ConstraintSpec
 from engine.errors import RequestError
-from engine.pooling import Pooling
-from engine.sampling_params import SamplingParams
+from engine.protocol.pooling import Pooling
+from engine.protocol.sampling_params import SamplingParams
 
 
 class Incoming(NamedTuple):

@@ -11,7 +11,7 @@ from deploy.http.engine_client import EngineClient, PlainFamily
 from deploy.http.metrics.engine_stats import EngineStats
 from deploy.http.metrics.exposition import Family, exposition, joined, label_text, scalar
 from deploy.http.metrics.vllm_names import engine_families
-from engine.shared_answer import SharedAnswer
+from engine.process.shared_answer import SharedAnswer
 
 logger = logging.getLogger(__name__)
 

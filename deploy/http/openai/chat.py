@@ -20,8 +20,8 @@ from deploy.http.openai.replies import ChatCompletion, ChatCompletionChunk, Erro
 from deploy.http.openai.request import UNSUPPORTED, GenerationFields
 from deploy.http.openai.sse import ChunkEncoder
 from deploy.http.openai.tools import AnyTool, ToolChoice, schema_of_answer, tool_use
+from engine.protocol.sampling_params import MAX_LOGPROBS
 from engine.protocol.tokenizer_messages import TextDelta
-from engine.sampling_params import MAX_LOGPROBS
 
 
 class Prediction(Strict):

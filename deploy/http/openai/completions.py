@@ -23,8 +23,8 @@ from deploy.http.openai.request import (
     documented,
 )
 from deploy.http.openai.sse import ChunkEncoder
+from engine.protocol.sampling_params import MAX_LOGPROBS
 from engine.protocol.tokenizer_messages import LogprobEntry, TextDelta
-from engine.sampling_params import MAX_LOGPROBS
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for completions; chats may use the rest of the context."""

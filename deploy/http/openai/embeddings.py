@@ -18,8 +18,8 @@ from deploy.http.openai.generation import OpenAIEndpoint, usage
 from deploy.http.openai.replies import Embeddings
 from deploy.http.openai.request import Prompts, documented
 from deploy.http.settings import ApiSettings
-from engine.pooling import FloatArray, Pooling, check_dimensions
-from engine.sampling_params import SamplingParams
+from engine.protocol.pooling import FloatArray, Pooling, check_dimensions
+from engine.protocol.sampling_params import SamplingParams
 
 _MAX_INT = 2**31 - 1
 

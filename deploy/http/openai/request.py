@@ -17,7 +17,7 @@ from deploy.http.openai.structured import (
     constraint_field,
     constraint_spec,
 )
-from engine.sampling_params import (
+from engine.protocol.sampling_params import (
     MAX_LISTED_TOKENS,
     MAX_LOGPROBS,
     MAX_N,

@@ -15,7 +15,7 @@ from deploy.http.openai.embeddings import PooledFields
 from deploy.http.openai.generation import OpenAIEndpoint, usage
 from deploy.http.openai.replies import Scores
 from deploy.http.openai.request import Texts
-from engine.pooling import FloatArray
+from engine.protocol.pooling import FloatArray
 
 _PAIRS = (("text_1", "text_2"), ("queries", "documents"))
 """Two names of the same."""

@@ -13,7 +13,7 @@ from deploy.http.generation.plan import check_model, check_text_length
 from deploy.http.openai.messages import ChatMessage
 from deploy.http.openai.request import TokenIds
 from deploy.http.openai.tools import Tool, tool_use
-from engine.sampling_params import check_token_ids
+from engine.protocol.sampling_params import check_token_ids
 
 
 class TokenizeRequest(Strict):

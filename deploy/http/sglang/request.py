@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Field, PlainValidator, WithJsonSchema, model_va
 from deploy.http.body import Strict, refusal
 from deploy.http.generation.request import FieldNames, TextRequest, Wanted
 from deploy.http.sglang.sampling import DEFAULT_MAX_NEW_TOKENS, SamplingFields, TokenIds
-from engine.sampling_params import MAX_LISTED_TOKENS, MAX_LOGPROBS, SamplingParams
+from engine.protocol.sampling_params import MAX_LISTED_TOKENS, MAX_LOGPROBS, SamplingParams
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ from deploy.http.generation.plan import sampling_params
 from deploy.http.generation.request import NamedConstraint, named_error
 from engine.constraints import ConstraintSpec, structured
 from engine.errors import RequestError
-from engine.sampling_params import MAX_N, MAX_STOP_LENGTH, MAX_STOP_STRINGS, SamplingParams
+from engine.protocol.sampling_params import MAX_N, MAX_STOP_LENGTH, MAX_STOP_STRINGS, SamplingParams
 
 DEFAULT_MAX_NEW_TOKENS = 128
 _MAX_INT = 2**31 - 1

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from engine.distributed import ParallelState
-from engine.host_memory import available_host_bytes
+from engine.config import WorkerConfig
+from engine.device.distributed import ParallelState
 from engine.memory_need import (
     MemoryNeed,
     cache_bytes_per_token,
@@ -18,7 +18,7 @@ from engine.memory_need import (
     stage_bytes,
 )
 from engine.models.loader import resolve_dtype
-from engine.worker_config import WorkerConfig
+from engine.process.host_memory import available_host_bytes
 
 
 def memory_of(config: WorkerConfig) -> MemoryNeed:

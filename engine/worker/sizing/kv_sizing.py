@@ -12,15 +12,15 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.config import WorkerConfig
+from engine.device.distributed import ParallelState
 from engine.device.memory import DeviceMemory
-from engine.distributed import ParallelState
 from engine.errors import ConfigError
 from engine.memory_need import GRAPH_RESERVE_BYTES, HEADROOM_BYTES, gpu_weights_shortage
 from engine.worker.base import ModelWorker
 from engine.worker.sizing.memory_profile import MemoryProfile, gib
 from engine.worker.sizing.out_of_memory import WEIGHTS, holders, remedies
 from engine.worker.sizing.profile_steps import largest_steps
-from engine.worker_config import WorkerConfig
 
 logger = logging.getLogger(__name__)
 

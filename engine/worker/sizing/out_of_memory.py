@@ -7,11 +7,11 @@ from contextlib import contextmanager
 
 import torch
 
+from engine.config import WorkerConfig
 from engine.device.memory import DeviceMemory
 from engine.errors import ConfigError
 from engine.memory_need import split_remedies
 from engine.worker.sizing.memory_profile import gib
-from engine.worker_config import WorkerConfig
 
 _MARKS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED")
 """Texts by which CUDA's libraries report it when torch's own allocator doesn't."""

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
+from engine.config import WorkerConfig
+from engine.protocol.sampling_params import MAX_LOGPROBS, SamplingParams
 from engine.protocol.step import ModelWorkerBatch, SlotParams
-from engine.sampling_params import MAX_LOGPROBS, SamplingParams
-from engine.worker_config import WorkerConfig
 
 
 def largest_steps(config: WorkerConfig) -> list[ModelWorkerBatch]:

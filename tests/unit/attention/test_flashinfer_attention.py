@@ -413,7 +413,7 @@ def test_refusals(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_missing_package_gives_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
-    from engine import flashinfer_loader
+    from engine.device import flashinfer_loader
 
     install(monkeypatch)
     inputs = Pair().inputs[1]

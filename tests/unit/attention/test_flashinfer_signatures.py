@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.flashinfer_loader import check_wrapper, load_flashinfer
+from engine.device.flashinfer_loader import check_wrapper, load_flashinfer
 from tests.support.fake_flashinfer import Device, make_module, signatures
 from tests.support.flashinfer_package import write_package
 from tests.support.source_files import ROOT
@@ -39,7 +39,7 @@ def test_wrappers_have_the_buffers_that_are_replaced() -> None:
 
 _NAMES = """
 import itertools, sys, torch
-from engine import flashinfer_modules as modules
+from engine.device import flashinfer_modules as modules
 
 half, fp8 = (torch.bfloat16, torch.float16), torch.float8_e4m3fn
 found = [*modules.operator_modules(), *modules.sampling_modules()]

@@ -16,7 +16,7 @@ from engine.constraints import AllOf, ConstraintSpec, TokenFilter, grammar_templ
 from engine.constraints.grammar_compiler import GrammarCompiler
 from engine.constraints.grammar_template import GrammarTemplate
 from engine.errors import RequestError
-from engine.grammar_setup import tokenizer_json
+from engine.grammars.model_compiler import tokenizer_json
 from engine.tokenizer.tokenizer import Tokenizer
 from tests.support.grammars import (
     EOS,

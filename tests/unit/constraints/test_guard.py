@@ -29,7 +29,7 @@ ANSWER_S = 8.0
 """2 s on a machine that does nothing else; a hang takes longer than this on any."""
 FAKE = """
 import os, signal, sys, time
-from engine import grammar_process
+from engine.grammars import guard_child
 from engine.constraints.grammar import Grammar
 
 def create(payload, vocab_size, eos, grammars):
@@ -45,7 +45,7 @@ def create(payload, vocab_size, eos, grammars):
     return real(payload, vocab_size, eos, grammars)
 
 real, Grammar.create = Grammar.create, create
-grammar_process.main(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]))
+guard_child.main(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]))
 """
 
 

@@ -11,7 +11,7 @@ from engine.constraints import AllOf, Constraint, TokenFilter, mask_words
 from engine.constraints.token_choice import TokenChoice
 from engine.errors import RequestError
 from engine.llm import LLM
-from engine.sampling_params import SamplingParams
+from engine.protocol.sampling_params import SamplingParams
 
 VOCAB = 70
 

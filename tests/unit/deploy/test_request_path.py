@@ -14,7 +14,7 @@ CARRIERS = {
     "engine/protocol/local_socket.py",
     "engine/protocol/encoding.py",
     "engine/protocol/async_inbox.py",
-    "engine/sampling_params.py",
+    "engine/protocol/sampling_params.py",
 }
 """Of the ground layer: how any message travels, and the parameters that travel in it."""
 DECISION = ("deploy/routing/", "engine/kvcache/page_hash.py")

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from engine import LLM, SamplingParams
+from engine.config import WorkerConfig
 from engine.errors import ConfigError, EngineDeadError
 from engine.executor import worker_thread
 from engine.executor.worker_thread import ThreadExecutor
@@ -27,7 +28,6 @@ from engine.scheduler.scheduler import Scheduler
 from engine.worker.base import LaunchedForward, ModelWorker, PendingResult
 from engine.worker.model_runner import ModelRunner
 from engine.worker.simulated import SimulatedWorker
-from engine.worker_config import WorkerConfig
 from tests.support.steps import decode_step, no_masks
 
 ROOT = Path(__file__).resolve().parents[3]

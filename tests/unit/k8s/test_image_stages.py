@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from engine.flashinfer_modules import MANIFEST
+from engine.device.flashinfer_modules import MANIFEST
 from tests.support.dockerfile import ImageBuild, stages
 
 WORKDIR = "opt/manta"

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from engine.attention import flashinfer_backend
-from engine.distributed import ParallelState
+from engine.checkpoint.model_config import RopeConfig
+from engine.device.distributed import ParallelState
 from engine.layers.activation import SiluAndMul
 from engine.layers.fused_ops import FlashInferOps, FusedOps, fused_ops
 from engine.layers.layernorm import RMSNorm
 from engine.layers.rotary import RotaryEmbedding
 from engine.layers.weights import DummySource
-from engine.model_config import RopeConfig
 from engine.models import loader
 from tests.support.fake_flashinfer import install
 from tests.support.models import LLAMA3_ROPE, make_model

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from benchmarks.int8_quality import compare
-from engine.distributed import ParallelState
+from engine.checkpoint.model_config import ModelConfig
+from engine.device.distributed import ParallelState
 from engine.errors import ConfigError
 from engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from engine.layers.embedding_table import RowTable
@@ -34,7 +35,6 @@ from engine.layers.weight_format import (
     weight_format,
 )
 from engine.layers.weights import DummySource, WeightSource
-from engine.model_config import ModelConfig
 from engine.models.llama import EMBEDDING, LlamaModel
 from engine.models.loader import load_model
 from engine.native.compiler import ISA_FLAGS

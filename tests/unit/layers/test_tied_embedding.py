@@ -13,14 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.distributed import ParallelState
+from engine.checkpoint.model_config import ModelConfig
+from engine.device.distributed import ParallelState
 from engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from engine.layers.embedding_table import PackedTable, RowTable
 from engine.layers.fused_ops import CpuOps
 from engine.layers.linear_kernel import NativeKernel
 from engine.layers.weight_format import NativeFormat
 from engine.layers.weights import DummySource
-from engine.model_config import ModelConfig
 from engine.models.llama import EMBEDDING, LlamaModel
 from engine.models.loader import load_model
 from engine.worker.sizing.estimate import stage_weight_bytes

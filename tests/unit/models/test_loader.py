@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from engine.attention.base import AttentionInputs, AttentionLayer
 from engine.attention.kv_pool import MHATokenToKVPool
+from engine.checkpoint.model_config import ModelConfig
 from engine.config import EngineConfig
-from engine.distributed import ParallelState
+from engine.device.distributed import ParallelState
 from engine.errors import ConfigError
 from engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from engine.layers.embedding_table import RowTable
@@ -28,7 +29,6 @@ from engine.layers.linear_kernel import (
     make_linear_kernel,
 )
 from engine.layers.weights import DummySource, SafetensorsSource
-from engine.model_config import ModelConfig
 from engine.models.loader import load_model, resolve_dtype
 from engine.registry import ATTENTION_BACKENDS
 from engine.worker.sizing.estimate import kv_bytes_per_token, profile_max_tokens

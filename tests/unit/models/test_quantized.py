@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine.checkpoint.model_config import ModelConfig
 from engine.errors import ConfigError
 from engine.layers.weights import SafetensorsSource
-from engine.model_config import ModelConfig
 from engine.models.load_progress import LINE_PERIOD_S, LoadProgress
 from tests.support.models import make_model
 

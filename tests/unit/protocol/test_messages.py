@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from engine.protocol import encoding
 from engine.protocol.messages import AddRequest, StepOutputs
+from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.step import (
     GenerationBatchResult,
     ModelWorkerBatch,
@@ -17,7 +18,6 @@ from engine.protocol.step import (
     SlotParams,
 )
 from engine.protocol.tokenizer_messages import TextDelta, TextOutputs
-from engine.sampling_params import SamplingParams
 from tests.support.requests import add_request
 
 ints = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=3000).map(

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from engine.errors import EngineDeadError
 from engine.protocol import encoding, local_socket, messages
 from engine.protocol.messages import AbortRequest, AddRequest, ReaderGone
+from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.transport import _HEAD, Inbox, Outbox, Waiter, _Address, _Order
-from engine.sampling_params import SamplingParams
 from tests.support.requests import add_request
 
 Context = zmq.Context[zmq.Socket[bytes]]

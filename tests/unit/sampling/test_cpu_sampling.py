@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.native.compiler import ISA_FLAGS
+from engine.protocol.sampling_params import SamplingParams
 from engine.sampling import cpu_backend
 from engine.sampling.base import SamplingBackend
 from engine.sampling.cpu_backend import CpuSampling
@@ -22,7 +23,6 @@ from engine.sampling.sampler import SampledTokens, Sampler
 from engine.sampling.state import SamplingState
 from engine.sampling.token_order import TokenOrder
 from engine.sampling.torch_backend import TorchSampling
-from engine.sampling_params import SamplingParams
 from tests.support.kernels import examples, instruction_set, torch_threads
 from tests.support.sampler_rows import (
     CPU,

@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.step import SlotParams
 from engine.sampling.draft_check import DraftCheck, draft_check
 from engine.sampling.sampler import HostTokens, SampledTokens, Sampler
 from engine.sampling.state import SamplingState
-from engine.sampling_params import SamplingParams
 from engine.worker.speculation import runs_of
 from tests.support.verify_steps import ints, verify_batch
 

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import ConfigError
+from engine.protocol.sampling_params import SamplingParams
 from engine.sampling.sampler import SampledTokens, Sampler
 from engine.sampling.state import SamplingState
 from engine.sampling.torch_backend import CPU_ELEMENTS
-from engine.sampling_params import SamplingParams
 from engine.worker.gpu_kernels import auto_sampling_backend
 from tests.support.fake_flashinfer import install
 from tests.support.sampler_rows import (

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import ConfigError
+from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.step import SlotParams, TokenLogprobs
 from engine.registry import SAMPLING_BACKENDS
 from engine.sampling.sampler import SampledTokens, Sampler
 from engine.sampling.state import SamplingState
 from engine.sampling.torch_backend import CPU_ELEMENTS
-from engine.sampling_params import SamplingParams
 from tests.support.sampler_rows import (
     CPU,
     EOS,

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.sampling_params import SamplingParams
+from engine.protocol.sampling_params import SamplingParams
 from tests.support.fake_worker import reference
 from tests.support.requests import add_request
 from tests.support.scheduler_harness import MODES, VOCAB, drafting

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.pooling import Pooling
 from engine.protocol.messages import AbortRequest
+from engine.protocol.pooling import Pooling
+from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.step import ForwardMode
-from engine.sampling_params import SamplingParams
 from engine.scheduler.victims import ends_in_flight
 from tests.support.fake_worker import reference_embedding
 from tests.support.requests import add_request

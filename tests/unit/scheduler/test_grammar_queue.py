@@ -14,7 +14,8 @@ import pytest
 from engine.constraints import ConstraintSpec, structured
 from engine.constraints.grammar_compiler import GrammarCompiler
 from engine.executor.message_executor import ReadyWorkers
-from engine.grammar_setup import tokenizer_json
+from engine.grammars.model_compiler import tokenizer_json
+from engine.loop.scheduler_role import SchedulerRole
 from engine.protocol.messages import (
     AbortRequest,
     AddRequest,
@@ -23,10 +24,9 @@ from engine.protocol.messages import (
     Shutdown,
     StepOutputs,
 )
+from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.transport import Inbox, Outbox
-from engine.sampling_params import SamplingParams
 from engine.scheduler.grammar_queue import GrammarQueue
-from engine.scheduler_role import SchedulerRole
 from tests.support.grammars import EOS, MODEL, VOCAB
 from tests.support.requests import add_request
 from tests.support.scheduler_configs import scheduler_config

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from engine.protocol.messages import AbortRequest
+from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.step import ForwardMode, ModelWorkerBatch
-from engine.sampling_params import SamplingParams
 from tests.support.requests import add_request
 from tests.support.scheduler_harness import VOCAB, Harness, prompt
 

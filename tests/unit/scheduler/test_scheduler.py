@@ -10,7 +10,7 @@ import pytest
 
 from engine.constraints import ConstraintSpec
 from engine.protocol.messages import AbortRequest
-from engine.sampling_params import SamplingParams
+from engine.protocol.sampling_params import SamplingParams
 from tests.support.fake_worker import reference
 from tests.support.requests import add_request
 from tests.support.scheduler_harness import MODE_IDS, MODES, VOCAB, Harness, prompt, random_choices

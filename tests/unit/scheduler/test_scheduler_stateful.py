@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.pooling import Pooling
 from engine.protocol.messages import AbortRequest
+from engine.protocol.pooling import Pooling
 from engine.protocol.sequence import KeyLimits
 from engine.speculative.config import SpeculativeConfig
 from tests.support.scheduler_harness import MODES, VOCAB, Harness

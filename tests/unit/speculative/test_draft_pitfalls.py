@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from engine.constraints import mask_words, structured
+from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.step import SlotParams, SlotSpeculation
 from engine.sampling.draft_check import draft_check
 from engine.sampling.sampler import Sampler
 from engine.sampling.state import SamplingState
-from engine.sampling_params import SamplingParams
 from engine.speculative.config import SpeculativeConfig
 from engine.speculative.ngram import NgramDrafter
 from engine.speculative.step_filler import StepFiller

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.step import SlotParams, SlotSpeculation
-from engine.sampling_params import SamplingParams
 from engine.speculative import suffix
 from engine.speculative.config import SpeculativeConfig
 from engine.speculative.ngram import MAX_CANDIDATES, NgramDrafter, NgramIndex

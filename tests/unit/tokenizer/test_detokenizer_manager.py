@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.protocol.messages import FinishedReq, StepOutputs
+from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.step import TokenLogprobs
 from engine.protocol.tokenizer_messages import TextDelta
-from engine.sampling_params import SamplingParams
 from engine.tokenizer import DetokenizerManager, Tokenizer
 from tests.support.tiny_tokenizers import CORPUS, EOS, write_byte_level, write_sentencepiece
 from tests.unit.tokenizer.tokenizer_kinds import make_tokenizer

@@ -8,8 +8,8 @@ import pytest
 
 from engine.constraints.grammar_payload import Thinking
 from engine.protocol.messages import FinishedReq, StepOutputs
+from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.tokenizer_messages import TextDelta
-from engine.sampling_params import SamplingParams
 from engine.tokenizer import DetokenizerManager
 from engine.tokenizer.thought import Thought
 from tests.unit.tokenizer.tokenizer_kinds import make_tokenizer

@@ -14,8 +14,8 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.step import GenerationBatchResult, ModelWorkerBatch, SlotParams
-from engine.sampling_params import SamplingParams
 from engine.worker.auto_config import graph_max_batch_size
 from engine.worker.graphs.decode_graphs import CaptureLimits, DecodeGraphs, Variant
 from engine.worker.graphs.sizes import capture_order, graph_sizes, pad_decodes, smallest_fitting

@@ -14,13 +14,12 @@ import pytest
 import torch
 
 from deploy.start.child import OUR_WARNING
-from engine import flashinfer_modules
-from engine.config import EngineConfig, load_config
+from engine.config import EngineConfig, WorkerConfig, load_config
+from engine.device import flashinfer_modules
 from engine.errors import ConfigError
 from engine.layers.fused_ops import fused_ops
 from engine.worker import auto_config, gpu_kernels
 from engine.worker.auto_config import make_worker_config
-from engine.worker_config import WorkerConfig
 from tests.support.flashinfer_package import forget_package, install_package
 from tests.support.source_files import ROOT
 

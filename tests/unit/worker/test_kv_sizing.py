@@ -14,13 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.attention.forward_batch import step_inputs
-from engine.config import EngineConfig
+from engine.config import EngineConfig, WorkerConfig
+from engine.device.distributed import ParallelState
 from engine.device.memory import CudaMemory, DeviceProcess, parse_processes
-from engine.distributed import ParallelState
 from engine.errors import ConfigError
 from engine.memory_need import GRAPH_RESERVE_BYTES, HEADROOM_BYTES
+from engine.protocol.sampling_params import MAX_LOGPROBS
 from engine.protocol.step import ModelWorkerBatch
-from engine.sampling_params import MAX_LOGPROBS
 from engine.scheduler.scheduler_config import SchedulerConfig
 from engine.speculative.config import SpeculativeConfig
 from engine.worker import auto_config, model_runner, tp_worker
@@ -31,7 +31,6 @@ from engine.worker.sizing.memory_profile import MemoryProfile
 from engine.worker.sizing.out_of_memory import ALLOCATE, PROFILE, WEIGHTS, out_of_memory_advice
 from engine.worker.sizing.profile_steps import largest_steps
 from engine.worker.tp_worker import TpModelWorker
-from engine.worker_config import WorkerConfig
 from tests.support.fake_memory import GIB, FakeMemory
 from tests.support.models import changed
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from engine import distributed
 from engine.config import EngineConfig
-from engine.distributed import ParallelState, init_parallel
+from engine.device import distributed
+from engine.device.distributed import ParallelState, init_parallel
 from engine.errors import ConfigError
 from engine.executor import multiprocess
-from engine.worker import worker_loop
+from engine.worker import worker_role
 from engine.worker.auto_config import make_worker_config
 
 
@@ -142,7 +142,7 @@ def test_worker_takes_its_device_before_anything_else(monkeypatch: pytest.Monkey
     )
     engine = SimpleNamespace(tp_size=1, pp_size=1, world_size=1)
     config = SimpleNamespace(device="cuda", comm_backend="nccl", engine=engine)
-    worker_loop._join(config, 0, ("", 0), "127.0.0.1")  # type: ignore[arg-type]
+    worker_role._join(config, 0, ("", 0), "127.0.0.1")  # type: ignore[arg-type]
     assert order == ["device 0", "nccl"]
 
 
@@ -167,14 +167,14 @@ def test_a_worker_leaves_its_groups(monkeypatch: pytest.MonkeyPatch, fails: bool
 
     sent: list[Any] = []
     pipe = SimpleNamespace(address="here", send=sent.append, close=lambda: None)
-    monkeypatch.setattr(worker_loop, "Inbox", lambda host: pipe)
-    monkeypatch.setattr(worker_loop, "Outbox", lambda address: pipe)
-    monkeypatch.setattr(worker_loop, "_join", lambda *args: Groups())
-    monkeypatch.setattr(worker_loop, "_load", load)
-    monkeypatch.setattr(worker_loop, "_turn", lambda *args: False)
-    monkeypatch.setattr(worker_loop, "gc", SimpleNamespace(collect=int, freeze=int))
+    monkeypatch.setattr(worker_role, "Inbox", lambda host: pipe)
+    monkeypatch.setattr(worker_role, "Outbox", lambda address: pipe)
+    monkeypatch.setattr(worker_role, "_join", lambda *args: Groups())
+    monkeypatch.setattr(worker_role, "_load", load)
+    monkeypatch.setattr(worker_role, "_turn", lambda *args: False)
+    monkeypatch.setattr(worker_role, "gc", SimpleNamespace(collect=int, freeze=int))
     with pytest.raises(RuntimeError, match="no memory") if fails else nullcontext():
-        worker_loop.run_worker(SimpleNamespace(), 0, ("", 0), "there", "here")  # type: ignore[arg-type]
+        worker_role.run_worker(SimpleNamespace(), 0, ("", 0), "there", "here")  # type: ignore[arg-type]
     assert calls == (["abandon"] if fails else ["destroy"])
     [ready] = sent
     assert ready.address == "here"

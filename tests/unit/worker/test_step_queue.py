@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.config import EngineConfig, SimulatedDevice
-from engine.distributed import ParallelState
+from engine.device.distributed import ParallelState
 from engine.protocol.step import GenerationBatchResult, ModelWorkerBatch, PooledLines, SampleMasks
 from engine.trace import StageSpan, TraceRing
 from engine.worker.auto_config import make_worker_config

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from engine.attention.torch_backend import TorchAttentionBackend
+from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.step import ModelWorkerBatch, PooledLines
 from engine.sampling.sampler import Sampler
-from engine.sampling_params import SamplingParams
 from engine.worker.future_map import FutureMap
 from engine.worker.graphs.backend import GraphBackend
 from engine.worker.step_queue import StepQueue

@@ -33,7 +33,7 @@ from deploy.http.openai.responses.tools import (
 )
 from engine.constraints import ConstraintSpec, structured
 from engine.errors import RequestError
-from engine.sampling_params import MAX_LOGPROBS, SamplingParams
+from engine.protocol.sampling_params import MAX_LOGPROBS, SamplingParams
 
 LOGPROBS = "message.output_text.logprobs"
 _MAX_INT = 2**31 - 1

@@ -23,8 +23,8 @@ from deploy.http.openai.logprobs import (
 from deploy.http.openai.sse import ChunkEncoder
 from deploy.http.settings import ApiSettings
 from engine.errors import RequestError
+from engine.protocol.sampling_params import check_prompt
 from engine.protocol.tokenizer_messages import LogprobEntry
-from engine.sampling_params import check_prompt
 from engine.tokenizer.tokenizer import normalize_message
 from tests.support.fake_client import FakeEngineClient
 

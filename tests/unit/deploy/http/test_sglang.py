@@ -14,7 +14,7 @@ from deploy.http.api import build_api
 from deploy.http.sglang import replies
 from engine.constraints import ConstraintSpec
 from engine.errors import RequestError
-from engine.sampling_params import SamplingParams
+from engine.protocol.sampling_params import SamplingParams
 from tests.support.api_calls import call, complete, events, post
 from tests.support.fake_client import BOS, FakeEngineClient, expected_ids, expected_text
 

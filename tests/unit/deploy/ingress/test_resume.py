@@ -24,10 +24,10 @@ from engine.errors import EngineDeadError, EngineDrainingError, RequestError
 from engine.protocol import encoding
 from engine.protocol import tokenizer_messages as tm
 from engine.protocol.messages import AbortRequest, AddRequest, FinishedReq, StepOutputs
+from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.sequence import TokenSequence
 from engine.protocol.step import TokenLogprobs
 from engine.protocol.tokenizer_messages import TextDelta
-from engine.sampling_params import SamplingParams
 from engine.tokenizer import DetokenizerManager, Tokenizer
 from tests.support.tiny_tokenizers import write_byte_level
 

@@ -39,16 +39,16 @@ from deploy.serve_state.replica_states import (
     engine_target,
     replicas_lost,
 )
-from engine import pulse
 from engine.actors import actor_process, role_watch
 from engine.actors.actor_process import ActorProcess
 from engine.actors.role_watch import RoleWatch
 from engine.errors import EngineDeadError, EngineDrainingError, RequestError
+from engine.process import pulse
+from engine.process.pulse import MAX_TICK_S, Pulse
 from engine.protocol import tokenizer_messages as tm
 from engine.protocol.async_inbox import AsyncInbox
 from engine.protocol.messages import AbortRequest, Ping, Pong, ReaderGone, RequestTaken, Shutdown
 from engine.protocol.transport import Inbox
-from engine.pulse import MAX_TICK_S, Pulse
 
 
 async def until(condition: Callable[[], object]) -> None:

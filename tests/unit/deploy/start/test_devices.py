@@ -14,9 +14,9 @@ import pytest
 from deploy.start import cli, devices, gpus, launch, preflight
 from deploy.start.target import load_target
 from engine import LLM
+from engine.checkpoint.model_config import ModelConfig
 from engine.errors import ConfigError
 from engine.memory_need import GIB, MemoryNeed, cache_bytes_per_token, crowding, stage_bytes
-from engine.model_config import ModelConfig
 from engine.native import library
 from engine.worker import auto_config
 from engine.worker.auto_config import make_worker_config

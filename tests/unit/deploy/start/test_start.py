@@ -27,8 +27,8 @@ from deploy.start.log_file import LaunchLog
 from deploy.start.ports import PortBlock, hold_api_port
 from deploy.start.target import load_target
 from engine.errors import ConfigError, EngineDeadError, EngineDrainingError
-from engine.log_lines import JsonFormatter
-from engine.shipped import shipped_root
+from engine.process.log_lines import JsonFormatter
+from engine.process.shipped import shipped_root
 from tests.support.http_application import wait_until
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -147,12 +147,12 @@ def test_a_link_keeps_its_own_name(tmp_path: Path) -> None:
 def test_shipped_files_of_a_wheel_win_over_its_folder(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from engine import shipped
+    from engine.process import shipped
 
     assert shipped_root() == ROOT
     (tmp_path / "engine").mkdir()
     (tmp_path / "manta_files").mkdir()
-    monkeypatch.setattr(shipped, "__file__", str(tmp_path / "engine/shipped.py"))
+    monkeypatch.setattr(shipped, "__file__", str(tmp_path / "engine/process/shipped.py"))
     assert shipped_root() == tmp_path / "manta_files"
 
 

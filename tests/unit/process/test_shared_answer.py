@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from engine.shared_answer import SharedAnswer
+from engine.process.shared_answer import SharedAnswer
 
 FRESH_S = 0.5
 

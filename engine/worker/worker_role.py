@@ -12,8 +12,9 @@ import traceback
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from engine.config import WorkerConfig
 from engine.errors import EngineDeadError
-from engine.log_lines import LogFormat, formatter_of
+from engine.process.log_lines import LogFormat, formatter_of
 from engine.protocol.messages import Shutdown, WorkerReady
 from engine.protocol.step import GenerationBatchResult, ModelWorkerBatch, SampleMasks
 from engine.protocol.transport import Inbox, Outbox
@@ -21,10 +22,9 @@ from engine.trace import StageSpan, TraceRing
 from engine.worker.base import ModelWorker
 from engine.worker.step_beat import StepBeat
 from engine.worker.step_queue import StepQueue
-from engine.worker_config import WorkerConfig
 
 if TYPE_CHECKING:
-    from engine.distributed import ParallelState
+    from engine.device.distributed import ParallelState
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ def _telling_of_failures(rank: int, inbox: Inbox, results: Outbox) -> Iterator[N
 
 
 def _join(config: WorkerConfig, rank: int, store: tuple[str, int], host: str) -> ParallelState:
-    from engine.distributed import init_parallel, let_gloo_use, open_store
+    from engine.device.distributed import init_parallel, let_gloo_use, open_store
 
     if config.device == "cuda":
         import torch

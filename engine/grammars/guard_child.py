@@ -1,4 +1,6 @@
-"""Compiles grammars, to see what happens: `python -m engine.grammar_process FOLDER SECONDS OWNER`.
+"""Compiles grammars, to see what happens.
+
+    python -m engine.grammars.guard_child FOLDER SECONDS OWNER
 
 Started by `GuardProcess` (engine/constraints), whose process has the id OWNER. It loads the
 tokenizer once, and forks for every grammar: that takes milliseconds, and whatever a grammar does to
@@ -21,13 +23,13 @@ from typing import Any, BinaryIO, NoReturn
 import msgspec
 import numpy as np
 
+from engine.checkpoint.model_config import ModelConfig
 from engine.constraints import mask_words
 from engine.constraints.grammar import Grammar
 from engine.constraints.grammar_compiler import STACK_BYTES, GrammarCompiler
-from engine.constraints.guard_protocol import HEAD_BYTES, GuardReply, frame
+from engine.constraints.guard_process import HEAD_BYTES, GuardReply, frame
 from engine.errors import MantaError, RequestError
-from engine.grammar_setup import make_grammar_compiler
-from engine.model_config import ModelConfig
+from engine.grammars.model_compiler import make_grammar_compiler
 
 MAX_MEMORY = 2**29
 """Bytes that a grammar may take, beside the stack of the thread that compiles it (up to 40 MB were

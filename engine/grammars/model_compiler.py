@@ -1,6 +1,6 @@
 """`make_grammar_compiler`: a `GrammarCompiler` for a model folder.
 
-python -m engine.grammar_setup FOLDER     # prints the folder's tokenizer as JSON
+python -m engine.grammars.model_compiler FOLDER     # prints the folder's tokenizer as JSON
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import sys
 from functools import partial
 from pathlib import Path
 
+from engine.checkpoint.model_config import ModelConfig
 from engine.constraints.grammar_compiler import GrammarCompiler
 from engine.errors import ConfigError
-from engine.model_config import ModelConfig
 from engine.tokenizer.loading import load_tokenizer_files
 
 LOAD_TIMEOUT_S = 120.0
@@ -54,10 +54,10 @@ def _needs_transformers(folder: Path) -> bool:
 
 
 def _ask_other_process(folder: Path) -> str:
-    paths = (str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH"))
+    paths = (str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH"))
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "engine.grammar_setup", str(folder)],
+            [sys.executable, "-m", "engine.grammars.model_compiler", str(folder)],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},

@@ -16,9 +16,9 @@ from collections.abc import Callable
 from typing import Any
 
 from engine.constraints.grammar_compiler import GrammarCompiler
-from engine.engine_core import EngineCore
 from engine.executor.message_executor import MessageExecutor, ReadyWorkers
 from engine.kvcache.kv_publisher import KVPublisher
+from engine.loop.engine_core import EngineCore
 from engine.protocol.messages import (
     AbortRequest,
     AddRequest,

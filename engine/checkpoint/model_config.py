@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine.config_values import ConfigValues
+from engine.checkpoint.quantization import refuse_quantized
+from engine.checkpoint.values import ConfigValues
 from engine.errors import ConfigError
-from engine.quantization import refuse_quantized
 from engine.registry import MODELS
 
 _MODEL_TYPES = {

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError
-from engine.pooling import Pooling
+from engine.protocol.pooling import Pooling
 
 FILE = "1_Pooling/config.json"
 _FLAG = "pooling_mode_"

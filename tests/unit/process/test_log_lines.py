@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.log_lines import JsonFormatter, formatter_of
+from engine.process.log_lines import JsonFormatter, formatter_of
 from tests.support.source_files import ROOT
 
 
@@ -58,8 +58,8 @@ def test_text() -> None:
 def test_a_process_logs_in_its_format() -> None:
     """In a process of its own: the loggers are the whole process's."""
     code = (
-        "import logging; from engine.log_lines import log_to_stderr\n"
-        "from engine.worker.worker_loop import log_as_worker\n"
+        "import logging; from engine.process.log_lines import log_to_stderr\n"
+        "from engine.worker.worker_role import log_as_worker\n"
         "log_as_worker(0, 'json'); logging.getLogger('torch').warning('a')\n"
         "logging.getLogger('engine.models').info('b')\n"
         "log_to_stderr(['engine'], 'WARNING', 'json')\n"

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from engine.checkpoint.generation_defaults import FILE, read_generation_defaults
 from engine.errors import ConfigError
-from engine.generation_defaults import FILE, read_generation_defaults
 from engine.llm import LLM
 
 

@@ -10,7 +10,7 @@ from types import FrameType
 
 import pytest
 
-from engine.interrupts import HeldInterrupts
+from engine.process.interrupts import HeldInterrupts
 
 
 def press() -> None:

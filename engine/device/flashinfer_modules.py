@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from engine.flashinfer_loader import load_flashinfer
+from engine.device.flashinfer_loader import load_flashinfer
 
 MANIFEST = "manta-kernels.json"
 """In the folder of modules that `scripts/build_kernels.py` made: what GPUs they are for. FlashInfer

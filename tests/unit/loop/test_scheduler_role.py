@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine import scheduler_role
+from engine.loop import scheduler_role
 from engine.protocol.messages import AbortRequest, CacheFlushed, FlushCache, StepOutputs
+from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.transport import Inbox
-from engine.sampling_params import SamplingParams
 from tests.support.requests import add_request
 from tests.support.scheduler_thread import HOST, SchedulerThread
 

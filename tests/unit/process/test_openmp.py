@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from engine import openmp
+from engine.process import openmp
 
 NAMES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from engine.errors import ConfigError, RequestError
-from engine.sampling_params import MODEL_DEFAULTS, SamplingParams
+from engine.protocol.sampling_params import MODEL_DEFAULTS, SamplingParams
 
 FILE = "generation_config.json"
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engine.checkpoint.pooling_defaults import FILE, read_pooling
 from engine.config import EngineConfig
 from engine.errors import ConfigError, RequestError
-from engine.pooling import check_dimensions, check_pooling, read_embedding
-from engine.pooling_defaults import FILE, read_pooling
+from engine.protocol.pooling import check_dimensions, check_pooling, read_embedding
 
 MODEL = Path(__file__).resolve().parents[2] / "models" / "manta-small"
 

@@ -1,0 +1,1 @@
+"""A model's folder: its shape, its weights' files, its defaults."""

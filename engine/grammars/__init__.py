@@ -1,0 +1,1 @@
+"""Grammars of a model, and the process that tries them."""

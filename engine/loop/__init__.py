@@ -1,0 +1,1 @@
+"""The engine's loop, and the process that runs it."""

@@ -1,0 +1,1 @@
+"""What a process has and is: memory, cores, signals, logs, the files it brings."""
