@@ -19,7 +19,7 @@ from engine.loop.engine_core import EngineCore
 from engine.protocol.messages import AddRequest
 from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.sequence import TokenSequence
-from engine.protocol.step import GenerationBatchResult, ModelWorkerBatch, SampleMasks, SlotParams
+from engine.protocol.step import GenerationBatchResult, ModelWorkerBatch, RowParams, SampleMasks
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.scheduler_config import SchedulerConfig
 from engine.speculative.config import SpeculativeConfig
@@ -43,7 +43,7 @@ def drafting() -> list[dict[str, Any]]:
         for vocab, kind in ((60, "repeats"), (100_000, "new")):
             drafter = NgramDrafter(SpeculativeConfig(method="ngram"))
             tokens = rng.integers(0, vocab, context).astype(np.int32)
-            drafter.install(SlotParams(1, context, [], SamplingParams(), tokens))
+            drafter.install(RowParams(1, context, [], SamplingParams(), tokens))
             more = rng.integers(0, vocab, 4000).tolist()
             began = time.perf_counter()
             for token in more:

@@ -126,8 +126,8 @@ class EngineConfig(BaseModel):
     """Tell subscribers what enters and leaves the prefix cache. The application switches it on if
     it chooses replicas by the contents of their caches."""
     generation_config: Literal["auto", "none"] = "auto"
-    """auto: requests that leave out temperature, top_p, top_k, min_p or repetition_penalty get the
-    model's values, from its generation_config.json. none: Manta's defaults."""
+    """auto: requests that leave out one of `engine.protocol.sampling_params.MODEL_DEFAULTS` get the
+    model's value, from its generation_config.json. none: Manta's defaults."""
     pooling: Literal["auto", "last", "mean"] = "auto"
     """Of embeddings: the last hidden state or the mean of all. auto: what the model's folder says
     (`1_Pooling/config.json`), else last."""

@@ -61,7 +61,7 @@ def _eager(worker: TpModelWorker, batch: ModelWorkerBatch) -> Callable[[], None]
         output = worker.runner.forward(prepared)
         if output is None:
             raise ValueError("only the last pipeline stage samples")
-        slots, lens = prepared.sample_slots, prepared.sample_lens
+        slots, lens = prepared.sample_rows, prepared.sample_lens
         sampled = worker.sampler(output.logits, slots, slots_cpu, lens, None)
         worker.future_map.store(slots, sampled.next_token_ids)
 

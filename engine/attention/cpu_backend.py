@@ -58,7 +58,7 @@ class CpuAttentionBackend(AttentionBackend):
             torch.from_numpy(batch.seq_lens_cpu),
         )
         self._sampled = _Rows(
-            batch.sample_slots, torch.arange(len(batch.sample_slots) + 1), batch.sample_lens
+            batch.sample_rows, torch.arange(len(batch.sample_rows) + 1), batch.sample_lens
         )
 
     def forward(

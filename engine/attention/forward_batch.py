@@ -31,7 +31,7 @@ class StepInputs(NamedTuple, Generic[A]):
     logits_rows: A
     """int64 [S' + L]: index into the T tokens of those behind which one is sampled, S' in all, then
     of the last token of each of `PooledLines.last`."""
-    sample_slots: A
+    sample_rows: A
     """int64 [S' + L]: `req_pool_indices` of their lines."""
     sample_lens: A
     """int64 [S' + L]: tokens of the request up to and with them."""
@@ -70,7 +70,7 @@ def step_inputs(
         out_cache_loc=batch.out_cache_loc.astype(np.int64),
         req_pool_indices=rows,
         logits_rows=logits_rows,
-        sample_slots=rows[lines],
+        sample_rows=rows[lines],
         sample_lens=positions[logits_rows] + 1,
         seq_lens=batch.seq_lens.astype(np.int32),
     )
@@ -93,11 +93,11 @@ class ForwardBatch:
     out_cache_loc: Tensor
     req_pool_indices: Tensor
     logits_rows: Tensor
-    sample_slots: Tensor
+    sample_rows: Tensor
     sample_lens: Tensor
     seq_lens: Tensor
     req_pool_indices_cpu: Int64Array
-    sample_slots_cpu: Int64Array
+    sample_rows_cpu: Int64Array
     seq_lens_cpu: Int64Array
     query_lens_cpu: Int64Array
     """[B]: tokens of each line."""
@@ -144,7 +144,7 @@ class ForwardBatch:
             num_long=num_long,
             num_long_tokens=int(starts[num_long]),
             req_pool_indices_cpu=host.req_pool_indices,
-            sample_slots_cpu=host.sample_slots,
+            sample_rows_cpu=host.sample_rows,
             seq_lens_cpu=seq_lens,
             query_lens_cpu=query_lens,
             prefix_lens_cpu=seq_lens - query_lens,

@@ -6,8 +6,6 @@ drafts are what these numbers say, not kinds: a chunk of a prompt samples nothin
 decode has one token and samples one, a line that checks k drafts has 1 + k and samples as many.
 
 Words: a *row* is one of `ReqToTokenPool`, a *slot* one of the KV cache, a *line* a place in a step.
-(`SlotParams`, `engine/sampling` and `engine/speculative` still call a row a slot; the rows of
-`SampleMasks` are lines.)
 """
 
 from __future__ import annotations
@@ -33,8 +31,8 @@ class ForwardMode(IntEnum):
     MIXED = 3
 
 
-class SlotSpeculation(msgspec.Struct, array_like=True):
-    """What drafting needs to know of a request that takes a slot."""
+class RowSpeculation(msgspec.Struct, array_like=True):
+    """What drafting needs to know of a request that takes a row."""
 
     max_len: int
     """Tokens of prompt and output that the request may have in all."""
@@ -44,19 +42,19 @@ class SlotSpeculation(msgspec.Struct, array_like=True):
     """int32 [n]: the output that its client expects."""
 
 
-class SlotParams(msgspec.Struct, array_like=True):
-    """Sampling state that a worker installs in a slot (= row of `ReqToTokenPool`).
+class RowParams(msgspec.Struct, array_like=True):
+    """Sampling state that a worker installs in a row of `ReqToTokenPool`.
 
-    Sent once when a request takes the slot. `token_ids` (prompt and output so far) is only filled
+    Sent once when a request takes the row. `token_ids` (prompt and output so far) is only filled
     if penalties or drafters need it.
     """
 
-    slot: int
+    row: int
     prompt_len: int
     eos_token_ids: list[int]
     params: SamplingParams
     token_ids: np.ndarray | None = None
-    speculation: SlotSpeculation | None = None
+    speculation: RowSpeculation | None = None
     """Set if the engine speculates."""
 
 
@@ -140,7 +138,7 @@ class ModelWorkerBatch(msgspec.Struct, array_like=True):
     """int32 [P]: tokens of that prefix."""
     prefix_locs: np.ndarray
     """int32 [sum(prefix_lens)]: KV slots of those prefixes, concatenated."""
-    new_slots: list[SlotParams]
+    new_rows: list[RowParams]
     next_prompt_ids: np.ndarray | None = None
     """int32 [B]: the prompt token behind each line's tokens, -1 behind the prompt's last, -2 in
     lines that want no prompt log-probabilities. None: no line does."""
@@ -199,7 +197,7 @@ class SampleMasks(msgspec.Struct, array_like=True):
     """
 
     step: int
-    rows: np.ndarray
+    lines: np.ndarray
     """int32 [K]: of the step's S sampled lines; one with drafts once for each of its tokens."""
     masks: np.ndarray
     """uint32 [K, ceil(vocab / 32)]: bit t % 32 of word t // 32 is set if token t is allowed."""

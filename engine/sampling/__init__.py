@@ -1,1 +1,1 @@
-"""The worker's sampler: state of each slot, penalties, filters, draws and log-probabilities."""
+"""The worker's sampler: state of each row, penalties, filters, draws and log-probabilities."""

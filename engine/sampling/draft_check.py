@@ -23,16 +23,16 @@ class DraftCheck:
 
     device: torch.device
     counts: Int64Array
-    """[S]: sampled tokens of each row."""
+    """[S]: sampled tokens of each line."""
     starts_cpu: Int64Array
-    """[S]: index of each row's first sampled token."""
+    """[S]: index of each line's first sampled token."""
     drafts_cpu: Int64Array
     """[S']: the draft at the place of each sampled token, -1 behind the last draft."""
 
     @cached_property
-    def rows(self) -> Tensor:
-        """int64 [S']: the row of each sampled token."""
-        return to_device(self._rows_cpu, self.device)
+    def lines(self) -> Tensor:
+        """int64 [S']: the line of each sampled token."""
+        return to_device(self._lines_cpu, self.device)
 
     @cached_property
     def starts(self) -> Tensor:
@@ -41,28 +41,28 @@ class DraftCheck:
 
     @cached_property
     def earlier(self) -> Tensor:
-        """int64 [2, P]: (sampled token, draft before it), all pairs within a row."""
-        rows, starts = self._rows_cpu, self.starts_cpu
-        before = np.arange(len(rows)) - starts[rows]
-        of = np.repeat(np.arange(len(rows)), before)
+        """int64 [2, P]: (sampled token, draft before it), all pairs within a line."""
+        lines, starts = self._lines_cpu, self.starts_cpu
+        before = np.arange(len(lines)) - starts[lines]
+        of = np.repeat(np.arange(len(lines)), before)
         which = np.arange(len(of)) - np.repeat(np.cumsum(before) - before, before)
-        pairs = np.stack([of, self.drafts_cpu[starts[rows[of]] + which]])
+        pairs = np.stack([of, self.drafts_cpu[starts[lines[of]] + which]])
         return to_device(pairs, self.device)
 
     @cached_property
-    def _rows_cpu(self) -> Int64Array:
+    def _lines_cpu(self) -> Int64Array:
         return np.repeat(np.arange(len(self.counts)), self.counts)
 
     def num_kept(self, sampled: Tensor) -> Tensor:
-        """int64 [S]: tokens of each row up to and with the first that isn't its draft."""
+        """int64 [S]: tokens of each line up to and with the first that isn't its draft."""
         if sampled.device.type != "cpu":
             return self.num_kept_on_device(sampled)
-        # Lists: a step has few tokens, and each call of numpy or torch costs as much as a row.
+        # Lists: a step has few tokens, and each call of numpy or torch costs as much as a line.
         tokens, drafts = sampled.tolist(), self.drafts_cpu.tolist()
         kept: list[int] = []
         for start in self.starts_cpu.tolist():
             at = start
-            while tokens[at] == drafts[at]:  # never so for the last token of a row: -1
+            while tokens[at] == drafts[at]:  # never so for the last token of a line: -1
                 at += 1
             kept.append(at - start + 1)
         return torch.tensor(kept, dtype=torch.int64)
@@ -73,17 +73,17 @@ class DraftCheck:
         drafts = to_device(self.drafts_cpu, self.device)
         differs = torch.where(sampled == drafts, len(sampled), index)
         first = torch.full_like(self.starts, len(sampled)).scatter_reduce_(
-            0, self.rows, differs, "amin"
+            0, self.lines, differs, "amin"
         )
         return first - self.starts + 1
 
     def is_kept(self, num_kept: Tensor) -> Tensor:
         """bool [S']"""
-        index = torch.arange(len(self.rows), device=self.rows.device)
-        return index - self.starts[self.rows] < num_kept[self.rows]
+        index = torch.arange(len(self.lines), device=self.lines.device)
+        return index - self.starts[self.lines] < num_kept[self.lines]
 
     def last_kept(self, num_kept: Tensor) -> Tensor:
-        """int64 [S]: index of each row's last token that is kept."""
+        """int64 [S]: index of each line's last token that is kept."""
         if self.device.type == "cpu":  # numpy takes half of torch's time for so few numbers
             return torch.from_numpy(self.starts_cpu + num_kept.numpy() - 1)
         return self.starts + num_kept - 1

@@ -2,7 +2,7 @@
 
 Manta draws by itself. Every request has a seed, given or drawn by the ingress, because a stream
 whose engine dies goes on elsewhere with the same tokens. FlashInfer's drawing kernels take their
-random numbers from the row's place in the batch and can't promise that, so only its filters are
+random numbers from the line's place in the batch and can't promise that, so only its filters are
 used. The filters keep all tokens that tie with the last one needed. Which of these stay is then
 decided by token id, as in `TorchSampling`, so that both draw the same tokens.
 """
@@ -16,10 +16,9 @@ from torch import Tensor
 
 from engine.device.flashinfer_loader import load_flashinfer
 from engine.sampling.base import Drawn
-from engine.sampling.plan import Draw, SamplingPlan
-from engine.sampling.state import SamplingState
+from engine.sampling.features.draw import Draw, DrawPlan, DrawTable
 from engine.sampling.token_order import argmin
-from engine.sampling.torch_backend import Rows, TorchSampling
+from engine.sampling.torch_backend import Lines, TorchSampling
 
 
 class FlashInferSampling(TorchSampling):
@@ -29,34 +28,33 @@ class FlashInferSampling(TorchSampling):
     itself.
     """
 
-    def __init__(self, state: SamplingState) -> None:
+    def __init__(self, table: DrawTable) -> None:
         """Raises `ConfigError` if FlashInfer is missing."""
-        super().__init__(state)
+        super().__init__(table)
         self._kernels: Any = load_flashinfer().sampling
 
-    def _draw(self, kind: Draw, rows: Rows, plan: SamplingPlan) -> Drawn:
+    def _draw(self, kind: Draw, lines: Lines, plan: DrawPlan) -> Drawn:
         if kind is Draw.FULL:
-            return super()._draw(kind, rows, plan)
+            return super()._draw(kind, lines, plan)
         # Working memory is [n, vocab] also for top_k; plain torch handles top_k in one piece.
         drawn = [
-            self._draw_filtered(kind, part, plan.uses_min_p)
-            for part in rows.split(self._rows_at_once)
+            self._draw_filtered(kind, part, plan.uses_min_p) for part in lines.split(self._at_once)
         ]
         return drawn[0] if len(drawn) == 1 else Drawn(*map(torch.cat, zip(*drawn, strict=True)))
 
-    def _draw_filtered(self, kind: Draw, rows: Rows, uses_min_p: bool) -> Drawn:
-        row_max = rows.logits.amax(1, keepdim=True)
-        probs = torch.sub(rows.logits, row_max)
-        probs.mul_(rows.params.inverse_temperature).exp_()
+    def _draw_filtered(self, kind: Draw, lines: Lines, uses_min_p: bool) -> Drawn:
+        max_logit = lines.logits.amax(1, keepdim=True)
+        probs = torch.sub(lines.logits, max_logit)
+        probs.mul_(lines.params.inverse_temperature).exp_()
         # top_k counts tokens that min_p drops too.
-        filtered = self._top_k(probs, rows.params.top_k) if kind is Draw.TOP_K else probs
+        filtered = self._top_k(probs, lines.params.top_k) if kind is Draw.TOP_K else probs
         if uses_min_p:
-            filtered = filtered * (probs >= rows.params.min_p)
-        filtered = self._top_p(filtered, rows.params.top_p)
+            filtered = filtered * (probs >= lines.params.min_p)
+        filtered = self._top_p(filtered, lines.params.top_p)
         work = self._scratch.get("noise", (2, *filtered.shape), torch.int32)
-        score = self._noise.minus_exponential(rows.keys, None, work)
+        score = self._noise.minus_exponential(lines.keys, None, work)
         torch.div(filtered, score, out=score)
-        return Drawn(argmin(score), row_max.squeeze(1))
+        return Drawn(argmin(score), max_logit.squeeze(1))
 
     def _top_k(self, probs: Tensor, top_k: Tensor) -> Tensor:
         """`probs` [n, vocab] of the `top_k` int64 [n, 1] likeliest tokens, 0 for the others."""
@@ -77,7 +75,7 @@ class FlashInferSampling(TorchSampling):
         mass = probs.sum(1, keepdim=True, dtype=torch.float64)
         mass_above = (probs * above).sum(1, keepdim=True, dtype=torch.float64)
         room = ((top_p * mass - mass_above) / least).ceil()
-        # Rows without top_p keep tokens that rounding would lose.
+        # Lines without top_p keep tokens that rounding would lose.
         return probs * (above | _first(tied, room) | (top_p > 1.0))
 
 

@@ -1,6 +1,6 @@
 """Sampling noise as a pure function of (seed, position, token id).
 
-No generator state: the noise of a token doesn't depend on the batch, the slot, the replica or the
+No generator state: the noise of a token doesn't depend on the batch, the row, the replica or the
 parallel layout, so a request resumed elsewhere draws what it would have drawn.
 
 Two stages. (seed, position) is hashed to a row key of 64 bits with splitmix64's finaliser

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from engine.sampling.base import Drawn, SamplingBackend
+from engine.sampling.features.draw import Draw, DrawParams, DrawPlan, DrawTable
 from engine.sampling.hash_noise import HashNoise
-from engine.sampling.plan import Draw, RowGroup, SamplingPlan
+from engine.sampling.line_group import LineGroup
 from engine.sampling.scratch import Scratch
-from engine.sampling.state import RowParams, SamplingState
 from engine.sampling.token_order import argmax, argmin
 
 CPU_ELEMENTS = 131072
@@ -22,138 +22,140 @@ _MASS_MARGIN = 1e-4
 
 
 class TorchSampling(SamplingBackend):
-    """Draws by group of rows: greedy, whole vocabulary, top_p only, top_k.
+    """Draws by group of lines: greedy, whole vocabulary, top_p only, top_k.
 
     Each group costs only what it needs. In this order: an argmax; noise for every token; the same
     with a check, and a sort where the check fails; noise for the top k. The groups come from the
     host's plan, so that no step waits for the device.
     """
 
-    def __init__(self, state: SamplingState) -> None:
-        super().__init__(state)
-        self._scratch = Scratch(state.device)
-        self._noise = HashNoise(state.vocab_size, state.device)
+    def __init__(self, table: DrawTable) -> None:
+        super().__init__(table)
+        self._scratch = Scratch(table.device)
+        self._noise = HashNoise(table.vocab_size, table.device)
         # A CPU takes as large a piece as its caches hold with the working memory: 15 instead of
         # 21 ms for [32, 32768] on one core of a busy machine.
-        elements = CPU_ELEMENTS if state.device.type == "cpu" else GPU_ELEMENTS
-        self._rows_at_once = max(1, elements // state.vocab_size)
+        elements = CPU_ELEMENTS if table.device.type == "cpu" else GPU_ELEMENTS
+        self._at_once = max(1, elements // table.vocab_size)
 
-    def sample(self, logits: Tensor, plan: SamplingPlan, slots: Tensor, positions: Tensor) -> Drawn:
-        greedy = plan.draws.get(Draw.GREEDY)
+    def sample(self, logits: Tensor, plan: DrawPlan, rows: Tensor, positions: Tensor) -> Drawn:
+        greedy = plan.groups.get(Draw.GREEDY)
         if greedy is not None and greedy.index is None:
             return _greedy(logits)
-        drawn = Drawn(torch.empty_like(slots), logits.new_empty(slots.shape))
+        drawn = Drawn(torch.empty_like(rows), logits.new_empty(rows.shape))
         if greedy is not None:
             _put(drawn, greedy, _greedy(greedy.take(logits)))
-        params = self.state.row_params(slots)
-        keys = self._noise.row_keys(self.state.mixed_seeds(slots), positions)
-        for kind, group in plan.draws.items():
+        params = self.table.params(rows)
+        keys = self._noise.row_keys(self.table.mixed_seeds(rows), positions)
+        for kind, group in plan.groups.items():
             if kind is Draw.GREEDY:
                 continue
-            rows = Rows(
+            lines = Lines(
                 group.take(logits),
-                RowParams(*(group.take(values) for values in params)),
+                DrawParams(*(group.take(values) for values in params)),
                 group.take(keys),
             )
-            at_once = group.count if kind is Draw.TOP_K else self._rows_at_once
-            parts = [self._draw(kind, part, plan) for part in rows.split(at_once)]
+            at_once = group.count if kind is Draw.TOP_K else self._at_once
+            parts = [self._draw(kind, part, plan) for part in lines.split(at_once)]
             values = (
                 parts[0] if len(parts) == 1 else Drawn(*map(torch.cat, zip(*parts, strict=True)))
             )
             _put(drawn, group, values)
         return drawn
 
-    def _draw(self, kind: Draw, rows: Rows, plan: SamplingPlan) -> Drawn:
-        row_max = rows.logits.amax(1, keepdim=True)
+    def _draw(self, kind: Draw, lines: Lines, plan: DrawPlan) -> Drawn:
+        max_logit = lines.logits.amax(1, keepdim=True)
         if kind is Draw.TOP_K:
-            ids = self._draw_ordered(rows, row_max, plan.max_top_k, plan.uses_min_p)
+            ids = self._draw_ordered(lines, max_logit, plan.max_top_k, plan.uses_min_p)
         elif kind is Draw.FULL:
-            ids, _ = self._draw_full(rows, row_max, plan.uses_min_p)
+            ids, _ = self._draw_full(lines, max_logit, plan.uses_min_p)
         else:
-            ids = self._draw_nucleus(rows, row_max, plan.uses_min_p)
-        return Drawn(ids, row_max.squeeze(1))
+            ids = self._draw_nucleus(lines, max_logit, plan.uses_min_p)
+        return Drawn(ids, max_logit.squeeze(1))
 
-    def _draw_full(self, rows: Rows, row_max: Tensor, uses_min_p: bool) -> tuple[Tensor, Tensor]:
+    def _draw_full(
+        self, lines: Lines, max_logit: Tensor, uses_min_p: bool
+    ) -> tuple[Tensor, Tensor]:
         """Tokens [n] drawn from the whole vocabulary, and p / max(p) [n, vocab]."""
-        shape = (rows.logits.shape[0], rows.logits.shape[1])
+        shape = (lines.logits.shape[0], lines.logits.shape[1])
         probs = self._scratch.get("probs", shape, torch.float32)
-        torch.sub(rows.logits, row_max, out=probs)
-        probs.mul_(rows.params.inverse_temperature).exp_()
+        torch.sub(lines.logits, max_logit, out=probs)
+        probs.mul_(lines.params.inverse_temperature).exp_()
         work = self._scratch.get("noise", (2, *shape), torch.int32)
         if uses_min_p:
             kept = work[0].view(torch.float32)
-            probs.mul_(torch.ge(probs, rows.params.min_p, out=kept))
-        score = self._noise.minus_exponential(rows.keys, None, work)
+            probs.mul_(torch.ge(probs, lines.params.min_p, out=kept))
+        score = self._noise.minus_exponential(lines.keys, None, work)
         torch.div(probs, score, out=score)
         return argmin(score), probs
 
-    def _draw_nucleus(self, rows: Rows, row_max: Tensor, uses_min_p: bool) -> Tensor:
+    def _draw_nucleus(self, lines: Lines, max_logit: Tensor, uses_min_p: bool) -> Tensor:
         """Tokens [n] drawn under top_p without top_k.
 
         The token that the noise chooses among all tokens is also its choice in any set that holds
         the token. So if it lies within the nucleus, no sort is needed. The mass of the tokens that
         are at least as likely shows whether it does. On a GPU, to ask would mean to wait for the
-        device, so all rows are sorted.
+        device, so all lines are sorted.
         """
-        vocab_size = self.state.vocab_size
-        if rows.logits.device.type != "cpu":
-            return self._draw_ordered(rows, row_max, vocab_size, uses_min_p)
-        ids, probs = self._draw_full(rows, row_max, uses_min_p)
+        vocab_size = self.table.vocab_size
+        if lines.logits.device.type != "cpu":
+            return self._draw_ordered(lines, max_logit, vocab_size, uses_min_p)
+        ids, probs = self._draw_full(lines, max_logit, uses_min_p)
         column = ids.unsqueeze(1)
         before = self._scratch.get("noise", (2, *probs.shape), torch.int32)[0].view(torch.float32)
-        torch.ge(rows.logits, rows.logits.gather(1, column), out=before)
+        torch.ge(lines.logits, lines.logits.gather(1, column), out=before)
         mass_before = before.mul_(probs).sum(1, keepdim=True) - probs.gather(1, column)
-        limit = rows.params.top_p * probs.sum(1, keepdim=True) * (1.0 - _MASS_MARGIN)
+        limit = lines.params.top_p * probs.sum(1, keepdim=True) * (1.0 - _MASS_MARGIN)
         unsure = (mass_before < limit).logical_not_().squeeze(1).nonzero().squeeze(1)
         if len(unsure):
             ids[unsure] = self._draw_ordered(
-                rows.pick(unsure), row_max[unsure], vocab_size, uses_min_p
+                lines.pick(unsure), max_logit[unsure], vocab_size, uses_min_p
             )
         return ids
 
-    def _draw_ordered(self, rows: Rows, row_max: Tensor, count: int, uses_min_p: bool) -> Tensor:
+    def _draw_ordered(
+        self, lines: Lines, max_logit: Tensor, count: int, uses_min_p: bool
+    ) -> Tensor:
         """Tokens [n] drawn from the `count` likeliest under top_k, top_p and min_p."""
-        ids = self._order.best(rows.logits, row_max, count)
-        probs = rows.logits.gather(1, ids).sub_(row_max)
-        probs.mul_(rows.params.inverse_temperature).exp_()
+        ids = self._order.best(lines.logits, max_logit, count)
+        probs = lines.logits.gather(1, ids).sub_(max_logit)
+        probs.mul_(lines.params.inverse_temperature).exp_()
         work = self._scratch.get("noise", (2, ids.shape[0], ids.shape[1]), torch.int32)
         # 1 or 0 as float32: several times faster on a CPU than booleans.
         kept = work[0].view(torch.float32)
-        if count < self.state.vocab_size:
+        if count < self.table.vocab_size:
             rank = torch.arange(count, device=ids.device)
-            probs.mul_(torch.lt(rank, rows.params.top_k, out=kept))
+            probs.mul_(torch.lt(rank, lines.params.top_k, out=kept))
         if uses_min_p:
-            probs.mul_(torch.ge(probs, rows.params.min_p, out=kept))
-        # float64 and a running sum: the tokens that a row keeps must not depend on `count`, which
-        # the other rows determine.
+            probs.mul_(torch.ge(probs, lines.params.min_p, out=kept))
+        # float64 and a running sum: the tokens that a line keeps must not depend on `count`, which
+        # the other lines determine.
         mass = probs.cumsum(1, dtype=torch.float64)
-        limit = rows.params.top_p * mass[:, -1:]
+        limit = lines.params.top_p * mass[:, -1:]
         probs.mul_(torch.lt(mass.sub_(probs), limit, out=kept))
-        score = self._noise.minus_exponential(rows.keys, ids, work)
+        score = self._noise.minus_exponential(lines.keys, ids, work)
         torch.div(probs, score, out=score)
         return ids.gather(1, argmin(score).unsqueeze(1)).squeeze(1)
 
 
-class Rows(NamedTuple):
-    """Some rows of the batch: `logits` [n, vocab], noise `keys` [n, 2]."""
+class Lines(NamedTuple):
+    """Some lines of the batch: `logits` [n, vocab], noise `keys` [n, 2]."""
 
     logits: Tensor
-    params: RowParams
+    params: DrawParams
     keys: Tensor
 
-    def split(self, rows_at_once: int) -> list[Rows]:
-        """These rows in parts of at most `rows_at_once`."""
+    def split(self, at_once: int) -> list[Lines]:
+        """These lines in parts of at most `at_once`."""
         total = self.logits.shape[0]
-        if total <= rows_at_once:
+        if total <= at_once:
             return [self]
-        return [
-            self.pick(slice(start, start + rows_at_once)) for start in range(0, total, rows_at_once)
-        ]
+        return [self.pick(slice(start, start + at_once)) for start in range(0, total, at_once)]
 
-    def pick(self, which: slice | Tensor) -> Rows:
-        """The rows with numbers `which`; a tensor is int64."""
-        params = RowParams(*(values[which] for values in self.params))
-        return Rows(self.logits[which], params, self.keys[which])
+    def pick(self, which: slice | Tensor) -> Lines:
+        """The lines with numbers `which`; a tensor is int64."""
+        params = DrawParams(*(values[which] for values in self.params))
+        return Lines(self.logits[which], params, self.keys[which])
 
 
 def _greedy(logits: Tensor) -> Drawn:
@@ -161,6 +163,6 @@ def _greedy(logits: Tensor) -> Drawn:
     return Drawn(ids, logits.gather(1, ids.unsqueeze(1)).squeeze(1))
 
 
-def _put(drawn: Drawn, group: RowGroup, values: Drawn) -> None:
+def _put(drawn: Drawn, group: LineGroup, values: Drawn) -> None:
     group.put(drawn.token_ids, values.token_ids)
-    group.put(drawn.row_max, values.row_max)
+    group.put(drawn.max_logit, values.max_logit)

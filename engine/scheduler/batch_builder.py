@@ -17,8 +17,8 @@ from engine.protocol.step import (
     LateLines,
     ModelWorkerBatch,
     PooledLines,
-    SlotParams,
-    SlotSpeculation,
+    RowParams,
+    RowSpeculation,
 )
 from engine.scheduler.kv_manager import KVManager
 from engine.scheduler.micro_batch import LaunchedStep
@@ -201,14 +201,14 @@ def _decode_tokens(decode: RunningBatch, send: bool) -> IntArray:
     return _ints([r.output_ids[-1] for r in decode.reqs])
 
 
-def _slot_params(req: Req, speculates: bool) -> SlotParams:
+def _slot_params(req: Req, speculates: bool) -> RowParams:
     params = req.params
     if params.prompt_logprobs is not None and not req.wants_prompt_logprobs:
         params = msgspec.structs.replace(params, prompt_logprobs=None)
     if params.constraint is not None:
         params = msgspec.structs.replace(params, constraint=None)  # workers only need masks
-    return SlotParams(
-        slot=req.req_pool_idx,
+    return RowParams(
+        row=req.req_pool_idx,
         prompt_len=req.prompt_len,
         eos_token_ids=sorted(req.stop_ids - frozenset(params.stop_token_ids)),
         params=params,
@@ -217,11 +217,11 @@ def _slot_params(req: Req, speculates: bool) -> SlotParams:
     )
 
 
-def _speculation(req: Req) -> SlotSpeculation:
+def _speculation(req: Req) -> RowSpeculation:
     # Names of keys hold no line feed, so no two pairs of key and salt are the same.
     sequence = req.sequence
     namespace = f"{req.key_name}\n{sequence.namespace}"
-    return SlotSpeculation(req.prompt_len + req.max_new_tokens, namespace, sequence.prediction_ids)
+    return RowSpeculation(req.prompt_len + req.max_new_tokens, namespace, sequence.prediction_ids)
 
 
 def _next_ids(reqs: Sequence[Req], num_lines: int) -> IntArray | None:

@@ -8,13 +8,13 @@ from importlib import import_module
 from typing import Any
 
 from engine.errors import ConfigError
-from engine.protocol.step import IntArray, ModelWorkerBatch, SlotParams
+from engine.protocol.step import IntArray, ModelWorkerBatch, RowParams
 from engine.registry import DRAFTERS
 from engine.speculative.config import SpeculativeConfig
 
 
 class Drafter(ABC):
-    """Drafts for the requests of a worker, by slot.
+    """Drafts for the requests of a worker, by row.
 
     Tensor parallel ranks each have one, and see the same calls in the same order. So drafts may
     depend on these alone: no clock, no randomness without a fixed seed. A drafter with a model of
@@ -26,17 +26,17 @@ class Drafter(ABC):
         self.config = config
 
     @abstractmethod
-    def install(self, params: SlotParams) -> None:
-        """A request took a slot, in place of the one before. `params.token_ids` are its prompt and
+    def install(self, params: RowParams) -> None:
+        """A request took a row, in place of the one before. `params.token_ids` are its prompt and
         output so far."""
 
     @abstractmethod
-    def observe(self, slot: int, tokens: Sequence[int]) -> None:
-        """The request in `slot` got these output tokens."""
+    def observe(self, row: int, tokens: Sequence[int]) -> None:
+        """The request in `row` got these output tokens."""
 
     @abstractmethod
-    def propose(self, slots: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
-        """At most `counts[i]` guesses of what follows the tokens of each slot, in order."""
+    def propose(self, rows: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
+        """At most `counts[i]` guesses of what follows the tokens of each row, in order."""
 
     def reserve(  # noqa: B027 -- most drafters have no KV cache
         self, rows: IntArray, starts: IntArray, counts: IntArray, slots: IntArray

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from engine.protocol.step import SlotParams
+from engine.protocol.step import RowParams
 from engine.speculative.config import SpeculativeConfig
 from engine.speculative.drafter import Drafter
 
@@ -106,20 +106,20 @@ class NgramDrafter(Drafter):
         super().__init__(config)
         self._indexes: dict[int, NgramIndex] = {}
 
-    def install(self, params: SlotParams) -> None:
+    def install(self, params: RowParams) -> None:
         assert params.token_ids is not None
-        self._indexes[params.slot] = NgramIndex(
+        self._indexes[params.row] = NgramIndex(
             self.config.lookup_min, self.config.lookup_max, params.token_ids.tolist()
         )
 
-    def observe(self, slot: int, tokens: Sequence[int]) -> None:
-        self._indexes[slot].extend(tokens)
+    def observe(self, row: int, tokens: Sequence[int]) -> None:
+        self._indexes[row].extend(tokens)
 
-    def propose(self, slots: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
-        return [self._propose(slot, count) for slot, count in zip(slots, counts, strict=True)]
+    def propose(self, rows: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
+        return [self._propose(row, count) for row, count in zip(rows, counts, strict=True)]
 
-    def _propose(self, slot: int, count: int) -> list[int]:
-        index = self._indexes[slot]
+    def _propose(self, row: int, count: int) -> list[int]:
+        index = self._indexes[row]
         if count <= 0:
             return []
         found = index.find(index.tokens)

@@ -1,7 +1,7 @@
 """`StepFiller`: what a worker keeps of its requests in order to draft and to complete steps.
 
-With steps in flight the scheduler knows neither the lengths nor the last tokens of its rows. It
-names rows, slots and the most drafts; the worker knows the rest once the step before is sampled.
+With steps in flight the scheduler knows neither the lengths nor the last tokens of its lines. It
+names rows, KV slots and the most drafts; the worker knows the rest once the step before is sampled.
 """
 
 from __future__ import annotations
@@ -17,44 +17,44 @@ from engine.protocol.step import (
     IntArray,
     LateLines,
     ModelWorkerBatch,
-    SlotParams,
+    RowParams,
 )
 from engine.speculative.drafter import Drafter
 from engine.speculative.prediction import PredictionFollower
 
 
 class StepFiller:
-    """Lengths, last tokens and drafts of the requests in a worker's slots."""
+    """Lengths, last tokens and drafts of the requests in a worker's rows."""
 
     def __init__(
         self,
         drafter: Drafter,
-        num_slots: int,
+        num_rows: int,
         agree: Callable[[int], None] | None = None,
     ) -> None:
         """`agree` raises if tensor parallel ranks call it with different numbers."""
         self._drafter = drafter
         self._agree = agree
-        # Lists: a step has few rows, and each call of numpy costs as much as a row.
-        self._lens = [0] * num_slots
+        # Lists: a step has few lines, and each call of numpy costs as much as a line.
+        self._lens = [0] * num_rows
         """Tokens in the KV cache; the last token isn't."""
-        self._limits = [0] * num_slots
-        """`SlotSpeculation.max_len`"""
-        self._last = [0] * num_slots
-        self._owners = [0] * num_slots
-        """Counts the requests that had the slot."""
+        self._limits = [0] * num_rows
+        """`RowSpeculation.max_len`"""
+        self._last = [0] * num_rows
+        self._owners = [0] * num_rows
+        """Counts the requests that had the row."""
         self._predictions: dict[int, PredictionFollower] = {}
 
-    def install(self, slots: Sequence[SlotParams]) -> None:
-        """Requests took slots."""
-        for item in slots:
+    def install(self, items: Sequence[RowParams]) -> None:
+        """Requests took rows."""
+        for item in items:
             assert item.speculation is not None and item.token_ids is not None
-            slot = item.slot
-            self._owners[slot] += 1
-            self._limits[slot] = item.speculation.max_len
-            self._predictions.pop(slot, None)
+            row = item.row
+            self._owners[row] += 1
+            self._limits[row] = item.speculation.max_len
+            self._predictions.pop(row, None)
             if item.speculation.prediction is not None:
-                self._predictions[slot] = PredictionFollower(
+                self._predictions[row] = PredictionFollower(
                     item.speculation.prediction.tolist(),
                     item.token_ids[item.prompt_len :].tolist(),
                 )
@@ -63,7 +63,7 @@ class StepFiller:
     def owners(self, batch: ModelWorkerBatch) -> list[int]:
         """Whose tokens the sampled lines [S] of a step are, for `record`."""
         owners = self._owners
-        return [owners[slot] for slot in batch.req_pool_indices[batch.sampled_lines].tolist()]
+        return [owners[row] for row in batch.req_pool_indices[batch.sampled_lines].tolist()]
 
     def record(
         self, batch: ModelWorkerBatch, owners: Sequence[int], runs: Sequence[Sequence[int]]
@@ -75,48 +75,48 @@ class StepFiller:
         lines = batch.sampled_lines
         # With all drafts but for the token that each line has in any case.
         lens = (batch.seq_lens - batch.num_sampled + 1)[lines].tolist()
-        slots = batch.req_pool_indices[lines].tolist()
+        rows = batch.req_pool_indices[lines].tolist()
         current, observe, predictions = self._owners, self._drafter.observe, self._predictions
-        for slot, length, owner, tokens in zip(slots, lens, owners, runs, strict=True):
-            if not tokens or current[slot] != owner:
+        for row, length, owner, tokens in zip(rows, lens, owners, runs, strict=True):
+            if not tokens or current[row] != owner:
                 continue
-            self._lens[slot] = length - 1 + len(tokens)
-            self._last[slot] = tokens[-1]
-            observe(slot, tokens)
-            if predictions and (prediction := predictions.get(slot)) is not None:
+            self._lens[row] = length - 1 + len(tokens)
+            self._last[row] = tokens[-1]
+            observe(row, tokens)
+            if predictions and (prediction := predictions.get(row)) is not None:
                 prediction.observe(tokens)
 
-    def propose(self, slots: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
-        """At most `counts[i]` drafts for each slot, none beyond what its request may output."""
+    def propose(self, rows: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
+        """At most `counts[i]` drafts for each row, none beyond what its request may output."""
         limits, lens = self._limits, self._lens
         most = [
-            max(0, min(count, limits[slot] - lens[slot] - 2))
-            for slot, count in zip(slots, counts, strict=True)
+            max(0, min(count, limits[row] - lens[row] - 2))
+            for row, count in zip(rows, counts, strict=True)
         ]
         if not self._predictions:
-            return self._drafter.propose(slots, most)
-        others = [i for i, slot in enumerate(slots) if slot not in self._predictions]
-        found = self._drafter.propose([slots[i] for i in others], [most[i] for i in others])
-        drafts: list[list[int]] = [[]] * len(slots)
+            return self._drafter.propose(rows, most)
+        others = [i for i, row in enumerate(rows) if row not in self._predictions]
+        found = self._drafter.propose([rows[i] for i in others], [most[i] for i in others])
+        drafts: list[list[int]] = [[]] * len(rows)
         for i, guess in zip(others, found, strict=True):
             drafts[i] = guess
-        for i, slot in enumerate(slots):
-            if (prediction := self._predictions.get(slot)) is not None:
+        for i, row in enumerate(rows):
+            if (prediction := self._predictions.get(row)) is not None:
                 drafts[i] = prediction.propose(most[i])
         return drafts
 
     def _drafts(
-        self, slots: Sequence[int], counts: list[int], forced: Mapping[int, ForcedRun]
+        self, rows: Sequence[int], counts: list[int], forced: Mapping[int, ForcedRun]
     ) -> list[list[int]]:
-        """At most `counts[i]` drafts for each slot, made here or given by a constraint."""
+        """At most `counts[i]` drafts for each row, made here or given by a constraint."""
         if not forced:
-            return self.propose(slots, counts)
+            return self.propose(rows, counts)
         asked = [0 if line in forced else count for line, count in enumerate(counts)]
-        drafts = self.propose(slots, asked)
+        drafts = self.propose(rows, asked)
         for line, run in forced.items():
-            slot = slots[line]
-            length, last = self._lens[slot] + 1, self._last[slot]
-            drafts[line] = run.drafts(length, last, counts[line], self._limits[slot])
+            row = rows[line]
+            length, last = self._lens[row] + 1, self._last[row]
+            drafts[line] = run.drafts(length, last, counts[line], self._limits[row])
         return drafts
 
     def fill(self, batch: ModelWorkerBatch) -> ModelWorkerBatch:
@@ -125,14 +125,14 @@ class StepFiller:
         if late is None:
             return batch
         first = len(batch.req_pool_indices) - len(late.counts)
-        rows = batch.req_pool_indices[first:]
-        self._drafter.reserve(rows, late.starts, late.counts, late.slots)
-        slots = rows.tolist()
-        drafts = self._drafts(slots, (batch.num_sampled[first:] - 1).tolist(), late.forced or {})
-        starts = [self._lens[slot] for slot in slots]
+        taken = batch.req_pool_indices[first:]
+        self._drafter.reserve(taken, late.starts, late.counts, late.slots)
+        rows = taken.tolist()
+        drafts = self._drafts(rows, (batch.num_sampled[first:] - 1).tolist(), late.forced or {})
+        starts = [self._lens[row] for row in rows]
         inputs: list[int] = []
-        for slot, more in zip(slots, drafts, strict=True):
-            inputs.append(self._last[slot])
+        for row, more in zip(rows, drafts, strict=True):
+            inputs.append(self._last[row])
             inputs += more
         counts = np.array([1 + len(more) for more in drafts], np.int32)
         lens = np.array(starts, np.int32) + counts

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from engine.protocol.step import SlotParams
+from engine.protocol.step import RowParams
 from engine.speculative.config import SpeculativeConfig
 from engine.speculative.drafter import Drafter
 from engine.speculative.ngram import NO_MATCH, Match, NgramIndex
@@ -76,31 +76,31 @@ class SuffixDrafter(Drafter):
         super().__init__(config)
         self._own: dict[int, NgramIndex] = {}
         self._outputs: dict[int, tuple[OutputStore, int]] = {}
-        """By slot: where its output is kept, and its number there."""
+        """By row: where its output is kept, and its number there."""
         self._stores: OrderedDict[str, OutputStore] = OrderedDict()
         self._num_tokens = 0
         """Of all stores."""
 
-    def install(self, params: SlotParams) -> None:
+    def install(self, params: RowParams) -> None:
         assert params.token_ids is not None and params.speculation is not None
         depth = self.config.suffix_decoding_max_tree_depth
         tokens = params.token_ids.tolist()
-        self._own[params.slot] = NgramIndex(SHORTEST, depth, tokens)
-        self._outputs.pop(params.slot, None)
+        self._own[params.row] = NgramIndex(SHORTEST, depth, tokens)
+        self._outputs.pop(params.row, None)
         if params.speculation.max_len <= len(tokens):
             return  # it wants an embedding
         store = self._store(params.speculation.namespace)
         before = store.num_tokens
-        self._outputs[params.slot] = (store, store.begin())
+        self._outputs[params.row] = (store, store.begin())
         self._num_tokens += store.num_tokens - before  # the oldest output may have left
-        self._extend(params.slot, tokens[params.prompt_len :])
+        self._extend(params.row, tokens[params.prompt_len :])
 
-    def observe(self, slot: int, tokens: Sequence[int]) -> None:
-        self._own[slot].extend(tokens)
-        self._extend(slot, tokens)
+    def observe(self, row: int, tokens: Sequence[int]) -> None:
+        self._own[row].extend(tokens)
+        self._extend(row, tokens)
 
-    def _extend(self, slot: int, tokens: Sequence[int]) -> None:
-        store, number = self._outputs[slot]
+    def _extend(self, row: int, tokens: Sequence[int]) -> None:
+        store, number = self._outputs[row]
         before = store.num_tokens
         store.extend(number, tokens)
         self._num_tokens += store.num_tokens - before
@@ -113,13 +113,13 @@ class SuffixDrafter(Drafter):
             oldest.drop_oldest()
             self._num_tokens += oldest.num_tokens
 
-    def propose(self, slots: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
-        return [self._propose(slot, count) for slot, count in zip(slots, counts, strict=True)]
+    def propose(self, rows: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
+        return [self._propose(row, count) for row, count in zip(rows, counts, strict=True)]
 
-    def _propose(self, slot: int, count: int) -> list[int]:
+    def _propose(self, row: int, count: int) -> list[int]:
         if count <= 0:
             return []
-        own, (store, _) = self._own[slot], self._outputs[slot]
+        own, (store, _) = self._own[row], self._outputs[row]
         found, others = own.find(own.tokens), store.find(own.tokens)
         if others[1] is not None and others[0].length > found.length:
             following = others[1].tokens[others[0].position + 1 :][:count]

@@ -23,7 +23,7 @@ from engine.checkpoint.model_config import ModelConfig
 from engine.config import WorkerConfig
 from engine.device.distributed import ParallelState
 from engine.errors import ConfigError
-from engine.protocol.step import IntArray, ModelWorkerBatch, SlotParams, positions
+from engine.protocol.step import IntArray, ModelWorkerBatch, RowParams, positions
 from engine.sampling.sampler import Sampler
 from engine.speculative.config import SpeculativeConfig
 from engine.speculative.drafter import Drafter
@@ -32,10 +32,10 @@ from engine.worker.model_runner import ModelRunner
 _NONE: IntArray = np.zeros(0, np.int32)
 
 
-class _Row(NamedTuple):
+class _Line(NamedTuple):
     """A request that drafts."""
 
-    slot: int
+    row: int
     most: int
     drafts: list[int]
 
@@ -70,15 +70,15 @@ class DraftModelDrafter(Drafter):
         self._sampler = sampler
         self._tokens: dict[int, list[int]] = {}
         self._lens: dict[int, int] = {}
-        """Tokens of each slot whose keys and values the model has computed."""
+        """Tokens of each row whose keys and values the model has computed."""
 
-    def install(self, params: SlotParams) -> None:
+    def install(self, params: RowParams) -> None:
         assert params.token_ids is not None
-        self._tokens[params.slot] = params.token_ids.tolist()
-        self._lens[params.slot] = 0
+        self._tokens[params.row] = params.token_ids.tolist()
+        self._lens[params.row] = 0
 
-    def observe(self, slot: int, tokens: Sequence[int]) -> None:
-        self._tokens[slot] += tokens
+    def observe(self, row: int, tokens: Sequence[int]) -> None:
+        self._tokens[row] += tokens
 
     def reserve(self, rows: IntArray, starts: IntArray, counts: IntArray, slots: IntArray) -> None:
         self._table[np.repeat(rows, counts), positions(starts, counts)] = slots
@@ -91,22 +91,22 @@ class DraftModelDrafter(Drafter):
         rows, lens = batch.req_pool_indices[chunks], batch.seq_lens[chunks]
         self._lens.update(zip(rows.tolist(), lens.tolist(), strict=True))
 
-    def propose(self, slots: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
-        rows = [_Row(slot, most, []) for slot, most in zip(slots, counts, strict=True)]
-        active = [row for row in rows if row.most > 0]
+    def propose(self, rows: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
+        lines = [_Line(row, most, []) for row, most in zip(rows, counts, strict=True)]
+        active = [line for line in lines if line.most > 0]
         while active:
             self._draft(active)
-            active = [row for row in active if len(row.drafts) < row.most]
-        return [row.drafts for row in rows]
+            active = [line for line in active if len(line.drafts) < line.most]
+        return [line.drafts for line in lines]
 
     @torch.inference_mode()
-    def _draft(self, rows: list[_Row]) -> None:
-        """One more draft for each of the rows, behind all tokens that aren't computed yet."""
-        slots = np.array([row.slot for row in rows], np.int32)
-        texts = [self._tokens[row.slot] + row.drafts for row in rows]
+    def _draft(self, lines: list[_Line]) -> None:
+        """One more draft for each of the lines, behind all tokens that aren't computed yet."""
+        rows = np.array([line.row for line in lines], np.int32)
+        texts = [self._tokens[line.row] + line.drafts for line in lines]
         ends = np.array([len(text) for text in texts], np.int32)
         starts = np.array(
-            [min(self._lens[row.slot], len(t) - 1) for row, t in zip(rows, texts, strict=True)],
+            [min(self._lens[line.row], len(t) - 1) for line, t in zip(lines, texts, strict=True)],
             np.int32,
         )
         counts = ends - starts
@@ -114,12 +114,12 @@ class DraftModelDrafter(Drafter):
         batch = ModelWorkerBatch(
             0,
             0,
-            slots,
+            rows,
             counts,
             np.ones(len(rows), np.int32),
             ends,
             np.array(inputs, np.int32),
-            self._table[np.repeat(slots, counts), positions(starts, counts)],
+            self._table[np.repeat(rows, counts), positions(starts, counts)],
             _NONE,
             _NONE,
             _NONE,
@@ -129,11 +129,11 @@ class DraftModelDrafter(Drafter):
         hidden = self._compute(forward).index_select(0, forward.logits_rows)
         logits = self._runner.model.compute_logits(hidden)
         drawn = self._sampler.draw(
-            logits.contiguous(), forward.sample_slots, slots, forward.sample_lens
+            logits.contiguous(), forward.sample_rows, rows, forward.sample_lens
         )
-        for row, end, token in zip(rows, ends.tolist(), drawn.tolist(), strict=True):
-            self._lens[row.slot] = end
-            row.drafts.append(token)
+        for line, end, token in zip(lines, ends.tolist(), drawn.tolist(), strict=True):
+            self._lens[line.row] = end
+            line.drafts.append(token)
 
     @torch.inference_mode()
     def _compute(self, forward: ForwardBatch) -> torch.Tensor:

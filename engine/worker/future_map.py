@@ -1,6 +1,6 @@
 """`FutureMap`: the last sampled token of every request, kept on the device.
 
-It is indexed by slot, as in SGLang now (once a ring buffer with negative placeholders). A step
+It is indexed by row, as in SGLang now (once a ring buffer with negative placeholders). A step
 writes the tokens that it samples; the next step reads its inputs. Steps run in order on one stream,
 so a decode row always finds the token of the step before.
 """
@@ -16,10 +16,10 @@ _UNSET = -1
 
 
 class FutureMap:
-    """The last token of each slot: `tokens` int64 [max_slots]. Slot 0 is padding."""
+    """The last token of each row: `tokens` int64 [max_rows]. Row 0 is padding."""
 
-    def __init__(self, max_slots: int, device: torch.device) -> None:
-        self.tokens = torch.full((max_slots,), _UNSET, dtype=torch.int64, device=device)
+    def __init__(self, max_rows: int, device: torch.device) -> None:
+        self.tokens = torch.full((max_rows,), _UNSET, dtype=torch.int64, device=device)
 
     def resolve(self, batch: ForwardBatch) -> None:
         """Replace the -1 placeholders among `batch`'s decode inputs, in place, on the device."""
@@ -29,6 +29,6 @@ class FutureMap:
         known = self.tokens.index_select(0, batch.req_pool_indices[batch.num_long :])
         inputs.copy_(torch.where(inputs < 0, known, inputs))
 
-    def store(self, slots: Tensor, tokens: Tensor) -> None:
-        """Remember `tokens` int64 [S] as the last ones of `slots` int64 [S]."""
-        self.tokens.index_copy_(0, slots, tokens)
+    def store(self, rows: Tensor, tokens: Tensor) -> None:
+        """Remember `tokens` int64 [S] as the last ones of `rows` int64 [S]."""
+        self.tokens.index_copy_(0, rows, tokens)

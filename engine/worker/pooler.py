@@ -13,9 +13,9 @@ from engine.protocol.step import PooledLines
 
 
 class _RunningSum(NamedTuple):
-    """Of the states float32 [hidden] of the first `num_tokens` tokens of the request in `slot`."""
+    """Of the states float32 [hidden] of the first `num_tokens` tokens of the request in `row`."""
 
-    slot: int
+    row: int
     num_tokens: int
     states: Tensor
 
@@ -34,40 +34,42 @@ class Pooler:
         self._running: _RunningSum | None = None
 
     def __call__(
-        self, rows: PooledLines, batch: ForwardBatch, hidden: Tensor, last: Tensor
+        self, pooled: PooledLines, batch: ForwardBatch, hidden: Tensor, last: Tensor
     ) -> Tensor:
-        """The step's embeddings, float32 [E, hidden], in the order of `rows`.
+        """The step's embeddings, float32 [E, hidden], in the order of `pooled`.
 
         Both arguments are before the final norm: `hidden` [T, hidden], which is read only for
-        means, and `last` [L, hidden], the states of `rows.last`. Raises `ValueError` if an earlier
-        chunk of a mean wasn't seen.
+        means, and `last` [L, hidden], the states of `pooled.last`. Raises `ValueError` if an
+        earlier chunk of a mean wasn't seen.
         """
         found: list[Tensor] = []
-        if len(rows.last):
+        if len(pooled.last):
             found.append(self._final_norm(last).float())
-        if len(rows.mean):
-            end = int(batch.token_starts_cpu[rows.mean.max() + 1])
+        if len(pooled.mean):
+            end = int(batch.token_starts_cpu[pooled.mean.max() + 1])
             states = self._final_norm(hidden[:end])
-            ends = set(rows.mean_ends.tolist())
-            for row in rows.mean.tolist():
-                total = self._add_chunk(row, batch, states, is_last=row in ends)
-                if row in ends:
-                    found.append(total.div_(int(batch.seq_lens_cpu[row])).unsqueeze(0))
+            ends = set(pooled.mean_ends.tolist())
+            for line in pooled.mean.tolist():
+                total = self._add_chunk(line, batch, states, is_last=line in ends)
+                if line in ends:
+                    found.append(total.div_(int(batch.seq_lens_cpu[line])).unsqueeze(0))
         if not found:
             return hidden.new_empty((0, hidden.shape[1]), dtype=torch.float32)
         return torch.cat(found)
 
-    def _add_chunk(self, row: int, batch: ForwardBatch, states: Tensor, *, is_last: bool) -> Tensor:
+    def _add_chunk(
+        self, line: int, batch: ForwardBatch, states: Tensor, *, is_last: bool
+    ) -> Tensor:
         """The sum float32 [hidden] of the request's states so far; kept for the next chunk."""
-        start, end = batch.token_starts_cpu[row : row + 2].tolist()
-        slot, before = int(batch.req_pool_indices_cpu[row]), int(batch.prefix_lens_cpu[row])
+        start, end = batch.token_starts_cpu[line : line + 2].tolist()
+        row, before = int(batch.req_pool_indices_cpu[line]), int(batch.prefix_lens_cpu[line])
         total = states[start:end].sum(0, dtype=torch.float32)
         if before:
             running = self._running
-            if running is None or running[:2] != (slot, before):
-                raise ValueError(f"the first {before} tokens of slot {slot} weren't summed up")
+            if running is None or running[:2] != (row, before):
+                raise ValueError(f"the first {before} tokens of row {row} weren't summed up")
             total += running.states
             self._running = None
         if not is_last:
-            self._running = _RunningSum(slot, before + end - start, total)
+            self._running = _RunningSum(row, before + end - start, total)
         return total

@@ -95,8 +95,8 @@ class SimulatedForward(LaunchedForward):
         if (filler := self.worker.filler) is not None:
             filler.record(batch, filler.owners(batch), runs)
             if batch.drafts_wanted:
-                slots = batch.req_pool_indices[batch.sampled_lines].tolist()
-                result.drafts = filler.propose(slots, [batch.drafts_wanted] * len(slots))
+                rows = batch.req_pool_indices[batch.sampled_lines].tolist()
+                result.drafts = filler.propose(rows, [batch.drafts_wanted] * len(rows))
         return result
 
 
@@ -112,7 +112,7 @@ class SimulatedWorker(ModelWorker):
         self._trace = trace
         self._free_at = 0.0
         self._last = np.full(config.engine.max_running_requests + 1, -1, np.int32)
-        """The token that each slot sampled last (what `FutureMap` is on a real device)."""
+        """The token that each row sampled last (what `FutureMap` is on a real device)."""
         ids = np.arange(config.model.vocab_size, dtype=np.int32)
         self._ordinary = ids[~np.isin(ids, config.model.eos_token_ids)]
         self._hidden_size = config.model.hidden_size
@@ -123,13 +123,13 @@ class SimulatedWorker(ModelWorker):
         self.filler: StepFiller | None = None
         """Set if the engine speculates."""
         if config.engine.speculative_config is not None and parallel.is_last_stage:
-            slots = config.engine.max_running_requests + 1
+            rows = config.engine.max_running_requests + 1
             acceptance = self.device.draft_acceptance
             drafter = SimulatedDrafter(
-                config.engine.speculative_config, slots, acceptance, self._follow
+                config.engine.speculative_config, rows, acceptance, self._follow
             )
             agree = parallel.check_equal if parallel.tp_size > 1 else None
-            self.filler = StepFiller(drafter, slots, agree)
+            self.filler = StepFiller(drafter, rows, agree)
 
     def forward(self, batch: ModelWorkerBatch) -> LaunchedForward | None:
         if self.filler is not None:
@@ -149,7 +149,7 @@ class SimulatedWorker(ModelWorker):
         inputs = step_inputs(batch)
         sampled = len(inputs.logits_rows) - (0 if batch.pooled is None else len(batch.pooled.last))
         last_ids = batch.input_ids[inputs.logits_rows[:sampled]]
-        known = self._last[inputs.sample_slots[:sampled]]
+        known = self._last[inputs.sample_rows[:sampled]]
         last_ids = np.where(last_ids < 0, known, last_ids)
         return SimulatedForward(batch, self, last_ids, self._free_at, cost)
 
@@ -160,7 +160,7 @@ class SimulatedWorker(ModelWorker):
         step."""
         batch = forward.batch
         lines = batch.sampled_lines
-        slots, counts = batch.req_pool_indices[lines], batch.num_sampled[lines].astype(np.int64)
+        rows, counts = batch.req_pool_indices[lines], batch.num_sampled[lines].astype(np.int64)
         lens = batch.seq_lens[lines].astype(np.int64)
         ends = np.cumsum(counts)
         behind = np.repeat(ends, counts) - 1 - np.arange(len(forward.last_ids))
@@ -168,17 +168,17 @@ class SimulatedWorker(ModelWorker):
         mixed = hash_tokens(forward.last_ids, places.astype(np.uint64))
         tokens = self._ordinary[mixed % np.uint64(len(self._ordinary))]
         if self._scripts is not None:
-            tokens = self._scripts.tokens(np.repeat(slots, counts), places)
+            tokens = self._scripts.tokens(np.repeat(rows, counts), places)
         firsts = ends - counts
         errors: dict[int, str] = {}
         if masks is not None:
             bits = np.unpackbits(masks.masks.view(np.uint8), axis=1, bitorder="little")
             seen: Counter[int] = Counter()
-            for row, allowed in zip(masks.rows.tolist(), bits, strict=True):
-                ids, place = np.flatnonzero(allowed), firsts[row] + seen[row]
-                seen[row] += 1
+            for line, allowed in zip(masks.lines.tolist(), bits, strict=True):
+                ids, place = np.flatnonzero(allowed), firsts[line] + seen[line]
+                seen[line] += 1
                 if len(ids) == 0:
-                    errors[row] = "no token is allowed for this request"
+                    errors[line] = "no token is allowed for this request"
                 else:
                     tokens[place] = ids[int(mixed[place]) % len(ids)]
         # A token counts if all drafts before it, which are the inputs, are what was sampled.
@@ -186,7 +186,7 @@ class SimulatedWorker(ModelWorker):
         follows[ends - 1] = False
         wrong = np.flatnonzero(~follows)
         last = wrong[np.searchsorted(wrong, firsts)]
-        self._last[slots] = tokens[last]
+        self._last[rows] = tokens[last]
         found = tokens.tolist()
         spans = zip(firsts.tolist(), (last + 1).tolist(), strict=True)
         return [found[start:end] for start, end in spans], errors
@@ -201,7 +201,7 @@ class SimulatedWorker(ModelWorker):
 
     def _complete(self, filler: StepFiller, batch: ModelWorkerBatch) -> ModelWorkerBatch:
         """The step with its drafts, made when the tokens that they depend on are there."""
-        filler.install(batch.new_slots)
+        filler.install(batch.new_rows)
         if batch.late is not None and self.device.drafts_on == "host":
             left = self._free_at - time.monotonic()
             if left > 0.0:

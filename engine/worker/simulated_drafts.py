@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from engine.protocol.step import IntArray, SlotParams
+from engine.protocol.step import IntArray, RowParams
 from engine.speculative.config import SpeculativeConfig
 from engine.speculative.drafter import Drafter
 
@@ -22,26 +22,26 @@ class SimulatedDrafter(Drafter):
     """
 
     def __init__(
-        self, config: SpeculativeConfig, num_slots: int, acceptance: float, follow: NextTokens
+        self, config: SpeculativeConfig, num_rows: int, acceptance: float, follow: NextTokens
     ) -> None:
         super().__init__(config)
         self._right_below = int(acceptance * 2**16)
         self._follow = follow
-        self._last = np.zeros(num_slots, np.int64)
-        self._lens = np.zeros(num_slots, np.int64)
+        self._last = np.zeros(num_rows, np.int64)
+        self._lens = np.zeros(num_rows, np.int64)
         """Tokens of each request, the last one included."""
 
-    def install(self, params: SlotParams) -> None:
+    def install(self, params: RowParams) -> None:
         assert params.token_ids is not None
-        self._last[params.slot] = params.token_ids[-1]
-        self._lens[params.slot] = len(params.token_ids)
+        self._last[params.row] = params.token_ids[-1]
+        self._lens[params.row] = len(params.token_ids)
 
-    def observe(self, slot: int, tokens: Sequence[int]) -> None:
-        self._last[slot] = tokens[-1]
-        self._lens[slot] += len(tokens)
+    def observe(self, row: int, tokens: Sequence[int]) -> None:
+        self._last[row] = tokens[-1]
+        self._lens[row] += len(tokens)
 
-    def propose(self, slots: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
-        taken = np.asarray(slots, np.int64)
+    def propose(self, rows: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
+        taken = np.asarray(rows, np.int64)
         tokens, lens = self._last[taken], self._lens[taken]
         steps: list[np.ndarray] = []
         for _ in range(max(counts, default=0)):
@@ -51,5 +51,5 @@ class SimulatedDrafter(Drafter):
             lens = lens + 1
             steps.append(tokens)
         if not steps:
-            return [[] for _ in slots]
+            return [[] for _ in rows]
         return [row[:n] for row, n in zip(np.stack(steps, 1).tolist(), counts, strict=True)]

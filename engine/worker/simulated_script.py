@@ -17,7 +17,7 @@ class Script(NamedTuple):
 
 
 class ScriptedReplies:
-    """The scripts of all slots, read from the prompts as they are computed.
+    """The scripts of all rows, read from the prompts as they are computed.
 
     A token is a function of the tokens before it, as a model's is, so that a request that goes on
     elsewhere goes on alike. A part of a prompt that the prefix cache has isn't seen: configurations
@@ -29,38 +29,38 @@ class ScriptedReplies:
         self._mark = mark
         self._end = end
         self._prompts: dict[int, IntArray] = {}
-        """By slot: the tokens of prompts that are not yet computed to their end."""
+        """By row: the tokens of prompts that are not yet computed to their end."""
         self._scripts: dict[int, Script] = {}
 
     def read(self, batch: ModelWorkerBatch) -> None:
         """Note the prompts of a step, and the scripts of those that it completes."""
         starts, none = batch.line_starts(), batch.input_ids[:0]
-        self._prompts.update((item.slot, none) for item in batch.new_slots)
-        for line, slot in enumerate(batch.req_pool_indices.tolist()):
-            known = self._prompts.pop(slot, None)
+        self._prompts.update((item.row, none) for item in batch.new_rows)
+        for line, row in enumerate(batch.req_pool_indices.tolist()):
+            known = self._prompts.pop(row, None)
             if known is None:
                 continue
             ids = np.concatenate([known, batch.input_ids[starts[line] : starts[line + 1]]])
             if not batch.num_sampled[line]:
-                self._prompts[slot] = ids
+                self._prompts[row] = ids
                 continue
             marks = np.flatnonzero(ids == self._mark)
             unseen = int(batch.seq_lens[line]) - len(ids)
             if len(marks) < 2:
-                self._scripts[slot] = Script(ids[:0], unseen + len(ids))
+                self._scripts[row] = Script(ids[:0], unseen + len(ids))
             else:
                 first, last = marks[-2:]
-                self._scripts[slot] = Script(ids[first + 1 : last], unseen + int(last) + 1)
+                self._scripts[row] = Script(ids[first + 1 : last], unseen + int(last) + 1)
 
-    def tokens(self, slots: IntArray, lens: Int64Array) -> IntArray:
-        """int32 [N]: the token behind the first `lens` [N] tokens of each sequence. `slots` [N]."""
+    def tokens(self, rows: IntArray, lens: Int64Array) -> IntArray:
+        """int32 [N]: the token behind the first `lens` [N] tokens of each sequence. `rows` [N]."""
         return np.array(
-            [self._token(slot, n) for slot, n in zip(slots.tolist(), lens.tolist(), strict=True)],
+            [self._token(row, n) for row, n in zip(rows.tolist(), lens.tolist(), strict=True)],
             np.int32,
         )
 
-    def _token(self, slot: int, num_tokens: int) -> int:
-        script = self._scripts.get(slot)
+    def _token(self, row: int, num_tokens: int) -> int:
+        script = self._scripts.get(row)
         at = 0 if script is None else num_tokens - script.begin
         if script is None or not 0 <= at < len(script.tokens):
             return self._end

@@ -41,7 +41,7 @@ class Runs(NamedTuple):
 def runs_of(batch: ModelWorkerBatch, host: HostTokens) -> Runs:
     """The runs of a complete step."""
     tokens = host.next_token_ids.tolist()
-    bad = np.flatnonzero(host.nan_rows).tolist()
+    bad = np.flatnonzero(host.is_nan).tolist()
     if host.num_kept is None:
         failed = set(bad)
         single = [[] if i in failed else [token] for i, token in enumerate(tokens)]
@@ -92,9 +92,9 @@ class Speculation:
 
     def begin(self, batch: ModelWorkerBatch) -> ModelWorkerBatch:
         """Take note of a step's new requests; the step with everything in it."""
-        if batch.late is not None or batch.new_slots:
+        if batch.late is not None or batch.new_rows:
             self.learn()  # drafters see tokens and requests in the order of the steps, on all ranks
-        self._filler.install(batch.new_slots)
+        self._filler.install(batch.new_rows)
         return self._filler.fill(batch)
 
     def ran(self, batch: ModelWorkerBatch, forward: ForwardBatch) -> None:
@@ -129,8 +129,8 @@ class Speculation:
         before."""
         if not batch.drafts_wanted:
             return None
-        slots = batch.req_pool_indices[batch.sampled_lines].tolist()
-        return self._filler.propose(slots, [batch.drafts_wanted] * len(slots))
+        rows = batch.req_pool_indices[batch.sampled_lines].tolist()
+        return self._filler.propose(rows, [batch.drafts_wanted] * len(rows))
 
 
 def make_speculation(

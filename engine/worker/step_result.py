@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.device.clock import StepTiming
 from engine.device.queue import Download
 from engine.protocol.step import GenerationBatchResult, ModelWorkerBatch, PromptLogprobs
-from engine.sampling.logprobs import LogprobTensors
+from engine.sampling.features.logprobs import LogprobTensors
 from engine.sampling.sampler import HostTokens, SampledTokens
 from engine.worker.base import PendingResult
 from engine.worker.speculation import Runs, Speculation, runs_of
@@ -70,7 +70,7 @@ class TpPendingResult(PendingResult):
     def collect(self) -> GenerationBatchResult:
         host, counts = self._host, None
         tokens, logprobs = host.next_token_ids.tolist(), host.logprobs
-        failed = np.flatnonzero(host.nan_rows).tolist()
+        failed = np.flatnonzero(host.is_nan).tolist()
         if host.num_kept is not None:
             runs = self._runs
             tokens, logprobs = runs.flat, runs.logprobs
@@ -116,7 +116,7 @@ def _as_bytes(embeddings: Tensor) -> list[bytes]:
 def result_tensors(
     sampled: SampledTokens, prompt: list[PromptLogprobTensors], embeddings: Tensor | None
 ) -> list[Tensor]:
-    tensors = [sampled.next_token_ids, sampled.nan_rows]
+    tensors = [sampled.next_token_ids, sampled.is_nan]
     tensors += [] if sampled.num_kept is None else [sampled.num_kept]
     logprobs = [] if sampled.logprobs is None else [sampled.logprobs]
     for found in logprobs + [item.logprobs for item in prompt]:
@@ -127,12 +127,12 @@ def result_tensors(
 
 def _on_host(sampled: SampledTokens, tensors: Iterator[Tensor]) -> SampledTokens:
     """`sampled` with its tensors replaced by the next of `tensors`, made by `_result_tensors`."""
-    ids, nan_rows = next(tensors), next(tensors)
+    ids, is_nan = next(tensors), next(tensors)
     num_kept = None if sampled.num_kept is None else next(tensors)
     logprobs = sampled.logprobs
     if logprobs is not None:
         logprobs = _logprobs_on_host(logprobs, tensors)
-    return SampledTokens(ids, nan_rows, logprobs, sampled.logprob_rows, num_kept)
+    return SampledTokens(ids, is_nan, logprobs, sampled.logprob_lines, num_kept)
 
 
 def _logprobs_on_host(logprobs: LogprobTensors, tensors: Iterator[Tensor]) -> LogprobTensors:

@@ -92,11 +92,11 @@ class TpModelWorker(ModelWorker):
         self._untraced: deque[tuple[int, int, StepTiming]] = deque()
         """(step, micro-batch, timing) of steps that the device may still be running."""
         self._prompt_logprobs: dict[int, int] = {}
-        """Number of alternatives by slot, where a request wants prompt log-probabilities."""
+        """Number of alternatives by row, where a request wants prompt log-probabilities."""
         with out_of_memory_advice(ALLOCATE, config, memory):
-            slots = config.engine.max_running_requests + 1
-            self.future_map = FutureMap(slots, self.runner.device)
-            state = SamplingState(slots, config.model.vocab_size, self.runner.device)
+            rows = config.engine.max_running_requests + 1
+            self.future_map = FutureMap(rows, self.runner.device)
+            state = SamplingState(rows, config.model.vocab_size, self.runner.device)
             self.sampler = Sampler(state, config.sampling_backend)
         # Weights and tables were made on another stream than that of the steps.
         self.queue.join()
@@ -170,11 +170,11 @@ class TpModelWorker(ModelWorker):
     def _forward(self, batch: ModelWorkerBatch) -> LaunchedForward | None:
         if self._speculation is not None:
             batch = self._speculation.begin(batch)
-        for item in batch.new_slots:
+        for item in batch.new_rows:
             if item.params.prompt_logprobs is None:
-                self._prompt_logprobs.pop(item.slot, None)
+                self._prompt_logprobs.pop(item.row, None)
             else:
-                self._prompt_logprobs[item.slot] = item.params.prompt_logprobs
+                self._prompt_logprobs[item.row] = item.params.prompt_logprobs
         size = None if self.graphs is None else self.graphs.size_for(batch)
         if self.graphs is not None and size is not None:
             forward = self.graphs.prepare(batch, size)
@@ -192,7 +192,7 @@ class TpModelWorker(ModelWorker):
             return None
         if self._speculation is not None:
             self._speculation.ran(batch, forward)
-        self.sampler.state.install(batch.new_slots)
+        self.sampler.state.install(batch.new_rows)
         prompt = self._prompt(batch, forward, output)
         return TpLaunchedForward(batch, self, forward, output, prompt, size)
 
@@ -205,7 +205,7 @@ class TpModelWorker(ModelWorker):
         if batch.delayed_sample:
             # Other steps may run before this one is sampled, and all steps share a graph's memory.
             logits = logits.clone()
-            forward.sample_slots = forward.sample_slots.clone()
+            forward.sample_rows = forward.sample_rows.clone()
             forward.sample_lens = forward.sample_lens.clone()
         return ForwardOutput(logits, None)
 
@@ -213,24 +213,24 @@ class TpModelWorker(ModelWorker):
         """Sample behind every token that asks for it; of each line the last valid one is kept."""
         batch, forward, logits = launched.batch, launched.forward, launched.output.logits
         count, device = len(logits), self.runner.device
-        slots_cpu = forward.sample_slots_cpu[:count]
+        rows_cpu = forward.sample_rows_cpu[:count]
         check = draft_check(batch, device) if batch.checks_drafts else None
         is_plain = masks is None and check is None
         if self.graphs is not None and launched.graph_size is not None and is_plain:
-            variant = self.graphs.variant(self.sampler.state.plan(slots_cpu))
+            variant = self.graphs.variant(self.sampler.state.plan(rows_cpu))
             if variant is not None:
                 return self.graphs.sample(launched.graph_size, variant, count)
-        slots, seq_lens = forward.sample_slots[:count], forward.sample_lens[:count]
+        rows, seq_lens = forward.sample_rows[:count], forward.sample_lens[:count]
         mask = None
-        if masks is not None and len(masks.rows):
+        if masks is not None and len(masks.lines):
             mask = allowed_tokens(masks, batch.run_lens, logits.shape[1], device)
-        sampled = self.sampler(logits.contiguous(), slots, slots_cpu, seq_lens, mask, check)
+        sampled = self.sampler(logits.contiguous(), rows, rows_cpu, seq_lens, mask, check)
         last_ids = sampled.next_token_ids
         if check is not None:
             assert sampled.num_kept is not None
             last = check.last_kept(sampled.num_kept)
-            slots, last_ids = slots.index_select(0, last), last_ids.index_select(0, last)
-        self.future_map.store(slots, last_ids)
+            rows, last_ids = rows.index_select(0, last), last_ids.index_select(0, last)
+        self.future_map.store(rows, last_ids)
         return sampled
 
     def _end(self, batch: ModelWorkerBatch, forward: ForwardBatch) -> StepTiming:
@@ -279,7 +279,7 @@ def allowed_tokens(
     bits = torch.arange(32, dtype=torch.int32, device=device)
     unpacked = (words[:, :, None] >> bits).bitwise_and_(1).bool().flatten(1)
     allowed = torch.ones((int(run_lens.sum()), vocab), dtype=torch.bool, device=device)
-    places = to_device(_mask_places(masks.rows, run_lens), device)
+    places = to_device(_mask_places(masks.lines, run_lens), device)
     return allowed.index_copy_(0, places, unpacked[:, :vocab])
 
 

@@ -129,7 +129,7 @@ def make_batch(
             prefix_rows=ints([]),
             prefix_lens=ints([]),
             prefix_locs=ints([]),
-            new_slots=[],
+            new_rows=[],
         ),
         CUDA,
     )

@@ -21,7 +21,7 @@ COMMITTER = "engine/scheduler/committer.py"
 DELAYED_SAMPLE = "engine/scheduler/delayed_sample.py"
 FUTURE_MAP = "engine/worker/future_map.py"
 GRAMMAR = "engine/constraints/grammar.py"
-PENALTIES = "engine/sampling/penalties.py"
+PENALTIES = "engine/sampling/features/penalties.py"
 REQUESTS = "engine/scheduler/requests.py"
 RUNNING_BATCH = "engine/scheduler/running_batch.py"
 SCHEDULER = "engine/scheduler/scheduler.py"
@@ -263,8 +263,8 @@ MUTATIONS = [
         "index 0 diff",
         Edit(
             PENALTIES,
-            "index = group.pool_rows * self._vocab_size",
-            "return\n        index = group.pool_rows * self._vocab_size",
+            "index = plan.pool_rows * self.vocab_size",
+            "return\n        index = plan.pool_rows * self.vocab_size",
         ),
     ),
     mutation(
@@ -272,9 +272,9 @@ MUTATIONS = [
         "test_min_tokens",
         "index 1 diff",
         Edit(
-            "engine/sampling/state.py",
-            "return self._ints[:, 2].index_select(0, slots)",
-            "return torch.zeros_like(slots)",
+            "engine/sampling/features/min_tokens.py",
+            "[banned.min_len for _, banned in found]",
+            "[0 for _ in found]",
         ),
     ),
     mutation(
@@ -320,7 +320,7 @@ MUTATIONS = [
         DRAFTS,
         "test_outputs_end_at_their_length",
         "too few KV slots",
-        Edit(STEP_FILLER, "min(count, limits[slot] - lens[slot] - 2)", "count"),
+        Edit(STEP_FILLER, "min(count, limits[row] - lens[row] - 2)", "count"),
         Edit(
             RUNNING_BATCH,
             "self.limits - self.most - 2",
@@ -332,7 +332,7 @@ MUTATIONS = [
         DRAFTS,
         "test_a_slot_that_has_another_request",
         "another request's tokens",
-        Edit(STEP_FILLER, " or current[slot] != owner", ""),
+        Edit(STEP_FILLER, " or current[row] != owner", ""),
     ),
     mutation(
         DRAFTS,
@@ -386,13 +386,17 @@ MUTATIONS = [
         DRAFTS,
         "test_penalties_count_drafts_before_a_token_and_later_only_what_was_kept",
         "doesn't see the drafts",
-        Edit("engine/sampling/sampler.py", "None if check is None else check.earlier", "None"),
+        Edit(
+            "engine/sampling/sampler.py",
+            "rows, seq_lens, None if check is None else check.earlier",
+            "rows, seq_lens",
+        ),
     ),
     mutation(
         DRAFTS,
         "test_penalties_count_drafts_before_a_token_and_later_only_what_was_kept",
         "counts what was not kept",
-        Edit("engine/sampling/draft_check.py", "num_kept[self.rows]", "num_kept[self.rows] + 9"),
+        Edit("engine/sampling/draft_check.py", "num_kept[self.lines]", "num_kept[self.lines] + 9"),
     ),
     # Graphs of decode steps
     *(
@@ -402,7 +406,7 @@ MUTATIONS = [
             "same_results",
             Edit("engine/worker/tp_worker.py", f"{name} = {name}.clone()", "pass"),
         )
-        for name in ("logits", "forward.sample_slots", "forward.sample_lens")
+        for name in ("logits", "forward.sample_rows", "forward.sample_lens")
     ),
     # A row, and a KV slot, that the test never hands out.
     mutation(

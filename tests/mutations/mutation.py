@@ -96,6 +96,6 @@ def _function(module: object, qualified_name: str) -> FunctionType:
     found: Any = module
     for name in qualified_name.split("."):
         found = inspect.getattr_static(found, name)
-    found = getattr(found, "fget", None) or getattr(found, "__func__", found)
+    found = inspect.unwrap(getattr(found, "fget", None) or getattr(found, "__func__", found))
     assert isinstance(found, FunctionType), f"{qualified_name} is no plain function"
     return found

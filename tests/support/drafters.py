@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from engine.protocol.step import SlotParams
+from engine.protocol.step import RowParams
 from engine.speculative.config import SpeculativeConfig
 from engine.speculative.drafter import Drafter
 
@@ -23,9 +23,9 @@ class KeepsTokens(Drafter):
         super().__init__(config)
         self.tokens: dict[int, list[int]] = {}
 
-    def install(self, params: SlotParams) -> None:
+    def install(self, params: RowParams) -> None:
         assert params.token_ids is not None
-        self.tokens[params.slot] = params.token_ids.tolist()
+        self.tokens[params.row] = params.token_ids.tolist()
 
     def observe(self, slot: int, tokens: Sequence[int]) -> None:
         self.tokens[slot] += tokens

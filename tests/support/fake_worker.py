@@ -123,9 +123,9 @@ class FakeWorker:
     def run(self) -> GenerationBatchResult:
         """Execute the oldest launched step. Its masks must have come before."""
         b = self.pending.popleft()
-        self.open.update(item.slot for item in b.new_slots)
+        self.open.update(item.row for item in b.new_rows)
         if self.filler is not None:
-            self.filler.install(b.new_slots)
+            self.filler.install(b.new_rows)
             b = self.filler.fill(b)
         assert not b.delayed_sample or b.step in self.masks, "no masks: a worker waits for ever"
         allowed = _unpack(self.masks.pop(b.step)) if b.delayed_sample else {}
@@ -217,6 +217,6 @@ def _unpack(masks: SampleMasks) -> dict[int, list[list[int]]]:
     """By sampled row: the tokens allowed at each of its places."""
     found: dict[int, list[list[int]]] = {}
     bits = np.unpackbits(masks.masks.view(np.uint8), axis=1, bitorder="little")
-    for row, allowed in zip(masks.rows.tolist(), bits, strict=True):
+    for row, allowed in zip(masks.lines.tolist(), bits, strict=True):
         found.setdefault(row, []).append(np.flatnonzero(allowed).tolist())
     return found

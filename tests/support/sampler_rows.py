@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from engine.protocol.sampling_params import SamplingParams
-from engine.protocol.step import SlotParams
+from engine.protocol.step import RowParams
 from engine.sampling.hash_noise import HashNoise, mix_seed
 from engine.sampling.sampler import SampledTokens, Sampler
 
@@ -38,9 +38,9 @@ class Row:
     prompt: list[int] = field(default_factory=lambda: [5, 6, 7, 5])
     output: list[int] = field(default_factory=list)
 
-    def install(self, slot: int) -> SlotParams:
+    def install(self, slot: int) -> RowParams:
         tokens = np.array(self.prompt + self.output, dtype=np.int32)
-        return SlotParams(slot, len(self.prompt), [EOS], self.params, tokens)
+        return RowParams(slot, len(self.prompt), [EOS], self.params, tokens)
 
     @property
     def seq_len(self) -> int:

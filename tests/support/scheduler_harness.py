@@ -296,7 +296,7 @@ class TimedWorker(FakeWorker):
 
     def run(self) -> GenerationBatchResult:
         batch = self.pending[0]
-        prompts = self.open | {item.slot for item in batch.new_slots}
+        prompts = self.open | {item.row for item in batch.new_rows}
         lines = zip(
             batch.req_pool_indices.tolist(),
             batch.query_lens.tolist(),

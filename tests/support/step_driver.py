@@ -121,7 +121,7 @@ class StepDriver:
             prefix_rows=_ints(prefix_rows),
             prefix_lens=_ints(prefix_lens),
             prefix_locs=_ints(prefix_locs),
-            new_slots=[],
+            new_rows=[],
         )
 
     def _slot(self, req: DrivenReq, position: int) -> int:

@@ -19,8 +19,8 @@ from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.step import (
     GenerationBatchResult,
     ModelWorkerBatch,
+    RowParams,
     SampleMasks,
-    SlotParams,
 )
 from engine.worker.graphs.backend import GraphBackend
 from engine.worker.step_queue import StepQueue
@@ -162,8 +162,8 @@ class Steps:
             prefix_rows=_ints([]),
             prefix_lens=_ints([]),
             prefix_locs=_ints([]),
-            new_slots=[
-                SlotParams(
+            new_rows=[
+                RowParams(
                     req.slot, len(req.prompt), [2], req.params, np.array(req.prompt, np.int32)
                 )
                 for req in fresh

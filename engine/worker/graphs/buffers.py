@@ -26,7 +26,7 @@ class GraphOutputs(NamedTuple):
     """float32 [size, vocab]"""
     token_ids: Tensor | None
     """int64 [size]"""
-    nan_rows: Tensor | None
+    is_nan: Tensor | None
     """bool [size]"""
 
     def front(self, size: int) -> GraphOutputs:

@@ -31,9 +31,10 @@ from engine.attention.forward_batch import ForwardBatch, StepInputs, step_inputs
 from engine.errors import ConfigError
 from engine.memory_need import GRAPH_RESERVE_BYTES
 from engine.protocol.step import ModelWorkerBatch
-from engine.sampling.plan import Draw, RowGroup, SamplingPlan
+from engine.sampling.features.draw import Draw, DrawPlan
+from engine.sampling.line_group import LineGroup
 from engine.sampling.sampler import SampledTokens
-from engine.sampling.state import SamplingState
+from engine.sampling.state import SamplingPlan, SamplingState
 from engine.sampling.torch_backend import TorchSampling
 from engine.worker.future_map import FutureMap
 from engine.worker.graphs.backend import GraphBackend
@@ -107,7 +108,7 @@ class DecodeGraphs:
         self._future_map = future_map
         self._backend = backend
         # Not the worker's own sampler: a larger working memory may replace that one's.
-        self._sampling = TorchSampling(state)
+        self._sampling = TorchSampling(state.draw)
         self._graphs: dict[int, _Graph] = {}
         try:
             self._buffers = GraphBuffers(runner, max_batch_size)
@@ -133,12 +134,9 @@ class DecodeGraphs:
 
     def variant(self, plan: SamplingPlan) -> Variant | None:
         """How a graph samples rows with this plan; None: they are sampled eagerly."""
-        special = (plan.penalties, plan.bias, plan.banned, plan.logprobs)
-        if plan.uses_min_p or any(feature is not None for feature in special):
+        if not plan.is_plain:
             return None
-        if plan.draws.keys() == {Draw.GREEDY}:
-            return Variant.GREEDY
-        return Variant.DRAW if plan.draws.keys() <= {Draw.GREEDY, Draw.FULL} else None
+        return Variant.GREEDY if plan.draw.is_greedy else Variant.DRAW
 
     def prepare(self, batch: ModelWorkerBatch, size: int) -> ForwardBatch:
         """`ModelRunner.prepare` for a graph of `size_for(batch)`: writes the padded batch to the
@@ -176,12 +174,12 @@ class DecodeGraphs:
         The next sampling overwrites the results.
         """
         graph = self._graphs[size]
-        token_ids, nan_rows = graph.outputs.token_ids, graph.outputs.nan_rows
-        if token_ids is None or nan_rows is None:
+        token_ids, is_nan = graph.outputs.token_ids, graph.outputs.is_nan
+        if token_ids is None or is_nan is None:
             raise ValueError("only the last pipeline stage samples")
         self.runner.queue.protect_downloads()
         graph.sample[variant]()
-        return SampledTokens(token_ids[:num_rows], nan_rows[:num_rows], None, None)
+        return SampledTokens(token_ids[:num_rows], is_nan[:num_rows], None, None)
 
     def _load(
         self, padded: ModelWorkerBatch, inputs: StepInputs[Tensor], cells: Tensor, locs: Tensor
@@ -262,21 +260,21 @@ class DecodeGraphs:
     def _sampler(
         self, batch: ForwardBatch, outputs: GraphOutputs, variant: Variant
     ) -> Callable[[], None]:
-        logits, token_ids, nan_rows = outputs.logits, outputs.token_ids, outputs.nan_rows
-        if logits is None or token_ids is None or nan_rows is None:
+        logits, token_ids, is_nan = outputs.logits, outputs.token_ids, outputs.is_nan
+        if logits is None or token_ids is None or is_nan is None:
             raise ValueError("only the last pipeline stage samples")
-        slots, positions = batch.sample_slots, batch.sample_lens
-        everything = RowGroup(None, batch.batch_size)
-        greedy, full = (SamplingPlan({kind: everything}) for kind in (Draw.GREEDY, Draw.FULL))
+        rows, positions = batch.sample_rows, batch.sample_lens
+        everything = LineGroup(None, batch.batch_size)
+        greedy, full = (DrawPlan({kind: everything}) for kind in (Draw.GREEDY, Draw.FULL))
 
         def run() -> None:
-            ids, row_max = self._sampling.sample(logits, greedy, slots, positions)
+            ids, max_logit = self._sampling.sample(logits, greedy, rows, positions)
             if variant is Variant.DRAW:
-                drawn, row_max = self._sampling.sample(logits, full, slots, positions)
-                ids = torch.where(self._state.greedy(slots), ids, drawn)
+                drawn, max_logit = self._sampling.sample(logits, full, rows, positions)
+                ids = torch.where(self._state.draw.greedy(rows), ids, drawn)
             token_ids.copy_(ids)
-            nan_rows.copy_((row_max - row_max).isnan())
-            self._future_map.store(slots, token_ids)
+            is_nan.copy_((max_logit - max_logit).isnan())
+            self._future_map.store(rows, token_ids)
 
         return run
 
@@ -300,6 +298,6 @@ def _nothing_but_padding(size: int) -> ModelWorkerBatch:
         prefix_rows=none,
         prefix_lens=none,
         prefix_locs=none,
-        new_slots=[],
+        new_rows=[],
     )
     return pad_decodes(empty, size)

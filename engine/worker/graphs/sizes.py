@@ -65,7 +65,7 @@ def pad_decodes(batch: ModelWorkerBatch, size: int) -> ModelWorkerBatch:
         seq_lens=_padded(places, size, 1),
         input_ids=_padded(batch.input_ids, size, 0),
         out_cache_loc=_padded(batch.out_cache_loc, size, 0),
-        new_slots=[],
+        new_rows=[],
     )
 
 

@@ -9,7 +9,8 @@ import numpy as np
 
 from engine.config import WorkerConfig
 from engine.protocol.sampling_params import MAX_LOGPROBS, SamplingParams
-from engine.protocol.step import ModelWorkerBatch, SlotParams
+from engine.protocol.step import ModelWorkerBatch, RowParams
+from engine.sampling.features.draw import COSTLIEST
 
 
 def largest_steps(config: WorkerConfig) -> list[ModelWorkerBatch]:
@@ -33,13 +34,12 @@ def largest_steps(config: WorkerConfig) -> list[ModelWorkerBatch]:
     long.next_prompt_ids = np.zeros(1, np.int32)
     rows = min(config.engine.max_running_requests, tokens)
     lens = [n for n in _even(tokens, rows, config.max_model_len) if n]
-    nucleus = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, min_p=0.01, seed=0)
-    steps = [long, _extend_step(1, lens, [0] * len(lens), nucleus)]
+    steps = [long, _extend_step(1, lens, [0] * len(lens), COSTLIEST)]
     if config.engine.speculative_config is not None:
         drafts = min(
             config.engine.speculative_config.num_speculative_tokens, config.max_model_len - 1
         )
-        steps.append(_verify_step(2, config.engine.max_running_requests, drafts, nucleus))
+        steps.append(_verify_step(2, config.engine.max_running_requests, drafts, COSTLIEST))
     return steps
 
 
@@ -52,7 +52,7 @@ def _verify_step(step: int, rows: int, drafts: int, params: SamplingParams) -> M
 def _extend_step(
     step: int, lens: Sequence[int], prefixes: Sequence[int], params: SamplingParams
 ) -> ModelWorkerBatch:
-    """Row i, in slot i + 1, extends `prefixes[i]` tokens of context by `lens[i]`."""
+    """Line i, of row i + 1, extends `prefixes[i]` tokens of context by `lens[i]`."""
     query_lens = np.asarray(lens, np.int32)
     seq_lens = query_lens + np.asarray(prefixes, np.int32)
     total = int(query_lens.sum())
@@ -68,8 +68,8 @@ def _extend_step(
         prefix_rows=np.zeros(0, np.int32),
         prefix_lens=np.zeros(0, np.int32),
         prefix_locs=np.zeros(0, np.int32),
-        new_slots=[
-            SlotParams(slot, int(seq_len), [], params) for slot, seq_len in enumerate(seq_lens, 1)
+        new_rows=[
+            RowParams(row, int(seq_len), [], params) for row, seq_len in enumerate(seq_lens, 1)
         ],
     )
 

@@ -122,7 +122,7 @@ class Simulation:
                 prefix_rows=ints([]),
                 prefix_lens=ints([]),
                 prefix_locs=ints([]),
-                new_slots=[],
+                new_rows=[],
             ),
             CPU,
         )

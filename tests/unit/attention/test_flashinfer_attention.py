@@ -161,7 +161,7 @@ def _batch(rows: list[tuple[int, int]], extend_lens: list[int], locs: list[int])
             prefix_rows=ints([]),
             prefix_lens=ints([]),
             prefix_locs=ints([]),
-            new_slots=[],
+            new_rows=[],
         ),
         CPU,
     )

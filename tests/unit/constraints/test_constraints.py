@@ -127,7 +127,7 @@ def test_specs_travel_to_the_scheduler_and_not_to_workers() -> None:
     h.scheduler.add(got, 0.0)
     batch = h.scheduler.next_batch(0.0)
     assert batch is not None and batch.delayed_sample
-    assert batch.new_slots[0].params == SamplingParams(seed=0)
+    assert batch.new_rows[0].params == SamplingParams(seed=0)
     assert got.sequence.params.constraint == spec
 
 
@@ -158,7 +158,7 @@ def test_overlap_launches_before_the_mask_and_masks_after_the_result() -> None:
     first = launch(h)
     assert first.delayed_sample
     (masks,) = h.scheduler.take_masks()
-    assert (masks.step, masks.rows.tolist()) == (first.step, [0])
+    assert (masks.step, masks.lines.tolist()) == (first.step, [0])
     h.worker.sample(masks)
     second = launch(h)
     assert second.delayed_sample
@@ -209,7 +209,7 @@ def test_rows_are_numbered_among_the_sampled() -> None:
     h.add(3, prompt(random.Random(1), 30), 5, choices=[[22]])  # a chunk: samples nothing yet
     batch = launch(h)
     (masks,) = h.scheduler.take_masks()
-    slots = batch.req_pool_indices[batch.sampled_lines][masks.rows]
+    slots = batch.req_pool_indices[batch.sampled_lines][masks.lines]
     assert slots.tolist() == [h.scheduler.requests.by_key[("c", 2)].req_pool_idx]
     assert len(batch.sampled_lines) == 2 and len(batch.req_pool_indices) == 3
     h.worker.sample(masks)
@@ -235,7 +235,7 @@ def test_ended_request_leaves_its_row_and_the_step_still_gets_masks(
     h.scheduler.process_result(h.worker.run())
     (masks,) = h.scheduler.take_masks()
     assert masks.step == last.step
-    assert masks.rows.tolist() == [] and masks.masks.shape == (0, mask_words(VOCAB))
+    assert masks.lines.tolist() == [] and masks.masks.shape == (0, mask_words(VOCAB))
     h.worker.sample(masks)
     h.run()
     assert not caplog.records, "what an ended request samples is nobody's error"

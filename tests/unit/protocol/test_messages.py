@@ -15,7 +15,7 @@ from engine.protocol.step import (
     GenerationBatchResult,
     ModelWorkerBatch,
     PooledLines,
-    SlotParams,
+    RowParams,
 )
 from engine.protocol.tokenizer_messages import TextDelta, TextOutputs
 from tests.support.requests import add_request
@@ -49,7 +49,7 @@ def test_add_request_round_trip(ids: np.ndarray, out: np.ndarray | None, seed: i
 def test_batch_round_trip(rows: int) -> None:
     a = np.arange(rows, dtype=np.int32)
     empty = np.zeros(0, np.int32)
-    slots = [SlotParams(1, 2, [3], SamplingParams(top_k=5), a)]
+    slots = [RowParams(1, 2, [3], SamplingParams(top_k=5), a)]
     sent = ModelWorkerBatch(7, 1, a, a + 2, a + 3, a + 1, a - 1, a, empty, empty, empty, slots)
     got = encoding.decode(wire(encoding.encode(sent)), ModelWorkerBatch)
     for name in (
@@ -61,7 +61,7 @@ def test_batch_round_trip(rows: int) -> None:
         "out_cache_loc",
     ):
         assert np.array_equal(getattr(got, name), getattr(sent, name)), name
-    assert np.array_equal(got.new_slots[0].token_ids, a)
+    assert np.array_equal(got.new_rows[0].token_ids, a)
 
 
 def test_embeddings_round_trip() -> None:

@@ -17,8 +17,8 @@ from engine.protocol.sampling_params import SamplingParams
 from engine.sampling import cpu_backend
 from engine.sampling.base import SamplingBackend
 from engine.sampling.cpu_backend import CpuSampling
+from engine.sampling.features.logprobs import LogprobTensors, compute_logprobs
 from engine.sampling.hash_noise import HashNoise, mix_seed
-from engine.sampling.logprobs import LogprobTensors, compute_logprobs
 from engine.sampling.sampler import SampledTokens, Sampler
 from engine.sampling.state import SamplingState
 from engine.sampling.token_order import TokenOrder
@@ -65,7 +65,7 @@ def sample(rows: list[Row], backend: str = "cpu", threads: int = 1) -> SampledTo
 def check_same(rows: list[Row], threads: int = 1) -> None:
     """Equal tokens, or ones that are equally good up to float32 rounding."""
     wanted, found = sample(rows, "torch"), sample(rows, "cpu", threads)
-    assert torch.equal(found.nan_rows, wanted.nan_rows)
+    assert torch.equal(found.is_nan, wanted.is_nan)
     pairs = zip(found.next_token_ids.tolist(), wanted.next_token_ids.tolist(), strict=True)
     for row, (token, other) in zip(rows, pairs, strict=True):
         if token != other:
@@ -189,7 +189,7 @@ def test_bad_logits_flag_their_row_only(bad: float, vocab: int) -> None:
         else:
             logits[1, token:] = bad
         sampled = sample(plain_rows(logits, **filters), threads=2)
-        assert sampled.nan_rows.tolist() == [False, True, False]
+        assert sampled.is_nan.tolist() == [False, True, False]
         assert sampled.next_token_ids[[0, 2]].tolist() == expected[[0, 2]].tolist()
         assert 0 <= sampled.next_token_ids[1] < vocab
         if bad != -torch.inf:
@@ -221,7 +221,7 @@ class Step:
         slots, chosen = torch.tensor(rows), self.logits[list(rows)]
         positions = 7 * slots
         with torch_threads(threads):
-            plan = self.state.plan(np.array(rows))
+            plan = self.state.plan(np.array(rows)).draw
             drawn = backend.sample(chosen, plan, slots, positions)
             found = backend.logprobs(chosen, drawn.token_ids, [5] * len(rows))
         return [*drawn, found.token, found.top_ids, found.top]
@@ -239,7 +239,7 @@ def same_bits(found: list[Tensor], expected: list[Tensor]) -> bool:
 @pytest.mark.parametrize(("rows", "vocab"), [(300, VOCAB), (40, 1003), (14, LARGE_VOCAB)])
 def test_a_row_is_the_same_in_any_batch_and_with_any_threads(rows: int, vocab: int) -> None:
     batch = Step(rows, vocab, 0.7)
-    backend = CpuSampling(batch.state)
+    backend = CpuSampling(batch.state.draw)
     whole = batch.draw(backend, range(rows), 1)
     for threads in (2, 5, 16):
         again = batch.draw(backend, range(rows), threads)
@@ -251,7 +251,7 @@ def test_a_row_is_the_same_in_any_batch_and_with_any_threads(rows: int, vocab: i
     shuffled = [(11 * row) % rows for row in range(rows)]
     again = batch.draw(backend, shuffled, 2)
     assert same_bits(again, [found[shuffled] for found in whole])
-    tokens = TorchSampling(batch.state)
+    tokens = TorchSampling(batch.state.draw)
     assert torch.equal(batch.draw(tokens, range(rows), 1)[0], whole[0])
 
 
@@ -261,7 +261,7 @@ def check_logprobs(logits: Tensor, num_top: list[int], threads: int = 1) -> Logp
     wanted = compute_logprobs(logits, ids, num_top, TokenOrder(vocab, CPU))
     before = logits.clone()
     with torch_threads(threads):
-        found = CpuSampling(SamplingState(1, vocab, CPU)).logprobs(logits, ids, num_top)
+        found = CpuSampling(SamplingState(1, vocab, CPU).draw).logprobs(logits, ids, num_top)
     assert torch.equal(logits, before)
     assert torch.equal(found.top_ids, wanted.top_ids)
     torch.testing.assert_close(found.token, wanted.token, rtol=1e-6, atol=1e-5)
@@ -307,7 +307,7 @@ def test_logprobs_of_a_large_vocabulary() -> None:
 def test_logprobs_of_bad_logits_are_nan() -> None:
     logits = torch.stack([random_logits(i) for i in range(4)])
     logits[0, 9], logits[1, 500], logits[2] = torch.nan, torch.inf, -torch.inf
-    found = CpuSampling(SamplingState(1, VOCAB, CPU)).logprobs(
+    found = CpuSampling(SamplingState(1, VOCAB, CPU).draw).logprobs(
         logits, torch.arange(4), [3, 3, 3, 3]
     )
     assert found.token.isnan().tolist() == [True, True, True, False]

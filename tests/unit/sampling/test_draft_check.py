@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.protocol.sampling_params import SamplingParams
-from engine.protocol.step import SlotParams
+from engine.protocol.step import RowParams
 from engine.sampling.draft_check import DraftCheck, draft_check
 from engine.sampling.sampler import HostTokens, SampledTokens, Sampler
 from engine.sampling.state import SamplingState
@@ -73,7 +73,7 @@ def test_sampling_behind_drafts_is_sampling_behind_output(backend: str, seed: in
 
     def sampler() -> Sampler:
         state = SamplingState(len(PARAMS) + 1, VOCAB, CPU)
-        state.install([SlotParams(i, 4, [], p, ints(prompt)) for i, p in enumerate(PARAMS, 1)])
+        state.install([RowParams(i, 4, [], p, ints(prompt)) for i, p in enumerate(PARAMS, 1)])
         return Sampler(state, backend)
 
     def draw(

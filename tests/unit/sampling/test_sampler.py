@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from engine.errors import ConfigError
 from engine.protocol.sampling_params import SamplingParams
-from engine.protocol.step import SlotParams, TokenLogprobs
+from engine.protocol.step import RowParams, TokenLogprobs
 from engine.registry import SAMPLING_BACKENDS
+from engine.sampling.features.penalties import Penalties
 from engine.sampling.sampler import SampledTokens, Sampler
 from engine.sampling.state import SamplingState
 from engine.sampling.torch_backend import CPU_ELEMENTS
@@ -43,7 +44,7 @@ def sample(rows: list[Row], slots: list[int] | None = None) -> SampledTokens:
 def check_against_reference(rows: list[Row]) -> None:
     """Each token is the reference's, or one whose score is equal up to float32 rounding."""
     sampled = sample(rows)
-    assert not sampled.nan_rows.any()
+    assert not sampled.is_nan.any()
     for row, token in zip(rows, sampled.next_token_ids.tolist(), strict=True):
         scores = reference_scores(row)
         assert scores[token] >= scores.max() - 1e-4, (row.params, token, int(scores.argmax()))
@@ -232,15 +233,16 @@ def test_penalties_follow_the_sampled_tokens() -> None:
 def test_penalty_rows_are_reused_and_the_pool_grows() -> None:
     params = SamplingParams(temperature=0.0, presence_penalty=2.0)
     state = SamplingState(16, VOCAB, CPU)
+    (penalties,) = (each for each in state.adjustments if isinstance(each, Penalties))
     rows = [Row(random_logits(i), params, output=[i, i + 1]) for i in range(11)]
     for _ in range(3):
         state.install([row.install(i) for i, row in enumerate(rows)])
-        assert state.penalty_pool.counts.shape[0] == 16
+        assert penalties.counts.shape[0] == 16
     plain = Row(random_logits(0), SamplingParams(temperature=0.0))
     state.install([plain.install(i) for i in range(11)])
     state.install([row.install(i + 5) for i, row in enumerate(rows)])
-    assert state.penalty_pool.counts.shape[0] == 16
-    assert state.penalty_pool.counts.sum().item() >= 22
+    assert penalties.counts.shape[0] == 16
+    assert penalties.counts.sum().item() >= 22
     tokens = step(Sampler(state), rows, list(range(5, 16))).next_token_ids
     assert torch.equal(tokens, sample(rows).next_token_ids)
 
@@ -299,7 +301,7 @@ def test_mask_allows_only_its_tokens() -> None:
     mask = torch.zeros((16, VOCAB), dtype=torch.bool)
     mask[:, 40:45] = True
     sampled = step(Sampler(state), rows, list(range(16)), mask)
-    assert not sampled.nan_rows.any()
+    assert not sampled.is_nan.any()
     assert set(sampled.next_token_ids.tolist()) <= set(range(40, 45))
 
 
@@ -333,7 +335,7 @@ def test_bad_logits_flag_their_row_only(bad: str) -> None:
             else:
                 rows[1].logits[500] = float(bad.replace("minus ", "-"))
             host = sample(rows).to_host()
-            assert host.nan_rows.tolist() == [False, True, False]
+            assert host.is_nan.tolist() == [False, True, False]
             assert host.next_token_ids[[0, 2]].tolist() == expected[[0, 2]].tolist()
             assert 0 <= host.next_token_ids[1] < VOCAB
 
@@ -343,7 +345,7 @@ def test_some_minus_inf_logits_are_no_error() -> None:
     logits[60:62] = 1.0
     rows = [Row(logits, SamplingParams(seed=i, **FILTERS[i % len(FILTERS)])) for i in range(24)]
     sampled = sample(rows)
-    assert not sampled.nan_rows.any()
+    assert not sampled.is_nan.any()
     assert set(sampled.next_token_ids.tolist()) == {60, 61}
 
 
@@ -446,21 +448,19 @@ def test_install_takes_the_last_of_a_slot_named_twice() -> None:
 @pytest.mark.parametrize(
     ("item", "message"),
     [
-        (SlotParams(0, 2, [], SamplingParams()), "without a seed"),
-        (SlotParams(0, 2, [], SamplingParams(seed=1, presence_penalty=1.0)), "token ids"),
+        (RowParams(0, 2, [], SamplingParams()), "without a seed"),
+        (RowParams(0, 2, [], SamplingParams(seed=1, presence_penalty=1.0)), "token ids"),
         (
-            SlotParams(0, 2, [], SamplingParams(seed=1, presence_penalty=1.0), np.array([1])),
+            RowParams(0, 2, [], SamplingParams(seed=1, presence_penalty=1.0), np.array([1])),
             "token ids",
         ),
         (
-            SlotParams(
-                0, 2, [], SamplingParams(seed=1, presence_penalty=1.0), np.array([1, 2, -1])
-            ),
+            RowParams(0, 2, [], SamplingParams(seed=1, presence_penalty=1.0), np.array([1, 2, -1])),
             "outside the vocabulary",
         ),
     ],
 )
-def test_bad_install_is_refused_and_changes_nothing(item: SlotParams, message: str) -> None:
+def test_bad_install_is_refused_and_changes_nothing(item: RowParams, message: str) -> None:
     state = SamplingState(1, VOCAB, CPU)
     row = Row(random_logits(0), SamplingParams(temperature=0.0, logit_bias={5: 100.0}))
     state.install([row.install(0)])

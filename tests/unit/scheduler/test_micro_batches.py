@@ -165,7 +165,7 @@ def test_no_micro_batch_exceeds_its_limit(pipeline: tuple[int, int], mixed: bool
         h.add(i, prompt(rng, rng.choice([3, 64, 128, 200])), rng.randrange(1, 40))
     h.finish()
     # A chunk of one token that ends its prompt counts as a decode, too.
-    decodes = [int((b.query_lens == 1).sum()) - len(b.new_slots) for b, _ in h.launches]
+    decodes = [int((b.query_lens == 1).sum()) - len(b.new_rows) for b, _ in h.launches]
     assert max(decodes) == 3
 
 

@@ -100,7 +100,7 @@ def test_input_is_the_token_of_the_step_before() -> None:
         prefix_rows=NONE,
         prefix_lens=NONE,
         prefix_locs=NONE,
-        new_slots=[],
+        new_rows=[],
     )
     forward = ForwardBatch.from_worker_batch(mixed, torch.device("cpu"))
     captured = forward.input_ids

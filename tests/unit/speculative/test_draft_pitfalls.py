@@ -11,7 +11,7 @@ import torch
 
 from engine.constraints import mask_words, structured
 from engine.protocol.sampling_params import SamplingParams
-from engine.protocol.step import SlotParams, SlotSpeculation
+from engine.protocol.step import RowParams, RowSpeculation
 from engine.sampling.draft_check import draft_check
 from engine.sampling.sampler import Sampler
 from engine.sampling.state import SamplingState
@@ -130,7 +130,7 @@ def test_forced_tokens_say_nothing_of_the_drafter() -> None:
 def test_penalties_count_drafts_before_a_token_and_later_only_what_was_kept() -> None:
     params = SamplingParams(temperature=0, presence_penalty=2.0)
     state = SamplingState(2, VOCAB, torch.device("cpu"))
-    state.install([SlotParams(1, 2, [], params, np.array([0, 1], np.int32))])
+    state.install([RowParams(1, 2, [], params, np.array([0, 1], np.int32))])
     logits = torch.zeros(1, VOCAB)
     logits[0, 5], logits[0, 6], logits[0, 7] = 3.0, 2.5, 2.0
     sampler = Sampler(state)
@@ -149,12 +149,12 @@ def test_penalties_count_drafts_before_a_token_and_later_only_what_was_kept() ->
     assert sample([6], 4) == [7], "a penalty counts what was not kept, or not what was"
 
 
-def _slot_params(slot: int, tokens: list[int]) -> SlotParams:
-    return SlotParams(
+def _slot_params(slot: int, tokens: list[int]) -> RowParams:
+    return RowParams(
         slot,
         len(tokens),
         [],
         SamplingParams(),
         np.array(tokens, np.int32),
-        SlotSpeculation(90, "c\n"),
+        RowSpeculation(90, "c\n"),
     )

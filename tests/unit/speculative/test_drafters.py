@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.protocol.sampling_params import SamplingParams
-from engine.protocol.step import SlotParams, SlotSpeculation
+from engine.protocol.step import RowParams, RowSpeculation
 from engine.speculative import suffix
 from engine.speculative.config import SpeculativeConfig
 from engine.speculative.ngram import MAX_CANDIDATES, NgramDrafter, NgramIndex
@@ -18,14 +18,14 @@ from engine.speculative.suffix import SHORTEST, OutputStore, SuffixDrafter
 TOKENS = st.lists(st.integers(0, 3), max_size=60)
 
 
-def slot(number: int, tokens: list[int], namespace: str = "", prompt_len: int = 0) -> SlotParams:
-    return SlotParams(
+def slot(number: int, tokens: list[int], namespace: str = "", prompt_len: int = 0) -> RowParams:
+    return RowParams(
         number,
         prompt_len or len(tokens),
         [],
         SamplingParams(),
         np.array(tokens, np.int32),
-        SlotSpeculation(1000, namespace),
+        RowSpeculation(1000, namespace),
     )
 
 

@@ -15,7 +15,7 @@ import torch
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.protocol.sampling_params import SamplingParams
-from engine.protocol.step import GenerationBatchResult, ModelWorkerBatch, SlotParams
+from engine.protocol.step import GenerationBatchResult, ModelWorkerBatch, RowParams
 from engine.worker.auto_config import graph_max_batch_size
 from engine.worker.graphs.decode_graphs import CaptureLimits, DecodeGraphs, Variant
 from engine.worker.graphs.sizes import capture_order, graph_sizes, pad_decodes, smallest_fitting
@@ -263,7 +263,7 @@ def test_buffers_stay_where_they_are(folder: Path) -> None:
     def note_inputs(batch: ModelWorkerBatch, size: int):  # type: ignore[no-untyped-def]
         made = prepare(batch, size)
         tensors = (made.input_ids, made.positions, made.out_cache_loc, made.seq_lens)
-        tensors += (made.req_pool_indices, made.sample_slots, made.sample_lens, made.logits_rows)
+        tensors += (made.req_pool_indices, made.sample_rows, made.sample_lens, made.logits_rows)
         seen.setdefault(size, set()).add(tuple(t.data_ptr() for t in tensors))
         return made
 
@@ -346,7 +346,7 @@ def decode(steps: Steps, rows: int) -> ModelWorkerBatch:
     """The next step that has only decode rows, and `rows` of them."""
     while True:
         batch, _ = steps.next(rows)
-        if batch.num_long == 0 and not batch.new_slots and len(batch.query_lens) == rows:
+        if batch.num_long == 0 and not batch.new_rows and len(batch.query_lens) == rows:
             return batch
 
 
@@ -460,7 +460,7 @@ def test_largest_size_by_config(options: dict[str, Any], wanted: int) -> None:
 
 
 def step_of(
-    number: int, rows: list[tuple[int, list[int], list[int]]], new: list[SlotParams] | None = None
+    number: int, rows: list[tuple[int, list[int], list[int]]], new: list[RowParams] | None = None
 ) -> ModelWorkerBatch:
     """`rows` have a slot, tokens in the cache and inputs: prompts if there are `new` slots, else a
     last token and drafts. Slot s has the KV slots from 48 * s on."""
@@ -474,7 +474,7 @@ def step_of(
         req_pool_indices=ints([slot for slot, _, _ in rows]),
         input_ids=ints([token for tokens in inputs for token in tokens]),
         out_cache_loc=ints(locs),
-        new_slots=new or [],
+        new_rows=new or [],
     )
 
 
@@ -486,7 +486,7 @@ def test_rows_with_drafts_run_in_the_graphs_of_decodes(
     pair = make_pair(folder, max_batch_size=40)
     rng = random.Random(1)
     prompts = [[rng.randrange(3, 211) for _ in range(rng.randint(1, 9))] for _ in range(8)]
-    new = [SlotParams(i, len(p), [2], make_params(i), ints(p)) for i, p in enumerate(prompts, 1)]
+    new = [RowParams(i, len(p), [2], make_params(i), ints(p)) for i, p in enumerate(prompts, 1)]
     known = _alone(pair.eager, prompts, new)
     texts = [list(prompt) for prompt in prompts]
     rows = [(i, [], prompt) for i, prompt in enumerate(prompts, 1)]
@@ -527,7 +527,7 @@ def test_rows_with_drafts_run_in_the_graphs_of_decodes(
 
 
 def _alone(
-    worker: TpModelWorker, prompts: list[list[int]], new: list[SlotParams]
+    worker: TpModelWorker, prompts: list[list[int]], new: list[RowParams]
 ) -> list[list[int]]:
     """Prompts with what follows them, token by token."""
     texts = [list(prompt) for prompt in prompts]
@@ -594,12 +594,12 @@ def test_pipeline_stages_capture_too(folder: Path) -> None:
     last: dict[int, int] = {}
     for target in (3, 5, 5, 6, 6, 6, 4, 4):
         whole, _ = steps.next(target)
-        decode_lines = slice(len(whole.new_slots), None)
+        decode_lines = slice(len(whole.new_rows), None)
         tokens = [last.get(slot, -1) for slot in whole.req_pool_indices.tolist()]
-        starts = int(whole.query_lens[: len(whole.new_slots)].sum())
+        starts = int(whole.query_lens[: len(whole.new_rows)].sum())
         whole.input_ids[starts:] = np.array(tokens, np.int32)[decode_lines]
         micro = [whole]
-        if not whole.new_slots:
+        if not whole.new_rows:
             half = target // 2
             micro = [part(whole, range(half), whole.step), part(whole, range(half, target), 10**6)]
         for batch in micro:

@@ -146,7 +146,7 @@ def test_steps_have_the_shapes_that_they_say(
     long, wide = largest_steps(config)
     assert int(long.seq_lens[0]) == length and len(long.input_ids) == min(tokens, length)
     assert long.next_prompt_ids is not None
-    assert long.new_slots[0].params.prompt_logprobs == MAX_LOGPROBS
+    assert long.new_rows[0].params.prompt_logprobs == MAX_LOGPROBS
     assert len(wide.sampled_lines) == min(rows, tokens)
     assert len(wide.input_ids) == min(tokens, rows * length)
     for batch in (long, wide):

@@ -17,7 +17,7 @@ import torch
 from engine.attention.torch_backend import TorchAttentionBackend
 from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.step import ModelWorkerBatch, PooledLines
-from engine.sampling.sampler import Sampler
+from engine.sampling.torch_backend import TorchSampling
 from engine.worker.future_map import FutureMap
 from engine.worker.graphs.backend import GraphBackend
 from engine.worker.step_queue import StepQueue
@@ -69,7 +69,7 @@ def run_steps(
     for target in TARGETS:
         with FakeCuda():
             batch, reqs = steps.next(target)
-            if batch.new_slots:
+            if batch.new_rows:
                 batch.next_prompt_ids = next_ids(batch)
             masks = steps.masks(batch, reqs)
             launched.append(len(reqs))
@@ -86,7 +86,7 @@ def run_steps(
 def next_ids(batch: ModelWorkerBatch) -> np.ndarray:
     """As if every new request wanted prompt log-probabilities that has any."""
     found = np.full(len(batch.query_lens), -2, np.int32)
-    for line, item in enumerate(batch.new_slots):
+    for line, item in enumerate(batch.new_rows):
         if item.params.prompt_logprobs is not None:
             found[line] = -1
     return found
@@ -118,7 +118,7 @@ def test_steps_with_embeddings_never_wait(folder: Path, prompt_logprobs: int | N
     for number, target in enumerate((6, 11, 15)):
         with FakeCuda():
             batch, _ = steps.next(target)
-            fresh = np.arange(len(batch.new_slots), dtype=np.int32)
+            fresh = np.arange(len(batch.new_rows), dtype=np.int32)
             batch.pooled = PooledLines(fresh[1::2], fresh[::2], fresh[2::2])
             batch.num_sampled[fresh] = 0
             if prompt_logprobs is not None:
@@ -211,14 +211,14 @@ def test_reading_a_tensor_as_a_whole_is_noticed(
 
 
 def test_waiting_in_the_sampler_is_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    adjust = Sampler._adjust
+    sample = TorchSampling.sample
 
     def changed(self, logits, *more):  # type: ignore[no-untyped-def]
         if logits.isnan().any():
             raise ValueError("NaN")
-        adjust(self, logits, *more)
+        return sample(self, logits, *more)
 
-    monkeypatch.setattr(Sampler, "_adjust", changed)
+    monkeypatch.setattr(TorchSampling, "sample", changed)
     worker = make(folder)
     with pytest.raises(NOTICED):
         run_steps(worker)
