@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -15,14 +15,18 @@ from engine.checkpoint.folder import resolve_model_path
 from engine.checkpoint.generation_defaults import read_generation_defaults
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.pooling_defaults import read_pooling
+from engine.checkpoint.weight_formats import check_form
 from engine.errors import ConfigError
 from engine.other_names import OTHER_NAMES
 from engine.protocol.pooling import Pooling
 from engine.registry import (
     ATTENTION_BACKENDS,
     EVICTION_POLICIES,
+    KERNELS,
     SAMPLING_BACKENDS,
     SCHEDULE_POLICIES,
+    WEIGHT_FORMATS,
+    kernels_of,
 )
 from engine.speculative.config import SpeculativeConfig
 
@@ -65,6 +69,17 @@ class SimulatedDevice(BaseModel):
             + self.token_us / 1e6 * num_tokens
             + (self.context_ns / 1e9 * num_context)
         )
+
+
+class KernelChoice(NamedTuple):
+    """Which kernels compute what. Nothing is auto."""
+
+    layers: str
+    """Word of `KERNELS`."""
+    attention: str
+    """Word of `ATTENTION_BACKENDS`."""
+    sampling: str
+    """Word of `SAMPLING_BACKENDS`."""
 
 
 class EngineConfig(BaseModel):
@@ -131,10 +146,13 @@ class EngineConfig(BaseModel):
     pooling: Literal["auto", "last", "mean"] = "auto"
     """Of embeddings: the last hidden state or the mean of all. auto: what the model's folder says
     (`1_Pooling/config.json`), else last."""
-    quantization: Literal["auto", "int8"] = "auto"
+    quantization: Literal["auto", *WEIGHT_FORMATS] = "auto"  # type: ignore[valid-type]
     """auto: weights are of `dtype`. int8: matrices are made int8 as they are read; CPU only."""
     kv_cache_dtype: Literal["auto", "fp8_e4m3"] = "auto"
     """auto: the model's type."""
+    kernels: Literal["auto", *KERNELS] = "auto"  # type: ignore[valid-type]
+    """What computes attention, sampling, matrix products and the small operations between them.
+    auto: those of `attention_backend` if that is set, else the fastest that can be had."""
     attention_backend: Literal["auto", *ATTENTION_BACKENDS] = "auto"  # type: ignore[valid-type]
     sampling_backend: Literal["auto", *SAMPLING_BACKENDS] = "auto"  # type: ignore[valid-type]
     enable_cuda_graphs: bool = True
@@ -158,6 +176,18 @@ class EngineConfig(BaseModel):
             return {}
         return read_generation_defaults(model.path, model.vocab_size)
 
+    def kernel_choice(self, best: str) -> KernelChoice:
+        """What `auto` means for kernels where `best` are the fastest that can be had."""
+        layers = self.kernels
+        if layers == "auto":
+            is_set = self.attention_backend != "auto"
+            layers = kernels_of(self.attention_backend) if is_set else best
+        attention, sampling = (
+            layers if backend == "auto" else backend
+            for backend in (self.attention_backend, self.sampling_backend)
+        )
+        return KernelChoice(layers, attention, sampling)
+
     @property
     def world_size(self) -> int:
         """Number of workers of one engine."""
@@ -180,8 +210,12 @@ class EngineConfig(BaseModel):
         """KV tokens that a request may hold beyond its own; 0 without speculation."""
         return 0 if self.speculative_config is None else self.speculative_config.spare_tokens
 
-    def _check_draft_model(self, name: str, target: ModelConfig, max_len: int) -> None:
-        draft = ModelConfig.from_pretrained(resolve_model_path(name))
+    def _check_draft_model(
+        self, drafts: SpeculativeConfig, target: ModelConfig, max_len: int
+    ) -> None:
+        if drafts.model is None:
+            return
+        draft = ModelConfig.from_pretrained(resolve_model_path(drafts.model))
         if draft.vocab_size != target.vocab_size:
             raise ConfigError(
                 f"the draft model has a vocabulary of {draft.vocab_size} tokens and the model one "
@@ -195,8 +229,8 @@ class EngineConfig(BaseModel):
             )
         if self.pp_size > 1 or not self.enable_overlap:
             raise ConfigError(
-                "speculative_config.method draft_model needs pp_size: 1 and enable_overlap: true; "
-                "set them, or choose ngram or suffix."
+                f"speculative_config.method {drafts.method} needs pp_size: 1 and "
+                "enable_overlap: true; set them, or choose ngram or suffix."
             )
 
     def check_device(self, device: str) -> None:
@@ -208,10 +242,10 @@ class EngineConfig(BaseModel):
             and self.speculative_config.model
         ):
             raise ConfigError(
-                "speculative_config.method draft_model runs on CPU only so far; choose ngram or "
-                "suffix, or set device: cpu."
+                f"speculative_config.method {self.speculative_config.method} runs on CPU only so "
+                "far; choose ngram or suffix, or set device: cpu."
             )
-        for key in ("attention_backend", "sampling_backend"):
+        for key in ("kernels", "attention_backend", "sampling_backend"):
             name = getattr(self, key)
             if name == "cpu" and device != "cpu":
                 raise ConfigError(f"{key} cpu needs device cpu, and the device is '{device}'.")
@@ -220,11 +254,7 @@ class EngineConfig(BaseModel):
                     f"{key} {name} needs a GPU and the device is '{device}'; set {key}: auto or "
                     "torch."
                 )
-        if self.quantization == "int8" and device != "cpu":
-            raise ConfigError(
-                f"quantization int8 needs device cpu, and the device is '{device}'. "
-                "quantization: auto runs without it."
-            )
+        check_form(self.quantization, "device", device)
 
     def resolve(self) -> ResolvedConfig:
         """Read the model's config and check every size against it. Raises `ConfigError`."""
@@ -275,16 +305,9 @@ class EngineConfig(BaseModel):
                 f"hold a prompt of max_model_len ({max_len}); raise it, lower max_model_len, or "
                 "set chunked_prefill_size."
             )
-        if self.quantization == "int8" and self.device not in ("auto", "cpu"):
-            raise ConfigError(
-                f"quantization int8 needs device: cpu, not {self.device}; set it or leave "
-                "quantization out."
-            )
-        if self.quantization == "int8" and self.attention_backend not in ("auto", "cpu"):
-            raise ConfigError(
-                f"quantization int8 needs attention_backend: auto or cpu, not "
-                f"{self.attention_backend}; set one or leave quantization out."
-            )
+        key = "attention_backend" if self.kernels == "auto" else "kernels"
+        if getattr(self, key) != "auto":
+            check_form(self.quantization, key, kernels_of(getattr(self, key)))
         if self.attention_backend == "flashinfer-fa3" and self.kv_cache_dtype != "auto":
             raise ConfigError(
                 "attention_backend flashinfer-fa3 can't read a KV cache of another type than the "
@@ -316,8 +339,8 @@ class EngineConfig(BaseModel):
                 "enable_priority_preemption needs schedule_policy: priority; set it or switch "
                 "preemption off."
             )
-        if self.speculative_config is not None and self.speculative_config.model is not None:
-            self._check_draft_model(self.speculative_config.model, model, max_len)
+        if self.speculative_config is not None:
+            self._check_draft_model(self.speculative_config, model, max_len)
         pooling = read_pooling(model.path) if self.pooling == "auto" else self.pooling
         return ResolvedConfig(self, model, max_len, pooling)
 
@@ -370,8 +393,7 @@ class WorkerConfig(MachineConfig):
     """KV tokens of all requests at full length, in whole pages; more can never be used."""
     max_step_tokens: int
     """Tokens of the largest step that the scheduler may send."""
-    attention_backend: str
-    sampling_backend: str
+    kernels: KernelChoice
     cpu_threads: int
     cuda_graph_max_batch_size: int = 0
     """Largest decode batch that is captured; 0: none is."""

@@ -11,14 +11,13 @@ from dataclasses import dataclass
 
 from engine.checkpoint.folder import resolve_model_path
 from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.weight_formats import PLAIN, WeightForm, weight_form
 from engine.config import EngineConfig, ResolvedConfig
 from engine.errors import ConfigError
 
 GIB = 1 << 30
 TYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a number by the words of `dtype`."""
-INT8_SCALE_BYTES = 4
-"""An int8 matrix has a scale for each of its outputs."""
 CPU_MAX_BYTES = 4 << 30
 """Bytes of KV cache that one CPU worker takes unless `max_total_tokens` says otherwise: the host's
 memory is shared with everything else on it."""
@@ -30,31 +29,23 @@ pool, modules that CUDA loads at their first use."""
 
 
 def stage_bytes(
-    model: ModelConfig, item: int, tp_size: int, pp_size: int, pp_rank: int, *, int8: bool = False
+    model: ModelConfig,
+    item: int,
+    tp_size: int,
+    pp_size: int,
+    pp_rank: int,
+    form: WeightForm = PLAIN,
 ) -> int:
     """Bytes of one rank's matrices on stage `pp_rank` (norms and biases don't matter here), whose
     plain numbers have `item` bytes."""
-
-    def matrix(outputs: int, inputs: int) -> int:
-        return outputs * (inputs + INT8_SCALE_BYTES) if int8 else outputs * inputs * item
-
-    hidden = model.hidden_size
-    queries = model.num_heads // tp_size * model.head_dim
-    keys = model.local_kv_heads(tp_size) * model.head_dim
-    inner = model.intermediate_size // tp_size
-    layer = (
-        matrix(queries + 2 * keys, hidden)
-        + matrix(hidden, queries)
-        + matrix(2 * inner, hidden)
-        + matrix(hidden, inner)
-    )
+    layer = sum(form.matrix_bytes(*shape, item) for shape in model.layer_matrices(tp_size))
     num_bytes = len(model.stage_layers(pp_size)[pp_rank]) * layer
-    rows = -(-model.vocab_size // tp_size)
+    rows, hidden = -(-model.vocab_size // tp_size), model.hidden_size
     is_first, is_last = pp_rank == 0, pp_rank == pp_size - 1
     if is_first:  # the table of embeddings keeps its type
-        num_bytes += rows * hidden * item
-    if is_last and not (is_first and model.tie_word_embeddings and not int8):
-        num_bytes += matrix(rows, hidden)
+        num_bytes += PLAIN.matrix_bytes(rows, hidden, item)
+    if is_last and not (is_first and model.tie_word_embeddings and not form.has_own_head):
+        num_bytes += form.matrix_bytes(rows, hidden, item)
     return num_bytes
 
 
@@ -75,13 +66,13 @@ class MemoryNeed:
     kv_cache_dtype: str
     tp_size: int
     pp_size: int
-    is_int8: bool = False
+    form: WeightForm = PLAIN
     has_copies: bool = False
     """Whether decoding keeps float32 copies of keys and values (the backend `torch` on CPU)."""
 
     @classmethod
-    def of(cls, config: ResolvedConfig, dtype: str, *, has_copies: bool) -> MemoryNeed:
-        """`dtype`: what `dtype: auto` has become."""
+    def of(cls, config: ResolvedConfig, dtype: str, attention_backend: str) -> MemoryNeed:
+        """`dtype` and `attention_backend`: what `auto` has become."""
         engine, drafts = config.engine, config.engine.speculative_config
         return cls(
             model=config.model,
@@ -90,8 +81,8 @@ class MemoryNeed:
             kv_cache_dtype=engine.kv_cache_dtype,
             tp_size=engine.tp_size,
             pp_size=engine.pp_size,
-            is_int8=engine.quantization == "int8",
-            has_copies=has_copies,
+            form=weight_form(engine.quantization),
+            has_copies=attention_backend == "torch",
         )
 
     @property
@@ -123,14 +114,12 @@ class MemoryNeed:
 
     def _stages(self) -> list[int]:
         """Weights of a rank of each stage."""
-        item = TYPE_BYTES[self.dtype]
-        drafts = 0
-        if self.draft is not None:
-            drafts = stage_bytes(self.draft, item, 1, 1, 0, int8=self.is_int8)
+        item, form = TYPE_BYTES[self.dtype], self.form
+        drafts = 0 if self.draft is None else stage_bytes(self.draft, item, 1, 1, 0, form)
+        stages = range(self.pp_size)
         return [
-            drafts
-            + stage_bytes(self.model, item, self.tp_size, self.pp_size, stage, int8=self.is_int8)
-            for stage in range(self.pp_size)
+            drafts + stage_bytes(self.model, item, self.tp_size, self.pp_size, stage, form)
+            for stage in stages
         ]
 
 

@@ -47,6 +47,16 @@ class Registry(Generic[T]):
         return found
 
 
+KERNELS: Registry[Any] = Registry(
+    "kernels",
+    {
+        "cpu": "engine.layers.kernel_set:CPU",
+        "torch": "engine.layers.kernel_set:TORCH",
+        "flashinfer": "engine.layers.kernel_set:FLASHINFER",
+    },
+)
+"""`KernelSet`s. Each has backends of the same word in the two registries below."""
+
 ATTENTION_BACKENDS: Registry[Any] = Registry(
     "attention_backend",
     {
@@ -66,7 +76,19 @@ SAMPLING_BACKENDS: Registry[Any] = Registry(
         "flashinfer": "engine.sampling.flashinfer_backend:FlashInferSampling",
     },
 )
-"""Calls that take a `SamplingState` and return a `SamplingBackend`."""
+"""Calls that take a `DrawTable` and return a `SamplingBackend`."""
+
+
+def kernels_of(backend: str) -> str:
+    """The word of `KERNELS` that an attention or sampling backend belongs to: its own, before a
+    hyphen."""
+    return backend.partition("-")[0]
+
+
+WEIGHT_FORMATS: Registry[Any] = Registry(
+    "quantization", {"int8": "engine.checkpoint.weight_formats:INT8"}
+)
+"""`WeightForm`s that are not the model's own type."""
 
 SCHEDULE_POLICIES: Registry[Any] = Registry(
     "schedule_policy",
@@ -95,6 +117,7 @@ DRAFTERS: Registry[Any] = Registry(
     {
         "ngram": "engine.speculative.ngram:NgramDrafter",
         "suffix": "engine.speculative.suffix:SuffixDrafter",
+        "draft_model": "engine.worker.draft_model:DraftModelDrafter",
     },
 )
 """Calls that take a `SpeculativeConfig` and return a `Drafter`."""

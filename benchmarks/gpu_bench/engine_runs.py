@@ -141,8 +141,8 @@ class EngineRuns:
         worker = make_worker_config(resolved)
         self.executor = InProcessExecutor(worker)
         self.scheduler = SchedulerConfig(resolved, self.executor.num_kv_tokens)
-        self.attention_backend = worker.attention_backend
-        self.sampling_backend = worker.sampling_backend
+        self.attention_backend = worker.kernels.attention
+        self.sampling_backend = worker.kernels.sampling
 
     @property
     def worker(self) -> TpModelWorker:

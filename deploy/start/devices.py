@@ -15,6 +15,7 @@ from ray._private.utils import get_num_cpus
 from deploy.start.gpus import gpu_memory, torch_has_cuda
 from engine.actors.cluster_gpus import gpu_shortage
 from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.weight_formats import weight_form
 from engine.errors import ConfigError
 from engine.memory_need import (
     GIB,
@@ -77,10 +78,8 @@ def need_of(app: Any) -> MemoryNeed:
     dtype = app.engine.dtype
     if dtype == "auto":
         dtype = app.resolved.model.auto_dtype(device, cpu_has_bfloat16=has_bfloat16())
-    backend = app.engine.attention_backend
-    if device == "cpu" and backend == "auto":
-        backend = "torch" if library.lack() else "cpu"
-    return MemoryNeed.of(app.resolved, dtype, has_copies=device == "cpu" and backend == "torch")
+    best = "flashinfer" if device == "cuda" else "torch" if library.lack() else "cpu"
+    return MemoryNeed.of(app.resolved, dtype, app.engine.kernel_choice(best).attention)
 
 
 def model_bytes(app: Any) -> int:
@@ -138,11 +137,11 @@ def _check_kernels(app: Any) -> None:
     lack = library.lack()
     if not lack:
         return
-    for key in ("attention_backend", "sampling_backend"):
+    for key in ("kernels", "attention_backend", "sampling_backend"):
         if getattr(app.engine, key) == "cpu":
             raise without_kernels(key, "cpu", lack)
-    if app.engine.quantization == "int8":
-        raise without_kernels("quantization", "int8", lack)
+    if "cpu" in weight_form(app.engine.quantization).kernels:
+        raise without_kernels("quantization", app.engine.quantization, lack)
 
 
 def _check_reservations(apps: list[Any], devices: list[str]) -> None:

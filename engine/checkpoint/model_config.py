@@ -153,6 +153,18 @@ class ModelConfig:
         """Key/value heads that each of `tp_size` ranks holds; several ranks may hold the same."""
         return max(1, self.num_kv_heads // tp_size)
 
+    def layer_matrices(self, tp_size: int) -> tuple[tuple[int, int], ...]:
+        """(outputs, inputs) of the matrices of a layer that each of `tp_size` ranks holds."""
+        queries = self.num_heads // tp_size * self.head_dim
+        keys = self.local_kv_heads(tp_size) * self.head_dim
+        inner = self.intermediate_size // tp_size
+        return (
+            (queries + 2 * keys, self.hidden_size),
+            (self.hidden_size, queries),
+            (2 * inner, self.hidden_size),
+            (self.hidden_size, inner),
+        )
+
     def stage_layers(self, pp_size: int) -> list[range]:
         """Layers of each pipeline stage: as even as possible, the remainder to the first stages.
 

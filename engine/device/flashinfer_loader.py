@@ -18,7 +18,7 @@ import torch
 from engine.errors import ConfigError
 
 FLASHINFER = "flashinfer"
-"""The words of `attention_backend` and `sampling_backend` for its kernels begin with this."""
+"""The word of its kernels (`engine.registry.kernels_of`)."""
 FLASHINFER_FA3 = "flashinfer-fa3"
 """The word of `attention_backend` for FlashAttention 3's prefill kernels."""
 HEAD_DIMS = (64, 128, 256)
@@ -49,8 +49,7 @@ def load_flashinfer(part: str = "flashinfer") -> Any:
     except ImportError as error:
         raise ConfigError(
             f"FlashInfer can't be imported ({error}). Install it with "
-            "`pip install 'manta-serve[gpu]'`, or set attention_backend and sampling_backend to "
-            "torch."
+            "`pip install 'manta-serve[gpu]'`, or set kernels: torch."
         ) from error
 
 

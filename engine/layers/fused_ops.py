@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.device.flashinfer_loader import FLASHINFER, HALF_DTYPES, load_flashinfer
+from engine.device.flashinfer_loader import HALF_DTYPES, load_flashinfer
 from engine.native.library import require_kernels
 
 
@@ -43,6 +43,11 @@ class FusedOps(ABC):
 class CpuOps(FusedOps):
     """The kernels of `engine/csrc/`, for float32, bfloat16 and float16 on CPU."""
 
+    @staticmethod
+    def on(device: torch.device, dtype: torch.dtype) -> FusedOps | None:
+        """The kernels where they can be used. Raises `ConfigError` if the library is not there."""
+        return CpuOps() if device.type == "cpu" else None
+
     def __init__(self) -> None:
         """Raises `ConfigError` if the library is not there."""
         self._kernels: Any = require_kernels()
@@ -64,6 +69,11 @@ class CpuOps(FusedOps):
 
 class FlashInferOps(FusedOps):
     """FlashInfer's kernels, for float16 and bfloat16 on CUDA."""
+
+    @staticmethod
+    def on(device: torch.device, dtype: torch.dtype) -> FusedOps | None:
+        """The kernels where they can be used. Raises `ConfigError` if FlashInfer is missing."""
+        return FlashInferOps() if device.type == "cuda" and dtype in HALF_DTYPES else None
 
     def __init__(self) -> None:
         """Raises `ConfigError` if FlashInfer is missing."""
@@ -88,15 +98,6 @@ class FlashInferOps(FusedOps):
         return result
 
 
-def fused_ops(device: torch.device, dtype: torch.dtype, backend: str) -> FusedOps | None:
-    """The fused kernels where they can be used, else None. Call this once per model.
-
-    `backend`: the attention backend. "cpu" uses the CPU's kernels everywhere and the words that
-    begin with "flashinfer" FlashInfer's; "torch" uses none, so it needs neither package nor
-    compiler. Raises `ConfigError` if they are not there.
-    """
-    if device.type == "cpu" and backend == "cpu":
-        return CpuOps()
-    if device.type == "cuda" and dtype in HALF_DTYPES and backend.startswith(FLASHINFER):
-        return FlashInferOps()
+def no_ops(device: torch.device, dtype: torch.dtype) -> FusedOps | None:
+    """torch has none: this needs neither package nor compiler."""
     return None

@@ -13,7 +13,6 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from engine.errors import ConfigError
 from engine.layers.embedding_table import EmbeddingTable, PackedTable, RowTable
 from engine.layers.linear_kernel import (
     Int8Kernel,
@@ -126,17 +125,3 @@ class Int8Format(WeightFormat):
     def tied(self, weight: Tensor) -> TiedMatrix:
         """The head has a copy: the embedding keeps its exact rows."""
         return TiedMatrix(RowTable(weight), Int8Kernel(weight, None))
-
-
-def weight_format(backend: str, quantization: str = "auto") -> WeightFormat:
-    """The format for an attention backend and the configuration's `quantization`.
-
-    Raises `ConfigError` if they don't go together.
-    """
-    if quantization == "auto":
-        return NativeFormat() if backend == "cpu" else PlainFormat()
-    if quantization != "int8":
-        raise ConfigError(f"quantization '{quantization}' is not known; use auto or int8.")
-    if backend != "cpu":
-        raise ConfigError(f"quantization int8 needs attention_backend cpu, not '{backend}'.")
-    return Int8Format()

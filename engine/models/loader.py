@@ -9,11 +9,10 @@ import torch
 from engine.config import WorkerConfig
 from engine.device.distributed import ParallelState
 from engine.errors import ConfigError
-from engine.layers.fused_ops import fused_ops
-from engine.layers.weight_format import weight_format
+from engine.layers.kernel_set import KernelSet
 from engine.layers.weights import DummySource, SafetensorsSource, WeightSource
-from engine.models.llama import LlamaModel
-from engine.registry import MODELS
+from engine.models.base import Model
+from engine.registry import KERNELS, MODELS
 
 _DTYPES = {
     "float32": torch.float32,
@@ -34,7 +33,7 @@ def load_model(
     parallel: ParallelState,
     device: torch.device,
     progress: Callable[[int, int], None] | None = None,
-) -> LlamaModel:
+) -> Model:
     """The model's stage and shard of `parallel`, with weights.
 
     `load_format` "auto" reads the folder's safetensors, "dummy" makes random weights from `seed`.
@@ -51,16 +50,16 @@ def load_model(
         raise ConfigError(
             f"load_format '{config.engine.load_format}' is not known; use auto or dummy."
         )
-    backend = config.attention_backend
-    source.format = weight_format(backend, config.engine.quantization)
+    kernels: KernelSet = KERNELS[config.kernels.layers]
+    source.format = kernels.weight_format(config.engine.quantization)
     build = MODELS[config.model.architecture]
-    model: LlamaModel = build(
+    model: Model = build(
         config.model,
         dtype,
         device,
         parallel,
         config.max_model_len,
-        fused_ops(device, dtype, backend),
+        kernels.fused_ops(device, dtype),
     )
     model.load(source, progress)
     return model

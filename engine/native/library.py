@@ -135,7 +135,7 @@ def lack() -> str:
     return _LIBRARY.lack()
 
 
-def require_kernels(key: str = "attention_backend") -> ModuleType:
+def require_kernels(key: str = "kernels") -> ModuleType:
     """The library of CPU kernels. Raises `ConfigError` with the reason if it can't be had.
 
     `key` is the configuration's key whose value cpu asks for it.

@@ -9,14 +9,15 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from engine.registry import DRAFTERS
 
 MAX_DRAFTS = 16
-DRAFT_MODEL = "draft_model"
 DEFAULT_LOOKUP_MAX = 5
 DEFAULT_LOOKUP_MIN = 2
+WITH_MODEL = ("draft_model",)
+"""Methods that compute with `model`; the first is meant where the keys name a model alone."""
 UNSUPPORTED = ("eagle", "eagle3", "medusa", "mtp", "mlp_speculator")
 """Methods of vLLM that need heads trained for the model."""
 
 
-_METHODS = ", ".join([*DRAFTERS, DRAFT_MODEL])
+_METHODS = ", ".join(DRAFTERS)
 
 
 class SpeculativeConfig(BaseModel):
@@ -29,7 +30,8 @@ class SpeculativeConfig(BaseModel):
     num_speculative_tokens: int = Field(4, ge=1, le=MAX_DRAFTS)
     """Drafts of a row and step, at most. Steps have fewer where that is faster."""
     model: str | None = None
-    """draft_model: the folder of a small model with the same vocabulary, or a hub id."""
+    """Of a method that has one: the folder of a small model with the same vocabulary, or a hub
+    id."""
     prompt_lookup_max: int | None = Field(None, ge=1, le=64)
     """ngram: the longest end of a request's tokens that is looked for in the tokens before."""
     prompt_lookup_min: int | None = Field(None, ge=1, le=64)
@@ -53,7 +55,7 @@ class SpeculativeConfig(BaseModel):
             if "prompt_lookup_max" in values or "prompt_lookup_min" in values:
                 values["method"] = "ngram"
             elif "model" in values:
-                values["method"] = DRAFT_MODEL
+                values["method"] = WITH_MODEL[0]
             else:
                 raise ValueError(f"method is missing; choose one of {_METHODS}")
         method = values["method"]
@@ -62,15 +64,13 @@ class SpeculativeConfig(BaseModel):
                 f"method '{method}' needs draft heads, which Manta can't load yet; choose one of "
                 + _METHODS
             )
-        known = isinstance(method, str) and (
-            method in DRAFTERS or method == DRAFT_MODEL or ":" in method
-        )
+        known = isinstance(method, str) and (method in DRAFTERS or ":" in method)
         if not known:
             raise ValueError(f"method {method!r} is unknown; choose one of {_METHODS}")
-        if (method == DRAFT_MODEL) != (values.get("model") is not None):
+        if ":" not in method and (method in WITH_MODEL) != (values.get("model") is not None):
             raise ValueError(
-                "method draft_model needs model, the folder of a small model, and no other method "
-                "has one"
+                f"method {' or '.join(WITH_MODEL)} needs model, the folder of a small model, and "
+                "no other method has one"
             )
         return values
 

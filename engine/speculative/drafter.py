@@ -18,12 +18,17 @@ class Drafter(ABC):
 
     Tensor parallel ranks each have one, and see the same calls in the same order. So drafts may
     depend on these alone: no clock, no randomness without a fixed seed. A drafter with a model of
-    its own computes in `prefill` and `propose` (`engine.worker.draft_model`; EAGLE and MTP heads
-    would, and would read the target's hidden states in `prefill`).
+    its own loads it in `attach` and computes in `prefill` and `propose`
+    (`engine.worker.draft_model`; EAGLE and MTP heads would, and would read the target's hidden
+    states in `prefill`).
     """
 
     def __init__(self, config: SpeculativeConfig) -> None:
         self.config = config
+
+    def attach(self, target: Any) -> None:  # noqa: B027 -- most drafters need none
+        """The worker whose steps it drafts for is ready; `target` (`DraftTarget`) is what a model
+        can share with it. Called once, before all else. Raises `ConfigError`."""
 
     @abstractmethod
     def install(self, params: RowParams) -> None:

@@ -9,7 +9,8 @@ import torch
 
 from engine.attention.cpu_backend import has_kernels_for
 from engine.checkpoint.model_config import ModelConfig
-from engine.config import EngineConfig, ResolvedConfig, WorkerConfig
+from engine.checkpoint.weight_formats import weight_form
+from engine.config import EngineConfig, KernelChoice, ResolvedConfig, WorkerConfig
 from engine.errors import ConfigError
 from engine.memory_need import crowding, max_cache_tokens, shortage
 from engine.models.loader import resolve_dtype
@@ -18,8 +19,7 @@ from engine.native.library import require_kernels, without_kernels
 from engine.native.machine import has_bfloat16
 from engine.process.host_memory import available_host_bytes, num_cores
 from engine.worker.gpu_kernels import (
-    auto_attention_backend,
-    auto_sampling_backend,
+    auto_kernels,
     check_flashinfer,
 )
 from engine.worker.sizing.estimate import memory_of, profile_max_tokens
@@ -56,9 +56,7 @@ def make_worker_config(
     threads = engine.cpu_threads
     if threads is None:
         threads = auto_threads(num_cores(), engine.world_size * share, serving=serving)
-    attention = _attention_backend(engine.attention_backend, config.model, dtype, device)
-    if engine.quantization == "int8":
-        _check_int8(config.model, attention)
+    kernels = _kernels(engine, config.model, dtype, device)
     worker = WorkerConfig(
         config,
         dtype,
@@ -66,12 +64,11 @@ def make_worker_config(
         num_kv_tokens=engine.max_total_tokens,
         max_kv_tokens=max_cache_tokens(engine, config.max_model_len),
         max_step_tokens=max_step_tokens(engine, config.max_model_len),
-        attention_backend=attention,
-        sampling_backend=_sampling_backend(engine.sampling_backend, device, attention),
+        kernels=kernels,
         cpu_threads=threads,
         cuda_graph_max_batch_size=graph_max_batch_size(engine) if device == "cuda" else 0,
         short_step_s=short_step_s(
-            threads * engine.world_size * share, num_cores(), attention, serving=serving
+            threads * engine.world_size * share, num_cores(), kernels.layers, serving=serving
         ),
     )
     if device == "cuda":
@@ -134,48 +131,33 @@ def graph_max_batch_size(engine: EngineConfig) -> int:
     return min(rows, engine.cuda_graph_max_batch_size or MAX_GRAPH_ROWS)
 
 
-def _attention_backend(name: str, model: ModelConfig, dtype: str, device: str) -> str:
-    if device == "cpu":
-        return _cpu_attention_backend(name, model)
-    if name != "auto":
-        return name
-    if device != "cuda":
-        return "torch"
-    return auto_attention_backend(resolve_dtype(dtype), model.head_dim)
-
-
-def _cpu_attention_backend(name: str, model: ModelConfig) -> str:
+def _kernels(engine: EngineConfig, model: ModelConfig, dtype: str, device: str) -> KernelChoice:
+    """The kernels that are asked for, or the best that there are. Raises `ConfigError` if some that
+    are asked for can't be had on a CPU."""
     fits = has_kernels_for(model)
-    if name == "auto" and fits and library.load() is not None:
-        return "cpu"
-    if name == "cpu":
-        require_kernels()
-        if not fits:
-            raise ConfigError("attention_backend cpu has no kernels for this model's sizes.")
-        return name
-    return "torch" if name == "auto" else name
-
-
-def _check_int8(model: ModelConfig, attention_backend: str) -> None:
-    """Raise `ConfigError` saying what int8 weights lack, unless the CPU's kernels are used."""
-    if attention_backend == "cpu":
-        return
-    if has_kernels_for(model):
-        raise without_kernels("quantization", "int8", library.reason())
-    raise ConfigError(
-        "quantization int8 has no kernels for this model's sizes. quantization: auto runs without "
-        "it."
-    )
-
-
-def _sampling_backend(name: str, device: str, attention_backend: str) -> str:
-    if name == "cpu":
+    best = "torch"
+    if device == "cpu" and fits and "auto" == engine.kernels == engine.attention_backend:
+        best = "cpu" if library.load() is not None else "torch"
+    elif device == "cuda" and "auto" == engine.kernels == engine.attention_backend:
+        best = auto_kernels(resolve_dtype(dtype), model.head_dim)
+    choice = engine.kernel_choice(best)
+    keys = {"kernels": engine.kernels, "attention_backend": engine.attention_backend}
+    for key, word in keys.items():
+        if word == "cpu":
+            require_kernels(key)
+            if not fits:
+                raise ConfigError(f"{key} cpu has no kernels for this model's sizes.")
+    if choice.sampling == "cpu":
         require_kernels("sampling_backend")
-    if name != "auto":
-        return name
-    if device == "cuda":
-        return auto_sampling_backend(attention_backend)
-    return "cpu" if attention_backend == "cpu" else "torch"
+    needed = weight_form(engine.quantization).kernels
+    if needed and choice.layers not in needed:
+        if fits:
+            raise without_kernels("quantization", engine.quantization, library.reason())
+        raise ConfigError(
+            f"quantization {engine.quantization} has no kernels for this model's sizes. "
+            "quantization: auto runs without it."
+        )
+    return choice
 
 
 def detect_device() -> str:
@@ -194,8 +176,8 @@ def auto_threads(cores: int, workers: int, *, serving: bool) -> int:
     return max(1, cores // workers)
 
 
-def short_step_s(threads: int, cores: int, attention_backend: str, *, serving: bool) -> float:
+def short_step_s(threads: int, cores: int, kernels: str, *, serving: bool) -> float:
     """`WorkerConfig.short_step_s` where all workers together have `threads` on `cores`."""
     if serving and threads >= cores:
         return SHORT_STEP_S
-    return SHORT_TORCH_STEP_S if attention_backend == "torch" else 0.0
+    return SHORT_TORCH_STEP_S if kernels == "torch" else 0.0

@@ -25,7 +25,6 @@ from engine.device.distributed import ParallelState
 from engine.errors import ConfigError
 from engine.protocol.step import IntArray, ModelWorkerBatch, RowParams, positions
 from engine.sampling.sampler import Sampler
-from engine.speculative.config import SpeculativeConfig
 from engine.speculative.drafter import Drafter
 from engine.worker.model_runner import ModelRunner
 
@@ -40,34 +39,36 @@ class _Line(NamedTuple):
     drafts: list[int]
 
 
+class DraftTarget(NamedTuple):
+    """What a drafter may share with the worker of the model that checks its drafts."""
+
+    config: WorkerConfig
+    runner: ModelRunner
+    sampler: Sampler
+
+
 class DraftModelDrafter(Drafter):
     """Every tensor parallel rank has the whole model and computes the same drafts."""
 
-    def __init__(
-        self,
-        speculative: SpeculativeConfig,
-        config: WorkerConfig,
-        target: ModelRunner,
-        sampler: Sampler,
-    ) -> None:
+    def attach(self, target: DraftTarget) -> None:
         """Loads the model. Raises `ConfigError` if it can't be read."""
-        super().__init__(speculative)
-        if target.device.type != "cpu":
+        config, runner = target.config, target.runner
+        if runner.device.type != "cpu":
             raise ConfigError(
-                "speculative_config.method draft_model runs on CPU only so far; choose ngram or "
-                "suffix."
+                f"speculative_config.method {self.config.method} runs on CPU only so far; choose "
+                "ngram or suffix."
             )
-        assert speculative.model is not None
+        assert self.config.model is not None
         alone = config.engine.model_copy(update={"tp_size": 1, "pp_size": 1})
-        model = ModelConfig.from_pretrained(resolve_model_path(speculative.model))
+        model = ModelConfig.from_pretrained(resolve_model_path(self.config.model))
         resolved = replace(config.resolved, engine=alone, model=model)
         self._runner = ModelRunner(
-            replace(config, resolved=resolved, num_kv_tokens=target.kv_pool.num_slots),
+            replace(config, resolved=resolved, num_kv_tokens=runner.kv_pool.num_slots),
             ParallelState.single(),
-            table=target.req_to_token,
+            table=runner.req_to_token,
         )
-        self._table: IntArray = target.req_to_token.numpy()
-        self._sampler = sampler
+        self._table: IntArray = runner.req_to_token.numpy()
+        self._sampler = target.sampler
         self._tokens: dict[int, list[int]] = {}
         self._lens: dict[int, int] = {}
         """Tokens of each row whose keys and values the model has computed."""

@@ -32,15 +32,16 @@ from engine.device.flashinfer_modules import (
 )
 from engine.errors import ConfigError
 from engine.models.loader import resolve_dtype
+from engine.registry import kernels_of
 
 logger = logging.getLogger(__name__)
 
 _SLOW = "the GPU computes with torch's operators, and a step takes many times as long"
 
 
-def auto_attention_backend(dtype: torch.dtype, head_dim: int) -> str:
-    """What `attention_backend: auto` means on a GPU: flashinfer if it is installed and has kernels
-    for the model. Otherwise torch, with a warning that says why."""
+def auto_kernels(dtype: torch.dtype, head_dim: int) -> str:
+    """What `kernels: auto` means on a GPU: flashinfer if it is installed and has kernels for the
+    model. Otherwise torch, with a warning that says why."""
     if not supports_attention(dtype, head_dim):
         logger.warning(
             "FlashInfer has no kernels for dtype %s with head_dim %d (it has %s and %s): %s",
@@ -61,26 +62,20 @@ def auto_attention_backend(dtype: torch.dtype, head_dim: int) -> str:
     return FLASHINFER
 
 
-def auto_sampling_backend(attention_backend: str) -> str:
-    """What `sampling_backend: auto` means on a GPU: it follows the attention's choice."""
-    return FLASHINFER if attention_backend.startswith(FLASHINFER) else "torch"
-
-
 def check_flashinfer(config: WorkerConfig) -> None:
     """Raise `ConfigError` if `config` needs kernels of FlashInfer that are neither compiled nor can
     be compiled here.
 
     Without this the first step would fail, once the weights are loaded.
     """
-    backends = (config.attention_backend, config.sampling_backend)
-    if not any(backend.startswith(FLASHINFER) for backend in backends):
+    if FLASHINFER not in map(kernels_of, config.kernels):
         return
     load_flashinfer()
-    if config.attention_backend.startswith(FLASHINFER):
+    if kernels_of(config.kernels.attention) == FLASHINFER:
         check_attention(resolve_dtype(config.dtype), config.model.head_dim)
-    if config.attention_backend == FLASHINFER_FA3:
+    if config.kernels.attention == FLASHINFER_FA3:
         check_fa3(torch.cuda.get_device_capability())
-    way_out = "or set attention_backend and sampling_backend to torch, which is much slower."
+    way_out = "or set kernels: torch, which is much slower."
     if why := unsuitable_gpu():
         raise ConfigError(
             f"FlashInfer's kernels can't run on this GPU: {why}. Build the image with "
@@ -103,10 +98,11 @@ def check_flashinfer(config: WorkerConfig) -> None:
 def _missing_kernels(config: WorkerConfig) -> list[str]:
     """What FlashInfer would have to compile, in the words of the configuration."""
     wanted: dict[str, list[Any]] = {}
-    if config.attention_backend.startswith(FLASHINFER):
+    if kernels_of(config.kernels.attention) == FLASHINFER:
         wanted |= _attention_modules(config)
+    if config.kernels.layers == FLASHINFER:
         wanted["norms, RoPE and activations"] = list(operator_modules())
-    if config.sampling_backend == FLASHINFER:
+    if config.kernels.sampling == FLASHINFER:
         wanted["sampling"] = list(sampling_modules())
     return [name for name, modules in wanted.items() if missing(modules)]
 
@@ -119,7 +115,7 @@ def _attention_modules(config: WorkerConfig) -> dict[str, list[Any]]:
         model.local_kv_heads(config.engine.tp_size),
         kv_dtype,
     )
-    fa3 = config.attention_backend == FLASHINFER_FA3
+    fa3 = config.kernels.attention == FLASHINFER_FA3
     found = {}
     for window in sorted({window is not None for window in model.layer_windows}):
         sizes = (dtype, kv_dtype, model.head_dim, window)

@@ -114,7 +114,7 @@ class ModelRunner:
         self.kv_pool = MHATokenToKVPool(
             num_slots,
             config.engine.page_size,
-            len(self.model.layers),
+            len(self.model.attention_layers),
             num_kv_heads,
             model.head_dim,
             resolve_kv_dtype(config.engine.kv_cache_dtype, self.dtype),
@@ -129,7 +129,7 @@ class ModelRunner:
             model.head_dim,
             self.dtype,
         )
-        self.attention: AttentionBackend = ATTENTION_BACKENDS[config.attention_backend](inputs)
+        self.attention: AttentionBackend = ATTENTION_BACKENDS[config.kernels.attention](inputs)
 
     def prepare(self, batch: ModelWorkerBatch) -> ForwardBatch:
         """Device tensors of a step; brings `req_to_token` up to date with it.

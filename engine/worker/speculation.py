@@ -12,10 +12,9 @@ from engine.config import WorkerConfig
 from engine.device.distributed import ParallelState
 from engine.protocol.step import ModelWorkerBatch, TokenLogprobs
 from engine.sampling.sampler import HostTokens, Sampler
-from engine.speculative.config import DRAFT_MODEL
 from engine.speculative.drafter import Drafter, make_drafter
 from engine.speculative.step_filler import StepFiller
-from engine.worker.draft_model import DraftModelDrafter
+from engine.worker.draft_model import DraftTarget
 from engine.worker.model_runner import ModelRunner
 
 MAX_HOST_S = 1e-3
@@ -140,11 +139,8 @@ def make_speculation(
     own. Raises `ConfigError` if the drafter can't be made."""
     speculative = config.engine.speculative_config
     assert speculative is not None
-    drafter: Drafter
-    if speculative.method == DRAFT_MODEL:
-        drafter = DraftModelDrafter(speculative, config, runner, sampler)
-    else:
-        drafter = make_drafter(speculative)
+    drafter = make_drafter(speculative)
+    drafter.attach(DraftTarget(config, runner, sampler))
     filler = StepFiller(
         drafter,
         config.engine.max_running_requests + 1,

@@ -97,7 +97,7 @@ class TpModelWorker(ModelWorker):
             rows = config.engine.max_running_requests + 1
             self.future_map = FutureMap(rows, self.runner.device)
             state = SamplingState(rows, config.model.vocab_size, self.runner.device)
-            self.sampler = Sampler(state, config.sampling_backend)
+            self.sampler = Sampler(state, config.kernels.sampling)
         # Weights and tables were made on another stream than that of the steps.
         self.queue.join()
         if meter is not None:

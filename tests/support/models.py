@@ -97,8 +97,7 @@ def make_config(
         num_kv_tokens=1024,
         max_kv_tokens=1024,
         max_step_tokens=512,
-        attention_backend="torch",
-        sampling_backend="torch",
+        kernels=engine.kernel_choice("torch"),
         cpu_threads=1,
     )
     return changed(config, **changes)
@@ -112,5 +111,6 @@ def changed(config: WorkerConfig, **changes: Any) -> WorkerConfig:
     of_engine = {k: v for k, v in changes.items() if k not in own and k not in of_resolved}
     engine = config.engine.model_copy(update=of_engine)
     assert of_engine.keys() <= EngineConfig.model_fields.keys(), of_engine
+    changes.setdefault("kernels", engine.kernel_choice(config.kernels.layers))
     resolved = replace(config.resolved, engine=engine, **of_resolved)
     return replace(config, resolved=resolved, **{k: changes[k] for k in changes if k in own})

@@ -145,7 +145,7 @@ def test_int8_weights_say_what_this_machine_lacks(monkeypatch: pytest.MonkeyPatc
     odd = replace(resolved, model=replace(resolved.model, intermediate_size=1023))
     with monkeypatch.context() as patch:
         patch.setattr("engine.worker.auto_config.detect_device", lambda: "cuda")
-        with pytest.raises(ConfigError, match="needs device cpu, and the device is 'cuda'"):
+        with pytest.raises(ConfigError, match="needs device: cpu, not cuda"):
             make_worker_config(resolved)
     monkeypatch.setattr("engine.worker.auto_config.detect_device", lambda: "cpu")
     with pytest.raises(ConfigError, match="has no kernels for this model's sizes"):
@@ -156,7 +156,7 @@ def test_int8_weights_say_what_this_machine_lacks(monkeypatch: pytest.MonkeyPatc
         make_worker_config(resolved)
     monkeypatch.setattr("engine.native.library.load", lambda: object())
     worker = make_worker_config(resolved)
-    assert (worker.engine.quantization, worker.attention_backend) == ("int8", "cpu")
+    assert (worker.engine.quantization, worker.kernels.attention) == ("int8", "cpu")
 
 
 LLAMA_SHAPES = {

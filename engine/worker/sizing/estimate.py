@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import torch
 
+from engine.checkpoint.weight_formats import weight_form
 from engine.config import WorkerConfig
 from engine.device.distributed import ParallelState
 from engine.memory_need import (
     MemoryNeed,
     cache_bytes_per_token,
-    draft_of,
     host_cache_tokens,
     stage_bytes,
 )
@@ -23,17 +23,7 @@ from engine.process.host_memory import available_host_bytes
 
 def memory_of(config: WorkerConfig) -> MemoryNeed:
     """What the ranks of the engine take."""
-    drafts = config.engine.speculative_config
-    return MemoryNeed(
-        model=config.model,
-        draft=draft_of(drafts.model if drafts is not None else None),
-        dtype=config.dtype,
-        kv_cache_dtype=config.engine.kv_cache_dtype,
-        tp_size=config.engine.tp_size,
-        pp_size=config.engine.pp_size,
-        is_int8=config.engine.quantization == "int8",
-        has_copies=config.attention_backend == "torch",
-    )
+    return MemoryNeed.of(config.resolved, config.dtype, config.kernels.attention)
 
 
 def profile_max_tokens(config: WorkerConfig, engines: int = 1) -> int:
@@ -45,14 +35,9 @@ def profile_max_tokens(config: WorkerConfig, engines: int = 1) -> int:
 
 def stage_weight_bytes(config: WorkerConfig, parallel: ParallelState) -> int:
     """Bytes of one rank's matrices."""
-    return stage_bytes(
-        config.model,
-        resolve_dtype(config.dtype).itemsize,
-        parallel.tp_size,
-        parallel.pp_size,
-        parallel.pp_rank,
-        int8=config.engine.quantization == "int8",
-    )
+    item, form = resolve_dtype(config.dtype).itemsize, weight_form(config.engine.quantization)
+    split = parallel.tp_size, parallel.pp_size, parallel.pp_rank
+    return stage_bytes(config.model, item, *split, form)
 
 
 def kv_bytes_per_token(config: WorkerConfig, dtype: torch.dtype) -> int:

@@ -22,7 +22,7 @@ from engine.attention.torch_backend import CpuAttentionBackend
 from engine.errors import ConfigError
 from engine.protocol.step import ModelWorkerBatch
 from engine.registry import ATTENTION_BACKENDS
-from engine.worker.gpu_kernels import auto_attention_backend
+from engine.worker.gpu_kernels import auto_kernels
 from tests.support.fake_flashinfer import Device, install
 
 CPU = torch.device("cpu")
@@ -417,10 +417,10 @@ def test_missing_package_gives_advice(monkeypatch: pytest.MonkeyPatch) -> None:
 
     install(monkeypatch)
     inputs = Pair().inputs[1]
-    assert auto_attention_backend(torch.bfloat16, 128) == "flashinfer"
-    assert auto_attention_backend(torch.bfloat16, 80) == "torch"
+    assert auto_kernels(torch.bfloat16, 128) == "flashinfer"
+    assert auto_kernels(torch.bfloat16, 80) == "torch"
     monkeypatch.setitem(sys.modules, "flashinfer", None)
-    with pytest.raises(ConfigError, match=r"manta-serve\[gpu\].*attention_backend"):
+    with pytest.raises(ConfigError, match=r"manta-serve\[gpu\].*kernels: torch"):
         ATTENTION_BACKENDS["flashinfer"](inputs)
     monkeypatch.setattr(flashinfer_loader.importlib.util, "find_spec", lambda name: None)
-    assert auto_attention_backend(torch.bfloat16, 128) == "torch"
+    assert auto_kernels(torch.bfloat16, 128) == "torch"

@@ -89,7 +89,7 @@ for head_dim in (64, 128, 256):
                         layer_windows=(window, None, None, None),
                     )
                     worker = auto_config.make_worker_config(replace(resolved, model=shape))
-                    assert worker.attention_backend.startswith("flashinfer"), worker
+                    assert worker.kernels.attention.startswith("flashinfer"), worker
 """
     manifest = image.package / "data" / "aot" / MANIFEST
     assert json.loads(manifest.read_text()) == {"architectures": ["9.0a"]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,13 @@ import torch
 from engine.attention import flashinfer_backend
 from engine.checkpoint.model_config import RopeConfig
 from engine.device.distributed import ParallelState
+from engine.layers import kernel_set
 from engine.layers.activation import SiluAndMul
-from engine.layers.fused_ops import FlashInferOps, FusedOps, fused_ops
+from engine.layers.fused_ops import FlashInferOps, FusedOps
 from engine.layers.layernorm import RMSNorm
 from engine.layers.rotary import RotaryEmbedding
 from engine.layers.weights import DummySource
-from engine.models import loader
+from engine.registry import KERNELS
 from tests.support.fake_flashinfer import install
 from tests.support.models import LLAMA3_ROPE, make_model
 from tests.support.step_driver import DrivenReq, StepDriver, make_runner
@@ -90,11 +92,12 @@ def test_activation(fused: FusedOps) -> None:
 
 
 def test_only_where_they_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert fused_ops(CPU, torch.bfloat16, "torch") is None
+    cuda = torch.device("cuda")
+    assert KERNELS["torch"].fused_ops(CPU, torch.bfloat16) is None
     install(monkeypatch)
-    assert fused_ops(torch.device("cuda"), torch.float32, "flashinfer") is None
-    assert fused_ops(torch.device("cuda"), torch.bfloat16, "torch") is None
-    found = fused_ops(torch.device("cuda"), torch.bfloat16, "flashinfer")
+    assert KERNELS["flashinfer"].fused_ops(cuda, torch.float32) is None
+    assert KERNELS["torch"].fused_ops(cuda, torch.bfloat16) is None
+    found = KERNELS["flashinfer"].fused_ops(cuda, torch.bfloat16)
     assert isinstance(found, FlashInferOps)
 
 
@@ -102,7 +105,8 @@ def test_a_stage_leaves_its_input_alone(tmp_path: Path, monkeypatch: pytest.Monk
     """Fused norms add in place, but not to the hidden states that another stage sent."""
     torch.set_num_threads(1)
     install(monkeypatch)
-    monkeypatch.setattr(loader, "fused_ops", lambda *args: FlashInferOps())
+    with_ops = replace(kernel_set.TORCH, fused_ops=lambda *args: FlashInferOps())
+    monkeypatch.setattr(kernel_set, "TORCH", with_ops)
     parallel = ParallelState(0, 1, 1, 2)
     runner = make_runner(str(make_model(tmp_path, "LlamaForCausalLM")), parallel=parallel)
     driver = StepDriver(runner)
@@ -134,7 +138,8 @@ def test_whole_models_give_the_same_tokens(
     install(monkeypatch)
     monkeypatch.setattr(flashinfer_backend, "FLOAT_WORKSPACE_BYTES", 1024)
     monkeypatch.setattr(flashinfer_backend, "INT_WORKSPACE_BYTES", 4096)
-    monkeypatch.setattr(loader, "fused_ops", lambda *args: FlashInferOps())
+    with_ops = replace(kernel_set.TORCH, fused_ops=lambda *args: FlashInferOps())
+    monkeypatch.setattr(kernel_set, "TORCH", with_ops)
     fast = make_runner(folder, page_size=page_size, attention_backend="flashinfer")
     assert isinstance(fast.attention, flashinfer_backend.FlashInferAttentionBackend)
     tokens = []

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from benchmarks.int8_quality import compare
 from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.weight_formats import check_form
 from engine.device.distributed import ParallelState
 from engine.errors import ConfigError
 from engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
@@ -32,12 +33,12 @@ from engine.layers.weight_format import (
     NativeFormat,
     PlainFormat,
     WeightFormat,
-    weight_format,
 )
 from engine.layers.weights import DummySource, WeightSource
 from engine.models.llama import EMBEDDING, LlamaModel
 from engine.models.loader import load_model
 from engine.native.compiler import ISA_FLAGS
+from engine.registry import KERNELS
 from engine.worker.sizing.estimate import stage_weight_bytes
 from tests.support.kernels import TYPES, Numbers, assert_within, load_kernels, same_bits
 from tests.support.kernels import torch_threads as threads
@@ -278,13 +279,13 @@ def test_quantized_checkpoints_stay_refused(tmp_path: Path) -> None:
 
 
 def test_formats_by_name() -> None:
-    assert type(weight_format("cpu", "auto")) is NativeFormat
-    assert type(weight_format("torch", "auto")) is PlainFormat
-    assert type(weight_format("cpu", "int8")) is Int8Format
-    with pytest.raises(ConfigError, match="needs attention_backend cpu, not 'torch'"):
-        weight_format("torch", "int8")
-    with pytest.raises(ConfigError, match="quantization 'int4' is not known"):
-        weight_format("cpu", "int4")
+    assert type(KERNELS["cpu"].weight_format("auto")) is NativeFormat
+    assert type(KERNELS["torch"].weight_format("auto")) is PlainFormat
+    assert type(KERNELS["cpu"].weight_format("int8")) is Int8Format
+    with pytest.raises(ConfigError, match="needs kernels: auto or cpu, not torch"):
+        check_form("int8", "kernels", "torch")
+    with pytest.raises(ConfigError, match="quantization 'int4' is unknown; choose one of int8"):
+        KERNELS["cpu"].weight_format("int4")
 
 
 def test_predictions_of_the_carried_model_agree(kernels: Any) -> None:

@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.protocol.sampling_params import SamplingParams
 from engine.sampling.sampler import SampledTokens, Sampler
 from engine.sampling.state import SamplingState
 from engine.sampling.torch_backend import CPU_ELEMENTS
-from engine.worker.gpu_kernels import auto_sampling_backend
 from tests.support.fake_flashinfer import install
 from tests.support.sampler_rows import (
     CPU,
@@ -134,8 +134,8 @@ def test_bad_logits_flag_their_row_only(bad: float) -> None:
 
 
 def test_missing_package_gives_advice(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert auto_sampling_backend("flashinfer-fa3") == "flashinfer"
-    assert auto_sampling_backend("torch") == "torch"
+    choices = [EngineConfig(attention_backend=word) for word in ("flashinfer-fa3", "torch")]
+    assert [choice.kernel_choice("cpu").sampling for choice in choices] == ["flashinfer", "torch"]
     monkeypatch.setitem(sys.modules, "flashinfer", None)
-    with pytest.raises(ConfigError, match="sampling_backend"):
+    with pytest.raises(ConfigError, match="set kernels: torch"):
         Sampler(SamplingState(1, VOCAB, CPU), "flashinfer")

@@ -231,7 +231,7 @@ def test_only_own_memory_changes(folder: Path) -> None:
         worker.future_map.tokens[steps.free_slots] = -9
         tokens = worker.future_map.tokens.clone()
         table = runner.req_to_token.clone()
-        layers = [runner.kv_pool.get(i) for i in range(len(runner.model.layers))]
+        layers = [runner.kv_pool.get(i) for i in range(len(runner.model.attention_layers))]
         caches = [cache.clone() for layer in layers for cache in layer]
         queue.launch(batch)
         assert queue.take_oldest() is not None

@@ -17,7 +17,7 @@ from deploy.start.child import OUR_WARNING
 from engine.config import EngineConfig, WorkerConfig, load_config
 from engine.device import flashinfer_modules
 from engine.errors import ConfigError
-from engine.layers.fused_ops import fused_ops
+from engine.registry import KERNELS
 from engine.worker import auto_config, gpu_kernels
 from engine.worker.auto_config import make_worker_config
 from tests.support.flashinfer_package import forget_package, install_package
@@ -69,8 +69,8 @@ def test_torch_needs_nothing_of_flashinfer(package: Path, monkeypatch: pytest.Mo
     """Neither its compiler nor its import: the configuration that the advice names."""
     (package / "__init__.py").write_text("raise RuntimeError('imported')")
     config = resolve(attention_backend="torch")
-    assert (config.attention_backend, config.sampling_backend) == ("torch", "torch")
-    assert fused_ops(CUDA, torch.bfloat16, config.attention_backend) is None
+    assert (config.kernels.attention, config.kernels.sampling) == ("torch", "torch")
+    assert KERNELS[config.kernels.layers].fused_ops(CUDA, torch.bfloat16) is None
 
 
 @pytest.mark.parametrize("name", ["auto", "flashinfer"])
@@ -80,7 +80,7 @@ def test_no_modules_and_no_compiler(package: Path, name: str) -> None:
     text = str(told.value)
     assert "norms, RoPE and activations; sampling" in text and "there is no nvcc" in text
     assert "`flashinfer download-kernels`" in text
-    assert "set attention_backend and sampling_backend to torch" in text
+    assert "set kernels: torch" in text
 
 
 def test_a_compiler_is_nvcc_with_ninja_and_a_host_compiler(
@@ -95,10 +95,10 @@ def test_a_compiler_is_nvcc_with_ninja_and_a_host_compiler(
         path = tmp_path / ("cuda" if "/" in program else "bin") / program
         path.write_text("#!/bin/sh\n")
         path.chmod(0o755)
-    assert resolve().attention_backend == "flashinfer"
+    assert resolve().kernels.attention == "flashinfer"
     (tmp_path / "venv" / "bin").mkdir(parents=True)
     (tmp_path / "bin" / "ninja").rename(tmp_path / "venv" / "bin" / "ninja")
-    assert resolve().attention_backend == "flashinfer", "FlashInfer's own lies beside Python"
+    assert resolve().kernels.attention == "flashinfer", "FlashInfer's own lies beside Python"
     monkeypatch.setenv("FLASHINFER_DISABLE_JIT", "1")
     with pytest.raises(ConfigError, match="FLASHINFER_DISABLE_JIT is set"):
         resolve()
@@ -107,7 +107,7 @@ def test_a_compiler_is_nvcc_with_ninja_and_a_host_compiler(
 def test_compiled_modules_are_enough(package: Path) -> None:
     compile_all(package)
     config = resolve()
-    assert (config.attention_backend, config.sampling_backend) == ("flashinfer", "flashinfer")
+    assert (config.kernels.attention, config.kernels.sampling) == ("flashinfer", "flashinfer")
 
 
 @pytest.mark.parametrize(
@@ -133,9 +133,9 @@ def test_what_was_compiled_for_it_runs(package: Path) -> None:
     compile_all(package, windows=(False, True), fa3=(False, True))
     compile_all(package, windows=(False, True), kv_dtype=torch.float8_e4m3fn)
     for config in ({"kv_cache_dtype": "fp8_e4m3", "window": 64}, {"window": 64}):
-        assert resolve(**config).attention_backend == "flashinfer"
+        assert resolve(**config).kernels.attention == "flashinfer"
     fa3 = resolve(attention_backend="flashinfer-fa3")
-    assert fa3.attention_backend == "flashinfer-fa3"
+    assert fa3.kernels.attention == "flashinfer-fa3"
 
 
 @pytest.mark.parametrize(
@@ -160,11 +160,11 @@ def test_another_card_than_the_image_is_for(
     flashinfer_modules.write_manifest(package / "data" / "aot", built)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     if runs:
-        assert resolve().attention_backend == "flashinfer"
+        assert resolve().kernels.attention == "flashinfer"
         return
     with pytest.raises(ConfigError, match=r"capability .*, and the GPU has \d+\.\d.*CUDA_ARCHS"):
         resolve()
-    assert resolve(attention_backend="torch").sampling_backend == "torch"
+    assert resolve(attention_backend="torch").kernels.sampling == "torch"
 
 
 def test_a_gpu_without_flashinfer_says_so(
@@ -173,13 +173,14 @@ def test_a_gpu_without_flashinfer_says_so(
     monkeypatch.setattr(auto_config, "detect_device", lambda: "cuda")
     monkeypatch.setattr(gpu_kernels, "flashinfer_installed", lambda: False)
     config = resolve()
-    assert (config.attention_backend, config.sampling_backend) == ("torch", "torch")
+    assert (config.kernels.attention, config.kernels.sampling) == ("torch", "torch")
     (line,) = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert "FlashInfer isn't installed" in line.getMessage() and "[gpu]" in line.getMessage()
 
 
 _PREPARE = """
 from engine.actors.worker_actor import WorkerActor
+from engine.registry import KERNELS
 from engine.worker import auto_config
 auto_config.detect_device = lambda: "cuda"
 WorkerActor(0).prepare({"model": "models/manta-small", "device": "cuda"}, 1)
@@ -197,7 +198,7 @@ def test_the_warning_reaches_the_terminal_of_a_server() -> None:
 
 
 def test_a_model_without_kernels_says_so(package: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert resolve(head_dim=96).sampling_backend == "torch"
+    assert resolve(head_dim=96).kernels.sampling == "torch"
     assert "FlashInfer has no kernels for dtype bfloat16 with head_dim 96" in caplog.text
     with pytest.raises(ConfigError, match=r"no kernels for dtype .* head_dim 96"):
         resolve(head_dim=96, attention_backend="flashinfer")

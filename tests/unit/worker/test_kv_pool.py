@@ -90,9 +90,9 @@ def test_auto_on_cpu(has_kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(library, "reason", lambda: "no compiler")
     name = "cpu" if has_kernels else "torch"
     config = make_worker_config(resolved())
-    assert (config.attention_backend, config.sampling_backend) == (name, name)
+    assert (config.kernels.attention, config.kernels.sampling) == (name, name)
     plain = make_worker_config(resolved(attention_backend="torch"))
-    assert (plain.attention_backend, plain.sampling_backend) == ("torch", "torch")
+    assert (plain.kernels.attention, plain.kernels.sampling) == ("torch", "torch")
     if not has_kernels:
         with pytest.raises(ConfigError, match=r"no compiler.*attention_backend: torch"):
             make_worker_config(resolved(attention_backend="cpu"))

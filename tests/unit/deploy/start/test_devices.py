@@ -15,6 +15,7 @@ from deploy.start import cli, devices, gpus, launch, preflight
 from deploy.start.target import load_target
 from engine import LLM
 from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.weight_formats import INT8
 from engine.errors import ConfigError
 from engine.memory_need import GIB, MemoryNeed, cache_bytes_per_token, crowding, stage_bytes
 from engine.native import library
@@ -131,7 +132,7 @@ def test_weights_are_counted_from_the_shape(tmp_path: Path, shape: str, gib: flo
     assert stages.per_token() * 8 == whole.per_token()
     wide = MemoryNeed(model, None, "float32", "auto", 1, 1)
     assert wide.weights() == 2 * whole.weights()
-    small = MemoryNeed(model, None, "bfloat16", "auto", 1, 1, is_int8=True)
+    small = MemoryNeed(model, None, "bfloat16", "auto", 1, 1, form=INT8)
     assert small.weights() < 0.75 * whole.weights()
     drafts = MemoryNeed(model, model, "bfloat16", "auto", 2, 1)
     assert drafts.weights() > 3 * whole.weights() * 0.99
