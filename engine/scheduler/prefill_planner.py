@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from engine.scheduler.balance import fair_share, open_places
 from engine.scheduler.chunk_sizer import ChunkSizer
 from engine.scheduler.key_shares import KeyShare
-from engine.scheduler.kv_manager import KVManager
 from engine.scheduler.micro_batch import MicroBatch
 from engine.scheduler.new_token_ratio import NewTokenRatio
 from engine.scheduler.prefill_adder import Addition, AddResult, PrefillAdder
@@ -17,7 +16,6 @@ from engine.scheduler.req import Req, ReqStatus
 from engine.scheduler.requests import Requests
 from engine.scheduler.schedule_policy import SchedulePolicy
 from engine.scheduler.scheduler_config import SchedulerConfig
-from engine.scheduler.stats import SchedulerStats
 from engine.scheduler.victims import preemption_victims
 
 FULL_RETRY_STEPS = 16
@@ -56,24 +54,19 @@ class PrefillPlanner:
 
     def __init__(
         self,
-        kv: KVManager,
+        requests: Requests,
+        config: SchedulerConfig,
+        policy: SchedulePolicy,
         ratio: NewTokenRatio,
         sizer: ChunkSizer | None,
-        policy: SchedulePolicy,
-        requests: Requests,
-        micro_batches: Sequence[MicroBatch],
-        config: SchedulerConfig,
-        stats: SchedulerStats,
     ) -> None:
-        self._kv = kv
-        self._ratio = ratio
-        self._sizer = sizer
-        self._policy = policy
         self._requests = requests
         self._shares = requests.shares
-        self._micro_batches = micro_batches
+        self._kv = requests.kv
         self._config = config
-        self._stats = stats
+        self._policy = policy
+        self._ratio = ratio
+        self._sizer = sizer
         self._held_up: Req | None = None
         """A waiting prompt, longer than a step, that another key's prompt in chunks held up."""
 
@@ -93,7 +86,7 @@ class PrefillPlanner:
         adder = PrefillAdder(
             self._kv,
             self._ratio,
-            (r for m in self._micro_batches for r in m.running.reqs),
+            (r for m in self._requests.micro_batches for r in m.running.reqs),
             self._config,
             num_decode=num_decode,
             decode_need=decode_need,
@@ -187,10 +180,10 @@ class PrefillPlanner:
 
     def _open_slots(self, round_: _Round) -> int:
         slots = self._kv.rows.available_size()
-        if len(self._micro_batches) > 1:
+        if len(self._requests.micro_batches) > 1:
             ends = sum(a.last for a in round_.adder.additions)
             held = len(round_.mb.running) + ends + (round_.unfinished is not None)
-            share = fair_share(len(self._requests.by_key), self._micro_batches)
+            share = fair_share(len(self._requests.by_key), self._requests.micro_batches)
             slots = min(slots, open_places(held, share, self._config.max_micro_batch_size))
         return slots
 
@@ -217,7 +210,7 @@ class PrefillPlanner:
         self._requests.retract(chunked)
 
     def _nothing_runs(self) -> bool:
-        return all(not m.in_flight and len(m.running) == 0 for m in self._micro_batches)
+        return all(not m.in_flight and len(m.running) == 0 for m in self._requests.micro_batches)
 
     def _preempt(self) -> None:
         """No row is free: let some key's next request push out less important ones of the key."""
@@ -233,16 +226,18 @@ class PrefillPlanner:
         """
         if not self._config.engine.enable_priority_preemption or self._requests.leaving:
             return False
-        for mb in self._micro_batches:
+        for mb in self._requests.micro_batches:
             mb.running.sync_lens()
         missing = self._kv.round_up(len(req.fill_ids) - req.cached_len + 1) - self._kv.room
         need_row = self._kv.rows.available_size() == 0
-        chosen = preemption_victims(req, self._micro_batches, self._kv.held, missing, need_row)
+        chosen = preemption_victims(
+            req, self._requests.micro_batches, self._kv.held, missing, need_row
+        )
         if not chosen:
             return False
         for victim in chosen:
             self._requests.retract(victim)
-            self._stats.preemptions_total += 1
+            self._requests.stats.preemptions_total += 1
         return True
 
 

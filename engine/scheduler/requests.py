@@ -27,10 +27,10 @@ class Requests:
         outputs: OutputCollector,
         stats: SchedulerStats,
     ) -> None:
-        self._kv = kv
-        self._micro_batches = micro_batches
+        self.kv = kv
+        self.micro_batches = micro_batches
         self._outputs = outputs
-        self._stats = stats
+        self.stats = stats
         self.by_key: dict[tuple[str, int], Req] = {}
         """All requests by (reply_to, rid)."""
         self.shares = KeyShares()
@@ -57,8 +57,8 @@ class Requests:
         """A waiting request has got its row at time `now`, and runs. The caller takes it out of
         `shares`."""
         req.status = ReqStatus.RUNNING
-        self._stats.prompt_tokens_total += len(req.fill_ids)
-        self._stats.cached_tokens_total += req.cached_len
+        self.stats.prompt_tokens_total += len(req.fill_ids)
+        self.stats.cached_tokens_total += req.cached_len
         if req.num_cached is None:
             req.num_cached = min(req.cached_len, req.prompt_len)
             req.queue_s = now - req.arrival
@@ -70,7 +70,7 @@ class Requests:
         The caller takes the request out of its batch and calls `let_go`.
         """
         req.status = ReqStatus.FINISHED
-        self._stats.requests_finished_total += 1
+        self.stats.requests_finished_total += 1
         if self.chunked is req:
             self.chunked = None
         if told is not None:
@@ -134,16 +134,16 @@ class Requests:
 
     def is_in_flight(self, req: Req) -> bool:
         """Whether a step in flight holds the request."""
-        return any(r is req for mb in self._micro_batches for s in mb.in_flight for r in s.reqs)
+        return any(r is req for mb in self.micro_batches for s in mb.in_flight for r in s.reqs)
 
     def _leave_batch(self, req: Req) -> None:
-        for mb in self._micro_batches:
+        for mb in self.micro_batches:
             mb.running.remove([req])
 
     def _release(self, req: Req) -> None:
         self.leaving = [r for r in self.leaving if r is not req]
         held_row = req.req_pool_idx != 0
-        self._kv.release(req, insert=True)
+        self.kv.release(req, insert=True)
         self.full_until = 0
         if req.status is ReqStatus.RETRACTING:
             req.status = ReqStatus.WAITING

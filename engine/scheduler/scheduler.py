@@ -73,16 +73,8 @@ class Scheduler:
             for i in range(config.num_micro_batches)
         ]
         self.requests = Requests(self.kv, self.micro_batches, self.outputs, self.stats)
-        self.prefill = PrefillPlanner(
-            self.kv,
-            self.ratio,
-            self.sizer,
-            SCHEDULE_POLICIES[config.engine.schedule_policy](),
-            self.requests,
-            self.micro_batches,
-            config,
-            self.stats,
-        )
+        policy = SCHEDULE_POLICIES[config.engine.schedule_policy]()
+        self.prefill = PrefillPlanner(self.requests, config, policy, self.ratio, self.sizer)
         self.committer = Committer(self.requests, self.outputs, self.delayed, self.stats)
         self.draft_length: DraftLength | None = None
         if config.engine.speculative_config is not None:

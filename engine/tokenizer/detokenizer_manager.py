@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from engine.protocol.messages import FinishedReq, StepOutputs
 from engine.protocol.sampling_params import SamplingParams
@@ -16,26 +16,20 @@ from engine.tokenizer.tokenizer import Tokenizer
 
 @dataclass(slots=True)
 class _Request:
-    """One request; `token_ids` and the logprobs wait for its next delta."""
+    """One request."""
 
-    rid: int
+    delta: TextDelta
+    """The next one. What waits for its text is in it; text and number of tokens are not."""
     detokenizer: IncrementalDetokenizer
     stops: OutputStops | None
     include_stop: bool
     skip_special_tokens: bool
     send_every_token: bool
-    num_prompt: int
     prompt_ids: Sequence[int] | None
     """Kept only until the prompt's logprobs have come."""
-    num_cached: int = 0
-    queue_s: float = 0.0
-    """Until it is sent, with the first delta."""
     num_output: int = 0
     text_len: int = 0
     """Characters detokenized so far, held back or not."""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[LogprobEntry] | None = None
-    prompt_logprobs: list[LogprobEntry | None] | None = None
 
     @property
     def matched(self) -> str | int | None:
@@ -101,7 +95,7 @@ class DetokenizerManager:
         Raises `ValueError` if `output_ids` hold a stop string: that request had finished.
         """
         request = _Request(
-            rid=rid,
+            delta=_empty_delta(rid, len(prompt_ids)),
             detokenizer=IncrementalDetokenizer.create(
                 self._tokenizer,
                 params.skip_special_tokens,
@@ -114,7 +108,6 @@ class DetokenizerManager:
             include_stop=params.include_stop_str_in_output,
             skip_special_tokens=params.skip_special_tokens,
             send_every_token=return_token_ids,
-            num_prompt=len(prompt_ids),
             prompt_ids=prompt_ids if params.prompt_logprobs is not None else None,
         )
         for token_id in output_ids:
@@ -140,7 +133,7 @@ class DetokenizerManager:
         ends = {end.rid: end for end in out.finished}
         for rid, num_cached, queue_s in out.started:
             if (request := requests.get(rid)) is not None:
-                request.num_cached, request.queue_s = num_cached, queue_s
+                request.delta.num_cached, request.delta.queue_s = num_cached, queue_s
                 if out.prompt_logprobs and request.prompt_ids is not None:
                     self._add_prompt_logprobs(request, out.prompt_logprobs.get(rid))
         logprobs = out.logprobs
@@ -159,7 +152,7 @@ class DetokenizerManager:
             token_id = out.token_ids[index]
             if logprobs and index in logprobs:
                 self._add_logprobs(request, token_id, logprobs[index])
-            request.token_ids.append(token_id)
+            request.delta.token_ids.append(token_id)
             if ends and (end := ends.pop(rid, None)) is not None:
                 deltas.append(self._finish(request, end, token_id, text))
                 continue
@@ -184,7 +177,7 @@ class DetokenizerManager:
             token_id = out.token_ids[index]
             if out.logprobs and index in out.logprobs:
                 self._add_logprobs(request, token_id, out.logprobs[index])
-            request.token_ids.append(token_id)
+            request.delta.token_ids.append(token_id)
             text += request.add_token(token_id, self._tokenizer)
             if request.matched is not None:
                 break
@@ -202,7 +195,7 @@ class DetokenizerManager:
                 # The token that stopped it is output, but not text.
                 request.num_output += 1
         text += request.add_last()
-        request.num_cached = max(request.num_cached, end.num_cached)
+        request.delta.num_cached = max(request.delta.num_cached, end.num_cached)
         if request.matched is not None:
             delta = self._end(request, text, "stop", request.matched)
             delta.num_predicted = end.num_predicted
@@ -220,16 +213,16 @@ class DetokenizerManager:
     def _end(
         self, request: _Request, text: str, reason: str, stop_reason: str | int | None
     ) -> TextDelta:
-        del self._requests[request.rid]
+        del self._requests[request.delta.rid]
         delta = _take(request, text)
         delta.finish_reason, delta.stop_reason = reason, stop_reason
         return delta
 
     def _add_logprobs(self, request: _Request, token_id: int, logprobs: TokenLogprobs) -> None:
-        if request.logprobs is None:
-            request.logprobs = []
+        if request.delta.logprobs is None:
+            request.delta.logprobs = []
         offset = request.text_len + request.detokenizer.held_before(token_id)
-        request.logprobs.append(self._entry(token_id, logprobs, offset))
+        request.delta.logprobs.append(self._entry(token_id, logprobs, offset))
 
     def _add_prompt_logprobs(
         self, request: _Request, logprobs: Sequence[TokenLogprobs | None] | None
@@ -239,12 +232,13 @@ class DetokenizerManager:
         # An echo has the names of special tokens.
         detokenizer = IncrementalDetokenizer.create(self._tokenizer, False)
         offset = 0
-        request.prompt_logprobs = []
+        entries: list[LogprobEntry | None] = []
         for token_id, item in zip(request.prompt_ids, logprobs, strict=True):
             begin = offset + detokenizer.held_before(int(token_id))
             entry = None if item is None else self._entry(int(token_id), item, begin)
-            request.prompt_logprobs.append(entry)
+            entries.append(entry)
             offset += len(detokenizer.add(int(token_id)))
+        request.delta.prompt_logprobs = entries
         request.prompt_ids = None
 
     def _entry(self, token_id: int, logprobs: TokenLogprobs, offset: int) -> LogprobEntry:
@@ -265,21 +259,12 @@ class DetokenizerManager:
 
 
 def _take(request: _Request, text: str) -> TextDelta:
-    """A delta with `text`, and the token ids and logprobs since the last delta."""
-    delta = TextDelta(
-        request.rid,
-        text,
-        request.token_ids,
-        request.num_output,
-        None,
-        None,
-        request.num_prompt,
-        request.num_cached,
-        request.logprobs,
-        request.prompt_logprobs,
-    )
-    if request.queue_s:
-        delta.queue_s, request.queue_s = request.queue_s, 0.0
-    request.token_ids = []
-    request.logprobs = request.prompt_logprobs = None
+    """The request's delta, with `text`. The next one begins."""
+    delta = request.delta
+    delta.text, delta.num_output = text, request.num_output
+    request.delta = _empty_delta(delta.rid, delta.num_prompt, delta.num_cached)
     return delta
+
+
+def _empty_delta(rid: int, num_prompt: int, num_cached: int = 0) -> TextDelta:
+    return TextDelta(rid, "", [], 0, None, None, num_prompt, num_cached)

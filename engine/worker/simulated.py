@@ -36,15 +36,8 @@ from engine.worker.simulated_script import ScriptedReplies
 class SimulatedResult(PendingResult):
     """A step that ends on the timeline at `ready_at`, monotonic seconds."""
 
-    step: int
-    tokens: list[int]
-    errors: dict[int, str]
+    result: GenerationBatchResult
     ready_at: float
-    device_s: float
-    embeddings: list[bytes] | None
-    num_tokens: list[int] | None = None
-    num_drafts: list[int] | None = None
-    drafts: list[list[int]] | None = None
 
     def seconds_left(self) -> float:
         return max(0.0, self.ready_at - time.monotonic())
@@ -52,17 +45,7 @@ class SimulatedResult(PendingResult):
     def collect(self) -> GenerationBatchResult:
         if (left := self.seconds_left()) > 0.0:  # a sleep of 0 s takes 55 us
             time.sleep(left)
-        return GenerationBatchResult(
-            self.step,
-            self.tokens,
-            line_errors=self.errors or None,
-            device_s=self.device_s,
-            period_s=self.device_s,
-            embeddings=self.embeddings,
-            num_tokens=self.num_tokens,
-            num_drafts=self.num_drafts,
-            drafts=self.drafts,
-        )
+        return self.result
 
 
 @dataclass
@@ -80,14 +63,13 @@ class SimulatedForward(LaunchedForward):
         # A delayed sample starts when its masks are here.
         ready_at = self.ready_at if masks is None else max(self.ready_at, time.monotonic())
         batch = self.batch
-        embeddings = None if batch.pooled is None else self.worker.embeddings(batch)
-        result = SimulatedResult(
+        result = GenerationBatchResult(
             batch.step,
             [token for run in runs for token in run],
-            errors,
-            ready_at,
-            self.device_s,
-            embeddings,
+            line_errors=errors or None,
+            device_s=self.device_s,
+            period_s=self.device_s,
+            embeddings=None if batch.pooled is None else self.worker.embeddings(batch),
         )
         if batch.checks_drafts:
             result.num_tokens = [len(run) for run in runs]
@@ -97,7 +79,7 @@ class SimulatedForward(LaunchedForward):
             if batch.drafts_wanted:
                 rows = batch.req_pool_indices[batch.sampled_lines].tolist()
                 result.drafts = filler.propose(rows, [batch.drafts_wanted] * len(rows))
-        return result
+        return SimulatedResult(result, ready_at)
 
 
 class SimulatedWorker(ModelWorker):
