@@ -105,7 +105,7 @@ class FlashInferAttentionBackend(AttentionBackend):
             tuple(kv.view(-1, page_size, heads, dim) for kv in self.pool.get(layer.layer_id))
             for layer in inputs.layers
         ]
-        self._tensor_cores = decodes_on_tensor_cores(inputs.num_heads, heads, self.pool.dtype)
+        self.use_tensor_cores = decodes_on_tensor_cores(inputs.num_heads, heads, self.pool.dtype)
         self._float_workspace = torch.zeros(
             FLOAT_WORKSPACE_BYTES, dtype=torch.uint8, device=self.device
         )
@@ -114,10 +114,12 @@ class FlashInferAttentionBackend(AttentionBackend):
         }
         distinct = list(dict.fromkeys(self._variants.values()))
         self._prefill = {variant: self._prefill_wrapper(prefill_backend) for variant in distinct}
-        self._decode = {variant: self._decode_wrapper(None, 0) for variant in distinct}
-        self._ring = PlanRing(2 * len(distinct) * STEPS_IN_FLIGHT, INT_WORKSPACE_BYTES, self.device)
-        self._graphs: dict[_Variant, _GraphBuffers] = {}
-        self._current = self._decode
+        self.decode_wrappers = {variant: self._decode_wrapper(None, 0) for variant in distinct}
+        self.plan_ring = PlanRing(
+            2 * len(distinct) * STEPS_IN_FLIGHT, INT_WORKSPACE_BYTES, self.device
+        )
+        self.graph_buffers: dict[_Variant, _GraphBuffers] = {}
+        self._current = self.decode_wrappers
         """Decode wrappers that the last plan was made for."""
 
     def init_forward(self, batch: ForwardBatch) -> None:
@@ -138,13 +140,13 @@ class FlashInferAttentionBackend(AttentionBackend):
                 table = self._page_table(rows[decode], None, seq_lens[decode], window)
                 indices = page_indices(table, self.inputs.req_to_token, self.pool.page_size)
                 for variant in variants:
-                    self._plan_decode(self._decode[variant], variant, table, indices)
-        self._current = self._decode
+                    self._plan_decode(self.decode_wrappers[variant], variant, table, indices)
+        self._current = self.decode_wrappers
 
     def init_graphs(self, batch_sizes: Sequence[int]) -> None:
         largest = max(batch_sizes)
         width = self.inputs.req_to_token.shape[1]
-        for variant in self._decode:
+        for variant in self.decode_wrappers:
             tokens = width if variant.window is None else min(width, variant.window)
             # A window's tokens may begin within a page.
             pages = min(-(-tokens // self.pool.page_size) + 1, -(-width // self.pool.page_size))
@@ -158,17 +160,19 @@ class FlashInferAttentionBackend(AttentionBackend):
             )
             for size in sorted(set(batch_sizes)):
                 buffers.wrappers[size] = self._decode_wrapper(buffers, size)
-            self._graphs[variant] = buffers
+            self.graph_buffers[variant] = buffers
 
     def plan_graph(self, batch: ForwardBatch) -> None:
         size = batch.batch_size
-        if batch.num_long or any(size not in graph.wrappers for graph in self._graphs.values()):
-            raise ValueError(f"no graph was prepared for {size} decode rows")
+        if batch.num_long or any(
+            size not in graph.wrappers for graph in self.graph_buffers.values()
+        ):
+            raise ValueError(f"no graph was prepared for {size} decodes")
         rows, seq_lens = batch.req_pool_indices_cpu, batch.seq_lens_cpu
         for window, variants in self._windows():
             table = self._page_table(rows, None, seq_lens, window)
             for variant in variants:
-                graph = self._graphs[variant]
+                graph = self.graph_buffers[variant]
                 graph.indptr[: size + 1].copy_(table.indptr, non_blocking=True)
                 graph.last_page_len[:size].copy_(table.last_page_len, non_blocking=True)
                 indices = page_indices(
@@ -179,7 +183,7 @@ class FlashInferAttentionBackend(AttentionBackend):
                 else:
                     self._plan_decode(graph.wrappers[size], variant, table, indices)
                     graph.planned.add(size)
-        self._current = {v: graph.wrappers[size] for v, graph in self._graphs.items()}
+        self._current = {v: graph.wrappers[size] for v, graph in self.graph_buffers.items()}
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, batch: ForwardBatch
@@ -198,7 +202,7 @@ class FlashInferAttentionBackend(AttentionBackend):
     def _windows(self) -> list[tuple[int | None, list[_Variant]]]:
         """Variants by window: those of one window read the same pages."""
         found: dict[int | None, list[_Variant]] = {}
-        for variant in self._decode:
+        for variant in self.decode_wrappers:
             found.setdefault(variant.window, []).append(variant)
         return list(found.items())
 
@@ -224,7 +228,7 @@ class FlashInferAttentionBackend(AttentionBackend):
         self, variant: _Variant, table: PageTable, indices: Tensor, qo_indptr: Tensor
     ) -> None:
         wrapper = self._prefill[variant]
-        with self._ring.take() as pinned:
+        with self.plan_ring.take() as pinned:
             wrapper._pin_memory_int_workspace_buffer = pinned
             wrapper.plan(
                 qo_indptr,
@@ -241,7 +245,7 @@ class FlashInferAttentionBackend(AttentionBackend):
     def _plan_decode(
         self, wrapper: Any, variant: _Variant, table: PageTable, indices: Tensor
     ) -> None:
-        with self._ring.take() as pinned:
+        with self.plan_ring.take() as pinned:
             wrapper._pin_memory_int_workspace_buffer = pinned
             wrapper.plan(
                 table.indptr,
@@ -261,7 +265,7 @@ class FlashInferAttentionBackend(AttentionBackend):
         FlashInfer gets the host's lengths, so it reads nothing from the device. `o_data_type` and
         `seq_lens` aren't passed: the first plan's type stays, lengths follow from the page table.
         """
-        with self._ring.take() as pinned:
+        with self.plan_ring.take() as pinned:
             wrapper._pin_memory_int_workspace_buffer = pinned
             self._flashinfer.fast_decode_plan(
                 wrapper,
@@ -301,7 +305,7 @@ class FlashInferAttentionBackend(AttentionBackend):
             self._float_workspace,
             kv_layout="NHD",
             use_cuda_graph=buffers is not None,
-            use_tensor_cores=self._tensor_cores,
+            use_tensor_cores=self.use_tensor_cores,
             paged_kv_indptr_buffer=None if buffers is None else buffers.indptr[: size + 1],
             paged_kv_indices_buffer=None if buffers is None else buffers.indices,
             paged_kv_last_page_len_buffer=None if buffers is None else buffers.last_page_len[:size],

@@ -30,7 +30,7 @@ class PlanRing:
         on_cuda = device.type == "cuda"
         if make_event is None and on_cuda:
             make_event = torch.cuda.Event
-        self._buffers = [
+        self.buffers = [
             torch.empty(num_bytes, dtype=torch.uint8, pin_memory=on_cuda) for _ in range(depth)
         ]
         self._events = [make_event() for _ in range(depth)] if make_event is not None else []
@@ -42,11 +42,11 @@ class PlanRing:
     def take(self) -> Iterator[Tensor]:
         """A free buffer, uint8 [num_bytes]; at the end its copy must be on the current stream."""
         index = self._next
-        self._next = (index + 1) % len(self._buffers)
+        self._next = (index + 1) % len(self.buffers)
         # An event that was never recorded counts as past.
         if self._events and not self._events[index].query():
             self.waits += 1
             self._events[index].synchronize()
-        yield self._buffers[index]
+        yield self.buffers[index]
         if self._events:
             self._events[index].record()

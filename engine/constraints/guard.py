@@ -62,10 +62,10 @@ class GrammarGuard:
         self._timeout_s = timeout_s
         self._clock = clock
         self._lock = threading.Lock()
-        self._verdicts: OrderedDict[bytes, _Verdict] = OrderedDict()
+        self.verdicts: OrderedDict[bytes, _Verdict] = OrderedDict()
         self._executor: ThreadPoolExecutor | None = None
-        self._num_waiting = 0
-        self._process: GuardProcess | None = None
+        self.num_waiting = 0
+        self.process: GuardProcess | None = None
         self._unavailable = ""
         """Why no grammar can be checked for this model."""
         self._is_shut_down = False
@@ -90,11 +90,11 @@ class GrammarGuard:
                 raise RequestError("the server is being stopped", status=503)
             verdict = self._known(key)
             if verdict is None:
-                if self._num_waiting >= MAX_WAITING:
+                if self.num_waiting >= MAX_WAITING:
                     raise RequestError(
                         f"{MAX_WAITING} grammars wait to be checked; try again later", status=429
                     )
-                self._num_waiting += 1
+                self.num_waiting += 1
                 if self._executor is None:
                     # One thread, which lives as long as the guard: the process ends with it.
                     self._executor = ThreadPoolExecutor(1, "grammar-guard")
@@ -110,7 +110,7 @@ class GrammarGuard:
         with self._lock:
             self._is_shut_down = True
             executor, self._executor = self._executor, None
-            process = self._process
+            process = self.process
         if process is not None:
             process.kill()
         if executor is not None:
@@ -132,9 +132,9 @@ class GrammarGuard:
             until = self._clock() + LATE_FOR_S if late else math.inf
             verdict = _Verdict(self._words(reply), until)
             with self._lock:
-                self._verdicts[key] = verdict
-                if len(self._verdicts) > MAX_VERDICTS:
-                    self._verdicts.popitem(last=False)
+                self.verdicts[key] = verdict
+                if len(self.verdicts) > MAX_VERDICTS:
+                    self.verdicts.popitem(last=False)
         _raise_if_refused(verdict)
 
     def _ask(self, payload: dict[str, Any]) -> GuardReply:
@@ -160,19 +160,19 @@ class GrammarGuard:
         )
 
     def _started(self) -> GuardProcess:
-        if self._process is None:
+        if self.process is None:
             process = GuardProcess(self._model_path, self._timeout_s)
             with self._lock:
-                self._process = process
+                self.process = process
                 if not self._is_shut_down:
                     return process
             self._close()
             raise GuardLostError("the server is being stopped")
-        return self._process
+        return self.process
 
     def _close(self) -> None:
         with self._lock:
-            process, self._process = self._process, None
+            process, self.process = self.process, None
         if process is not None:
             process.close()
 
@@ -190,15 +190,15 @@ class GrammarGuard:
     # Anywhere
 
     def _known(self, key: bytes) -> _Verdict | None:
-        verdict = self._verdicts.get(key)
+        verdict = self.verdicts.get(key)
         if verdict is None or self._clock() > verdict.until:
             return None
-        self._verdicts.move_to_end(key)
+        self.verdicts.move_to_end(key)
         return verdict
 
     def _one_less_waits(self, _: Future[None]) -> None:
         with self._lock:
-            self._num_waiting -= 1
+            self.num_waiting -= 1
 
 
 def _raise_if_refused(verdict: _Verdict) -> None:

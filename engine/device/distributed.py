@@ -48,7 +48,7 @@ class ParallelState:
     """Shared with the next stage."""
     recv_stream: torch.cuda.Stream | None = None
     """The stream on which hidden states arrive; CUDA only."""
-    _sends: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque, repr=False)
+    pending_sends: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque, repr=False)
 
     @classmethod
     def single(cls) -> ParallelState:
@@ -114,11 +114,11 @@ class ParallelState:
         if work is None:
             raise RuntimeError("this process is not part of the pipeline's process group")
         # The tensor must live until the transfer is done.
-        self._sends.append((work, hidden))
-        while self._sends and self._sends[0][0].is_completed():
-            self._sends.popleft()[0].wait()
-        if len(self._sends) > MAX_PENDING_SENDS:
-            self._sends.popleft()[0].wait()
+        self.pending_sends.append((work, hidden))
+        while self.pending_sends and self.pending_sends[0][0].is_completed():
+            self.pending_sends.popleft()[0].wait()
+        if len(self.pending_sends) > MAX_PENDING_SENDS:
+            self.pending_sends.popleft()[0].wait()
 
     def recv_hidden(
         self, num_tokens: int, hidden_size: int, dtype: torch.dtype, device: torch.device
@@ -152,7 +152,7 @@ class ParallelState:
         gloo's threads have ended when this returns. One that still holds a tensor when the
         interpreter ends would abort the process.
         """
-        self._sends.clear()
+        self.pending_sends.clear()
         if self.world_group is not None and dist.is_initialized():
             dist.destroy_process_group()
         # A group's threads end with the last reference to it.

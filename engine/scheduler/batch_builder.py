@@ -102,7 +102,7 @@ def build_batch(
         prefix_rows,
         prefix_lens,
         prefix_locs,
-        [] if chunks is None else [_slot_params(r, kv.speculates) for r in chunks.fresh],
+        [] if chunks is None else [_row_params(r, kv.speculates) for r in chunks.fresh],
         next_prompt_ids=None if chunks is None else _next_ids(chunks.reqs, len(lines.rows)),
         pooled=None if chunks is None else chunks.pooled,
         late=None if decodes is None else decodes.late,
@@ -201,7 +201,7 @@ def _decode_tokens(decode: RunningBatch, send: bool) -> IntArray:
     return _ints([r.output_ids[-1] for r in decode.reqs])
 
 
-def _slot_params(req: Req, speculates: bool) -> RowParams:
+def _row_params(req: Req, speculates: bool) -> RowParams:
     params = req.params
     if params.prompt_logprobs is not None and not req.wants_prompt_logprobs:
         params = msgspec.structs.replace(params, prompt_logprobs=None)

@@ -42,7 +42,7 @@ class NgramIndex:
         self.tokens: list[int] = []
         self._latest: dict[tuple[int, ...], int] = {}
         """By n-gram, the position of its last token where it stood last."""
-        self._before: list[int] = []
+        self.before: list[int] = []
         """By position: where the n-gram that ends there stood before, -1 if nowhere. After a
         look-up it has one entry for every token but the last."""
         self.extend(tokens)
@@ -54,7 +54,7 @@ class NgramIndex:
 
     def _catch_up(self) -> None:
         """Index what came since the last look-up."""
-        known, size, latest, before = self.tokens, self.shortest, self._latest, self._before
+        known, size, latest, before = self.tokens, self.shortest, self._latest, self.before
         for end in range(len(before), len(known) - 1):
             if end < size - 1:
                 before.append(-1)
@@ -79,7 +79,7 @@ class NgramIndex:
                 best = Match(length, position)
                 if length == self.longest:
                     break
-            position = self._before[position]
+            position = self.before[position]
         return best
 
     def after(self, position: int, count: int) -> list[int]:

@@ -23,49 +23,49 @@ class OutputStore:
 
     def __init__(self, longest: int, max_outputs: int) -> None:
         self._longest, self._max_outputs = longest, max_outputs
-        self._outputs: OrderedDict[int, NgramIndex] = OrderedDict()
-        self._latest: dict[tuple[int, ...], int] = {}
+        self.outputs: OrderedDict[int, NgramIndex] = OrderedDict()
+        self.latest: dict[tuple[int, ...], int] = {}
         """By n-gram: the output that had it last."""
         self._next = 0
         self.num_tokens = 0
         """Of all outputs."""
 
     def __len__(self) -> int:
-        return len(self._outputs)
+        return len(self.outputs)
 
     def begin(self) -> int:
         """A new output; its number."""
         number, self._next = self._next, self._next + 1
-        self._outputs[number] = NgramIndex(SHORTEST, self._longest)
-        if len(self._outputs) > self._max_outputs:
+        self.outputs[number] = NgramIndex(SHORTEST, self._longest)
+        if len(self.outputs) > self._max_outputs:
             self.drop_oldest()
         return number
 
     def drop_oldest(self) -> None:
         """Forget the output that began first."""
-        number, output = self._outputs.popitem(last=False)
+        number, output = self.outputs.popitem(last=False)
         self.num_tokens -= len(output.tokens)
         for gram in _grams(output.tokens):
-            if self._latest.get(gram) == number:
-                del self._latest[gram]
+            if self.latest.get(gram) == number:
+                del self.latest[gram]
 
     def extend(self, number: int, tokens: Sequence[int]) -> None:
         """An output goes on; nothing happens if it was dropped."""
-        output = self._outputs.get(number)
+        output = self.outputs.get(number)
         if output is None:
             return
         first = max(len(output.tokens) - SHORTEST, 0)
         output.extend(tokens)
         self.num_tokens += len(tokens)
         for gram in _grams(output.tokens[first:-1]):
-            self._latest[gram] = number
+            self.latest[gram] = number
 
     def find(self, ending: Sequence[int]) -> tuple[Match, NgramIndex | None]:
         """The longest end of `ending` in the output that had its last tokens last."""
-        number = self._latest.get(tuple(ending[-SHORTEST:]))
+        number = self.latest.get(tuple(ending[-SHORTEST:]))
         if number is None:
             return NO_MATCH, None
-        output = self._outputs[number]
+        output = self.outputs[number]
         return output.find(ending), output
 
 
@@ -77,8 +77,8 @@ class SuffixDrafter(Drafter):
         self._own: dict[int, NgramIndex] = {}
         self._outputs: dict[int, tuple[OutputStore, int]] = {}
         """By row: where its output is kept, and its number there."""
-        self._stores: OrderedDict[str, OutputStore] = OrderedDict()
-        self._num_tokens = 0
+        self.stores: OrderedDict[str, OutputStore] = OrderedDict()
+        self.num_tokens = 0
         """Of all stores."""
 
     def install(self, params: RowParams) -> None:
@@ -92,7 +92,7 @@ class SuffixDrafter(Drafter):
         store = self._store(params.speculation.namespace)
         before = store.num_tokens
         self._outputs[params.row] = (store, store.begin())
-        self._num_tokens += store.num_tokens - before  # the oldest output may have left
+        self.num_tokens += store.num_tokens - before  # the oldest output may have left
         self._extend(params.row, tokens[params.prompt_len :])
 
     def observe(self, row: int, tokens: Sequence[int]) -> None:
@@ -103,15 +103,15 @@ class SuffixDrafter(Drafter):
         store, number = self._outputs[row]
         before = store.num_tokens
         store.extend(number, tokens)
-        self._num_tokens += store.num_tokens - before
-        while self._num_tokens > MAX_TOKENS:
-            name, oldest = next(iter(self._stores.items()))
+        self.num_tokens += store.num_tokens - before
+        while self.num_tokens > MAX_TOKENS:
+            name, oldest = next(iter(self.stores.items()))
             if not len(oldest):
-                del self._stores[name]
+                del self.stores[name]
                 continue
-            self._num_tokens -= oldest.num_tokens
+            self.num_tokens -= oldest.num_tokens
             oldest.drop_oldest()
-            self._num_tokens += oldest.num_tokens
+            self.num_tokens += oldest.num_tokens
 
     def propose(self, rows: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
         return [self._propose(row, count) for row, count in zip(rows, counts, strict=True)]
@@ -128,14 +128,14 @@ class SuffixDrafter(Drafter):
         return own.after(found.position, count) if found.length else []
 
     def _store(self, namespace: str) -> OutputStore:
-        store = self._stores.get(namespace)
+        store = self.stores.get(namespace)
         if store is None:
             config = self.config
             store = OutputStore(
                 config.suffix_decoding_max_tree_depth, config.suffix_decoding_max_cached_requests
             )
-            self._stores[namespace] = store
-        self._stores.move_to_end(namespace)
+            self.stores[namespace] = store
+        self.stores.move_to_end(namespace)
         return store
 
 

@@ -35,12 +35,12 @@ class Tokenizer:
         backend = files.backend
         backend.no_truncation()
         backend.no_padding()
-        self._backend = backend
+        self.backend = backend
         self._special_tokens = files.special_tokens
-        self._control = ControlTokens(backend)
-        self._chat = ChatRenderer(files.chat_templates, files.special_tokens, self._control)
+        self.control = ControlTokens(backend)
+        self._chat = ChatRenderer(files.chat_templates, files.special_tokens, self.control)
         if self._chat.has_template:
-            self._control.prepare()
+            self.control.prepare()
         self._decoder = backend.decoder
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.bos_token_id = self._special_id("bos_token")
@@ -73,11 +73,11 @@ class Tokenizer:
         self, texts: Sequence[str], add_special_tokens: bool = True
     ) -> list[list[int]]:
         """Ids of each text; several threads of `tokenizers` share the texts."""
-        return encode_texts(self._backend, texts, add_special_tokens)
+        return encode_texts(self.backend, texts, add_special_tokens)
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`; invalid UTF-8 becomes U+FFFD."""
-        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
         """What one token adds to the text, in UTF-8, possibly a part of a character.
@@ -97,12 +97,12 @@ class Tokenizer:
         """Whether `decode` hands the token to the decoder at all."""
         if skip_special_tokens and token_id in self.special_ids:
             return False
-        return self._backend.id_to_token(token_id) is not None
+        return self.backend.id_to_token(token_id) is not None
 
     @cached_property
     def plain_id(self) -> int | None:
         """Some token that is text for itself, neither special nor a byte; None if there is none."""
-        for token_id in range(self._backend.get_vocab_size()):
+        for token_id in range(self.backend.get_vocab_size()):
             if token_id in self.special_ids or token_id in self.byte_ids:
                 continue
             if self.is_visible(token_id, False) and self.decode([token_id]).strip().isalnum():
@@ -141,7 +141,7 @@ class Tokenizer:
             tools=tools,
             template_kwargs=template_kwargs,
         )
-        return self._control.unmark(text)
+        return self.control.unmark(text)
 
     def apply_chat_template(
         self,
@@ -167,16 +167,16 @@ class Tokenizer:
             template_kwargs=template_kwargs,
         )
         try:
-            return self._control.encode(text)
+            return self.control.encode(text)
         except RequestError as error:
             raise RequestError(error.message, "messages") from error
 
     def _special_id(self, name: str) -> int | None:
         token = self._special_tokens.get(name)
-        return None if token is None else self._backend.token_to_id(token)
+        return None if token is None else self.backend.token_to_id(token)
 
     def _find_bytes(self, token_id: int) -> bytes:
-        token = self._backend.id_to_token(token_id)
+        token = self.backend.id_to_token(token_id)
         if token is None:
             return b""
         if self.is_byte_level:

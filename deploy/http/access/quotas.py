@@ -95,11 +95,11 @@ class Quotas:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._buckets: dict[str, _Bucket] = {}
-        self._heard: dict[tuple[str, str], _Heard] = {}
+        self.buckets: dict[str, _Bucket] = {}
+        self.heard: dict[tuple[str, str], _Heard] = {}
         """By ingress and key."""
-        self._name = ""
-        self._sharing: asyncio.Task[None] | None = None
+        self.name = ""
+        self.sharing: asyncio.Task[None] | None = None
 
     def begin(self, key: ApiKey, num_prompt: int, tracker: RequestTracker) -> Ticket:
         """Let a request in with `num_prompt` tokens of prompts. `key` has a limit. What is
@@ -110,9 +110,9 @@ class Quotas:
         limit, now = key.tokens_per_minute, self._clock()
         if limit is None:
             raise ValueError(f"the key {key.name} has no limit")
-        bucket = self._buckets.get(key.name)
+        bucket = self.buckets.get(key.name)
         if bucket is None:
-            bucket = self._buckets[key.name] = _Bucket(limit, self._told(key.name, limit), now)
+            bucket = self.buckets[key.name] = _Bucket(limit, self._told(key.name, limit), now)
         bucket.take_outputs()
         bucket.fill(limit, now)
         needed = min(num_prompt, limit)
@@ -140,28 +140,28 @@ class Quotas:
         """What the others have to know: of keys that took something since the last report, or whose
         buckets aren't full."""
         now, found = self._clock(), {}
-        for name, bucket in list(self._buckets.items()):
+        for name, bucket in list(self.buckets.items()):
             bucket.take_outputs()
             bucket.fill(bucket.capacity, now)
             if bucket.level < bucket.capacity or bucket.spent != bucket.reported:
                 found[name] = Spending(bucket.spent, bucket.level, bucket.deficit)
                 bucket.reported = bucket.spent
             elif not bucket.tickets and now - bucket.used_at > FORGET_AFTER_S:
-                del self._buckets[name]
+                del self.buckets[name]
         return found
 
     def hear(self, ingress: str, report: SpendingReport) -> None:
         """Another ingress reports. Of one that wasn't heard before only the deficit is taken: what
         it took long ago has come back."""
-        if ingress == self._name:
+        if ingress == self.name:
             return
         now = self._clock()
         # Here, as an ingress may hear the others for long before it has something to report.
-        self._heard = {k: h for k, h in self._heard.items() if now - h.at <= FORGET_AFTER_S}
+        self.heard = {k: h for k, h in self.heard.items() if now - h.at <= FORGET_AFTER_S}
         for name, told in report.items():
-            before = self._heard.get((ingress, name))
-            self._heard[ingress, name] = _Heard(told, now)
-            bucket = self._buckets.get(name)
+            before = self.heard.get((ingress, name))
+            self.heard[ingress, name] = _Heard(told, now)
+            bucket = self.buckets.get(name)
             if bucket is None:
                 continue
             bucket.fill(bucket.capacity, now)
@@ -175,16 +175,16 @@ class Quotas:
         now = self._clock()
         levels = [
             heard.told.level + (now - heard.at) * limit / 60
-            for (_, key), heard in self._heard.items()
+            for (_, key), heard in self.heard.items()
             if key == name
         ]
         return min([float(limit), *levels])
 
     def share(self, client: EngineClient) -> None:
         """Begin to tell the other ingresses, if that hasn't begun. To be called in the loop."""
-        if self._sharing is None:
-            self._name = uuid.uuid4().hex
-            self._sharing = asyncio.create_task(self._share(client))
+        if self.sharing is None:
+            self.name = uuid.uuid4().hex
+            self.sharing = asyncio.create_task(self._share(client))
 
     async def _share(self, client: EngineClient) -> None:
         while True:
@@ -193,6 +193,6 @@ class Quotas:
             if not report:
                 continue
             try:
-                await client.tell_spending(self._name, report)
+                await client.tell_spending(self.name, report)
             except Exception as error:  # the next second tells it again, in total
                 logger.warning("quotas were not shared: %s", type(error).__name__)

@@ -270,7 +270,7 @@ def test_graphs_keep_their_addresses(device: Device) -> None:
         addresses.append(
             [
                 buffer.data_ptr()
-                for graph in pair.flashinfer._graphs.values()
+                for graph in pair.flashinfer.graph_buffers.values()
                 for buffer in (
                     graph.wrappers[2]._paged_kv_indptr_buf,
                     graph.wrappers[2]._paged_kv_indices_buf,
@@ -308,7 +308,7 @@ def test_plans_of_steps_in_flight(device: Device, depth: int | None) -> None:
     """
     pair = Pair(window=9)
     if depth is not None:
-        pair.flashinfer._ring = PlanRing(depth, 4096, CPU)
+        pair.flashinfer.plan_ring = PlanRing(depth, 4096, CPU)
     rows = [pair.start(), pair.start()]
     pair.step([(rows[0], 20), (rows[1], 7)], [])
     outputs: list[tuple[Tensor, Tensor]] = []
@@ -377,16 +377,16 @@ def test_ring_waits_only_for_copies_not_made() -> None:
 
 def test_enough_buffers_for_the_steps_in_flight(device: Device) -> None:
     pair = Pair(window=5)
-    ring = pair.flashinfer._ring
+    ring = pair.flashinfer.plan_ring
     # A mixed step of three variants: six plans.
-    assert len(ring._buffers) == 6 * flashinfer_backend.STEPS_IN_FLIGHT
-    assert len({buffer.data_ptr() for buffer in ring._buffers}) == len(ring._buffers)
+    assert len(ring.buffers) == 6 * flashinfer_backend.STEPS_IN_FLIGHT
+    assert len({buffer.data_ptr() for buffer in ring.buffers}) == len(ring.buffers)
 
 
 def test_tensor_cores_for_wide_groups_and_float8(device: Device) -> None:
-    assert not Pair(heads=4, kv_heads=2).flashinfer._tensor_cores
-    assert Pair(heads=8, kv_heads=2).flashinfer._tensor_cores
-    assert Pair(heads=2, kv_heads=2, kv_dtype=torch.float8_e4m3fn).flashinfer._tensor_cores
+    assert not Pair(heads=4, kv_heads=2).flashinfer.use_tensor_cores
+    assert Pair(heads=8, kv_heads=2).flashinfer.use_tensor_cores
+    assert Pair(heads=2, kv_heads=2, kv_dtype=torch.float8_e4m3fn).flashinfer.use_tensor_cores
 
 
 def test_windows_leave_pages_out(device: Device) -> None:
@@ -394,7 +394,7 @@ def test_windows_leave_pages_out(device: Device) -> None:
     row = pair.start()
     pair.step([(row, 100)], [])
     pair.step([], [row])
-    pages = [len(w._paged_kv_indices_buf) for w in pair.flashinfer._decode.values()]
+    pages = [len(w._paged_kv_indices_buf) for w in pair.flashinfer.decode_wrappers.values()]
     assert pages == [7, 2, 2]
 
 

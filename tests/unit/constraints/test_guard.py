@@ -74,8 +74,8 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
 
 
 def pid_of(guard: GrammarGuard) -> int:
-    assert guard._process is not None
-    return guard._process.pid
+    assert guard.process is not None
+    return guard.process.pid
 
 
 def is_alive(pid: int) -> bool:
@@ -127,7 +127,7 @@ def test_other_constraints_pass_without_a_process() -> None:
     guard.check(ConstraintSpec("token_choice", {"choices": [[1]]}))
     with pytest.raises(RequestError, match="needs a string"):
         guard.check(ConstraintSpec("grammar", {"type": "regex", "value": ["a"]}))
-    assert guard._process is None
+    assert guard.process is None
 
 
 # What happens to the process
@@ -231,7 +231,7 @@ def test_memory_of_verdicts_is_bounded(
     guard = fake()
     for i in range(5):
         guard.check(structured.regex(f"a{i}"))
-    assert len(guard._verdicts) == 3
+    assert len(guard.verdicts) == 3
 
 
 def test_several_threads_ask_at_once(guard: GrammarGuard) -> None:
@@ -271,7 +271,7 @@ def test_a_caller_that_leaves_holds_nobody_up(fake: Callable[..., GrammarGuard])
     spinning = guard.submit(structured.regex("spin"))
     assert guard.submit(structured.regex("a")).cancel()
     guard.check(structured.regex("b"))
-    assert spinning.done() and guard._num_waiting == 0
+    assert spinning.done() and guard.num_waiting == 0
 
 
 # Its end
@@ -306,7 +306,7 @@ guard_process.MODULE = "fake_grammar_process"
 guard = GrammarGuard({str(MODEL)!r}, timeout_s={0.5 if how is None else 60.0})
 guard.check(structured.regex("a"))
 if {busy}: guard.submit(structured.regex("spin"))
-print(guard._process.pid, flush=True)
+print(guard.process.pid, flush=True)
 {"" if how is None else "time.sleep(100)"}
 """
     owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)

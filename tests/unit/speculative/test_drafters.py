@@ -73,7 +73,7 @@ def test_an_index_finds_what_a_search_finds(
             check(tokens[:at])
     check(tokens)
     if len(tokens) >= shortest:
-        assert index._before == NgramIndex(shortest, longest, tokens)._before
+        assert index.before == NgramIndex(shortest, longest, tokens).before
 
 
 @given(TOKENS, st.integers(1, 8))
@@ -125,8 +125,8 @@ def test_a_store_is_bounded_and_forgets_whole_outputs(outputs: list[list[int]]) 
     assert len(store) == min(len(outputs), 3)
     kept = [tokens for tokens in outputs[-3:] if len(tokens) > SHORTEST]
     known = {tuple(t[i : i + SHORTEST]) for t in kept for i in range(len(t) - SHORTEST)}
-    assert set(store._latest) <= known
-    assert all(number in store._outputs for number in store._latest.values())
+    assert set(store.latest) <= known
+    assert all(number in store.outputs for number in store.latest.values())
 
 
 def test_all_stores_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,18 +137,18 @@ def test_all_stores_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
         name = f"namespace {number if number < 40 else 40}"
         drafter.install(slot(number % 8, [number], name))
         drafter.observe(number % 8, [number, 1, 2, 3, 4, 5, 6])
-        kept = sum(store.num_tokens for store in drafter._stores.values())
-        assert kept == drafter._num_tokens <= 50
-        found = [len(o.tokens) for s in drafter._stores.values() for o in s._outputs.values()]
+        kept = sum(store.num_tokens for store in drafter.stores.values())
+        assert kept == drafter.num_tokens <= 50
+        found = [len(o.tokens) for s in drafter.stores.values() for o in s.outputs.values()]
         assert sum(found) == kept
-    assert len(drafter._stores) <= 10
+    assert len(drafter.stores) <= 10
     drafter.observe(0, [7, 8])  # its output may have been dropped
     drafter.install(slot(1, [5, 6, 7], "x", prompt_len=3))
     embedding = slot(2, [5, 6, 7], "x")
     assert embedding.speculation is not None
     embedding.speculation.max_len = 3
     drafter.install(embedding)
-    assert len(drafter._stores["x"]) == 1
+    assert len(drafter.stores["x"]) == 1
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=40), st.integers(1, 9))

@@ -125,7 +125,7 @@ def tool(text: Text) -> dict[str, Any]:
 
 
 def control_ids(tokenizer: Tokenizer, ids: list[int], names: list[str]) -> list[int]:
-    known = {tokenizer._backend.token_to_id(name) for name in names}
+    known = {tokenizer.backend.token_to_id(name) for name in names}
     return [token_id for token_id in ids if token_id in known]
 
 
@@ -140,7 +140,7 @@ def test_only_the_template_writes_control_tokens(kind: str, shape: str) -> None:
         text = tokenizer.render_chat(**chat)
         safe = tokenizer.apply_chat_template(**conversation(shape, random.Random(seed), harmless))
         assert control_ids(tokenizer, ids, names) == control_ids(tokenizer, safe, names), text
-        assert tokenizer._control.marker not in text
+        assert tokenizer.control.marker not in text
         if kind in LOSSLESS:
             assert tokenizer.decode(ids, skip_special_tokens=False) == text
 
@@ -149,7 +149,7 @@ def test_carried_model() -> None:
     if not CARRIED_MODEL.is_dir():
         pytest.skip("models/manta-small isn't there")
     tokenizer = Tokenizer.from_pretrained(CARRIED_MODEL)
-    names = sorted(tokenizer._control.names)
+    names = sorted(tokenizer.control.names)
     pieces = [*names * 4, *parts_of(names), *WORDS]
     rng = random.Random(0)
     for _ in range(200):
@@ -202,7 +202,7 @@ def test_raw_prompts_are_parsed() -> None:
 def test_names_that_only_the_normalizer_makes() -> None:
     tokenizer = TOKENIZERS["lowercase"]
     (call,) = tokenizer.encode("<Tool_CALL>", add_special_tokens=False)
-    assert call == tokenizer._backend.token_to_id("<tool_call>")
+    assert call == tokenizer.backend.token_to_id("<tool_call>")
     chat = [{"role": "user", "content": "<Tool_CALL>"}]
     assert call not in tokenizer.apply_chat_template(chat, chat_template="chatml")
     # The template's own is the token, whether or not the request holds a name.

@@ -127,11 +127,11 @@ def test_sent_tensors_live_until_the_transfer_is_done(monkeypatch: pytest.Monkey
     state = ParallelState(1, 2, 0, 2, send_group="boundary")  # type: ignore[arg-type]
     for _ in range(3):
         state.send_hidden(torch.zeros(2, 4))
-    assert len(state._sends) == 3
+    assert len(state.pending_sends) == 3
     done |= {0, 1}
     state.send_hidden(torch.zeros(2, 4))
-    assert [tensor is sent[i] for (_, tensor), i in zip(state._sends, (2, 3), strict=True)]
-    assert len(state._sends) == 2
+    assert [tensor is sent[i] for (_, tensor), i in zip(state.pending_sends, (2, 3), strict=True)]
+    assert len(state.pending_sends) == 2
 
 
 def test_worker_takes_its_device_before_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:

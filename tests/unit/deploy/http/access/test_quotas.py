@@ -104,9 +104,9 @@ def test_full_buckets_are_forgotten() -> None:
     quotas = Quotas(clock)
     assert wait_s(quotas, 100) == 0 and quotas.report() == {"a": (100.0, 500.0, 100.0)}
     clock.now += 60
-    assert quotas.report() == {} and quotas._buckets
+    assert quotas.report() == {} and quotas.buckets
     clock.now += FORGET_AFTER_S
-    assert quotas.report() == {} and not quotas._buckets
+    assert quotas.report() == {} and not quotas.buckets
 
 
 Step = tuple[int, int, float]
@@ -124,13 +124,13 @@ def test_several_ingresses(steps: list[Step], is_late: bool) -> None:
     clock = Clock()
     alone, others = Quotas(clock), [Quotas(clock) for _ in range(3)]
     for number, quotas in enumerate(others):
-        quotas._name = f"ingress-{number}"
+        quotas.name = f"ingress-{number}"
 
     def exchange(among: list[Quotas]) -> None:
         for each in among:
             report = each.report()
             for to in among:
-                to.hear(each._name, report)
+                to.hear(each.name, report)
 
     for index, (at, tokens, seconds) in enumerate(steps):
         among = others[:2] if is_late and index < len(steps) // 2 else others
@@ -166,7 +166,7 @@ def test_ingresses_that_are_gone_are_forgotten() -> None:
         idle.hear(f"ingress-{number}", other.report())
         clock.now += FORGET_AFTER_S + 1
         assert wait_s(other, 100) == 0
-    assert len(idle._heard) == 1
+    assert len(idle.heard) == 1
 
 
 @pytest.mark.parametrize("pause_s", [0.0, 1.0])
@@ -174,7 +174,7 @@ def test_ingresses_that_begin_at_once(pause_s: float) -> None:
     """Neither has heard of the other when it lets the key's first request in."""
     clock = Clock()
     one, other = Quotas(clock), Quotas(clock)
-    one._name, other._name = "one", "other"
+    one.name, other.name = "one", "other"
     assert wait_s(one, 300) == 0 and wait_s(other, 300) == 0
     clock.now += pause_s
     other.hear("one", one.report())
@@ -209,7 +209,7 @@ def test_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
                 await asyncio.sleep(0.001)
         assert wait_s(there, 200) > 0
         assert wait_s(here, 90) == 0, "its own reports take nothing"
-        assert here._sharing is not None
-        here._sharing.cancel()
+        assert here.sharing is not None
+        here.sharing.cancel()
 
     asyncio.run(check())
