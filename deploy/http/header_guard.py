@@ -1,10 +1,10 @@
 """A guard that sees a client's headers before Ray Serve reads them.
 
-Serve (2.60) decodes some headers as UTF-8 before any of our code runs. Bytes that aren't UTF-8 end
-in Serve's own plain 500, without a line in a log. Serve also answers with the client's
-`X-Request-Id` unchecked, and lets clients switch off `request_timeout_s` and the end of requests
-whose client has left. `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` names `middlewares`, which
-puts the guard outside of Serve's code, in the Python proxy and in replicas behind HAProxy.
+Serve (2.60) decodes some headers as UTF-8 before any of our code runs, and answers other bytes with
+its own plain 500, without a line in a log. It returns the client's `X-Request-Id` unchecked, and
+lets clients switch off `request_timeout_s` and the end of requests whose client has left.
+`RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` names `middlewares`, which puts the guard outside of
+Serve's code.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ _READ_BY_SERVE = {
 
 
 def middlewares() -> list[Middleware]:
-    """The guard as a list, for Serve, which calls this once per process."""
+    """The guard as a list, for Serve, which calls this once per process: in the Python proxy, and
+    in replicas behind HAProxy.
+    """
     return [Middleware(HeaderGuard)]
 
 

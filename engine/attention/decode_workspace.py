@@ -4,15 +4,6 @@ Gathering a paged cache costs as much memory traffic as attending to it, and one
 costs more than a short sequence's attention. So each decoding request keeps a float32 copy of its
 keys and values here: filled from the pool when it starts to decode, then one token appended per
 step. The pool stays the truth; anything here can be dropped and filled again.
-
-Requests of similar length share a bucket, so that one batched matrix product serves them all and
-padding stays below a quarter. Keys lie transposed, [places, heads, head_dim, capacity], values
-[places, heads, capacity, head_dim]. In a layer with a sliding window the capacity is at most the
-window and token t lies in column t % window: attention doesn't care about the order of keys.
-
-Measured, 1 thread float32, 32 sequences of 288 tokens, one layer (us): 8 query and 4 key/value
-heads of 32: gather 1945 + SDPA per sequence 2084, this 770; 12 and 4 heads of 64: 5062 + 9558,
-this 2390.
 """
 
 from __future__ import annotations
@@ -93,7 +84,14 @@ class DecodePlan:
 
 
 class DecodeWorkspace:
-    """Buckets of copies, at most `budget_bytes` in all."""
+    """Buckets of copies, at most `budget_bytes` in all.
+
+    Requests of similar length share a bucket, so that one batched matrix product serves them all
+    and padding stays below a quarter. Keys lie transposed, [places, heads, head_dim, capacity],
+    values [places, heads, capacity, head_dim]. In a layer with a sliding window the capacity is at
+    most the window and token t lies in column t % window: attention doesn't care about the order of
+    keys.
+    """
 
     def __init__(self, inputs: AttentionInputs, budget_bytes: int) -> None:
         self.inputs = inputs

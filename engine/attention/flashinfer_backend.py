@@ -1,13 +1,8 @@
 """Paged attention with FlashInfer's kernels (Ye et al. 2025), for CUDA.
 
-Extend rows go through the prefill wrapper, decode rows through the decode wrapper, a mixed step
-through both. Each is planned once per step for all layers that share a window and a scale, from
-lengths that the host knows, so that planning step t+1 overlaps with computing step t.
-
-Why the wrappers' buffers are replaced: each plan is written to pinned memory and copied to the
-device behind the work that is queued there. A wrapper has one pinned buffer, which the next plan
-would overwrite before the copy (SGLang and mini-sglang wait there); `PlanRing` has several.
-The device's buffers need no such care: writers and readers follow each other on one stream.
+Lines of several tokens go through the prefill wrapper, decodes through the decode wrapper, a mixed
+step through both. Each is planned once per step for all layers that share a window and a scale,
+from lengths that the host knows, so that planning step t+1 overlaps with computing step t.
 """
 
 from __future__ import annotations
@@ -85,6 +80,12 @@ class FlashInferAttentionBackend(AttentionBackend):
     The pool is read as [pages, page_size, num_kv_heads, head_dim] (layout NHD). With a float8 pool
     keys and values are cast when written and scales are 1: checkpoints with own scales are
     quantized ones, which are refused.
+
+    Why the wrappers' buffers are replaced: each plan is written to pinned memory and copied to the
+    device behind the work that is queued there. A wrapper has one pinned buffer, which the next
+    plan would overwrite before the copy (SGLang and mini-sglang wait there); `PlanRing` has
+    several. The device's buffers need no such care: writers and readers follow each other on one
+    stream.
     """
 
     supports_graphs = True

@@ -1,10 +1,7 @@
 """When steps ran on the device, in the host's time.
 
-A CUDA event says only how long after another event it happened. The anchor is an event whose time
-on the host is known: the start of a step that was launched on an idle device, which begins at once.
-A device that is never idle gets a new anchor every `ANCHOR_MAX_AGE_S`: the end of a step that was
-just seen. That is late by at most the time between two looks. Without new anchors, the drift of the
-clocks and the float32 milliseconds of `elapsed_time` would make errors that can be seen.
+A CUDA event says only how long after another event it happened. So the clock has an anchor: an
+event whose time on the host is known.
 """
 
 from __future__ import annotations
@@ -94,7 +91,13 @@ class EventTiming(StepTiming):
 
 
 class DeviceClock:
-    """Makes the timings of one stream's steps."""
+    """Makes the timings of one stream's steps.
+
+    The anchor is the start of a step that was launched on an idle device, which begins at once. A
+    device that is never idle gets a new anchor every `ANCHOR_MAX_AGE_S`: the end of a step that was
+    just seen. That is late by at most the time between two looks. Without new anchors, the drift of
+    the clocks and the float32 milliseconds of `elapsed_time` would make errors that can be seen.
+    """
 
     def __init__(self, make_event: Callable[[], TimedEvent]) -> None:
         self._make_event = make_event

@@ -1,11 +1,9 @@
 """Process groups of one engine: tensor parallel collectives, pipeline hand-over of hidden states.
 
-Ranks are ordered pipeline-major: `rank = pp_rank * tp_size + tp_rank`.
-
 gloo (CPU): the calls block until the data is there. If a peer is lost (closed connection, timeout),
 the call that needs it raises `RuntimeError`. NCCL (CUDA): the calls only order streams, and the
 host never waits. Kernels that need a lost peer wait until the group's timeout, so the process that
-supervises the ranks has to end them all. Nothing here needs a barrier.
+supervises the ranks has to end them all.
 """
 
 from __future__ import annotations
@@ -34,7 +32,10 @@ _SIOCGIFADDR = 0x8915  # Linux, netdevice(7)
 
 @dataclass
 class ParallelState:
-    """This process's place among the engine's workers, and its groups (None for groups of one)."""
+    """This process's place among the engine's workers, and its groups (None for groups of one).
+
+    Ranks are ordered pipeline-major: `rank = pp_rank * tp_size + tp_rank`.
+    """
 
     tp_rank: int
     tp_size: int

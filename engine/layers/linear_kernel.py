@@ -1,24 +1,8 @@
 """How one weight matrix is multiplied: chosen once, when the weight is loaded.
 
-Figures (1 thread AVX-512 without bf16 units, float32, microseconds at m = 1 / 8 / 32 rows):
-
-    [256 -> 1536]  F.linear   72 / 204 / 301    transposed  63 /   77 /  222   packed  135 / 151 / 289
-    [2048 -> 768]  F.linear  335 / 955 / 2370   transposed 392 /  719 / 1627   packed  420 / 573 / 1421
-    [768 -> 4096]  F.linear 1017 / 4260 / 7088  transposed 737 / 2524 / 8030   packed 1325 / 1784 / 3619
-
-2 threads of an AVX-512 AMD EPYC, weights from memory, m = 1 / 8 / 32 / 512:
-
-    [768 -> 768]   F.linear  232 / 500 /  521 / 3388   transposed 196 / 452 /  589 / 4001   packed  234 / 210 /  345 / 3233
-    [768 -> 1280]  F.linear  384 / 511 /  735 / 6648   transposed 289 / 663 /  825 / 6346   packed  298 / 294 /  467 / 5134
-
-bfloat16 is up to 2x faster packed on any size.
-
-1 thread of an AMD EPYC with bf16 units, our own kernels, weights from memory, m = 1 / 8 / 32 / 512:
-
-    [768 -> 4096]  bfloat16 252 / 369 / 1040 / 15977   with int8 weights 131 / 374 / 1176 / 17818
-    [4096 -> 768]  bfloat16 266 / 341 /  938 / 14398   with int8 weights 132 / 355 / 1101 / 16389
-    [768 -> 4096]  float32  540 / 736 / 1964 / 29468   with int8 weights 141 / 510 / 1832 / 29891
-"""  # noqa: E501
+Which form is fastest depends on its size, its type and the number of rows (docs/performance.md,
+"CPU kernels").
+"""
 
 from __future__ import annotations
 
@@ -92,8 +76,7 @@ class PackedKernel(LinearKernel):
 class SharedRowsKernel(LinearKernel):
     """For a weight that must stay in row form because an embedding looks rows up in it.
 
-    [768 -> 8192] float32 on CPU, m = 1 / 8 / 32: F.linear 2988 / 11601 / 10607 us,
-    W x^T 2823 / 5060 / 5570 us.
+    W x^T is about twice as fast as `F.linear` for 8 or 32 rows of float32 on CPU.
     """
 
     def __init__(self, weight: Tensor) -> None:

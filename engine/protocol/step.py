@@ -1,9 +1,7 @@
 """One step: the message that workers get, and the result that comes back.
 
 A step is *lines*, one for each request in it. `query_lens` says how many tokens a line has, and
-`num_sampled` behind how many of its last ones a token is sampled. Prefill, decode and the check of
-drafts are what these numbers say, not kinds: a chunk of a prompt samples nothing or one token, a
-decode has one token and samples one, a line that checks k drafts has 1 + k and samples as many.
+`num_sampled` behind how many of its last ones a token is sampled.
 
 Words: a *row* is one of `ReqToTokenPool`, a *slot* one of the KV cache, a *line* a place in a step.
 """
@@ -114,6 +112,10 @@ class ModelWorkerBatch(msgspec.Struct, array_like=True):
     """One step: what every worker needs to run it and nothing that it already has.
 
     B lines, T tokens in all, S lines that sample. Lines of several tokens stand before the decodes.
+
+    Prefill, decode and the check of drafts are what `query_lens` and `num_sampled` say, not kinds:
+    a chunk of a prompt samples nothing or one token, a decode has one token and samples one, a line
+    that checks k drafts has 1 + k and samples as many.
     """
 
     step: int

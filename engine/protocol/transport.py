@@ -1,12 +1,8 @@
 """Messages between the roles: one `Inbox` per role, an `Outbox` to each inbox it talks to.
 
-An inbox binds one explicit address on a random port for ZeroMQ. On the same node it also takes
-datagrams (`local_socket`), which arrive sooner. A message goes by ZeroMQ if it is too large for a
-datagram or if the receiver has fallen behind. Messages are numbered, to keep their order over both
-ways. An `address` also holds a secret, which every message carries (messages without it are
-ignored), and the inbox's public key: ZeroMQ encrypts with it (CURVE) and takes nothing of a
-connection that doesn't know it. Addresses are handed out through Ray (or by a parent process),
-never guessed.
+An `address` holds a secret, which every message carries (messages without it are ignored), and the
+inbox's public key: ZeroMQ encrypts with it (CURVE) and takes nothing of a connection that doesn't
+know it. Addresses are handed out through Ray (or by a parent process), never guessed.
 """
 
 from __future__ import annotations
@@ -97,7 +93,11 @@ class _Address(NamedTuple):
 
 
 class Inbox:
-    """Receives messages of any kind from any number of senders, in order per sender."""
+    """Receives messages of any kind from any number of senders, in order per sender.
+
+    It binds one explicit address on a random port for ZeroMQ. On the same node it also takes
+    datagrams (`local_socket`), which arrive sooner.
+    """
 
     def __init__(self, host: str = "127.0.0.1", context: zmq.Context[Any] | None = None) -> None:
         self._socket = (context or zmq.Context.instance()).socket(zmq.PULL)
@@ -277,7 +277,11 @@ class Waiter:
 
 
 class Outbox:
-    """Sends messages to one inbox. Not thread-safe."""
+    """Sends messages to one inbox. Not thread-safe.
+
+    A message goes by ZeroMQ if it is too large for a datagram or if the receiver has fallen behind.
+    Messages are numbered, to keep their order over both ways.
+    """
 
     def __init__(self, address: str, context: zmq.Context[Any] | None = None) -> None:
         self.address = address

@@ -3,8 +3,7 @@
 Manta draws by itself. Every request has a seed, given or drawn by the ingress, because a stream
 whose engine dies goes on elsewhere with the same tokens. FlashInfer's drawing kernels take their
 random numbers from the line's place in the batch and can't promise that, so only its filters are
-used. The filters keep all tokens that tie with the last one needed. Which of these stay is then
-decided by token id, as in `TorchSampling`, so that both draw the same tokens.
+used.
 """
 
 from __future__ import annotations
@@ -24,8 +23,9 @@ from engine.sampling.torch_backend import Lines, TorchSampling
 class FlashInferSampling(TorchSampling):
     """`TorchSampling` with another way to draw under top_k and top_p.
 
-    The filters run in their deterministic mode, because each tensor parallel rank samples for
-    itself.
+    The filters keep all tokens that tie with the last one needed. Which of these stay is then
+    decided by token id, as in `TorchSampling`, so that both draw the same tokens. The filters run
+    in their deterministic mode, because each tensor parallel rank samples for itself.
     """
 
     def __init__(self, table: DrawTable) -> None:

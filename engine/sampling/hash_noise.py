@@ -3,16 +3,8 @@
 No generator state: the noise of a token doesn't depend on the batch, the row, the replica or the
 parallel layout, so a request resumed elsewhere draws what it would have drawn.
 
-Two stages. (seed, position) is hashed to a row key of 64 bits with splitmix64's finaliser
-(Steele, Lea and Flood 2014). Each token id is hashed under that key with lowbias32 (C. Wellons,
-"hash-prospector", 2018): 32 bits of the key enter before its first multiplication and 32 after it.
-Its lanes have 32 bits, because 64-bit ones take three times the time on a CPU. Both stages run on
-signed tensors whose multiplication wraps; shifts are arithmetic. Integer operations, conversion to
-float and one multiplication are exact or correctly rounded, so uniforms are bit-identical on every
-device.
-
-The Gumbel-max trick, argmax(logit + G), is used in its exponential form: with u uniform,
-E = -log(u) and G = -log(E) it is argmax(p / E). That saves one logarithm per token.
+The Gumbel-max trick, argmax(logit + G), is used in its exponential form: with u uniform, E =
+-log(u) and G = -log(E) it is argmax(p / E). That saves one logarithm per token.
 """
 
 from __future__ import annotations
@@ -44,7 +36,16 @@ def mix_seed(seed: int) -> int:
 
 
 class HashNoise:
-    """Noise for the tokens of one vocabulary on one device."""
+    """Noise for the tokens of one vocabulary on one device.
+
+    Two stages. (seed, position) is hashed to a row key of 64 bits with splitmix64's finaliser
+    (Steele, Lea and Flood 2014). Each token id is hashed under that key with lowbias32 (C. Wellons,
+    "hash-prospector", 2018): 32 bits of the key enter before its first multiplication and 32 after
+    it. Its lanes have 32 bits, because 64-bit ones take three times the time on a CPU. Both stages
+    run on signed tensors whose multiplication wraps; shifts are arithmetic. Integer operations,
+    conversion to float and one multiplication are exact or correctly rounded, so uniforms are
+    bit-identical on every device.
+    """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         # Constants are tensors: torch takes 3 us at every use to wrap a Python number.

@@ -2,12 +2,6 @@
 
 The fullest micro-batch sets the pace: its steps pass the stages one after another, and the others
 wait for it (vLLM #41682: all requests in the first micro-batch, and pipelining gives nothing).
-
-A request joins the micro-batch whose step computes the end of its prompt, so that a prompt never
-waits for one certain micro-batch. That alone would be lopsided: with four micro-batches, all
-prompts of four chunks end in the same one. So a request may move to another micro-batch when its
-step is back. The cost is that it waits once for the turn of that micro-batch: at most the time that
-the others take for a step each.
 """
 
 from __future__ import annotations
@@ -40,6 +34,11 @@ def rebalance(
     micro_batches: Sequence[MicroBatch], mb: MicroBatch, step: LaunchedStep, limit: int
 ) -> None:
     """Move requests of `step`, just committed, from `mb` to emptier micro-batches.
+
+    A request joins the micro-batch whose step computes the end of its prompt, so that a prompt
+    never waits for one certain micro-batch. That alone would be lopsided: with four micro-batches,
+    all prompts of four chunks end in the same one. A request that moves waits once for the turn of
+    its new micro-batch: at most the time that the others take for a step each.
 
     Requests that have just started always move if that helps. Those that decode move only from a
     micro-batch that is lopsided or above its `limit`, or to one that would stay idle.

@@ -1,17 +1,9 @@
 """`ChunkSizer`: shorter prompt chunks behind longer prefixes, so that all take the same time.
 
 Attention reads the whole prefix, so equal chunks of one long prompt take longer and longer. Then a
-pipeline's stages wait for each other, and decode rows in the same steps get slower tokens.
+pipeline's stages wait for each other, and decodes in the same steps get slower tokens.
 
-Source: SGLang's dynamic chunking (lmsys.org/blog/2026-01-15-chunked-pipeline). The time to prefill
-L tokens is fitted as f(L) = a L^2 + b L + c and the next chunk behind a prefix of L tokens is the x
-with f(L + x) - f(L) = f(base) - f(0). SGLang fits times of whole prompts that it runs at start;
-here the chunks of real prompts are fitted, which take
-
-    t(p, n) = f(p + n) - f(p) + c = a n (2p + n) + b n + c
-
-for n tokens behind a prefix of p. A window of observations smooths the fit, and the coefficients
-move only part of the way. SGLang mixes the base size into the result instead.
+Source: SGLang's dynamic chunking (lmsys.org/blog/2026-01-15-chunked-pipeline).
 """
 
 from __future__ import annotations
@@ -60,9 +52,18 @@ class Fit(NamedTuple):
 class ChunkSizer:
     """Computes the size of the next chunk from the times of earlier chunks. It reads no clock.
 
-    Sizes lie between a quarter of the base size and the base size, in whole pages, and in
-    multiples of about `ALIGNMENT` where the base size has room for that. Until there are enough
-    observations, and where these show no growth with the prefix, the base size is used.
+    The time to prefill L tokens is fitted as f(L) = a L^2 + b L + c and the next chunk behind a
+    prefix of L tokens is the x with f(L + x) - f(L) = f(base) - f(0). SGLang fits times of whole
+    prompts that it runs at start; here the chunks of real prompts are fitted, which take
+
+        t(p, n) = f(p + n) - f(p) + c = a n (2p + n) + b n + c
+
+    for n tokens behind a prefix of p. A window of observations smooths the fit, and the
+    coefficients move only part of the way. SGLang mixes the base size into the result instead.
+
+    Sizes lie between a quarter of the base size and the base size, in whole pages, and in multiples
+    of about `ALIGNMENT` where the base size has room for that. Until there are enough observations,
+    and where these show no growth with the prefix, the base size is used.
     """
 
     def __init__(self, base_size: int, page_size: int) -> None:

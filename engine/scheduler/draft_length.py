@@ -1,12 +1,8 @@
-"""`DraftLength`: how many drafts a step's rows have.
+"""`DraftLength`: how many drafts a step's lines have.
 
-If a share s of the rows find drafts, a step of B rows with k drafts each takes the time of
-B (1 + s k) tokens, and gives B (1 + s (p + ... + p^k)) tokens if each draft is accepted with
-probability p. The k that gives the most tokens per second depends on all of these: on a CPU a step
-of 8 tokens takes little longer than one of 1, and one of 256 tokens twice as long as one of 128. So
-step times are kept by the number of tokens, and acceptance and share over the last steps (the share
-only where the worker drafts while the step is in flight). k = 0 is the ordinary step; then a step
-with drafts is tried now and then.
+On a CPU a step of 8 tokens takes little longer than one of 1, and one of 256 tokens twice as long
+as one of 128. So the number that gives the most tokens per second depends on the step's size, and
+on how many drafts are found and accepted.
 """
 
 from __future__ import annotations
@@ -77,7 +73,15 @@ class StepTimes:
 
 
 class DraftLength:
-    """Chooses the number of drafts before each step, and learns from each result."""
+    """Chooses the number of drafts before each step, and learns from each result.
+
+    If a share s of the lines find drafts, a step of B lines with k drafts each takes the time of B
+    (1 + s k) tokens, and gives B (1 + s (p + ... + p^k)) tokens if each draft is accepted with
+    probability p. The k that gives the most tokens per second is chosen. Step times are kept by the
+    number of tokens, and acceptance and share over the last steps (the share only where the worker
+    drafts while the step is in flight). k = 0 is the ordinary step; then a step with drafts is
+    tried now and then.
+    """
 
     def __init__(self, config: SpeculativeConfig) -> None:
         self.most = config.num_speculative_tokens

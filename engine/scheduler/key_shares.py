@@ -2,13 +2,8 @@
 
 Keys take turns by deficit round robin (Shreedhar and Varghese, 1995) with tokens as the currency.
 The key with the most credit has the turn, and pays for the prompt tokens that the step computes for
-it. If no key with something to admit has credit, every key gets `QUANTUM` tokens, until one of them
-has. Sampled tokens are paid for too, while a request waits that could be admitted. So what a key
+it. Sampled tokens are paid for too, while a request waits that could be admitted. So what a key
 used when nobody else wanted it is no debt.
-
-No key has more than `QUANTUM` tokens of credit, so none saves up. A key that comes (back) finds the
-others with credit, not with debts that it would profit from. Debts stay while a key has requests
-that run: to have only one request wait at a time is no way to more tokens.
 """
 
 from __future__ import annotations
@@ -46,7 +41,13 @@ class KeyShare:
 
 
 class KeyShares:
-    """All keys that have requests; without keys there is one share."""
+    """All keys that have requests; without keys there is one share.
+
+    If no key with something to admit has credit, every key gets `QUANTUM` tokens, until one of them
+    has. No key has more than `QUANTUM` tokens of credit, so none saves up. A key that comes (back)
+    finds the others with credit, not with debts that it would profit from. Debts stay while a key
+    has requests that run: to have only one request wait at a time is no way to more tokens.
+    """
 
     def __init__(self) -> None:
         self._by_name: dict[str, KeyShare] = {}

@@ -1,11 +1,7 @@
 """`RunningBatch`: the decodes of a micro-batch, a table of named columns kept from step to step.
 
-Composing a decode step touches no request objects: one addition, one allocation, one message.
-Lists and columns are replaced, never changed in place, so a launched step may keep them.
-
-If the engine speculates, a step gives a line one token or several, and the scheduler learns how
-many from the result. Until then a line has a least and a most number of tokens. It gets slots for
-the most. Slots behind a rejected draft stay with the row: the next step writes there again.
+Composing a decode step touches no request objects: one addition, one allocation, one message. Lists
+and columns are replaced, never changed in place, so a launched step may keep them.
 """
 
 from __future__ import annotations
@@ -52,7 +48,12 @@ NOTHING_FORCED: Mapping[int, ForcedDrafts] = MappingProxyType({})
 
 
 class RunningBatch:
-    """Requests whose prompt is launched and that have output left to launch. B lines."""
+    """Requests whose prompt is launched and that have output left to launch. B lines.
+
+    If the engine speculates, a step gives a line one token or several, and the scheduler learns how
+    many from the result. Until then a line has a least and a most number of tokens. It gets slots
+    for the most. Slots behind a rejected draft stay with the row: the next step writes there again.
+    """
 
     def __init__(self, speculates: bool = False) -> None:
         self.speculates = speculates

@@ -2,19 +2,7 @@
 
 The names of a model's control tokens, such as `<|im_end|>`, stand for the tokens where the chat
 template writes them. In what a request brings they are only text: a user who writes `<|im_end|>`
-must not close a turn. The way of a name through a prompt:
-
-1. `ControlTokens.break_message` and `NameBreaker.break_value` put a marker into every name of the
-   request: `<`, marker, `|im_end|>`. A marker also goes to the ends of a message's text where it
-   could make a name with the text beside it.
-2. The template renders. Its own names hold no marker.
-3. `ControlTokens.encode` finds the tokens by their names, drops the markers, and encodes the rest.
-
-A prompt without markers goes through the model's own tokenizer.
-
-What a template itself does to the request's strings after that can still make a name: putting one
-between a name's beginning and end (`<|` role `|>`: take roles from a fixed set), or cutting pieces
-out of texts.
+must not close a turn.
 """
 
 from __future__ import annotations
@@ -49,6 +37,19 @@ class ControlTokens:
     An added token that isn't special counts if its name is markup, such as `<tool_call>`. Others
     are ordinary text that the tokenizer looks for first: words, runs of spaces, "->". So are all
     names of one character, special or not.
+
+    The way of a name through a prompt:
+
+    1. `break_message` and `NameBreaker.break_value` put a marker into every name of the request:
+       `<`, marker, `|im_end|>`. A marker also goes to the ends of a message's text where it could
+       make a name with the text beside it.
+    2. The template renders. Its own names hold no marker.
+    3. `encode` finds the tokens by their names, drops the markers, and encodes the rest. A prompt
+       without markers goes through the model's own tokenizer.
+
+    What a template itself does to the request's strings after that can still make a name: putting
+    one between a name's beginning and end (`<|` role `|>`: take roles from a fixed set), or cutting
+    pieces out of texts.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:

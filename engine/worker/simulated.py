@@ -1,15 +1,7 @@
 """`SimulatedWorker`: a stage that takes a set time and computes nothing.
 
 It serves to measure the scheduler, the messages and the actors at the speed of a GPU without one
-(`device: simulated`). The device is a timeline, like a CUDA stream. A step starts when its message
-is here, the device has done the steps before it and the previous stage has handed over; launching
-never blocks. The hand-over between stages is a real message of the pipeline's process group. It is
-sent at launch and holds the time at which the hidden states will be there, because the device, not
-the CPU, orders NCCL's transfers.
-
-Tokens are a hash of the token before and its position: the same in any batch, on any replica and
-after any interruption, like a model's greedy tokens. So are embeddings, of the prompt's last token.
-With `script_token_id` outputs stand in their prompts instead.
+(`device: simulated`).
 """
 
 from __future__ import annotations
@@ -83,7 +75,18 @@ class SimulatedForward(LaunchedForward):
 
 
 class SimulatedWorker(ModelWorker):
-    """One stage of the simulated pipeline; tensor parallel ranks each keep the same timeline."""
+    """One stage of the simulated pipeline; tensor parallel ranks each keep the same timeline.
+
+    The device is a timeline, like a CUDA stream. A step starts when its message is here, the device
+    has done the steps before it and the previous stage has handed over; launching never blocks. The
+    hand-over between stages is a real message of the pipeline's process group. It is sent at launch
+    and holds the time at which the hidden states will be there, because the device, not the CPU,
+    orders NCCL's transfers.
+
+    Tokens are a hash of the token before and its position: the same in any batch, on any replica
+    and after any interruption, like a model's greedy tokens. So are embeddings, of the prompt's
+    last token. With `script_token_id` outputs stand in their prompts instead.
+    """
 
     def __init__(
         self, config: WorkerConfig, parallel: ParallelState, trace: TraceRing[StageSpan]

@@ -2,8 +2,8 @@
 
 A second thread shortens a step only if a core is free for it. Where the compute threads leave no
 core to a server's other processes, those take turns with them, and a thread that has finished its
-part waits for the one that was interrupted. Short steps then run on one thread, while the other
-core carries the tokens. No result depends on it.
+part waits for the one that was interrupted. Short steps then run on one thread. No result depends
+on it.
 """
 
 from __future__ import annotations

@@ -4,10 +4,6 @@ A key has a bucket of `tokens_per_minute` tokens, which fills up within a minute
 in if the bucket holds the tokens of its prompts, or is full. They are taken at once. Tokens of its
 outputs are taken as they come, so the bucket can fall below zero; the next request then waits until
 it has risen again.
-
-Each ingress has buckets of its own, and tells the others every `SHARE_EVERY_S` what its requests
-took. So what one ingress lets in the others know a second later. Until then a key that sends to
-all of them at once can take its bucket once from each.
 """
 
 from __future__ import annotations
@@ -91,7 +87,12 @@ class _Heard(NamedTuple):
 
 
 class Quotas:
-    """Of one ingress. All methods run in its event loop."""
+    """Of one ingress. All methods run in its event loop.
+
+    Each ingress has buckets of its own, and tells the others every `SHARE_EVERY_S` what its
+    requests took. So what one ingress lets in the others know a second later. Until then a key that
+    sends to all of them at once can take its bucket once from each.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

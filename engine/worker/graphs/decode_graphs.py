@@ -2,14 +2,7 @@
 
 The host needs longer to launch a decode's kernels one by one than the device needs to run them; a
 graph is one launch. It replays the same kernels on the same memory, so there is one per batch size,
-and a batch is padded to the next size that was captured. Two graphs are chained,
-
-    inputs -> [take last tokens, forward] -> logits -> [sample, keep last tokens] -> tokens
-
-because the way to sample differs from step to step: greedy rows only, or rows that also draw from
-the whole vocabulary. Rows with other needs (top-k, penalties, masks, log-probabilities, ...) are
-sampled eagerly from the same logits. So are rows that check drafts, each token of which runs as a
-row of its own. Prefills and mixed steps run eagerly.
+and a batch is padded to the next size that was captured. Prefills and mixed steps run eagerly.
 """
 
 from __future__ import annotations
@@ -88,7 +81,15 @@ class _Graph:
 
 
 class DecodeGraphs:
-    """The captured decodes of one worker."""
+    """The captured decodes of one worker. Two graphs are chained,
+
+        inputs -> [take last tokens, forward] -> logits -> [sample, keep last tokens] -> tokens
+
+    because the way to sample differs from step to step: greedy lines only, or lines that also draw
+    from the whole vocabulary. Lines with other needs (top-k, penalties, masks, log-probabilities,
+    ...) are sampled eagerly from the same logits. So are lines that check drafts, each token of
+    which runs as a line of its own.
+    """
 
     def __init__(
         self,

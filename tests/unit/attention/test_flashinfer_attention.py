@@ -254,7 +254,7 @@ def test_captured_decodes(
     assert device.fast_plans == 3 * variants
     pair.step([(pair.start(), 3)], rows)
     pair.step([], rows[:2], graph=True)
-    with pytest.raises(ValueError, match="3 decode rows"):
+    with pytest.raises(ValueError, match="3 decodes"):
         pair.step([], rows[:3], graph=True)
 
 
