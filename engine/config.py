@@ -48,7 +48,7 @@ class SimulatedDevice(BaseModel):
 
     step_ms: float = Field(default=10.0, ge=0.0)
     token_us: float = Field(default=0.0, ge=0.0)
-    """Microseconds per input token of the step (prompt chunks and decode rows)."""
+    """Microseconds per input token of the step (prompt chunks and decodes)."""
     context_ns: float = Field(default=0.0, ge=0.0)
     """Nanoseconds per token in the KV cache of the step's rows."""
     transfer_ms: float = Field(default=0.0, ge=0.0)
@@ -126,7 +126,7 @@ class EngineConfig(BaseModel):
     enable_dynamic_chunking: bool = False
     """Chunks behind longer prefixes are shorter, so that all chunks take the same time."""
     enable_mixed_chunk: bool = True
-    """Prefill steps also run decode rows."""
+    """Prefill steps also run decodes."""
     schedule_policy: Literal[*SCHEDULE_POLICIES] = "lpm"  # type: ignore[valid-type]
     schedule_conservativeness: float = Field(1.0, gt=0.0, le=10.0)
     """Scales new_token_ratio: higher admits fewer requests and retracts less."""

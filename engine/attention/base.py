@@ -64,7 +64,7 @@ class AttentionBackend(ABC):
     def plan_graph(self, batch: ForwardBatch) -> None:
         """Do the work of `init_forward` for a captured decode, before its capture and each replay.
 
-        `batch` has decode rows only and one of the sizes of `init_graphs`; its tensors are the
+        `batch` has decodes only and one of the sizes of `init_graphs`; its tensors are the
         graph's own. This writes only to memory that graphs of this size read, and never waits for
         the device. `forward` uses this plan until the next plan is made.
         """

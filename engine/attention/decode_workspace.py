@@ -65,19 +65,19 @@ class _Layout:
 
 @dataclass
 class _Group:
-    """The decode rows of one bucket in one step; they have places [0, n)."""
+    """The decodes of one bucket in one step; they have places [0, n)."""
 
     bucket: _Bucket
     rows: Tensor
-    """int64 [n]: decode row of each place."""
+    """int64 [n]: decode of each place."""
     is_whole_step: bool
-    """Whether place i is decode row i and the step has no other rows."""
+    """Whether place i is decode i and the step has no other rows."""
     layouts: dict[int | None, _Layout]
 
 
 @dataclass
 class DecodePlan:
-    """One step's decode rows: groups in buckets, and the rows that found no room."""
+    """One step's decodes: groups in buckets, and the rows that found no room."""
 
     groups: list[_Group] = field(default_factory=list)
     rest: list[int] = field(default_factory=list)
@@ -112,7 +112,7 @@ class DecodeWorkspace:
         self._copied[rows] = -1
 
     def plan(self, rows: Int64Array, seq_lens: Int64Array, micro_batch: int) -> DecodePlan:
-        """Places for one step's decode rows: request `rows` [n] with `seq_lens` [n] tokens.
+        """Places for one step's decodes: request `rows` [n] with `seq_lens` [n] tokens.
 
         A row keeps its place if its copy lacks just this step's token and the place is below the
         number of rows in its bucket; the others are filled into the places that are left.

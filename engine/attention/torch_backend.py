@@ -1,7 +1,7 @@
 """Paged attention in plain torch: CPU, and any GPU where no faster backend is installed.
 
 Every row attends by itself with scaled_dot_product_attention, over keys and values gathered from
-the pool. On CPU most decode rows attend in batches instead, over contiguous copies of their keys
+the pool. On CPU most decodes attend in batches instead, over contiguous copies of their keys
 and values (`DecodeWorkspace`). Grouped queries never copy keys: the group is a stride-0 dimension
 (extend) or part of the query's length (decode).
 """
@@ -22,7 +22,7 @@ from engine.attention.forward_batch import ForwardBatch
 # Query tokens per call when keys precede the chunk: bounds the mask at QUERY_BLOCK x context, and
 # keys that a block can't see are never multiplied.
 QUERY_BLOCK = 256
-# On CPU, chunks of at most this many tokens attend in float32, as decode rows do. Rows with drafts
+# On CPU, chunks of at most this many tokens attend in float32, as decodes do. Rows with drafts
 # (16 at most) then give the tokens that they would give without.
 FLOAT32_TOKENS = 17
 
@@ -99,7 +99,7 @@ class TorchAttentionBackend(AttentionBackend):
         return out
 
     def _single_decodes(self, batch: ForwardBatch) -> Iterable[int]:
-        """Which of the decode rows attend one by one."""
+        """Which of the decodes attend one by one."""
         return range(batch.batch_size - batch.num_long)
 
     def _extend(

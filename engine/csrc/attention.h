@@ -1,11 +1,11 @@
-// Causal attention straight from the paged pool, for any mix of chunks (extend) and decode rows.
+// Causal attention straight from the paged pool, for any mix of chunks (extend) and decodes.
 //
 // A request's keys are cut at fixed positions: parts of kPart keys, blocks of kBlock keys. Within a
 // part the softmax runs online over its blocks (Milakov and Gimelshein 2018), and parts are merged
 // in order. Blocks and parts that a query cannot see change nothing. So a query's result depends on
 // its position and its keys alone: not on the chunk it came in, on other rows or on threads.
 //
-// A tile is up to kTileRows queries of one or more key/value heads (tokens x heads). A decode row
+// A tile is up to kTileRows queries of one or more key/value heads (tokens x heads). A decode
 // takes as many heads at once as fit, because its keys come from memory and lie side by side. Its
 // parts are tasks of their own, so that a long row occupies all threads.
 #pragma once

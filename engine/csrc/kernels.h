@@ -90,7 +90,7 @@ struct SiluMul {
   int threads;
 };
 
-// How a row's token is chosen, as in engine/sampling/plan.py.
+// How a row's token is chosen, as in engine/sampling/features/draw.py.
 enum class Draw : int8_t { greedy, full, nucleus, top_k };
 
 struct Sample {

@@ -15,7 +15,7 @@ import numpy as np
 
 from engine.constraints import MaskArray, mask_words
 from engine.protocol.step import ModelWorkerBatch, SampleMasks
-from engine.scheduler.micro_batch import ConstrainedRow, LaunchedStep
+from engine.scheduler.micro_batch import ConstrainedLine, LaunchedStep
 from engine.scheduler.req import Req
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class AcceptedTokens(NamedTuple):
     terminated: Collection[int]
     """Rows whose output is complete with the last of these tokens that counts."""
     kept: dict[int, int]
-    """How many tokens count, of rows in `errors` or `terminated`."""
+    """How many tokens count, of lines in `errors` or `terminated`."""
 
 
 class DelayedSamples:
@@ -44,17 +44,17 @@ class DelayedSamples:
         self._unmasked: deque[LaunchedStep] = deque()
 
     def launch(self, batch: ModelWorkerBatch, step: LaunchedStep) -> None:
-        """Delay the step's sampling if a sampled row is constrained."""
-        rows = [i for i, req in enumerate(step.sampled) if req.constraint is not None]
-        if not rows:
+        """Delay the step's sampling if a sampled line is constrained."""
+        lines = [i for i, req in enumerate(step.sampled) if req.constraint is not None]
+        if not lines:
             return
         planned: list[int] = [] if step.drafts is None else step.drafts[1].tolist()
         first = len(step.sampled) - len(planned)
         constrained = []
-        for i in rows:
+        for i in lines:
             req, forced = step.sampled[i], step.forced.get(i - first)
             num_drafts = planned[i - first] if forced is not None else 0
-            constrained.append(ConstrainedRow(i, req, req.num_delayed, num_drafts, forced))
+            constrained.append(ConstrainedLine(i, req, req.num_delayed, num_drafts, forced))
             req.num_delayed += 1
         step.constrained = constrained
         batch.delayed_sample = True
@@ -75,56 +75,56 @@ class DelayedSamples:
     ) -> AcceptedTokens:
         """Advance the constraints of a step that is about to be committed.
 
-        `runs` [S]: the tokens of each sampled row, of one in `line_errors` those before its error.
-        `line_errors`: see `GenerationBatchResult`. Where a row failed because no token is left, its
-        output ends if it is complete, and otherwise its own fields are to blame.
+        `runs` [S]: the tokens of each sampled line, of one in `line_errors` those before its error.
+        `line_errors`: see `GenerationBatchResult`. Where a line failed because no token is left,
+        its output ends if it is complete, and otherwise its own fields are to blame.
         """
         errors = dict(line_errors or {})
         terminated: set[int] = set()
         kept: dict[int, int] = {}
         for constrained in step.constrained:
-            row, req = constrained.row, constrained.req
+            line, req = constrained.line, constrained.req
             req.num_accepted += 1
             if req.finished or req.constraint is None:
                 continue
-            for count, token in enumerate(runs[row]):
+            for count, token in enumerate(runs[line]):
                 if not req.constraint.accept(token):
                     if not req.constraint.error:
                         logger.error(
                             "request %s: sampled a token that its mask forbids",
                             req.sequence.request_id,
                         )
-                    errors[row] = "the model sampled a token that the constraint doesn't allow"
-                    kept[row] = count
+                    errors[line] = "the model sampled a token that the constraint doesn't allow"
+                    kept[line] = count
                     break
                 if req.constraint.is_terminated:
-                    terminated.add(row)
-                    kept[row] = count + 1
+                    terminated.add(line)
+                    kept[line] = count + 1
                     break
             else:
                 left_out = (
-                    _leaving_nothing(req, len(runs[row]), self._words) if row in errors else []
+                    _leaving_nothing(req, len(runs[line]), self._words) if line in errors else []
                 )
                 if left_out and req.constraint.may_end:
-                    terminated.add(row)
-                    kept[row] = len(runs[row])
-                    del errors[row]
+                    terminated.add(line)
+                    kept[line] = len(runs[line])
+                    del errors[line]
                 elif left_out:
                     req.refuse(left_out)
         return AcceptedTokens(errors, terminated, kept)
 
     def _masks(self, step: LaunchedStep) -> SampleMasks:
         # The token of an ended request is dropped. A retracting request keeps its token.
-        rows = [r for r in step.constrained if not r.req.finished]
-        drafts = [_drafts(r) for r in rows]
+        lines = [r for r in step.constrained if not r.req.finished]
+        drafts = [_drafts(r) for r in lines]
         counts = [1 + len(d) for d in drafts]
         masks = np.zeros((sum(counts), self._words), np.uint32)
         end = 0
-        for row, of_row, count in zip(rows, drafts, counts, strict=True):
+        for line, of_line, count in zip(lines, drafts, counts, strict=True):
             start, end = end, end + count
-            assert row.req.constraint is not None
-            row.req.constraint.fill_masks(of_row, masks[start:end])
-        numbers = np.repeat(np.array([r.row for r in rows], np.int32), counts)
+            assert line.req.constraint is not None
+            line.req.constraint.fill_masks(of_line, masks[start:end])
+        numbers = np.repeat(np.array([r.line for r in lines], np.int32), counts)
         return SampleMasks(step.step, numbers, masks)
 
 
@@ -159,20 +159,20 @@ def _allows(mask: MaskArray, token: int) -> bool:
     return bool(mask[token >> 5] >> np.uint32(token & 31) & np.uint32(1))
 
 
-def _drafts(row: ConstrainedRow) -> list[int]:
+def _drafts(line: ConstrainedLine) -> list[int]:
     """The drafts that the worker will check; its `StepFiller` comes to the same."""
-    req = row.req
-    if row.forced is None or not req.output_ids:
+    req = line.req
+    if line.forced is None or not req.output_ids:
         return []
     length = req.prompt_len + len(req.output_ids)
     limit = req.prompt_len + req.max_new_tokens
-    return row.forced.drafts(length, req.output_ids[-1], row.num_drafts, limit)
+    return line.forced.drafts(length, req.output_ids[-1], line.num_drafts, limit)
 
 
-def _is_up_to_date(rows: Sequence[ConstrainedRow]) -> bool:
+def _is_up_to_date(lines: Sequence[ConstrainedLine]) -> bool:
     return all(
         r.req.finished
         or r.req.num_accepted == r.number
         or (r.req.constraint is not None and r.req.constraint.is_static)
-        for r in rows
+        for r in lines
     )

@@ -99,7 +99,7 @@ class DraftLength:
         return self._accepted / self._tried
 
     def choose(self, num_rows: int) -> int:
-        """The most drafts that each of `num_rows` decode rows may have in the next step."""
+        """The most drafts that each of `num_rows` decodes may have in the next step."""
         if self._is_fixed or num_rows == 0:
             return self.most
         best = self._best(num_rows) if self._share >= MIN_SHARE else 0

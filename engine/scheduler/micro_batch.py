@@ -12,16 +12,16 @@ from engine.scheduler.req import Req
 from engine.scheduler.running_batch import RunningBatch
 
 
-class ConstrainedRow(NamedTuple):
-    """A sampled row whose request has a `Constraint`."""
+class ConstrainedLine(NamedTuple):
+    """A sampled line whose request has a `Constraint`."""
 
-    row: int
+    line: int
     """Index into the step's sampled rows."""
     req: Req
     number: int
     """Steps of the request whose sampling was delayed before this one."""
     num_drafts: int
-    """The most drafts that the row may have."""
+    """The most drafts that the line may have."""
     forced: ForcedRun | None
     """Where they come from."""
 
@@ -44,13 +44,13 @@ class LaunchedStep:
     """(tokens, prefix length) of the only row, if it is a prompt chunk."""
     embedded: Sequence[Req] = ()
     """Rows whose embedding the step completes, in the order of the result's embeddings."""
-    constrained: Sequence[ConstrainedRow] = ()
+    constrained: Sequence[ConstrainedLine] = ()
     """Sampled rows that need a mask; the step's sampling is delayed if there are any."""
     drafts: tuple[IntArray, IntArray] | None = None
-    """Rows of `ReqToTokenPool` and planned drafts of the decode rows, which are the last of
+    """Rows of `ReqToTokenPool` and planned drafts of the decodes, which are the last of
     `sampled`; None if the step checks no drafts."""
     forced: Mapping[int, ForcedRun] = field(default_factory=dict)
-    """By number among the decode rows: drafts of a constrained row."""
+    """By number among the decodes: drafts of a constrained row."""
 
 
 @dataclass(slots=True)

@@ -59,7 +59,7 @@ class PrefillAdder:
         decode_need: int,
         sizer: ChunkSizer | None = None,
     ) -> None:
-        """`num_decode` tokens of decode rows are in the step too (mixed); they need `decode_need`
+        """`num_decode` tokens of decodes are in the step too (mixed); they need `decode_need`
         tokens of KV room."""
         self.kv = kv
         self.ratio = ratio
@@ -137,7 +137,7 @@ class PrefillAdder:
     def _allowed(self, prefix_len: int) -> int:
         """Tokens behind `prefix_len` that the rest of the step has time for.
 
-        The first row always gets a page: decode rows must not starve prompts.
+        The first row always gets a page: decodes must not starve prompts.
         """
         allowed = self.rem_chunk
         if self.sizer is not None:

@@ -108,7 +108,7 @@ def _check_host(config: WorkerConfig, share: int, *, serving: bool) -> None:
 def max_step_tokens(engine: EngineConfig, max_model_len: int) -> int:
     """Tokens of the largest step that the scheduler may send.
 
-    That is a full chunk, or one page of a prompt together with a decode row of every request (and
+    That is a full chunk, or one page of a prompt together with a decode of every request (and
     its drafts). Without chunking it is a long prompt, which runs alone.
     """
     chunk, rows = engine.chunked_prefill_size, engine.max_running_requests

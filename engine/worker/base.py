@@ -51,7 +51,7 @@ class ModelWorker(ABC):
     def forward(self, batch: ModelWorkerBatch) -> LaunchedForward | None:
         """Launch the forward of one step; None on stages other than the last.
 
-        A decode row whose input is -1 takes the token that its row sampled last.
+        A decode whose input is -1 takes the token that its row sampled last.
         """
 
     def device_progress(self) -> DeviceProgress:

@@ -2,7 +2,7 @@
 
 It is indexed by row, as in SGLang now (once a ring buffer with negative placeholders). A step
 writes the tokens that it samples; the next step reads its inputs. Steps run in order on one stream,
-so a decode row always finds the token of the step before.
+so a decode always finds the token of the step before.
 """
 
 from __future__ import annotations
