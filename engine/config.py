@@ -180,8 +180,8 @@ class EngineConfig(BaseModel):
         """What `auto` means for kernels where `best` are the fastest that can be had."""
         layers = self.kernels
         if layers == "auto":
-            is_set = self.attention_backend != "auto"
-            layers = kernels_of(self.attention_backend) if is_set else best
+            family = kernels_of(self.attention_backend)
+            layers = family if family in KERNELS else best
         attention, sampling = (
             layers if backend == "auto" else backend
             for backend in (self.attention_backend, self.sampling_backend)

@@ -50,7 +50,7 @@ class _StepPlan:
 def make_torch_attention(inputs: AttentionInputs) -> TorchAttentionBackend:
     """The backend that is fastest on the device of `inputs`."""
     on_cpu = inputs.req_to_token.device.type == "cpu"
-    return CpuAttentionBackend(inputs) if on_cpu else TorchAttentionBackend(inputs)
+    return TorchCpuAttentionBackend(inputs) if on_cpu else TorchAttentionBackend(inputs)
 
 
 class TorchAttentionBackend(AttentionBackend):
@@ -182,7 +182,7 @@ class TorchAttentionBackend(AttentionBackend):
         return masks[index]
 
 
-class CpuAttentionBackend(TorchAttentionBackend):
+class TorchCpuAttentionBackend(TorchAttentionBackend):
     """Decode rows attend in batches, except those that `DecodeWorkspace` has no room for."""
 
     def __init__(self, inputs: AttentionInputs) -> None:

@@ -18,6 +18,7 @@ from engine.native import library
 from engine.native.library import require_kernels, without_kernels
 from engine.native.machine import has_bfloat16
 from engine.process.host_memory import available_host_bytes, num_cores
+from engine.registry import KERNELS, kernels_of
 from engine.worker.gpu_kernels import (
     auto_kernels,
     check_flashinfer,
@@ -136,9 +137,10 @@ def _kernels(engine: EngineConfig, model: ModelConfig, dtype: str, device: str) 
     are asked for can't be had on a CPU."""
     fits = has_kernels_for(model)
     best = "torch"
-    if device == "cpu" and fits and "auto" == engine.kernels == engine.attention_backend:
+    is_open = engine.kernels == "auto" and kernels_of(engine.attention_backend) not in KERNELS
+    if device == "cpu" and fits and is_open:
         best = "cpu" if library.load() is not None else "torch"
-    elif device == "cuda" and "auto" == engine.kernels == engine.attention_backend:
+    elif device == "cuda" and is_open:
         best = auto_kernels(resolve_dtype(dtype), model.head_dim)
     choice = engine.kernel_choice(best)
     keys = {"kernels": engine.kernels, "attention_backend": engine.attention_backend}

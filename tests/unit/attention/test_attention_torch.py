@@ -16,8 +16,8 @@ from engine.attention.forward_batch import ForwardBatch
 from engine.attention.kv_pool import MHATokenToKVPool
 from engine.attention.torch_backend import (
     QUERY_BLOCK,
-    CpuAttentionBackend,
     TorchAttentionBackend,
+    TorchCpuAttentionBackend,
     make_torch_attention,
 )
 from engine.protocol.step import ModelWorkerBatch
@@ -66,7 +66,7 @@ class Simulation:
         dim: int,
         window: int | None,
         seed: int,
-        backend: type[TorchAttentionBackend] = CpuAttentionBackend,
+        backend: type[TorchAttentionBackend] = TorchCpuAttentionBackend,
     ) -> None:
         self.random = random.Random(seed)
         torch.manual_seed(seed)
@@ -175,7 +175,7 @@ def test_random_histories(
     simulation = Simulation(
         page_size=page_size, heads=heads, kv_heads=kv_heads, dim=dim, window=window, seed=seed
     )
-    assert isinstance(simulation.backend, CpuAttentionBackend)
+    assert isinstance(simulation.backend, TorchCpuAttentionBackend)
     workspace = simulation.backend.workspace
     if budget is not None:
         workspace.budget_bytes = budget
@@ -226,7 +226,7 @@ def test_row_by_row(window: int | None) -> None:
         seed=3,
         backend=TorchAttentionBackend,
     )
-    assert isinstance(make_torch_attention(simulation.backend.inputs), CpuAttentionBackend)
+    assert isinstance(make_torch_attention(simulation.backend.inputs), TorchCpuAttentionBackend)
     first, second = simulation.start(), simulation.start()
     simulation.step([(first, 30), (second, 3)], [])
     for _ in range(12):

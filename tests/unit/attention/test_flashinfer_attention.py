@@ -18,7 +18,7 @@ from engine.attention.flashinfer_backend import FlashInferAttentionBackend
 from engine.attention.forward_batch import ForwardBatch
 from engine.attention.kv_pool import MHATokenToKVPool
 from engine.attention.plan_ring import PlanRing
-from engine.attention.torch_backend import CpuAttentionBackend
+from engine.attention.torch_backend import TorchCpuAttentionBackend
 from engine.errors import ConfigError
 from engine.protocol.step import ModelWorkerBatch
 from engine.registry import ATTENTION_BACKENDS
@@ -89,7 +89,7 @@ class Pair:
             )
             for _ in range(2)
         ]
-        self.torch: AttentionBackend = CpuAttentionBackend(self.inputs[0])
+        self.torch: AttentionBackend = TorchCpuAttentionBackend(self.inputs[0])
         self.flashinfer = FlashInferAttentionBackend(self.inputs[1])
         pages = list(range(1, NUM_SLOTS // page_size))
         self.random.shuffle(pages)

@@ -46,7 +46,7 @@ def test_one_word_chooses_all_and_each_can_be_overridden(
     keys: dict[str, str], wanted: tuple[str, str, str]
 ) -> None:
     assert chosen(**keys) == wanted
-    sampling = SamplingParams(max_tokens=12, temperature=0.0)
+    sampling = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
     with LLM("models/manta-small", dtype="float32", kernels="torch") as llm:
         expected = llm.generate([[5, 6, 7, 8]], sampling)[0].outputs[0].token_ids
     with LLM("models/manta-small", dtype="float32", **keys) as llm:
