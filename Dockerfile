@@ -92,7 +92,8 @@ RUN apt-get update \
 COPY --from=cuda /usr/local/cuda /usr/local/cuda
 ENV CUDA_HOME=/usr/local/cuda
 COPY scripts/build_kernels.py scripts/
-COPY engine/errors.py engine/device/flashinfer_loader.py engine/device/flashinfer_modules.py engine/
+COPY engine/errors.py engine/
+COPY engine/device/flashinfer_loader.py engine/device/flashinfer_modules.py engine/device/
 ARG CUDA_ARCHS="9.0a"
 ARG KERNELS="--head-dim 64 128 256 --dtype bfloat16 float16 --fp8 --windows --fa3"
 RUN python scripts/build_kernels.py --out /aot --arch ${CUDA_ARCHS} ${KERNELS}
