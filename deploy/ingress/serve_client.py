@@ -23,7 +23,6 @@ from deploy.http.engine_client import (
     EngineStatus,
     IngressReports,
     ModelInfo,
-    PlainFamily,
     SpendingReport,
 )
 from deploy.ingress.attempt import Attempts
@@ -266,9 +265,7 @@ class ServeEngineClient(EngineClient, IngressListener):
     async def ingress_metrics(self, timeout_s: float) -> IngressReports:
         return await self._exchange.gather(timeout_s)
 
-    def tell_metrics(
-        self, asker: str, number: int, report: Callable[[EngineClient], list[PlainFamily]]
-    ) -> str:
+    def tell_metrics(self, asker: str, number: int, report: Callable[[EngineClient], str]) -> str:
         """Send what this ingress measured to the inbox `asker`. Returns this ingress' name."""
         self._exchange.answer(asker, number, self.ingress, report(self))
         return self.ingress
