@@ -123,7 +123,7 @@ class Places:
             roles = [{**role, "wrong": role["wrong"] or "gone with its replica"} for role in roles]
         elif wrong and is_fresh:
             # A role that ended takes its replica with it.
-            state, detail = ("lost" if " ended: " in wrong else "unwell"), wrong
+            state, detail = ("lost" if report.get("has_ended") else "unwell"), wrong
         elif serve_state == "STOPPING":
             state, detail = "draining", "Serve is stopping it."
         else:
