@@ -63,9 +63,10 @@ COPY engine engine
 COPY --from=kernels /opt/manta/engine/native/lib engine/native/lib
 COPY --from=sbom /opt/manta/sbom.json /opt/manta/sbom-debian.txt ./
 COPY deploy deploy
+COPY benchmarks/load benchmarks/load
 COPY configs configs
 COPY models models
-RUN python -m compileall -q engine deploy serve_app.py
+RUN python -m compileall -q engine deploy benchmarks serve_app.py
 
 # HAProxy in place of Serve's Python proxy, through a wrapper: without it HAProxy doesn't notice clients
 # that leave, and opens its pages to the network. The others as deploy/start/launch.py sets them.

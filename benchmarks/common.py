@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from deploy.bench.output import environment, finish, percentiles, print_table, save_result
+from benchmarks.load.output import environment, finish, percentiles, print_table, save_result
 
 __all__ = [
     "PEERS",

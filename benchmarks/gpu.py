@@ -31,7 +31,7 @@ from benchmarks.gpu_bench.card import describe, measure_rates, release
 from benchmarks.gpu_bench.engine_runs import EngineRuns
 from benchmarks.gpu_bench.peer import TransformersPeer
 from benchmarks.gpu_bench.shapes import FULL, QUICK, SHAPES, TINY, CardRates, ModelShape, Plan
-from deploy.bench.arguments import key_value, positive, words
+from benchmarks.load.arguments import key_value, positive, words
 from engine.errors import ConfigError
 
 RESULT = REPO_ROOT / "benchmarks" / "results" / "gpu.json"

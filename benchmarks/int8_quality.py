@@ -22,7 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.common import REPO_ROOT, finish, print_table, save_result
-from deploy.bench.arguments import positive
+from benchmarks.load.arguments import positive
 from engine import LLM, SamplingParams
 from engine.native.library import require_kernels
 from engine.protocol.tokenizer_messages import LogprobEntry

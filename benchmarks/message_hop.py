@@ -22,7 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.common import REPO_ROOT, finish, percentiles, print_table, save_result
-from deploy.bench.arguments import positive
+from benchmarks.load.arguments import positive
 from engine.protocol import local_socket
 from engine.protocol.step import GenerationBatchResult
 from engine.protocol.transport import Inbox, Outbox

@@ -21,8 +21,8 @@ import aiohttp
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import completion_body, finish, print_table, save_result
+from benchmarks.load.client import RequestRecord, analyse, stream
 from benchmarks.servers import manta_server
-from deploy.bench.client import RequestRecord, analyse, stream
 
 PREFIX, TAIL, ROUNDS, VOCAB = 1500, 8, 15, 4096
 

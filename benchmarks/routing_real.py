@@ -23,10 +23,10 @@ import aiohttp
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import REPO_ROOT, completion_body, finish, print_table, save_result
+from benchmarks.load.client import analyse
+from benchmarks.load.load import run_requests
 from benchmarks.routing_sim.policies import POLICIES
 from benchmarks.servers import manta_server
-from deploy.bench.client import analyse
-from deploy.bench.load import run_requests
 
 RESULT = REPO_ROOT / "benchmarks/results/routing-real.json"
 MEASURED = (

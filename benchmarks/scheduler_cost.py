@@ -37,9 +37,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.common import PEERS, REPO_ROOT, finish, print_table, save_result
 from benchmarks.decode_load import MAX_TOKENS, CacheThrash, DecodeLoad, Measured
+from benchmarks.load.arguments import positive, positives
 from benchmarks.peers import vllm_cpu
 from benchmarks.peers.vllm_scheduler_process import VllmScheduler
-from deploy.bench.arguments import positive, positives
 from engine.config import EngineConfig
 from engine.executor.base import Executor
 from engine.loop.engine_core import EngineCore

@@ -13,9 +13,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.load import command
+from benchmarks.load.output import finish
 from benchmarks.servers import ServerError, exit_on_sigterm, manta_server
-from deploy.bench import command
-from deploy.bench.output import finish
 
 
 def main() -> int:

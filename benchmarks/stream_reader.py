@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import cast
 
-from deploy.bench import sse_decoder
+from deploy.http import sse_decoder
 
 CHUNK_MARK = b'"index":0,"text":'
 """Bytes in every chunk of `/v1/completions` with one choice, and nowhere else."""

@@ -24,12 +24,12 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.common import PEERS, REPO_ROOT, environment, finish, print_table
+from benchmarks.load.arguments import key_value, naturals, positive, positives, words
+from benchmarks.load.command import Target, measure
+from benchmarks.load.load import Workload
+from benchmarks.load.report import RunReport, medians, print_reports
 from benchmarks.peers import models, vllm_cpu
 from benchmarks.servers import ManagedServer, ServerError, exit_on_sigterm, free_port, manta_server
-from deploy.bench.arguments import key_value, naturals, positive, positives, words
-from deploy.bench.command import Target, measure
-from deploy.bench.load import Workload
-from deploy.bench.report import RunReport, medians, print_reports
 
 SAVE_TO = REPO_ROOT / "benchmarks" / "results" / "peers.json"
 PAGE_SIZE = 32  # the smallest that vLLM's CPU attention takes

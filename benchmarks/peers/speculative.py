@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.common import PEERS, REPO_ROOT, finish, print_table, save_result
+from benchmarks.load.arguments import positive
 from benchmarks.peers import models, vllm_cpu
 from benchmarks.servers import (
     ManagedServer,
@@ -36,7 +37,6 @@ from benchmarks.servers import (
 )
 from benchmarks.speculative import COMPLETIONS, Load, completions, model_folder, prompts_of, send
 from benchmarks.speculative_parts import CARRIED
-from deploy.bench.arguments import positive
 
 SAVE_TO = REPO_ROOT / "benchmarks" / "results" / "speculative-peers.json"
 MODULES = ("bisect", "heapq", "shlex", "csv", "calendar", "difflib", "textwrap", "statistics")

@@ -20,12 +20,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.common import REPO_ROOT, environment, finish, print_table
+from benchmarks.load.arguments import positive, words
+from benchmarks.load.command import Target, measure
+from benchmarks.load.load import Workload
+from benchmarks.load.report import RunReport
 from benchmarks.peers import compare, models, vllm_cpu
 from benchmarks.servers import ServerError, exit_on_sigterm
-from deploy.bench.arguments import positive, words
-from deploy.bench.command import Target, measure
-from deploy.bench.load import Workload
-from deploy.bench.report import RunReport
 
 SAVE_TO = REPO_ROOT / "benchmarks" / "results" / "structured-peers.json"
 NEEDED = 0.9

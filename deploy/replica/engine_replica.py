@@ -167,6 +167,7 @@ class EngineReplica:
             "pid": os.getpid(),
             "node": node_ip(),
             "wrong": self._group.unwell,
+            "has_ended": bool(self._group.ended_role),
             "roles": [state._asdict() for state in self._group.roles],
             "stats": stats,
         }

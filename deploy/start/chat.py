@@ -10,8 +10,8 @@ from typing import Any
 
 import httpx
 
-from deploy.bench.sse_decoder import DONE, SSEDecoder
 from deploy.http.access.listening import is_loopback
+from deploy.http.sse_decoder import DONE, SSEDecoder
 
 TIMEOUT = httpx.Timeout(10.0, read=600.0)
 HELP = "Ctrl-C stops an answer, /reset begins anew, /help shows this, /quit or Ctrl-D ends."

@@ -18,7 +18,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run a command. Exit status: 0; 1 if the command failed; 2 if it can't be done as asked."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["bench"]:  # has a command line of its own
-        from deploy.bench.command import main as bench
+        from benchmarks.load.command import main as bench
 
         return bench(arguments[1:])
     options, unknown = _parser().parse_known_args(arguments)

@@ -10,6 +10,9 @@ import time
 from io import TextIOWrapper
 from pathlib import Path
 
+import psutil
+from platformdirs.unix import Unix
+
 MAX_BYTES = 16 * 2**20
 BACKUPS = 3
 LAUNCHES_KEPT = 20
@@ -21,10 +24,7 @@ def log_folder() -> Path:
     """`MANTA_LOG_DIR`, or `manta/logs` in the user's folder for state (XDG). The folder is never a
     temporary one: a log is needed when everything else is gone."""
     named = os.environ.get("MANTA_LOG_DIR")
-    if named:
-        return Path(named)
-    state = os.environ.get("XDG_STATE_HOME")
-    return (Path(state) if state else Path.home() / ".local" / "state") / "manta" / "logs"
+    return Path(named) if named else Unix("manta").user_state_path / "logs"
 
 
 class LaunchLog:
@@ -72,16 +72,6 @@ def _forget_old(folder: Path) -> None:
     still run."""
     found = sorted((file for file in folder.iterdir() if _NAME.fullmatch(file.name)), reverse=True)
     for log in found[LAUNCHES_KEPT - 1 :]:
-        if not _lives(int(log.stem.rpartition("-")[2])):
+        if not psutil.pid_exists(int(log.stem.rpartition("-")[2])):
             for file in folder.glob(log.name + "*"):
                 file.unlink(missing_ok=True)
-
-
-def _lives(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True

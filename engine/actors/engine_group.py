@@ -81,6 +81,8 @@ class EngineGroup:
         self._watcher: asyncio.Task[None] | None = None
         self._hang_watcher: asyncio.Task[None] | None = None
         self._death = ""
+        self.ended_role = ""
+        """The actor whose end is the group's death; "" while it lives, or if one hung instead."""
         self.dead = asyncio.Event()
 
     @property
@@ -99,9 +101,9 @@ class EngineGroup:
     def roles(self) -> list[RoleState]:
         """The actors, each with its process and what is wrong with it now."""
         wrong = {} if self._role_watch is None else self._role_watch.wrong_by_role
-        lost = self._death.partition(" ended: ")[0] if " ended: " in self._death else ""
+        wrong = {**wrong, self.ended_role: "ended"}
         return [
-            RoleState(name, process.pid, "ended" if name == lost else wrong.get(name, ""))
+            RoleState(name, process.pid, wrong.get(name, ""))
             for name, process in sorted(self._processes.items())
         ]
 
@@ -219,11 +221,12 @@ class EngineGroup:
         waits = {asyncio.ensure_future(_ended(ref)): name for ref, name in self._runs.items()}
         done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         first = next(iter(done))
-        self._on_death(f"{waits[first]} ended: {first.result() or 'it was told to stop'}")
+        role, cause = waits[first], first.result() or "it was told to stop"
+        self._on_death(f"{role} ended: {cause}", role)
 
-    def _on_death(self, reason: str) -> None:
+    def _on_death(self, reason: str, ended_role: str = "") -> None:
         if not self._death:
-            self._death = reason
+            self._death, self.ended_role = reason, ended_role
             logger.error("engine lost: %s", reason)
             self.dead.set()
 

@@ -86,7 +86,7 @@ def test_wheel_holds_all_that_a_server_needs(wheel: Path) -> None:
     for folder in ("configs", "models/manta-small"):
         for file in (REPO_ROOT / folder).iterdir():
             assert f"manta_files/{folder}/{file.name}" in names
-    for folder in ("engine", "deploy"):
+    for folder in ("engine", "deploy", "benchmarks/load"):
         for source in (REPO_ROOT / folder).rglob("*.py"):
             assert str(source.relative_to(REPO_ROOT)) in names
     for source in (REPO_ROOT / "engine/csrc").iterdir():
@@ -94,8 +94,9 @@ def test_wheel_holds_all_that_a_server_needs(wheel: Path) -> None:
     assert not any(name.endswith(".so") for name in names)
     assert wheel.stem.endswith("-py3-none-any"), "it fits every platform"
     assert wrapper.external_attr >> 16 & 0o111, "the wrapper must be executable"
+    assert all(n.startswith("benchmarks/load/") for n in names if n.startswith("benchmarks/"))
     tops = {name.split("/")[0] for name in names}
-    assert tops - {"engine", "deploy", "manta_files", "serve_app.py"} == {
+    assert tops - {"engine", "deploy", "benchmarks", "manta_files", "serve_app.py"} == {
         next(top for top in tops if top.endswith(".dist-info"))
     }
 

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from benchmarks.servers import ManagedServer
-from deploy.bench.sse_decoder import SSEDecoder
+from deploy.http.sse_decoder import SSEDecoder
 from tests.support.http_server import manta
 from tests.support.processes import actor_pids, launch_mark
 

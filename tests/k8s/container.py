@@ -184,10 +184,7 @@ def image_folder(target: Path) -> Path:
     """/opt/manta of the image in `target`: what the Dockerfile copies, with the CPU kernels."""
     copies = [line.split()[1:-1] for line in _dockerfile() if line.startswith("COPY ")]
     for source in (name for copy in copies if not copy[0].startswith("--") for name in copy):
-        if (ROOT / source).is_dir():
-            subprocess.run(["cp", "-r", str(ROOT / source), str(target)], check=True)
-        else:
-            subprocess.run(["cp", str(ROOT / source), str(target)], check=True)
+        subprocess.run(["cp", "-r", "--parents", source, str(target)], check=True, cwd=ROOT)
     library = target / "engine/native/lib"
     library.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "engine.native.build", "--into", str(library)]

@@ -21,7 +21,7 @@ import yaml
 
 from benchmarks.common import REPO_ROOT
 from benchmarks.servers import ManagedServer, free_port
-from deploy.bench.sse_decoder import DONE, SSEDecoder
+from deploy.http.sse_decoder import DONE, SSEDecoder
 from deploy.start.processes import marked_processes
 from tests.support.metrics_text import bare
 from tests.support.processes import launch_mark

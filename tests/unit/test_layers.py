@@ -48,7 +48,7 @@ def read_table() -> list[Layer]:
 LAYERS = read_table()
 FILES = [
     path.relative_to(ROOT)
-    for folder in ("engine", "deploy", ".")
+    for folder in ("engine", "deploy", "benchmarks/load", ".")
     for path in sorted((ROOT / folder).glob("serve_app.py" if folder == "." else "**/*.py"))
 ]
 
@@ -90,6 +90,15 @@ def test_no_import_points_up() -> None:
         for layer in [layer_of(path)]
         for name in sorted(IMPORTS[module])
         if layer_of(MODULES[name]).name not in layer.may_import
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_what_is_shipped_imports_nothing_else() -> None:
+    """The wheel has the table's files, and no other of benchmarks/, tests/ and scripts/."""
+    other = re.compile(r"(benchmarks(?!\.load\b)|tests|scripts)\b")
+    wrong = [
+        f"{path} imports {name}" for path in FILES for name in imports_of(path) if other.match(name)
     ]
     assert not wrong, "\n".join(wrong)
 

@@ -58,7 +58,7 @@ def test_image_holds_what_the_application_needs() -> None:
     model = app["args"]["model"]
     assert (ROOT / model / "config.json").is_file() and model.split("/")[0] in copied
     packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    wanted = {p.rstrip("*") for p in packages["packages"]["find"]["include"]}
+    wanted = {p.rstrip("*").replace(".", "/") for p in packages["packages"]["find"]["include"]}
     assert wanted | {f"{m}.py" for m in packages["py-modules"]} <= set(copied)
 
 

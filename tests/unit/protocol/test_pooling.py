@@ -14,7 +14,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError, RequestError
 from engine.protocol.pooling import check_dimensions, check_pooling, read_embedding
 
-MODEL = Path(__file__).resolve().parents[2] / "models" / "manta-small"
+MODEL = Path(__file__).resolve().parents[3] / "models" / "manta-small"
 
 
 def data(*numbers: float) -> bytes:

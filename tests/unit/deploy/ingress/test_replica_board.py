@@ -9,9 +9,10 @@ from deploy.ingress.replica_board import Places
 from deploy.serve_state.replica_states import EngineTarget
 
 
-def report(name: str, wrong: str = "") -> dict[str, Any]:
-    roles = [{"role": "worker 0", "pid": 1, "wrong": "ended" if " ended: " in wrong else ""}]
-    return {"replica": name, "node": "n", "wrong": wrong, "roles": roles, "stats": {"x": 1}}
+def report(name: str, wrong: str = "", has_ended: bool = False) -> dict[str, Any]:
+    roles = [{"role": "worker 0", "pid": 1, "wrong": "ended" if has_ended else ""}]
+    about = {"replica": name, "node": "n", "wrong": wrong, "has_ended": has_ended}
+    return {**about, "roles": roles, "stats": {"x": 1}}
 
 
 def look(places: Places, *reports: dict[str, Any], want: int = 2, **states: str) -> Any:
@@ -30,7 +31,8 @@ def test_a_lost_replica_keeps_its_place_until_another_takes_it() -> None:
 def test_a_replica_that_says_that_a_role_ended_is_lost() -> None:
     places = Places()
     look(places, report("a"), report("b"))
-    assert look(places, report("a", "worker 0 ended: killed"), report("b"))[0][2] == "lost"
+    ended = report("a", "worker 0 ended: killed", has_ended=True)
+    assert look(places, ended, report("b"))[0][2] == "lost"
     assert look(places, report("a", "worker 0 hasn't answered for 2 s"), report("b"))[0][2] == (
         "unwell"
     )

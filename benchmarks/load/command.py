@@ -19,19 +19,20 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import aiohttp
 
-from deploy.bench.arguments import json_object, key_value, natural, positive, positives
-from deploy.bench.client import analyse, list_models
-from deploy.bench.load import Prompt, Workload, arrival_offsets, make_prompts, run_requests
-from deploy.bench.output import finish, print_table, save_result
-from deploy.bench.report import RunReport, medians, print_reports, summarise
+from benchmarks.load.arguments import json_object, key_value, natural, positive, positives
+from benchmarks.load.client import analyse, list_models
+from benchmarks.load.load import Prompt, Workload, arrival_offsets, make_prompts, run_requests
+from benchmarks.load.output import finish, print_table, save_result
+from benchmarks.load.report import RunReport, medians, print_reports, summarise
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 ENDPOINTS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 WARMUP_SEED = 500_000
+T = TypeVar("T")
 
 
 class OwnServer(Protocol):
@@ -182,16 +183,7 @@ def run(
         models = [args.model] if args.model else asyncio.run(list_models(base_url, _headers()))
         if not models:
             raise NoModelError("it lists no model; name one with --model")
-        target = Target(
-            base_url=base_url,
-            model=models[0],
-            endpoint=args.endpoint,
-            temperature=args.temperature,
-            ignore_eos=args.ignore_eos,
-            return_token_ids=args.return_token_ids,
-            timeout_s=args.timeout,
-            extra_body=args.extra_body,
-        )
+        target = described(Target, args, base_url=base_url, model=models[0])
         reports = run_all(args, target, server)
     print_reports(reports)
     groups: dict[str, list[RunReport]] = {}
@@ -250,8 +242,12 @@ def print_medians(groups: dict[str, list[RunReport]]) -> None:
 
 def workload(args: argparse.Namespace, concurrency: int | None) -> Workload:
     """The workload that the arguments describe."""
-    given = {field.name: getattr(args, field.name, None) for field in fields(Workload)}
-    return Workload(**given | {"concurrency": concurrency})
+    return described(Workload, args, concurrency=concurrency)
+
+
+def described(kind: type[T], args: argparse.Namespace, **known: object) -> T:
+    """A dataclass, each field of which is known or has an argument of its name."""
+    return kind(**{field.name: getattr(args, field.name) for field in fields(kind)} | known)
 
 
 def parse_arguments(argv: list[str], starts_server: bool = False) -> argparse.Namespace:
@@ -324,7 +320,14 @@ def parse_arguments(argv: list[str], starts_server: bool = False) -> argparse.Na
     add("--seed", type=int, default=0)
     add("--warmup", type=natural, default=8, help="requests before each run that do not count")
     add("--repeat", type=positive, default=1)
-    add("--timeout", type=float, default=600.0, help="seconds for one request")
+    add(
+        "--timeout",
+        dest="timeout_s",
+        metavar="SECONDS",
+        type=float,
+        default=600.0,
+        help="for one request",
+    )
     add("--label", default="serving", help="name of the runs in tables and JSON")
     add("--save", metavar="FILE", help="write all figures to this JSON file")
     args = parser.parse_args(argv)

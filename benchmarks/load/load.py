@@ -13,7 +13,7 @@ from pathlib import Path
 import aiohttp
 import numpy as np
 
-from deploy.bench.client import RequestRecord, stream
+from benchmarks.load.client import RequestRecord, stream
 
 CHARS_PER_TOKEN = 4
 """Rough length of a token in source code, for text prompts where no tokenizer is given."""

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import aiohttp
 
-from deploy.bench.sse_decoder import DONE, SSEDecoder
+from deploy.http.sse_decoder import DONE, SSEDecoder
 
 ERROR_BODY_CHARS = 300
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deploy.bench.sse_decoder import SSEDecoder
+from deploy.http.sse_decoder import SSEDecoder
 
 
 @pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])

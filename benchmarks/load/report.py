@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from deploy.bench.client import RequestResult
-from deploy.bench.output import percentiles, print_table
+from benchmarks.load.client import RequestResult
+from benchmarks.load.output import percentiles, print_table
 
 LATENCIES = ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms")
 QUANTILES = ("mean", "p50", "p90", "p99")

@@ -18,12 +18,12 @@ import pytest
 from aiohttp import web
 
 from benchmarks import serving
+from benchmarks.load import command
+from benchmarks.load.client import Event, RequestRecord, RequestResult, analyse
+from benchmarks.load.load import Workload, arrival_offsets, make_prompts
+from benchmarks.load.report import RunReport, medians, summarise
 from benchmarks.peers import compare, vllm_cpu
 from benchmarks.servers import ManagedServer, ServerError, free_port
-from deploy.bench import command
-from deploy.bench.client import Event, RequestRecord, RequestResult, analyse
-from deploy.bench.load import Workload, arrival_offsets, make_prompts
-from deploy.bench.report import RunReport, medians, summarise
 
 USAGE = {"prompt_tokens": 7, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 5}}
 
