@@ -15,10 +15,10 @@ import numpy.typing as npt
 import torch
 from tqdm import tqdm
 
-from engine.config import EngineConfig, load_config
+from engine.config import EngineConfig, WorkerConfig, load_config
 from engine.constraints.guard import GrammarGuard
 from engine.errors import EngineDeadError, RequestError
-from engine.executor.factory import make_executor
+from engine.executor.base import Executor
 from engine.executor.in_process import InProcessExecutor
 from engine.executor.worker_thread import ThreadExecutor
 from engine.grammars.model_compiler import make_grammar_compiler
@@ -407,6 +407,19 @@ class LLM:
             if delta.finish_reason is not None:
                 ended.append(delta.rid)
         return ended
+
+
+def make_executor(config: WorkerConfig) -> Executor:
+    """An executor with its workers, ready.
+
+    One worker runs in this process: in a thread of its own if the host computes, else in the
+    caller's, because to launch a step on a device takes no time. Several are processes.
+    """
+    if config.engine.world_size == 1:
+        return ThreadExecutor(config) if config.device == "cpu" else InProcessExecutor(config)
+    from engine.executor.multiprocess import MultiprocessExecutor
+
+    return MultiprocessExecutor(config)
 
 
 def _load_tokenizer(path: Any) -> Tokenizer | None:

@@ -24,11 +24,10 @@ from deploy.http.access.quotas import Quotas
 from deploy.http.anthropic.dialect import ANTHROPIC
 from deploy.http.body import encode_json
 from deploy.http.docs_page import ASSETS, add_docs
-from deploy.http.engine_client import EngineClient, ModelInfo
+from deploy.http.engine_client import EngineClient, EngineHealth, ModelInfo
 from deploy.http.errors import ErrorReply, Failure, failure_of
 from deploy.http.generation.plan import check_model
 from deploy.http.header_guard import REQUEST_ID
-from deploy.http.health import HealthProbe
 from deploy.http.metrics import ServerMetrics
 from deploy.http.old_clients import OldClients
 from deploy.http.openai.dialect import OPENAI
@@ -42,8 +41,11 @@ from deploy.http.slash_end import SlashEnd
 from deploy.http.status import StatusProbe
 from engine import __version__
 from engine.errors import EngineDeadError, RequestError
+from engine.process.shared_answer import SharedAnswer
 from engine.trace import CAPACITY, chrome_trace_json
 
+HEALTH_FRESH_S = 0.5
+"""The engines are asked for their health at most that often, however often it is asked for."""
 DIALECTS = (OPENAI, ANTHROPIC, SGLANG)
 """All APIs that are served. Errors of paths that none has are worded by the first."""
 
@@ -91,13 +93,13 @@ def build_api(
         check_model(model or "(none)", info)
         return _json(_describe_model(info))
 
-    probe = HealthProbe(client_provider)
+    answer = SharedAnswer[EngineHealth](HEALTH_FRESH_S)
 
     @app.get("/health")
     @app.get("/ping")
     async def health() -> Response:
         try:
-            state = await probe.check()
+            state = await answer.get(client_provider().health)
         except Exception as exception:  # not started, or lost: both mean "not healthy"
             return _json({"status": "unavailable", "detail": type(exception).__name__}, 503)
         if state.ok:

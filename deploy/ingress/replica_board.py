@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from deploy.http.engine_client import ReplicaState, ReplicaStatus
-from deploy.ingress.broadcast import ask_all
 from deploy.ingress.engine_watch import EngineWatch
 from deploy.serve_state.replica_states import EngineTarget, ServeStates, engine_target
 from engine.errors import EngineDeadError
@@ -21,13 +20,17 @@ Report = Mapping[str, Any]
 """What `EngineReplica.report` returns."""
 
 
+AskEngines = Callable[[str, float], Awaitable[list[Any]]]
+"""Calls a method of every replica, with a time limit in seconds. Gives what they answer, errors
+among it; raises `EngineDeadError` if one doesn't."""
+
+
 class ReplicaBoard:
     """Remembers which replica has which place, from one look to the next. A replica that is lost
     keeps its place until another one takes it. Use from one event loop."""
 
-    def __init__(self, engines: Any, watch: EngineWatch, serve_states: ServeStates) -> None:
-        """`engines` is Serve's handle."""
-        self._engines = engines
+    def __init__(self, ask: AskEngines, watch: EngineWatch, serve_states: ServeStates) -> None:
+        self._ask = ask
         self._serve_states = serve_states
         self._watch = watch
         self._places = Places()
@@ -44,7 +47,7 @@ class ReplicaBoard:
     async def _reports(self) -> list[Report] | None:
         """Of the replicas that can give one; None if a replica doesn't answer in time."""
         try:
-            answers = await ask_all(self._engines, "report", TIMEOUT_S)
+            answers = await self._ask("report", TIMEOUT_S)
         except EngineDeadError as error:
             logger.debug("no reports: %s", error)
             return None

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from ray import serve
+from ray.serve.exceptions import RayServeException
 
 from deploy.http.engine_client import (
     EngineClient,
@@ -26,7 +27,6 @@ from deploy.http.engine_client import (
     SpendingReport,
 )
 from deploy.ingress.attempt import Attempts
-from deploy.ingress.broadcast import ask_all
 from deploy.ingress.engine_watch import EngineWatch
 from deploy.ingress.listener import IngressListener
 from deploy.ingress.metrics_exchange import MetricsExchange
@@ -102,7 +102,7 @@ class ServeEngineClient(EngineClient, IngressListener):
         self._attempts = Attempts(self._tokenizer, engines, self._watch, address, self._router)
         self._exchange = MetricsExchange(ingresses, address)
         self._serve_states = ServeStates()
-        self._board = ReplicaBoard(engines, self._watch, self._serve_states)
+        self._board = ReplicaBoard(self._ask_engines, self._watch, self._serve_states)
         self._guard = GrammarGuard(options.info.path)
         self._leaving: asyncio.Task[None] | None = None
 
@@ -213,13 +213,13 @@ class ServeEngineClient(EngineClient, IngressListener):
         await self._attempts.generate(Progress(sequence, self._resume, self._resumes), read)
 
     async def abort(self, request_id: str | None, owner: str | None) -> None:
-        answers = await ask_all(self._ingresses, "abort", ANSWER_TIMEOUT_S, request_id, owner)
+        answers = await _ask_all(self._ingresses, "abort", ANSWER_TIMEOUT_S, request_id, owner)
         failed = [answer for answer in answers if isinstance(answer, BaseException)]
         if failed:
             raise EngineDeadError(f"an ingress can't abort requests: {failed[0]}")
 
     async def tell_spending(self, ingress: str, report: SpendingReport) -> None:
-        await ask_all(self._ingresses, "hear_spending", ANSWER_TIMEOUT_S, ingress, report)
+        await _ask_all(self._ingresses, "hear_spending", ANSWER_TIMEOUT_S, ingress, report)
 
     async def flush_cache(self) -> list[str]:
         return _complaints(await self._ask_engines("flush_cache", ANSWER_TIMEOUT_S))
@@ -285,7 +285,7 @@ class ServeEngineClient(EngineClient, IngressListener):
         return EngineStatus(target, replicas, self._tokenizer.unwell)
 
     async def _ask_engines(self, method: str, timeout_s: float, *args: Any) -> list[Any]:
-        return await ask_all(self._engines, method, timeout_s, *args)
+        return await _ask_all(self._engines, method, timeout_s, *args)
 
     def _on_message(self, message: Any) -> None:
         match message:
@@ -335,6 +335,17 @@ def _make_router(options: IngressOptions, address: str, watch: EngineWatch) -> R
         sample_every=max(1, HASHES_EVERY_TOKENS // options.page_size),
     )
     return ReplicaRouter(policy, options.page_size, address, watch)
+
+
+async def _ask_all(handle: Any, method: str, timeout_s: float, *args: Any) -> list[Any]:
+    """Answers of every replica of a deployment; where a call fails, its exception instead. Raises
+    `EngineDeadError` if a replica doesn't answer or there is none."""
+    asked = handle.broadcast(method, *args)
+    try:
+        answers: list[Any] = await asked.results_async(timeout_s=timeout_s, return_exceptions=True)
+    except (TimeoutError, RayServeException) as error:
+        raise EngineDeadError(f"no answer to {method}: {type(error).__name__}") from error
+    return answers
 
 
 def _complaints(replies: list[Any]) -> list[str]:

@@ -42,7 +42,6 @@ _LLAMA = {
     "max_position_embeddings": 2048,
     "attention_bias": False,
     "mlp_bias": False,
-    "bos_token_id": 1,
     "eos_token_id": 2,
 }
 _MISTRAL = {
@@ -52,7 +51,6 @@ _MISTRAL = {
     "num_key_value_heads": 8,
     "max_position_embeddings": 131072,
     "sliding_window": 4096,
-    "bos_token_id": 1,
     "eos_token_id": 2,
 }
 _QWEN2 = {
@@ -120,7 +118,6 @@ class ModelConfig:
     layer_windows: tuple[int | None, ...]
     """Sliding window of each layer in tokens, None for full attention."""
     dtype: str
-    bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
 
     def check_split(self, tp_size: int, pp_size: int) -> None:
@@ -205,7 +202,6 @@ class ModelConfig:
             eos = ConfigValues(folder / "generation_config.json", generation, {}).token_ids(
                 "eos_token_id"
             )
-        bos = config.token_ids("bos_token_id")
         model = cls(
             path=folder,
             architecture=architecture,
@@ -227,7 +223,6 @@ class ModelConfig:
             qk_norm=architecture == "Qwen3ForCausalLM",
             layer_windows=_layer_windows(architecture, config, num_layers),
             dtype=_dtype(config),
-            bos_token_id=bos[0] if bos else None,
             eos_token_ids=eos,
         )
         if model.hidden_act not in ("silu", "swish"):

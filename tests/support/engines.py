@@ -13,8 +13,8 @@ import transformers
 
 from engine.config import EngineConfig
 from engine.executor.base import Executor
-from engine.executor.factory import make_executor
 from engine.grammars.model_compiler import make_grammar_compiler
+from engine.llm import make_executor
 from engine.loop.engine_core import EngineCore
 from engine.protocol.messages import AbortRequest, AddRequest
 from engine.protocol.pooling import Pooling
