@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import re
@@ -18,6 +17,7 @@ from typing import Any, TextIO
 
 from deploy.start.causes import config_error_in
 from deploy.start.log_file import ANSI, LaunchLog
+from engine.process.parent_death import signal_at_parent_death
 
 OUR_WARNING = re.compile(r"\b(WARNING|ERROR|CRITICAL) ((?:engine|deploy)\.[\w.]+: .*)")
 NOISE = "Task ServeController.graceful_shutdown failed."
@@ -25,7 +25,6 @@ NOISE = "Task ServeController.graceful_shutdown failed."
 _JSON = '{"time": "'
 """How a record of `log_format: json` begins, behind what Ray writes before it."""
 LINES_KEPT = 50
-_PR_SET_PDEATHSIG = 1
 
 
 class ServeRun:
@@ -165,5 +164,4 @@ def prepare_child() -> None:
     shells do for programs in the background. On Linux `serve run` also gets it if the launcher is
     killed."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT)
+    signal_at_parent_death(signal.SIGINT)

@@ -10,6 +10,8 @@ import time
 from io import TextIOWrapper
 from pathlib import Path
 
+from platformdirs.unix import Unix
+
 MAX_BYTES = 16 * 2**20
 BACKUPS = 3
 LAUNCHES_KEPT = 20
@@ -21,10 +23,7 @@ def log_folder() -> Path:
     """`MANTA_LOG_DIR`, or `manta/logs` in the user's folder for state (XDG). The folder is never a
     temporary one: a log is needed when everything else is gone."""
     named = os.environ.get("MANTA_LOG_DIR")
-    if named:
-        return Path(named)
-    state = os.environ.get("XDG_STATE_HOME")
-    return (Path(state) if state else Path.home() / ".local" / "state") / "manta" / "logs"
+    return Path(named) if named else Unix("manta").user_state_path / "logs"
 
 
 class LaunchLog:

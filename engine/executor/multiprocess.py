@@ -5,7 +5,6 @@ The same worker loop and messages as under Ray, without Ray.
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing as mp
 import os
 import signal
@@ -18,11 +17,11 @@ from engine.device.distributed import open_store
 from engine.errors import ConfigError, EngineDeadError
 from engine.executor.message_executor import MessageExecutor, collect_ready
 from engine.process.openmp import set_wait_policy
+from engine.process.parent_death import signal_at_parent_death
 from engine.protocol.transport import Inbox
 from engine.worker.worker_role import log_as_worker, run_worker
 
 STOP_TIMEOUT_S = 10.0
-_PR_SET_PDEATHSIG = 1
 
 
 class MultiprocessExecutor(MessageExecutor):
@@ -78,7 +77,7 @@ class MultiprocessExecutor(MessageExecutor):
 
 
 def _worker_main(config: WorkerConfig, rank: int, store: tuple[str, int], results: str) -> None:
-    _die_with_parent()
+    signal_at_parent_death(signal.SIGKILL)  # it may be killed, and can't stop this one then
     if config.device == "cuda":
         os.environ["CUDA_VISIBLE_DEVICES"] = _visible_device(rank)
     log_as_worker(rank)
@@ -86,12 +85,6 @@ def _worker_main(config: WorkerConfig, rank: int, store: tuple[str, int], result
         run_worker(config, rank, store, results, "127.0.0.1")
     except ConfigError:
         sys.exit(1)  # the parent has been told
-
-
-def _die_with_parent() -> None:
-    """Let the kernel (Linux) end this worker if its parent is killed and can't stop it."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _check_gpus(world_size: int) -> None:

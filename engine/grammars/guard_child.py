@@ -10,7 +10,6 @@ pipe, or dies.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import random
 import resource
@@ -30,6 +29,7 @@ from engine.constraints.grammar_compiler import STACK_BYTES, GrammarCompiler
 from engine.constraints.guard_process import HEAD_BYTES, GuardReply, frame
 from engine.errors import MantaError, RequestError
 from engine.grammars.model_compiler import make_grammar_compiler
+from engine.process.parent_death import signal_at_parent_death
 
 MAX_MEMORY = 2**29
 """Bytes that a grammar may take, beside the stack of the thread that compiles it (up to 40 MB were
@@ -40,7 +40,6 @@ without a verdict: on a machine with four servers, 3 were not enough for a gramm
 NUM_TRIAL_TOKENS = 64
 TRIAL_S = 0.1
 """CPU time after which no other trial token is chosen."""
-_PR_SET_PDEATHSIG = 1
 
 
 def main(folder: str, timeout_s: float, owner: int) -> None:
@@ -155,11 +154,10 @@ def _read_bytes(fd: int, count: int) -> bytes:
 
 
 def _die_with(parent: int) -> None:
-    """Let the kernel (Linux) end this process with its parent."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
+    """End with `parent`, which may be gone already."""
+    signal_at_parent_death(signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 if __name__ == "__main__":

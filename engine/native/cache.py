@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from platformdirs.unix import Unix
+
 from engine.native.errors import BuildError
 
 FOLDER_VARIABLE = "MANTA_CACHE_DIR"
@@ -24,11 +26,8 @@ def cache_folder() -> Path:
     """`$MANTA_CACHE_DIR`, or `manta` in the user's folder for caches (XDG). Raises `BuildError` if
     there is no home folder."""
     named = os.environ.get(FOLDER_VARIABLE)
-    if named:
-        return Path(named)
-    cache = os.environ.get("XDG_CACHE_HOME")
     try:
-        return (Path(cache) if cache else Path.home() / ".cache") / "manta"
+        return Path(named) if named else Unix("manta").user_cache_path
     except RuntimeError as error:
         raise BuildError("there is no home folder", _advice()) from error
 
