@@ -10,6 +10,7 @@ import time
 from io import TextIOWrapper
 from pathlib import Path
 
+import psutil
 from platformdirs.unix import Unix
 
 MAX_BYTES = 16 * 2**20
@@ -71,16 +72,6 @@ def _forget_old(folder: Path) -> None:
     still run."""
     found = sorted((file for file in folder.iterdir() if _NAME.fullmatch(file.name)), reverse=True)
     for log in found[LAUNCHES_KEPT - 1 :]:
-        if not _lives(int(log.stem.rpartition("-")[2])):
+        if not psutil.pid_exists(int(log.stem.rpartition("-")[2])):
             for file in folder.glob(log.name + "*"):
                 file.unlink(missing_ok=True)
-
-
-def _lives(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True

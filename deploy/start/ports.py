@@ -12,6 +12,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
+import psutil
+
 from engine.errors import ConfigError
 
 BLOCK = 1_000
@@ -132,23 +134,12 @@ def _check_free(host: str, port: int) -> None:
 
 def _user_of(port: int) -> str:
     """` (process 12, name)` of the process that listens on the port; "" if that isn't known."""
-    inodes = set()
-    for table in ("tcp", "tcp6"):
-        try:
-            lines = Path(f"/proc/net/{table}").read_text().splitlines()[1:]
-        except OSError:
-            continue
-        for line in lines:
-            fields = line.split()
-            if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
-                inodes.add(f"socket:[{fields[9]}]")
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if any(str(fd.readlink()) in inodes for fd in (process / "fd").iterdir()):
-                name = (process / "comm").read_text(errors="replace").strip()
-                return f" (process {process.name}, {name})"
-        except OSError:  # it ended, or isn't ours
-            continue
+    try:
+        for each in psutil.net_connections("tcp"):
+            if each.status == psutil.CONN_LISTEN and each.laddr.port == port and each.pid:
+                return f" (process {each.pid}, {psutil.Process(each.pid).name()})"
+    except (psutil.Error, OSError):  # it ended, or the system doesn't tell
+        pass
     return ""
 
 

@@ -8,6 +8,8 @@ import signal
 import time
 from pathlib import Path
 
+import psutil
+
 MARK = "MANTA_LAUNCH_ID"
 """Environment variable that every process of one launch inherits. Some write their title over
 their environment, Ray's agents over most or all of it, and one that ends or is replaced by another
@@ -40,10 +42,9 @@ def marked_processes(mark: str, session: int | None = None) -> list[int]:
 def is_alive(pid: int) -> bool:
     """Whether a process exists and hasn't ended."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return False
-    return stat.rpartition(b")")[2].split()[0] != b"Z"  # bytes: a process may have any name
 
 
 def end_marked_processes(mark: str, session: int | None = None) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import psutil
+
 
 def available_host_bytes() -> int:
     """Bytes that can be taken without swapping, within the container's limit if it has one."""
-    available = _meminfo("MemAvailable")
+    available = int(psutil.virtual_memory().available)
     limit = _number(Path("/sys/fs/cgroup/memory.max"))
     used = _number(Path("/sys/fs/cgroup/memory.current"))
     if limit is not None and used is not None:
@@ -21,13 +23,6 @@ def num_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def _meminfo(key: str) -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith(key + ":"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/meminfo has no {key}")
 
 
 def _reclaimable() -> int:
