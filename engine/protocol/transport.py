@@ -39,7 +39,7 @@ MAX_BYTES = 2**28
 REFUSED_LOG_S = 60.0
 """Refused messages are logged this often at most."""
 
-_KINDS: tuple[type[Any], ...] = (
+KINDS: tuple[type[Any], ...] = (
     messages.AddRequest,
     messages.AbortRequest,
     step.ModelWorkerBatch,
@@ -70,16 +70,17 @@ _KINDS: tuple[type[Any], ...] = (
     tokenizer_messages.TextOutputs,
     messages.IngressMetrics,
 )
-_CODES = {kind: code for code, kind in enumerate(_KINDS)}
+"""All kinds of messages; the place of one is its code."""
+_CODES = {kind: code for code, kind in enumerate(KINDS)}
 _BYE = 255
 """Code of a sender's last message, which has no body."""
 
-_HEAD = struct.Struct("<16sB8sQH")
+HEAD = struct.Struct("<16sB8sQH")
 """Secret, code of the message's kind, sender, its number (0 where order is ZeroMQ's alone), and
 how many frames follow."""
 
 
-class _Address(NamedTuple):
+class Address(NamedTuple):
     """`endpoint` is ZeroMQ's; `key` the receiver's public key, as ZeroMQ writes keys (Z85)."""
 
     endpoint: str
@@ -87,7 +88,7 @@ class _Address(NamedTuple):
     key: bytes
 
     @classmethod
-    def parse(cls, address: str) -> _Address:
+    def parse(cls, address: str) -> Address:
         endpoint, _, hidden = address.partition("#")
         secret, key = bytes.fromhex(hidden[:32]), bytes.fromhex(hidden[32:])
         return cls(endpoint, secret, z85.encode(key))
@@ -125,17 +126,22 @@ class Inbox:
         self._zmq_may_have = True
         """Whether ZeroMQ may have a message. Its descriptor only tells of changes: after a change,
         ask until there is none."""
-        self.address = str(_Address(f"tcp://{host}:{port}", self._secret, public_key))
+        self.address = str(Address(f"tcp://{host}:{port}", self._secret, public_key))
         self.refused = 0
         """Number of messages dropped for a wrong secret or shape."""
         self._refused_logged = -math.inf
-        self._order = _Order()
+        self._order = Order()
         self._due: deque[Any] = deque()
         self._waiter = Waiter(self)
 
     @property
     def closed(self) -> bool:
         return bool(self._socket.closed)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all senders by datagram have said goodbye, and no message waits for another."""
+        return self._order.is_empty
 
     def has_message(self) -> bool:
         """Whether `recv` would return a message at once."""
@@ -174,7 +180,7 @@ class Inbox:
         data = local_socket.receive(local, self._buffer)
         if data is None:
             return False
-        self._take(data[: _HEAD.size], [data[_HEAD.size :]])
+        self._take(data[: HEAD.size], [data[HEAD.size :]])
         return True
 
     def _receive_zmq(self) -> bool:
@@ -187,10 +193,10 @@ class Inbox:
 
     def _take(self, head: memoryview, body: Sequence[memoryview]) -> None:
         """Take a message; `body` holds its frames, or a datagram's frames joined to one."""
-        if len(head) != _HEAD.size:
+        if len(head) != HEAD.size:
             self._refuse("wrong shape")
             return
-        secret, code, sender, number, count = _HEAD.unpack(head)
+        secret, code, sender, number, count = HEAD.unpack(head)
         if not secrets.compare_digest(secret, self._secret):
             self._refuse("wrong secret")
             return
@@ -208,7 +214,7 @@ class Inbox:
         try:
             if len(body) != count:
                 body = local_socket.split(body[0], count)
-            return encoding.decode(body, _KINDS[code])
+            return encoding.decode(body, KINDS[code])
         except (msgspec.MsgspecError, ValueError, IndexError) as error:
             self._refuse(f"{type(error).__name__}: {error}")
             return None
@@ -221,13 +227,18 @@ class Inbox:
             logger.warning("refused a message: %s (%d so far)", why, self.refused)
 
 
-class _Order:
+class Order:
     """Puts messages of senders that use both ways in the order of their numbers."""
 
     def __init__(self) -> None:
         self._expected: dict[bytes, int] = {}
         self._held: dict[bytes, dict[int, tuple[Any, bool]]] = {}
         """Early messages, kept until the messages before them came by the other way."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing of any sender is kept."""
+        return not self._expected and not self._held
 
     def put(self, sender: bytes, number: int, message: Any, *, is_last: bool) -> list[Any]:
         """The messages that are now due: none, or `message` and those that waited for it."""
@@ -281,7 +292,7 @@ class Outbox:
 
     def __init__(self, address: str, context: zmq.Context[Any] | None = None) -> None:
         self.address = address
-        endpoint, self._secret, key = _Address.parse(address)
+        endpoint, self._secret, key = Address.parse(address)
         self._socket = (context or zmq.Context.instance()).socket(zmq.PUSH)
         self._socket.setsockopt(zmq.SNDHWM, SEND_LIMIT)
         self._socket.setsockopt(zmq.LINGER, 1000)
@@ -291,8 +302,14 @@ class Outbox:
             self._socket.setsockopt(zmq.IPV6, 1)
         self._socket.connect(endpoint)
         self._local = local_socket.connect(self._secret)
-        self._id = secrets.token_bytes(8)
+        self.sender = secrets.token_bytes(8)
+        """Its name in its messages' heads."""
         self._number = 0
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it sends datagrams, too: the receiver is on this node."""
+        return self._local is not None
 
     def send(self, message: Any) -> None:
         """Queue a message. Raises `EngineDeadError` if the receiver stopped reading long ago, and
@@ -313,7 +330,7 @@ class Outbox:
 
     def _send(self, code: int, frames: list[bytes | memoryview]) -> None:
         number = 0 if self._local is None else self._number + 1
-        head = _HEAD.pack(self._secret, code, self._id, number, len(frames))
+        head = HEAD.pack(self._secret, code, self.sender, number, len(frames))
         if self._local is None or not local_socket.send(self._local, head, frames):
             if max(memoryview(frame).nbytes for frame in frames) > MAX_BYTES:
                 raise ValueError(f"a message of more than {MAX_BYTES} bytes")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import socket
 import threading
@@ -19,7 +20,7 @@ from engine.errors import EngineDeadError
 from engine.protocol import encoding, local_socket, messages
 from engine.protocol.messages import AbortRequest, AddRequest, ReaderGone
 from engine.protocol.sampling_params import SamplingParams
-from engine.protocol.transport import _HEAD, Inbox, Outbox, Waiter, _Address, _Order
+from engine.protocol.transport import HEAD, KINDS, Address, Inbox, Order, Outbox, Waiter
 from tests.support.requests import add_request
 
 Context = zmq.Context[zmq.Socket[bytes]]
@@ -34,6 +35,14 @@ def context(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     made.term()
 
 
+@contextlib.contextmanager
+def without_datagrams(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What is made meanwhile has no sockets for them, as on another system or node."""
+    with monkeypatch.context() as patch:
+        patch.setattr(local_socket.sys, "platform", "darwin")
+        yield
+
+
 def rids(inbox: Inbox, count: int) -> list[int]:
     got = [inbox.recv(5.0) for _ in range(count)]
     return [m.rid for m in got if m is not None]
@@ -44,7 +53,7 @@ def test_inbox_takes_only_messages_with_its_secret(
 ) -> None:
     inbox = Inbox(context=context)
     friend = Outbox(inbox.address, context)
-    address = _Address.parse(inbox.address)
+    address = Address.parse(inbox.address)
     stranger = Outbox(str(address._replace(secret=bytes(16))), context)
     for _ in range(3):
         stranger.send(messages.Shutdown())
@@ -58,17 +67,20 @@ def test_inbox_takes_only_messages_with_its_secret(
     inbox.close()
 
 
-def test_connections_without_the_key_bring_nothing(context: Context) -> None:
+def test_connections_without_the_key_bring_nothing(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Neither memory nor messages: ZeroMQ itself drops them."""
     inbox = Inbox(context=context)
-    address = _Address.parse(inbox.address)
+    address = Address.parse(inbox.address)
     other_key, _ = zmq.curve_keypair()
-    stranger = Outbox(str(address._replace(key=other_key)), context)
+    with without_datagrams(monkeypatch):
+        stranger = Outbox(str(address._replace(key=other_key)), context)
     plain = context.socket(zmq.PUSH)
     plain.setsockopt(zmq.SNDHWM, 2)
     plain.setsockopt(zmq.IMMEDIATE, 1)
     plain.connect(address.endpoint)
-    stranger._local = None
+    assert not stranger.is_local
     stranger.send(messages.Shutdown())
     with pytest.raises(zmq.Again):  # no connection was ever made
         time.sleep(0.2)
@@ -83,7 +95,7 @@ def test_connections_without_the_key_bring_nothing(context: Context) -> None:
     assert inbox.recv(5.0) == ReaderGone("c")
     assert inbox.recv(0.3) is None and inbox.refused == 0
     plain.close(0)
-    stranger._socket.close(0)
+    stranger.close(0)
     for end in (friend, inbox):
         end.close()
 
@@ -102,21 +114,20 @@ def test_too_large_a_message_is_refused_where_it_is_sent(
     inbox.close()
 
 
-def test_what_goes_over_the_network_is_encrypted() -> None:
+def test_what_goes_over_the_network_is_encrypted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A listener between the two, as tcpdump would be: no word of the message is in the bytes."""
     context: Context = zmq.Context()
     inbox = Inbox(context=context)
-    address = _Address.parse(inbox.address)
+    address = Address.parse(inbox.address)
     host, _, port = address.endpoint.removeprefix("tcp://").rpartition(":")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         seen = bytearray()
         thread = threading.Thread(target=_relay, args=(listener, (host, int(port)), seen))
         thread.start()
         between = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
-        outbox = Outbox(str(address._replace(endpoint=between)), context)
-        assert outbox._local is not None
-        outbox._local.close()
-        outbox._local = None
+        with without_datagrams(monkeypatch):
+            outbox = Outbox(str(address._replace(endpoint=between)), context)
+        assert not outbox.is_local
         outbox.send(ReaderGone("a secret prompt"))
         assert inbox.recv(5.0) == ReaderGone("a secret prompt")
         outbox.close()
@@ -145,14 +156,24 @@ def _relay(listener: socket.socket, target: tuple[str, int], seen: bytearray) ->
                 ends[end].sendall(data)
 
 
-def test_datagrams_without_the_secret_are_refused() -> None:
-    inbox, others = Inbox(), Inbox()
-    secret = _Address.parse(inbox.address).secret
-    raw = local_socket.connect(secret)
+def datagrams_to(inbox: Inbox) -> socket.socket:
+    raw = local_socket.connect(Address.parse(inbox.address).secret)
     assert raw is not None
-    stranger = Outbox(others.address)
-    stranger._local = raw  # knows the public name alone
-    stranger.send(messages.Shutdown())
+    return raw
+
+
+def head_for(inbox: Inbox, kind: type, sender: bytes, number: int, num_frames: int) -> bytes:
+    secret = Address.parse(inbox.address).secret
+    return HEAD.pack(secret, KINDS.index(kind), sender, number, num_frames)
+
+
+def test_datagrams_without_the_secret_are_refused() -> None:
+    inbox = Inbox()
+    raw = datagrams_to(inbox)
+    # Who knows the public name alone.
+    frames = encoding.encode(messages.Shutdown())
+    head = HEAD.pack(bytes(16), KINDS.index(messages.Shutdown), b"stranger", 1, len(frames))
+    assert local_socket.send(raw, head, frames)
     for data in (b"", b"\xff" * 4, b"\xff" * 200):
         raw.send(data)
     assert local_socket.send(raw, b"short", [b""])
@@ -161,7 +182,7 @@ def test_datagrams_without_the_secret_are_refused() -> None:
     assert inbox.recv(5.0) == ReaderGone("c")
     assert inbox.recv(0.0) is None
     assert inbox.refused == 5
-    for end in (stranger, friend, inbox, others):
+    for end in (raw, friend, inbox):
         end.close()
 
 
@@ -183,8 +204,10 @@ def test_a_sender_on_this_node_uses_datagrams() -> None:
     inbox = Inbox()
     outbox = Outbox(inbox.address)
     outbox.send(AbortRequest(rid=5))
-    received = local_socket.receive(inbox._local, inbox._buffer) if inbox._local else None
-    assert received is not None and len(received) > _HEAD.size
+    assert outbox.is_local
+    _, datagrams = inbox.fds
+    with socket.socket(fileno=os.dup(datagrams)) as local:
+        assert len(local.recv(local_socket.BUFFER_BYTES)) > HEAD.size
     outbox.close()
     inbox.close()
 
@@ -193,7 +216,7 @@ def test_datagrams_of_several_frames() -> None:
     """As they come; with wrong sizes they are refused, and the sender's next one is taken."""
     inbox = Inbox()
     outbox = Outbox(inbox.address)
-    assert outbox._local is not None
+    assert outbox.is_local
     ids = np.arange(5_000, dtype=np.int32)
     request = add_request(rid=1, input_ids=ids, params=SamplingParams())
     frames = encoding.encode(request)
@@ -202,16 +225,17 @@ def test_datagrams_of_several_frames() -> None:
     received = inbox.recv(5.0)
     assert isinstance(received, AddRequest)
     np.testing.assert_array_equal(received.sequence.prompt_ids, ids)
+    raw = datagrams_to(inbox)
     for number, broken in enumerate(([frames[0]], [frames[0], frames[1][:-1]]), 2):
-        head = _HEAD.pack(outbox._secret, 0, outbox._id, number, 2)
+        head = head_for(inbox, AddRequest, outbox.sender, number, 2)
         sizes = b"".join(len(frame).to_bytes(4, "little") for frame in frames)
-        outbox._local.send(head + sizes + b"".join(broken))
-    outbox._number = 3
-    outbox.send(AbortRequest(rid=4))
+        raw.send(head + sizes + b"".join(broken))
+    head = head_for(inbox, AbortRequest, outbox.sender, 4, 1)
+    assert local_socket.send(raw, head, encoding.encode(AbortRequest(rid=4)))
     assert inbox.recv(5.0) == AbortRequest(rid=4)
     assert inbox.refused == 2
-    outbox.close()
-    inbox.close()
+    for end in (raw, outbox, inbox):
+        end.close()
 
 
 def test_the_goodbye_leaves_no_state() -> None:
@@ -222,7 +246,7 @@ def test_the_goodbye_leaves_no_state() -> None:
         outbox.close()
     assert rids(inbox, 5) == list(range(5))
     assert inbox.recv(0.1) is None
-    assert not inbox._order._expected and not inbox._order._held
+    assert inbox.is_settled
     inbox.close()
 
 
@@ -253,18 +277,21 @@ def test_waiting_never_asks_the_system_for_more_than_is_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """`poll` rounds fractions of a millisecond up, and the worker would report a step late."""
-    inbox = Inbox()
     asked: list[float] = []
 
     class Poll:
+        def register(self, fd: int, events: int) -> None: ...
+
         def poll(self, timeout_ms: float) -> list[tuple[int, int]]:
-            asked.append(timeout_ms)
+            if timeout_ms:  # 0 only looks
+                asked.append(timeout_ms)
             now[0] += timeout_ms / 1000
             return []
 
     now = [100.0]
     monkeypatch.setattr("engine.protocol.transport.time.monotonic", lambda: now[0])
-    monkeypatch.setattr(inbox._waiter, "_poll", Poll())
+    monkeypatch.setattr("engine.protocol.transport.select.poll", Poll)
+    inbox = Inbox()
     assert inbox.recv(0.0127) is None
     assert inbox.recv(0.0007) is None
     assert asked == [12]
@@ -274,34 +301,29 @@ def test_waiting_never_asks_the_system_for_more_than_is_left(
 def test_messages_already_taken_are_not_slept_on() -> None:
     """One that came early makes two due at once; a waiter must see the second."""
     inbox = Inbox()
-    outbox = Outbox(inbox.address)
-    local, outbox._local = outbox._local, None
-    assert local is not None
-
-    def head(number: int) -> bytes:
-        return _HEAD.pack(outbox._secret, 1, outbox._id, number, 1)
-
-    assert local_socket.send(local, head(2), encoding.encode(AbortRequest(rid=2)))
+    outbox, raw = Outbox(inbox.address), datagrams_to(inbox)
+    head = head_for(inbox, AbortRequest, outbox.sender, 2, 1)
+    assert local_socket.send(raw, head, encoding.encode(AbortRequest(rid=2)))
     assert inbox.recv(0.05) is None
-    outbox._socket.send_multipart([head(1), *encoding.encode(AbortRequest(rid=1))])
+    large = np.arange(local_socket.MAX_BYTES, dtype=np.int32)  # goes by ZeroMQ
+    outbox.send(add_request(rid=1, input_ids=large, params=SamplingParams()))
     assert rids(inbox, 1) == [1]
     assert Waiter(inbox).wait(5.0) == [inbox]
     assert rids(inbox, 1) == [2]
-    local.close()
-    outbox.close()
-    inbox.close()
+    for end in (raw, outbox, inbox):
+        end.close()
 
 
 @given(st.permutations(range(1, 12)))
 def test_order_is_the_numbers_whatever_the_arrival(arrival: list[int]) -> None:
-    order = _Order()
+    order = Order()
     got = [m for n in arrival for m in order.put(b"a", n, n, is_last=n == 11)]
     assert got == list(range(1, 12))
-    assert not order._held and not order._expected
+    assert order.is_empty
 
 
 def test_senders_do_not_wait_for_each_other() -> None:
-    order = _Order()
+    order = Order()
     assert order.put(b"a", 2, "early", is_last=False) == []
     assert order.put(b"b", 1, "other", is_last=False) == ["other"]
     assert order.put(b"a", 1, "first", is_last=False) == ["first", "early"]
@@ -320,13 +342,14 @@ def test_a_receiver_that_never_reads_counts_as_dead(
     outbox.close(0)
 
 
-def test_a_receiver_elsewhere_is_reached_by_zeromq_alone() -> None:
+def test_a_receiver_elsewhere_is_reached_by_zeromq_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     inbox = Inbox()
-    elsewhere = Inbox()
-    if elsewhere._local is not None:
-        elsewhere._local.close()  # as if in another network namespace
+    with without_datagrams(monkeypatch):  # as if in another network namespace
+        elsewhere = Inbox()
     outbox = Outbox(elsewhere.address)
-    assert outbox._local is None
+    assert not outbox.is_local
+    outbox.send(AbortRequest(rid=1))
+    assert rids(elsewhere, 1) == [1]
     outbox.close()
     for end in (inbox, elsewhere):
         end.close()
