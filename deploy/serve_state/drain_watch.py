@@ -46,13 +46,13 @@ class DrainWatch:
         if time.monotonic() - self._asked < SILENCE_S:
             return False
         try:
-            return await asyncio.to_thread(_listed_as_stopping)
+            return await asyncio.to_thread(listed_as_stopping)
         except Exception as error:  # an error of the controller is no reason to stop
             logger.warning("can't ask Serve for this replica's state: %s", type(error).__name__)
             return False
 
 
-def _listed_as_stopping() -> bool:
+def listed_as_stopping() -> bool:
     """Whether this replica is one that the controller stops, or has stopped."""
     context = serve.get_replica_context()
     deployment = deployment_states().get(context.deployment)

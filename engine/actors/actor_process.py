@@ -25,7 +25,7 @@ class ActorProcess(NamedTuple):
     def of_this_actor(cls) -> ActorProcess:
         """The process of the actor that calls this."""
         pid = os.getpid()
-        return cls(this_node(), pid, _started(pid))
+        return cls(this_node(), pid, started_at(pid))
 
     def kill(self, actor: ActorHandle[Any]) -> None:
         """End the actor even if it is stopped (SIGSTOP).
@@ -33,7 +33,7 @@ class ActorProcess(NamedTuple):
         `ray.kill` alone does that too, but only after 5 s, when the raylet gives up waiting
         (Ray 2.60, measured). For a process on another node there is only `ray.kill`.
         """
-        if self.node_id == this_node() and _started(self.pid) == self.started:
+        if self.node_id == this_node() and started_at(self.pid) == self.started:
             try:
                 os.kill(self.pid, signal.SIGKILL)
             except ProcessLookupError:
@@ -46,7 +46,7 @@ def this_node() -> str:
     return str(ray.get_runtime_context().get_node_id())
 
 
-def _started(pid: int) -> int:
+def started_at(pid: int) -> int:
     """Start of a process in clock ticks since boot; 0 where the kernel doesn't tell (no /proc)."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()

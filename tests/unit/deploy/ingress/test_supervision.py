@@ -184,7 +184,7 @@ def test_kill_ends_a_stopped_process_and_spares_a_reused_id(
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     try:
         os.kill(child.pid, signal.SIGSTOP)
-        started = actor_process._started(child.pid)
+        started = actor_process.started_at(child.pid)
         ActorProcess("here", child.pid, started + 1).kill("reused id")
         ActorProcess("elsewhere", child.pid, started).kill("other node")
         assert child.poll() is None
@@ -546,7 +546,7 @@ def test_drain_watch_asks_only_after_silence(fast: None, monkeypatch: pytest.Mon
                 raise asked[-1]
             return bool(asked[-1])
 
-        monkeypatch.setattr(drain_watch, "_listed_as_stopping", listed_as_stopping)
+        monkeypatch.setattr(drain_watch, "listed_as_stopping", listed_as_stopping)
         watch = DrainWatch()
         waiting = asyncio.ensure_future(watch.wait(0.0))
         for _ in range(20):
@@ -660,17 +660,17 @@ def test_replicas_are_known_though_a_refused_deploy_has_unlisted_them(
     states = deployment_states()
     assert replicas_lost(states, 1) == ""
     assert replicas_lost(states, 0) == "1 of 1 engine replicas are gone"
-    assert not drain_watch._listed_as_stopping()
+    assert not drain_watch.listed_as_stopping()
     target = engine_target(states)
     assert target is not None and target.states == {"e": "RUNNING"}
     controller.running["engine"] = ["other"]
-    assert drain_watch._listed_as_stopping()
+    assert drain_watch.listed_as_stopping()
 
 
 def test_a_deleted_application_is_not_healthy(controller: FakeController) -> None:
     controller.exists = False
     assert "engine: Serve has deleted it" in replicas_lost(deployment_states(), 1)
-    assert drain_watch._listed_as_stopping()
+    assert drain_watch.listed_as_stopping()
 
 
 def test_a_controller_that_hangs_takes_one_thread(
