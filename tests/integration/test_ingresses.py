@@ -135,8 +135,9 @@ def test_aborts_reach_every_ingress_and_engine(url: str) -> None:
 
 def test_one_scrape_has_every_ingress_once(url: str) -> None:
     def requests(text: str) -> list[float]:
-        head = 'manta_requests_total{endpoint="generate",status="200",'
-        return [float(li.rpartition(" ")[2]) for li in text.splitlines() if li.startswith(head)]
+        parts = ("manta_requests_total{", 'endpoint="generate"', 'status="200"')
+        lines = [line for line in text.splitlines() if all(part in line for part in parts)]
+        return [float(line.rpartition(" ")[2]) for line in lines]
 
     def scrape() -> str:
         time.sleep(0.6)  # what others said is used again for half a second
