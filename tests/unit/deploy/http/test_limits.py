@@ -11,7 +11,6 @@ import httpx
 import pytest
 
 from deploy.http import body as body_module
-from deploy.http import health
 from deploy.http.api import build_api
 from deploy.http.engine_client import EngineHealth
 from deploy.http.settings import ApiSettings
@@ -105,7 +104,7 @@ def test_a_body_above_the_limit_is_refused() -> None:
 
 
 def test_many_who_ask_for_health_ask_the_engines_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health, "FRESH_S", 3600.0)
+    monkeypatch.setattr("deploy.http.api.HEALTH_FRESH_S", 3600.0)
     asked = 0
 
     class Client(FakeEngineClient):
