@@ -56,7 +56,7 @@ def build_api(
     has metrics of its own.
     """
     settings = settings or ApiSettings()
-    metrics, quotas = ServerMetrics(settings.metrics_names), Quotas()
+    metrics, quotas = ServerMetrics(settings.server.metrics_names), Quotas()
     app = _Api(settings, metrics)
     app.state.metrics = metrics
     app.state.quotas = quotas
@@ -125,7 +125,7 @@ def build_api(
         return _json({"version": __version__})
 
     add_docs(app)
-    add_pages(app, has_keys=bool(settings.api_keys_file))
+    add_pages(app, has_keys=bool(settings.server.api_keys_file))
     return app
 
 
@@ -145,22 +145,23 @@ class _Api(DocumentedApi):
     def build_middleware_stack(self) -> ASGIApp:
         """Each layer sees a request before those that were put on earlier."""
         settings, refused = self._settings, self._metrics.refused
+        server = settings.server
         stack = super().build_middleware_stack()
-        if settings.api_keys_file:
-            keys = KeyFile(settings.api_keys_file)
+        if server.api_keys_file:
+            keys = KeyFile(server.api_keys_file)
             stack = Gate(stack, keys, access_rules(self), _worded, refused)
-        if settings.cors_origins:
+        if server.cors_origins:
             stack = CORSMiddleware(
                 stack,
-                allow_origins=settings.cors_origins,
+                allow_origins=server.cors_origins,
                 allow_methods=["GET", "POST"],
                 allow_headers=["*"],
                 expose_headers=["x-request-id"],
             )
-        if settings.allowed_hosts or settings.is_local:
-            browsers_only = not settings.allowed_hosts
+        if server.allowed_hosts or settings.is_local:
+            browsers_only = not server.allowed_hosts
             stack = HostGuard(
-                stack, settings.allowed_hosts, _worded, refused, browsers_only=browsers_only
+                stack, server.allowed_hosts, _worded, refused, browsers_only=browsers_only
             )
         if settings.tracing is not None:
             # Needs OpenTelemetry's packages, which an install may lack.
@@ -234,12 +235,12 @@ def _describe_model(info: ModelInfo) -> dict[str, Any]:
         "owned_by": "manta",
         "root": info.name,
         "parent": None,
-        "max_model_len": info.max_model_len,
+        "max_model_len": info.resolved.max_model_len,
         "type": "model",
         "display_name": info.name,
         "created_at": created.isoformat().replace("+00:00", "Z"),
         "lifecycle": "active",
-        "max_input_tokens": info.max_model_len,
+        "max_input_tokens": info.resolved.max_model_len,
     }
 
 

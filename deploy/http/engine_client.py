@@ -13,8 +13,8 @@ from typing import Any, Literal, NamedTuple, TypedDict
 from weakref import WeakSet
 
 from deploy.http.aborts import Abort
+from engine.config import ResolvedConfig
 from engine.constraints import ConstraintSpec
-from engine.protocol.pooling import Pooling
 from engine.protocol.sequence import TokenSequence
 from engine.protocol.tokenizer_messages import TextDelta
 from engine.trace import RoleTrace
@@ -22,11 +22,11 @@ from engine.trace import RoleTrace
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """The served model. `max_model_len` and `vocab_size` in tokens."""
+    """The served model."""
 
     name: str
-    max_model_len: int
-    vocab_size: int
+    resolved: ResolvedConfig
+    """What its engines were configured with."""
     created: int = 0
     """Unix time at which the server started."""
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
@@ -36,14 +36,6 @@ class ModelInfo:
     """How it writes tool calls, a word of `TOOL_FORMATS`; "": it calls no tools."""
     reasons: bool = False
     """Whether its outputs may begin with reasoning."""
-    path: str = ""
-    """Its folder."""
-    hidden_size: int = 0
-    """Numbers of an embedding."""
-    pooling: Pooling = "last"
-    """How embeddings are made."""
-    speculates: bool = False
-    """Whether its engines check drafts."""
 
 
 class Spending(NamedTuple):

@@ -25,6 +25,7 @@ from engine.protocol.sequence import TokenSequence
 from engine.protocol.tokenizer_messages import LogprobEntry, TextDelta
 from engine.tokenizer.tokenizer import check_template_kwargs, normalize_message
 from engine.trace import RoleTrace, StepSpan, TraceRing, scheduler_trace
+from tests.support.model_info import model_info
 
 BOS, EOS = 256, 257
 HIDDEN = 8
@@ -76,7 +77,7 @@ class FakeEngineClient(EngineClient):
         reasons: bool = False,
     ) -> None:
         super().__init__()
-        self._info = ModelInfo(
+        self._info = model_info(
             "fake",
             max_model_len,
             vocab_size,
@@ -160,7 +161,7 @@ class FakeEngineClient(EngineClient):
         self.checked.append(spec)
         if self.constraint_error is not None:
             raise self.constraint_error
-        verify_constraint(spec, self._info.vocab_size)
+        verify_constraint(spec, self._info.resolved.model.vocab_size)
 
     async def generate(
         self, request: TokenSequence, read: Callable[[list[TextDelta]], None]

@@ -40,7 +40,7 @@ class MessagesEndpoint(Endpoint):
     ) -> Generation[Any]:
         request = given.translate(f"msg_{incoming.id}", client.model_info)
         applied_edits = await given.edit(client, request)
-        plan = await plan_chat(client, self.settings, request, incoming.key)
+        plan = await plan_chat(client, self.settings.server, request, incoming.key)
         return MessageGeneration(client, given, plan, incoming.tracker, applied_edits)
 
 

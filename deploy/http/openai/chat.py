@@ -141,7 +141,7 @@ class ChatEndpoint(OpenAIEndpoint):
         request = translate(
             fields, f"chatcmpl-{fields.request_id or incoming.id}", client.model_info
         )
-        plan = await plan_chat(client, self.settings, request, incoming.key)
+        plan = await plan_chat(client, self.settings.server, request, incoming.key)
         return ChatGeneration(client, fields, plan, incoming.tracker)
 
 

@@ -78,7 +78,7 @@ class CompletionEndpoint(OpenAIEndpoint):
     ) -> Generation[Any]:
         request_id = f"cmpl-{fields.request_id or incoming.id}"
         request = translate(fields, request_id, client.model_info)
-        plan = await plan_texts(client, self.settings, request, incoming.key)
+        plan = await plan_texts(client, self.settings.server, request, incoming.key)
         echoes = await _echoes(client, fields, plan) if fields.echo else []
         return CompletionGeneration(client, fields, plan, incoming.tracker, echoes)
 

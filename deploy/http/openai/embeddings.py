@@ -17,7 +17,7 @@ from deploy.http.generation.request import FieldNames, Incoming, TextRequest, Tr
 from deploy.http.openai.generation import OpenAIEndpoint, usage
 from deploy.http.openai.replies import Embeddings
 from deploy.http.openai.request import Prompts, documented
-from deploy.http.settings import ApiSettings
+from deploy.options import ServerOptions
 from engine.protocol.pooling import FloatArray, Pooling, check_dimensions
 from engine.protocol.sampling_params import SamplingParams
 
@@ -56,7 +56,7 @@ class PooledFields(Strict):
     async def plan(
         self,
         client: EngineClient,
-        settings: ApiSettings,
+        server: ServerOptions,
         prompts: list[str] | list[list[int]],
         name: str,
         request_id: str,
@@ -66,7 +66,7 @@ class PooledFields(Strict):
         truncation = None
         if self.truncate_prompt_tokens is not None:
             truncation = Truncation(self.truncate_prompt_tokens, self.truncation_side)
-        pooling: Pooling = client.model_info.pooling
+        pooling: Pooling = client.model_info.resolved.pooling
         request = TextRequest(
             id=request_id,
             given_id=request_id.partition("-")[2],
@@ -82,7 +82,7 @@ class PooledFields(Strict):
             prompts=prompts,
             add_special_tokens=self.add_special_tokens,
         )
-        return await plan_texts(client, settings, request, key)
+        return await plan_texts(client, server, request, key)
 
 
 class EmbeddingRequest(PooledFields):
@@ -116,9 +116,9 @@ class EmbeddingEndpoint(OpenAIEndpoint):
         incoming: Incoming,
     ) -> Generation[Any]:
         request_id = f"embd-{fields.request_id or incoming.id}"
-        check_dimensions(fields.dimensions, client.model_info.hidden_size)
+        check_dimensions(fields.dimensions, client.model_info.resolved.model.hidden_size)
         plan = await fields.plan(
-            client, self.settings, fields.input, "input", request_id, incoming.key
+            client, self.settings.server, fields.input, "input", request_id, incoming.key
         )
         return EmbeddingsReply(
             client, fields, plan, incoming.tracker, fields.dimensions, normalize=fields.normalize

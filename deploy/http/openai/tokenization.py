@@ -110,7 +110,7 @@ class TokenizeRoute(JsonRoute):
         texts = await client.decode_each(ids) if request.return_token_strs else None
         return {
             "count": len(ids),
-            "max_model_len": info.max_model_len,
+            "max_model_len": info.resolved.max_model_len,
             "tokens": ids,
             "token_strs": texts,
         }
@@ -129,5 +129,5 @@ class DetokenizeRoute(JsonRoute):
     ) -> dict[str, Any]:
         info = client.model_info
         check_model(request.model, info)
-        check_token_ids("tokens", request.tokens, info.vocab_size)
+        check_token_ids("tokens", request.tokens, info.resolved.model.vocab_size)
         return {"prompt": await client.decode(request.tokens)}

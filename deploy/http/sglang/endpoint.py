@@ -38,7 +38,9 @@ class GenerateEndpoint(Endpoint):
         given: GenerateFields,
         incoming: Incoming,
     ) -> Generation[Any]:
-        plan = await plan_texts(client, self.settings, given.translate(incoming.id), incoming.key)
+        plan = await plan_texts(
+            client, self.settings.server, given.translate(incoming.id), incoming.key
+        )
         firsts = await _first_tokens(client, given, plan)
         return GenerateGeneration(client, given, plan, incoming.tracker, firsts)
 

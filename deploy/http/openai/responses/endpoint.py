@@ -39,7 +39,7 @@ class ResponsesEndpoint(Endpoint):
         incoming: Incoming,
     ) -> Generation[Any]:
         request = given.translate(f"resp_{incoming.id}", client.model_info)
-        plan = await plan_chat(client, self.settings, request, incoming.key)
+        plan = await plan_chat(client, self.settings.server, request, incoming.key)
         return ResponseGeneration(client, given, plan, incoming.tracker)
 
 
