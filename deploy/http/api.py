@@ -25,7 +25,7 @@ from deploy.http.anthropic.dialect import ANTHROPIC
 from deploy.http.body import encode_json
 from deploy.http.docs_page import ASSETS, add_docs
 from deploy.http.engine_client import EngineClient, ModelInfo
-from deploy.http.errors import ErrorReply, Failure, failure_of
+from deploy.http.errors import ErrorReply, failure_of
 from deploy.http.generation.plan import check_model
 from deploy.http.header_guard import REQUEST_ID
 from deploy.http.health import HealthProbe
@@ -261,7 +261,7 @@ def _error(reply: ErrorReply, headers: dict[str, str] | None = None) -> Response
     )
 
 
-def _worded(path: str, failure: Failure) -> ErrorReply:
+def _worded(path: str, failure: RequestError) -> ErrorReply:
     """The failure as the API of the path says it."""
     dialect = next((dialect for dialect in DIALECTS if dialect.has(path)), OPENAI)
     return dialect.error_reply(failure)
@@ -278,7 +278,7 @@ async def _on_bad_query(request: Request, exception: Exception) -> Response:
     assert isinstance(exception, RequestValidationError)
     first = exception.errors()[0]
     field = str(first["loc"][-1])
-    return _error(openai_error(Failure(400, f"{field}: {first['msg']}", field)))
+    return _error(openai_error(RequestError(f"{field}: {first['msg']}", field)))
 
 
 async def _on_http_exception(request: Request, exception: Exception) -> Response:
@@ -290,4 +290,4 @@ async def _on_http_exception(request: Request, exception: Exception) -> Response
         405: f"Method not allowed ({asked}).",
     }.get(exception.status_code, exception.detail)
     headers = dict(exception.headers or {})
-    return _error(_worded(path, Failure(exception.status_code, message)), headers)
+    return _error(_worded(path, RequestError(message, status=exception.status_code)), headers)

@@ -10,12 +10,13 @@ from deploy.http.anthropic.generation import MessageGeneration
 from deploy.http.anthropic.replies import AnthropicError, MessageEvent, MessageReply, TokenCount
 from deploy.http.anthropic.request import CountTokensRequest, MessagesRequest
 from deploy.http.engine_client import EngineClient
-from deploy.http.errors import ErrorReply, Failure
+from deploy.http.errors import ErrorReply
 from deploy.http.generation.endpoint import Endpoint
 from deploy.http.generation.generation import Generation
 from deploy.http.generation.json_route import JsonRoute
 from deploy.http.generation.plan import plan_chat, render
 from deploy.http.generation.request import Incoming
+from engine.errors import RequestError
 
 
 class MessagesEndpoint(Endpoint):
@@ -29,7 +30,7 @@ class MessagesEndpoint(Endpoint):
     events = (MessageEvent, AnthropicError)
 
     @staticmethod
-    def error_reply(failure: Failure) -> ErrorReply:
+    def error_reply(failure: RequestError) -> ErrorReply:
         return anthropic_error(failure)
 
     async def prepare(

@@ -33,6 +33,7 @@ from deploy.http.engine_client import EngineClient, ModelInfo
 from deploy.http.generation.plan import check_model, check_text_length, render, sampling_params
 from deploy.http.generation.request import (
     ChatRequest,
+    Delivery,
     FieldNames,
     NamedConstraint,
     named_error,
@@ -248,11 +249,10 @@ class CountTokensRequest(Strict):
         return ChatRequest(
             id=request_id,
             given_id=request_id.removeprefix("msg_"),
-            model=self.model,
             params=SamplingParams(),
             max_tokens=None,  # clients send their usual number: it is reduced to what fits
             names=FieldNames("messages", "max_tokens"),
-            stream=False,
+            delivery=Delivery(stream=False),
             constraint=self.constraint(),
             messages=self.for_template(),
             tools=tools,
@@ -324,5 +324,5 @@ class MessagesRequest(CountTokensRequest):
         request = super().translate(request_id, info)
         request.params = sampling_params(self, info.sampling_defaults, stop=self.stop_sequences)
         request.default_max_tokens = self.max_tokens
-        request.stream = self.stream
+        request.delivery = Delivery(self.stream)
         return request

@@ -25,7 +25,7 @@ from deploy.http.access.quotas import Quotas
 from deploy.http.body import parse_body
 from deploy.http.dialect import Route
 from deploy.http.engine_client import EngineClient
-from deploy.http.errors import ErrorReply, Failure, failure_of
+from deploy.http.errors import ErrorReply, failure_of
 from deploy.http.generation.event_stream import EventStream
 from deploy.http.generation.generation import Generation
 from deploy.http.generation.request import Incoming
@@ -116,7 +116,7 @@ class Endpoint(Route):
 
     @staticmethod
     @abstractmethod
-    def error_reply(failure: Failure) -> ErrorReply:
+    def error_reply(failure: RequestError) -> ErrorReply:
         """The failure in the API's words."""
 
     @abstractmethod

@@ -54,19 +54,23 @@ _SAME_NAME = (
 class Plan:
     """The sequences of a request: `n` copies of each prompt, prompt by prompt."""
 
-    request_id: str
+    request: GenerationRequest
     created: int
+    """Unix time."""
     model: str
-    n: int
+    """The served model's name."""
     sequences: list[TokenSequence]
     aborts: list[Abort]
     """Of each sequence: how it is ended early."""
     reading: OutputReading | None
     """None: outputs are text alone."""
-    stream: bool
-    stream_interval: int
     ignored_tools: list[str] = field(default_factory=list)
     """Kinds of tools that the model didn't see."""
+
+    @property
+    def n(self) -> int:
+        """Copies of each prompt."""
+        return self.request.params.n
 
 
 class Prompt(NamedTuple):
@@ -105,7 +109,6 @@ async def plan_chat(
 ) -> Plan:
     """Render the conversation and check everything. Raises `RequestError`; nothing runs yet."""
     info = client.model_info
-    check_model(request.model, info)
     if request.chat_template is not None and not server.allow_request_chat_templates:
         raise RequestError(
             "chat_template in requests is switched off on this server: templates are "
@@ -156,7 +159,6 @@ async def plan_texts(
 ) -> Plan:
     """Tokenize the prompts and check everything. Raises `RequestError`; nothing runs yet."""
     info = client.model_info
-    check_model(request.model, info)
     default, each = request.default_max_tokens, request.each
     if not each:
         alike = Wanted(request.params, request.max_tokens, request.constraint, request.id)
@@ -432,24 +434,13 @@ async def _plan(
                     limits,
                     request.pooling,
                     prediction_ids,
-                    request.return_token_ids,
+                    request.delivery.token_ids,
                 )
             )
     if len(sequences) > 1:
         for index, sequence in enumerate(sequences):
             sequence.request_id = f"{request.id}-{index}"
-    created = int(time.time())
-    return Plan(
-        request.id,
-        created,
-        info.name,
-        request.params.n,
-        sequences,
-        aborts,
-        reading,
-        request.stream,
-        request.stream_interval,
-    )
+    return Plan(request, int(time.time()), info.name, sequences, aborts, reading)
 
 
 async def _bad_words_ids(client: EngineClient, words: list[str]) -> list[list[int]]:

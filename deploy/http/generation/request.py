@@ -36,6 +36,15 @@ class Truncation(NamedTuple):
     side: Literal["left", "right"]
 
 
+class Delivery(NamedTuple):
+    """How the reply is sent. `interval`: tokens of a stream's event at least, but for the first and
+    the last one. `token_ids`: it has the tokens' ids, each as soon as there is one."""
+
+    stream: bool
+    interval: int = 1
+    token_ids: bool = False
+
+
 class NamedConstraint(NamedTuple):
     """What the output must be, and the field of the body that says so."""
 
@@ -71,20 +80,17 @@ class GenerationRequest:
     """The reply's id."""
     given_id: str = ""
     """The id that the client knows the request by, where it has another one."""
-    model: str
     params: SamplingParams
     max_tokens: int | None
     default_max_tokens: int | None = None
     """Where none were asked for, or what fits if that is less; None for all that fits."""
     names: FieldNames
-    stream: bool
-    stream_interval: int = 1
+    delivery: Delivery
     truncation: Truncation | None = None
     bad_words: list[str] = field(default_factory=list)
     constraint: NamedConstraint | None = None
     priority: int = 0
     cache_salt: str = ""
-    return_token_ids: bool = False
     prediction: str = ""
     """The output that the client expects."""
     pooling: Pooling | None = None

@@ -107,7 +107,7 @@ class ScoreReply(EmbeddingGeneration[ScoreRequest]):
         wide = vectors.astype(np.float64)
         scores = np.clip((wide[:first] * wide[first:]).sum(axis=1), -1.0, 1.0).tolist()
         body = {
-            "id": plan.request_id,
+            "id": plan.request.id,
             "object": "list",
             "created": plan.created,
             "model": plan.model,

@@ -11,6 +11,7 @@ from deploy.http.engine_client import ModelInfo
 from deploy.http.generation.plan import check_model, check_text_length, sampling_params
 from deploy.http.generation.request import (
     ChatRequest,
+    Delivery,
     FieldNames,
     NamedConstraint,
     named_error,
@@ -173,11 +174,10 @@ class ResponsesRequest(Strict):
         return ChatRequest(
             id=request_id,
             given_id=request_id.removeprefix("resp_"),
-            model=self.model,
             params=self._sampling_params(info),
             max_tokens=self.max_output_tokens,
             names=FieldNames("input", "max_output_tokens"),
-            stream=self.stream,
+            delivery=Delivery(self.stream),
             constraint=None if spec is None else NamedConstraint(spec, "text.format"),
             priority=self.priority,
             cache_salt=self.cache_salt,

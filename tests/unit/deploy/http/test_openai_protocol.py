@@ -362,7 +362,8 @@ def test_listed_tokens_and_tokens_as_ids() -> None:
 
 
 def test_chunks_are_one_line_of_json_for_every_reader() -> None:
-    encoder = ChunkEncoder('i"d', "o", 1, "m", "text", 2, with_usage=True)
+    head = {"id": 'i"d', "object": "o", "created": 1, "model": "m"}
+    encoder = ChunkEncoder(head, "text", 2, with_usage=True)
     text = 'a"\n\u2028\u2029\x85\r é😀'
     data = encoder.chunk(1, encode_json(text))
     assert data.endswith(b"\n\n")
