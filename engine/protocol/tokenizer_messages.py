@@ -8,6 +8,9 @@ import msgspec
 
 from engine.protocol.sampling_params import SamplingParams
 
+PROMPT_TAIL = 64
+"""Tokens of a prompt that its output's text may depend on: the last one that is text does. Behind
+that one stand a few special tokens, as of the template."""
 TopLogprob = tuple[str, int, float, list[int]]
 """Token, id, log-probability, bytes."""
 
@@ -113,9 +116,14 @@ class Register(msgspec.Struct, array_like=True):
     reply_to: str
     rid: int
     params: SamplingParams
+    num_prompt: int
+    """Tokens of the prompt."""
     prompt_ids: list[int]
+    """The last `PROMPT_TAIL` of them; all if their log-probabilities are wanted."""
     output_ids: list[int]
+    """They were emitted elsewhere."""
     return_token_ids: bool = False
+    """Each token makes a delta, even if it brings no text yet."""
 
 
 class Registered(msgspec.Struct, array_like=True):

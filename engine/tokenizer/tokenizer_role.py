@@ -82,9 +82,7 @@ class TokenizerRole:
 
     def _register(self, m: tm.Register) -> None:
         try:
-            self.manager.add(
-                m.rid, m.params, m.prompt_ids, m.output_ids, return_token_ids=m.return_token_ids
-            )
+            self.manager.add(m)
         except ValueError as error:
             self._send(m.reply_to, tm.Registered(m.call, str(error)))
             return

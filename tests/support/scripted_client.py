@@ -13,6 +13,7 @@ from engine.protocol.sequence import TokenSequence
 from engine.protocol.tokenizer_messages import TextDelta
 from engine.tokenizer import DetokenizerManager, Tokenizer
 from tests.support.fake_client import FakeEngineClient, with_list
+from tests.support.registering import register
 
 
 class ScriptedClient(FakeEngineClient):
@@ -47,7 +48,7 @@ class ScriptedClient(FakeEngineClient):
         assert self.tokenizer.eos_token_id is not None and params.max_tokens is not None
         ids = self.tokenizer.encode(self.script or "", add_special_tokens=False)
         ids = [*ids, self.tokenizer.eos_token_id][: params.max_tokens]
-        self._manager.add(rid, params, request.prompt_ids, return_token_ids=True)
+        self._manager.add(register(rid, params, request.prompt_ids, return_token_ids=True))
         ends = _scheduler_ends(params, self.tokenizer.eos_token_id)
         for number, token in enumerate(ids, 1):
             finished = []
