@@ -16,7 +16,7 @@ from deploy.http.aborts import Abort
 from engine.config import ResolvedConfig
 from engine.constraints import ConstraintSpec
 from engine.protocol.sequence import TokenSequence
-from engine.protocol.tokenizer_messages import TextDelta
+from engine.protocol.tokenizer_messages import Conversation, TextDelta
 from engine.trace import RoleTrace
 
 
@@ -140,16 +140,7 @@ class EngineClient(ABC):
         """Text of each token alone; U+FFFD stands for a part of a character."""
 
     @abstractmethod
-    async def render_chat(
-        self,
-        messages: list[dict[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        chat_template: str | None = None,
-        tools: list[dict[str, Any]] | None = None,
-        template_kwargs: dict[str, Any] | None = None,
-    ) -> list[int]:
+    async def render_chat(self, chat: Conversation) -> list[int]:
         """Token ids of a conversation. Raises `RequestError` when the template refuses it."""
 
     @abstractmethod

@@ -173,28 +173,9 @@ class ServeEngineClient(EngineClient, IngressListener):
         )
         return list(reply.texts)
 
-    async def render_chat(
-        self,
-        messages: list[dict[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        chat_template: str | None = None,
-        tools: list[dict[str, Any]] | None = None,
-        template_kwargs: dict[str, Any] | None = None,
-    ) -> list[int]:
+    async def render_chat(self, chat: tm.Conversation) -> list[int]:
         reply = await self._tokenizer.ask(
-            lambda call: tm.ChatRequest(
-                call,
-                self._inbox.address,
-                messages,
-                add_generation_prompt,
-                continue_final_message,
-                chat_template,
-                tools,
-                template_kwargs,
-            ),
-            self._resume.wait_s,
+            lambda call: tm.ChatRequest(call, self._inbox.address, chat), self._resume.wait_s
         )
         return _ids(reply)[0]
 

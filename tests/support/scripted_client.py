@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 
 from engine.protocol.messages import FinishedReq, StepOutputs
 from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.sequence import TokenSequence
-from engine.protocol.tokenizer_messages import TextDelta
+from engine.protocol.tokenizer_messages import Conversation, TextDelta
 from engine.tokenizer import DetokenizerManager, Tokenizer
 from tests.support.fake_client import FakeEngineClient, with_list
 from tests.support.registering import register
@@ -33,10 +32,10 @@ class ScriptedClient(FakeEngineClient):
     async def decode(self, token_ids: list[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=False)
 
-    async def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
+    async def render_chat(self, chat: Conversation) -> list[int]:
         # As between roles: what messages can't hold is an error here, too.
-        messages = msgspec.msgpack.decode(msgspec.msgpack.encode(messages))
-        return self.tokenizer.apply_chat_template(messages, **options)
+        chat = msgspec.msgpack.decode(msgspec.msgpack.encode(chat), type=Conversation)
+        return self.tokenizer.encode_chat(chat)
 
     async def generate(
         self, request: TokenSequence, read: Callable[[list[TextDelta]], None]

@@ -14,7 +14,7 @@ from deploy.http.errors import ErrorReply
 from deploy.http.generation.endpoint import Endpoint
 from deploy.http.generation.generation import Generation
 from deploy.http.generation.json_route import JsonRoute
-from deploy.http.generation.plan import plan_chat, render
+from deploy.http.generation.plan import plan_chat
 from deploy.http.generation.request import Incoming
 from engine.errors import RequestError
 
@@ -58,10 +58,10 @@ class CountTokensRoute(JsonRoute):
     ) -> dict[str, Any]:
         request = given.translate("", client.model_info)
         if given.context_management is None:
-            return {"input_tokens": len(await render(client, request))}
-        original = len(await render(client, request))
+            return {"input_tokens": len(await client.render_chat(request.chat))}
+        original = len(await client.render_chat(request.chat))
         await given.edit(client, request)
         return {
-            "input_tokens": len(await render(client, request)),
+            "input_tokens": len(await client.render_chat(request.chat)),
             "context_management": {"original_input_tokens": original},
         }

@@ -109,14 +109,14 @@ async def plan_chat(
 ) -> Plan:
     """Render the conversation and check everything. Raises `RequestError`; nothing runs yet."""
     info = client.model_info
-    if request.chat_template is not None and not server.allow_request_chat_templates:
+    if request.chat.chat_template is not None and not server.allow_request_chat_templates:
         raise RequestError(
             "chat_template in requests is switched off on this server: templates are "
             "programs; use the model's own.",
             "chat_template",
         )
     abort = _open_abort(client, request, request.id, key)
-    ids = await render(client, request)
+    ids = await client.render_chat(request.chat)
     check_prompt(ids, info.resolved.model.vocab_size, request.names.prompt)
     if request.compact_above is not None and len(ids) > request.compact_above:
         raise RequestError(
@@ -140,18 +140,6 @@ async def plan_chat(
     plan = await _plan(client, server, request, prompts, reading, key)
     plan.ignored_tools = request.tools.ignored
     return plan
-
-
-async def render(client: EngineClient, request: ChatRequest) -> list[int]:
-    """The prompt's token ids. Raises `RequestError`."""
-    return await client.render_chat(
-        request.messages,
-        add_generation_prompt=request.add_generation_prompt,
-        continue_final_message=request.continue_final_message,
-        chat_template=request.chat_template,
-        tools=request.tools.for_template,
-        template_kwargs=request.template_kwargs or None,
-    )
 
 
 async def plan_texts(

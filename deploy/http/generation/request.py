@@ -12,6 +12,7 @@ from engine.constraints import ConstraintSpec
 from engine.errors import RequestError
 from engine.protocol.pooling import Pooling
 from engine.protocol.sampling_params import SamplingParams
+from engine.protocol.tokenizer_messages import Conversation
 
 
 class Incoming(NamedTuple):
@@ -99,16 +100,12 @@ class GenerationRequest:
 
 @dataclass(kw_only=True)
 class ChatRequest(GenerationRequest):
-    """A conversation to go on with. `messages` and `tools` are as chat templates read them."""
+    """A conversation to go on with."""
 
-    messages: list[dict[str, Any]]
+    chat: Conversation
     tools: ToolUse
     answer_schema: dict[str, Any] | None = None
     """JSON schema of an answer instead of calls, for requests with tools."""
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    chat_template: str | None = None
-    template_kwargs: dict[str, Any] = field(default_factory=dict)
     compact_above: int | None = None
     """Tokens above which `context_management` asks to sum up the conversation."""
 

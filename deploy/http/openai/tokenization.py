@@ -14,6 +14,7 @@ from deploy.http.openai.messages import ChatMessage
 from deploy.http.openai.request import TokenIds
 from deploy.http.openai.tools import Tool, tool_use
 from engine.protocol.sampling_params import check_token_ids
+from engine.protocol.tokenizer_messages import Conversation
 
 
 class TokenizeRequest(Strict):
@@ -96,13 +97,14 @@ class TokenizeRoute(JsonRoute):
             num_chars = sum(len(message.text) for message in request.messages)
             check_text_length(num_chars, info, "messages")
             adds = request.add_generation_prompt
-            ids = await client.render_chat(
+            chat = Conversation(
                 [message.as_template_input() for message in request.messages],
                 add_generation_prompt=not request.continue_final_message if adds is None else adds,
                 continue_final_message=request.continue_final_message,
                 tools=tool_use(request.tools, "none", True, info).for_template,
                 template_kwargs=request.chat_template_kwargs or None,
             )
+            ids = await client.render_chat(chat)
         else:
             assert request.prompt is not None
             check_text_length(len(request.prompt), info, "prompt")

@@ -10,7 +10,7 @@ from deploy.http.errors import ErrorReply
 from deploy.http.generation.endpoint import Endpoint
 from deploy.http.generation.generation import Generation
 from deploy.http.generation.json_route import JsonRoute
-from deploy.http.generation.plan import plan_chat, render
+from deploy.http.generation.plan import plan_chat
 from deploy.http.generation.request import Incoming
 from deploy.http.openai.errors import openai_error
 from deploy.http.openai.responses.generation import ResponseGeneration
@@ -56,5 +56,5 @@ class InputTokensRoute(JsonRoute):
         self, client: EngineClient, given: ResponsesRequest, key: ApiKey | None
     ) -> dict[str, Any]:
         request = given.translate("", client.model_info)
-        ids = await render(client, request)
+        ids = await client.render_chat(request.chat)
         return {"object": "response.input_tokens", "input_tokens": len(ids)}

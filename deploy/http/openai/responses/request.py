@@ -35,6 +35,7 @@ from deploy.http.openai.responses.tools import (
 from engine.constraints import ConstraintSpec, structured
 from engine.errors import RequestError
 from engine.protocol.sampling_params import MAX_LOGPROBS, SamplingParams
+from engine.protocol.tokenizer_messages import Conversation
 
 LOGPROBS = "message.output_text.logprobs"
 _MAX_INT = 2**31 - 1
@@ -181,10 +182,13 @@ class ResponsesRequest(Strict):
             constraint=None if spec is None else NamedConstraint(spec, "text.format"),
             priority=self.priority,
             cache_salt=self.cache_salt,
-            messages=head + messages,
+            chat=Conversation(
+                head + messages,
+                tools=tools.for_template,
+                template_kwargs=self._template_kwargs or None,
+            ),
             tools=tools,
             answer_schema=None if tools.format is None else self._answer_schema,
-            template_kwargs=self._template_kwargs,
             compact_above=min(
                 (
                     trigger.compact_threshold
