@@ -10,12 +10,9 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 
 from deploy.http.access.listening import check_listening, is_loopback
-from deploy.http.engine_client import ModelInfo
-from deploy.http.parsers.detection import model_reasons, tool_format_of
 from deploy.http.settings import ApiSettings
 from deploy.http.tracing.options import TracingOptions
 from deploy.ingress.ingress import build_ingress
-from deploy.ingress.resume import ResumeLimits
 from deploy.ingress.serve_client import IngressOptions
 from deploy.replica.engine_replica import EngineReplica
 from deploy.replica.request_router import ChosenReplicaRouter
@@ -25,7 +22,6 @@ from deploy.serve_state.http_host import http_host
 from deploy.start.config import AppConfig
 from deploy.start.gpu_wait import patience, wait_for_gpus
 from engine.actors.cluster_gpus import node_gpus, placement_strategy
-from engine.tokenizer.loading import load_chat_templates
 
 _ROUTER = RequestRouterConfig(request_router_class=ChosenReplicaRouter)
 
@@ -69,29 +65,14 @@ def build_app(args: dict[str, Any]) -> Application:
         logging_config=LoggingConfig(encoding=encoding, enable_access_log=False),
         **({"request_router_config": _ROUTER} if config.routing_policy else {}),
         **config.replica_scaling(),
-    ).bind(
-        engine.model_dump(),
-        config.engines_per_node,
-        server.log_level,
-        server.hang_timeout_s,
-        server.drain_timeout_s,
-        server.log_format,
-    )
+    ).bind(engine, config.engines_per_node, server)
     tracing = None
     if server.otlp_endpoint is not None:
         tracing = TracingOptions(server.otlp_endpoint, config.model_name)
     settings = ApiSettings(
-        max_body_bytes=server.max_body_bytes,
-        max_request_tokens=server.max_request_tokens,
-        stall_timeout_s=server.stream_stall_timeout_s,
-        allow_request_chat_templates=server.allow_request_chat_templates,
+        server,
         add_request_id_header=False,  # Serve's proxy adds it
-        metrics_names=server.metrics_names,
-        body_timeout_s=server.body_timeout_s,
-        api_keys_file=server.api_keys_file or "",
-        allowed_hosts=tuple(server.allowed_hosts),
         is_local=host is not None and is_loopback(host),
-        cors_origins=tuple(server.cors_origins),
         tracing=tracing,
     )
     ingress = serve.deployment(
@@ -108,37 +89,7 @@ def build_app(args: dict[str, Any]) -> Application:
         graceful_shutdown_timeout_s=server.drain_timeout_s + HANDOVER_S,
         graceful_shutdown_wait_loop_s=0.1,
     )
-    return ingress.bind(
-        engines,
-        IngressOptions(
-            _model_info(config),
-            log_level=server.log_level,
-            resume=ResumeLimits(server.resume_wait_s, server.max_resumes),
-            hang_timeout_s=server.hang_timeout_s,
-            drain_timeout_s=server.drain_timeout_s,
-            routing_policy=config.routing_policy,
-            page_size=engine.page_size,
-            server=server.model_dump(),
-            log_format=server.log_format,
-        ),
-    )
-
-
-def _model_info(config: AppConfig) -> ModelInfo:
-    model, server = config.resolved.model, config.server
-    templates = load_chat_templates(model.path)
-    return ModelInfo(
-        config.model_name,
-        config.resolved.max_model_len,
-        model.vocab_size,
-        sampling_defaults=config.engine.sampling_defaults(model),
-        tool_format=tool_format_of(server.tool_call_parser, templates),
-        reasons=model_reasons(server.reasoning_parser, templates),
-        path=str(model.path),
-        hidden_size=model.hidden_size,
-        pooling=config.resolved.pooling,
-        speculates=config.engine.speculative_config is not None,
-    )
+    return ingress.bind(engines, IngressOptions(server, config.model_info(), config.routing_policy))
 
 
 def _device(config: AppConfig) -> str:

@@ -101,15 +101,13 @@ class Ingress:
 
     async def _events(self, body: dict[str, Any]) -> AsyncGenerator[bytes, None]:
         num_tokens = body["max_tokens"]
-        encoder = ChunkEncoder(
-            f"cmpl-{body['user']:>032}",
-            "text_completion",
-            int(time.time()),
-            "manta-small",
-            "text",
-            1,
-            True,
-        )
+        head = {
+            "id": f"cmpl-{body['user']:>032}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": "manta-small",
+        }
+        encoder = ChunkEncoder(head, "text", 1, with_usage=True)
         left = num_tokens
         async for text in self._stream.remote(body["user"], num_tokens):
             left -= 1

@@ -400,6 +400,16 @@ class WorkerConfig(MachineConfig):
     short_step_s: float = 0.0
     """Steps on CPU that are estimated to take less run on one thread (`StepThreads`)."""
 
+    def in_effect(self) -> EngineConfig:
+        """The configuration's keys with what was decided of them for all ranks."""
+        decided = {
+            "device": self.device,
+            "dtype": self.dtype,
+            "cpu_threads": self.cpu_threads,
+            "max_model_len": self.max_model_len,
+        }
+        return self.engine.model_copy(update=decided)
+
     @property
     def comm_backend(self) -> str:
         """torch.distributed's backend for this device."""

@@ -34,7 +34,7 @@ from engine.protocol.pooling import (
 )
 from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.sequence import TokenSequence
-from engine.protocol.tokenizer_messages import LogprobEntry, TextDelta
+from engine.protocol.tokenizer_messages import LogprobEntry, Register, TextDelta
 from engine.scheduler.admission import verify_prompt
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.scheduler_config import SchedulerConfig
@@ -366,7 +366,7 @@ class LLM:
                 self._next_rid += 1
                 running[rid] = _Running(result, sequence)
                 if detokenizer is not None:
-                    detokenizer.add(rid, copy, ids, return_token_ids=True)
+                    detokenizer.add(Register(0, "", rid, copy, len(ids), ids, [], True))
                 tokens = TokenSequence(np.asarray(ids, np.int32), copy)
                 requests.append(AddRequest(rid=rid, sequence=tokens))
         return running, requests

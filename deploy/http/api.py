@@ -25,7 +25,7 @@ from deploy.http.anthropic.dialect import ANTHROPIC
 from deploy.http.body import encode_json
 from deploy.http.docs_page import ASSETS, add_docs
 from deploy.http.engine_client import EngineClient, EngineHealth, ModelInfo
-from deploy.http.errors import ErrorReply, Failure, failure_of
+from deploy.http.errors import ErrorReply, failure_of
 from deploy.http.generation.plan import check_model
 from deploy.http.header_guard import REQUEST_ID
 from deploy.http.metrics import ServerMetrics
@@ -58,7 +58,7 @@ def build_api(
     has metrics of its own.
     """
     settings = settings or ApiSettings()
-    metrics, quotas = ServerMetrics(settings.metrics_names), Quotas()
+    metrics, quotas = ServerMetrics(settings.server.metrics_names), Quotas()
     app = _Api(settings, metrics)
     app.state.metrics = metrics
     app.state.quotas = quotas
@@ -127,7 +127,7 @@ def build_api(
         return _json({"version": __version__})
 
     add_docs(app)
-    add_pages(app, has_keys=bool(settings.api_keys_file))
+    add_pages(app, has_keys=bool(settings.server.api_keys_file))
     return app
 
 
@@ -147,22 +147,23 @@ class _Api(DocumentedApi):
     def build_middleware_stack(self) -> ASGIApp:
         """Each layer sees a request before those that were put on earlier."""
         settings, refused = self._settings, self._metrics.refused
+        server = settings.server
         stack = super().build_middleware_stack()
-        if settings.api_keys_file:
-            keys = KeyFile(settings.api_keys_file)
+        if server.api_keys_file:
+            keys = KeyFile(server.api_keys_file)
             stack = Gate(stack, keys, access_rules(self), _worded, refused)
-        if settings.cors_origins:
+        if server.cors_origins:
             stack = CORSMiddleware(
                 stack,
-                allow_origins=settings.cors_origins,
+                allow_origins=server.cors_origins,
                 allow_methods=["GET", "POST"],
                 allow_headers=["*"],
                 expose_headers=["x-request-id"],
             )
-        if settings.allowed_hosts or settings.is_local:
-            browsers_only = not settings.allowed_hosts
+        if server.allowed_hosts or settings.is_local:
+            browsers_only = not server.allowed_hosts
             stack = HostGuard(
-                stack, settings.allowed_hosts, _worded, refused, browsers_only=browsers_only
+                stack, server.allowed_hosts, _worded, refused, browsers_only=browsers_only
             )
         if settings.tracing is not None:
             # Needs OpenTelemetry's packages, which an install may lack.
@@ -236,12 +237,12 @@ def _describe_model(info: ModelInfo) -> dict[str, Any]:
         "owned_by": "manta",
         "root": info.name,
         "parent": None,
-        "max_model_len": info.max_model_len,
+        "max_model_len": info.resolved.max_model_len,
         "type": "model",
         "display_name": info.name,
         "created_at": created.isoformat().replace("+00:00", "Z"),
         "lifecycle": "active",
-        "max_input_tokens": info.max_model_len,
+        "max_input_tokens": info.resolved.max_model_len,
     }
 
 
@@ -262,7 +263,7 @@ def _error(reply: ErrorReply, headers: dict[str, str] | None = None) -> Response
     )
 
 
-def _worded(path: str, failure: Failure) -> ErrorReply:
+def _worded(path: str, failure: RequestError) -> ErrorReply:
     """The failure as the API of the path says it."""
     dialect = next((dialect for dialect in DIALECTS if dialect.has(path)), OPENAI)
     return dialect.error_reply(failure)
@@ -279,7 +280,7 @@ async def _on_bad_query(request: Request, exception: Exception) -> Response:
     assert isinstance(exception, RequestValidationError)
     first = exception.errors()[0]
     field = str(first["loc"][-1])
-    return _error(openai_error(Failure(400, f"{field}: {first['msg']}", field)))
+    return _error(openai_error(RequestError(f"{field}: {first['msg']}", field)))
 
 
 async def _on_http_exception(request: Request, exception: Exception) -> Response:
@@ -291,4 +292,4 @@ async def _on_http_exception(request: Request, exception: Exception) -> Response
         405: f"Method not allowed ({asked}).",
     }.get(exception.status_code, exception.detail)
     headers = dict(exception.headers or {})
-    return _error(_worded(path, Failure(exception.status_code, message)), headers)
+    return _error(_worded(path, RequestError(message, status=exception.status_code)), headers)

@@ -12,9 +12,10 @@ from starlette.responses import Response
 
 from deploy.http.access.quotas import Quotas
 from deploy.http.engine_client import EngineClient
-from deploy.http.errors import ErrorReply, Failure
+from deploy.http.errors import ErrorReply
 from deploy.http.metrics import ServerMetrics
 from deploy.http.settings import ApiSettings
+from engine.errors import RequestError
 
 
 class Route(ABC):
@@ -62,7 +63,7 @@ class Dialect(NamedTuple):
     are its own besides those of its routes."""
 
     routes: tuple[type[Route], ...]
-    error_reply: Callable[[Failure], ErrorReply]
+    error_reply: Callable[[RequestError], ErrorReply]
     error: type[BaseModel]
     prefixes: tuple[str, ...] = ()
 

@@ -13,20 +13,20 @@ from typing import Any, Literal, NamedTuple, TypedDict
 from weakref import WeakSet
 
 from deploy.http.aborts import Abort
+from engine.config import ResolvedConfig
 from engine.constraints import ConstraintSpec
-from engine.protocol.pooling import Pooling
 from engine.protocol.sequence import TokenSequence
-from engine.protocol.tokenizer_messages import TextDelta
+from engine.protocol.tokenizer_messages import Conversation, TextDelta
 from engine.trace import RoleTrace
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """The served model. `max_model_len` and `vocab_size` in tokens."""
+    """The served model."""
 
     name: str
-    max_model_len: int
-    vocab_size: int
+    resolved: ResolvedConfig
+    """What its engines were configured with."""
     created: int = 0
     """Unix time at which the server started."""
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
@@ -36,14 +36,6 @@ class ModelInfo:
     """How it writes tool calls, a word of `TOOL_FORMATS`; "": it calls no tools."""
     reasons: bool = False
     """Whether its outputs may begin with reasoning."""
-    path: str = ""
-    """Its folder."""
-    hidden_size: int = 0
-    """Numbers of an embedding."""
-    pooling: Pooling = "last"
-    """How embeddings are made."""
-    speculates: bool = False
-    """Whether its engines check drafts."""
 
 
 class Spending(NamedTuple):
@@ -147,16 +139,7 @@ class EngineClient(ABC):
         """Text of each token alone; U+FFFD stands for a part of a character."""
 
     @abstractmethod
-    async def render_chat(
-        self,
-        messages: list[dict[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        chat_template: str | None = None,
-        tools: list[dict[str, Any]] | None = None,
-        template_kwargs: dict[str, Any] | None = None,
-    ) -> list[int]:
+    async def render_chat(self, chat: Conversation) -> list[int]:
         """Token ids of a conversation. Raises `RequestError` when the template refuses it."""
 
     @abstractmethod

@@ -206,15 +206,7 @@ class Attempt:
         loop = asyncio.get_running_loop()
 
         def register(call: int) -> tm.Register:
-            return tm.Register(
-                call,
-                attempts.address,
-                self.rid,
-                progress.params,
-                sequence.prompt_ids.tolist(),
-                progress.output_ids,
-                return_token_ids=sequence.return_token_ids,
-            )
+            return progress.register(call, attempts.address, self.rid)
 
         try:
             registered = await attempts.tokenizer.ask_once(register, progress.wait_left_s)

@@ -12,6 +12,7 @@ from deploy.http.api import build_api
 from deploy.http.engine_client import SpendingReport
 from deploy.http.settings import ApiSettings
 from deploy.ingress.serve_client import IngressOptions, ServeEngineClient
+from deploy.options import ServerOptions
 from deploy.serve_state import serve_log
 from deploy.serve_state.http_host import http_host
 
@@ -22,7 +23,7 @@ def build_ingress(settings: ApiSettings) -> Any:
     @serve.ingress(build_api(ServeEngineClient.current, settings))
     class Ingress:
         def __init__(self, engines: Any, options: IngressOptions) -> None:
-            serve_log.set_up(options.log_level, options.log_format)
+            serve_log.set_up(options.server.log_level, options.server.log_format)
             self._engines = engines
             self._options = options
             self._client: ServeEngineClient | None = None
@@ -31,7 +32,7 @@ def build_ingress(settings: ApiSettings) -> Any:
             # Serve calls this before the replica takes traffic: the first call starts the client
             # in the loop that the handlers run in.
             if self._client is None:
-                await asyncio.to_thread(_check_listening, self._options)
+                await asyncio.to_thread(_check_listening, self._options.server)
                 here = serve.get_replica_context()
                 ingresses = serve.get_deployment_handle(here.deployment, here.app_name)
                 self._client = await ServeEngineClient.create(
@@ -72,8 +73,8 @@ def _state(ingress: Any) -> Any:
     return ingress.app.state
 
 
-def _check_listening(options: IngressOptions) -> None:
+def _check_listening(server: ServerOptions) -> None:
     """Once more: the application may have been built before Serve ran."""
     host = http_host()
     if host is not None:
-        check_listening(options.server["api_keys_file"], options.server["auth"], host)
+        check_listening(server.api_keys_file, server.auth, host)

@@ -19,7 +19,7 @@ from engine.errors import EngineDeadError, RequestError
 from engine.protocol.messages import AddRequest
 from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.sequence import TokenSequence
-from engine.protocol.tokenizer_messages import TextDelta
+from engine.protocol.tokenizer_messages import PROMPT_TAIL, Register, TextDelta
 
 SUSPECT_LOSSES = 2
 """Engines lost without a new token in between that make a request suspect of ending them."""
@@ -119,6 +119,21 @@ class Progress:
             sequence = msgspec.structs.replace(sequence, params=self.params)
         emitted = np.asarray(self.output_ids, np.int32) if self.output_ids else None
         return AddRequest(rid=rid, sequence=sequence, reply_to=reply_to, output_ids=emitted)
+
+    def register(self, call: int, reply_to: str, rid: int) -> Register:
+        """The message that announces the next attempt to the tokenizer."""
+        params, prompt_ids = self.params, self.sequence.prompt_ids
+        tail = prompt_ids[-PROMPT_TAIL:] if params.prompt_logprobs is None else prompt_ids
+        return Register(
+            call,
+            reply_to,
+            rid,
+            params,
+            len(prompt_ids),
+            tail.tolist(),
+            self.output_ids,
+            self.sequence.return_token_ids,
+        )
 
     def take(self, delta: TextDelta) -> None:
         """Note a delta before the reader gets it, and make it fit to what the reader got before.

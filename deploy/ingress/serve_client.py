@@ -12,7 +12,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from ray import serve
@@ -34,6 +34,7 @@ from deploy.ingress.replica_board import ReplicaBoard
 from deploy.ingress.replica_router import ReplicaRouter
 from deploy.ingress.resume import RESUMED, AttemptLostError, Loss, Progress, ResumeLimits
 from deploy.ingress.tokenizer_link import TokenizerLink
+from deploy.options import ServerOptions
 from deploy.routing import make_policy
 from deploy.serve_state.drain_watch import DrainWatch
 from deploy.serve_state.replica_states import ServeStates, replicas_lost
@@ -41,7 +42,6 @@ from engine.actors.ray_types import node_ip
 from engine.constraints import ConstraintSpec
 from engine.constraints.guard import GrammarGuard
 from engine.errors import EngineDeadError, RequestError
-from engine.process.log_lines import LogFormat
 from engine.protocol import tokenizer_messages as tm
 from engine.protocol.async_inbox import AsyncInbox
 from engine.protocol.messages import IngressMetrics, KVEvents, KVSnapshot, Pong, RequestTaken
@@ -62,19 +62,12 @@ HASHES_EVERY_TOKENS = 16
 
 @dataclass(frozen=True)
 class IngressOptions:
-    """What an ingress must know of the configuration. Times in seconds, sizes in tokens."""
+    """What an ingress must know of the application."""
 
+    server: ServerOptions
     info: ModelInfo
-    log_level: str
-    resume: ResumeLimits
-    hang_timeout_s: float
-    drain_timeout_s: float
-    routing_policy: str
+    routing_policy: str = ""
     """How replicas are chosen; "" leaves it to Serve."""
-    page_size: int
-    server: dict[str, Any] = field(default_factory=dict)
-    """The server's own configuration, for those who ask for it."""
-    log_format: LogFormat = "text"
 
 
 class ServeEngineClient(EngineClient, IngressListener):
@@ -86,24 +79,24 @@ class ServeEngineClient(EngineClient, IngressListener):
         """`engines` and `ingresses` are Serve's handles. Use `create`, which also starts the
         parts."""
         super().__init__()
-        self._options = options
+        self._server = server = options.server
         self._engines = engines
         self._ingresses = ingresses
-        self._resume = options.resume
-        self._drain_timeout_s = options.drain_timeout_s
+        self._resume = ResumeLimits(server.resume_wait_s, server.max_resumes)
         self._info = replace(options.info, created=int(time.time()))
         self._resumes: Counter[str] = Counter(dict.fromkeys(RESUMED, 0))
         self._drain = DrainWatch()
         self._inbox = AsyncInbox(node_ip(), self._on_message)
-        hang_timeout_s, address = options.hang_timeout_s, self._inbox.address
-        self._tokenizer = TokenizerLink(options.info.path, hang_timeout_s, self, options.log_format)
+        model_path = str(options.info.resolved.model.path)
+        hang_timeout_s, address = server.hang_timeout_s, self._inbox.address
+        self._tokenizer = TokenizerLink(model_path, hang_timeout_s, self, server.log_format)
         self._watch = EngineWatch(engines, address, hang_timeout_s, self)
         self._router = _make_router(options, address, self._watch)
         self._attempts = Attempts(self._tokenizer, engines, self._watch, address, self._router)
         self._exchange = MetricsExchange(ingresses, address)
         self._serve_states = ServeStates()
         self._board = ReplicaBoard(self._ask_engines, self._watch, self._serve_states)
-        self._guard = GrammarGuard(options.info.path)
+        self._guard = GrammarGuard(model_path)
         self._leaving: asyncio.Task[None] | None = None
 
     @classmethod
@@ -179,28 +172,9 @@ class ServeEngineClient(EngineClient, IngressListener):
         )
         return list(reply.texts)
 
-    async def render_chat(
-        self,
-        messages: list[dict[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        chat_template: str | None = None,
-        tools: list[dict[str, Any]] | None = None,
-        template_kwargs: dict[str, Any] | None = None,
-    ) -> list[int]:
+    async def render_chat(self, chat: tm.Conversation) -> list[int]:
         reply = await self._tokenizer.ask(
-            lambda call: tm.ChatRequest(
-                call,
-                self._inbox.address,
-                messages,
-                add_generation_prompt,
-                continue_final_message,
-                chat_template,
-                tools,
-                template_kwargs,
-            ),
-            self._resume.wait_s,
+            lambda call: tm.ChatRequest(call, self._inbox.address, chat), self._resume.wait_s
         )
         return _ids(reply)[0]
 
@@ -278,7 +252,7 @@ class ServeEngineClient(EngineClient, IngressListener):
     async def server_info(self) -> dict[str, Any]:
         answers = await self._ask_engines("describe", ANSWER_TIMEOUT_S)
         replicas = [answer for answer in answers if not isinstance(answer, BaseException)]
-        return {**self._options.server, "replicas": replicas}
+        return {**self._server.model_dump(), "replicas": replicas}
 
     async def engine_status(self) -> EngineStatus:
         target, replicas = await self._board.look()
@@ -320,7 +294,7 @@ class ServeEngineClient(EngineClient, IngressListener):
 
     async def _end_streams_in_time(self) -> None:
         """When this process is stopped: give streams that don't end in time an error, not a cut."""
-        await self._drain.wait(self._drain_timeout_s)
+        await self._drain.wait(self._server.drain_timeout_s)
         self._attempts.fail_all(
             RequestError("The server is being stopped.", status=503, code="server_stopping")
         )
@@ -329,12 +303,13 @@ class ServeEngineClient(EngineClient, IngressListener):
 def _make_router(options: IngressOptions, address: str, watch: EngineWatch) -> ReplicaRouter | None:
     if not options.routing_policy:
         return None
+    page_size = options.info.resolved.engine.page_size
     policy = make_policy(
         options.routing_policy,
         time.monotonic,
-        sample_every=max(1, HASHES_EVERY_TOKENS // options.page_size),
+        sample_every=max(1, HASHES_EVERY_TOKENS // page_size),
     )
-    return ReplicaRouter(policy, options.page_size, address, watch)
+    return ReplicaRouter(policy, page_size, address, watch)
 
 
 async def _ask_all(handle: Any, method: str, timeout_s: float, *args: Any) -> list[Any]:

@@ -17,6 +17,7 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.util import get_current_placement_group
 
+from deploy.options import ServerOptions
 from deploy.replica.autoscaling import autoscaling_stats
 from deploy.replica.ingress_links import IngressLinks
 from deploy.replica.open_calls import OpenCalls
@@ -28,7 +29,6 @@ from engine.actors.engine_group import EngineGroup
 from engine.actors.ray_types import node_ip
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError, EngineDrainingError
-from engine.process.log_lines import LogFormat
 from engine.protocol import encoding
 from engine.protocol.async_inbox import AsyncInbox
 from engine.protocol.messages import (
@@ -62,19 +62,17 @@ class EngineReplica:
 
     def __init__(
         self,
-        engine: dict[str, Any],
+        engine: EngineConfig,
         share: int,
-        log_level: str,
-        hang_timeout_s: float,
-        drain_timeout_s: float,
-        log_format: LogFormat = "text",
+        server: ServerOptions,
     ) -> None:
-        serve_log.set_up(log_level, log_format)
-        self._config = EngineConfig(**engine)
-        self._hang_timeout_s = hang_timeout_s
-        self._drain_timeout_s = drain_timeout_s
+        """`share`: as in `EngineGroup`."""
+        serve_log.set_up(server.log_level, server.log_format)
+        self._server = server
         placement = get_current_placement_group()
-        self._group = EngineGroup(self._config, placement, share, hang_timeout_s, log_format)
+        self._group = EngineGroup(
+            engine, placement, share, server.hang_timeout_s, server.log_format
+        )
         self._open = OpenCalls()
         self._ingresses = IngressLinks()
         self._drain = DrainWatch()
@@ -209,13 +207,9 @@ class EngineReplica:
         config = self._group.worker_config
         assert config is not None
         return {
-            **self._config.model_dump(),
+            **config.in_effect().model_dump(),
             "replica": _replica_name(),
-            "device": config.device,
-            "dtype": config.dtype,
-            "cpu_threads": config.cpu_threads,
             "num_kv_tokens": self._group.num_kv_tokens,
-            "max_model_len": config.max_model_len,
         }
 
     async def check_health(self) -> None:
@@ -279,7 +273,9 @@ class EngineReplica:
         """Abort the requests of ingresses that are gone."""
         while True:
             await asyncio.sleep(INGRESS_LOOK_S)
-            for ingress in self._ingresses.drop_silent(time.monotonic(), self._hang_timeout_s):
+            for ingress in self._ingresses.drop_silent(
+                time.monotonic(), self._server.hang_timeout_s
+            ):
                 lost = self._open.abandon(ingress)
                 for reply_to, rid in lost:
                     self._tell_scheduler(AbortRequest(rid=rid, reply_to=reply_to))
@@ -289,7 +285,7 @@ class EngineReplica:
     async def _hand_over(self) -> None:
         """When this replica is stopped: give back requests that haven't ended in time; they are
         resumed elsewhere."""
-        await self._drain.wait(self._drain_timeout_s)
+        await self._drain.wait(self._server.drain_timeout_s)
         self._is_leaving = True
         logger.warning("draining took too long; giving %d requests back", len(self._open))
         self._open.fail(EngineDrainingError("the engine is being stopped"))

@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _unrecognized(arguments: list[str]) -> str:
     """argparse's words; what is a key of Manta's, and how Manta calls what vLLM and SGLang have."""
-    from deploy.start.config import ServerOptions
+    from deploy.options import ServerOptions
     from engine.config import EngineConfig
     from engine.other_names import OTHER_NAMES
 

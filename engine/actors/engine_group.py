@@ -110,16 +110,15 @@ class EngineGroup:
     async def start(self) -> None:
         """Create the actors, load the model, connect. Raises `EngineDeadError`, which says which
         actor failed and why."""
-        config = self.config.model_dump()
         bundles = self._worker_bundles()
         self._scheduler = RemoteSchedulerActor.options(scheduling_strategy=self._bundle(0)).remote(
             self.log_format
         )
         for rank, bundle in enumerate(bundles):
             self._workers.append(self._start_worker(rank, bundle))
-        self.worker_config, store = await self._workers[0].prepare.remote(config, self.share)
+        self.worker_config, store = await self._workers[0].prepare.remote(self.config, self.share)
         self.scheduler_address, results = await self._scheduler.prepare.remote(
-            config, self.worker_config.num_kv_tokens
+            self.config, self.worker_config.num_kv_tokens
         )
         for rank, worker in enumerate(self._workers):
             ref = worker.run.remote(self.worker_config, store, results)

@@ -6,7 +6,6 @@ import gc
 import logging
 import threading
 import time
-from typing import Any
 
 import ray
 
@@ -39,13 +38,13 @@ class SchedulerActor:
         self._ready = threading.Event()
 
     @ray.method(concurrency_group="control")
-    def prepare(self, config: dict[str, Any], num_kv_tokens: int | None) -> tuple[str, str]:
+    def prepare(self, config: EngineConfig, num_kv_tokens: int | None) -> tuple[str, str]:
         """Open the sockets. Returns the addresses of the request inbox and the result inbox.
 
         If `num_kv_tokens` is known already, raises `ConfigError` on impossible sizes, before any
         weight is read.
         """
-        self._config = EngineConfig(**config).resolve()
+        self._config = config.resolve()
         if num_kv_tokens is not None:
             SchedulerConfig(self._config, num_kv_tokens)
         self._inbox, self._results = Inbox(node_ip()), Inbox(node_ip())

@@ -27,7 +27,7 @@ class WorkerActor:
         preload()
 
     @ray.method(concurrency_group="control")
-    def prepare(self, config: dict[str, Any], share: int) -> tuple[WorkerConfig, tuple[str, int]]:
+    def prepare(self, config: EngineConfig, share: int) -> tuple[WorkerConfig, tuple[str, int]]:
         """Called on rank 0: decide every `auto` here, where the device is, and open the group's
         store on this node. Returns the config for all ranks, and host and port of the store.
         """
@@ -35,7 +35,7 @@ class WorkerActor:
         from engine.worker.auto_config import make_worker_config
 
         log_as_worker(self.rank, self._log_format)  # the choices made here may warn
-        worker = make_worker_config(EngineConfig(**config).resolve(), share=share, serving=True)
+        worker = make_worker_config(config.resolve(), share=share, serving=True)
         host = node_ip()
         if worker.engine.world_size == 1:
             return worker, (host, 0)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from engine.protocol.sampling_params import SamplingParams
 
+PROMPT_TAIL = 64
+"""Tokens of a prompt that its output's text may depend on: the last one that is text does. Behind
+that one stand a few special tokens, as of the template."""
 TopLogprob = tuple[str, int, float, list[int]]
 """Token, id, log-probability, bytes."""
 
@@ -67,17 +71,27 @@ class EncodeRequest(msgspec.Struct, array_like=True):
     add_special_tokens: bool = True
 
 
+class Conversation(msgspec.Struct, array_like=True):
+    """What a chat template makes a prompt of."""
+
+    messages: Sequence[Mapping[str, Any]]
+    add_generation_prompt: bool = True
+    """Behind the messages comes what begins a reply."""
+    continue_final_message: bool = False
+    """The last message isn't over; excludes `add_generation_prompt`."""
+    chat_template: str | None = None
+    """The name of one of the model's templates, or a template; None: the model's own."""
+    tools: Sequence[Mapping[str, Any]] | None = None
+    template_kwargs: Mapping[str, Any] | None = None
+    """Further variables; those that the template doesn't read have no effect."""
+
+
 class ChatRequest(msgspec.Struct, array_like=True):
     """A conversation to token ids (one list in `EncodeReply.ids`)."""
 
     call: int
     reply_to: str
-    messages: list[dict[str, Any]]
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    chat_template: str | None = None
-    tools: list[dict[str, Any]] | None = None
-    template_kwargs: dict[str, Any] | None = None
+    chat: Conversation
 
 
 class EncodeReply(msgspec.Struct, array_like=True):
@@ -113,9 +127,14 @@ class Register(msgspec.Struct, array_like=True):
     reply_to: str
     rid: int
     params: SamplingParams
+    num_prompt: int
+    """Tokens of the prompt."""
     prompt_ids: list[int]
+    """The last `PROMPT_TAIL` of them; all if their log-probabilities are wanted."""
     output_ids: list[int]
+    """They were emitted elsewhere."""
     return_token_ids: bool = False
+    """Each token makes a delta, even if it brings no text yet."""
 
 
 class Registered(msgspec.Struct, array_like=True):

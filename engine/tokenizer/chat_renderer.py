@@ -10,6 +10,7 @@ from typing import Any
 import jinja2
 
 from engine.errors import ConfigError, RequestError
+from engine.protocol.tokenizer_messages import Conversation
 from engine.tokenizer.chat_messages import normalize_message, with_one_system_message
 from engine.tokenizer.chat_template import BLANK, ChatTemplate
 from engine.tokenizer.control_tokens import ControlTokens
@@ -51,33 +52,25 @@ class ChatRenderer:
         """Whether the model has a chat template."""
         return bool(self._templates)
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool,
-        continue_final_message: bool,
-        chat_template: str | None,
-        tools: Sequence[Mapping[str, Any]] | None,
-        template_kwargs: Mapping[str, Any] | None,
-    ) -> str:
+    def render(self, given: Conversation) -> str:
         """Text of the prompt; names of control tokens in the request hold the marker.
 
-        See `Tokenizer.render_chat` for the arguments and the errors.
+        See `Tokenizer.render_chat` for the errors.
         """
+        messages, tools = given.messages, given.tools
         if not messages:
             raise RequestError("messages must hold at least one message", "messages")
-        if continue_final_message and add_generation_prompt:
+        if given.continue_final_message and given.add_generation_prompt:
             raise RequestError(
                 "continue_final_message and add_generation_prompt exclude each other: "
                 "set add_generation_prompt to false",
                 "continue_final_message",
             )
-        template = self._choose_template(chat_template, tools)
-        kwargs = template_kwargs or {}
+        template = self._choose_template(given.chat_template, tools)
+        kwargs = given.template_kwargs or {}
         check_template_kwargs(kwargs, self._special_tokens)
         names = self._control.every
-        final = len(messages) - 1 if continue_final_message else None
+        final = len(messages) - 1 if given.continue_final_message else None
         try:
             chat = self._prepare(messages, template, final, has_tools=bool(tools))
             tools = None if tools is None else names.break_value(tools)
@@ -93,8 +86,8 @@ class ChatRenderer:
         render = partial(
             template.render,
             tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
+            add_generation_prompt=given.add_generation_prompt,
+            continue_final_message=given.continue_final_message,
             variables={**self._special_tokens, **variables},
         )
         try:

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.protocol.messages import FinishedReq, StepOutputs
-from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.step import TokenLogprobs
-from engine.protocol.tokenizer_messages import LogprobEntry, TextDelta, TopLogprob
+from engine.protocol.tokenizer_messages import LogprobEntry, Register, TextDelta, TopLogprob
 from engine.tokenizer.detokenizer import IncrementalDetokenizer
 from engine.tokenizer.output_stops import OutputStops
 from engine.tokenizer.tokenizer import Tokenizer
@@ -78,28 +77,20 @@ class DetokenizerManager:
         """Number of requests under way."""
         return len(self._requests)
 
-    def add(
-        self,
-        rid: int,
-        params: SamplingParams,
-        prompt_ids: Sequence[int],
-        output_ids: Sequence[int] = (),
-        *,
-        return_token_ids: bool = False,
-    ) -> None:
+    def add(self, message: Register) -> None:
         """Begin a request.
 
-        `output_ids` were emitted elsewhere (resume). The state is as if they had been processed
-        here, and their text isn't sent again; text that was held back is still held back. With
-        `return_token_ids` each token makes a delta even if it brings no text yet.
+        If it has `output_ids` (resume), the state is as if they had been processed here, and their
+        text isn't sent again; text that was held back is still held back.
         Raises `ValueError` if `output_ids` hold a stop string: that request had finished.
         """
+        rid, params = message.rid, message.params
         request = _Request(
-            delta=_empty_delta(rid, len(prompt_ids)),
+            delta=_empty_delta(rid, message.num_prompt),
             detokenizer=IncrementalDetokenizer.create(
                 self._tokenizer,
                 params.skip_special_tokens,
-                prompt_ids,
+                message.prompt_ids,
                 spaces_between_special_tokens=params.spaces_between_special_tokens,
             ),
             stops=OutputStops(params)
@@ -107,10 +98,10 @@ class DetokenizerManager:
             else None,
             include_stop=params.include_stop_str_in_output,
             skip_special_tokens=params.skip_special_tokens,
-            send_every_token=return_token_ids,
-            prompt_ids=prompt_ids if params.prompt_logprobs is not None else None,
+            send_every_token=message.return_token_ids,
+            prompt_ids=message.prompt_ids if params.prompt_logprobs is not None else None,
         )
-        for token_id in output_ids:
+        for token_id in message.output_ids:
             request.add_token(token_id, self._tokenizer)
         if request.matched is not None:
             raise ValueError(f"request {rid} was resumed behind its stop string")

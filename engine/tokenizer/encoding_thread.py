@@ -21,7 +21,8 @@ def is_long(request: Request) -> bool:
     """Whether the texts have more than `LONG` characters."""
     waiting: list[Any] = [request.texts if isinstance(request, tm.EncodeRequest) else None]
     if isinstance(request, tm.ChatRequest):
-        waiting += [request.messages, request.tools, request.template_kwargs]
+        chat = request.chat
+        waiting += [chat.messages, chat.tools, chat.template_kwargs]
     size = 0
     while waiting and size <= LONG:
         value = waiting.pop()

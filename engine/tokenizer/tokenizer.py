@@ -14,6 +14,7 @@ from typing import Any
 import tokenizers
 
 from engine.errors import RequestError
+from engine.protocol.tokenizer_messages import Conversation
 from engine.tokenizer.chat_messages import normalize_message
 from engine.tokenizer.chat_renderer import ChatRenderer
 from engine.tokenizer.control_tokens import ControlTokens
@@ -133,15 +134,15 @@ class Tokenizer:
         with the template's message if the template refuses the messages, and for variables that a
         request can't set.
         """
-        text = self._chat.render(
+        chat = Conversation(
             messages,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            chat_template=chat_template,
-            tools=tools,
-            template_kwargs=template_kwargs,
+            add_generation_prompt,
+            continue_final_message,
+            chat_template,
+            tools,
+            template_kwargs,
         )
-        return self.control.unmark(text)
+        return self.control.unmark(self._chat.render(chat))
 
     def apply_chat_template(
         self,
@@ -158,14 +159,19 @@ class Tokenizer:
         Control tokens are only those that the template writes. Their names in messages, tools and
         `template_kwargs` are encoded as plain text (see engine/tokenizer/control_tokens.py).
         """
-        text = self._chat.render(
+        chat = Conversation(
             messages,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            chat_template=chat_template,
-            tools=tools,
-            template_kwargs=template_kwargs,
+            add_generation_prompt,
+            continue_final_message,
+            chat_template,
+            tools,
+            template_kwargs,
         )
+        return self.encode_chat(chat)
+
+    def encode_chat(self, chat: Conversation) -> list[int]:
+        """Prompt ids of a chat, as `apply_chat_template` gives them."""
+        text = self._chat.render(chat)
         try:
             return self.control.encode(text)
         except RequestError as error:

@@ -82,9 +82,7 @@ class TokenizerRole:
 
     def _register(self, m: tm.Register) -> None:
         try:
-            self.manager.add(
-                m.rid, m.params, m.prompt_ids, m.output_ids, return_token_ids=m.return_token_ids
-            )
+            self.manager.add(m)
         except ValueError as error:
             self._send(m.reply_to, tm.Registered(m.call, str(error)))
             return
@@ -97,16 +95,7 @@ class TokenizerRole:
             if isinstance(m, tm.EncodeRequest):
                 ids = self.tokenizer.encode_batch(m.texts, m.add_special_tokens)
             else:
-                ids = [
-                    self.tokenizer.apply_chat_template(
-                        m.messages,
-                        add_generation_prompt=m.add_generation_prompt,
-                        continue_final_message=m.continue_final_message,
-                        chat_template=m.chat_template,
-                        tools=m.tools,
-                        template_kwargs=m.template_kwargs,
-                    )
-                ]
+                ids = [self.tokenizer.encode_chat(m.chat)]
             return tm.EncodeReply(m.call, ids)
         except MantaError as error:
             param = error.param if isinstance(error, RequestError) else None

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from deploy.http.settings import ApiSettings
+from deploy.options import ServerOptions
 from tests.recorded.recorder import Recorder
 from tests.support.answering_client import AnsweringClient
 from tests.support.http_application import Server
@@ -177,7 +178,7 @@ def requests_of(client: Client) -> list[dict[str, Any]]:
         scratch.mkdir()
         places = {str(scratch): "/scratch", home: "/home", str(ROOT): "/repository"}
         recorder = Recorder(places)
-        settings = ApiSettings(max_body_bytes=16 * 2**20)
+        settings = ApiSettings(ServerOptions(max_body_bytes=16 * 2**20))
         server = Server(AnsweringClient(client.tools), settings, recorder)
         server.start()
         bin_folder = client.folder / ("node_modules/.bin" if client.uses_npm else "bin")

@@ -10,7 +10,7 @@ import msgspec
 
 from engine.constraints.grammar_payload import ToolCalls, parse_grammar
 from engine.protocol.sequence import TokenSequence
-from engine.protocol.tokenizer_messages import TextDelta
+from engine.protocol.tokenizer_messages import Conversation, TextDelta
 from tests.support.fake_client import FakeEngineClient
 
 TEXT = "Paris is the capital of France."
@@ -30,12 +30,11 @@ class AnsweringClient(FakeEngineClient):
         self._answers: dict[tuple[int, ...], str] = {}
         """By prompt: requests of a client may overlap."""
 
-    async def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
-        ids = await super().render_chat(messages, **options)
-        tools = options.get("tools")
-        has_result = any(message["role"] == "tool" for message in messages)
-        if tools and not has_result:
-            self._answers[tuple(ids)] = self._call(tools)
+    async def render_chat(self, chat: Conversation) -> list[int]:
+        ids = await super().render_chat(chat)
+        has_result = any(message["role"] == "tool" for message in chat.messages)
+        if chat.tools and not has_result:
+            self._answers[tuple(ids)] = self._call(chat.tools)
         return ids
 
     async def generate(

@@ -22,9 +22,10 @@ from deploy.http.engine_client import (
 from engine.constraints import ConstraintSpec, verify_constraint
 from engine.errors import RequestError
 from engine.protocol.sequence import TokenSequence
-from engine.protocol.tokenizer_messages import LogprobEntry, TextDelta
+from engine.protocol.tokenizer_messages import Conversation, LogprobEntry, TextDelta
 from engine.tokenizer.tokenizer import check_template_kwargs, normalize_message
 from engine.trace import RoleTrace, StepSpan, TraceRing, scheduler_trace
+from tests.support.model_info import model_info
 
 BOS, EOS = 256, 257
 HIDDEN = 8
@@ -76,7 +77,7 @@ class FakeEngineClient(EngineClient):
         reasons: bool = False,
     ) -> None:
         super().__init__()
-        self._info = ModelInfo(
+        self._info = model_info(
             "fake",
             max_model_len,
             vocab_size,
@@ -130,29 +131,11 @@ class FakeEngineClient(EngineClient):
     async def decode_each(self, token_ids: list[int]) -> list[str]:
         return [token_text(token) for token in token_ids]
 
-    async def render_chat(
-        self,
-        messages: list[dict[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        chat_template: str | None = None,
-        tools: list[dict[str, Any]] | None = None,
-        template_kwargs: dict[str, Any] | None = None,
-    ) -> list[int]:
-        self.chat_calls.append(
-            {
-                "messages": messages,
-                "add_generation_prompt": add_generation_prompt,
-                "continue_final_message": continue_final_message,
-                "chat_template": chat_template,
-                "tools": tools,
-                "template_kwargs": template_kwargs,
-            }
-        )
-        check_template_kwargs(template_kwargs or {})
-        messages = [normalize_message(message) for message in messages]
-        if messages[-1]["role"] == "assistant" and not continue_final_message:
+    async def render_chat(self, chat: Conversation) -> list[int]:
+        self.chat_calls.append(msgspec.structs.asdict(chat))
+        check_template_kwargs(chat.template_kwargs or {})
+        messages = [normalize_message(message) for message in chat.messages]
+        if messages[-1]["role"] == "assistant" and not chat.continue_final_message:
             raise RequestError("the template wants a user's message last", "messages")
         return list("".join(f"[{m['role']}]{m['content']}" for m in messages).encode())
 
@@ -160,7 +143,7 @@ class FakeEngineClient(EngineClient):
         self.checked.append(spec)
         if self.constraint_error is not None:
             raise self.constraint_error
-        verify_constraint(spec, self._info.vocab_size)
+        verify_constraint(spec, self._info.resolved.model.vocab_size)
 
     async def generate(
         self, request: TokenSequence, read: Callable[[list[TextDelta]], None]

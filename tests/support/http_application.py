@@ -13,6 +13,7 @@ from starlette.types import ASGIApp
 
 from deploy.http.api import build_api
 from deploy.http.settings import ApiSettings
+from deploy.options import ServerOptions
 from tests.support.fake_client import FakeEngineClient
 
 
@@ -29,7 +30,9 @@ class Server:
         self.client = client
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.port = self.socket.getsockname()[1]
-        settings = settings or ApiSettings(max_body_bytes=2**20, stall_timeout_s=0.5)
+        settings = settings or ApiSettings(
+            ServerOptions(max_body_bytes=2**20, stream_stall_timeout_s=0.5)
+        )
         app = layer(build_api(lambda: client, settings))
         self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
         self._thread = threading.Thread(

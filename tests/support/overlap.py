@@ -15,6 +15,7 @@ from engine.protocol.messages import AbortRequest
 from engine.protocol.sampling_params import SamplingParams
 from engine.scheduler.req import Req
 from engine.tokenizer import DetokenizerManager, Tokenizer
+from tests.support.registering import register
 from tests.support.scheduler_harness import Harness
 from tests.support.tiny_tokenizers import write_byte_level
 
@@ -121,7 +122,7 @@ class Reader(Overlap):
         self.text = ""
         self.end: tuple[str | None, str | int | None] = (None, None)
         self.add(1, prompt, max_tokens)
-        self.detokenizer.add(1, SamplingParams(stop=list(stop)), prompt)
+        self.detokenizer.add(register(1, SamplingParams(stop=list(stop)), prompt))
 
     def collect(self) -> None:
         for _, out in self.scheduler.take_outputs():

@@ -15,21 +15,22 @@ import pytest
 from fastapi import FastAPI, Request, Response
 
 from deploy.http.api import build_api
-from deploy.http.engine_client import ModelInfo
 from deploy.http.generation.endpoint import Endpoint
 from deploy.ingress import engine_watch, serve_client, tokenizer_link
 from deploy.ingress.engine_watch import EngineWatch
-from deploy.ingress.resume import ResumeLimits
 from deploy.ingress.serve_client import IngressOptions, ServeEngineClient
+from deploy.options import ServerOptions
 from deploy.replica import engine_replica
 from deploy.replica.engine_replica import EngineReplica
 from engine.actors import role_watch
+from engine.config import EngineConfig
 from engine.executor.message_executor import ReadyWorkers
 from engine.loop.scheduler_role import SchedulerRole
 from engine.protocol.messages import AddRequest, Pong, Shutdown
 from engine.protocol.transport import Inbox, Outbox
 from engine.scheduler.scheduler import Scheduler
 from engine.tokenizer.tokenizer_role import TokenizerRole
+from tests.support.model_info import model_info
 from tests.support.scheduler_configs import scheduler_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -178,9 +179,10 @@ def files_of_a_request(
     monkeypatch.setattr(engine_replica, "_introduction", lambda inbox: Pong(inbox, *pong))
 
     async def run() -> None:
-        replica = EngineReplica({"model": model_path}, 1, "WARNING", 10.0, 1.0)
-        info = ModelInfo("m", 64, VOCAB, path=model_path)
-        options = IngressOptions(info, "WARNING", ResumeLimits(), 1e6, 1.0, routing_policy, 4)
+        server = ServerOptions(log_level="WARNING", hang_timeout_s=1e6, drain_timeout_s=1.0)
+        replica = EngineReplica(EngineConfig(model=model_path), 1, server)
+        info = model_info("m", 64, VOCAB, path=model_path, page_size=4)
+        options = IngressOptions(server, info, routing_policy)
         client = await ServeEngineClient.create(_Handle(replica), None, options)
         # The replica introduces itself and answers the ping that this starts; both are done.
         await _until(lambda: len(heard) >= 2)

@@ -33,15 +33,20 @@ def scheduler_config(
     **keys: Any,
 ) -> SchedulerConfig:
     """`keys` are those of `EngineConfig`; what its `resolve` would refuse isn't refused."""
-    engine = EngineConfig(**{"page_size": 1, **keys})
-    model = replace(_model(), vocab_size=vocab_size, eos_token_ids=eos_token_ids)
+    shape = {"vocab_size": vocab_size, "eos_token_ids": eos_token_ids}
     return _AnyShape(
-        ResolvedConfig(engine, model, max_model_len, "last"),
+        resolved_config(max_model_len, shape, **keys),
         num_kv_tokens,
         lookahead,
         num_micro_batches,
         max_micro_batch_size,
     )
+
+
+def resolved_config(max_model_len: int, shape: dict[str, Any], **keys: Any) -> ResolvedConfig:
+    """`shape` are fields of `ModelConfig`, `keys` those of `EngineConfig`."""
+    engine = EngineConfig(**{"page_size": 1, **keys})
+    return ResolvedConfig(engine, replace(_model(), **shape), max_model_len, "last")
 
 
 @lru_cache

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 
 from engine.protocol.messages import FinishedReq, StepOutputs
 from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.sequence import TokenSequence
-from engine.protocol.tokenizer_messages import TextDelta
+from engine.protocol.tokenizer_messages import Conversation, TextDelta
 from engine.tokenizer import DetokenizerManager, Tokenizer
 from tests.support.fake_client import FakeEngineClient, with_list
+from tests.support.registering import register
 
 
 class ScriptedClient(FakeEngineClient):
@@ -32,10 +32,10 @@ class ScriptedClient(FakeEngineClient):
     async def decode(self, token_ids: list[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=False)
 
-    async def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
+    async def render_chat(self, chat: Conversation) -> list[int]:
         # As between roles: what messages can't hold is an error here, too.
-        messages = msgspec.msgpack.decode(msgspec.msgpack.encode(messages))
-        return self.tokenizer.apply_chat_template(messages, **options)
+        chat = msgspec.msgpack.decode(msgspec.msgpack.encode(chat), type=Conversation)
+        return self.tokenizer.encode_chat(chat)
 
     async def generate(
         self, request: TokenSequence, read: Callable[[list[TextDelta]], None]
@@ -47,7 +47,7 @@ class ScriptedClient(FakeEngineClient):
         assert self.tokenizer.eos_token_id is not None and params.max_tokens is not None
         ids = self.tokenizer.encode(self.script or "", add_special_tokens=False)
         ids = [*ids, self.tokenizer.eos_token_id][: params.max_tokens]
-        self._manager.add(rid, params, request.prompt_ids, return_token_ids=True)
+        self._manager.add(register(rid, params, request.prompt_ids, return_token_ids=True))
         ends = _scheduler_ends(params, self.tokenizer.eos_token_id)
         for number, token in enumerate(ids, 1):
             finished = []

@@ -15,8 +15,9 @@ import yaml
 from huggingface_hub import errors
 
 from deploy.launch import main
+from deploy.options import AutoscalingOptions, ServerOptions
 from deploy.start import cli
-from deploy.start.config import AppConfig, AutoscalingOptions, ServerOptions
+from deploy.start.config import AppConfig
 from deploy.start.preflight import check_weights
 from deploy.start.target import load_target
 from engine.checkpoint.folder import resolve_model_path

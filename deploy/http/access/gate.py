@@ -10,7 +10,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from deploy.http.access.key_file import KeyFile
 from deploy.http.access.paths import app_path
-from deploy.http.errors import ErrorReply, Failure
+from deploy.http.errors import ErrorReply
+from engine.errors import RequestError
 
 _BEARER = re.compile(rb"bearer +([^\s]+) *", re.IGNORECASE)
 
@@ -52,7 +53,7 @@ class Gate:
         app: ASGIApp,
         keys: KeyFile,
         rules: Rules,
-        error_reply: Callable[[str, Failure], ErrorReply],
+        error_reply: Callable[[str, RequestError], ErrorReply],
         refused: Callable[[str], None],
     ) -> None:
         """`error_reply` words a failure for a path; `refused` is told a word for each refusal."""
@@ -77,16 +78,18 @@ class Gate:
                     return
         await self._app(scope, receive, send)
 
-    def _check(self, scope: Scope, level: Level) -> Failure | None:
+    def _check(self, scope: Scope, level: Level) -> RequestError | None:
         secrets = _secrets(scope)
         key = self._keys.find(secrets)
         if key is None:
             message = "The API key is not valid."
             if not secrets:
                 message = "This server wants an API key: send `Authorization: Bearer KEY`."
-            return Failure(401, message, code="invalid_api_key")
+            return RequestError(message, status=401, code="invalid_api_key")
         if level == "admin" and key.role != "admin":
-            return Failure(403, "This path needs a key with the role admin.", code="admin_only")
+            return RequestError(
+                "This path needs a key with the role admin.", status=403, code="admin_only"
+            )
         scope.setdefault("state", {})["key"] = key
         return None
 

@@ -11,7 +11,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from deploy.http.access.gate import send_refusal
 from deploy.http.access.paths import app_path
-from deploy.http.errors import ErrorReply, Failure
+from deploy.http.errors import ErrorReply
+from engine.errors import RequestError
 
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 _ROUTED = ("192.0.2.1", 9)
@@ -30,7 +31,7 @@ class HostGuard:
         self,
         app: ASGIApp,
         allowed: Collection[str],
-        error_reply: Callable[[str, Failure], ErrorReply],
+        error_reply: Callable[[str, RequestError], ErrorReply],
         refused: Callable[[str], None],
         *,
         browsers_only: bool,
@@ -52,7 +53,7 @@ class HostGuard:
         if scope["type"] == "http" and not self._is_fine(scope):
             self._refused("misdirected")
             message = "The Host header doesn't name this server; allowed_hosts has the names."
-            failure = Failure(421, message, code="misdirected_request")
+            failure = RequestError(message, status=421, code="misdirected_request")
             reply = self._error_reply(app_path(scope), failure)
             await send_refusal(scope, send, reply)
             return

@@ -5,14 +5,14 @@ reply says how much that was (`applied_edits`).
 """
 
 # No `from __future__ import annotations`: pydantic reads the annotations of these classes.
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
 from deploy.http.body import Strict
 
-Messages = list[dict[str, Any]]
+Messages = Sequence[Mapping[str, Any]]
 """A conversation as chat templates read it."""
 Count = Callable[[Messages], Awaitable[int]]
 """Tokens of the prompt that a conversation becomes."""
@@ -186,5 +186,5 @@ def _is_due(edit: ClearThinking | ClearToolUses, messages: Messages, length: int
     return calls > edit.trigger.value
 
 
-def _thinks(message: dict[str, Any]) -> bool:
+def _thinks(message: Mapping[str, Any]) -> bool:
     return bool(message.get("reasoning_content"))

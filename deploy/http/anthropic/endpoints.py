@@ -10,12 +10,13 @@ from deploy.http.anthropic.generation import MessageGeneration
 from deploy.http.anthropic.replies import AnthropicError, MessageEvent, MessageReply, TokenCount
 from deploy.http.anthropic.request import CountTokensRequest, MessagesRequest
 from deploy.http.engine_client import EngineClient
-from deploy.http.errors import ErrorReply, Failure
+from deploy.http.errors import ErrorReply
 from deploy.http.generation.endpoint import Endpoint
 from deploy.http.generation.generation import Generation
 from deploy.http.generation.json_route import JsonRoute
-from deploy.http.generation.plan import plan_chat, render
+from deploy.http.generation.plan import plan_chat
 from deploy.http.generation.request import Incoming
+from engine.errors import RequestError
 
 
 class MessagesEndpoint(Endpoint):
@@ -29,7 +30,7 @@ class MessagesEndpoint(Endpoint):
     events = (MessageEvent, AnthropicError)
 
     @staticmethod
-    def error_reply(failure: Failure) -> ErrorReply:
+    def error_reply(failure: RequestError) -> ErrorReply:
         return anthropic_error(failure)
 
     async def prepare(
@@ -40,7 +41,7 @@ class MessagesEndpoint(Endpoint):
     ) -> Generation[Any]:
         request = given.translate(f"msg_{incoming.id}", client.model_info)
         applied_edits = await given.edit(client, request)
-        plan = await plan_chat(client, self.settings, request, incoming.key)
+        plan = await plan_chat(client, self.settings.server, request, incoming.key)
         return MessageGeneration(client, given, plan, incoming.tracker, applied_edits)
 
 
@@ -57,10 +58,10 @@ class CountTokensRoute(JsonRoute):
     ) -> dict[str, Any]:
         request = given.translate("", client.model_info)
         if given.context_management is None:
-            return {"input_tokens": len(await render(client, request))}
-        original = len(await render(client, request))
+            return {"input_tokens": len(await client.render_chat(request.chat))}
+        original = len(await client.render_chat(request.chat))
         await given.edit(client, request)
         return {
-            "input_tokens": len(await render(client, request)),
+            "input_tokens": len(await client.render_chat(request.chat)),
             "context_management": {"original_input_tokens": original},
         }

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from deploy.http.errors import CONTEXT_LENGTH, ErrorReply, Failure
+from deploy.http.errors import CONTEXT_LENGTH, ErrorReply
+from engine.errors import RequestError
 
 _TYPES = {
     401: "authentication_error",
@@ -17,15 +18,16 @@ _TYPES = {
 }
 
 
-def anthropic_error(failure: Failure) -> ErrorReply:
+def anthropic_error(failure: RequestError) -> ErrorReply:
     """The error; its `type` follows from the status. The message names the field at fault.
 
     A prompt that is too long is told in Anthropic's words, by which agents know that they have to
     compact their conversation.
     """
-    status, message, param, code, retry_after_s, details = failure
+    status, message, param = failure.status, failure.message, failure.param
+    details = failure.details
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    if code == CONTEXT_LENGTH and details is not None:
+    if failure.code == CONTEXT_LENGTH and details is not None:
         message = "prompt is too long: {num_tokens} tokens > {max_model_len} maximum".format(
             **details
         )
@@ -34,4 +36,4 @@ def anthropic_error(failure: Failure) -> ErrorReply:
         message = f"{param}: {message}"
     error = {"type": kind, "message": message} | ({"details": details} if details else {})
     body = msgspec.json.encode({"type": "error", "error": error})
-    return ErrorReply(status, body, b"event: error\ndata: " + body + b"\n\n", retry_after_s)
+    return ErrorReply(status, body, b"event: error\ndata: " + body + b"\n\n", failure.retry_after_s)

@@ -136,7 +136,7 @@ class MessageGeneration(Generation[MessagesRequest]):
 
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
         return {
-            "id": self._plan.request_id,
+            "id": self._plan.request.id,
             "type": "message",
             "role": "assistant",
             "model": self._plan.model,

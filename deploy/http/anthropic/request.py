@@ -2,9 +2,9 @@
 
 # No `from __future__ import annotations`: pydantic reads the annotations of these classes.
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
+from msgspec.structs import replace
 from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 from deploy.http.anthropic.blocks import (
@@ -30,9 +30,10 @@ from deploy.http.body import (
     type_of,
 )
 from deploy.http.engine_client import EngineClient, ModelInfo
-from deploy.http.generation.plan import check_model, check_text_length, render, sampling_params
+from deploy.http.generation.plan import check_model, check_text_length, sampling_params
 from deploy.http.generation.request import (
     ChatRequest,
+    Delivery,
     FieldNames,
     NamedConstraint,
     named_error,
@@ -41,6 +42,7 @@ from deploy.http.generation.tool_use import Function, ToolUse
 from engine.constraints import structured
 from engine.errors import RequestError
 from engine.protocol.sampling_params import MAX_STOP_LENGTH, MAX_STOP_STRINGS, SamplingParams
+from engine.protocol.tokenizer_messages import Conversation
 
 NAME_PATTERN = r"^[A-Za-z0-9_.-]{1,128}$"
 _MAX_INT = 2**31 - 1
@@ -248,18 +250,20 @@ class CountTokensRequest(Strict):
         return ChatRequest(
             id=request_id,
             given_id=request_id.removeprefix("msg_"),
-            model=self.model,
             params=SamplingParams(),
             max_tokens=None,  # clients send their usual number: it is reduced to what fits
             names=FieldNames("messages", "max_tokens"),
-            stream=False,
+            delivery=Delivery(stream=False),
             constraint=self.constraint(),
-            messages=self.for_template(),
+            chat=Conversation(
+                self.for_template(),
+                add_generation_prompt=not self.continues,
+                continue_final_message=self.continues,
+                tools=tools.for_template,
+                template_kwargs=self.template_kwargs or None,
+            ),
             tools=tools,
             answer_schema=None if tools.format is None else self.answer_schema,
-            add_generation_prompt=not self.continues,
-            continue_final_message=self.continues,
-            template_kwargs=self.template_kwargs,
             compact_above=None if management is None else management.compact_above,
         )
 
@@ -271,10 +275,10 @@ class CountTokensRequest(Strict):
             return None
 
         async def count(messages: Messages) -> int:
-            return len(await render(client, replace(request, messages=messages)))
+            return len(await client.render_chat(replace(request.chat, messages=messages)))
 
-        request.messages, applied = await edit_conversation(
-            request.messages, management.edits, count
+        request.chat.messages, applied = await edit_conversation(
+            request.chat.messages, management.edits, count
         )
         return applied
 
@@ -324,5 +328,5 @@ class MessagesRequest(CountTokensRequest):
         request = super().translate(request_id, info)
         request.params = sampling_params(self, info.sampling_defaults, stop=self.stop_sequences)
         request.default_max_tokens = self.max_tokens
-        request.stream = self.stream
+        request.delivery = Delivery(self.stream)
         return request

@@ -25,12 +25,13 @@ from deploy.http.access.quotas import Quotas
 from deploy.http.body import parse_body
 from deploy.http.dialect import Route
 from deploy.http.engine_client import EngineClient
-from deploy.http.errors import ErrorReply, Failure, failure_of
+from deploy.http.errors import ErrorReply, failure_of
 from deploy.http.generation.event_stream import EventStream
 from deploy.http.generation.generation import Generation
 from deploy.http.generation.request import Incoming
 from deploy.http.metrics import RequestTracker, ServerMetrics
 from deploy.http.settings import ApiSettings
+from deploy.options import ServerOptions
 from engine.errors import RequestError
 
 if TYPE_CHECKING:  # needs OpenTelemetry's packages, which an install may lack
@@ -65,23 +66,23 @@ def check_same_site(headers: Headers) -> None:
         raise RequestError("Pages of other sites may not do this.", status=403)
 
 
-async def read_body(request: Request, settings: ApiSettings) -> bytes:
+async def read_body(request: Request, server: ServerOptions) -> bytes:
     """The request body. Raises `RequestError` if it is too long (413) or doesn't come in time
     (408), and `ClientDisconnect`."""
-    limit = settings.max_body_bytes
+    limit = server.max_body_bytes
     length = request.headers.get("content-length", "")
     if length.isdigit() and int(length) > limit:
         raise _too_large(limit)
     chunks, size = [], 0
     try:
-        async with asyncio.timeout(settings.body_timeout_s):
+        async with asyncio.timeout(server.body_timeout_s):
             async for chunk in request.stream():
                 size += len(chunk)
                 if size > limit:
                     raise _too_large(limit)
                 chunks.append(chunk)
     except TimeoutError:
-        message = f"The request body didn't come within {settings.body_timeout_s:g} s."
+        message = f"The request body didn't come within {server.body_timeout_s:g} s."
         raise RequestError(message, status=408, code="request_timeout") from None
     return b"".join(chunks)
 
@@ -115,7 +116,7 @@ class Endpoint(Route):
 
     @staticmethod
     @abstractmethod
-    def error_reply(failure: Failure) -> ErrorReply:
+    def error_reply(failure: RequestError) -> ErrorReply:
         """The failure in the API's words."""
 
     @abstractmethod
@@ -129,7 +130,7 @@ class Endpoint(Route):
 class GenerationResponse(Response):
     """Reads the body, runs the endpoint and sends the reply or the stream.
 
-    A stream is given up when its client has read nothing for `stall_timeout_s`.
+    A stream is given up when its client has read nothing for `stream_stall_timeout_s`.
     """
 
     def __init__(self, endpoint: Endpoint) -> None:
@@ -160,7 +161,7 @@ class GenerationResponse(Response):
     async def _answer(self, scope: Scope, receive: Receive, send: Send, incoming: Incoming) -> int:
         try:
             check_content_type(Headers(scope=scope))
-            body = await read_body(Request(scope, receive), self._endpoint.settings)
+            body = await read_body(Request(scope, receive), self._endpoint.settings.server)
         except RequestError as exception:
             return await _send_error(send, self._error(exception))
         return await self._run(body, incoming, receive, send)
@@ -235,7 +236,7 @@ class GenerationResponse(Response):
         while True:
             since = self._stream.waiting_since if self._stream is not None else None
             waited = time.monotonic() - since if since is not None else 0.0
-            left = self._endpoint.settings.stall_timeout_s - waited
+            left = self._endpoint.settings.server.stream_stall_timeout_s - waited
             if left <= 0:
                 return
             await asyncio.sleep(left)

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from deploy.http.engine_client import EngineClient
-from deploy.http.errors import ErrorReply, Failure
+from deploy.http.errors import ErrorReply
 from deploy.http.generation.backlog import Backlog, StreamInterval
 from deploy.http.generation.event_stream import EventStream
 from deploy.http.generation.plan import Plan, until_aborted
@@ -56,7 +56,7 @@ class Generation(ABC, Generic[F]):
         self, client: EngineClient, fields: F, plan: Plan, tracker: RequestTracker
     ) -> None:
         """`fields`: the body of the request, as the API has it."""
-        self.stream = plan.stream
+        self.stream = plan.request.delivery.stream
         self._request = fields
         self._client = client
         self._plan = plan
@@ -97,8 +97,8 @@ class Generation(ABC, Generic[F]):
         has_opened = False
         backlogs = [Backlog() for _ in plan.sequences]
         intervals: list[StreamInterval] | None = None
-        if plan.stream_interval > 1:
-            intervals = [StreamInterval(plan.stream_interval) for _ in plan.sequences]
+        if plan.request.delivery.interval > 1:
+            intervals = [StreamInterval(plan.request.delivery.interval) for _ in plan.sequences]
 
         def read(index: int, deltas: list[TextDelta]) -> None:
             nonlocal has_opened
@@ -200,7 +200,7 @@ class Generation(ABC, Generic[F]):
         """Prompt tokens that came from the prefix cache, as the first copy of each found them."""
         return sum(output.num_cached for output in self._outputs[:: self._plan.n])
 
-    def error_event(self, failure: Failure, error: ErrorReply) -> bytes:
+    def error_event(self, failure: RequestError, error: ErrorReply) -> bytes:
         """The last events of a stream that has failed. `error`: the failure in the API's words."""
         return error.event
 

@@ -25,7 +25,7 @@ class JsonRoute(Route):
         if self.body is not None:
             check_content_type(request.headers)
             try:
-                body = await read_body(request, self.settings)
+                body = await read_body(request, self.settings.server)
             except ClientDisconnect:
                 return Response(status_code=CLIENT_GONE)
             given = await parse_body(body, self.body)

@@ -29,7 +29,7 @@ from deploy.http.generation.request import (
     named_error,
 )
 from deploy.http.generation.thinking import behind, thinking_of_chat, thinking_of_text
-from deploy.http.settings import ApiSettings
+from deploy.options import ServerOptions
 from engine.constraints.grammar_payload import Thinking
 from engine.errors import RequestError
 from engine.protocol.sampling_params import MODEL_DEFAULTS, SamplingParams, check_prompt
@@ -54,19 +54,23 @@ _SAME_NAME = (
 class Plan:
     """The sequences of a request: `n` copies of each prompt, prompt by prompt."""
 
-    request_id: str
+    request: GenerationRequest
     created: int
+    """Unix time."""
     model: str
-    n: int
+    """The served model's name."""
     sequences: list[TokenSequence]
     aborts: list[Abort]
     """Of each sequence: how it is ended early."""
     reading: OutputReading | None
     """None: outputs are text alone."""
-    stream: bool
-    stream_interval: int
     ignored_tools: list[str] = field(default_factory=list)
     """Kinds of tools that the model didn't see."""
+
+    @property
+    def n(self) -> int:
+        """Copies of each prompt."""
+        return self.request.params.n
 
 
 class Prompt(NamedTuple):
@@ -101,20 +105,19 @@ def sampling_params(
 
 
 async def plan_chat(
-    client: EngineClient, settings: ApiSettings, request: ChatRequest, key: ApiKey | None
+    client: EngineClient, server: ServerOptions, request: ChatRequest, key: ApiKey | None
 ) -> Plan:
     """Render the conversation and check everything. Raises `RequestError`; nothing runs yet."""
     info = client.model_info
-    check_model(request.model, info)
-    if request.chat_template is not None and not settings.allow_request_chat_templates:
+    if request.chat.chat_template is not None and not server.allow_request_chat_templates:
         raise RequestError(
             "chat_template in requests is switched off on this server: templates are "
             "programs; use the model's own.",
             "chat_template",
         )
     abort = _open_abort(client, request, request.id, key)
-    ids = await render(client, request)
-    check_prompt(ids, info.vocab_size, request.names.prompt)
+    ids = await client.render_chat(request.chat)
+    check_prompt(ids, info.resolved.model.vocab_size, request.names.prompt)
     if request.compact_above is not None and len(ids) > request.compact_above:
         raise RequestError(
             f"The prompt has {len(ids)} tokens, more than the {request.compact_above} above which "
@@ -134,29 +137,16 @@ async def plan_chat(
         reading = OutputReading(request.tools, thinking)
     wanted = Wanted(request.params, request.max_tokens, constraint, request.id)
     prompts = [Prompt(ids, max_tokens, wanted, abort, thinking)]
-    plan = await _plan(client, settings, request, prompts, reading, key)
+    plan = await _plan(client, server, request, prompts, reading, key)
     plan.ignored_tools = request.tools.ignored
     return plan
 
 
-async def render(client: EngineClient, request: ChatRequest) -> list[int]:
-    """The prompt's token ids. Raises `RequestError`."""
-    return await client.render_chat(
-        request.messages,
-        add_generation_prompt=request.add_generation_prompt,
-        continue_final_message=request.continue_final_message,
-        chat_template=request.chat_template,
-        tools=request.tools.for_template,
-        template_kwargs=request.template_kwargs or None,
-    )
-
-
 async def plan_texts(
-    client: EngineClient, settings: ApiSettings, request: TextRequest, key: ApiKey | None
+    client: EngineClient, server: ServerOptions, request: TextRequest, key: ApiKey | None
 ) -> Plan:
     """Tokenize the prompts and check everything. Raises `RequestError`; nothing runs yet."""
     info = client.model_info
-    check_model(request.model, info)
     default, each = request.default_max_tokens, request.each
     if not each:
         alike = Wanted(request.params, request.max_tokens, request.constraint, request.id)
@@ -173,7 +163,7 @@ async def plan_texts(
         if thinking is not None:
             wanted = wanted._replace(constraint=behind(thinking, wanted.constraint))
         prompts.append(Prompt(kept, max_tokens, wanted, abort, thinking))
-    return await _plan(client, settings, request, prompts, None, key)
+    return await _plan(client, server, request, prompts, None, key)
 
 
 def check_model(name: str, info: ModelInfo) -> None:
@@ -189,9 +179,10 @@ def check_model(name: str, info: ModelInfo) -> None:
 
 def check_text_length(num_chars: int, info: ModelInfo, field: str) -> None:
     """Refuse text that is too long even if all its tokens are the longest, before tokenizing it."""
-    if num_chars > info.max_model_len * MAX_TOKEN_CHARS:
+    most = info.resolved.max_model_len
+    if num_chars > most * MAX_TOKEN_CHARS:
         raise RequestError(
-            f"This model's maximum context length is {info.max_model_len} tokens. However, your "
+            f"This model's maximum context length is {most} tokens. However, your "
             f"{field} has {num_chars} characters. Please reduce the length of the {field}.",
             field,
             code=CONTEXT_LENGTH,
@@ -207,9 +198,10 @@ def truncate_prompt(
     if truncation is None:
         return ids
     keep, side = truncation
-    room = info.max_model_len - (1 if asked is None else asked)
+    most = info.resolved.max_model_len
+    room = most - (1 if asked is None else asked)
     if keep > room:
-        less = f" ({info.max_model_len}) less the output" if room < info.max_model_len else ""
+        less = f" ({most}) less the output" if room < most else ""
         raise RequestError(
             f"truncate_prompt_tokens ({keep}) must not exceed {room}: the context length{less}.",
             "truncate_prompt_tokens",
@@ -228,11 +220,12 @@ def resolve_max_tokens(
     Raises `RequestError` with code context_length_exceeded if the prompt leaves no room, or not
     enough for `asked` tokens.
     """
-    room = info.max_model_len - num_prompt
+    most = info.resolved.max_model_len
+    room = most - num_prompt
     if room < (asked != 0):
         why = "" if asked == 0 else ", which leaves no room for a completion"
         raise RequestError(
-            f"This model's maximum context length is {info.max_model_len} tokens. However, your "
+            f"This model's maximum context length is {most} tokens. However, your "
             f"{names.prompt} has {num_prompt} tokens{why}. "
             f"Please reduce the length of the {names.prompt}.",
             names.prompt,
@@ -243,7 +236,7 @@ def resolve_max_tokens(
         return room if default is None else min(default, room)
     if asked > room:
         raise RequestError(
-            f"This model's maximum context length is {info.max_model_len} tokens. However, you "
+            f"This model's maximum context length is {most} tokens. However, you "
             f"requested {num_prompt + asked} tokens ({num_prompt} in the {names.prompt}, {asked} "
             f"in the completion). Please reduce the length of the {names.prompt} or "
             f"{names.max_tokens}.",
@@ -256,7 +249,7 @@ def resolve_max_tokens(
 
 def _lengths(num_tokens: int | str, info: ModelInfo) -> dict[str, Any]:
     """For the error of a prompt that is too long."""
-    return {"num_tokens": num_tokens, "max_model_len": info.max_model_len}
+    return {"num_tokens": num_tokens, "max_model_len": info.resolved.max_model_len}
 
 
 async def check_constraint(client: EngineClient, constraint: NamedConstraint) -> None:
@@ -291,13 +284,13 @@ async def _encode(client: EngineClient, request: TextRequest, info: ModelInfo) -
         texts = [_cut(text, request.truncation, info) for text in texts]
         prompts = await client.encode(texts, request.add_special_tokens)
     for ids in prompts:
-        check_prompt(ids, info.vocab_size, field)
+        check_prompt(ids, info.resolved.model.vocab_size, field)
     return prompts
 
 
 def _cut(text: str, truncation: Truncation | None, info: ModelInfo) -> str:
     """The part of a text that can matter: what is cut off here would be cut off as tokens."""
-    limit = info.max_model_len * MAX_TOKEN_CHARS
+    limit = info.resolved.max_model_len * MAX_TOKEN_CHARS
     is_right = truncation is not None and truncation.side == "right"
     return text[:limit] if is_right else text[-limit:]
 
@@ -332,7 +325,7 @@ async def until_aborted(abort: Abort, work: Coroutine[Any, Any, None]) -> bool:
 
 
 def _within_limits(
-    prompts: list[Prompt], names: FieldNames, settings: ApiSettings
+    prompts: list[Prompt], names: FieldNames, server: ServerOptions
 ) -> Iterator[Prompt]:
     """The prompts. Where no number of output tokens was asked for, it is reduced to what may have
     log-probabilities. Raises `RequestError` if the request is too large."""
@@ -348,7 +341,7 @@ def _within_limits(
         reported += n * (num_prompt * of_prompt + prompt.max_tokens * of_output)
         yield prompt
     for count, limit, what in (
-        (tokens, settings.max_request_tokens, "tokens, prompts and outputs of all its sequences"),
+        (tokens, server.max_request_tokens, "tokens, prompts and outputs of all its sequences"),
         (reported, MAX_REPORTED_LOGPROBS, "log-probabilities to report"),
     ):
         if count > limit:
@@ -371,7 +364,7 @@ def _reported_logprobs(params: SamplingParams) -> tuple[int, int]:
 
 async def _plan(
     client: EngineClient,
-    settings: ApiSettings,
+    server: ServerOptions,
     request: GenerationRequest,
     prompts: list[Prompt],
     reading: OutputReading | None,
@@ -389,15 +382,15 @@ async def _plan(
         namespace, limits = key.namespace(request.cache_salt), key.limits
     bad_words_ids = await _bad_words_ids(client, request.bad_words)
     prediction_ids: np.ndarray | None = None
-    if request.prediction and info.speculates:
+    if request.prediction and info.resolved.engine.speculative_config is not None:
         found = await client.encode([request.prediction], add_special_tokens=False)
         if found[0]:
-            prediction_ids = np.asarray(found[0][: info.max_model_len], np.int32)
+            prediction_ids = np.asarray(found[0][: info.resolved.max_model_len], np.int32)
     checked: NamedConstraint | None = None
     verified: SamplingParams | None = None
     sequences: list[TokenSequence] = []
     aborts: list[Abort] = []
-    for prompt in list(_within_limits(prompts, request.names, settings)):
+    for prompt in list(_within_limits(prompts, request.names, server)):
         params, constraint = prompt.wanted.params, prompt.wanted.constraint
         if prompt.thinking is not None:
             params = msgspec.structs.replace(params, thinking=prompt.thinking)
@@ -414,7 +407,7 @@ async def _plan(
         is_new = params is not verified or prompt.max_tokens != params.max_tokens
         if is_new and request.pooling is None:
             params.max_tokens = prompt.max_tokens
-            params.verify(info.vocab_size)
+            params.verify(info.resolved.model.vocab_size)
             verified = params
         ids = np.asarray(prompt.ids, np.int32)
         for copy in params.copies(lambda: secrets.randbits(63)):
@@ -429,24 +422,13 @@ async def _plan(
                     limits,
                     request.pooling,
                     prediction_ids,
-                    request.return_token_ids,
+                    request.delivery.token_ids,
                 )
             )
     if len(sequences) > 1:
         for index, sequence in enumerate(sequences):
             sequence.request_id = f"{request.id}-{index}"
-    created = int(time.time())
-    return Plan(
-        request.id,
-        created,
-        info.name,
-        request.params.n,
-        sequences,
-        aborts,
-        reading,
-        request.stream,
-        request.stream_interval,
-    )
+    return Plan(request, int(time.time()), info.name, sequences, aborts, reading)
 
 
 async def _bad_words_ids(client: EngineClient, words: list[str]) -> list[list[int]]:

@@ -12,6 +12,7 @@ from engine.constraints import ConstraintSpec
 from engine.errors import RequestError
 from engine.protocol.pooling import Pooling
 from engine.protocol.sampling_params import SamplingParams
+from engine.protocol.tokenizer_messages import Conversation
 
 
 class Incoming(NamedTuple):
@@ -34,6 +35,15 @@ class Truncation(NamedTuple):
 
     num_tokens: int
     side: Literal["left", "right"]
+
+
+class Delivery(NamedTuple):
+    """How the reply is sent. `interval`: tokens of a stream's event at least, but for the first and
+    the last one. `token_ids`: it has the tokens' ids, each as soon as there is one."""
+
+    stream: bool
+    interval: int = 1
+    token_ids: bool = False
 
 
 class NamedConstraint(NamedTuple):
@@ -71,20 +81,17 @@ class GenerationRequest:
     """The reply's id."""
     given_id: str = ""
     """The id that the client knows the request by, where it has another one."""
-    model: str
     params: SamplingParams
     max_tokens: int | None
     default_max_tokens: int | None = None
     """Where none were asked for, or what fits if that is less; None for all that fits."""
     names: FieldNames
-    stream: bool
-    stream_interval: int = 1
+    delivery: Delivery
     truncation: Truncation | None = None
     bad_words: list[str] = field(default_factory=list)
     constraint: NamedConstraint | None = None
     priority: int = 0
     cache_salt: str = ""
-    return_token_ids: bool = False
     prediction: str = ""
     """The output that the client expects."""
     pooling: Pooling | None = None
@@ -93,16 +100,12 @@ class GenerationRequest:
 
 @dataclass(kw_only=True)
 class ChatRequest(GenerationRequest):
-    """A conversation to go on with. `messages` and `tools` are as chat templates read them."""
+    """A conversation to go on with."""
 
-    messages: list[dict[str, Any]]
+    chat: Conversation
     tools: ToolUse
     answer_schema: dict[str, Any] | None = None
     """JSON schema of an answer instead of calls, for requests with tools."""
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    chat_template: str | None = None
-    template_kwargs: dict[str, Any] = field(default_factory=dict)
     compact_above: int | None = None
     """Tokens above which `context_management` asks to sum up the conversation."""
 

@@ -29,10 +29,10 @@ def opens_thought(prompt: str) -> bool:
 
 async def thinking_of_chat(client: EngineClient, request: ChatRequest, ids: list[int]) -> Thinking:
     """How a model that reasons begins to think in reply to a conversation, rendered to `ids`."""
-    if not request.continue_final_message:
+    if not request.chat.continue_final_message:
         tail = await client.decode(ids[-_TAIL:])
         return Thinking(START, END, is_open=tail.rstrip().endswith(START))
-    final = _text_of(request.messages[-1].get("content"))
+    final = _text_of(request.chat.messages[-1].get("content"))
     if START in final or END in final:
         # What the message says counts, not what the template writes before it.
         return Thinking(START, END, is_open=opens_thought(final))

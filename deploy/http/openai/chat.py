@@ -21,7 +21,7 @@ from deploy.http.openai.request import UNSUPPORTED, GenerationFields
 from deploy.http.openai.sse import ChunkEncoder
 from deploy.http.openai.tools import AnyTool, ToolChoice, schema_of_answer, tool_use
 from engine.protocol.sampling_params import MAX_LOGPROBS
-from engine.protocol.tokenizer_messages import TextDelta
+from engine.protocol.tokenizer_messages import Conversation, TextDelta
 
 
 class Prediction(Strict):
@@ -141,7 +141,7 @@ class ChatEndpoint(OpenAIEndpoint):
         request = translate(
             fields, f"chatcmpl-{fields.request_id or incoming.id}", client.model_info
         )
-        plan = await plan_chat(client, self.settings, request, incoming.key)
+        plan = await plan_chat(client, self.settings.server, request, incoming.key)
         return ChatGeneration(client, fields, plan, incoming.tracker)
 
 
@@ -159,13 +159,16 @@ def translate(given: ChatCompletionRequest, request_id: str, info: ModelInfo) ->
         **given.common(request_id, top, given.prompt_logprobs, info),
         max_tokens=given.max_completion_tokens if by_new_name else given.max_tokens,
         names=FieldNames("messages", "max_completion_tokens" if by_new_name else "max_tokens"),
-        messages=[message.as_template_input() for message in given.messages],
+        chat=Conversation(
+            [message.as_template_input() for message in given.messages],
+            given.adds_generation_prompt,
+            given.continue_final_message,
+            given.chat_template,
+            tools.for_template,
+            given.template_kwargs or None,
+        ),
         tools=tools,
         answer_schema=None if tools.format is None else schema_of_answer(given.response_format),
-        add_generation_prompt=given.adds_generation_prompt,
-        continue_final_message=given.continue_final_message,
-        chat_template=given.chat_template,
-        template_kwargs=given.template_kwargs,
         prediction=prediction,
     )
 

@@ -12,12 +12,12 @@ from deploy.http.body import Strict, encode_json, refusal
 from deploy.http.engine_client import EngineClient
 from deploy.http.generation.embedding import EmbeddingGeneration
 from deploy.http.generation.generation import Generation
-from deploy.http.generation.plan import Plan, plan_texts
-from deploy.http.generation.request import FieldNames, Incoming, TextRequest, Truncation
+from deploy.http.generation.plan import Plan, check_model, plan_texts
+from deploy.http.generation.request import Delivery, FieldNames, Incoming, TextRequest, Truncation
 from deploy.http.openai.generation import OpenAIEndpoint, usage
 from deploy.http.openai.replies import Embeddings
 from deploy.http.openai.request import Prompts, documented
-from deploy.http.settings import ApiSettings
+from deploy.options import ServerOptions
 from engine.protocol.pooling import FloatArray, Pooling, check_dimensions
 from engine.protocol.sampling_params import SamplingParams
 
@@ -56,25 +56,26 @@ class PooledFields(Strict):
     async def plan(
         self,
         client: EngineClient,
-        settings: ApiSettings,
+        server: ServerOptions,
         prompts: list[str] | list[list[int]],
         name: str,
         request_id: str,
         key: ApiKey | None,
     ) -> Plan:
         """The plan that embeds the prompts of the field `name`. Raises `RequestError`."""
+        info = client.model_info
+        check_model(self.model, info)
         truncation = None
         if self.truncate_prompt_tokens is not None:
             truncation = Truncation(self.truncate_prompt_tokens, self.truncation_side)
-        pooling: Pooling = client.model_info.pooling
+        pooling: Pooling = info.resolved.pooling
         request = TextRequest(
             id=request_id,
             given_id=request_id.partition("-")[2],
-            model=self.model,
             params=SamplingParams(temperature=0.0),
             max_tokens=0,
             names=FieldNames(name, name),
-            stream=False,
+            delivery=Delivery(stream=False),
             truncation=truncation,
             priority=self.priority,
             cache_salt=self.cache_salt,
@@ -82,7 +83,7 @@ class PooledFields(Strict):
             prompts=prompts,
             add_special_tokens=self.add_special_tokens,
         )
-        return await plan_texts(client, settings, request, key)
+        return await plan_texts(client, server, request, key)
 
 
 class EmbeddingRequest(PooledFields):
@@ -116,9 +117,9 @@ class EmbeddingEndpoint(OpenAIEndpoint):
         incoming: Incoming,
     ) -> Generation[Any]:
         request_id = f"embd-{fields.request_id or incoming.id}"
-        check_dimensions(fields.dimensions, client.model_info.hidden_size)
+        check_dimensions(fields.dimensions, client.model_info.resolved.model.hidden_size)
         plan = await fields.plan(
-            client, self.settings, fields.input, "input", request_id, incoming.key
+            client, self.settings.server, fields.input, "input", request_id, incoming.key
         )
         return EmbeddingsReply(
             client, fields, plan, incoming.tracker, fields.dimensions, normalize=fields.normalize
@@ -142,7 +143,7 @@ class EmbeddingsReply(EmbeddingGeneration[EmbeddingRequest]):
     def _reply(self) -> bytes:
         plan = self._plan
         rest = {
-            "id": plan.request_id,
+            "id": plan.request.id,
             "created": plan.created,
             "model": plan.model,
             "usage": usage(self._num_prompt, 0, self._num_cached),

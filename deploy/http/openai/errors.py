@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from deploy.http.errors import ErrorReply, Failure
+from deploy.http.errors import ErrorReply
+from engine.errors import RequestError
 
 _TYPES = {
     401: "authentication_error",
@@ -13,10 +14,15 @@ _TYPES = {
 }
 
 
-def openai_error(failure: Failure) -> ErrorReply:
+def openai_error(failure: RequestError) -> ErrorReply:
     """The error; its `type` follows from the status."""
-    status, message, param, code, retry_after_s, _ = failure
+    status = failure.status
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    error = {"message": message, "type": kind, "param": param, "code": code}
+    error = {
+        "message": failure.message,
+        "type": kind,
+        "param": failure.param,
+        "code": failure.code,
+    }
     body = msgspec.json.encode({"error": error})
-    return ErrorReply(status, body, b"data: " + body + b"\n\n", retry_after_s)
+    return ErrorReply(status, body, b"data: " + body + b"\n\n", failure.retry_after_s)

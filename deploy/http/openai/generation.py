@@ -7,12 +7,13 @@ from functools import cached_property
 from typing import Any, ClassVar, TypeVar
 
 from deploy.http.body import encode_json
-from deploy.http.errors import ErrorReply, Failure
+from deploy.http.errors import ErrorReply
 from deploy.http.generation.endpoint import Endpoint
 from deploy.http.generation.generation import Generation, Output
 from deploy.http.openai.errors import openai_error
 from deploy.http.openai.request import GenerationFields
 from deploy.http.openai.sse import DONE, ChunkEncoder
+from engine.errors import RequestError
 from engine.protocol.tokenizer_messages import TextDelta
 
 F = TypeVar("F", bound=GenerationFields)
@@ -24,7 +25,7 @@ class OpenAIEndpoint(Endpoint):
     done = "[DONE]"
 
     @staticmethod
-    def error_reply(failure: Failure) -> ErrorReply:
+    def error_reply(failure: RequestError) -> ErrorReply:
         return openai_error(failure)
 
 
@@ -37,24 +38,23 @@ class OpenAIGeneration(Generation[F]):
 
     @cached_property
     def _encoder(self) -> ChunkEncoder:
-        plan = self._plan
-        return ChunkEncoder(
-            plan.request_id,
-            self.chunk_object_name,
-            plan.created,
-            plan.model,
-            self.payload,
-            len(plan.sequences),
-            self._request.stream_options.usage_at_end,
-        )
+        with_usage = self._request.stream_options.usage_at_end
+        head = self._head(self.chunk_object_name)
+        return ChunkEncoder(head, self.payload, len(self._plan.sequences), with_usage)
 
-    def _reply(self) -> bytes:
+    def _head(self, object_name: str) -> dict[str, Any]:
+        """What a reply and every chunk begin with."""
         plan = self._plan
-        body = {
-            "id": plan.request_id,
-            "object": self.object_name,
+        return {
+            "id": plan.request.id,
+            "object": object_name,
             "created": plan.created,
             "model": plan.model,
+        }
+
+    def _reply(self) -> bytes:
+        body = {
+            **self._head(self.object_name),
             "service_tier": None,
             "system_fingerprint": None,
             "kv_transfer_params": None,

@@ -9,7 +9,7 @@ from pydantic import Field, PlainValidator, ValidationInfo, WithJsonSchema, mode
 from deploy.http.body import Strict, refusal
 from deploy.http.engine_client import ModelInfo
 from deploy.http.generation.plan import sampling_params
-from deploy.http.generation.request import NamedConstraint, Truncation
+from deploy.http.generation.request import Delivery, NamedConstraint, Truncation
 from deploy.http.openai.logprobs import LogprobStyle
 from deploy.http.openai.structured import (
     ResponseFormat,
@@ -299,16 +299,13 @@ class GenerationFields(Strict):
         return {
             "id": request_id,
             "given_id": request_id.partition("-")[2],
-            "model": self.model,
             "params": self.sampling_params(logprobs, prompt_logprobs, info.sampling_defaults),
-            "stream": self.stream,
-            "stream_interval": self.stream_interval,
+            "delivery": Delivery(self.stream, self.stream_interval, self.return_token_ids),
             "truncation": truncation,
             "bad_words": self.bad_words,
             "constraint": self._constraint(),
             "priority": self.priority,
             "cache_salt": self.cache_salt,
-            "return_token_ids": self.return_token_ids,
         }
 
     def _constraint(self) -> NamedConstraint | None:

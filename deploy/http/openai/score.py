@@ -83,7 +83,7 @@ class ScoreEndpoint(OpenAIEndpoint):
     ) -> Generation[Any]:
         request_id = f"score-{fields.request_id or incoming.id}"
         plan, other = [
-            await fields.plan(client, self.settings, texts, name, request_id, incoming.key)
+            await fields.plan(client, self.settings.server, texts, name, request_id, incoming.key)
             for texts, name in zip(fields.sides, fields.pair, strict=True)
         ]
         plan.sequences += other.sequences
@@ -107,7 +107,7 @@ class ScoreReply(EmbeddingGeneration[ScoreRequest]):
         wide = vectors.astype(np.float64)
         scores = np.clip((wide[:first] * wide[first:]).sum(axis=1), -1.0, 1.0).tolist()
         body = {
-            "id": plan.request_id,
+            "id": plan.request.id,
             "object": "list",
             "created": plan.created,
             "model": plan.model,

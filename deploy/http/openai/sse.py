@@ -17,15 +17,12 @@ class ChunkEncoder:
 
     def __init__(
         self,
-        request_id: str,
-        object_name: str,
-        created: int,
-        model: str,
+        head: dict[str, Any],
         payload: str,
         n: int,
         with_usage: bool,
     ) -> None:
-        head = {"id": request_id, "object": object_name, "created": created, "model": model}
+        """`head`: the fields of every chunk that stand before its choices."""
         self._head = b"data: " + encode_json(head)[:-1]
         self._payload = payload.encode()
         self._choices = [

@@ -58,6 +58,9 @@ class ResponseFormat(Strict):
         return self
 
 
+_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+
+
 class StructuredOutputs(Strict):
     """vLLM's `structured_outputs`: one of the first six fields."""
 
@@ -74,10 +77,10 @@ class StructuredOutputs(Strict):
 
     @model_validator(mode="after")
     def _check_one(self) -> "StructuredOutputs":
-        given = [name for name, value in self._kinds().items() if value is not None]
+        given = self._kinds()
         if len(given) != 1:
             found = f", not {' and '.join(given)}" if given else ""
-            raise refusal(f"structured_outputs takes one of {', '.join(self._kinds())}{found}.")
+            raise refusal(f"structured_outputs takes one of {', '.join(_KINDS)}{found}.")
         has_space = self.disable_any_whitespace or self.whitespace_pattern is not None
         if has_space and given[0] in ("regex", "choice", "grammar"):
             raise refusal(f"The whitespace options are for JSON, not for {given[0]}.")
@@ -85,17 +88,12 @@ class StructuredOutputs(Strict):
 
     def kind(self) -> str:
         """The field that is given."""
-        return next(name for name, value in self._kinds().items() if value is not None)
+        return self._kinds()[0]
 
-    def _kinds(self) -> dict[str, Any]:
-        return {
-            "json": self.json_,
-            "regex": self.regex,
-            "choice": self.choice,
-            "grammar": self.grammar,
-            "json_object": self.json_object or None,
-            "structural_tag": self.structural_tag,
-        }
+    def _kinds(self) -> list[str]:
+        """Those that are given; `json_object: false` is as good as none."""
+        values = {name: getattr(self, "json_" if name == "json" else name) for name in _KINDS}
+        return [name for name, value in values.items() if value is not None and value is not False]
 
 
 def constraint_field(

@@ -14,6 +14,7 @@ from deploy.http.openai.messages import ChatMessage
 from deploy.http.openai.request import TokenIds
 from deploy.http.openai.tools import Tool, tool_use
 from engine.protocol.sampling_params import check_token_ids
+from engine.protocol.tokenizer_messages import Conversation
 
 
 class TokenizeRequest(Strict):
@@ -96,13 +97,14 @@ class TokenizeRoute(JsonRoute):
             num_chars = sum(len(message.text) for message in request.messages)
             check_text_length(num_chars, info, "messages")
             adds = request.add_generation_prompt
-            ids = await client.render_chat(
+            chat = Conversation(
                 [message.as_template_input() for message in request.messages],
                 add_generation_prompt=not request.continue_final_message if adds is None else adds,
                 continue_final_message=request.continue_final_message,
                 tools=tool_use(request.tools, "none", True, info).for_template,
                 template_kwargs=request.chat_template_kwargs or None,
             )
+            ids = await client.render_chat(chat)
         else:
             assert request.prompt is not None
             check_text_length(len(request.prompt), info, "prompt")
@@ -110,7 +112,7 @@ class TokenizeRoute(JsonRoute):
         texts = await client.decode_each(ids) if request.return_token_strs else None
         return {
             "count": len(ids),
-            "max_model_len": info.max_model_len,
+            "max_model_len": info.resolved.max_model_len,
             "tokens": ids,
             "token_strs": texts,
         }
@@ -129,5 +131,5 @@ class DetokenizeRoute(JsonRoute):
     ) -> dict[str, Any]:
         info = client.model_info
         check_model(request.model, info)
-        check_token_ids("tokens", request.tokens, info.vocab_size)
+        check_token_ids("tokens", request.tokens, info.resolved.model.vocab_size)
         return {"prompt": await client.decode(request.tokens)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from deploy.http.engine_client import EngineClient
-from deploy.http.errors import ErrorReply, Failure
+from deploy.http.errors import ErrorReply
 from deploy.http.generation.endpoint import Endpoint
 from deploy.http.generation.generation import Generation
 from deploy.http.generation.plan import Plan, plan_texts
@@ -29,7 +29,7 @@ class GenerateEndpoint(Endpoint):
     done = "[DONE]"
 
     @staticmethod
-    def error_reply(failure: Failure) -> ErrorReply:
+    def error_reply(failure: RequestError) -> ErrorReply:
         return sglang_error(failure)
 
     async def prepare(
@@ -38,7 +38,9 @@ class GenerateEndpoint(Endpoint):
         given: GenerateFields,
         incoming: Incoming,
     ) -> Generation[Any]:
-        plan = await plan_texts(client, self.settings, given.translate(incoming.id), incoming.key)
+        plan = await plan_texts(
+            client, self.settings.server, given.translate(incoming.id), incoming.key
+        )
         firsts = await _first_tokens(client, given, plan)
         return GenerateGeneration(client, given, plan, incoming.tracker, firsts)
 

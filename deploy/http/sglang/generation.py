@@ -33,7 +33,7 @@ class GenerateGeneration(Generation[GenerateFields]):
     ) -> None:
         """`first_tokens`: the text of each prompt's first token, where it is wanted."""
         super().__init__(client, fields, plan, tracker)
-        self._rids = fields.rids(plan.request_id)
+        self._rids = fields.rids(plan.request.id)
         self._first_tokens = first_tokens
         for index, output in enumerate(self._outputs):
             output.is_dropped = fields.each_sampling[index // plan.n].max_new_tokens == 0

@@ -26,12 +26,12 @@ class ModelInfoRoute(JsonRoute):
     ) -> dict[str, Any]:
         info = client.model_info
         return {
-            "model_path": info.path,
-            "tokenizer_path": info.path,
+            "model_path": str(info.resolved.model.path),
+            "tokenizer_path": str(info.resolved.model.path),
             "served_model_name": info.name,
             "is_generation": True,
-            "max_model_len": info.max_model_len,
-            "vocab_size": info.vocab_size,
+            "max_model_len": info.resolved.max_model_len,
+            "vocab_size": info.resolved.model.vocab_size,
             "preferred_sampling_params": None,
             "weight_version": "default",
             "has_image_understanding": False,
@@ -63,10 +63,10 @@ class ServerInfoRoute(JsonRoute):
             **server,
             "disable_radix_cache": not shared.get("enable_prefix_cache", True),
             "version": __version__,
-            "model_path": info.path,
-            "tokenizer_path": info.path,
+            "model_path": str(info.resolved.model.path),
+            "tokenizer_path": str(info.resolved.model.path),
             "served_model_name": info.name,
-            "max_model_len": info.max_model_len,
+            "max_model_len": info.resolved.max_model_len,
             "max_total_num_tokens": max((r["num_kv_tokens"] for r in replicas), default=0),
             "internal_states": [
                 {

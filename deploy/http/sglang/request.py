@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
 from pydantic import ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
 
 from deploy.http.body import Strict, refusal
-from deploy.http.generation.request import FieldNames, TextRequest, Wanted
+from deploy.http.generation.request import Delivery, FieldNames, TextRequest, Wanted
 from deploy.http.sglang.sampling import DEFAULT_MAX_NEW_TOKENS, SamplingFields, TokenIds
 from engine.protocol.sampling_params import MAX_LISTED_TOKENS, MAX_LOGPROBS, SamplingParams
 
@@ -188,13 +188,11 @@ class GenerateFields(Strict):
         prompt = "text" if self.input_ids is None else "input_ids"
         return TextRequest(
             id=self.rid if isinstance(self.rid, str) else request_id,
-            model="",
             params=each[0].params,
             max_tokens=None,
             default_max_tokens=DEFAULT_MAX_NEW_TOKENS,
             names=FieldNames(prompt, "max_new_tokens"),
-            stream=self.stream,
-            stream_interval=self.each_sampling[0].stream_interval,
+            delivery=Delivery(self.stream, self.each_sampling[0].stream_interval),
             priority=-self.priority,
             cache_salt=self.extra_key,
             prompts=self.prompts,

@@ -16,6 +16,7 @@ from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.step import TokenLogprobs
 from engine.protocol.tokenizer_messages import TextDelta
 from engine.tokenizer import DetokenizerManager, Tokenizer
+from tests.support.registering import register
 from tests.support.tiny_tokenizers import CORPUS, EOS, write_byte_level, write_sentencepiece
 from tests.unit.tokenizer.tokenizer_kinds import make_tokenizer
 
@@ -85,7 +86,7 @@ def test_text_runs_until_the_length_limit(
     manager: DetokenizerManager, tokenizer: Tokenizer
 ) -> None:
     ids = encode(tokenizer, "The fox 🦊 jumps")
-    manager.add(7, SamplingParams(), PROMPT)
+    manager.add(register(7, SamplingParams(), PROMPT))
     started, _ = manager.process(step({7: ids[0]}, started=[(7, 2, 0.5)]))
     deltas = started + run(manager, 7, ids[1:], end(7, "length"))
     assert text_of(deltas) == "The fox 🦊 jumps"
@@ -106,7 +107,7 @@ def test_return_token_ids_makes_a_delta_of_each_token(
     manager: DetokenizerManager, tokenizer: Tokenizer
 ) -> None:
     ids = encode(tokenizer, "🦊🦊")
-    manager.add(1, SamplingParams(), PROMPT, return_token_ids=True)
+    manager.add(register(1, SamplingParams(), PROMPT, return_token_ids=True))
     deltas = run(manager, 1, ids, end(1, "length"))
     assert [delta.token_ids for delta in deltas] == [[token_id] for token_id in ids]
 
@@ -118,7 +119,7 @@ def test_stop_token_is_output_but_no_text(
 ) -> None:
     ids = [*encode(tokenizer, "The fox"), tokenizer.eos_token_id or 0]
     params = SamplingParams(include_stop_str_in_output=include, skip_special_tokens=skip)
-    manager.add(1, params, PROMPT)
+    manager.add(register(1, params, PROMPT))
     deltas = run(manager, 1, ids, end(1, "stop", ids[-1]))
     assert text_of(deltas) == "The fox" + (EOS if include and not skip else "")
     assert ids_of(deltas) == ids
@@ -130,7 +131,7 @@ def test_stop_string_ends_the_request_here(
     manager: DetokenizerManager, tokenizer: Tokenizer
 ) -> None:
     ids = encode(tokenizer, "Yes.\n### User: more")
-    manager.add(1, SamplingParams(stop=["never", "\n### User:"]), PROMPT)
+    manager.add(register(1, SamplingParams(stop=["never", "\n### User:"]), PROMPT))
     deltas = []
     count, stopped = 0, []
     while not stopped:
@@ -151,7 +152,7 @@ def test_stop_string_in_the_last_token_goes_before_length(
     manager: DetokenizerManager, tokenizer: Tokenizer
 ) -> None:
     ids = encode(tokenizer, "one STOP")
-    manager.add(1, SamplingParams(stop=["STOP"], include_stop_str_in_output=True), PROMPT)
+    manager.add(register(1, SamplingParams(stop=["STOP"], include_stop_str_in_output=True), PROMPT))
     deltas = run(manager, 1, ids, end(1, "length"))
     assert text_of(deltas) == "one STOP"
     assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == ("stop", "STOP")
@@ -162,7 +163,7 @@ def test_held_text_is_flushed_at_other_ends(
     manager: DetokenizerManager, tokenizer: Tokenizer, reason: str
 ) -> None:
     ids = [*encode(tokenizer, "one STO"), *encode(tokenizer, "🦊")[:-1]]
-    manager.add(1, SamplingParams(stop=["STOP", "STO\ufffd!"]), PROMPT)
+    manager.add(register(1, SamplingParams(stop=["STOP", "STO\ufffd!"]), PROMPT))
     deltas = [d for i in ids for d in manager.process(step({1: i}))[0]]
     assert text_of(deltas) == "one "
     finished = end(1, reason)
@@ -178,14 +179,14 @@ def test_min_tokens_lets_early_stop_strings_pass(
 ) -> None:
     ids = encode(tokenizer, "STOP and STOP")
     (at,) = (i for i in range(1, 9) if tokenizer.decode(ids[:i]) == "STOP")
-    manager.add(1, SamplingParams(stop=["STOP"], min_tokens=at), PROMPT)
+    manager.add(register(1, SamplingParams(stop=["STOP"], min_tokens=at), PROMPT))
     deltas = run(manager, 1, ids, end(1, "length"))
     assert text_of(deltas) == "STOP and "
     assert deltas[-1].stop_reason == "STOP"
 
 
 def test_abort_and_unknown_requests(manager: DetokenizerManager) -> None:
-    manager.add(1, SamplingParams(), PROMPT)
+    manager.add(register(1, SamplingParams(), PROMPT))
     manager.abort(1)
     manager.abort(2)
     assert manager.process(step({1: 9, 2: 9}, [end(2, "abort")], [(2, 0, 0.0)])) == ([], [])
@@ -197,7 +198,7 @@ def test_logprobs_travel_with_their_tokens(
 ) -> None:
     text = "ab 🦊!"
     ids = encode(tokenizer, text)
-    manager.add(1, SamplingParams(logprobs=1), PROMPT)
+    manager.add(register(1, SamplingParams(logprobs=1), PROMPT))
     deltas = []
     for i, token_id in enumerate(ids):
         item = TokenLogprobs(-0.5 - i, [token_id, 4], [-0.5 - i, -9.0])
@@ -233,7 +234,7 @@ def test_offsets_are_places_in_the_text(tokenizer: Tokenizer, data: st.DataObjec
     ids = [*encode(tokenizer, text), 1]
     manager = DetokenizerManager(tokenizer)
     send_every_token = data.draw(st.booleans())
-    manager.add(1, params, PROMPT, return_token_ids=send_every_token)
+    manager.add(register(1, params, PROMPT, return_token_ids=send_every_token))
     deltas = []
     for i, token_id in enumerate(ids):
         last = [end(1, "stop", token_id)] if i + 1 == len(ids) else []
@@ -256,7 +257,7 @@ def test_prompt_logprobs_come_with_the_first_delta(
 ) -> None:
     prompt = tokenizer.encode("The fox")
     items = [None, *(TokenLogprobs(-float(i), [], []) for i in range(1, len(prompt)))]
-    manager.add(1, SamplingParams(prompt_logprobs=0), np.array(prompt, np.int32))
+    manager.add(register(1, SamplingParams(prompt_logprobs=0), np.array(prompt, np.int32)))
     fox = encode(tokenizer, "🦊")
     first, _ = manager.process(step({1: fox[0]}, started=[(1, 0, 0.0)], prompt_logprobs={1: items}))
     assert first == []
@@ -283,17 +284,17 @@ def test_resume_goes_on_where_it_was(
     params = SamplingParams(stop=stop, min_tokens=min_tokens)
     ids = encode(tokenizer, text)
     whole = DetokenizerManager(tokenizer)
-    whole.add(1, params, PROMPT)
+    whole.add(register(1, params, PROMPT))
     expected = run(whole, 1, ids, end(1, "length"))
 
     first = DetokenizerManager(tokenizer)
-    first.add(1, params, PROMPT, return_token_ids=True)
+    first.add(register(1, params, PROMPT, return_token_ids=True))
     before = run(first, 1, ids[: cut % (len(ids) + 1)], end(9, "length"))
     if before and before[-1].finish_reason:
         assert text_of(before) == text_of(expected)
         return
     resumed = DetokenizerManager(tokenizer)
-    resumed.add(1, params, PROMPT, ids_of(before))
+    resumed.add(register(1, params, PROMPT, ids_of(before)))
     after = run(resumed, 1, ids[len(ids_of(before)) :], end(1, "length"))
     if after:
         assert text_of(before) + text_of(after) == text_of(expected)
@@ -307,7 +308,9 @@ def test_resume_behind_a_stop_string_is_refused(
     manager: DetokenizerManager, tokenizer: Tokenizer
 ) -> None:
     with pytest.raises(ValueError, match="stop string"):
-        manager.add(1, SamplingParams(stop=["fox"]), PROMPT, encode(tokenizer, "The fox jumps"))
+        manager.add(
+            register(1, SamplingParams(stop=["fox"]), PROMPT, encode(tokenizer, "The fox jumps"))
+        )
     assert len(manager) == 0
 
 
@@ -321,7 +324,7 @@ def test_many_requests_at_once(write: object, tmp_path_factory: pytest.TempPathF
     prompts = {rid: tokenizer.encode(text[:3]) for rid, text in texts.items()}
     outputs = {rid: tokenizer.encode(text, False) for rid, text in texts.items()}
     for rid in texts:
-        manager.add(rid, SamplingParams(), prompts[rid])
+        manager.add(register(rid, SamplingParams(), prompts[rid]))
     got = dict.fromkeys(texts, "")
     left = {rid: iter(ids) for rid, ids in outputs.items()}
     while left:
@@ -346,7 +349,7 @@ def test_many_requests_at_once(write: object, tmp_path_factory: pytest.TempPathF
 
 
 def test_deltas_travel_as_messages(manager: DetokenizerManager, tokenizer: Tokenizer) -> None:
-    manager.add(1, SamplingParams(stop=["fox"], logprobs=0), PROMPT)
+    manager.add(register(1, SamplingParams(stop=["fox"], logprobs=0), PROMPT))
     item = TokenLogprobs(-1.0, [4], [-2.0])
     deltas = [
         delta
@@ -363,13 +366,13 @@ def test_spaces_between_special_tokens() -> None:
     for spaces, expected in ((True, "fox <s> </s>"), (False, "fox <s></s>")):
         manager = DetokenizerManager(words)
         params = SamplingParams(skip_special_tokens=False, spaces_between_special_tokens=spaces)
-        manager.add(1, params, PROMPT[:0])
+        manager.add(register(1, params, PROMPT[:0]))
         assert text_of(run(manager, 1, ids, end(1, "length"))) == expected
 
 
 def test_an_embedding_comes_with_the_end(manager: DetokenizerManager) -> None:
     for rid in (1, 2, 3):
-        manager.add(rid, SamplingParams(), PROMPT)
+        manager.add(register(rid, SamplingParams(), PROMPT))
     out = step({3: 7}, [end(1, "stop"), end(2, "stop"), end(9, "stop")], [(1, 2, 0.0), (2, 0, 0.0)])
     out.embeddings = {1: b"abcd", 2: b"efgh", 9: b"ijkl"}
     deltas, stopped = manager.process(out)
@@ -421,7 +424,7 @@ def test_runs_give_what_single_tokens_give(tokenizer: Tokenizer, data: st.DataOb
     found = []
     for lengths in ([1] * len(ids), cuts):
         manager = DetokenizerManager(tokenizer)
-        manager.add(1, params, PROMPT)
+        manager.add(register(1, params, PROMPT))
         deltas, stopped = in_runs(manager, ids, lengths, last)
         entries = [(e.token_id, e.text_offset) for d in deltas for e in d.logprobs or ()]
         tail = deltas[-1]

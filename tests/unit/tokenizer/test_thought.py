@@ -12,6 +12,7 @@ from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.tokenizer_messages import TextDelta
 from engine.tokenizer import DetokenizerManager
 from engine.tokenizer.thought import Thought
+from tests.support.registering import register
 from tests.unit.tokenizer.tokenizer_kinds import make_tokenizer
 
 TOKENIZER = make_tokenizer("byte_level")
@@ -33,7 +34,7 @@ def output(
     manager = DetokenizerManager(TOKENIZER)
     params = SamplingParams(**{"skip_special_tokens": False, **fields}, thinking=thinking)  # type: ignore[arg-type]
     ids = TOKENIZER.encode(text, add_special_tokens=False)
-    manager.add(1, params, PROMPT, ids[:resumed])
+    manager.add(register(1, params, PROMPT, ids[:resumed]))
     shown = ""
     for at in range(resumed, len(ids), together):
         run = ids[at : at + together]
@@ -159,4 +160,4 @@ def test_a_resume_behind_a_stop_id_is_refused() -> None:
     ids = TOKENIZER.encode("a</think>Yes.", add_special_tokens=False)
     params = SamplingParams(stop_token_ids=[token(".")], thinking=OPEN)
     with pytest.raises(ValueError, match="behind its stop"):
-        manager.add(1, params, PROMPT, ids)
+        manager.add(register(1, params, PROMPT, ids))

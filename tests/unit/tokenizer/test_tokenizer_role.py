@@ -72,8 +72,8 @@ def test_a_short_text_does_not_wait_for_a_long_one(peer: Peer) -> None:
 
 def test_a_bad_long_text_is_answered(peer: Peer) -> None:
     message = {"role": "user", "content": "a" * (LONG + 1)}
-    refused = {"bos_token": "x"}
-    peer.outbox.send(tm.ChatRequest(3, peer.inbox.address, [message], template_kwargs=refused))
+    refused = tm.Conversation([message], template_kwargs={"bos_token": "x"})
+    peer.outbox.send(tm.ChatRequest(3, peer.inbox.address, refused))
     reply = peer.reply()
     assert reply.call == 3 and "bos_token" in reply.error
 
@@ -95,7 +95,8 @@ def test_a_bug_in_the_thread_ends_the_role(tmp_path: Path) -> None:
 
 def test_what_is_long() -> None:
     def chat(*contents: Any, **more: Any) -> tm.ChatRequest:
-        return tm.ChatRequest(1, "", [{"role": "user", "content": c} for c in contents], **more)
+        messages = [{"role": "user", "content": c} for c in contents]
+        return tm.ChatRequest(1, "", tm.Conversation(messages, **more))
 
     half = "a" * (LONG // 2 + 1)
     assert not is_long(tm.EncodeRequest(1, "", [half]))

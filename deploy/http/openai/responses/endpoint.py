@@ -6,16 +6,17 @@ from typing import Any
 
 from deploy.http.access.api_key import ApiKey
 from deploy.http.engine_client import EngineClient
-from deploy.http.errors import ErrorReply, Failure
+from deploy.http.errors import ErrorReply
 from deploy.http.generation.endpoint import Endpoint
 from deploy.http.generation.generation import Generation
 from deploy.http.generation.json_route import JsonRoute
-from deploy.http.generation.plan import plan_chat, render
+from deploy.http.generation.plan import plan_chat
 from deploy.http.generation.request import Incoming
 from deploy.http.openai.errors import openai_error
 from deploy.http.openai.responses.generation import ResponseGeneration
 from deploy.http.openai.responses.replies import InputTokens, Response, ResponseEvent
 from deploy.http.openai.responses.request import ResponsesRequest
+from engine.errors import RequestError
 
 
 class ResponsesEndpoint(Endpoint):
@@ -29,7 +30,7 @@ class ResponsesEndpoint(Endpoint):
     events = (ResponseEvent,)
 
     @staticmethod
-    def error_reply(failure: Failure) -> ErrorReply:
+    def error_reply(failure: RequestError) -> ErrorReply:
         return openai_error(failure)
 
     async def prepare(
@@ -39,7 +40,7 @@ class ResponsesEndpoint(Endpoint):
         incoming: Incoming,
     ) -> Generation[Any]:
         request = given.translate(f"resp_{incoming.id}", client.model_info)
-        plan = await plan_chat(client, self.settings, request, incoming.key)
+        plan = await plan_chat(client, self.settings.server, request, incoming.key)
         return ResponseGeneration(client, given, plan, incoming.tracker)
 
 
@@ -55,5 +56,5 @@ class InputTokensRoute(JsonRoute):
         self, client: EngineClient, given: ResponsesRequest, key: ApiKey | None
     ) -> dict[str, Any]:
         request = given.translate("", client.model_info)
-        ids = await render(client, request)
+        ids = await client.render_chat(request.chat)
         return {"object": "response.input_tokens", "input_tokens": len(ids)}

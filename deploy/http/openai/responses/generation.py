@@ -7,12 +7,13 @@ from functools import cached_property
 from typing import Any
 
 from deploy.http.body import encode_json
-from deploy.http.errors import ErrorReply, Failure
+from deploy.http.errors import ErrorReply
 from deploy.http.generation.generation import Generation
 from deploy.http.openai.logprobs import LogprobStyle, chat_logprobs
 from deploy.http.openai.responses.output import Event, OutputItems, Status
 from deploy.http.openai.responses.request import ResponsesRequest
 from deploy.http.parsers.parts import Part, Text, joined
+from engine.errors import RequestError
 from engine.protocol.tokenizer_messages import LogprobEntry, TextDelta
 
 _ECHOED = (
@@ -56,7 +57,7 @@ class ResponseGeneration(Generation[ResponsesRequest]):
         end = {"type": f"response.{self._status}", "response": self._response(self._status)}
         return self._encode([*events, end])
 
-    def error_event(self, failure: Failure, error: ErrorReply) -> bytes:
+    def error_event(self, failure: RequestError, error: ErrorReply) -> bytes:
         code = failure.code or "server_error"
         described = {"code": code, "message": failure.message, "param": failure.param}
         events = self._items.close("incomplete")
@@ -109,7 +110,7 @@ class ResponseGeneration(Generation[ResponsesRequest]):
         incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
         has_ended = status != "in_progress"
         return {
-            "id": plan.request_id,
+            "id": plan.request.id,
             "object": "response",
             "created_at": plan.created,
             "completed_at": int(time.time()) if status == "completed" else None,

@@ -11,6 +11,7 @@ from deploy.http.engine_client import ModelInfo
 from deploy.http.generation.plan import check_model, check_text_length, sampling_params
 from deploy.http.generation.request import (
     ChatRequest,
+    Delivery,
     FieldNames,
     NamedConstraint,
     named_error,
@@ -34,6 +35,7 @@ from deploy.http.openai.responses.tools import (
 from engine.constraints import ConstraintSpec, structured
 from engine.errors import RequestError
 from engine.protocol.sampling_params import MAX_LOGPROBS, SamplingParams
+from engine.protocol.tokenizer_messages import Conversation
 
 LOGPROBS = "message.output_text.logprobs"
 _MAX_INT = 2**31 - 1
@@ -173,18 +175,20 @@ class ResponsesRequest(Strict):
         return ChatRequest(
             id=request_id,
             given_id=request_id.removeprefix("resp_"),
-            model=self.model,
             params=self._sampling_params(info),
             max_tokens=self.max_output_tokens,
             names=FieldNames("input", "max_output_tokens"),
-            stream=self.stream,
+            delivery=Delivery(self.stream),
             constraint=None if spec is None else NamedConstraint(spec, "text.format"),
             priority=self.priority,
             cache_salt=self.cache_salt,
-            messages=head + messages,
+            chat=Conversation(
+                head + messages,
+                tools=tools.for_template,
+                template_kwargs=self._template_kwargs or None,
+            ),
             tools=tools,
             answer_schema=None if tools.format is None else self._answer_schema,
-            template_kwargs=self._template_kwargs,
             compact_above=min(
                 (
                     trigger.compact_threshold

@@ -14,6 +14,7 @@ from deploy.http import body as body_module
 from deploy.http.api import build_api
 from deploy.http.engine_client import EngineHealth
 from deploy.http.settings import ApiSettings
+from deploy.options import ServerOptions
 from tests.support.api_calls import CHAT, COMPLETIONS, USER, call, error_of, post
 from tests.support.fake_client import FakeEngineClient
 
@@ -25,7 +26,7 @@ def refused(path: str, client: FakeEngineClient, settings: ApiSettings, **body: 
 
 
 def test_tokens_of_a_request() -> None:
-    settings = ApiSettings(max_request_tokens=100)
+    settings = ApiSettings(ServerOptions(max_request_tokens=100))
     client = FakeEngineClient()
     body: dict[str, Any] = {"prompt": [[1] * 10, [2] * 20], "n": 2}  # 60 tokens of prompts
     for path, fields in (
@@ -93,7 +94,8 @@ def test_a_body_of_too_many_values_is_refused() -> None:
 
 
 def test_a_body_above_the_limit_is_refused() -> None:
-    for settings, size in ((ApiSettings(), 4 * 2**20), (ApiSettings(max_body_bytes=100), 100)):
+    for size in (4 * 2**20, 1024):
+        settings = ApiSettings(ServerOptions(max_body_bytes=size))
         data = json.dumps({"prompt": "a" * size}).encode()
         headers = {"Content-Type": "application/json"}
         reply = call(

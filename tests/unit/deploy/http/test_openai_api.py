@@ -14,6 +14,7 @@ import pytest
 from deploy.http.api import build_api
 from deploy.http.openai import replies
 from deploy.http.settings import ApiSettings
+from deploy.options import ServerOptions
 from engine.errors import EngineDeadError, RequestError
 from engine.trace import CAPACITY
 from tests.support.api_calls import (
@@ -314,7 +315,7 @@ def test_chat_template_options_reach_the_client() -> None:
     assert client.chat_calls[0]["add_generation_prompt"] is True
     assert client.chat_calls[1]["add_generation_prompt"] is False
     assert client.chat_calls[1]["continue_final_message"] is True
-    allowed = ApiSettings(allow_request_chat_templates=True)
+    allowed = ApiSettings(ServerOptions(allow_request_chat_templates=True))
     body = {"messages": [USER], "chat_template": "T", "max_tokens": 1}
     assert call(client, "POST", CHAT, json=body, api_settings=allowed).status_code == 200
     assert client.chat_calls[2]["chat_template"] == "T"

@@ -15,6 +15,7 @@ from deploy.http.api import build_api
 from deploy.http.openai.chat import ChatCompletionRequest
 from deploy.http.openai.completions import CompletionRequest
 from deploy.http.settings import ApiSettings
+from deploy.options import ServerOptions
 from tests.support.api_calls import CHAT, COMPLETIONS, JSON, USER, call, error_of, events, post
 from tests.support.fake_client import FakeEngineClient
 
@@ -261,8 +262,8 @@ def test_broken_json_and_large_bodies() -> None:
     assert (reply.status_code, error_of(reply)["param"]) == (400, "temperature")
     reply = call(client, "POST", COMPLETIONS, content=b'{"prompt": ', headers=JSON)
     assert (reply.status_code, "line 1" in error_of(reply)["message"]) == (400, True)
-    small = ApiSettings(max_body_bytes=100)
-    body = json.dumps({"prompt": "x" * 100}).encode()
+    small = ApiSettings(ServerOptions(max_body_bytes=1024))
+    body = json.dumps({"prompt": "x" * 1024}).encode()
     reply = call(client, "POST", COMPLETIONS, content=body, headers=JSON, api_settings=small)
     assert reply.status_code == 413
     assert error_of(reply)["code"] == "request_too_large"

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from deploy.http.body import encode_json, parse_request
-from deploy.http.engine_client import ModelInfo
 from deploy.http.generation.plan import plan_texts, resolve_max_tokens
 from deploy.http.generation.request import FieldNames
 from deploy.http.openai.chat import ChatCompletionRequest
@@ -21,15 +20,16 @@ from deploy.http.openai.logprobs import (
     prompt_logprobs,
 )
 from deploy.http.openai.sse import ChunkEncoder
-from deploy.http.settings import ApiSettings
+from deploy.options import ServerOptions
 from engine.errors import RequestError
 from engine.protocol.sampling_params import check_prompt
 from engine.protocol.tokenizer_messages import LogprobEntry
 from engine.tokenizer.tokenizer import normalize_message
 from tests.support.fake_client import FakeEngineClient
+from tests.support.model_info import model_info
 
 USER = {"role": "user", "content": "hi"}
-INFO = ModelInfo("m", max_model_len=100, vocab_size=50, created=0)
+INFO = model_info("m", max_model_len=100, vocab_size=50)
 
 
 def completion(**fields: Any) -> CompletionRequest:
@@ -280,15 +280,15 @@ def test_context_limits() -> None:
 
 
 def test_token_ids_at_the_edges() -> None:
-    check_prompt([0, 49], INFO.vocab_size, "prompt")
+    check_prompt([0, 49], INFO.resolved.model.vocab_size, "prompt")
     for ids in [[], [50], [-1, 3], [10**5000]]:
         with pytest.raises(RequestError):
-            check_prompt(ids, INFO.vocab_size, "prompt")
+            check_prompt(ids, INFO.resolved.model.vocab_size, "prompt")
 
 
 def seeds_of(**fields: Any) -> list[int | None]:
     request = translate(completion(prompt=[1, 2], **fields), "id", INFO)
-    plan = asyncio.run(plan_texts(FakeEngineClient(), ApiSettings(), request, None))
+    plan = asyncio.run(plan_texts(FakeEngineClient(), ServerOptions(), request, None))
     assert all(sequence.params.n == 1 for sequence in plan.sequences)
     return [sequence.params.seed for sequence in plan.sequences]
 
@@ -362,7 +362,8 @@ def test_listed_tokens_and_tokens_as_ids() -> None:
 
 
 def test_chunks_are_one_line_of_json_for_every_reader() -> None:
-    encoder = ChunkEncoder('i"d', "o", 1, "m", "text", 2, with_usage=True)
+    head = {"id": 'i"d', "object": "o", "created": 1, "model": "m"}
+    encoder = ChunkEncoder(head, "text", 2, with_usage=True)
     text = 'a"\n\u2028\u2029\x85\r é😀'
     data = encoder.chunk(1, encode_json(text))
     assert data.endswith(b"\n\n")

@@ -18,6 +18,7 @@ from tests.support.api_calls import COMPLETIONS
 from tests.support.fake_client import FakeEngineClient, expected_ids, expected_text
 from tests.support.http_application import Server, wait_until
 from tests.support.metrics_text import bare
+from tests.support.model_info import model_info
 from tests.support.raw_http import ask
 
 SCOPE = {
@@ -155,7 +156,7 @@ def test_a_client_that_leaves_frees_its_sequences(
 
 def test_a_stream_that_nobody_reads_is_given_up(server: Server) -> None:
     engine = server.client
-    engine._info = engine.model_info.__class__("fake", 10**6, 300, 0)
+    engine._info = model_info("fake", 10**6, 300)
     body = json.dumps({"prompt": "x", "max_tokens": 200_000, "stream": True}).encode()
     head = post_head(len(body))
     with socket.socket() as connection:

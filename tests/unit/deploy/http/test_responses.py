@@ -6,11 +6,13 @@ import json
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from pydantic import TypeAdapter
 
 from deploy.http.openai.responses.replies import Response, ResponseEvent
 from engine.errors import RequestError
+from engine.protocol.tokenizer_messages import Conversation
 from tests.support.api_calls import error_of, post
 from tests.support.fake_client import FakeEngineClient
 
@@ -172,9 +174,9 @@ def test_the_template_gets_the_conversation() -> None:
     rendered: list[Any] = []
     original = client.render_chat
 
-    async def render(messages: list[dict[str, Any]], **options: Any) -> list[int]:
-        rendered.append((messages, options))
-        return await original(messages, **options)
+    async def render(chat: Conversation) -> list[int]:
+        rendered.append((chat.messages, msgspec.structs.asdict(chat)))
+        return await original(chat)
 
     client.render_chat = render  # type: ignore[method-assign]
     whole(

@@ -92,9 +92,7 @@ class World:
         m = encoding.decode(encoding.encode(make(1)), tm.Register)
         await asyncio.sleep(0)
         self.registered.append(m)
-        self.manager.add(
-            m.rid, m.params, m.prompt_ids, m.output_ids, return_token_ids=m.return_token_ids
-        )
+        self.manager.add(m)
         return tm.Registered(1)
 
     def send(self, message: Any) -> None:
@@ -645,3 +643,19 @@ def test_tokenizer_lost_while_registering(tokenizer: Tokenizer) -> None:
     world = Flaky(tokenizer)
     assert read(world) == read(World(tokenizer))
     assert len(world.calls) == 1 and world.resumes == {"tokenizer": 1}
+
+
+def test_the_tokenizer_is_told_the_end_of_a_prompt() -> None:
+    """All of it where its log-probabilities are wanted, until they have come."""
+    prompt = np.arange(100, dtype=np.int32)
+    for params, expected in (
+        (SamplingParams(), prompt[-tm.PROMPT_TAIL :]),
+        (SamplingParams(prompt_logprobs=0), prompt),
+    ):
+        progress = Progress(TokenSequence(prompt, params), ResumeLimits(), Counter())
+        message = progress.register(1, "ingress", 2)
+        assert (message.num_prompt, message.prompt_ids) == (100, expected.tolist())
+    progress.take(TextDelta(2, "a", [1], 1, None, None, 100, 3))
+    again = progress.register(2, "ingress", 3)
+    assert (again.num_prompt, again.prompt_ids) == (100, prompt[-tm.PROMPT_TAIL :].tolist())
+    assert again.output_ids == [1]

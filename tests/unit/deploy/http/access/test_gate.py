@@ -13,6 +13,7 @@ from starlette.routing import Route
 
 from deploy.http.api import access_rules, build_api
 from deploy.http.settings import ApiSettings
+from deploy.options import ServerOptions
 from tests.support.api_keys import entry, write_keys
 from tests.support.fake_client import FakeEngineClient
 from tests.support.http_application import Server
@@ -34,7 +35,7 @@ from tests.support.raw_http import (
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     path = tmp_path_factory.mktemp("keys") / "keys.yaml"
     write_keys(path, entry("user"), entry("admin", role="admin"))
-    running = Server(FakeEngineClient(), ApiSettings(api_keys_file=str(path)))
+    running = Server(FakeEngineClient(), ApiSettings(ServerOptions(api_keys_file=str(path))))
     running.start()
     yield running
     running.stop()

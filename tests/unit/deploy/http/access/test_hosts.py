@@ -8,10 +8,11 @@ import pytest
 
 from deploy.http.access.hosts import host_name, own_hosts
 from deploy.http.settings import ApiSettings
+from deploy.options import ServerOptions
 from tests.support.api_calls import call
 from tests.support.fake_client import FakeEngineClient
 
-CONFIGURED = ApiSettings(allowed_hosts=("api.example.com", "*.models.example.com"))
+CONFIGURED = ApiSettings(ServerOptions(allowed_hosts=["api.example.com", "*.models.example.com"]))
 LOCAL = ApiSettings(is_local=True)
 
 
@@ -68,7 +69,7 @@ def test_names(value: bytes, name: str) -> None:
 
 
 def test_cors() -> None:
-    settings = ApiSettings(cors_origins=("https://chat.example.com",))
+    settings = ApiSettings(ServerOptions(cors_origins=["https://chat.example.com"]))
     ask = {"access-control-request-method": "POST", "access-control-request-headers": "x-api-key"}
     for origin, fine in (("https://chat.example.com", True), ("https://evil.example", False)):
         headers = {"origin": origin, **ask}

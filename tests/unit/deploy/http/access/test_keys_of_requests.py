@@ -12,6 +12,7 @@ import pytest
 from deploy.http.access import key_file
 from deploy.http.api import build_api
 from deploy.http.settings import ApiSettings
+from deploy.options import ServerOptions
 from tests.support.api_calls import CHAT, COMPLETIONS, USER, call
 from tests.support.api_keys import bearer, entry, write_keys
 from tests.support.fake_client import FakeEngineClient
@@ -37,7 +38,7 @@ def keys(tmp_path: Path) -> ApiSettings:
         entry("few", tokens_per_minute=60),
         entry("root", role="admin"),
     )
-    return ApiSettings(api_keys_file=path)
+    return ApiSettings(ServerOptions(api_keys_file=path))
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -159,7 +160,7 @@ def test_a_removed_key(keys: ApiSettings, monkeypatch: pytest.MonkeyPatch) -> No
             stream = asyncio.create_task(http.post(COMPLETIONS, json=body, headers=bearer("a")))
             while not client.started:
                 await asyncio.sleep(0.001)
-            write_keys(Path(keys.api_keys_file), entry("b"))
+            write_keys(Path(str(keys.server.api_keys_file)), entry("b"))
             reply = await http.post(COMPLETIONS, json=body, headers=bearer("a"))
             assert reply.status_code == 401
             assert (await stream).text.endswith("data: [DONE]\n\n")
@@ -168,7 +169,7 @@ def test_a_removed_key(keys: ApiSettings, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_slow_body() -> None:
-    settings = ApiSettings(body_timeout_s=0.05)
+    settings = ApiSettings(ServerOptions(body_timeout_s=0.05))
 
     async def slow() -> Any:
         yield b'{"prompt": '

@@ -13,6 +13,7 @@ import yaml
 from deploy.http.api import access_rules, build_api
 from deploy.http.pages.pages import ASSETS, PAGES
 from deploy.http.settings import ApiSettings
+from deploy.options import ServerOptions
 from tests.support.api_calls import call
 from tests.support.fake_client import FakeEngineClient
 from tests.support.source_files import ROOT
@@ -88,6 +89,6 @@ def test_only_a_server_with_keys_asks_for_one(tmp_path: Path) -> None:
     assert found.json() == {"keys": False} and "etag" not in found.headers
     keys = tmp_path / "keys.yaml"
     keys.write_text(yaml.safe_dump({"keys": [{"name": "a", "sha256": "0" * 64}]}))
-    settings = ApiSettings(api_keys_file=str(keys))
+    settings = ApiSettings(ServerOptions(api_keys_file=str(keys)))
     found = call(FakeEngineClient(), "GET", ASSETS + "access.json", api_settings=settings)
     assert (found.status_code, found.json()) == (200, {"keys": True})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from deploy.http.settings import ApiSettings
 from deploy.http.tracing import provider as provider_module
 from deploy.http.tracing.layer import parent_of
 from deploy.http.tracing.options import TracingOptions
+from deploy.options import ServerOptions
 from engine.errors import RequestError
 from tests.support.api_calls import CHAT, COMPLETIONS, USER, call
 from tests.support.api_keys import bearer, entry, write_keys
@@ -211,7 +213,7 @@ def test_a_failure(spans: Spans, stream: bool, at: int) -> None:
 @pytest.mark.parametrize("sent", ["alice", "somebody"])
 def test_keys(spans: Spans, tmp_path: Path, sent: str) -> None:
     path = write_keys(tmp_path / "keys.yaml", entry("alice"))
-    settings = ApiSettings(tracing=SETTINGS.tracing, api_keys_file=str(path))
+    settings = replace(SETTINGS, server=ServerOptions(api_keys_file=str(path)))
     body = {"messages": [USER], "max_tokens": 2}
     reply = post(FakeEngineClient(), CHAT, settings, json=body, headers=bearer(sent))
     known = sent == "alice"
