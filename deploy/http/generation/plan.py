@@ -41,13 +41,17 @@ MAX_REPORTED_LOGPROBS = 100_000
 """Log-probabilities of one request: some 20 MB in the ingress."""
 
 
-_SAME_NAME = (
-    "n", "min_tokens", "seed", "presence_penalty", "frequency_penalty", "logit_bias", "stop",
-    "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens",
-    "spaces_between_special_tokens", "allowed_token_ids",
+_OTHER_FORM = frozenset(
+    ("max_tokens", "logprobs", "prompt_logprobs", "logprob_token_ids", "bad_words_ids",
+     "constraint", "thinking")
 )  # fmt: skip
-"""Fields that dialects have under the engine's name, if they have them. Of the others,
-`max_tokens` follows from the prompt's length, and the rest from more than one field."""
+"""Fields that dialects have in another form: `max_tokens` follows from the prompt's length too, the
+rest from several fields. All others are taken under the engine's name where a dialect has it."""
+_SAME_NAME = tuple(
+    name
+    for name in SamplingParams.__struct_fields__
+    if name not in _OTHER_FORM and name not in MODEL_DEFAULTS
+)
 
 
 @dataclass
