@@ -180,10 +180,10 @@ def test_a_gpu_without_flashinfer_says_so(
 
 _PREPARE = """
 from engine.actors.worker_actor import WorkerActor
-from engine.registry import KERNELS
+from engine.config import EngineConfig
 from engine.worker import auto_config
 auto_config.detect_device = lambda: "cuda"
-WorkerActor(0).prepare({"model": "models/manta-small", "device": "cuda"}, 1)
+WorkerActor(0).prepare(EngineConfig(device="cuda"), 1)
 """
 
 
