@@ -23,6 +23,7 @@ from deploy.http.access.paths import app_path
 from deploy.http.access.quotas import Quotas
 from deploy.http.anthropic.dialect import ANTHROPIC
 from deploy.http.body import encode_json
+from deploy.http.dialect import RouteParts
 from deploy.http.docs_page import ASSETS, add_docs
 from deploy.http.engine_client import EngineClient, EngineHealth, ModelInfo
 from deploy.http.errors import ErrorReply, failure_of
@@ -69,8 +70,9 @@ def build_api(
     app.add_exception_handler(EngineDeadError, _on_error)
     app.add_exception_handler(Exception, _on_error)
 
-    for kind in (kind for dialect in DIALECTS for kind in dialect.routes):
-        route = kind(client_provider, metrics, settings, quotas)
+    kinds = [(kind, dialect.error_reply) for dialect in DIALECTS for kind in dialect.routes]
+    for kind, error_reply in kinds:
+        route = kind(RouteParts(client_provider, metrics, settings, quotas, error_reply))
         for path, method in itertools.product(kind.paths, kind.methods):
             app.add_api_route(
                 path,

@@ -18,6 +18,18 @@ from deploy.http.settings import ApiSettings
 from engine.errors import RequestError
 
 
+class RouteParts(NamedTuple):
+    """What routes share."""
+
+    client_provider: Callable[[], EngineClient]
+    """Asked at each request."""
+    metrics: ServerMetrics
+    settings: ApiSettings
+    quotas: Quotas
+    error_reply: Callable[[RequestError], ErrorReply]
+    """A failure in the words of the route's API."""
+
+
 class Route(ABC):
     """One route. Ray Serve ships it to each ingress replica."""
 
@@ -39,18 +51,8 @@ class Route(ABC):
     errors: ClassVar[tuple[int, ...]]
     """Statuses of failures."""
 
-    def __init__(
-        self,
-        client_provider: Callable[[], EngineClient],
-        metrics: ServerMetrics,
-        settings: ApiSettings,
-        quotas: Quotas,
-    ) -> None:
-        """`client_provider` is asked at each request."""
-        self.client_provider = client_provider
-        self.metrics = metrics
-        self.settings = settings
-        self.quotas = quotas
+    def __init__(self, parts: RouteParts) -> None:
+        self.client_provider, self.metrics, self.settings, self.quotas, self.error_reply = parts
 
     @abstractmethod
     async def handle(self, request: Request) -> Response:

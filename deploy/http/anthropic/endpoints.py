@@ -5,18 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from deploy.http.access.api_key import ApiKey
-from deploy.http.anthropic.errors import anthropic_error
 from deploy.http.anthropic.generation import MessageGeneration
 from deploy.http.anthropic.replies import AnthropicError, MessageEvent, MessageReply, TokenCount
 from deploy.http.anthropic.request import CountTokensRequest, MessagesRequest
 from deploy.http.engine_client import EngineClient
-from deploy.http.errors import ErrorReply
 from deploy.http.generation.endpoint import Endpoint
 from deploy.http.generation.generation import Generation
 from deploy.http.generation.json_route import JsonRoute
 from deploy.http.generation.plan import plan_chat
 from deploy.http.generation.request import Incoming
-from engine.errors import RequestError
 
 
 class MessagesEndpoint(Endpoint):
@@ -28,10 +25,6 @@ class MessagesEndpoint(Endpoint):
     body = MessagesRequest
     reply = MessageReply
     events = (MessageEvent, AnthropicError)
-
-    @staticmethod
-    def error_reply(failure: RequestError) -> ErrorReply:
-        return anthropic_error(failure)
 
     async def prepare(
         self,

@@ -11,7 +11,6 @@ import logging
 import re
 import time
 from abc import abstractmethod
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import BaseModel
@@ -21,16 +20,14 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from deploy.http.access.api_key import ApiKey
-from deploy.http.access.quotas import Quotas
 from deploy.http.body import parse_body
-from deploy.http.dialect import Route
+from deploy.http.dialect import Route, RouteParts
 from deploy.http.engine_client import EngineClient
 from deploy.http.errors import ErrorReply, failure_of
 from deploy.http.generation.event_stream import EventStream
 from deploy.http.generation.generation import Generation
 from deploy.http.generation.request import Incoming
-from deploy.http.metrics import RequestTracker, ServerMetrics
-from deploy.http.settings import ApiSettings
+from deploy.http.metrics import RequestTracker
 from deploy.options import ServerOptions
 from engine.errors import RequestError
 
@@ -100,24 +97,13 @@ class Endpoint(Route):
     body: ClassVar[type[BaseModel]]
     errors = (400, 404, 408, 413, 415, 429, 500, 503)
 
-    def __init__(
-        self,
-        client_provider: Callable[[], EngineClient],
-        metrics: ServerMetrics,
-        settings: ApiSettings,
-        quotas: Quotas,
-    ) -> None:
-        super().__init__(client_provider, metrics, settings, quotas)
-        metrics.add_endpoint(self.name)
+    def __init__(self, parts: RouteParts) -> None:
+        super().__init__(parts)
+        self.metrics.add_endpoint(self.name)
 
     async def handle(self, request: Request) -> Response:
         """The HTTP handler. The response that it returns reads the body and answers."""
         return GenerationResponse(self)
-
-    @staticmethod
-    @abstractmethod
-    def error_reply(failure: RequestError) -> ErrorReply:
-        """The failure in the API's words."""
 
     @abstractmethod
     async def prepare(

@@ -9,10 +9,11 @@ from pydantic import Field, model_validator
 
 from deploy.http.body import MAX_MESSAGES, Effort, FreeObject, Strict, encode_json, refusal
 from deploy.http.engine_client import EngineClient, ModelInfo
+from deploy.http.generation.endpoint import Endpoint
 from deploy.http.generation.generation import Generation, Output
 from deploy.http.generation.plan import check_model, check_text_length, plan_chat
 from deploy.http.generation.request import ChatRequest, FieldNames, Incoming
-from deploy.http.openai.generation import OpenAIEndpoint, OpenAIGeneration
+from deploy.http.openai.generation import OpenAIGeneration
 from deploy.http.openai.logprobs import LogprobStyle, chat_logprobs, prompt_logprobs
 from deploy.http.openai.messages import ChatMessage, TextPart
 from deploy.http.openai.parts import delta_payloads, finish_reason, message_fields
@@ -122,7 +123,7 @@ class ChatCompletionRequest(GenerationFields):
         return self
 
 
-class ChatEndpoint(OpenAIEndpoint):
+class ChatEndpoint(Endpoint):
     """Renders the conversation with the model's chat template and generates the reply."""
 
     name = "chat_completions"
@@ -131,6 +132,7 @@ class ChatEndpoint(OpenAIEndpoint):
     body = ChatCompletionRequest
     reply = ChatCompletion
     events = (ChatCompletionChunk, Error)
+    done = "[DONE]"
 
     async def prepare(
         self,

@@ -8,11 +8,12 @@ from pydantic import model_validator
 
 from deploy.http.body import encode_json, refusal
 from deploy.http.engine_client import EngineClient, ModelInfo
+from deploy.http.generation.endpoint import Endpoint
 from deploy.http.generation.generation import Generation, Output
 from deploy.http.generation.plan import Plan, check_model, plan_texts
 from deploy.http.generation.request import FieldNames, Incoming, TextRequest
 from deploy.http.metrics import RequestTracker
-from deploy.http.openai.generation import OpenAIEndpoint, OpenAIGeneration
+from deploy.http.openai.generation import OpenAIGeneration
 from deploy.http.openai.logprobs import completion_logprobs, echoed_logprobs, prompt_logprobs
 from deploy.http.openai.replies import Completion, CompletionChunk, Error
 from deploy.http.openai.request import (
@@ -60,7 +61,7 @@ class CompletionRequest(GenerationFields):
         return self
 
 
-class CompletionEndpoint(OpenAIEndpoint):
+class CompletionEndpoint(Endpoint):
     """Continues prompts, which are texts or token ids."""
 
     name = "completions"
@@ -69,6 +70,7 @@ class CompletionEndpoint(OpenAIEndpoint):
     body = CompletionRequest
     reply = Completion
     events = (CompletionChunk, Error)
+    done = "[DONE]"
 
     async def prepare(
         self,

@@ -11,10 +11,11 @@ from deploy.http.access.api_key import ApiKey
 from deploy.http.body import Strict, encode_json, refusal
 from deploy.http.engine_client import EngineClient
 from deploy.http.generation.embedding import EmbeddingGeneration
+from deploy.http.generation.endpoint import Endpoint
 from deploy.http.generation.generation import Generation
 from deploy.http.generation.plan import Plan, check_model, plan_texts
 from deploy.http.generation.request import Delivery, FieldNames, Incoming, TextRequest, Truncation
-from deploy.http.openai.generation import OpenAIEndpoint, usage
+from deploy.http.openai.generation import usage
 from deploy.http.openai.replies import Embeddings
 from deploy.http.openai.request import Prompts, documented
 from deploy.options import ServerOptions
@@ -101,7 +102,7 @@ class EmbeddingRequest(PooledFields):
     normalize: bool = True
 
 
-class EmbeddingEndpoint(OpenAIEndpoint):
+class EmbeddingEndpoint(Endpoint):
     """Embeds prompts, which are texts or token ids."""
 
     name = "embeddings"

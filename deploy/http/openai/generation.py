@@ -7,26 +7,12 @@ from functools import cached_property
 from typing import Any, ClassVar, TypeVar
 
 from deploy.http.body import encode_json
-from deploy.http.errors import ErrorReply
-from deploy.http.generation.endpoint import Endpoint
 from deploy.http.generation.generation import Generation, Output
-from deploy.http.openai.errors import openai_error
 from deploy.http.openai.request import GenerationFields
 from deploy.http.openai.sse import DONE, ChunkEncoder
-from engine.errors import RequestError
 from engine.protocol.tokenizer_messages import TextDelta
 
 F = TypeVar("F", bound=GenerationFields)
-
-
-class OpenAIEndpoint(Endpoint):
-    """A route whose errors have OpenAI's shape."""
-
-    done = "[DONE]"
-
-    @staticmethod
-    def error_reply(failure: RequestError) -> ErrorReply:
-        return openai_error(failure)
 
 
 class OpenAIGeneration(Generation[F]):

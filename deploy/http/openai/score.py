@@ -9,10 +9,11 @@ from pydantic import ConfigDict, model_validator
 from deploy.http.body import encode_json, refusal
 from deploy.http.engine_client import EngineClient
 from deploy.http.generation.embedding import EmbeddingGeneration
+from deploy.http.generation.endpoint import Endpoint
 from deploy.http.generation.generation import Generation
 from deploy.http.generation.request import Incoming
 from deploy.http.openai.embeddings import PooledFields
-from deploy.http.openai.generation import OpenAIEndpoint, usage
+from deploy.http.openai.generation import usage
 from deploy.http.openai.replies import Scores
 from deploy.http.openai.request import Texts
 from engine.protocol.pooling import FloatArray
@@ -66,7 +67,7 @@ class ScoreRequest(PooledFields):
         return first, second
 
 
-class ScoreEndpoint(OpenAIEndpoint):
+class ScoreEndpoint(Endpoint):
     """Compares texts by the cosine of their embeddings."""
 
     name = "score"

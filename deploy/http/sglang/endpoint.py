@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from deploy.http.engine_client import EngineClient
-from deploy.http.errors import ErrorReply
 from deploy.http.generation.endpoint import Endpoint
 from deploy.http.generation.generation import Generation
 from deploy.http.generation.plan import Plan, plan_texts
 from deploy.http.generation.request import Incoming
-from deploy.http.sglang.errors import sglang_error
 from deploy.http.sglang.generation import GenerateGeneration
 from deploy.http.sglang.replies import GeneratedChunk, GenerateReply, SGLangError
 from deploy.http.sglang.request import GenerateFields
@@ -27,10 +25,6 @@ class GenerateEndpoint(Endpoint):
     reply = GenerateReply
     events = (GeneratedChunk, SGLangError)
     done = "[DONE]"
-
-    @staticmethod
-    def error_reply(failure: RequestError) -> ErrorReply:
-        return sglang_error(failure)
 
     async def prepare(
         self,

@@ -6,17 +6,14 @@ from typing import Any
 
 from deploy.http.access.api_key import ApiKey
 from deploy.http.engine_client import EngineClient
-from deploy.http.errors import ErrorReply
 from deploy.http.generation.endpoint import Endpoint
 from deploy.http.generation.generation import Generation
 from deploy.http.generation.json_route import JsonRoute
 from deploy.http.generation.plan import plan_chat
 from deploy.http.generation.request import Incoming
-from deploy.http.openai.errors import openai_error
 from deploy.http.openai.responses.generation import ResponseGeneration
 from deploy.http.openai.responses.replies import InputTokens, Response, ResponseEvent
 from deploy.http.openai.responses.request import ResponsesRequest
-from engine.errors import RequestError
 
 
 class ResponsesEndpoint(Endpoint):
@@ -28,10 +25,6 @@ class ResponsesEndpoint(Endpoint):
     body = ResponsesRequest
     reply = Response
     events = (ResponseEvent,)
-
-    @staticmethod
-    def error_reply(failure: RequestError) -> ErrorReply:
-        return openai_error(failure)
 
     async def prepare(
         self,
