@@ -100,6 +100,9 @@ class EngineConfig(BaseModel):
     """simulated: a device that takes a set time and computes nothing (benchmarks)."""
     simulated: SimulatedDevice = Field(default_factory=SimulatedDevice)
     """Step times of `device: simulated`."""
+    model_impl: Literal["auto", "native", "transformers"] = "auto"
+    """native: Manta's own code of the architecture. transformers: that of the library of this name,
+    for any of its decoders. auto: native where there is one."""
     load_format: Literal["auto", "dummy"] = "auto"
     """dummy: random weights (benchmarks)."""
     seed: int = 0
@@ -259,7 +262,7 @@ class EngineConfig(BaseModel):
     def resolve(self) -> ResolvedConfig:
         """Read the model's config and check every size against it. Raises `ConfigError`."""
         folder = resolve_model_path(self.model, self.revision)
-        model = ModelConfig.from_pretrained(folder)
+        model = ModelConfig.from_pretrained(folder, self.model_impl)
         max_len = self.max_model_len or model.max_position_embeddings
         if max_len > model.max_position_embeddings:
             raise ConfigError(

@@ -38,6 +38,8 @@ def stage_bytes(
 ) -> int:
     """Bytes of one rank's matrices on stage `pp_rank` (norms and biases don't matter here), whose
     plain numbers have `item` bytes."""
+    if model.layout is not None:  # one rank has all of it
+        return PLAIN.matrix_bytes(1, model.layout.num_parameters, item)
     layer = sum(form.matrix_bytes(*shape, item) for shape in model.layer_matrices(tp_size))
     num_bytes = len(model.stage_layers(pp_size)[pp_rank]) * layer
     rows, hidden = -(-model.vocab_size // tp_size), model.hidden_size

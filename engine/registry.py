@@ -122,6 +122,8 @@ DRAFTERS: Registry[Any] = Registry(
 )
 """Calls that take a `SpeculativeConfig` and return a `Drafter`."""
 
+TRANSFORMERS = "transformers"
+"""The word for a decoder that transformers' code computes."""
 # One decoder with switches in `ModelConfig`: biases, norms of q and k, sliding windows.
 _LLAMA = "engine.models.llama:LlamaModel"
 
@@ -132,6 +134,7 @@ MODELS: Registry[Any] = Registry(
         "MistralForCausalLM": _LLAMA,
         "Qwen2ForCausalLM": _LLAMA,
         "Qwen3ForCausalLM": _LLAMA,
+        TRANSFORMERS: "engine.models.transformers_model:TransformersModel",
     },
 )
 """Models by their name in config.json."""

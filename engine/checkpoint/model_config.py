@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from engine.checkpoint.layout import ModelLayout, read_layout
 from engine.checkpoint.quantization import refuse_quantized
 from engine.checkpoint.values import ConfigValues
 from engine.errors import ConfigError
-from engine.registry import MODELS
+from engine.registry import MODELS, TRANSFORMERS
 
 _MODEL_TYPES = {
     "llama": "LlamaForCausalLM",
@@ -119,9 +120,16 @@ class ModelConfig:
     """Sliding window of each layer in tokens, None for full attention."""
     dtype: str
     eos_token_ids: tuple[int, ...]
+    layout: ModelLayout | None = None
+    """Of a model that transformers' code computes; None: ours does."""
 
     def check_split(self, tp_size: int, pp_size: int) -> None:
         """Raise `ConfigError` unless the model can be divided over this many ranks."""
+        if self.layout is not None and (tp_size > 1 or pp_size > 1):
+            raise ConfigError(
+                f"{self.layout.class_name} runs through transformers, which can't be divided yet; "
+                "set tp_size: 1 and pp_size: 1."
+            )
         if self.num_heads % tp_size:
             raise ConfigError(
                 f"tp_size ({tp_size}) must divide the model's {self.num_heads} attention heads."
@@ -172,14 +180,15 @@ class ModelConfig:
         return [range(starts[stage], starts[stage + 1]) for stage in range(pp_size)]
 
     @classmethod
-    def from_pretrained(cls, path: str | Path) -> ModelConfig:
+    def from_pretrained(cls, path: str | Path, impl: str = "auto") -> ModelConfig:
         """Read `config.json` (and `generation_config.json` for the eos ids) of a model folder.
 
-        Raises `ConfigError` if the folder, the file or the model that it describes can't be served.
+        `impl`: the configuration's `model_impl`. Raises `ConfigError` if the folder, the file or
+        the model that it describes can't be served.
         """
         folder = Path(path)
         config = _read_json(folder, "config.json")
-        architecture = _architecture(folder, config)
+        architecture = None if impl == "transformers" else _architecture(folder, config, impl)
         if config.get("transformers_weights") is not None:
             raise ConfigError(
                 f"{folder}/config.json names its weights in 'transformers_weights', which isn't "
@@ -192,8 +201,49 @@ class ModelConfig:
         generation: dict[str, Any] = {}
         if (folder / "generation_config.json").exists():
             generation = _read_json(folder, "generation_config.json")
+        if architecture is None:
+            return cls._from_layout(folder, read_layout(folder), generation)
         values = ConfigValues(folder / "config.json", config, _DEFAULTS[architecture])
         return cls._from_values(folder, architecture, values, generation)
+
+    @classmethod
+    def _from_layout(
+        cls, folder: Path, layout: ModelLayout, generation: dict[str, Any]
+    ) -> ModelConfig:
+        if layout.lacks:
+            raise ConfigError(
+                f"{folder} holds a {layout.class_name}, which needs {layout.lacks}: that isn't "
+                "supported yet."
+            )
+        eos = layout.eos_token_ids
+        if "eos_token_id" in generation:
+            values = ConfigValues(folder / "generation_config.json", generation, {})
+            eos = values.token_ids("eos_token_id")
+        call = layout.calls[0]
+        return cls(
+            path=folder,
+            architecture=TRANSFORMERS,
+            hidden_size=layout.hidden_size,
+            num_layers=len(layout.calls),
+            num_heads=call.num_heads,
+            num_kv_heads=call.num_kv_heads,
+            head_dim=call.k_dim,
+            intermediate_size=layout.hidden_size,
+            vocab_size=layout.vocab_size,
+            max_position_embeddings=layout.max_positions,
+            rms_norm_eps=0.0,
+            hidden_act="",
+            rope=RopeConfig(),
+            tie_word_embeddings=False,
+            qkv_bias=False,
+            o_bias=False,
+            mlp_bias=False,
+            qk_norm=False,
+            layer_windows=tuple(call.window for call in layout.calls),
+            dtype=layout.dtype,
+            eos_token_ids=eos,
+            layout=layout,
+        )
 
     @classmethod
     def _from_values(
@@ -247,8 +297,9 @@ class ModelConfig:
         return model
 
 
-def _architecture(folder: Path, config: dict[str, Any]) -> str:
-    """The architecture that config.json means. As in transformers, `model_type` decides."""
+def _architecture(folder: Path, config: dict[str, Any], impl: str) -> str | None:
+    """The architecture that config.json means; None: one that transformers may know. As there,
+    `model_type` decides."""
     named = config.get("architectures")
     name = str(named[0]) if isinstance(named, list) and named else ""
     kind = config.get("model_type")
@@ -257,20 +308,17 @@ def _architecture(folder: Path, config: dict[str, Any]) -> str:
         return own  # `auto_map` is not needed then: the code is built in
     if kind is None and name in MODELS and "auto_map" not in config:
         return name
-    if "auto_map" in config:
-        raise ConfigError(
-            f"{folder}/config.json has 'auto_map': the checkpoint wants to run its own code, "
-            "which Manta never does. Use a checkpoint of a built-in architecture: "
-            f"{', '.join(MODELS)}."
-        )
+    if impl == "auto" and own is None and isinstance(kind, str) and name not in MODELS:
+        return None
     if name in MODELS:
         raise ConfigError(
             f"{folder}/config.json has architecture {name} and model_type {kind!r}, which don't "
             f"belong together; correct one of them. model_type is one of {', '.join(_MODEL_TYPES)}."
         )
     raise ConfigError(
-        f"architecture {name or '(none named)'} of {folder} is not supported; "
-        f"supported are {', '.join(MODELS)}."
+        f"architecture {name or '(none named)'} of {folder} is not supported; supported are "
+        f"{', '.join(word for word in MODELS if word != TRANSFORMERS)}, and with model_impl: auto "
+        "what transformers knows."
     )
 
 

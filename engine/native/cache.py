@@ -13,21 +13,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from platformdirs.unix import Unix
-
 from engine.native.errors import BuildError
+from engine.process import folders
+from engine.process.folders import FOLDER_VARIABLE
 
-FOLDER_VARIABLE = "MANTA_CACHE_DIR"
 FAILURE_VALID_S = 3600.0
 """For how long a failed build isn't tried again by processes that only want the library."""
 
 
 def cache_folder() -> Path:
-    """`$MANTA_CACHE_DIR`, or `manta` in the user's folder for caches (XDG). Raises `BuildError` if
-    there is no home folder."""
-    named = os.environ.get(FOLDER_VARIABLE)
+    """`folders.cache_folder`. Raises `BuildError` if there is no home folder."""
     try:
-        return Path(named) if named else Unix("manta").user_cache_path
+        return folders.cache_folder()
     except RuntimeError as error:
         raise BuildError("there is no home folder", _advice()) from error
 

@@ -1,0 +1,218 @@
+"""Follows one forward of a model of transformers, and prints its `ModelLayout` as JSON.
+
+python -m engine.models.recording FOLDER
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils import logging
+
+from engine.checkpoint.layout import AttentionCall, ModelLayout
+from engine.errors import ConfigError
+
+NUM_TOKENS = 24
+FAR = 1 << 17
+"""A position so far behind that every window ends before it."""
+_KNOWN = frozenset(
+    ("dropout", "scaling", "sliding_window", "softcap", "s_aux", "position_ids", "use_cache",
+     "output_attentions", "output_hidden_states", "return_dict", "is_causal", "cache_position",
+     "output_router_logits", "logits_to_keep", "num_items_in_batch", "position_embeddings")
+)  # fmt: skip
+_NAME = "manta_recording"
+_CAUSAL: Any = AutoModelForCausalLM
+_LOGGING: Any = logging
+
+Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+class Recorder:
+    """Attention and mask functions that note what they are asked, and compute nothing."""
+
+    def __init__(self) -> None:
+        self.calls: list[AttentionCall] = []
+        self._keys: list[Tensor] = []
+
+    def attention(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        """What a layer calls: `q` [1, heads, T, k_dim], `k` and `v` [1, kv heads, T, ...]."""
+        rule = getattr(mask, "manta_rule", None)
+        unknown = [name for name in kwargs if name not in _KNOWN and kwargs[name] is not None]
+        window = chunk = None
+        if rule is not None:
+            kind, size = classify(rule)
+            window = size if kind == "sliding" else None
+            chunk = size if kind == "chunked" else None
+            if kind == "other":
+                unknown.append("a mask of its own")
+        elif mask is not None:
+            unknown.append("a mask of its own")
+        scale = kwargs.get("scaling")
+        self.calls.append(
+            AttentionCall(
+                num_heads=q.shape[1],
+                num_kv_heads=k.shape[1],
+                k_dim=k.shape[-1],
+                v_dim=v.shape[-1],
+                scale=float(scale) if scale is not None else q.shape[-1] ** -0.5,
+                window=window,
+                chunk=chunk,
+                softcap=kwargs.get("softcap"),
+                has_sinks=kwargs.get("s_aux") is not None,
+                kv_of=next((i for i, known in enumerate(self._keys) if known is k), None),
+                unknown=tuple(sorted(unknown)),
+            )
+        )
+        self._keys.append(k)
+        return q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[-1]), None
+
+    @staticmethod
+    def mask(
+        batch_size: int,
+        q_length: int,
+        kv_length: int,
+        q_offset: int = 0,
+        kv_offset: int = 0,
+        mask_function: Rule | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """A mask that carries its rule to the layers that get it."""
+        mask = torch.ones((1, 1, q_length, kv_length), dtype=torch.bool)
+        mask.manta_rule = mask_function  # type: ignore[attr-defined]
+        return mask
+
+
+def classify(rule: Rule) -> tuple[str, int | None]:
+    """What a mask's rule means: ("causal", None), ("sliding", tokens), ("chunked", tokens), or
+    ("other", None). It is asked about a few positions."""
+
+    def sees(query: int, key: int) -> bool:
+        zero = torch.tensor(0)
+        return bool(rule(zero, zero, torch.tensor(query), torch.tensor(key)))
+
+    if sees(3, 5) or not sees(FAR, FAR):
+        return "other", None
+    if sees(FAR, 0) and sees(FAR, FAR // 2):
+        return "causal", None
+    low, high = 0, FAR  # a distance that is seen, and one that isn't
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if sees(FAR, FAR - middle) else (low, middle)
+    later = FAR + max(1, high // 2)
+    if sees(later, later - high + 1) and not sees(later, later - high):
+        return "sliding", high
+    start = FAR - low
+    for size in range(1, 1 << 16):
+        end = start + size - 1
+        if start % size == 0 and sees(end, start) and not sees(end + 1, start):
+            return "chunked", size
+    return "other", None
+
+
+def point_at(model: nn.Module, name: str) -> None:
+    """Let every part of the model call the attention and experts functions of this name."""
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if config is not None and hasattr(config, "_attn_implementation"):
+            config._attn_implementation_internal = name
+            config._attn_implementation = name
+        if config is not None and hasattr(config, "_experts_implementation"):
+            config._experts_implementation_internal = name
+            config._experts_implementation = name
+
+
+def record(folder: Path) -> ModelLayout:
+    """The layout of a model folder. Raises `ConfigError`."""
+    config = _config(folder)
+    with torch.device("meta"):
+        model = _CAUSAL.from_config(config, trust_remote_code=False)
+    recorder = Recorder()
+    ALL_ATTENTION_FUNCTIONS.register(_NAME, recorder.attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(_NAME, recorder.mask)
+    ALL_EXPERTS_FUNCTIONS.register(_NAME, lambda module, hidden, *more: torch.zeros_like(hidden))
+    point_at(model, _NAME)
+    _run(model)
+    text = config.get_text_config(decoder=True)
+    eos = text.eos_token_id
+    return ModelLayout(
+        class_name=type(model).__name__,
+        hidden_size=text.hidden_size,
+        vocab_size=text.vocab_size,
+        max_positions=int(getattr(text, "max_position_embeddings", None) or 1 << 17),
+        dtype=str(config.dtype or torch.float32).removeprefix("torch."),
+        eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        calls=tuple(recorder.calls),
+    )
+
+
+def _config(folder: Path) -> Any:
+    values = json.loads((folder / "config.json").read_bytes())
+    kind = values.get("model_type")
+    if kind not in CONFIG_MAPPING:
+        named = values.get("architectures") or ["(none named)"]
+        own = " It wants to run its own code ('auto_map'), which Manta never does."
+        raise ConfigError(
+            f"architecture {named[0]} of {folder} is not supported: transformers "
+            f"{transformers.__version__} doesn't know model_type '{kind}'."
+            f"{own if 'auto_map' in values else ''}"
+        )
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # what transformers raises for odd files has no common class
+        raise ConfigError(f"transformers can't read {folder}/config.json: {error}") from error
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigError(
+            f"{folder} holds a model of type '{config.model_type}', which generates no text."
+        )
+    return config
+
+
+def _run(model: nn.Module) -> None:
+    """One forward on `meta`, with the arguments that the model takes."""
+    ids = torch.zeros((1, NUM_TOKENS), dtype=torch.long, device="meta")
+    known = inspect.signature(model.forward).parameters
+    given: dict[str, Any] = {"input_ids": ids, "use_cache": False}
+    if "position_ids" in known:
+        given["position_ids"] = torch.arange(NUM_TOKENS)[None].to("meta")
+    if "logits_to_keep" in known:
+        # A tensor: for a number, 0 included, some models drop hidden states in their last layers.
+        given["logits_to_keep"] = torch.arange(NUM_TOKENS, device="meta")
+    mask = torch.ones((1, NUM_TOKENS), dtype=torch.long, device="meta")
+    failure: Exception | None = None
+    for more in ({"attention_mask": mask}, {}):
+        try:
+            with torch.inference_mode():
+                model(**given, **more)
+            return
+        except Exception as error:  # the code of any model
+            failure = failure or error
+    raise ConfigError(
+        f"the forward of {type(model).__name__} can't be followed ({type(failure).__name__}: "
+        f"{failure}); it isn't supported yet."
+    )
+
+
+if __name__ == "__main__":
+    _LOGGING.set_verbosity_error()
+    try:
+        sys.stdout.buffer.write(msgspec.json.encode(record(Path(sys.argv[1]))))
+    except ConfigError as error:
+        sys.exit(" ".join(str(error).split()))
