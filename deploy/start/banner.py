@@ -25,7 +25,7 @@ def describe(app: Any) -> str:
     engine, model = app.engine, app.resolved.model
     replicas = f"{app.max_replicas} replicas of " if app.max_replicas > 1 else ""
     return (
-        f"{app.model_name} ({model.architecture}) from {model.path}, {replicas}tp {engine.tp_size} "
+        f"{app.model_name} ({model.title}) from {model.path}, {replicas}tp {engine.tp_size} "
         f"pp {engine.pp_size}, device {engine.device}"
     )
 

@@ -123,6 +123,13 @@ class ModelConfig:
     layout: ModelLayout | None = None
     """Of a model that transformers' code computes; None: ours does."""
 
+    @property
+    def title(self) -> str:
+        """Architecture and whose code it is, for a person."""
+        if self.layout is None:
+            return self.architecture
+        return f"{self.layout.class_name}, by transformers"
+
     def check_split(self, tp_size: int, pp_size: int) -> None:
         """Raise `ConfigError` unless the model can be divided over this many ranks."""
         if self.layout is not None and (tp_size > 1 or pp_size > 1):
@@ -310,6 +317,11 @@ def _architecture(folder: Path, config: dict[str, Any], impl: str) -> str | None
         return name
     if impl == "auto" and own is None and isinstance(kind, str) and name not in MODELS:
         return None
+    if "auto_map" in config:
+        raise ConfigError(
+            f"{folder}/config.json has 'auto_map': the checkpoint wants to run its own code, "
+            "which Manta never does. Use a checkpoint of an architecture that is built in."
+        )
     if name in MODELS:
         raise ConfigError(
             f"{folder}/config.json has architecture {name} and model_type {kind!r}, which don't "

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -101,29 +101,43 @@ class Recorder:
 
 def classify(rule: Rule) -> tuple[str, int | None]:
     """What a mask's rule means: ("causal", None), ("sliding", tokens), ("chunked", tokens), or
-    ("other", None). It is asked about a few positions."""
+    ("other", None). It is asked about some positions only."""
 
     def sees(query: int, key: int) -> bool:
         zero = torch.tensor(0)
         return bool(rule(zero, zero, torch.tensor(query), torch.tensor(key)))
 
-    if sees(3, 5) or not sees(FAR, FAR):
-        return "other", None
-    if sees(FAR, 0) and sees(FAR, FAR // 2):
-        return "causal", None
+    for kind, size in _guesses(sees):
+        if all(sees(*pair) == _is_seen(kind, size, *pair) for pair in _pairs(size or 0)):
+            return kind, size
+    return "other", None
+
+
+def _guesses(sees: Callable[[int, int], bool]) -> Iterator[tuple[str, int | None]]:
+    yield "causal", None
     low, high = 0, FAR  # a distance that is seen, and one that isn't
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if sees(FAR, FAR - middle) else (low, middle)
-    later = FAR + max(1, high // 2)
-    if sees(later, later - high + 1) and not sees(later, later - high):
-        return "sliding", high
-    start = FAR - low
-    for size in range(1, 1 << 16):
-        end = start + size - 1
-        if start % size == 0 and sees(end, start) and not sees(end + 1, start):
-            return "chunked", size
-    return "other", None
+    yield "sliding", high
+    start = FAR - low  # of the chunk, if it is one
+    for size in range(low + 1, FAR):
+        if start % size == 0:
+            yield "chunked", size
+
+
+def _is_seen(kind: str, size: int | None, query: int, key: int) -> bool:
+    if key > query or size is None:
+        return key <= query
+    return key > query - size if kind == "sliding" else key // size == query // size
+
+
+def _pairs(size: int) -> list[tuple[int, int]]:
+    """Positions (query, key) at which the kinds differ, and some between."""
+    edges = [n + d for n in (0, size, 2 * size, FAR) for d in (0, 1, 2, 3, size // 2)]
+    steps = (0, 1, 2, 3, 7, size // 3, size // 2, size - 1, size, size + 1, 3 * size + 2)
+    pairs = [(query, query - step) for query in edges for step in steps if 0 <= step <= query]
+    return [*pairs, (3, 5), (FAR, 0), (FAR, FAR // 2), (FAR - 1, FAR)]
 
 
 def point_at(model: nn.Module, name: str) -> None:

@@ -58,6 +58,8 @@ def make_worker_config(
     if threads is None:
         threads = auto_threads(num_cores(), engine.world_size * share, serving=serving)
     kernels = _kernels(engine, config.model, dtype, device)
+    # The code of other architectures may look at what the device computes.
+    captures = device == "cuda" and config.model.layout is None
     worker = WorkerConfig(
         config,
         dtype,
@@ -67,7 +69,7 @@ def make_worker_config(
         max_step_tokens=max_step_tokens(engine, config.max_model_len),
         kernels=kernels,
         cpu_threads=threads,
-        cuda_graph_max_batch_size=graph_max_batch_size(engine) if device == "cuda" else 0,
+        cuda_graph_max_batch_size=graph_max_batch_size(engine) if captures else 0,
         short_step_s=short_step_s(
             threads * engine.world_size * share, num_cores(), kernels.layers, serving=serving
         ),

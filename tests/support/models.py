@@ -49,8 +49,52 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 """All that Manta serves, with `make_model`'s arguments."""
 
 
+THROUGH_TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "granite": (
+        "GraniteForCausalLM",
+        {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.8,
+            "logits_scaling": 2.0,
+            "attention_multiplier": 0.2,
+        },
+    ),
+    "phi3": ("Phi3ForCausalLM", {}),
+    "olmo2": ("Olmo2ForCausalLM", {}),
+    "smollm3": ("SmolLM3ForCausalLM", {"no_rope_layer_interval": 2}),
+    "glm4": ("Glm4ForCausalLM", {"head_dim": 8, "partial_rotary_factor": 0.5}),
+    "gpt_neox": ("GPTNeoXForCausalLM", {}),
+    "cohere2": (
+        "Cohere2ForCausalLM",
+        {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    ),
+    "gemma3": (
+        "Gemma3ForCausalLM",
+        {
+            "config_name": "Gemma3TextConfig",
+            "head_dim": 16,
+            "query_pre_attn_scalar": 16,
+            "sliding_window": 24,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+    ),
+    "mixtral": ("MixtralForCausalLM", {"num_local_experts": 4}),
+    "qwen3_moe": (
+        "Qwen3MoeForCausalLM",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 16},
+    ),
+}
+"""Some that transformers' code computes, each with something that Llama lacks."""
+
+
 def make_model(
-    folder: Path, arch: str, *, seed: int = 0, max_shard_size: str = "5GB", **overrides: Any
+    folder: Path,
+    arch: str,
+    *,
+    seed: int = 0,
+    max_shard_size: str = "5GB",
+    config_name: str = "",
+    **overrides: Any,
 ) -> Path:
     """Write a model of architecture `arch` (e.g. "LlamaForCausalLM"), without a tokenizer.
 
@@ -59,7 +103,8 @@ def make_model(
     """
     import transformers  # slow to import, and processes that only load models don't need it
 
-    config_class = getattr(transformers, arch.removesuffix("ForCausalLM") + "Config")
+    config_name = config_name or arch.removesuffix("ForCausalLM") + "Config"
+    config_class = getattr(transformers, config_name)
     config = config_class(**{**_SMALL, **overrides})
     config.dtype = "float32"
     model = getattr(transformers, arch)(config)
@@ -69,7 +114,7 @@ def make_model(
             noise = torch.randn(parameter.shape, generator=generator)
             if name.endswith("norm.weight"):
                 parameter.copy_(1.0 + 0.2 * noise)
-            elif name.endswith("bias"):
+            elif parameter.ndim < 2 or name.endswith("bias"):
                 parameter.copy_(0.3 * noise)
             elif "embed_tokens" in name or "lm_head" in name:
                 parameter.copy_(0.5 * noise)

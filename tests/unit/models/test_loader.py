@@ -113,7 +113,7 @@ def test_own_code_and_unknown_architectures_are_refused(folder: Path) -> None:
     edit_config(folder, architectures=["MambaForCausalLM"], model_type="mamba")
     with pytest.raises(ConfigError, match="MambaForCausalLM"):
         make_runner(str(folder))
-    edit_config(folder, auto_map={"AutoModelForCausalLM": "modeling.Evil"})
+    edit_config(folder, auto_map={"AutoModelForCausalLM": "modeling.Evil"}, model_type="evil")
     with pytest.raises(ConfigError, match="auto_map"):
         make_runner(str(folder))
 

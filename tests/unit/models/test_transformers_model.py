@@ -1,0 +1,186 @@
+"""Decoders that transformers' code computes over our pages: its own tokens, whatever the steps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from engine.checkpoint import layout
+from engine.checkpoint.layout import ModelLayout, read_layout
+from engine.checkpoint.model_config import ModelConfig
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.models import recording
+from engine.models.recording import classify
+from engine.protocol.sampling_params import SamplingParams
+from tests.support.engines import engine_for, greedy_reference, load_reference
+from tests.support.models import THROUGH_TRANSFORMERS, make_model
+
+MAX_NEW = 10
+GREEDY = SamplingParams(max_tokens=MAX_NEW, temperature=0, ignore_eos=True, logprobs=2)
+SHARED = [7 + 5 * i % 190 for i in range(40)]
+PROMPTS = [[5], [*SHARED, 9, 8, 3], SHARED + list(range(20, 60)), SHARED[:33], [3, 4] * 9]
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
+    """Models by name, made when first asked for; layouts are recorded in this process."""
+    transformers.utils.logging.set_verbosity_error()
+
+    class Lazy(dict[str, Path]):
+        def __missing__(self, name: str) -> Path:
+            arch, keys = THROUGH_TRANSFORMERS[name]
+            self[name] = make_model(
+                tmp_path_factory.mktemp(name), arch, num_hidden_layers=4, **keys
+            )
+            return self[name]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("engine.checkpoint.model_config.read_layout", recording.record)
+        yield Lazy()
+
+
+@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize("name", THROUGH_TRANSFORMERS)
+def test_tokens_and_logprobs_are_those_of_transformers(
+    folders: dict[str, Path], name: str, page: int
+) -> None:
+    model = load_reference(folders[name])
+    expected = greedy_reference(model, PROMPTS, MAX_NEW)
+    assert len({tuple(tokens) for tokens in expected}) == len(PROMPTS)
+    with engine_for(folders[name], page_size=page) as engine:
+        for keys in (
+            {"chunked_prefill_size": -1},
+            {"chunked_prefill_size": 16, "warm": [SHARED]},
+            {"chunked_prefill_size": 16, "retract_every": 3, "enable_overlap": False},
+        ):
+            assert engine.run(PROMPTS, GREEDY, **keys) == expected, keys
+        found = engine.logprobs
+    for number, (prompt, tokens) in enumerate(zip(PROMPTS, expected, strict=True)):
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+        wanted = logits.float().log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        mine = torch.tensor([entry.logprob for entry in found[number]])
+        torch.testing.assert_close(mine, wanted, atol=TOLERANCE, rtol=0)
+
+
+def test_what_a_layout_holds(folders: dict[str, Path]) -> None:
+    found = ModelConfig.from_pretrained(folders["gemma3"])
+    assert found.layout is not None
+    assert found.layout.class_name == "Gemma3ForCausalLM"
+    assert found.layer_windows == (24, None, 24, None)
+    assert {call.scale for call in found.layout.calls} == {0.25}
+    assert (found.num_heads, found.num_kv_heads, found.head_dim) == (4, 2, 16)
+
+
+def test_a_layout_is_recorded_once(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MANTA_CACHE_DIR", str(tmp_path))
+    asked: list[Path] = []
+
+    def record(folder: Path) -> bytes:
+        asked.append(folder)
+        return layout.msgspec.json.encode(recording.record(folder))
+
+    monkeypatch.setattr(layout, "_record", record)
+    first = read_layout(folders["granite"])
+    assert read_layout(folders["granite"]) == first and len(asked) == 1
+    (kept,) = (tmp_path / "layouts").iterdir()
+    kept.write_text("{")
+    assert read_layout(folders["granite"]) == first and len(asked) == 2
+    monkeypatch.setenv("MANTA_CACHE_DIR", "/proc/nowhere")
+    assert read_layout(folders["granite"]) == first, "a cache that can't be written only costs time"
+
+
+def test_another_process_records(folders: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MANTA_CACHE_DIR", str(tmp_path))
+        found = read_layout(folders["granite"])
+        assert isinstance(found, ModelLayout) and len(found.calls) == 4
+        odd = tmp_path / "odd"
+        odd.mkdir()
+        keys = {"model_type": "own", "architectures": ["OwnModel"], "auto_map": {"AutoConfig": "a"}}
+        (odd / "config.json").write_text(json.dumps(keys))
+        with pytest.raises(ConfigError, match=r"OwnModel.*doesn't know.*'own'.*never does"):
+            read_layout(odd)
+
+
+@pytest.mark.parametrize(
+    ("arch", "keys", "lack"),
+    [
+        ("Gemma2ForCausalLM", {"head_dim": 8}, "a soft cap of attention"),
+        ("GptOssForCausalLM", {"head_dim": 8, "num_local_experts": 4}, "attention sinks"),
+        (
+            "DeepseekV3ForCausalLM",
+            {
+                "num_key_value_heads": 4,
+                "kv_lora_rank": 16,
+                "q_lora_rank": 16,
+                "qk_nope_head_dim": 16,
+                "qk_rope_head_dim": 8,
+                "v_head_dim": 16,
+                "n_routed_experts": 4,
+                "num_experts_per_tok": 2,
+                "n_group": 1,
+                "topk_group": 1,
+                "moe_intermediate_size": 16,
+                "first_k_dense_replace": 1,
+            },
+            "keys and values of different sizes",
+        ),
+        ("MambaForCausalLM", {}, "attention through transformers' interface"),
+    ],
+)
+def test_what_attention_lacks_is_refused_by_name(
+    folders: dict[str, Path], tmp_path: Path, arch: str, keys: dict[str, Any], lack: str
+) -> None:
+    folder = make_model(tmp_path, arch, **keys)
+    with pytest.raises(ConfigError, match=f"a {arch}, which needs .*{lack}"):
+        ModelConfig.from_pretrained(folder)
+
+
+def test_what_cannot_be_divided_or_made_native_is_refused(folders: dict[str, Path]) -> None:
+    folder = str(folders["granite"])
+    with pytest.raises(ConfigError, match="GraniteForCausalLM runs through transformers"):
+        EngineConfig(model=folder, tp_size=2).resolve()
+    with pytest.raises(ConfigError, match=r"architecture GraniteForCausalLM .* is not supported"):
+        EngineConfig(model=folder, model_impl="native").resolve()
+
+
+def test_a_llama_through_transformers_is_the_native_one(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = make_model(tmp_path, "LlamaForCausalLM")
+    found = {}
+    for impl in ("native", "transformers"):
+        with engine_for(folder, model_impl=impl) as engine:
+            found[impl] = engine.run(PROMPTS, GREEDY)
+    assert found["native"] == found["transformers"]
+
+
+def test_rules_of_masks() -> None:
+    def causal(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return key <= query
+
+    def window(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return (key <= query) & (key > query - 24)
+
+    def chunk(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return (key <= query) & (key // 48 == query // 48)
+
+    def odd(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return (key <= query) & (key % 3 == query % 3)
+
+    assert classify(causal) == ("causal", None)
+    assert classify(window) == ("sliding", 24)
+    assert classify(chunk) == ("chunked", 48)
+    assert classify(odd)[0] == "other"
+    assert classify(lambda batch, head, query, key: key >= 0)[0] == "other"
