@@ -46,6 +46,7 @@ class AttentionCall(msgspec.Struct, frozen=True):
     def lacks(self) -> str:
         """What no attention backend can do yet; "" if all can serve the call."""
         found = {
+            "query heads that key/value heads don't divide": self.num_heads % self.num_kv_heads > 0,
             "keys and values of different sizes": self.k_dim != self.v_dim,
             "chunked attention": self.chunk is not None,
             "a soft cap of attention": self.softcap is not None,

@@ -27,6 +27,7 @@ from transformers.utils import logging
 from engine.checkpoint.layout import AttentionCall, ModelLayout
 from engine.errors import ConfigError
 
+MAX_LAYERS = 2000
 NUM_TOKENS = 24
 FAR = 1 << 17
 """A position so far behind that every window ends before it."""
@@ -155,15 +156,25 @@ def point_at(model: nn.Module, name: str) -> None:
 def record(folder: Path) -> ModelLayout:
     """The layout of a model folder. Raises `ConfigError`."""
     config = _config(folder)
-    with torch.device("meta"):
-        model = _CAUSAL.from_config(config, trust_remote_code=False)
+    text = config.get_text_config(decoder=True)
+    if getattr(text, "is_encoder_decoder", False):
+        raise ConfigError(f"{folder} holds half of a '{config.model_type}', which has an encoder.")
+    layers = getattr(text, "num_hidden_layers", 0)
+    if not isinstance(layers, int) or layers > MAX_LAYERS:
+        raise ConfigError(f"{folder}/config.json names {layers} layers; {MAX_LAYERS} are allowed.")
+    try:
+        with torch.device("meta"):
+            model = _CAUSAL.from_config(config, trust_remote_code=False)
+    except Exception as error:  # the code of any model
+        raise ConfigError(
+            f"transformers can't build the model of {folder}/config.json: {error}"
+        ) from error
     recorder = Recorder()
     ALL_ATTENTION_FUNCTIONS.register(_NAME, recorder.attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register(_NAME, recorder.mask)
     ALL_EXPERTS_FUNCTIONS.register(_NAME, lambda module, hidden, *more: torch.zeros_like(hidden))
     point_at(model, _NAME)
     _run(model)
-    text = config.get_text_config(decoder=True)
     eos = text.eos_token_id
     return ModelLayout(
         class_name=type(model).__name__,

@@ -147,6 +147,27 @@ def test_what_attention_lacks_is_refused_by_name(
         ModelConfig.from_pretrained(folder)
 
 
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"num_hidden_layers": 10**9}, "names 1000000000 layers; 2000 are allowed"),
+        ({"num_hidden_layers": "many"}, "can't read|names many layers"),
+        ({"hidden_size": 0}, "can't read|can't build|can't be followed"),
+        ({"num_attention_heads": 7}, "can't read|can't build|query heads"),
+        ({"hidden_act": "unheard of"}, "can't read|can't build|can't be followed"),
+        ({"model_type": "bart"}, "half of a 'bart', which has an encoder"),
+        ({"model_type": "vit"}, "generates no text"),
+    ],
+)
+def test_odd_configurations_are_refused_in_a_sentence(
+    folders: dict[str, Path], tmp_path: Path, keys: dict[str, Any], words: str
+) -> None:
+    config = json.loads((folders["granite"] / "config.json").read_text()) | keys
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=words):
+        ModelConfig.from_pretrained(tmp_path)
+
+
 def test_what_cannot_be_divided_or_made_native_is_refused(folders: dict[str, Path]) -> None:
     folder = str(folders["granite"])
     with pytest.raises(ConfigError, match="GraniteForCausalLM runs through transformers"):
