@@ -51,10 +51,10 @@ class Recorder:
         self._keys: list[Tensor] = []
 
     def attention(
-        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any, **kwargs: Any
     ) -> tuple[Tensor, None]:
         """What a layer calls: `q` [1, heads, T, k_dim], `k` and `v` [1, kv heads, T, ...]."""
-        rule = getattr(mask, "manta_rule", None)
+        rule = getattr(attention_mask, "manta_rule", None)
         unknown = [name for name in kwargs if name not in _KNOWN and kwargs[name] is not None]
         window = chunk = None
         if rule is not None:
@@ -63,7 +63,7 @@ class Recorder:
             chunk = size if kind == "chunked" else None
             if kind == "other":
                 unknown.append("a mask of its own")
-        elif mask is not None:
+        elif attention_mask is not None:
             unknown.append("a mask of its own")
         scale = kwargs.get("scaling")
         self.calls.append(
@@ -175,7 +175,7 @@ def record(folder: Path) -> ModelLayout:
     ALL_EXPERTS_FUNCTIONS.register(_NAME, lambda module, hidden, *more: torch.zeros_like(hidden))
     point_at(model, _NAME)
     _run(model)
-    eos = text.eos_token_id
+    eos = getattr(text, "eos_token_id", None)
     return ModelLayout(
         class_name=type(model).__name__,
         hidden_size=text.hidden_size,

@@ -42,17 +42,19 @@ class _Step:
 
     layers: tuple[AttentionLayer, ...]
     backend: AttentionBackend | None = None
+    """None: attention gives zeros."""
     batch: ForwardBatch | None = None
     calls: int = 0
     """Attention calls of this forward so far."""
 
 
 def _attention(
-    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """What layers call: `q` [1, heads, T, dim], `k` and `v` [1, kv heads, T, dim]."""
     step: _Step = module.manta_step  # type: ignore[assignment]
-    assert step.backend is not None and step.batch is not None
+    if step.backend is None or step.batch is None:
+        return q.new_zeros(1, q.shape[2], q.shape[1], v.shape[-1]), None
     layer = step.layers[step.calls]
     step.calls += 1
     queries, keys, values = (_by_token(x) for x in (q, k, v))
@@ -63,7 +65,8 @@ def _attention(
 def _by_token(x: Tensor) -> Tensor:
     """[T, heads, dim] of [1, heads, T, dim]; the heads of a token lie one behind the other."""
     x = x[0].transpose(0, 1)
-    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+    lies_so = x.stride(2) == 1 and x.stride(1) == x.shape[2]
+    return x if lies_so else x.clone(memory_format=torch.contiguous_format)
 
 
 def _experts(module: nn.Module, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -168,6 +171,7 @@ class TransformersModel:
         self._base: Any = model.base_model
         self._takes_positions = "position_ids" in inspect.signature(self._base.forward).parameters
         self._output: Any = None
+        self._check()
         if progress is not None:
             progress(1, 1)
 
@@ -181,15 +185,57 @@ class TransformersModel:
     ) -> Tensor:
         step = self._step
         step.backend, step.batch, step.calls = backend, batch, 0
-        given: dict[str, Any] = {"input_ids": batch.input_ids[None], "use_cache": False}
-        if self._takes_positions:
-            given["position_ids"] = batch.positions[None]
-        out = self._base(**given)
+        out = self._run(batch.input_ids, batch.positions)
         if step.calls != len(step.layers):
             raise RuntimeError(f"{step.calls} of {len(step.layers)} attention calls were made")
         self._output = type(out)
         states: Tensor = out.last_hidden_state[0]
         return states.index_select(0, batch.logits_rows) if only_sampled else states
+
+    def _check(self) -> None:
+        """Raise `ConfigError` if the model's code can't be used in the way that steps use it."""
+        name = type(self._model).__name__
+        try:
+            mixes, head = self._differences()
+        except Exception as error:  # the code of any model
+            raise ConfigError(
+                f"the code of {name} can't run on the tokens of several requests at once "
+                f"({type(error).__name__}: {error}); it isn't supported yet."
+            ) from error
+        tolerance = 1e-3 if self.dtype == torch.float32 else 5e-2
+        if not mixes <= tolerance:
+            raise ConfigError(
+                f"{name} keeps states of requests beside attention, which isn't supported yet."
+            )
+        if not head <= tolerance:
+            raise ConfigError(f"the output head of {name} isn't supported yet.")
+
+    @torch.inference_mode()
+    def _differences(self) -> tuple[float, float]:
+        """With an attention that gives zeros: by how much a token's hidden state depends on the
+        tokens beside it (those of other requests stand there), and how far its logits are from
+        those of the whole model. Relative to the largest number."""
+        positions = torch.arange(6, device=self.device)
+        ids = positions % self.config.vocab_size
+        others = (positions + 6) % self.config.vocab_size
+        others[-1] = ids[-1]
+        out = self._run(ids, positions)
+        self._output = type(out)
+        found: Tensor = out.last_hidden_state[0, -1]
+        beside: Tensor = self._run(others, positions).last_hidden_state[0, -1]
+        given = {"position_ids": positions[None]} if self._takes_positions else {}
+        whole = self._model(input_ids=ids[None], use_cache=False, **given).logits[0, -1].float()
+        apart = self.compute_logits(found[None])[0]
+        pairs = ((found.float(), beside.float()), (whole, apart))
+        mixes, head = (float((a - b).abs().max() / b.abs().max().clamp(min=1e-6)) for a, b in pairs)
+        return mixes, head
+
+    def _run(self, ids: Tensor, positions: Tensor) -> Any:
+        """The decoder's output for tokens `ids` [T] at `positions` [T]."""
+        given: dict[str, Any] = {"input_ids": ids[None], "use_cache": False}
+        if self._takes_positions:
+            given["position_ids"] = positions[None]
+        return self._base(**given)
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         """The model's own code has applied it."""

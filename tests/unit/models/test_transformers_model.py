@@ -21,6 +21,7 @@ from engine.models.recording import classify
 from engine.protocol.sampling_params import SamplingParams
 from tests.support.engines import engine_for, greedy_reference, load_reference
 from tests.support.models import THROUGH_TRANSFORMERS, make_model
+from tests.support.step_driver import make_runner
 
 MAX_NEW = 10
 GREEDY = SamplingParams(max_tokens=MAX_NEW, temperature=0, ignore_eos=True, logprobs=2)
@@ -166,6 +167,16 @@ def test_odd_configurations_are_refused_in_a_sentence(
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=words):
         ModelConfig.from_pretrained(tmp_path)
+
+
+def test_states_beside_attention_are_noticed_when_it_is_loaded(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    keys = {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}
+    sizes = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
+    folder = make_model(tmp_path, "GraniteMoeHybridForCausalLM", **keys, **sizes)
+    with pytest.raises(ConfigError, match="keeps states of requests beside attention"):
+        make_runner(folder)
 
 
 def test_what_cannot_be_divided_or_made_native_is_refused(folders: dict[str, Path]) -> None:
