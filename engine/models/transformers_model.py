@@ -42,7 +42,7 @@ class _Step:
 
     layers: tuple[AttentionLayer, ...]
     backend: AttentionBackend | None = None
-    """None: attention gives zeros."""
+    """None: attention looks at no other token (`_of_each_token`)."""
     batch: ForwardBatch | None = None
     calls: int = 0
     """Attention calls of this forward so far."""
@@ -54,12 +54,19 @@ def _attention(
     """What layers call: `q` [1, heads, T, dim], `k` and `v` [1, kv heads, T, dim]."""
     step: _Step = module.manta_step  # type: ignore[assignment]
     if step.backend is None or step.batch is None:
-        return q.new_zeros(1, q.shape[2], q.shape[1], v.shape[-1]), None
+        return _of_each_token(q, k, v), None
     layer = step.layers[step.calls]
     step.calls += 1
     queries, keys, values = (_by_token(x) for x in (q, k, v))
     out = step.backend.forward(queries, keys, values, layer, step.batch)
     return out.view(1, len(out), queries.shape[1], -1), None
+
+
+def _of_each_token(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """[1, T, heads, dim]: something of a token's own query, key and value, as they are rotated."""
+    copies = q.shape[1] // k.shape[1]
+    keys, values = (x.repeat_interleave(copies, 1) for x in (k, v))
+    return (values + torch.tanh(q.sum(-1, True) + keys.sum(-1, True))).transpose(1, 2)
 
 
 def _by_token(x: Tensor) -> Tensor:
@@ -169,7 +176,10 @@ class TransformersModel:
             module.manta_step = self._step
         self._model = model
         self._base: Any = model.base_model
-        self._takes_positions = "position_ids" in inspect.signature(self._base.forward).parameters
+        known = inspect.signature(self._base.forward).parameters.values()
+        self._takes_positions = any(
+            given.name == "position_ids" or given.kind is given.VAR_KEYWORD for given in known
+        )
         self._output: Any = None
         self._check()
         if progress is not None:
@@ -205,24 +215,26 @@ class TransformersModel:
         tolerance = 1e-3 if self.dtype == torch.float32 else 5e-2
         if not mixes <= tolerance:
             raise ConfigError(
-                f"{name} keeps states of requests beside attention, which isn't supported yet."
+                f"{name} keeps states of requests beside attention, or counts positions by itself; "
+                "that isn't supported yet."
             )
         if not head <= tolerance:
             raise ConfigError(f"the output head of {name} isn't supported yet.")
 
     @torch.inference_mode()
     def _differences(self) -> tuple[float, float]:
-        """With an attention that gives zeros: by how much a token's hidden state depends on the
-        tokens beside it (those of other requests stand there), and how far its logits are from
-        those of the whole model. Relative to the largest number."""
+        """With an attention to nothing else: by how much a token's hidden state depends on its
+        place in the step and on the tokens beside it (those of other requests), and how far its
+        logits are from those of the whole model. Relative to the largest number."""
         positions = torch.arange(6, device=self.device)
         ids = positions % self.config.vocab_size
-        others = (positions + 6) % self.config.vocab_size
-        others[-1] = ids[-1]
         out = self._run(ids, positions)
         self._output = type(out)
         found: Tensor = out.last_hidden_state[0, -1]
-        beside: Tensor = self._run(others, positions).last_hidden_state[0, -1]
+        others = (ids + 6) % self.config.vocab_size
+        others[2] = ids[-1]
+        moved = torch.tensor([9, 3, 5, 0, 1, 7], device=self.device)  # the token's stays 5
+        beside: Tensor = self._run(others, moved).last_hidden_state[0, 2]
         given = {"position_ids": positions[None]} if self._takes_positions else {}
         whole = self._model(input_ids=ids[None], use_cache=False, **given).logits[0, -1].float()
         apart = self.compute_logits(found[None])[0]
