@@ -51,13 +51,14 @@ class Spending(NamedTuple):
 
 SpendingReport = dict[str, Spending]
 """By API key."""
+PlainFamily = tuple[str, str, str, str]
+"""A `deploy.http.metrics.exposition.Family` as plain data, for ways between processes."""
 
 
 class IngressReports(NamedTuple):
-    """What the ingresses measured, by name in Prometheus' text format; and how many didn't
-    answer."""
+    """What the ingresses measured, by name; and how many didn't answer."""
 
-    texts: dict[str, str]
+    families: dict[str, list[PlainFamily]]
     num_silent: int
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
-from deploy.http.engine_client import IngressReports
+from deploy.http.engine_client import IngressReports, PlainFamily
 from engine.errors import EngineDeadError
 from engine.protocol.messages import IngressMetrics
 from engine.protocol.outboxes import Outboxes
@@ -53,9 +53,9 @@ class MetricsExchange:
             raise EngineDeadError(f"can't ask the ingresses: {type(error).__name__}") from error
         finally:
             del self._gatherings[number]
-        return IngressReports(gathering.texts, num_silent)
+        return IngressReports(gathering.families, num_silent)
 
-    def answer(self, asker: str, number: int, name: str, text: str) -> None:
+    def answer(self, asker: str, number: int, name: str, families: list[PlainFamily]) -> None:
         """Send what this ingress, `name`, measured to the inbox `asker`."""
         now = time.monotonic()
         self._asked_at[asker] = now
@@ -63,13 +63,13 @@ class MetricsExchange:
             if now - at > FORGET_AFTER_S:
                 del self._asked_at[address]
                 self._outboxes.drop(address)
-        self._outboxes.send(asker, IngressMetrics(name, number, text))
+        self._outboxes.send(asker, IngressMetrics(name, number, families))
 
     def take(self, message: IngressMetrics) -> None:
         """An answer has come; one that is late is dropped."""
         gathering = self._gatherings.get(message.number)
         if gathering is not None:
-            gathering.add(message.ingress, message.text)
+            gathering.add(message.ingress, message.families)
 
     def close(self) -> None:
         """Close the connections."""
@@ -80,15 +80,15 @@ class _Gathering:
     """Answers to one question, by ingress."""
 
     def __init__(self) -> None:
-        self.texts: dict[str, str] = {}
+        self.families: dict[str, list[PlainFamily]] = {}
         self._changed = asyncio.Event()
 
-    def add(self, ingress: str, text: str) -> None:
-        self.texts[ingress] = text
+    def add(self, ingress: str, families: list[PlainFamily]) -> None:
+        self.families[ingress] = families
         self._changed.set()
 
     async def wait_for(self, ingresses: set[str]) -> None:
         """Return when all of these have answered."""
-        while ingresses - self.texts.keys():
+        while ingresses - self.families.keys():
             self._changed.clear()
             await self._changed.wait()

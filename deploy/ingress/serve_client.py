@@ -24,6 +24,7 @@ from deploy.http.engine_client import (
     EngineStatus,
     IngressReports,
     ModelInfo,
+    PlainFamily,
     SpendingReport,
 )
 from deploy.ingress.attempt import Attempts
@@ -239,7 +240,9 @@ class ServeEngineClient(EngineClient, IngressListener):
     async def ingress_metrics(self, timeout_s: float) -> IngressReports:
         return await self._exchange.gather(timeout_s)
 
-    def tell_metrics(self, asker: str, number: int, report: Callable[[EngineClient], str]) -> str:
+    def tell_metrics(
+        self, asker: str, number: int, report: Callable[[EngineClient], list[PlainFamily]]
+    ) -> str:
         """Send what this ingress measured to the inbox `asker`. Returns this ingress' name."""
         self._exchange.answer(asker, number, self.ingress, report(self))
         return self.ingress

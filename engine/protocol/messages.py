@@ -233,8 +233,9 @@ class KVEvents(msgspec.Struct, array_like=True):
 
 
 class IngressMetrics(msgspec.Struct, array_like=True):
-    """What an ingress measured, in Prometheus' text format. `number` is that of the question."""
+    """What an ingress measured, as families of Prometheus' text format: name, kind, help, samples.
+    `number` is that of the question."""
 
     ingress: str
     number: int
-    text: str
+    families: list[tuple[str, str, str, str]]

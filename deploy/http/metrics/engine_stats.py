@@ -5,9 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 
-from prometheus_client.core import Metric
-
-from deploy.http.metrics.exposition import Labels, scalar
+from deploy.http.metrics.exposition import Family, joined, label_text, scalar
 
 Statistics = Mapping[str, float | str | list[int]]
 """Of one replica, by name; `replica` is the replica's own name. A list has a number for each
@@ -23,12 +21,12 @@ class EngineStats:
             (_name(stats, index), stats) for index, stats in enumerate(replicas or ())
         ]
 
-    def families(self, labels: Labels) -> list[Metric]:
-        """All statistics that are numbers, each with the label `replica`. `labels`: those that
-        every sample has."""
-        samples: dict[str, list[tuple[Labels, float]]] = {}
+    def families(self, labels: str) -> list[Family]:
+        """All statistics that are numbers, each with the label `replica`. `labels`: text of labels
+        that every sample has."""
+        samples: dict[str, list[tuple[str, float]]] = {}
         for name, stats in self._replicas:
-            replica = {**labels, "replica": name}
+            replica = joined(label_text({"replica": name}), labels)
             for key, value in stats.items():
                 if key != "replica" and isinstance(value, int | float):
                     samples.setdefault(key, []).append((replica, value))
@@ -51,11 +49,9 @@ class EngineStats:
                 found.append((name, [float(value) for value in values]))  # type: ignore[arg-type]
         return found
 
-    def by_position(
-        self, key: str, labels_of: Callable[[str], Labels]
-    ) -> list[tuple[Labels, float]]:
+    def by_position(self, key: str, labels_of: Callable[[str], str]) -> list[tuple[str, float]]:
         """Samples of a statistic that is a list: `labels_of` the replica, and the position."""
-        found: list[tuple[Labels, float]] = []
+        found: list[tuple[str, float]] = []
         for name, stats in self._replicas:
             values = stats.get(key)
             if isinstance(values, list):
@@ -68,11 +64,14 @@ def _name(stats: Statistics, index: int) -> str:
     return f"{name:g}" if isinstance(name, float) else str(name)
 
 
-def _by_position(labels: Labels, values: Sequence[int]) -> list[tuple[Labels, float]]:
-    return [({**labels, "position": str(at)}, value) for at, value in enumerate(values)]
+def _by_position(labels: str, values: Sequence[int]) -> list[tuple[str, float]]:
+    return [
+        (joined(label_text({"position": str(at)}), labels), value)
+        for at, value in enumerate(values)
+    ]
 
 
-def _family(key: str, values: Sequence[tuple[Labels, float]]) -> Metric:
+def _family(key: str, values: Sequence[tuple[str, float]]) -> Family:
     name = "manta_engine_" + re.sub(r"\W", "_", key, flags=re.ASCII)
     kind = "counter" if name.endswith("_total") else "gauge"
     return scalar(name, kind, f"Scheduler statistic {key}.", values)

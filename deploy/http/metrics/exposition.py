@@ -1,50 +1,76 @@
-"""Families of metrics, which are prometheus_client's `Metric`s, in Prometheus' text format."""
+"""`Family`: all samples of one metric, in Prometheus' text format."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
 from typing import NamedTuple
 
-from prometheus_client import generate_latest
-from prometheus_client.core import Metric
-
-Labels = Mapping[str, str]
+from deploy.http.engine_client import PlainFamily
 
 
-def scalar(name: str, kind: str, help_text: str, values: Iterable[tuple[Labels, float]]) -> Metric:
-    """A counter or gauge. `name` is that of its samples: a counter's ends in `_total`."""
-    metric = Metric(name.removesuffix("_total") if kind == "counter" else name, help_text, kind)
-    for labels, value in values:
-        metric.add_sample(name, dict(labels), value)
-    return metric
+class Family(NamedTuple):
+    """`name` is the one that the TYPE line has: that of a counter ends in `_total`."""
+
+    name: str
+    kind: str
+    """counter, gauge or histogram."""
+    help: str
+    samples: str
+    """Lines, each with its line end; empty if there is no sample."""
 
 
-def text_of(families: Sequence[Metric]) -> str:
-    """What one process measured."""
-    return generate_latest(_Measured(families)).decode()
+def label_text(labels: Mapping[str, str]) -> str:
+    """Labels as they stand between the braces of a sample."""
+    return ",".join(f'{name}="{_escape(value)}"' for name, value in labels.items())
 
 
-def exposition(texts: Iterable[str]) -> bytes:
-    """One text of several processes' texts. Families of one name are put together."""
-    families: dict[str, list[str]] = {}
-    for text in texts:
-        found = text.removeprefix(_BEGIN).removesuffix("\n").split(f"\n{_BEGIN}")
-        for family in filter(None, found):
-            help_line, type_line, *samples = family.split("\n", 2)
-            name = help_line.partition(" ")[0]
-            families.setdefault(name, [_BEGIN + help_line, type_line]).extend(samples)
-    return "\n".join([*chain.from_iterable(families.values()), ""]).encode()
+def joined(*texts: str) -> str:
+    """Several label texts as one; those that are empty are left out."""
+    return ",".join(filter(None, texts))
 
 
-_BEGIN = "# HELP "
-"""Of a family. No sample's line begins with it, and values of labels have no line ends."""
+def sample(name: str, labels: str, value: float) -> str:
+    """One line. `labels` is a label text."""
+    braces = f"{{{labels}}}" if labels else ""
+    return f"{name}{braces} {_number(value)}\n"
 
 
-class _Measured(NamedTuple):
-    """As `generate_latest` takes it."""
+def exposition(families: Iterable[Family | PlainFamily]) -> bytes:
+    """The whole text. Families of one name, from several processes, are put together."""
+    heads: dict[str, tuple[str, str]] = {}
+    samples: dict[str, list[str]] = {}
+    for name, kind, help_text, lines in families:
+        heads.setdefault(name, (kind, help_text))
+        samples.setdefault(name, []).append(lines)
+    parts: list[str] = []
+    for name, (kind, help_text) in heads.items():
+        parts.append(f"# HELP {name} {_escape_help(help_text)}\n# TYPE {name} {kind}\n")
+        parts += samples[name]
+    return "".join(parts).encode()
 
-    families: Sequence[Metric]
 
-    def collect(self) -> Sequence[Metric]:
-        return self.families
+def scalar(
+    name: str,
+    kind: str,
+    help_text: str,
+    values: Sequence[tuple[str, float]],
+) -> Family:
+    """A counter or gauge of pairs of label text and value."""
+    lines = "".join(sample(name, labels, value) for labels, value in values)
+    return Family(name, kind, help_text, lines)
+
+
+def _escape(value: str) -> str:
+    return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+
+def _escape_help(text: str) -> str:
+    return text.replace("\\", r"\\").replace("\n", r"\n")
+
+
+def _number(value: float) -> str:
+    number = float(value)
+    if math.isfinite(number):
+        return repr(number)
+    return "NaN" if math.isnan(number) else ("+Inf" if number > 0 else "-Inf")

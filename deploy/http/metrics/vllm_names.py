@@ -9,11 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from prometheus_client.core import Metric
-
 from deploy.http.metrics.engine_stats import EngineStats
-from deploy.http.metrics.exposition import Labels, scalar
-from deploy.http.metrics.histogram import Histogram, HistogramFamily, add_series
+from deploy.http.metrics.exposition import Family, joined, label_text, sample, scalar
+from deploy.http.metrics.histogram import HistogramFamily, histogram_lines
 
 HISTOGRAMS = {
     "manta_time_to_first_token_seconds": "vllm:time_to_first_token_seconds",
@@ -83,26 +81,29 @@ _ENGINE = (
 
 
 def ingress_families(
-    histograms: list[HistogramFamily], finished: Mapping[str, float], labels: Labels
-) -> list[Metric]:
-    """What one ingress measures. `finished`: sequences by how they ended; `labels`: those that
-    every sample has."""
-    found = []
-    for ours in histograms:
-        if ours.name in HISTOGRAMS:
-            found.append(Metric(HISTOGRAMS[ours.name], ours.help, "histogram"))
-            add_series(found[-1], labels, ours.sum())
+    histograms: list[HistogramFamily], finished: Mapping[str, float], labels: str
+) -> list[Family]:
+    """What one ingress measures. `finished`: sequences by how they ended; `labels`: text of labels
+    that every sample has."""
+    found = [
+        Family(name, "histogram", ours.help, "".join(histogram_lines(name, labels, ours.sum())))
+        for ours in histograms
+        if (name := HISTOGRAMS.get(ours.name)) is not None
+    ]
     reasons = dict.fromkeys(FINISHED_REASONS, 0.0) | dict(finished)
-    success = [({**labels, "finished_reason": why}, count) for why, count in reasons.items()]
+    success = [
+        (joined(label_text({"finished_reason": reason}), labels), count)
+        for reason, count in reasons.items()
+    ]
     help_text = "Finished sequences by how they ended."
     return [*found, scalar("vllm:request_success_total", "counter", help_text, success)]
 
 
-def engine_families(stats: EngineStats, labels: Labels) -> list[Metric]:
-    """What the engines measure. `labels`: those that every sample has."""
+def engine_families(stats: EngineStats, labels: str) -> list[Family]:
+    """What the engines measure. `labels`: text of labels that every sample has."""
 
-    def of(replica: str) -> Labels:
-        return {**labels, "engine": replica}
+    def of(replica: str) -> str:
+        return joined(label_text({"engine": replica}), labels)
 
     found = [
         scalar(name, kind, help_text, [(of(r), values[0]) for r, values in stats.by_replica(key)])
@@ -140,13 +141,24 @@ def engine_families(stats: EngineStats, labels: Labels) -> list[Metric]:
     return found
 
 
-def _iterations(stats: EngineStats, of: Callable[[str], Labels]) -> Metric:
+def _iterations(stats: EngineStats, of: Callable[[str], str]) -> Family:
     """Steps and the tokens that they computed. Of single steps nothing is kept, so there is one
     bucket. `of`: labels of a replica."""
-    metric = Metric("vllm:iteration_tokens_total", "Tokens computed in a step.", "histogram")
-    tokens = ("prompt_tokens_total", "cached_tokens_total", "generation_tokens_total")
-    for replica, (steps, prompt, cached, generated) in stats.by_replica("steps_total", *tokens):
-        series = Histogram(())
-        series.counts, series.total = [int(steps)], prompt - cached + generated
-        add_series(metric, of(replica), series)
-    return metric
+    name, keys = (
+        "vllm:iteration_tokens_total",
+        (
+            "steps_total",
+            "prompt_tokens_total",
+            "cached_tokens_total",
+            "generation_tokens_total",
+        ),
+    )
+    lines = []
+    for replica, (steps, prompt, cached, generated) in stats.by_replica(*keys):
+        labels = of(replica)
+        lines += [
+            sample(f"{name}_bucket", joined(labels, 'le="+Inf"'), steps),
+            sample(f"{name}_count", labels, steps),
+            sample(f"{name}_sum", labels, prompt - cached + generated),
+        ]
+    return Family(name, "histogram", "Tokens computed in a step.", "".join(lines))

@@ -15,8 +15,8 @@ from deploy.ingress.metrics_exchange import MetricsExchange
 from engine.errors import EngineDeadError
 from engine.protocol.async_inbox import AsyncInbox
 
-FAMILY = "# HELP a_total Some.\n# TYPE a_total counter\na_total 1.0\n"
-LARGE = "# HELP b_total Many.\n# TYPE b_total counter\n" + "b_total 1.0\n" * 100_000
+FAMILY = ("a_total", "counter", "Some.", "a_total 1.0\n")
+LARGE = ("b_total", "counter", "Many.", "b_total 1.0\n" * 100_000)
 
 
 class Ingress:
@@ -29,7 +29,7 @@ class Ingress:
         handle.ingresses.append(self)
 
     async def metrics(self, asker: str, number: int) -> str:
-        self.exchange.answer(asker, number, self.name, FAMILY + LARGE)
+        self.exchange.answer(asker, number, self.name, [FAMILY, LARGE])
         return self.name
 
     def close(self) -> None:
@@ -90,7 +90,7 @@ def run(test: Callable[[Handle, Ingress], Any]) -> None:
 def test_all_answer() -> None:
     async def test(handle: Handle, first: Ingress) -> None:
         reports, *others = await asyncio.gather(*(first.exchange.gather(20.0) for _ in range(5)))
-        assert reports.texts == dict.fromkeys(("a", "b", "c"), FAMILY + LARGE)
+        assert reports.families == {name: [FAMILY, LARGE] for name in ("a", "b", "c")}
         assert reports.num_silent == 0
         assert others == [reports] * 4
 
@@ -102,7 +102,7 @@ def test_one_has_no_answer(state: str) -> None:
     async def test(handle: Handle, first: Ingress) -> None:
         handle.states["b"] = state
         reports = await first.exchange.gather(20.0)
-        assert sorted(reports.texts) == ["a", "c"] and reports.num_silent == 1
+        assert sorted(reports.families) == ["a", "c"] and reports.num_silent == 1
 
     run(test)
 
@@ -112,7 +112,7 @@ def test_the_others_are_heard_if_one_hangs() -> None:
         await first.exchange.gather(20.0)  # connects them
         handle.states["b"] = "hangs"
         reports = await first.exchange.gather(1.0)
-        assert sorted(reports.texts) == ["a", "c"] and reports.num_silent == 1
+        assert sorted(reports.families) == ["a", "c"] and reports.num_silent == 1
 
     run(test)
 
@@ -120,10 +120,10 @@ def test_the_others_are_heard_if_one_hangs() -> None:
 def test_late_answers_are_dropped() -> None:
     async def test(handle: Handle, first: Ingress) -> None:
         reports = await first.exchange.gather(20.0)
-        assert sorted(reports.texts) == ["a", "b", "c"]
+        assert sorted(reports.families) == ["a", "b", "c"]
         late = handle.ingresses[1].exchange
-        late.answer(first.inbox.address, 0, "b", FAMILY)
-        late.answer(first.inbox.address, 0, "ghost", FAMILY)
+        late.answer(first.inbox.address, 0, "b", [FAMILY])
+        late.answer(first.inbox.address, 0, "ghost", [FAMILY])
         again = await first.exchange.gather(20.0)  # messages of one sender keep their order
         assert again == reports
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from deploy.http.metrics.exposition import exposition, scalar, text_of
+from deploy.http.metrics.exposition import exposition, joined, label_text, scalar
 from deploy.http.metrics.histogram import SECONDS, Histogram, HistogramFamily
 
 VALUES = st.floats() | st.integers(-(2**53), 2**53)
@@ -27,12 +27,13 @@ FAMILIES = st.lists(
 def test_every_sample_is_read_again(
     given_families: list[tuple[str, str, dict[str, float]]],
 ) -> None:
-    texts, expected = [], []
+    families, expected = [], []
     for number, (name, help_text, values) in enumerate(given_families):
-        pairs = [({"key": key, "ingress": str(number)}, v) for key, v in values.items()]
-        texts.append(text_of([scalar(name, "gauge", help_text, pairs)]))
+        common = label_text({"ingress": str(number)})
+        pairs = [(joined(label_text({"key": key}), common), v) for key, v in values.items()]
+        families.append(scalar(name, "gauge", help_text, pairs))
         expected += [(name, key, str(number), float(value)) for key, value in values.items()]
-    text = exposition(texts).decode()
+    text = exposition(families).decode()
     found = [
         (sample.name, sample.labels["key"], sample.labels["ingress"], sample.value)
         for family in text_string_to_metric_families(text)
@@ -56,7 +57,7 @@ def test_a_histogram_counts_every_event_once(events: list[tuple[str, float, int]
     family = HistogramFamily("h_seconds", "Some time.")
     for endpoint, value, times in events:
         family.series(endpoint).observe(value, times)
-    text = exposition([text_of([family.family({"ingress": "i"})])]).decode()
+    text = exposition([family.family(label_text({"ingress": "i"}))]).decode()
     samples = [s for f in text_string_to_metric_families(text) for s in f.samples]
     for endpoint in {endpoint for endpoint, _, _ in events}:
         mine = [(value, times) for name, value, times in events if name == endpoint]

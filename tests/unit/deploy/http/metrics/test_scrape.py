@@ -8,7 +8,7 @@ import time
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from deploy.http.engine_client import EngineClient, IngressReports
+from deploy.http.engine_client import EngineClient, IngressReports, PlainFamily
 from deploy.http.metrics import RequestTracker, ServerMetrics, Work, scrape
 from engine.errors import EngineDeadError
 from engine.protocol.tokenizer_messages import TextDelta
@@ -23,7 +23,7 @@ class OneOfMany(FakeEngineClient):
     def __init__(self, name: str = "a") -> None:
         super().__init__()
         self._name = name
-        self.others: dict[str, str] = {}
+        self.others: dict[str, list[PlainFamily]] = {}
         self.num_silent = 0
         self.num_asked = 0
         self.error: Exception | None = None
