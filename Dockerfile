@@ -46,6 +46,7 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 # No more of engine/ than the build needs: another change there doesn't compile anew.
 COPY engine/errors.py engine/
+COPY engine/process/folders.py engine/process/
 COPY engine/csrc engine/csrc
 COPY engine/native engine/native
 RUN mkdir -p engine/native/lib && python -m engine.native.build --into engine/native/lib
