@@ -42,9 +42,14 @@ class Registry(Generic[T]):
             raise self._error(f"{self._key} {word!r} is unknown; choose one of {known}.")
         if not isinstance(entry, str):
             return entry
-        module, name = entry.split(":")
-        found: T = getattr(import_module(module), name)
+        found: T = find(entry)
         return found
+
+
+def find(place: str) -> Any:
+    """What "module:name" names. Raises `ImportError` or `AttributeError`."""
+    module, _, name = place.partition(":")
+    return getattr(import_module(module), name)
 
 
 KERNELS: Registry[Any] = Registry(

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-import subprocess
-import sys
 from importlib import metadata
 from pathlib import Path
 
 import msgspec
 
-from engine.errors import ConfigError
 from engine.process.folders import cache_folder
+from engine.process.other_process import ask_module
 
 RECORD_TIMEOUT_S = 300.0
 
@@ -98,26 +96,14 @@ def read_layout(folder: Path) -> ModelLayout:
 
 
 def _record(folder: Path) -> bytes:
-    paths = (str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH"))
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "engine.models.recording", str(folder)],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-                "CUDA_VISIBLE_DEVICES": "",
-            },
-            timeout=RECORD_TIMEOUT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise ConfigError(f"the model in {folder} takes too long to be looked through") from None
-    if done.returncode:
-        lines = done.stderr.decode(errors="replace").strip().splitlines()
-        raise ConfigError(lines[-1] if lines else f"the model in {folder} can't be looked through")
-    return done.stdout
+    return ask_module(
+        "engine.models.recording",
+        folder,
+        RECORD_TIMEOUT_S,
+        late=f"the model in {folder} takes too long to be looked through",
+        failed=f"the model in {folder} can't be looked through",
+        CUDA_VISIBLE_DEVICES="",
+    )
 
 
 def _keep(file: Path, content: bytes) -> None:

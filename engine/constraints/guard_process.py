@@ -13,10 +13,11 @@ import select
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+
+from engine.process.other_process import module_environment
 
 MODULE = "engine.grammars.guard_child"
 HEAD_BYTES = 4
@@ -58,7 +59,6 @@ class GuardProcess:
         """`timeout_s` is the CPU time that a grammar may take. Raises `GuardUnavailableError`, and
         `GuardLostError` if the process is lost while it starts."""
         self._timeout_s = timeout_s
-        paths = (str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH"))
         command = [sys.executable, "-m", MODULE, model_path, str(timeout_s), str(os.getpid())]
         self._process = subprocess.Popen(
             command,
@@ -68,7 +68,7 @@ class GuardProcess:
             # Linux (autogroup) shares CPU time among sessions first. In the server's session, a
             # compilation that kept a core busy made other threads wait for up to 2 s.
             start_new_session=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+            env=module_environment(),
         )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._questions, self._answers = self._process.stdin, self._process.stdout

@@ -6,8 +6,6 @@ python -m engine.grammars.model_compiler FOLDER     # prints the folder's tokeni
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -15,6 +13,7 @@ from pathlib import Path
 from engine.checkpoint.model_config import ModelConfig
 from engine.constraints.grammar_compiler import GrammarCompiler
 from engine.errors import ConfigError
+from engine.process.other_process import ask_module
 from engine.tokenizer.loading import load_tokenizer_files
 
 LOAD_TIMEOUT_S = 120.0
@@ -54,22 +53,13 @@ def _needs_transformers(folder: Path) -> bool:
 
 
 def _ask_other_process(folder: Path) -> str:
-    paths = (str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH"))
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "engine.grammars.model_compiler", str(folder)],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-            timeout=LOAD_TIMEOUT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise ConfigError(f"the tokenizer of {folder} takes too long to load") from None
-    if done.returncode:
-        lines = done.stderr.decode(errors="replace").strip().splitlines()
-        raise ConfigError(lines[-1] if lines else f"the tokenizer of {folder} can't be loaded")
-    return done.stdout.decode()
+    return ask_module(
+        "engine.grammars.model_compiler",
+        folder,
+        LOAD_TIMEOUT_S,
+        late=f"the tokenizer of {folder} takes too long to load",
+        failed=f"the tokenizer of {folder} can't be loaded",
+    ).decode()
 
 
 if __name__ == "__main__":

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
 
 import torch
 
 from engine.checkpoint.weight_formats import weight_form
 from engine.layers.fused_ops import CpuOps, FlashInferOps, FusedOps, no_ops
 from engine.layers.weight_format import NativeFormat, PlainFormat, WeightFormat
+from engine.registry import find
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,7 @@ class KernelSet:
         layers = weight_form(quantization).layers
         if not layers:
             return self.plain_format()
-        module, _, name = layers.partition(":")
-        made: WeightFormat = getattr(import_module(module), name)()
+        made: WeightFormat = find(layers)()
         return made
 
 

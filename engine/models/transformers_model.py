@@ -181,6 +181,7 @@ class TransformersModel:
             given.name == "position_ids" or given.kind is given.VAR_KEYWORD for given in known
         )
         self._output: Any = None
+        """Class of the decoder's outputs; known once it has been tried."""
         self._check()
         if progress is not None:
             progress(1, 1)
@@ -198,7 +199,6 @@ class TransformersModel:
         out = self._run(batch.input_ids, batch.positions)
         if step.calls != len(step.layers):
             raise RuntimeError(f"{step.calls} of {len(step.layers)} attention calls were made")
-        self._output = type(out)
         states: Tensor = out.last_hidden_state[0]
         return states.index_select(0, batch.logits_rows) if only_sampled else states
 
@@ -235,8 +235,7 @@ class TransformersModel:
         others[2] = ids[-1]
         moved = torch.tensor([9, 3, 5, 0, 1, 7], device=self.device)  # the token's stays 5
         beside: Tensor = self._run(others, moved).last_hidden_state[0, 2]
-        given = {"position_ids": positions[None]} if self._takes_positions else {}
-        whole = self._model(input_ids=ids[None], use_cache=False, **given).logits[0, -1].float()
+        whole = self._model(**self._given(ids, positions)).logits[0, -1].float()
         apart = self.compute_logits(found[None])[0]
         pairs = ((found.float(), beside.float()), (whole, apart))
         mixes, head = (float((a - b).abs().max() / b.abs().max().clamp(min=1e-6)) for a, b in pairs)
@@ -244,10 +243,13 @@ class TransformersModel:
 
     def _run(self, ids: Tensor, positions: Tensor) -> Any:
         """The decoder's output for tokens `ids` [T] at `positions` [T]."""
+        return self._base(**self._given(ids, positions))
+
+    def _given(self, ids: Tensor, positions: Tensor) -> dict[str, Any]:
         given: dict[str, Any] = {"input_ids": ids[None], "use_cache": False}
         if self._takes_positions:
             given["position_ids"] = positions[None]
-        return self._base(**given)
+        return given
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         """The model's own code has applied it."""

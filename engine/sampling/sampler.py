@@ -99,7 +99,7 @@ class Sampler:
             raw = logits.clone()
         if mask is not None:
             logits.masked_fill_(mask.logical_not(), -torch.inf)
-        lines = SampledLines(rows, seq_lens, None if check is None else check.earlier)
+        lines = SampledLines(rows, seq_lens, check)
         for feature, planned in plan.adjustments:
             feature.apply(planned, logits, lines)
         drawn = self._backend.sample(logits, plan.draw, rows, seq_lens)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from importlib import import_module
 from typing import Any
 
 from engine.errors import ConfigError
 from engine.protocol.step import IntArray, ModelWorkerBatch, RowParams
-from engine.registry import DRAFTERS
+from engine.registry import DRAFTERS, find
 from engine.speculative.config import SpeculativeConfig
 
 
@@ -61,9 +60,8 @@ def make_drafter(config: SpeculativeConfig) -> Drafter:
     if method in DRAFTERS:
         drafter = DRAFTERS[method](config)
     else:
-        module, _, name = method.partition(":")
         try:
-            drafter = getattr(import_module(module), name)(config)
+            drafter = find(method)(config)
         except (ImportError, AttributeError) as error:
             raise ConfigError(
                 f"speculative_config.method {method!r} can't be loaded ({error}); it must be "

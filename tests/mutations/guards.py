@@ -388,8 +388,8 @@ MUTATIONS = [
         "doesn't see the drafts",
         Edit(
             "engine/sampling/sampler.py",
-            "rows, seq_lens, None if check is None else check.earlier",
-            "rows, seq_lens",
+            "SampledLines(rows, seq_lens, check)",
+            "SampledLines(rows, seq_lens)",
         ),
     ),
     mutation(

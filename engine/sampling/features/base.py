@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.protocol.step import Int64Array, RowParams
+from engine.sampling.draft_check import DraftCheck
 
 
 class SampledLines(NamedTuple):
@@ -19,8 +20,8 @@ class SampledLines(NamedTuple):
     """int64 [S]: row of the request."""
     seq_lens: Tensor
     """int64 [S]: tokens in the KV cache, which is the position of the new token."""
-    earlier: Tensor | None = None
-    """int64 [2, P] of (token's line, draft): drafts that count as output of the line."""
+    check: DraftCheck | None = None
+    """Set in a step that checks drafts: those before a token count as output (`earlier`)."""
 
 
 class SamplingFeature(ABC):

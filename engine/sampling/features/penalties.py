@@ -105,7 +105,8 @@ class Penalties(Adjustment):
         scores = plan.lines.take(logits)
         factors = self._factors.index_select(0, plan.pool_rows)
         repetition, presence, frequency = factors[:, 0:1], factors[:, 1:2], factors[:, 2:3]
-        drafts = None if lines.earlier is None else _drafts_of(plan, lines.earlier, len(logits))
+        check = lines.check
+        drafts = None if check is None else _drafts_of(plan, check.earlier, len(logits))
         if plan.repetition:
             seen = self.seen.index_select(0, plan.pool_rows)
             if drafts is not None:
@@ -166,6 +167,7 @@ class _Drafts(NamedTuple):
 
 
 def _drafts_of(group: PenaltyGroup, earlier: Tensor, num_lines: int) -> _Drafts:
+    """`earlier`: `DraftCheck.earlier`."""
     lines, tokens = earlier[0], earlier[1]
     if group.lines.index is not None:
         place = torch.full((num_lines,), -1, dtype=torch.int64, device=lines.device)
