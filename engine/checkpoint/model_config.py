@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoint.layout import ModelLayout, read_layout
+from engine.checkpoint.layout import AttentionCall, ModelLayout, read_layout
 from engine.checkpoint.quantization import refuse_quantized
 from engine.checkpoint.values import ConfigValues
 from engine.errors import ConfigError
@@ -122,6 +122,16 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     layout: ModelLayout | None = None
     """Of a model that transformers' code computes; None: ours does."""
+
+    @property
+    def calls(self) -> tuple[AttentionCall, ...]:
+        """The attention calls of a forward, in order, with the heads of the whole model."""
+        if self.layout is not None:
+            return self.layout.calls
+        sizes = self.num_heads, self.num_kv_heads, self.head_dim, self.head_dim
+        return tuple(
+            AttentionCall(*sizes, self.head_dim**-0.5, window) for window in self.layer_windows
+        )
 
     @property
     def title(self) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -46,6 +46,8 @@ class _Step:
     batch: ForwardBatch | None = None
     calls: int = 0
     """Attention calls of this forward so far."""
+    sinks: dict[int, Tensor | None] = field(default_factory=dict)
+    """Those of each call, seen while there is no backend."""
 
 
 def _attention(
@@ -53,10 +55,12 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """What layers call: `q` [1, heads, T, dim], `k` and `v` [1, kv heads, T, dim]."""
     step: _Step = module.manta_step  # type: ignore[assignment]
-    if step.backend is None or step.batch is None:
-        return _of_each_token(q, k, v), None
-    layer = step.layers[step.calls]
+    number = step.calls
     step.calls += 1
+    if step.backend is None or step.batch is None:
+        step.sinks[number] = kwargs.get("s_aux")
+        return _of_each_token(q, k, v), None
+    layer = step.layers[number]
     queries, keys, values = (_by_token(x) for x in (q, k, v))
     out = step.backend.forward(queries, keys, values, layer, step.batch)
     return out.view(1, len(out), queries.shape[1], -1), None
@@ -140,8 +144,7 @@ class TransformersModel:
         assert config.layout is not None
         self.config, self.dtype, self.device, self.parallel = config, dtype, device, parallel
         self.attention_layers = tuple(
-            AttentionLayer(number, call.scale, call.window)
-            for number, call in enumerate(config.layout.calls)
+            AttentionLayer(number, call) for number, call in enumerate(config.layout.calls)
         )
         self._step = _Step(self.attention_layers)
 
@@ -183,6 +186,10 @@ class TransformersModel:
         self._output: Any = None
         """Class of the decoder's outputs; known once it has been tried."""
         self._check()
+        self.attention_layers = self._step.layers = tuple(
+            layer if sinks is None else replace(layer, sinks=sinks.detach().float().contiguous())
+            for layer, sinks in zip(self.attention_layers, self._sinks(), strict=True)
+        )
         if progress is not None:
             progress(1, 1)
 
@@ -195,7 +202,7 @@ class TransformersModel:
         only_sampled: bool = False,
     ) -> Tensor:
         step = self._step
-        step.backend, step.batch, step.calls = backend, batch, 0
+        step.backend, step.batch = backend, batch
         out = self._run(batch.input_ids, batch.positions)
         if step.calls != len(step.layers):
             raise RuntimeError(f"{step.calls} of {len(step.layers)} attention calls were made")
@@ -241,8 +248,13 @@ class TransformersModel:
         mixes, head = (float((a - b).abs().max() / b.abs().max().clamp(min=1e-6)) for a, b in pairs)
         return mixes, head
 
+    def _sinks(self) -> list[Tensor | None]:
+        """Of each call, as the check has seen them."""
+        return [self._step.sinks.get(layer.layer_id) for layer in self.attention_layers]
+
     def _run(self, ids: Tensor, positions: Tensor) -> Any:
         """The decoder's output for tokens `ids` [T] at `positions` [T]."""
+        self._step.calls = 0
         return self._base(**self._given(ids, positions))
 
     def _given(self, ids: Tensor, positions: Tensor) -> dict[str, Any]:
