@@ -108,15 +108,12 @@ class FlashInferAttentionBackend(AttentionBackend):
             tuple(kv.view(-1, page_size, heads, dim) for kv in self.pool.get(layer.layer_id))
             for layer in inputs.layers
         ]
-        self.use_tensor_cores = decodes_on_tensor_cores(
-            self.call.num_heads, heads, self.pool.dtype
-        )
+        self.use_tensor_cores = decodes_on_tensor_cores(self.call.num_heads, heads, self.pool.dtype)
         self._float_workspace = torch.zeros(
             FLOAT_WORKSPACE_BYTES, dtype=torch.uint8, device=self.device
         )
         self._variants = {
-            layer.layer_id: _Variant(layer.call.window, layer.call.scale)
-            for layer in inputs.layers
+            layer.layer_id: _Variant(layer.call.window, layer.call.scale) for layer in inputs.layers
         }
         distinct = list(dict.fromkeys(self._variants.values()))
         self._prefill = {variant: self._prefill_wrapper(prefill_backend) for variant in distinct}

@@ -101,6 +101,8 @@ class ModelLayout(msgspec.Struct, frozen=True):
     eos_token_ids: tuple[int, ...]
     num_parameters: int
     calls: tuple[AttentionCall, ...]
+    read: tuple[str, ...] = ()
+    """Linears whose weights the code around them reads."""
 
     @property
     def lacks(self) -> str:

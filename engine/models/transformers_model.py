@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Cache
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -120,13 +120,55 @@ class _Product:
 class _Linear(nn.Module):
     """In place of an `nn.Linear`."""
 
-    def __init__(self, product: _Product, number: int) -> None:
+    def __init__(self, product: _Product, number: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.product, self.number = product, number
         self.in_features, self.out_features = product.in_size, product.sizes[number]
+        self.weight = torch.empty((self.out_features, self.in_features), dtype=dtype, device="meta")
+        """For code that looks at its type or shape."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.product.part(x, self.number)
+
+
+class _Positions(Cache):
+    """What a model takes for its cache. Attention has the keys; this knows where tokens stand."""
+
+    def __init__(self, positions: Tensor) -> None:
+        """`positions`: int64 [T], of the tokens of a step."""
+        super().__init__(layers=[])
+        self._positions = positions
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        """What code adds to 0, 1, 2 ... for the positions."""
+        return self._positions - torch.arange(len(self._positions), device=self._positions.device)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return query_length, 0
+
+
+@dataclass
+class _Decoder:
+    """The module before the head."""
+
+    module: Any
+    takes_positions: bool
+    has_cache: bool
+    """Whether it is given a cache: some ask that for positions, whatever they are told."""
+    output: Any = None
+    """Class of its outputs; known once it has been tried."""
+
+    def given(self, ids: Tensor, positions: Tensor) -> dict[str, Any]:
+        """Its arguments for tokens `ids` [T] at `positions` [T]."""
+        given: dict[str, Any] = {"input_ids": ids[None], "use_cache": self.has_cache}
+        if self.takes_positions:
+            given["position_ids"] = positions[None]
+        if self.has_cache:
+            given["past_key_values"] = _Positions(positions)
+        return given
 
 
 class TransformersModel:
@@ -142,6 +184,7 @@ class TransformersModel:
         fused: FusedOps | None = None,
     ) -> None:
         assert config.layout is not None
+        self._layout = config.layout
         self.config, self.dtype, self.device, self.parallel = config, dtype, device, parallel
         self.attention_layers = tuple(
             AttentionLayer(number, call) for number, call in enumerate(config.layout.calls)
@@ -171,21 +214,14 @@ class TransformersModel:
                 )
         model = model.eval().to(self.device)
         with torch.no_grad():
-            _replace_linears(model, source.format)
+            _replace_linears(model, source.format, self._layout.read)
             for module in filter(is_experts, model.modules()):
                 module.manta_experts = Experts(module, source.format)
         point_at(model, _NAME)
         for module in model.modules():
             module.manta_step = self._step
         self._model = model
-        self._base: Any = model.base_model
-        known = inspect.signature(self._base.forward).parameters.values()
-        self._takes_positions = any(
-            given.name == "position_ids" or given.kind is given.VAR_KEYWORD for given in known
-        )
-        self._output: Any = None
-        """Class of the decoder's outputs; known once it has been tried."""
-        self._check()
+        self._find_decoder()
         self.attention_layers = self._step.layers = tuple(
             layer if sinks is None else replace(layer, sinks=sinks.detach().float().contiguous())
             for layer, sinks in zip(self.attention_layers, self._sinks(), strict=True)
@@ -209,24 +245,45 @@ class TransformersModel:
         states: Tensor = out.last_hidden_state[0]
         return states.index_select(0, batch.logits_rows) if only_sampled else states
 
-    def _check(self) -> None:
-        """Raise `ConfigError` if the model's code can't be used in the way that steps use it."""
+    def _find_decoder(self) -> None:
+        """Find the module before the head, and how it takes a step's tokens. Raises `ConfigError`
+        if the model's code can't be used in the way that steps use it."""
+        failures = [ConfigError(f"{type(self._model).__name__} has no decoder that stands alone.")]
+        found = (self._model.base_model, self._model.get_decoder(), *self._model.children())
+        for decoder in dict.fromkeys(found):
+            known = inspect.signature(decoder.forward).parameters
+            if decoder is self._model or "input_ids" not in known:
+                continue
+            takes_more = any(given.kind is given.VAR_KEYWORD for given in known.values())
+            for has_cache in (True, False):
+                if has_cache and "past_key_values" not in known:
+                    continue
+                self._decoder = _Decoder(decoder, takes_more or "position_ids" in known, has_cache)
+                failure = self._failure()
+                if failure is None:
+                    return
+                failures.append(failure)
+        raise failures[min(1, len(failures) - 1)]
+
+    def _failure(self) -> ConfigError | None:
+        """Why the decoder can't be used so."""
         name = type(self._model).__name__
         try:
             mixes, head = self._differences()
         except Exception as error:  # the code of any model
-            raise ConfigError(
+            return ConfigError(
                 f"the code of {name} can't run on the tokens of several requests at once "
                 f"({type(error).__name__}: {error}); it isn't supported yet."
-            ) from error
+            )
         tolerance = 1e-3 if self.dtype == torch.float32 else 5e-2
         if not mixes <= tolerance:
-            raise ConfigError(
+            return ConfigError(
                 f"{name} keeps states of requests beside attention, or counts positions by itself; "
                 "that isn't supported yet."
             )
         if not head <= tolerance:
-            raise ConfigError(f"the output head of {name} isn't supported yet.")
+            return ConfigError(f"the output head of {name} isn't supported yet.")
+        return None
 
     @torch.inference_mode()
     def _differences(self) -> tuple[float, float]:
@@ -236,13 +293,13 @@ class TransformersModel:
         positions = torch.arange(6, device=self.device)
         ids = positions % self.config.vocab_size
         out = self._run(ids, positions)
-        self._output = type(out)
+        self._decoder.output = type(out)
         found: Tensor = out.last_hidden_state[0, -1]
         others = (ids + 6) % self.config.vocab_size
         others[2] = ids[-1]
         moved = torch.tensor([9, 3, 5, 0, 1, 7], device=self.device)  # the token's stays 5
         beside: Tensor = self._run(others, moved).last_hidden_state[0, 2]
-        whole = self._model(**self._given(ids, positions)).logits[0, -1].float()
+        whole = self._model(**self._decoder.given(ids, positions)).logits[0, -1].float()
         apart = self.compute_logits(found[None])[0]
         pairs = ((found.float(), beside.float()), (whole, apart))
         mixes, head = (float((a - b).abs().max() / b.abs().max().clamp(min=1e-6)) for a, b in pairs)
@@ -255,13 +312,7 @@ class TransformersModel:
     def _run(self, ids: Tensor, positions: Tensor) -> Any:
         """The decoder's output for tokens `ids` [T] at `positions` [T]."""
         self._step.calls = 0
-        return self._base(**self._given(ids, positions))
-
-    def _given(self, ids: Tensor, positions: Tensor) -> dict[str, Any]:
-        given: dict[str, Any] = {"input_ids": ids[None], "use_cache": False}
-        if self._takes_positions:
-            given["position_ids"] = positions[None]
-        return given
+        return self._decoder.module(**self._decoder.given(ids, positions))
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         """The model's own code has applied it."""
@@ -269,18 +320,20 @@ class TransformersModel:
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """The model's own forward behind its decoder: with all its scales and caps."""
-        decoder = self._base.forward
-        self._base.forward = lambda *args, **kwargs: self._output(last_hidden_state=hidden[None])
+        module, output = self._decoder.module, self._decoder.output
+        forward = module.forward
+        module.forward = lambda *args, **kwargs: output(last_hidden_state=hidden[None])
         try:
             ids = torch.zeros((1, 1), dtype=torch.long, device=hidden.device)
             logits: Tensor = self._model(input_ids=ids, use_cache=False).logits[0]
         finally:
-            self._base.forward = decoder
+            module.forward = forward
         return logits.float()
 
 
-def _replace_linears(model: nn.Module, form: WeightFormat) -> None:
-    """Let our kernels multiply by the matrices of all `nn.Linear`, in place."""
+def _replace_linears(model: nn.Module, form: WeightFormat, but: Iterable[str]) -> None:
+    """Let our kernels multiply by the matrices of all `nn.Linear`, in place, `but` those named."""
+    stay = {model.get_submodule(name) for name in but}
     for module in list(model.modules()):
         for names in _TOGETHER:
             found = [getattr(module, name, None) for name in names]
@@ -288,7 +341,7 @@ def _replace_linears(model: nn.Module, form: WeightFormat) -> None:
             if len(linears) == len(names) and _fit(linears):
                 _put(module, names, _Product(linears, form))
         for name, child in list(module.named_children()):
-            if type(child) is nn.Linear:
+            if type(child) is nn.Linear and child not in stay:
                 _put(module, (name,), _Product([child], form))
 
 
@@ -299,4 +352,5 @@ def _fit(linears: list[nn.Linear]) -> bool:
 
 def _put(module: nn.Module, names: Iterable[str], product: _Product) -> None:
     for number, name in enumerate(names):
-        setattr(module, name, _Linear(product, number))
+        dtype = getattr(module, name).weight.dtype
+        setattr(module, name, _Linear(product, number, dtype))

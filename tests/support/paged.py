@@ -104,7 +104,6 @@ class PagedRequests:
 
         `in_one`: queries, keys and values are views of one tensor.
         """
-        sizes = self.sizes
         parts = self._new(chunks)
         if in_one:
             shapes = [part.shape[1:] for part in parts]
