@@ -8,6 +8,7 @@ kernels, those of one input as one product.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -29,6 +30,9 @@ from engine.layers.linear_kernel import LinearKernel
 from engine.layers.weight_format import WeightFormat
 from engine.layers.weights import DummySource, WeightSource
 from engine.models.recording import point_at
+from engine.models.takeover import Takeover
+
+logger = logging.getLogger(__name__)
 
 _NAME = "manta"
 _CAUSAL: Any = AutoModelForCausalLM
@@ -46,8 +50,40 @@ class _Step:
     batch: ForwardBatch | None = None
     calls: int = 0
     """Attention calls of this forward so far."""
+    sampled: Tensor | None = None
     sinks: dict[int, Tensor | None] = field(default_factory=dict)
     """Those of each call, seen while there is no backend."""
+    _angles: list[tuple[Tensor, tuple[Tensor, Tensor]]] = field(default_factory=list)
+
+    def begin(self) -> None:
+        """A forward is next."""
+        self.calls = 0
+        self._angles.clear()
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None) -> Tensor:
+        """See `engine.models.takeover.Step`."""
+        number = self.calls
+        self.calls += 1
+        backend, batch = self.backend, self.batch
+        if backend is None or batch is None:
+            out = _of_each_token(q, k, v)
+            return out if rows is None else out.index_select(0, rows)
+        if batch.mark is not None:
+            batch.mark()
+        if rows is None:
+            return backend.forward(q, k, v, self.layers[number], batch)
+        return backend.forward_sampled(q.index_select(0, rows), k, v, self.layers[number], batch)
+
+    def angles(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """See `engine.models.takeover.Step`."""
+        for known, found in self._angles:
+            if known is cos:
+                return found
+        half = cos.shape[-1] // 2
+        table = torch.cat((cos[0, :, :half], sin[0, :, :half]), -1).float()
+        found = torch.arange(len(table), device=table.device), table
+        self._angles.append((cos, found))
+        return found
 
 
 def _attention(
@@ -55,22 +91,20 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """What layers call: `q` [1, heads, T, dim], `k` and `v` [1, kv heads, T, dim]."""
     step: _Step = module.manta_step  # type: ignore[assignment]
-    number = step.calls
-    step.calls += 1
-    if step.backend is None or step.batch is None:
-        step.sinks[number] = kwargs.get("s_aux")
-        return _of_each_token(q, k, v), None
-    layer = step.layers[number]
+    if step.backend is None:
+        step.sinks[step.calls] = kwargs.get("s_aux")
     queries, keys, values = (_by_token(x) for x in (q, k, v))
-    out = step.backend.forward(queries, keys, values, layer, step.batch)
+    out = step.attend(queries, keys, values, None)
     return out.view(1, len(out), queries.shape[1], -1), None
 
 
 def _of_each_token(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """[1, T, heads, dim]: something of a token's own query, key and value, as they are rotated."""
+    """q and k [T, heads, dim], v [T, heads, v_dim] -> [T, heads * v_dim]: something of a token's
+    own query, key and value, as they are rotated."""
     copies = q.shape[1] // k.shape[1]
-    keys, values = (x.repeat_interleave(copies, 1) for x in (k, v))
-    return (values + torch.tanh(q.sum(-1, True) + keys.sum(-1, True))).transpose(1, 2)
+    by = torch.arange(q.shape[2], device=q.device).mul(1.7).cos().to(q.dtype) / q.shape[2] ** 0.5
+    turned = torch.sin(q @ by + (k @ by.flip(0)).repeat_interleave(copies, 1))
+    return (v.repeat_interleave(copies, 1) + turned.unsqueeze(-1)).flatten(1)
 
 
 def _by_token(x: Tensor) -> Tensor:
@@ -105,11 +139,19 @@ class _Product:
         self._input: Tensor | None = None
         self._parts: tuple[Tensor, ...] = ()
 
+    @property
+    def out_size(self) -> int:
+        return sum(self.sizes)
+
+    def whole(self, x: Tensor) -> Tensor:
+        """[..., in_size] of T tokens -> [T, out_size]"""
+        return self.kernel(x.reshape(-1, self.in_size))
+
     def part(self, x: Tensor, number: int) -> Tensor:
         """[..., in_size] -> [..., sizes[number]]"""
         if self._input is not x:
-            out = self.kernel(x.reshape(-1, self.in_size))
-            self._parts = torch.split(out.view(*x.shape[:-1], sum(self.sizes)), self.sizes, -1)
+            out = self.whole(x).view(*x.shape[:-1], self.out_size)
+            self._parts = torch.split(out, self.sizes, -1)
             self._input = x
         found = self._parts[number]
         if number == len(self.sizes) - 1:
@@ -184,7 +226,9 @@ class TransformersModel:
         fused: FusedOps | None = None,
     ) -> None:
         assert config.layout is not None
-        self._layout = config.layout
+        self._layout, self._fused, self._max_positions = config.layout, fused, max_positions
+        self.skips_unread = False
+        """Whether the last layer leaves out tokens whose results nothing reads."""
         self.config, self.dtype, self.device, self.parallel = config, dtype, device, parallel
         self.attention_layers = tuple(
             AttentionLayer(number, call) for number, call in enumerate(config.layout.calls)
@@ -218,16 +262,25 @@ class TransformersModel:
             for module in filter(is_experts, model.modules()):
                 module.manta_experts = Experts(module, source.format)
         point_at(model, _NAME)
+        _fix_rotations(model, self._max_positions)
         for module in model.modules():
             module.manta_step = self._step
         self._model = model
         self._find_decoder()
+        if self._fused is not None:
+            self._take_over(self._fused)
         self.attention_layers = self._step.layers = tuple(
             layer if sinks is None else replace(layer, sinks=sinks.detach().float().contiguous())
             for layer, sinks in zip(self.attention_layers, self._sinks(), strict=True)
         )
         if progress is not None:
             progress(1, 1)
+
+    @property
+    def decoder(self) -> nn.Module:
+        """What is before the head."""
+        module: nn.Module = self._decoder.module
+        return module
 
     def forward(
         self,
@@ -239,11 +292,13 @@ class TransformersModel:
     ) -> Tensor:
         step = self._step
         step.backend, step.batch = backend, batch
+        skips = only_sampled and self.skips_unread
+        step.sampled = batch.logits_rows if skips else None
         out = self._run(batch.input_ids, batch.positions)
         if step.calls != len(step.layers):
             raise RuntimeError(f"{step.calls} of {len(step.layers)} attention calls were made")
         states: Tensor = out.last_hidden_state[0]
-        return states.index_select(0, batch.logits_rows) if only_sampled else states
+        return states.index_select(0, batch.logits_rows) if only_sampled and not skips else states
 
     def _find_decoder(self) -> None:
         """Find the module before the head, and how it takes a step's tokens. Raises `ConfigError`
@@ -263,7 +318,7 @@ class TransformersModel:
                 if failure is None:
                     return
                 failures.append(failure)
-        raise failures[min(1, len(failures) - 1)]
+        raise failures[-1]
 
     def _failure(self) -> ConfigError | None:
         """Why the decoder can't be used so."""
@@ -305,13 +360,30 @@ class TransformersModel:
         mixes, head = (float((a - b).abs().max() / b.abs().max().clamp(min=1e-6)) for a, b in pairs)
         return mixes, head
 
+    def _take_over(self, fused: FusedOps) -> None:
+        """Let our kernels compute what they can of the decoder."""
+        last = self.config.max_position_embeddings - 1
+        places = [0, last // 50, last // 7, last // 3, last // 2, last]
+        positions = torch.tensor(places, device=self.device)  # some scale queries by theirs
+        ids = torch.arange(len(places), device=self.device) % self.config.vocab_size
+        heads = [(layer.call.num_heads, layer.call.num_kv_heads) for layer in self.attention_layers]
+        takeover = Takeover(
+            self._decoder.module,
+            self._step,
+            fused,
+            heads,
+            lambda: self._run(ids, positions).last_hidden_state[0],
+        )
+        takeover.replace()
+        self.skips_unread = takeover.last is not None
+
     def _sinks(self) -> list[Tensor | None]:
         """Of each call, as the check has seen them."""
         return [self._step.sinks.get(layer.layer_id) for layer in self.attention_layers]
 
     def _run(self, ids: Tensor, positions: Tensor) -> Any:
         """The decoder's output for tokens `ids` [T] at `positions` [T]."""
-        self._step.calls = 0
+        self._step.begin()
         return self._decoder.module(**self._decoder.given(ids, positions))
 
     def final_norm(self, hidden: Tensor) -> Tensor:
@@ -329,6 +401,28 @@ class TransformersModel:
         finally:
             module.forward = forward
         return logits.float()
+
+
+@torch.inference_mode()
+def _fix_rotations(model: nn.Module, max_positions: int) -> None:
+    """Let rotations whose angles depend on the longest text of a forward have those of texts of
+    `max_positions`: a step has texts of all lengths, and what is cached stays as it is."""
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        by_layer = kinds if isinstance(kinds, dict) else {None: kinds}
+        grows = [name for name, kind in by_layer.items() if kind and _grows(kind)]
+        for name in grows:
+            more = {} if name is None else {"layer_type": name}
+            device = next(module.buffers()).device
+            module(torch.zeros(1, device=device), torch.tensor([[max_positions - 1]]), **more)
+            logger.info("positions are rotated as in texts of %d tokens", max_positions)
+        if grows:
+            fixed = {name: "default" if name in grows else kind for name, kind in by_layer.items()}
+            module.rope_type = fixed if isinstance(kinds, dict) else fixed[None]  # type: ignore
+
+
+def _grows(rope_type: str) -> bool:
+    return "dynamic" in rope_type or rope_type == "longrope"
 
 
 def _replace_linears(model: nn.Module, form: WeightFormat, but: Iterable[str]) -> None:
