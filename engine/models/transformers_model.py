@@ -130,6 +130,7 @@ class _Product:
     def __init__(self, linears: list[nn.Linear], form: WeightFormat) -> None:
         self.in_size = linears[0].in_features
         self.sizes = [linear.out_features for linear in linears]
+        self.out_size = sum(self.sizes)
         weights = [linear.weight.data for linear in linears]
         biases = [linear.bias.data for linear in linears if linear.bias is not None]
         self.kernel: LinearKernel = form.linear(
@@ -139,16 +140,15 @@ class _Product:
         self._input: Tensor | None = None
         self._parts: tuple[Tensor, ...] = ()
 
-    @property
-    def out_size(self) -> int:
-        return sum(self.sizes)
-
     def whole(self, x: Tensor) -> Tensor:
         """[..., in_size] of T tokens -> [T, out_size]"""
         return self.kernel(x.reshape(-1, self.in_size))
 
     def part(self, x: Tensor, number: int) -> Tensor:
         """[..., in_size] -> [..., sizes[number]]"""
+        if len(self.sizes) == 1:
+            found = self.whole(x)
+            return found if x.dim() == 2 else found.view(*x.shape[:-1], self.out_size)
         if self._input is not x:
             out = self.whole(x).view(*x.shape[:-1], self.out_size)
             self._parts = torch.split(out, self.sizes, -1)
