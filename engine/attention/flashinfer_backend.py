@@ -18,10 +18,11 @@ from engine.attention.base import AttentionBackend, AttentionInputs, AttentionLa
 from engine.attention.forward_batch import ForwardBatch
 from engine.attention.page_table import PageTable, page_indices, page_table
 from engine.attention.plan_ring import PlanRing
+from engine.checkpoint.layout import AttentionCall, beyond_plain
 from engine.device.flashinfer_loader import (
-    check_attention,
     check_fa3,
     check_wrapper,
+    lack_of_kernels,
     load_flashinfer,
 )
 from engine.device.flashinfer_modules import decodes_on_tensor_cores
@@ -35,6 +36,20 @@ INT_WORKSPACE_BYTES = 8 << 20
 """Size of one plan, on the device and pinned; the wrappers themselves take the same size."""
 STEPS_IN_FLIGHT = 3
 """Steps whose plans may not have reached the device yet: two by the overlap and one to spare."""
+
+
+def lack_of_attention(dtype: torch.dtype, calls: Sequence[AttentionCall]) -> str:
+    """What the attention kernels lack for queries of this type in `calls`; "" if nothing."""
+    beyond = beyond_plain(calls)
+    if beyond:
+        return f"FlashInfer's attention here has no kernels for {', '.join(beyond)}"
+    return lack_of_kernels(dtype, calls[0].k_dim)
+
+
+def check_attention(dtype: torch.dtype, calls: Sequence[AttentionCall]) -> None:
+    """Raise `ConfigError` if the attention kernels lack something for `calls`."""
+    if lack := lack_of_attention(dtype, calls):
+        raise ConfigError(f"attention_backend flashinfer: {lack}; set attention_backend: torch.")
 
 
 class _Variant(NamedTuple):

@@ -10,13 +10,11 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from engine.checkpoint.layout import AttentionCall, beyond_plain
 from engine.errors import ConfigError
 
 FLASHINFER = "flashinfer"
@@ -65,12 +63,9 @@ def check_wrapper(wrapper: object) -> None:
         )
 
 
-def lack_of_attention(dtype: torch.dtype, calls: Sequence[AttentionCall]) -> str:
-    """What the attention kernels lack for queries of this type in `calls`; "" if nothing."""
-    beyond = beyond_plain(calls)
-    if beyond:
-        return f"FlashInfer's attention here has no kernels for {', '.join(beyond)}"
-    head_dim = calls[0].k_dim
+def lack_of_kernels(dtype: torch.dtype, head_dim: int) -> str:
+    """What to tell if FlashInfer has no attention for queries of this type and size; "" if it
+    has."""
     if dtype in HALF_DTYPES and head_dim in HEAD_DIMS:
         return ""
     half = (str(known).removeprefix("torch.") for known in HALF_DTYPES)
@@ -78,12 +73,6 @@ def lack_of_attention(dtype: torch.dtype, calls: Sequence[AttentionCall]) -> str
         f"FlashInfer has no kernels for dtype {str(dtype).removeprefix('torch.')} with head_dim "
         f"{head_dim} (it has {' and '.join(half)}, and {', '.join(map(str, HEAD_DIMS))})"
     )
-
-
-def check_attention(dtype: torch.dtype, calls: Sequence[AttentionCall]) -> None:
-    """Raise `ConfigError` if the attention kernels lack something for `calls`."""
-    if lack := lack_of_attention(dtype, calls):
-        raise ConfigError(f"attention_backend flashinfer: {lack}; set attention_backend: torch.")
 
 
 def check_fa3(capability: tuple[int, int]) -> None:

@@ -8,16 +8,15 @@ from typing import Any
 
 import torch
 
+from engine.attention.flashinfer_backend import check_attention, lack_of_attention
 from engine.attention.kv_pool import resolve_kv_dtype
 from engine.checkpoint.layout import AttentionCall
 from engine.config import WorkerConfig
 from engine.device.flashinfer_loader import (
     FLASHINFER,
     FLASHINFER_FA3,
-    check_attention,
     check_fa3,
     flashinfer_installed,
-    lack_of_attention,
     load_flashinfer,
 )
 from engine.device.flashinfer_modules import (

@@ -417,10 +417,11 @@ def test_missing_package_gives_advice(monkeypatch: pytest.MonkeyPatch) -> None:
 
     install(monkeypatch)
     inputs = Pair().inputs[1]
-    assert auto_kernels(torch.bfloat16, 128) == "flashinfer"
-    assert auto_kernels(torch.bfloat16, 80) == "torch"
+    calls = [AttentionCall(4, 2, 128, 128, 1.0)]
+    assert auto_kernels(torch.bfloat16, calls) == "flashinfer"
+    assert auto_kernels(torch.bfloat16, [AttentionCall(4, 2, 80, 80, 1.0)]) == "torch"
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     with pytest.raises(ConfigError, match=r"manta-serve\[gpu\].*kernels: torch"):
         ATTENTION_BACKENDS["flashinfer"](inputs)
     monkeypatch.setattr(flashinfer_loader.importlib.util, "find_spec", lambda name: None)
-    assert auto_kernels(torch.bfloat16, 128) == "torch"
+    assert auto_kernels(torch.bfloat16, calls) == "torch"

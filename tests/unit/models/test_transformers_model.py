@@ -13,11 +13,11 @@ import pytest
 import torch
 import transformers
 
+from engine.attention.flashinfer_backend import lack_of_attention
 from engine.checkpoint import layout
 from engine.checkpoint.layout import ModelLayout, beyond_plain, read_layout
 from engine.checkpoint.model_config import ModelConfig
 from engine.config import EngineConfig
-from engine.device.flashinfer_loader import lack_of_attention
 from engine.errors import ConfigError
 from engine.models import recording
 from engine.models.recording import classify
