@@ -8,9 +8,11 @@ result is kept in the cache folder.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from importlib import metadata
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -55,6 +57,19 @@ class AttentionCall(msgspec.Struct, frozen=True):
         return ", ".join(name for name, asked in found.items() if asked)
 
 
+class StateSpec(msgspec.Struct, frozen=True):
+    """A state that a layer keeps of each request beside keys and values, in the layer's cache."""
+
+    layer: int
+    number: int
+    """Among the layer's states of this kind."""
+    kind: Literal["conv", "recurrent"]
+    shape: tuple[int, ...]
+    """Of one request."""
+    is_float32: bool
+    """Whatever the model's type is. False: it has that type."""
+
+
 class ModelLayout(msgspec.Struct, frozen=True):
     """A model that `engine.models.transformers_model` runs."""
 
@@ -66,11 +81,24 @@ class ModelLayout(msgspec.Struct, frozen=True):
     eos_token_ids: tuple[int, ...]
     num_parameters: int
     calls: tuple[AttentionCall, ...]
+    states: tuple[StateSpec, ...] = ()
+
+    @property
+    def mode(self) -> Literal["flat", "rows"]:
+        """How a step runs. flat: its tokens at once, whosever they are. rows: each prompt's tokens
+        by themselves and the decodes as a batch, because layers keep states of requests."""
+        return "rows" if self.states else "flat"
+
+    def state_bytes(self, item: int) -> int:
+        """Bytes of one request's states, where the model's numbers have `item` bytes."""
+        return sum(
+            math.prod(spec.shape) * (4 if spec.is_float32 else item) for spec in self.states
+        )
 
     @property
     def lacks(self) -> str:
         """What keeps the model from being served; "" if nothing does."""
-        if not self.calls:
+        if not self.calls and not self.states:
             return "attention through transformers' interface"
         found = sorted({call.lacks for call in self.calls} - {""})
         shapes = {(call.num_heads, call.num_kv_heads, call.k_dim) for call in self.calls}

@@ -16,7 +16,8 @@ import msgspec
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -24,8 +25,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging
 
-from engine.checkpoint.layout import AttentionCall, ModelLayout
+from engine.checkpoint.layout import AttentionCall, ModelLayout, StateSpec
 from engine.errors import ConfigError
+from engine.models.row_cache import cache_argument, keeps_states
 
 MAX_LAYERS = 2000
 NUM_TOKENS = 24
@@ -175,6 +177,7 @@ def record(folder: Path) -> ModelLayout:
     ALL_EXPERTS_FUNCTIONS.register(_NAME, lambda module, hidden, *more: torch.zeros_like(hidden))
     point_at(model, _NAME)
     _run(model)
+    calls = tuple(recorder.calls)
     eos = getattr(text, "eos_token_id", None)
     return ModelLayout(
         class_name=type(model).__name__,
@@ -184,7 +187,8 @@ def record(folder: Path) -> ModelLayout:
         dtype=str(config.dtype or torch.float32).removeprefix("torch."),
         eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
-        calls=tuple(recorder.calls),
+        calls=calls,
+        states=_states(model),
     )
 
 
@@ -210,19 +214,46 @@ def _config(folder: Path) -> Any:
     return config
 
 
-def _run(model: nn.Module) -> None:
-    """One forward on `meta`, with the arguments that the model takes."""
+def _states(model: Any) -> tuple[StateSpec, ...]:
+    """What the model's layers leave in transformers' cache beside keys and values."""
+    if not keeps_states(model.config):
+        return ()
+    cache = DynamicCache(config=model.config)
+    # States that don't follow the model's type are float32 in a model of another one.
+    _run(model.to(torch.bfloat16), {"use_cache": True, cache_argument(model): cache})
+    found: list[StateSpec] = []
+    for number, layer in enumerate(cache.layers):
+        if isinstance(layer, LinearAttentionCacheLayerMixin):
+            kinds = {"conv": layer.conv_states, "recurrent": layer.recurrent_states}
+            found += [
+                _state(number, index, kind, state)
+                for kind, states in kinds.items()
+                for index, state in states.items()
+                if state is not None
+            ]
+    return tuple(found)
+
+
+def _state(layer: int, number: int, kind: Any, state: Tensor) -> StateSpec:
+    if state.dtype not in (torch.bfloat16, torch.float32):
+        raise ConfigError(f"layer {layer} keeps states of {state.dtype}; that isn't supported yet.")
+    return StateSpec(layer, number, kind, tuple(state.shape[1:]), state.dtype == torch.float32)
+
+
+def _run(model: nn.Module, options: dict[str, Any] | None = None) -> None:
+    """One forward on `meta`, with the arguments that the model takes and these."""
     ids = torch.zeros((1, NUM_TOKENS), dtype=torch.long, device="meta")
     known = inspect.signature(model.forward).parameters
-    given: dict[str, Any] = {"input_ids": ids, "use_cache": False}
+    given: dict[str, Any] = {"input_ids": ids, **(options or {"use_cache": False})}
     if "position_ids" in known:
         given["position_ids"] = torch.arange(NUM_TOKENS)[None].to("meta")
     if "logits_to_keep" in known:
         # A tensor: for a number, 0 included, some models drop hidden states in their last layers.
         given["logits_to_keep"] = torch.arange(NUM_TOKENS, device="meta")
-    mask = torch.ones((1, NUM_TOKENS), dtype=torch.long, device="meta")
+    mask = torch.ones((1, NUM_TOKENS), dtype=torch.long)
     failure: Exception | None = None
-    for more in ({"attention_mask": mask}, {}):
+    # Layers with states look into the mask, so it isn't on `meta` for them.
+    for more in ({"attention_mask": mask.to("meta")}, {"attention_mask": mask}, {}):
         try:
             with torch.inference_mode():
                 model(**given, **more)

@@ -8,10 +8,11 @@ kernels, those of one input as one product.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -29,6 +30,9 @@ from engine.layers.linear_kernel import LinearKernel
 from engine.layers.weight_format import WeightFormat
 from engine.layers.weights import DummySource, WeightSource
 from engine.models.recording import point_at
+from engine.models.row_cache import RowCache, cache_argument
+from engine.models.row_steps import RowSteps
+from engine.models.state_pool import StatePool
 
 _NAME = "manta"
 _CAUSAL: Any = AutoModelForCausalLM
@@ -47,11 +51,17 @@ class _Step:
     calls: int = 0
     """Attention calls of this forward so far."""
 
+    def check_calls(self) -> None:
+        """Raise `RuntimeError` unless the forward that ended has made all its calls."""
+        if self.calls != len(self.layers):
+            raise RuntimeError(f"{self.calls} of {len(self.layers)} attention calls were made")
+
 
 def _attention(
     module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """What layers call: `q` [1, heads, T, dim], `k` and `v` [1, kv heads, T, dim]."""
+    """What layers call: `q` [n, heads, L, dim], `k` and `v` [n, kv heads, L, dim] of n * L tokens;
+    n is 1 unless the model has states."""
     step: _Step = module.manta_step  # type: ignore[assignment]
     if step.backend is None or step.batch is None:
         return _of_each_token(q, k, v), None
@@ -59,19 +69,19 @@ def _attention(
     step.calls += 1
     queries, keys, values = (_by_token(x) for x in (q, k, v))
     out = step.backend.forward(queries, keys, values, layer, step.batch)
-    return out.view(1, len(out), queries.shape[1], -1), None
+    return out.view(q.shape[0], q.shape[2], q.shape[1], -1), None
 
 
 def _of_each_token(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """[1, T, heads, dim]: something of a token's own query, key and value, as they are rotated."""
+    """[n, L, heads, dim]: something of a token's own query, key and value, as they are rotated."""
     copies = q.shape[1] // k.shape[1]
     keys, values = (x.repeat_interleave(copies, 1) for x in (k, v))
     return (values + torch.tanh(q.sum(-1, True) + keys.sum(-1, True))).transpose(1, 2)
 
 
 def _by_token(x: Tensor) -> Tensor:
-    """[T, heads, dim] of [1, heads, T, dim]; the heads of a token lie one behind the other."""
-    x = x[0].transpose(0, 1)
+    """[n * L, heads, dim] of [n, heads, L, dim]; the heads of a token lie one behind the other."""
+    x = x.transpose(1, 2).flatten(0, 1)
     lies_so = x.stride(2) == 1 and x.stride(1) == x.shape[2]
     return x if lies_so else x.clone(memory_format=torch.contiguous_format)
 
@@ -144,6 +154,8 @@ class TransformersModel:
             for number, call in enumerate(config.layout.calls)
         )
         self._step = _Step(self.attention_layers)
+        self._states = config.layout.states
+        self.plans_attention = bool(self._states)
 
     def load(
         self, source: WeightSource, progress: Callable[[int, int], None] | None = None
@@ -180,11 +192,17 @@ class TransformersModel:
         self._takes_positions = any(
             given.name == "position_ids" or given.kind is given.VAR_KEYWORD for given in known
         )
+        self._cache_argument = cache_argument(self._base)
         self._output: Any = None
         """Class of the decoder's outputs; known once it has been tried."""
         self._check()
         if progress is not None:
             progress(1, 1)
+
+    def allocate(self, num_rows: int) -> None:
+        if self._states:
+            self._rows = self._row_steps(num_rows)
+            self._rows.continues_chunks = self._continues_chunks
 
     def forward(
         self,
@@ -195,18 +213,43 @@ class TransformersModel:
         only_sampled: bool = False,
     ) -> Tensor:
         step = self._step
-        step.backend, step.batch, step.calls = backend, batch, 0
-        out = self._run(batch.input_ids, batch.positions)
-        if step.calls != len(step.layers):
-            raise RuntimeError(f"{step.calls} of {len(step.layers)} attention calls were made")
-        states: Tensor = out.last_hidden_state[0]
+        step.backend = backend
+        if self._states:
+            states = self._rows.run(batch, self._begin)
+        else:
+            step.batch, step.calls = batch, 0
+            states = self._run(batch.input_ids[None], batch.positions[None]).last_hidden_state[0]
+            step.check_calls()
         return states.index_select(0, batch.logits_rows) if only_sampled else states
+
+    def _begin(self, part: ForwardBatch) -> None:
+        """A part of the step is next."""
+        step = self._step
+        assert step.backend is not None
+        step.backend.init_forward(part)
+        step.batch, step.calls = part, 0
+        if part.mark is not None:
+            part.mark()
+
+    def _row_steps(self, num_rows: int) -> RowSteps:
+        pool = StatePool(self._states, num_rows, self.dtype, self.device)
+        return RowSteps(self._decode, RowCache(self._model.config, self._states), pool)
+
+    def _decode(self, ids: Tensor, positions: Tensor, cache: RowCache) -> Tensor:
+        """Ids [n, L] of n requests whose states are in the cache -> [n, L, hidden]"""
+        self._step.calls = 0
+        hidden: Tensor = self._run(ids, positions, cache).last_hidden_state
+        if self._step.backend is not None:
+            self._step.check_calls()
+        return hidden
 
     def _check(self) -> None:
         """Raise `ConfigError` if the model's code can't be used in the way that steps use it."""
         name = type(self._model).__name__
         try:
             mixes, head = self._differences()
+            if self._states:
+                mixes = self._check_states()
         except Exception as error:  # the code of any model
             raise ConfigError(
                 f"the code of {name} can't run on the tokens of several requests at once "
@@ -228,27 +271,61 @@ class TransformersModel:
         logits are from those of the whole model. Relative to the largest number."""
         positions = torch.arange(6, device=self.device)
         ids = positions % self.config.vocab_size
-        out = self._run(ids, positions)
+        out = self._run(ids[None], positions[None])
         self._output = type(out)
         found: Tensor = out.last_hidden_state[0, -1]
         others = (ids + 6) % self.config.vocab_size
         others[2] = ids[-1]
         moved = torch.tensor([9, 3, 5, 0, 1, 7], device=self.device)  # the token's stays 5
-        beside: Tensor = self._run(others, moved).last_hidden_state[0, 2]
-        whole = self._model(**self._given(ids, positions)).logits[0, -1].float()
+        beside: Tensor = self._run(others[None], moved[None]).last_hidden_state[0, 2]
+        whole = self._model(**self._given(ids[None], positions[None])).logits[0, -1].float()
         apart = self.compute_logits(found[None])[0]
-        pairs = ((found.float(), beside.float()), (whole, apart))
-        mixes, head = (float((a - b).abs().max() / b.abs().max().clamp(min=1e-6)) for a, b in pairs)
-        return mixes, head
+        return _difference(found, beside), _difference(whole, apart)
 
-    def _run(self, ids: Tensor, positions: Tensor) -> Any:
-        """The decoder's output for tokens `ids` [T] at `positions` [T]."""
-        return self._base(**self._given(ids, positions))
+    def _check_states(self) -> float:
+        """By how much a request that comes in parts differs from one that comes whole, more than
+        rounding does; 0 if it is the same. Finds out whether parts may have several tokens."""
+        rounding = 1e-2 if self.dtype == torch.float32 else 0.15
+        apart = self._differences_of_parts([3, 2])
+        self._continues_chunks = apart <= rounding
+        if not self._continues_chunks:
+            apart = self._differences_of_parts([3, 1, 1])
+        return 0.0 if apart <= rounding else apart
+
+    @torch.inference_mode()
+    def _differences_of_parts(self, sizes: Sequence[int]) -> float:
+        """The largest difference of a token's hidden state, and of the states behind it, between a
+        request that comes whole and one that comes in parts of these sizes, and then as a decode
+        beside another's. Attention is to nothing else. Relative to the largest number."""
+        steps = self._row_steps(4)
+        positions = torch.arange(sum(sizes) + 1, device=self.device)
+        ids = positions % self.config.vocab_size
+        others = (ids + 7) % self.config.vocab_size
+        whole = steps.call(np.array([1]), 0, ids[None], positions[None])
+        steps.call(np.array([2]), 0, others[None, :-1], positions[None, :-1])
+        start = 0
+        for size in sizes:
+            part = slice(start, start + size)
+            steps.call(np.array([3]), start, ids[None, part], positions[None, part])
+            start += size
+        last = torch.stack([ids[-1:], others[-1:]])
+        decoded = steps.call(np.array([3, 2]), start, last, positions[-1:].expand(2, 1))
+        states = (steps.pool.take(np.array([row])) for row in (3, 1))
+        pairs = [(decoded[0, -1], whole[0, -1]), *zip(*states, strict=True)]
+        return max(_difference(a, b) for a, b in pairs)
+
+    def _run(self, ids: Tensor, positions: Tensor, cache: RowCache | None = None) -> Any:
+        """The decoder's output for tokens `ids` [n, L] at `positions` [n, L], behind the states in
+        the cache."""
+        given = self._given(ids, positions)
+        if cache is not None:
+            given |= {"use_cache": True, self._cache_argument: cache}
+        return self._base(**given)
 
     def _given(self, ids: Tensor, positions: Tensor) -> dict[str, Any]:
-        given: dict[str, Any] = {"input_ids": ids[None], "use_cache": False}
+        given: dict[str, Any] = {"input_ids": ids, "use_cache": False}
         if self._takes_positions:
-            given["position_ids"] = positions[None]
+            given["position_ids"] = positions
         return given
 
     def final_norm(self, hidden: Tensor) -> Tensor:
@@ -265,6 +342,12 @@ class TransformersModel:
         finally:
             self._base.forward = decoder
         return logits.float()
+
+
+def _difference(a: Tensor, b: Tensor) -> float:
+    """The largest, relative to the largest number."""
+    a, b = a.float(), b.float()
+    return float((a - b).abs().max() / b.abs().max().clamp(min=1e-6))
 
 
 def _replace_linears(model: nn.Module, form: WeightFormat) -> None:

@@ -83,6 +83,7 @@ class ModelRunner:
         self._pooler = Pooler(self.model.final_norm)
         if meter is not None:
             meter.loaded()
+        self.model.allocate(config.engine.max_running_requests + 1)
         shape = (
             config.engine.max_running_requests + 1,
             config.max_model_len + config.engine.page_size,
@@ -157,7 +158,8 @@ class ModelRunner:
                 batch.num_tokens, self.config.model.hidden_size, self.dtype, self.device
             )
         batch.timing = self.queue.begin()
-        self.attention.init_forward(batch)
+        if not self.model.plans_attention:
+            self.attention.init_forward(batch)
         only_sampled = (
             self.parallel.is_last_stage
             and self.attention.supports_sampled_queries
