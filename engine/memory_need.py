@@ -210,8 +210,8 @@ def gpu_cache_shortage(need: MemoryNeed, total: int, engine: EngineConfig, token
     return (
         f"of a GPU's {total / GIB:.2f} GiB {limit / GIB:.2f} GiB may be used (memory_fraction "
         f"{engine.memory_fraction:g}); the weights take {need.rank_weights() / GIB:.2f} GiB, "
-        f"{states}CUDA graphs and headroom {reserve / GIB:.2f} GiB, and the KV cache of {key} ({tokens}) "
-        f"{cache / GIB:.2f} GiB. Change one of: {'; '.join(remedies)}."
+        f"{states}CUDA graphs and headroom {reserve / GIB:.2f} GiB, and the KV cache of {key} "
+        f"({tokens}) {cache / GIB:.2f} GiB. Change one of: {'; '.join(remedies)}."
     )
 
 

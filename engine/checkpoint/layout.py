@@ -82,6 +82,8 @@ class ModelLayout(msgspec.Struct, frozen=True):
     num_parameters: int
     calls: tuple[AttentionCall, ...]
     states: tuple[StateSpec, ...] = ()
+    own_linears: tuple[str, ...] = ()
+    """Linears that aren't called. If their matrices are used, the model's code multiplies itself."""
 
     @property
     def mode(self) -> Literal["flat", "rows"]:
@@ -91,9 +93,7 @@ class ModelLayout(msgspec.Struct, frozen=True):
 
     def state_bytes(self, item: int) -> int:
         """Bytes of one request's states, where the model's numbers have `item` bytes."""
-        return sum(
-            math.prod(spec.shape) * (4 if spec.is_float32 else item) for spec in self.states
-        )
+        return sum(math.prod(spec.shape) * (4 if spec.is_float32 else item) for spec in self.states)
 
     @property
     def lacks(self) -> str:

@@ -176,6 +176,10 @@ def record(folder: Path) -> ModelLayout:
     ALL_MASK_ATTENTION_FUNCTIONS.register(_NAME, recorder.mask)
     ALL_EXPERTS_FUNCTIONS.register(_NAME, lambda module, hidden, *more: torch.zeros_like(hidden))
     point_at(model, _NAME)
+    linears = {name: m for name, m in model.named_modules() if type(m) is nn.Linear}
+    called: set[nn.Module] = set()
+    for linear in linears.values():
+        linear.register_forward_pre_hook(lambda module, _: called.add(module))
     _run(model)
     calls = tuple(recorder.calls)
     eos = getattr(text, "eos_token_id", None)
@@ -189,6 +193,7 @@ def record(folder: Path) -> ModelLayout:
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         calls=calls,
         states=_states(model),
+        own_linears=tuple(name for name, linear in linears.items() if linear not in called),
     )
 
 

@@ -37,7 +37,7 @@ def cache_argument(model: Any) -> str:
     return "cache_params" if "cache_params" in known else "past_key_values"
 
 
-class _PassedOn(_DynamicLayer):
+class _PassedOn(_DynamicLayer):  # type: ignore[misc]
     """Hands keys and values on as they come: the attention function keeps them."""
 
     num_before = 0
@@ -53,7 +53,7 @@ class _PassedOn(_DynamicLayer):
         return self.num_before + query_length, 0
 
 
-class _PassedOnWithStates(_LinearAttentionLayer, _PassedOn):
+class _PassedOnWithStates(_LinearAttentionLayer, _PassedOn):  # type: ignore[misc]
     """The same for a layer that has states, too."""
 
     def __init__(self, number_of_states: int) -> None:

@@ -6,9 +6,8 @@ chunks left. Decodes go through it as a batch, [n, 1].
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,11 +23,13 @@ Decoder = Callable[[Tensor, Tensor, RowCache], Tensor]
 class RowSteps:
     """One model with a pool of states."""
 
-    def __init__(self, decode: Decoder, cache: RowCache, pool: StatePool) -> None:
-        self.pool = pool
+    def __init__(
+        self, decode: Decoder, cache: RowCache, pool: StatePool, continues_chunks: bool
+    ) -> None:
+        """`continues_chunks`: whether the model's code takes several tokens behind a state. False:
+        one at a time."""
+        self.pool, self.continues_chunks = pool, continues_chunks
         self._decode, self._cache = decode, cache
-        self.continues_chunks = True
-        """Whether the model's code takes several tokens behind a state. False: one at a time."""
 
     def call(self, rows: Int64Array, num_before: int, ids: Tensor, positions: Tensor) -> Tensor:
         """The next tokens of the requests `rows` [n], which have some before if `num_before` > 0:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.checkpoint.layout import StateSpec
+from engine.device.pinned import to_device
 from engine.protocol.step import Int64Array
 
 
@@ -26,7 +27,7 @@ class StatePool:
         device: torch.device,
     ) -> None:
         """`dtype`: the model's."""
-        self.specs = tuple(specs)
+        self.specs, self.device = tuple(specs), device
         self._states = [
             torch.zeros(
                 (num_rows, *spec.shape),
@@ -46,14 +47,14 @@ class StatePool:
         run = _run(rows)
         if run is not None:
             return [state[run] for state in self._states]
-        index = torch.from_numpy(rows).to(self._states[0].device)
+        index = to_device(rows, self.device)
         return [state.index_select(0, index) for state in self._states]
 
     def put(self, rows: Int64Array, taken: Sequence[Tensor]) -> None:
         """Keep what became of the states that `take(rows)` gave."""
         run = _run(rows)
         if run is None:
-            index = torch.from_numpy(rows).to(self._states[0].device)
+            index = to_device(rows, self.device)
         for state, new in zip(self._states, taken, strict=True):
             if run is None:
                 state.index_copy_(0, index, new.to(state.dtype))

@@ -8,11 +8,11 @@ kernels, those of one input as one product.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+import logging
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -31,8 +31,18 @@ from engine.layers.weight_format import WeightFormat
 from engine.layers.weights import DummySource, WeightSource
 from engine.models.recording import point_at
 from engine.models.row_cache import RowCache, cache_argument
+from engine.models.row_check import (
+    NUM_ROWS,
+    ROUNDING,
+    ROUNDING_16_BITS,
+    continues_chunks,
+    difference,
+    difference_of_parts,
+)
 from engine.models.row_steps import RowSteps
 from engine.models.state_pool import StatePool
+
+logger = logging.getLogger(__name__)
 
 _NAME = "manta"
 _CAUSAL: Any = AutoModelForCausalLM
@@ -102,6 +112,7 @@ class _Product:
     def __init__(self, linears: list[nn.Linear], form: WeightFormat) -> None:
         self.in_size = linears[0].in_features
         self.sizes = [linear.out_features for linear in linears]
+        self.empty = linears[0].weight.data.new_empty(0)
         weights = [linear.weight.data for linear in linears]
         biases = [linear.bias.data for linear in linears if linear.bias is not None]
         self.kernel: LinearKernel = form.linear(
@@ -114,7 +125,8 @@ class _Product:
     def part(self, x: Tensor, number: int) -> Tensor:
         """[..., in_size] -> [..., sizes[number]]"""
         if self._input is not x:
-            out = self.kernel(x.reshape(-1, self.in_size))
+            rows = x.reshape(-1, self.in_size)
+            out = self.kernel(rows if rows.stride(-1) == 1 else rows.contiguous())
             self._parts = torch.split(out.view(*x.shape[:-1], sum(self.sizes)), self.sizes, -1)
             self._input = x
         found = self._parts[number]
@@ -130,6 +142,8 @@ class _Linear(nn.Module):
         super().__init__()
         self.product, self.number = product, number
         self.in_features, self.out_features = product.in_size, product.sizes[number]
+        self.weight = product.empty
+        """Some code asks for the type of it."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.product.part(x, self.number)
@@ -155,6 +169,8 @@ class TransformersModel:
         )
         self._step = _Step(self.attention_layers)
         self._states = config.layout.states
+        self._continues_chunks = True
+        self._own_linears = frozenset(config.layout.own_linears)
         self.plans_attention = bool(self._states)
 
     def load(
@@ -180,7 +196,7 @@ class TransformersModel:
                 )
         model = model.eval().to(self.device)
         with torch.no_grad():
-            _replace_linears(model, source.format)
+            _replace_linears(model, source.format, self._own_linears)
             for module in filter(is_experts, model.modules()):
                 module.manta_experts = Experts(module, source.format)
         point_at(model, _NAME)
@@ -200,9 +216,15 @@ class TransformersModel:
             progress(1, 1)
 
     def allocate(self, num_rows: int) -> None:
-        if self._states:
-            self._rows = self._row_steps(num_rows)
-            self._rows.continues_chunks = self._continues_chunks
+        if not self._states:
+            return
+        self._rows = self._row_steps(num_rows)
+        if not self._continues_chunks:
+            logger.warning(
+                "the code of %s continues a request by one token at a time: of a prompt longer "
+                "than chunked_prefill_size the rest takes long. Raise that, or set it to -1",
+                type(self._model).__name__,
+            )
 
     def forward(
         self,
@@ -227,13 +249,14 @@ class TransformersModel:
         step = self._step
         assert step.backend is not None
         step.backend.init_forward(part)
-        step.batch, step.calls = part, 0
+        step.batch = part
         if part.mark is not None:
             part.mark()
 
     def _row_steps(self, num_rows: int) -> RowSteps:
         pool = StatePool(self._states, num_rows, self.dtype, self.device)
-        return RowSteps(self._decode, RowCache(self._model.config, self._states), pool)
+        cache = RowCache(self._model.config, self._states)
+        return RowSteps(self._decode, cache, pool, self._continues_chunks)
 
     def _decode(self, ids: Tensor, positions: Tensor, cache: RowCache) -> Tensor:
         """Ids [n, L] of n requests whose states are in the cache -> [n, L, hidden]"""
@@ -248,19 +271,20 @@ class TransformersModel:
         name = type(self._model).__name__
         try:
             mixes, head = self._differences()
-            if self._states:
-                mixes = self._check_states()
+            parts = self._difference_of_parts() if self._states else 0.0
         except Exception as error:  # the code of any model
             raise ConfigError(
                 f"the code of {name} can't run on the tokens of several requests at once "
                 f"({type(error).__name__}: {error}); it isn't supported yet."
             ) from error
         tolerance = 1e-3 if self.dtype == torch.float32 else 5e-2
-        if not mixes <= tolerance:
+        if not self._states and not mixes <= tolerance:
             raise ConfigError(
                 f"{name} keeps states of requests beside attention, or counts positions by itself; "
                 "that isn't supported yet."
             )
+        if not parts <= ROUNDING.get(self.dtype, ROUNDING_16_BITS):
+            raise ConfigError(f"the states of {name} can't be continued; it isn't supported yet.")
         if not head <= tolerance:
             raise ConfigError(f"the output head of {name} isn't supported yet.")
 
@@ -280,39 +304,15 @@ class TransformersModel:
         beside: Tensor = self._run(others[None], moved[None]).last_hidden_state[0, 2]
         whole = self._model(**self._given(ids[None], positions[None])).logits[0, -1].float()
         apart = self.compute_logits(found[None])[0]
-        return _difference(found, beside), _difference(whole, apart)
-
-    def _check_states(self) -> float:
-        """By how much a request that comes in parts differs from one that comes whole, more than
-        rounding does; 0 if it is the same. Finds out whether parts may have several tokens."""
-        rounding = 1e-2 if self.dtype == torch.float32 else 0.15
-        apart = self._differences_of_parts([3, 2])
-        self._continues_chunks = apart <= rounding
-        if not self._continues_chunks:
-            apart = self._differences_of_parts([3, 1, 1])
-        return 0.0 if apart <= rounding else apart
+        return difference(found, beside), difference(whole, apart)
 
     @torch.inference_mode()
-    def _differences_of_parts(self, sizes: Sequence[int]) -> float:
-        """The largest difference of a token's hidden state, and of the states behind it, between a
-        request that comes whole and one that comes in parts of these sizes, and then as a decode
-        beside another's. Attention is to nothing else. Relative to the largest number."""
-        steps = self._row_steps(4)
-        positions = torch.arange(sum(sizes) + 1, device=self.device)
-        ids = positions % self.config.vocab_size
-        others = (ids + 7) % self.config.vocab_size
-        whole = steps.call(np.array([1]), 0, ids[None], positions[None])
-        steps.call(np.array([2]), 0, others[None, :-1], positions[None, :-1])
-        start = 0
-        for size in sizes:
-            part = slice(start, start + size)
-            steps.call(np.array([3]), start, ids[None, part], positions[None, part])
-            start += size
-        last = torch.stack([ids[-1:], others[-1:]])
-        decoded = steps.call(np.array([3, 2]), start, last, positions[-1:].expand(2, 1))
-        states = (steps.pool.take(np.array([row])) for row in (3, 1))
-        pairs = [(decoded[0, -1], whole[0, -1]), *zip(*states, strict=True)]
-        return max(_difference(a, b) for a, b in pairs)
+    def _difference_of_parts(self) -> float:
+        """By how much a request that comes in parts differs from one that comes whole. Finds out
+        whether parts behind the first may have several tokens."""
+        steps = self._row_steps(NUM_ROWS)
+        self._continues_chunks = continues_chunks(steps)
+        return difference_of_parts(self._row_steps(NUM_ROWS), self.config.vocab_size)
 
     def _run(self, ids: Tensor, positions: Tensor, cache: RowCache | None = None) -> Any:
         """The decoder's output for tokens `ids` [n, L] at `positions` [n, L], behind the states in
@@ -344,22 +344,16 @@ class TransformersModel:
         return logits.float()
 
 
-def _difference(a: Tensor, b: Tensor) -> float:
-    """The largest, relative to the largest number."""
-    a, b = a.float(), b.float()
-    return float((a - b).abs().max() / b.abs().max().clamp(min=1e-6))
-
-
-def _replace_linears(model: nn.Module, form: WeightFormat) -> None:
-    """Let our kernels multiply by the matrices of all `nn.Linear`, in place."""
-    for module in list(model.modules()):
+def _replace_linears(model: nn.Module, form: WeightFormat, kept: frozenset[str]) -> None:
+    """Let our kernels multiply by the matrices of all `nn.Linear` but those `kept`, in place."""
+    for prefix, module in list(model.named_modules()):
         for names in _TOGETHER:
             found = [getattr(module, name, None) for name in names]
             linears = [child for child in found if type(child) is nn.Linear]
             if len(linears) == len(names) and _fit(linears):
                 _put(module, names, _Product(linears, form))
         for name, child in list(module.named_children()):
-            if type(child) is nn.Linear:
+            if type(child) is nn.Linear and f"{prefix}.{name}".lstrip(".") not in kept:
                 _put(module, (name,), _Product([child], form))
 
 

@@ -106,7 +106,8 @@ def _check_host(config: WorkerConfig, share: int, *, serving: bool) -> None:
     need, free = memory_of(config), available_host_bytes()
     needed = need.stated(config.num_kv_tokens)
     if serving:
-        needed = need.rank_weights() + need.states() + need.per_token() * (config.num_kv_tokens or 0)
+        rank = need.rank_weights() + need.states()
+        needed = rank + need.per_token() * (config.num_kv_tokens or 0)
     if needed > free:
         raise ConfigError(shortage(needed, free))
     told = crowding(config.engine.world_size * share, num_cores())
