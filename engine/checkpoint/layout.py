@@ -81,8 +81,8 @@ class ModelLayout(msgspec.Struct, frozen=True):
     eos_token_ids: tuple[int, ...]
     num_parameters: int
     calls: tuple[AttentionCall, ...]
-    states: tuple[StateSpec, ...] = ()
-    own_linears: tuple[str, ...] = ()
+    states: tuple[StateSpec, ...]
+    own_linears: tuple[str, ...]
     """Linears that aren't called. If their matrices are used, the model's code multiplies itself."""
 
     @property
