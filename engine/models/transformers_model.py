@@ -218,7 +218,7 @@ class TransformersModel:
     def allocate(self, num_rows: int) -> None:
         if not self._states:
             return
-        self._rows = self._row_steps(num_rows)
+        self.rows = self._row_steps(num_rows)
         if not self._continues_chunks:
             logger.warning(
                 "the code of %s continues a request by one token at a time: of a prompt longer "
@@ -237,7 +237,7 @@ class TransformersModel:
         step = self._step
         step.backend = backend
         if self._states:
-            states = self._rows.run(batch, self._begin)
+            states = self.rows.run(batch, self._begin)
         else:
             step.batch, step.calls = batch, 0
             states = self._run(batch.input_ids[None], batch.positions[None]).last_hidden_state[0]

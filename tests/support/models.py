@@ -170,7 +170,7 @@ WITH_STATES: dict[str, tuple[str, dict[str, Any]]] = {
             "n_mamba_heads": 4,
             "mamba_headdim": 16,
             "chunk_size": 8,
-            "time_step_min": 0.0,  # bounds chunks, and not decodes: both can't be compared else
+            "time_step_min": 1e-9,  # bounds chunks, and not decodes: both can't be compared else
         },
     ),
     "mamba": ("MambaForCausalLM", {"state_size": 8, "time_step_rank": 4}),
