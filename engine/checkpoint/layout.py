@@ -83,7 +83,7 @@ class ModelLayout(msgspec.Struct, frozen=True):
     calls: tuple[AttentionCall, ...]
     states: tuple[StateSpec, ...]
     own_linears: tuple[str, ...]
-    """Linears that aren't called. If their matrices are used, the model's code multiplies itself."""
+    """Linears that aren't called: if at all, the model's code reads their matrices itself."""
 
     @property
     def mode(self) -> Literal["flat", "rows"]:
