@@ -85,7 +85,7 @@ _ROPE_PARAMETERS: dict[str, tuple[str, ...]] = {
 """What each kind of RoPE scaling needs."""
 
 
-_NO_ATTENTION = AttentionCall(num_heads=1, num_kv_heads=1, k_dim=2, v_dim=2, scale=1.0)
+_NO_ATTENTION = AttentionCall(num_heads=1, num_kv_heads=1, k_dim=64, v_dim=64, scale=1.0)
 """Heads of a model whose layers make no attention call: its tokens have no keys and values."""
 
 

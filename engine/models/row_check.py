@@ -52,7 +52,7 @@ def difference_of_parts(steps: RowSteps, vocab_size: int) -> float:
     decoded = steps.call(np.array([3, 2]), start, last, positions[:, -1:].expand(2, 1))
     states = (steps.pool.take(np.array([row])) for row in (3, 1))
     pairs = [(decoded[0, -1], whole[0, -1]), *zip(*states, strict=True)]
-    return max(difference(a, b) for a, b in pairs)
+    return float(torch.tensor([difference(a, b) for a, b in pairs]).max())  # NaN, if one is
 
 
 def difference(a: Tensor, b: Tensor) -> float:

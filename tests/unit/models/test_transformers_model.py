@@ -137,7 +137,11 @@ def test_another_process_records(folders: dict[str, Path], tmp_path: Path) -> No
             },
             "keys and values of different sizes",
         ),
-        ("RwkvForCausalLM", {"attention_hidden_size": 32}, "attention through transformers' interface"),
+        (
+            "RwkvForCausalLM",
+            {"attention_hidden_size": 32},
+            "attention through transformers' interface",
+        ),
     ],
 )
 def test_what_attention_lacks_is_refused_by_name(
