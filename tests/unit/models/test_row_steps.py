@@ -70,8 +70,7 @@ def test_tokens_and_logprobs_are_those_of_transformers(
     assert len({tuple(tokens) for tokens in expected}) == len(PROMPTS)
     with engine_for(folders[name], page_size=page, kernels=kernels) as engine:
         for keys in (
-            {"chunked_prefill_size": -1},
-            {"chunked_prefill_size": 16, "warm": [SHARED]},
+            {"chunked_prefill_size": -1, "warm": [SHARED]},
             {"chunked_prefill_size": 16, "retract_every": 3, "enable_overlap": False},
             {"chunked_prefill_size": 24, "retract_every": 4, "max_running_requests": 2},
         ):
@@ -96,6 +95,18 @@ def test_embeddings_are_those_of_transformers(folders: dict[str, Path], name: st
             states = reference_states(model, PROMPTS[number])
             wanted = states[-1] if kind == "last" else states.mean(axis=0)
             np.testing.assert_allclose(engine.embeddings[number], wanted, atol=TOLERANCE, rtol=0)
+
+
+def test_rows_of_requests_that_left_are_begun_anew(folders: dict[str, Path]) -> None:
+    """With steps in flight, two rows, and clients that leave early."""
+    expected = greedy_reference(load_reference(folders["granite4"]), PROMPTS, MAX_NEW)
+    with engine_for(folders["granite4"], page_size=4) as engine:
+        keys = {"chunked_prefill_size": 16, "max_running_requests": 2}
+        found = engine.run(PROMPTS * 2, GREEDY, stop_after={0: 1, 2: 4, 3: 2, 6: 3, 8: 5}, **keys)
+    for number, tokens in enumerate(found):
+        wanted = expected[number % len(PROMPTS)]
+        assert tokens == wanted[: len(tokens)]
+        assert len(tokens) == MAX_NEW or number in (0, 2, 3, 6, 8)
 
 
 def test_prompt_logprobs_are_those_of_transformers(folders: dict[str, Path]) -> None:
