@@ -81,9 +81,9 @@ class ModelLayout(msgspec.Struct, frozen=True):
     eos_token_ids: tuple[int, ...]
     num_parameters: int
     calls: tuple[AttentionCall, ...]
+    read: tuple[str, ...]
+    """Linears whose weights the code around them reads."""
     states: tuple[StateSpec, ...]
-    own_linears: tuple[str, ...]
-    """Linears that aren't called: if at all, the model's code reads their matrices itself."""
 
     @property
     def mode(self) -> Literal["flat", "rows"]:

@@ -14,7 +14,7 @@ from engine.checkpoint.layout import AttentionCall, ModelLayout, read_layout
 from engine.checkpoint.quantization import refuse_quantized
 from engine.checkpoint.values import ConfigValues
 from engine.errors import ConfigError
-from engine.registry import MODELS, TRANSFORMERS
+from engine.registry import MODELS, TRANSFORMERS, TRANSFORMERS_ROWS
 
 _MODEL_TYPES = {
     "llama": "LlamaForCausalLM",
@@ -85,6 +85,7 @@ _ROPE_PARAMETERS: dict[str, tuple[str, ...]] = {
 """What each kind of RoPE scaling needs."""
 
 
+_THROUGH_TRANSFORMERS = (TRANSFORMERS, TRANSFORMERS_ROWS)
 _NO_ATTENTION = AttentionCall(num_heads=1, num_kv_heads=1, k_dim=64, v_dim=64, scale=1.0)
 """Heads of a model whose layers make no attention call: its tokens have no keys and values."""
 
@@ -247,7 +248,7 @@ class ModelConfig:
         call = layout.calls[0] if layout.calls else _NO_ATTENTION
         return cls(
             path=folder,
-            architecture=TRANSFORMERS,
+            architecture=TRANSFORMERS_ROWS if layout.mode == "rows" else TRANSFORMERS,
             hidden_size=layout.hidden_size,
             num_layers=len(layout.calls),
             num_heads=call.num_heads,
@@ -347,8 +348,8 @@ def _architecture(folder: Path, config: dict[str, Any], impl: str) -> str | None
         )
     raise ConfigError(
         f"architecture {name or '(none named)'} of {folder} is not supported; supported are "
-        f"{', '.join(word for word in MODELS if word != TRANSFORMERS)}, and with model_impl: auto "
-        "what transformers knows."
+        f"{', '.join(word for word in MODELS if word not in _THROUGH_TRANSFORMERS)}, and with "
+        "model_impl: auto what transformers knows."
     )
 
 

@@ -16,8 +16,7 @@ import msgspec
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
-from transformers.cache_utils import LinearAttentionCacheLayerMixin
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -25,9 +24,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging
 
-from engine.checkpoint.layout import AttentionCall, ModelLayout, StateSpec
+from engine.checkpoint.layout import AttentionCall, ModelLayout
 from engine.errors import ConfigError
-from engine.models.row_cache import cache_argument, keeps_states
+from engine.models.interfaces import point_at
+from engine.models.state_recording import record_states
 
 MAX_LAYERS = 2000
 NUM_TOKENS = 24
@@ -143,18 +143,6 @@ def _pairs(size: int) -> list[tuple[int, int]]:
     return [*pairs, (3, 5), (FAR, 0), (FAR, FAR // 2), (FAR - 1, FAR)]
 
 
-def point_at(model: nn.Module, name: str) -> None:
-    """Let every part of the model call the attention and experts functions of this name."""
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if config is not None and hasattr(config, "_attn_implementation"):
-            config._attn_implementation_internal = name
-            config._attn_implementation = name
-        if config is not None and hasattr(config, "_experts_implementation"):
-            config._experts_implementation_internal = name
-            config._experts_implementation = name
-
-
 def record(folder: Path) -> ModelLayout:
     """The layout of a model folder. Raises `ConfigError`."""
     config = _config(folder)
@@ -176,12 +164,10 @@ def record(folder: Path) -> ModelLayout:
     ALL_MASK_ATTENTION_FUNCTIONS.register(_NAME, recorder.mask)
     ALL_EXPERTS_FUNCTIONS.register(_NAME, lambda module, hidden, *more: torch.zeros_like(hidden))
     point_at(model, _NAME)
-    linears = {name: m for name, m in model.named_modules() if type(m) is nn.Linear}
-    called: set[nn.Module] = set()
-    for linear in linears.values():
-        linear.register_forward_pre_hook(lambda module, _: called.add(module))
+    called: set[str] = set()
+    for name, module in model.named_modules():
+        module.register_forward_hook(lambda *_, name=name: called.add(name))
     _run(model)
-    calls = tuple(recorder.calls)
     eos = getattr(text, "eos_token_id", None)
     return ModelLayout(
         class_name=type(model).__name__,
@@ -191,10 +177,18 @@ def record(folder: Path) -> ModelLayout:
         dtype=str(config.dtype or torch.float32).removeprefix("torch."),
         eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
-        calls=calls,
-        states=_states(model),
-        own_linears=tuple(name for name, linear in linears.items() if linear not in called),
+        calls=tuple(recorder.calls),
+        read=tuple(_read(model, called)),
+        states=record_states(model),
     )
+
+
+def _read(model: nn.Module, called: set[str]) -> Iterator[str]:
+    """Linears that aren't called though what they are part of is: its code reads their weights."""
+    for name, module in model.named_modules():
+        parent = name.rpartition(".")[0]
+        if isinstance(module, nn.Linear) and name not in called and parent in called:
+            yield name
 
 
 def _config(folder: Path) -> Any:
@@ -219,37 +213,11 @@ def _config(folder: Path) -> Any:
     return config
 
 
-def _states(model: Any) -> tuple[StateSpec, ...]:
-    """What the model's layers leave in transformers' cache beside keys and values."""
-    if not keeps_states(model.config):
-        return ()
-    cache = DynamicCache(config=model.config)
-    # States that don't follow the model's type are float32 in a model of another one.
-    _run(model.to(torch.bfloat16), {"use_cache": True, cache_argument(model): cache})
-    found: list[StateSpec] = []
-    for number, layer in enumerate(cache.layers):
-        if isinstance(layer, LinearAttentionCacheLayerMixin):
-            kinds = {"conv": layer.conv_states, "recurrent": layer.recurrent_states}
-            found += [
-                _state(number, index, kind, state)
-                for kind, states in kinds.items()
-                for index, state in states.items()
-                if state is not None
-            ]
-    return tuple(found)
-
-
-def _state(layer: int, number: int, kind: Any, state: Tensor) -> StateSpec:
-    if state.dtype not in (torch.bfloat16, torch.float32):
-        raise ConfigError(f"layer {layer} keeps states of {state.dtype}; that isn't supported yet.")
-    return StateSpec(layer, number, kind, tuple(state.shape[1:]), state.dtype == torch.float32)
-
-
-def _run(model: nn.Module, options: dict[str, Any] | None = None) -> None:
-    """One forward on `meta`, with the arguments that the model takes and these."""
+def _run(model: nn.Module) -> None:
+    """One forward on `meta`, with the arguments that the model takes."""
     ids = torch.zeros((1, NUM_TOKENS), dtype=torch.long, device="meta")
     known = inspect.signature(model.forward).parameters
-    given: dict[str, Any] = {"input_ids": ids, **(options or {"use_cache": False})}
+    given: dict[str, Any] = {"input_ids": ids, "use_cache": False}
     if "position_ids" in known:
         given["position_ids"] = torch.arange(NUM_TOKENS)[None].to("meta")
     if "logits_to_keep" in known:

@@ -21,14 +21,6 @@ from engine.checkpoint.layout import StateSpec
 # Without types: their classes, inherited together, contradict each other in some attributes.
 _DynamicLayer: Any = DynamicLayer
 _LinearAttentionLayer: Any = LinearAttentionLayer
-_STATEFUL = frozenset(("conv", "linear_attention", "hybrid", "hybrid_sliding"))
-"""Words of `layer_types` whose cache holds states."""
-
-
-def keeps_states(config: Any) -> bool:
-    """Whether a model of transformers has layers that keep states in its cache."""
-    text = config.get_text_config(decoder=True)
-    return not _STATEFUL.isdisjoint(getattr(text, "layer_types", None) or ())
 
 
 def cache_argument(model: Any) -> str:

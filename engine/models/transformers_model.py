@@ -8,7 +8,6 @@ kernels, those of one input as one product.
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -29,20 +28,7 @@ from engine.layers.fused_ops import FusedOps
 from engine.layers.linear_kernel import LinearKernel
 from engine.layers.weight_format import WeightFormat
 from engine.layers.weights import DummySource, WeightSource
-from engine.models.recording import point_at
-from engine.models.row_cache import RowCache, cache_argument
-from engine.models.row_check import (
-    NUM_ROWS,
-    ROUNDING,
-    ROUNDING_16_BITS,
-    continues_chunks,
-    difference,
-    difference_of_parts,
-)
-from engine.models.row_steps import RowSteps
-from engine.models.state_pool import StatePool
-
-logger = logging.getLogger(__name__)
+from engine.models.interfaces import point_at
 
 _NAME = "manta"
 _CAUSAL: Any = AutoModelForCausalLM
@@ -61,17 +47,12 @@ class _Step:
     calls: int = 0
     """Attention calls of this forward so far."""
 
-    def check_calls(self) -> None:
-        """Raise `RuntimeError` unless the forward that ended has made all its calls."""
-        if self.calls != len(self.layers):
-            raise RuntimeError(f"{self.calls} of {len(self.layers)} attention calls were made")
-
 
 def _attention(
     module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """What layers call: `q` [n, heads, L, dim], `k` and `v` [n, kv heads, L, dim] of n * L tokens;
-    n is 1 unless the model has states."""
+    n is 1 unless layers have states (`RowModel`)."""
     step: _Step = module.manta_step  # type: ignore[assignment]
     if step.backend is None or step.batch is None:
         return _of_each_token(q, k, v), None
@@ -112,7 +93,6 @@ class _Product:
     def __init__(self, linears: list[nn.Linear], form: WeightFormat) -> None:
         self.in_size = linears[0].in_features
         self.sizes = [linear.out_features for linear in linears]
-        self.empty = linears[0].weight.data.new_empty(0)
         weights = [linear.weight.data for linear in linears]
         biases = [linear.bias.data for linear in linears if linear.bias is not None]
         self.kernel: LinearKernel = form.linear(
@@ -138,12 +118,12 @@ class _Product:
 class _Linear(nn.Module):
     """In place of an `nn.Linear`."""
 
-    def __init__(self, product: _Product, number: int) -> None:
+    def __init__(self, product: _Product, number: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.product, self.number = product, number
         self.in_features, self.out_features = product.in_size, product.sizes[number]
-        self.weight = product.empty
-        """Some code asks for the type of it."""
+        self.weight = torch.empty((self.out_features, self.in_features), dtype=dtype, device="meta")
+        """For code that looks at its type or shape."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.product.part(x, self.number)
@@ -151,6 +131,8 @@ class _Linear(nn.Module):
 
 class TransformersModel:
     """A `Model` (engine/models/base.py) of one rank."""
+
+    plans_attention = False
 
     def __init__(
         self,
@@ -162,16 +144,13 @@ class TransformersModel:
         fused: FusedOps | None = None,
     ) -> None:
         assert config.layout is not None
+        self._layout = config.layout
         self.config, self.dtype, self.device, self.parallel = config, dtype, device, parallel
         self.attention_layers = tuple(
             AttentionLayer(number, call.scale, call.window)
             for number, call in enumerate(config.layout.calls)
         )
         self._step = _Step(self.attention_layers)
-        self._states = config.layout.states
-        self._continues_chunks = True
-        self._own_linears = frozenset(config.layout.own_linears)
-        self.plans_attention = bool(self._states)
 
     def load(
         self, source: WeightSource, progress: Callable[[int, int], None] | None = None
@@ -196,7 +175,7 @@ class TransformersModel:
                 )
         model = model.eval().to(self.device)
         with torch.no_grad():
-            _replace_linears(model, source.format, self._own_linears)
+            _replace_linears(model, source.format, self._layout.read)
             for module in filter(is_experts, model.modules()):
                 module.manta_experts = Experts(module, source.format)
         point_at(model, _NAME)
@@ -208,7 +187,6 @@ class TransformersModel:
         self._takes_positions = any(
             given.name == "position_ids" or given.kind is given.VAR_KEYWORD for given in known
         )
-        self._cache_argument = cache_argument(self._base)
         self._output: Any = None
         """Class of the decoder's outputs; known once it has been tried."""
         self._check()
@@ -216,15 +194,7 @@ class TransformersModel:
             progress(1, 1)
 
     def allocate(self, num_rows: int) -> None:
-        if not self._states:
-            return
-        self.rows = self._row_steps(num_rows)
-        if not self._continues_chunks:
-            logger.warning(
-                "the code of %s continues a request by one token at a time: of a prompt longer "
-                "than chunked_prefill_size the rest takes long. Raise that, or set it to -1",
-                type(self._model).__name__,
-            )
+        """Keys and values are all that it keeps."""
 
     def forward(
         self,
@@ -235,56 +205,29 @@ class TransformersModel:
         only_sampled: bool = False,
     ) -> Tensor:
         step = self._step
-        step.backend = backend
-        if self._states:
-            states = self.rows.run(batch, self._begin)
-        else:
-            step.batch, step.calls = batch, 0
-            states = self._run(batch.input_ids[None], batch.positions[None]).last_hidden_state[0]
-            step.check_calls()
+        step.backend, step.batch, step.calls = backend, batch, 0
+        out = self._run(batch.input_ids, batch.positions)
+        if step.calls != len(step.layers):
+            raise RuntimeError(f"{step.calls} of {len(step.layers)} attention calls were made")
+        states: Tensor = out.last_hidden_state[0]
         return states.index_select(0, batch.logits_rows) if only_sampled else states
-
-    def _begin(self, part: ForwardBatch) -> None:
-        """A part of the step is next."""
-        step = self._step
-        assert step.backend is not None
-        step.backend.init_forward(part)
-        step.batch = part
-        if part.mark is not None:
-            part.mark()
-
-    def _row_steps(self, num_rows: int) -> RowSteps:
-        pool = StatePool(self._states, num_rows, self.dtype, self.device)
-        cache = RowCache(self._model.config, self._states)
-        return RowSteps(self._decode, cache, pool, self._continues_chunks)
-
-    def _decode(self, ids: Tensor, positions: Tensor, cache: RowCache) -> Tensor:
-        """Ids [n, L] of n requests whose states are in the cache -> [n, L, hidden]"""
-        self._step.calls = 0
-        hidden: Tensor = self._run(ids, positions, cache).last_hidden_state
-        if self._step.backend is not None:
-            self._step.check_calls()
-        return hidden
 
     def _check(self) -> None:
         """Raise `ConfigError` if the model's code can't be used in the way that steps use it."""
         name = type(self._model).__name__
         try:
             mixes, head = self._differences()
-            parts = self._difference_of_parts() if self._states else 0.0
         except Exception as error:  # the code of any model
             raise ConfigError(
                 f"the code of {name} can't run on the tokens of several requests at once "
                 f"({type(error).__name__}: {error}); it isn't supported yet."
             ) from error
         tolerance = 1e-3 if self.dtype == torch.float32 else 5e-2
-        if not self._states and not mixes <= tolerance:
+        if not mixes <= tolerance:
             raise ConfigError(
                 f"{name} keeps states of requests beside attention, or counts positions by itself; "
                 "that isn't supported yet."
             )
-        if not parts <= ROUNDING.get(self.dtype, ROUNDING_16_BITS):
-            raise ConfigError(f"the states of {name} can't be continued; it isn't supported yet.")
         if not head <= tolerance:
             raise ConfigError(f"the output head of {name} isn't supported yet.")
 
@@ -295,37 +238,27 @@ class TransformersModel:
         logits are from those of the whole model. Relative to the largest number."""
         positions = torch.arange(6, device=self.device)
         ids = positions % self.config.vocab_size
-        out = self._run(ids[None], positions[None])
+        out = self._run(ids, positions)
         self._output = type(out)
         found: Tensor = out.last_hidden_state[0, -1]
         others = (ids + 6) % self.config.vocab_size
         others[2] = ids[-1]
         moved = torch.tensor([9, 3, 5, 0, 1, 7], device=self.device)  # the token's stays 5
-        beside: Tensor = self._run(others[None], moved[None]).last_hidden_state[0, 2]
-        whole = self._model(**self._given(ids[None], positions[None])).logits[0, -1].float()
+        beside: Tensor = self._run(others, moved).last_hidden_state[0, 2]
+        whole = self._model(**self._given(ids, positions)).logits[0, -1].float()
         apart = self.compute_logits(found[None])[0]
-        return difference(found, beside), difference(whole, apart)
+        pairs = ((found.float(), beside.float()), (whole, apart))
+        mixes, head = (float((a - b).abs().max() / b.abs().max().clamp(min=1e-6)) for a, b in pairs)
+        return mixes, head
 
-    @torch.inference_mode()
-    def _difference_of_parts(self) -> float:
-        """By how much a request that comes in parts differs from one that comes whole. Finds out
-        whether parts behind the first may have several tokens."""
-        steps = self._row_steps(NUM_ROWS)
-        self._continues_chunks = continues_chunks(steps)
-        return difference_of_parts(self._row_steps(NUM_ROWS), self.config.vocab_size)
-
-    def _run(self, ids: Tensor, positions: Tensor, cache: RowCache | None = None) -> Any:
-        """The decoder's output for tokens `ids` [n, L] at `positions` [n, L], behind the states in
-        the cache."""
-        given = self._given(ids, positions)
-        if cache is not None:
-            given |= {"use_cache": True, self._cache_argument: cache}
-        return self._base(**given)
+    def _run(self, ids: Tensor, positions: Tensor) -> Any:
+        """The decoder's output for tokens `ids` [T] at `positions` [T]."""
+        return self._base(**self._given(ids, positions))
 
     def _given(self, ids: Tensor, positions: Tensor) -> dict[str, Any]:
-        given: dict[str, Any] = {"input_ids": ids, "use_cache": False}
+        given: dict[str, Any] = {"input_ids": ids[None], "use_cache": False}
         if self._takes_positions:
-            given["position_ids"] = positions
+            given["position_ids"] = positions[None]
         return given
 
     def final_norm(self, hidden: Tensor) -> Tensor:
@@ -344,16 +277,17 @@ class TransformersModel:
         return logits.float()
 
 
-def _replace_linears(model: nn.Module, form: WeightFormat, kept: frozenset[str]) -> None:
-    """Let our kernels multiply by the matrices of all `nn.Linear` but those `kept`, in place."""
-    for prefix, module in list(model.named_modules()):
+def _replace_linears(model: nn.Module, form: WeightFormat, but: Iterable[str]) -> None:
+    """Let our kernels multiply by the matrices of all `nn.Linear`, in place, `but` those named."""
+    stay = {model.get_submodule(name) for name in but}
+    for module in list(model.modules()):
         for names in _TOGETHER:
             found = [getattr(module, name, None) for name in names]
             linears = [child for child in found if type(child) is nn.Linear]
             if len(linears) == len(names) and _fit(linears):
                 _put(module, names, _Product(linears, form))
         for name, child in list(module.named_children()):
-            if type(child) is nn.Linear and f"{prefix}.{name}".lstrip(".") not in kept:
+            if type(child) is nn.Linear and child not in stay:
                 _put(module, (name,), _Product([child], form))
 
 
@@ -364,4 +298,5 @@ def _fit(linears: list[nn.Linear]) -> bool:
 
 def _put(module: nn.Module, names: Iterable[str], product: _Product) -> None:
     for number, name in enumerate(names):
-        setattr(module, name, _Linear(product, number))
+        dtype = getattr(module, name).weight.dtype
+        setattr(module, name, _Linear(product, number, dtype))
