@@ -53,8 +53,8 @@ def stage_bytes(
 
 def cache_bytes_per_token(model: ModelConfig, item: int, tp_size: int = 1, pp_size: int = 1) -> int:
     """Bytes of one token's keys and values, of `item` bytes each, on the rank with most layers."""
-    layers = max(map(len, model.stage_layers(pp_size)))
-    return 2 * layers * model.local_kv_heads(tp_size) * model.head_dim * item
+    sizes = [call.on_rank(tp_size).kv_size for call in model.calls]
+    return item * max(sum(sizes[i] for i in stage) for stage in model.stage_layers(pp_size))
 
 
 @dataclass(frozen=True)

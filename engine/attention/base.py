@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
+from engine.checkpoint.layout import AttentionCall
+
 if TYPE_CHECKING:
     from engine.attention.forward_batch import ForwardBatch
     from engine.attention.kv_pool import MHATokenToKVPool
@@ -17,26 +19,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AttentionLayer:
-    """One layer's attention. `layer_id` counts within the stage; `sliding_window` in tokens."""
+    """One attention call of a stage's forward. `layer_id` counts within the stage."""
 
     layer_id: int
-    scale: float
-    sliding_window: int | None
+    call: AttentionCall
+    """With this rank's heads."""
+    sinks: Tensor | None = None
+    """float32 [num_heads]: for each head the score of a key without a value."""
 
 
 @dataclass(frozen=True)
 class AttentionInputs:
     """What lives as long as the engine: the KV cache, and the table of each request's tokens in it.
 
-    `req_to_token` is int32 [rows, positions] on the device; heads are this rank's.
+    `req_to_token` is int32 [rows, positions] on the device.
     """
 
     pool: MHATokenToKVPool
     req_to_token: Tensor
     layers: tuple[AttentionLayer, ...]
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
     query_dtype: torch.dtype | None = None
     """Type of the queries; None: the pool's."""
 
@@ -74,10 +75,11 @@ class AttentionBackend(ABC):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, batch: ForwardBatch
     ) -> Tensor:
-        """Write k, v to the pool at `batch.out_cache_loc`, then attend.
+        """Write k, v to the pool at `batch.out_cache_loc`, then attend. If they are those of
+        another layer, which comes before, the pool has them already.
 
-        q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim] ->
-        [T, num_heads * head_dim].
+        q [T, num_heads, k_dim], k [T, num_kv_heads, k_dim], v [T, num_kv_heads, v_dim] ->
+        [T, num_heads * v_dim].
         """
 
     def forward_sampled(
@@ -85,7 +87,7 @@ class AttentionBackend(ABC):
     ) -> Tensor:
         """The same for the queries of the tokens `batch.logits_rows` alone, N of them.
 
-        q [N, num_heads, head_dim], k and v [T, num_kv_heads, head_dim] ->
-        [N, num_heads * head_dim]. Raises `NotImplementedError` unless `supports_sampled_queries`.
+        q [N, num_heads, k_dim] -> [N, num_heads * v_dim]. Raises `NotImplementedError` unless
+        `supports_sampled_queries`.
         """
         raise NotImplementedError(f"{type(self).__name__} needs the queries of all tokens")

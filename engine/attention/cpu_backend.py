@@ -13,18 +13,18 @@ from engine.checkpoint.model_config import ModelConfig
 from engine.native.library import require_kernels
 
 # As in engine/csrc/kernels.h. They are asked for before the library is loaded.
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 576
 MAX_GROUP = 48
 """Query heads that share a key/value head."""
 
 
 def has_kernels_for(model: ModelConfig) -> bool:
     """Whether the kernels take the sizes of `model`."""
-    sizes = (model.hidden_size, model.intermediate_size, model.head_dim)
+    dims = {dim for call in model.calls for dim in (call.k_dim, call.v_dim)}
     return (
-        model.head_dim <= MAX_HEAD_DIM
-        and model.num_heads // model.num_kv_heads <= MAX_GROUP
-        and all(size % 2 == 0 for size in sizes)
+        max(dims) <= MAX_HEAD_DIM
+        and all(call.num_heads // call.num_kv_heads <= MAX_GROUP for call in model.calls)
+        and all(size % 2 == 0 for size in (model.hidden_size, model.intermediate_size, *dims))
     )
 
 
@@ -82,17 +82,22 @@ class CpuAttentionBackend(AttentionBackend):
     ) -> Tensor:
         if rows is None:
             raise ValueError("init_forward must come before forward")
-        pool = self.inputs.pool.get(layer.layer_id)
+        pool, call, loc = self.inputs.pool.get(layer.layer_id), layer.call, batch.out_cache_loc
+        if call.kv_of is not None:
+            k, v, loc = k[:0], v[:0], loc[:0]
         out: Tensor = self._kernels.attention(
             q,
             k,
             v,
             pool.k,
             pool.v,
-            batch.out_cache_loc,
+            loc,
             self.inputs.req_to_token,
             *rows,
-            layer.scale,
-            layer.sliding_window or 0,
+            call.scale,
+            call.window or 0,
+            call.chunk or 0,
+            call.softcap or 0.0,
+            layer.sinks,
         )
         return out

@@ -99,7 +99,9 @@ class DecodeWorkspace:
         self.used_bytes = 0
         num_rows, longest = inputs.req_to_token.shape
         self.capacities = _capacities(longest)
-        self.windows = {layer.sliding_window for layer in inputs.layers}
+        self.windows = {layer.call.window for layer in inputs.layers}
+        self.call = inputs.layers[0].call
+        """Whose sizes all have."""
         # By request row: micro-batch, bucket, place and token count of its copy; -1 = no copy.
         self._batch_of = np.zeros(num_rows, dtype=np.int64)
         self._bucket_of = np.zeros(num_rows, dtype=np.int64)
@@ -226,7 +228,7 @@ class DecodeWorkspace:
             (place, self._slots(int(rows[place]), int(seq_lens[place]), window))
             for place in new_places
         ]
-        heads, dim = self.inputs.num_kv_heads, self.inputs.head_dim
+        heads, dim = self.call.num_kv_heads, self.call.k_dim
         n = len(rows)
         head_rows = np.arange(n * heads).reshape(n, heads)
         value_rows = head_rows * capacity + columns[:, None]
@@ -236,7 +238,7 @@ class DecodeWorkspace:
         return _Layout(
             key_cells=torch.from_numpy(key_cells.reshape(-1)),
             value_rows=torch.from_numpy(value_rows.reshape(-1)),
-            scores=torch.empty(n * heads, self.inputs.num_heads // heads, width),
+            scores=torch.empty(n * heads, self.call.num_heads // heads, width),
             width=width,
             mask=mask,
             fills=fills,
@@ -291,13 +293,12 @@ class DecodeWorkspace:
         self.used_bytes -= self._buckets.pop(key).num_bytes
 
     def _bytes_per_place(self, capacity: int) -> int:
-        width = self.inputs.num_kv_heads * self.inputs.head_dim
-        columns = sum(_columns(capacity, layer.sliding_window) for layer in self.inputs.layers)
-        return 2 * 4 * width * columns
+        columns = sum(_columns(capacity, layer.call.window) for layer in self.inputs.layers)
+        return 4 * self.call.kv_size * columns
 
     def _allocate(self, capacity: int, places: int, num_bytes: int) -> _Bucket:
-        heads, dim = self.inputs.num_kv_heads, self.inputs.head_dim
-        widths = [_columns(capacity, layer.sliding_window) for layer in self.inputs.layers]
+        heads, dim = self.call.num_kv_heads, self.call.k_dim
+        widths = [_columns(capacity, layer.call.window) for layer in self.inputs.layers]
         return _Bucket(
             capacity=capacity,
             owner=np.full(places, -1, dtype=np.int64),

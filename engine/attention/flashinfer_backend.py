@@ -101,17 +101,19 @@ class FlashInferAttentionBackend(AttentionBackend):
         self.query_dtype = inputs.query_dtype or inputs.pool.dtype
         self._check(prefill_backend)
         self._flashinfer = load_flashinfer()
-        page_size, heads, dim = self.pool.page_size, inputs.num_kv_heads, inputs.head_dim
+        self.call = inputs.layers[0].call
+        """Whose sizes all have."""
+        page_size, heads, dim = self.pool.page_size, self.call.num_kv_heads, self.call.k_dim
         self._paged_kv = [
             tuple(kv.view(-1, page_size, heads, dim) for kv in self.pool.get(layer.layer_id))
             for layer in inputs.layers
         ]
-        self.use_tensor_cores = decodes_on_tensor_cores(inputs.num_heads, heads, self.pool.dtype)
+        self.use_tensor_cores = decodes_on_tensor_cores(self.call.num_heads, heads, self.pool.dtype)
         self._float_workspace = torch.zeros(
             FLOAT_WORKSPACE_BYTES, dtype=torch.uint8, device=self.device
         )
         self._variants = {
-            layer.layer_id: _Variant(layer.sliding_window, layer.scale) for layer in inputs.layers
+            layer.layer_id: _Variant(layer.call.window, layer.call.scale) for layer in inputs.layers
         }
         distinct = list(dict.fromkeys(self._variants.values()))
         self._prefill = {variant: self._prefill_wrapper(prefill_backend) for variant in distinct}
@@ -280,8 +282,8 @@ class FlashInferAttentionBackend(AttentionBackend):
 
     def _sizes(self) -> tuple[int, int, int, int]:
         """Arguments that every plan takes after the pages."""
-        inputs = self.inputs
-        return inputs.num_heads, inputs.num_kv_heads, inputs.head_dim, self.pool.page_size
+        call = self.call
+        return call.num_heads, call.num_kv_heads, call.k_dim, self.pool.page_size
 
     def _options(self, variant: _Variant) -> dict[str, Any]:
         """Arguments that every plan takes by name."""
@@ -326,8 +328,7 @@ class FlashInferAttentionBackend(AttentionBackend):
         return tensor
 
     def _check(self, prefill_backend: str) -> None:
-        inputs = self.inputs
-        check_attention(self.query_dtype, inputs.head_dim)
+        check_attention(self.query_dtype, [layer.call for layer in self.inputs.layers])
         if prefill_backend == "fa3" and self.pool.dtype != self.query_dtype:
             raise ConfigError(
                 "attention_backend flashinfer-fa3 can't read a KV cache of another type than the "

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from engine.checkpoint.layout import AttentionCall
 from engine.errors import ConfigError
 
 _FP8 = torch.float8_e4m3fn
@@ -26,7 +28,8 @@ def resolve_kv_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
 
 
 class LayerKV(NamedTuple):
-    """Keys and values of one layer, each [num_slots, num_kv_heads, head_dim]."""
+    """Keys [num_slots, num_kv_heads, k_dim] and values [num_slots, num_kv_heads, v_dim] of one
+    layer."""
 
     k: Tensor
     v: Tensor
@@ -45,30 +48,30 @@ class MHATokenToKVPool:
         self,
         num_slots: int,
         page_size: int,
-        num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
+        calls: Sequence[AttentionCall],
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        """`calls`: those of a stage, in order."""
         self.num_slots = num_slots
         self.page_size = page_size
         self.dtype = dtype
-        shape = (num_slots + page_size, num_kv_heads, head_dim)
-        self._layers = [
-            LayerKV(
-                torch.zeros(shape, dtype=dtype, device=device),
-                torch.zeros(shape, dtype=dtype, device=device),
+        self._layers: list[LayerKV] = []
+        rows = num_slots + page_size
+        self.num_bytes = rows * self.bytes_per_token(calls, dtype)
+        for call in calls:
+            if call.kv_of is not None:
+                self._layers.append(self._layers[call.kv_of])
+                continue
+            keys, values = (
+                torch.zeros((rows, call.num_kv_heads, dim), dtype=dtype, device=device)
+                for dim in (call.k_dim, call.v_dim)
             )
-            for _ in range(num_layers)
-        ]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for layer in self._layers for t in layer)
+            self._layers.append(LayerKV(keys, values))
 
     def set_kv(self, layer: int, loc: Tensor, k: Tensor, v: Tensor) -> None:
-        """Store k, v [N, num_kv_heads, head_dim] at slots `loc`, int64 [N]."""
+        """Store k [N, num_kv_heads, k_dim] and v [N, num_kv_heads, v_dim] at slots `loc`, int64
+        [N]."""
         kv = self._layers[layer]
         if self.dtype == _FP8:
             # torch can't index float8 tensors, but it can index bytes.
@@ -95,11 +98,9 @@ class MHATokenToKVPool:
         return _to_fp8(x).to(x.dtype) if self.dtype == _FP8 else x
 
     @staticmethod
-    def bytes_per_token(
-        num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
-    ) -> int:
-        """Bytes that one slot takes over all layers."""
-        return 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
+    def bytes_per_token(calls: Sequence[AttentionCall], dtype: torch.dtype) -> int:
+        """Bytes that one slot takes over all calls."""
+        return sum(call.kv_size for call in calls) * dtype.itemsize
 
 
 def _to_fp8(x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ and values (`DecodeWorkspace`). Grouped queries never copy keys: the group is a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from engine.attention.base import AttentionBackend, AttentionInputs, AttentionLayer
 from engine.attention.decode_workspace import DecodePlan, DecodeWorkspace
 from engine.attention.forward_batch import ForwardBatch
+from engine.checkpoint.layout import AttentionCall, beyond_plain
 
 # Query tokens per call when keys precede the chunk: bounds the mask at QUERY_BLOCK x context, and
 # keys that a block can't see are never multiplied.
@@ -43,14 +44,16 @@ class _StepPlan:
     extends: list[_ExtendRow] = field(default_factory=list)
     decodes: list[tuple[int, Tensor]] = field(default_factory=list)
     """Decode rows that attend one by one, with their pool slots."""
-    masks: dict[tuple[int, int, int | None, torch.dtype], Tensor] = field(default_factory=dict)
-    """Masks by (queries, keys, window, dtype), shared by the step's rows and layers."""
+    masks: dict[tuple[Hashable, ...], Tensor] = field(default_factory=dict)
+    """Masks by what they depend on, shared by the step's rows and layers."""
 
 
 def make_torch_attention(inputs: AttentionInputs) -> TorchAttentionBackend:
     """The backend that is fastest on the device of `inputs`."""
     on_cpu = inputs.req_to_token.device.type == "cpu"
-    return TorchCpuAttentionBackend(inputs) if on_cpu else TorchAttentionBackend(inputs)
+    is_plain = not beyond_plain([layer.call for layer in inputs.layers])
+    make = TorchCpuAttentionBackend if on_cpu and is_plain else TorchAttentionBackend
+    return make(inputs)
 
 
 class TorchAttentionBackend(AttentionBackend):
@@ -59,7 +62,6 @@ class TorchAttentionBackend(AttentionBackend):
     def __init__(self, inputs: AttentionInputs) -> None:
         self.inputs = inputs
         self.pool = inputs.pool
-        self.group = inputs.num_heads // inputs.num_kv_heads
         self._plan = _StepPlan()
 
     def init_forward(self, batch: ForwardBatch) -> None:
@@ -82,13 +84,14 @@ class TorchAttentionBackend(AttentionBackend):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, batch: ForwardBatch
     ) -> Tensor:
-        self.pool.set_kv(layer.layer_id, batch.out_cache_loc, k, v)
+        call = layer.call
+        if call.kv_of is None:
+            self.pool.set_kv(layer.layer_id, batch.out_cache_loc, k, v)
         k, v = self.pool.as_stored(k), self.pool.as_stored(v)
         split = batch.num_long_tokens
         if split == 0:
             return self._decode(q, k, v, layer)
-        width = self.inputs.num_heads * self.inputs.head_dim
-        out = q.new_empty((q.shape[0], width))
+        out = q.new_empty((q.shape[0], call.num_heads * call.v_dim))
         for row in self._plan.extends:
             end = row.start + row.length
             out[row.start : end] = self._extend(
@@ -105,85 +108,120 @@ class TorchAttentionBackend(AttentionBackend):
     def _extend(
         self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, row: _ExtendRow
     ) -> Tensor:
-        """Attention of one chunk: q [L, Hq, D] -> [L, Hq * D]."""
-        length = row.length
-        window = layer.sliding_window
+        """Attention of one chunk: q [L, Hq, D] -> [L, Hq * Dv]."""
+        length, call = row.length, layer.call
         if row.slots is None:
             keys, values = k, v
-            if window is None or window >= length:
-                return self._sdpa(q, keys, values, layer.scale, None, causal=length > 1)
+            if call.first_key(length - 1) == 0 and not _is_weighted(layer):
+                return self._sdpa(q, keys, values, call, None, causal=length > 1)
         else:
             stored = self.pool.gather(layer.layer_id, row.slots, q.dtype)
             keys, values = stored.k.to(q.dtype), stored.v.to(q.dtype)
         parts = []
         for first in range(0, length, QUERY_BLOCK):
             last = min(first + QUERY_BLOCK, length)
-            high = row.prefix + last
-            low = 0 if window is None else max(0, row.prefix + first + 1 - window)
-            mask = self._mask(last - first, high - low, window, q)
-            parts.append(
-                self._sdpa(q[first:last], keys[low:high], values[low:high], layer.scale, mask)
-            )
+            high, low = row.prefix + last, call.first_key(row.prefix + first)
+            mask = self._mask(last - first, low, high, call, q)
+            parts.append(self._seen(q[first:last], keys[low:high], values[low:high], layer, mask))
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def _decode(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer) -> Tensor:
-        """Attention of single tokens: q [n, Hq, D] -> [n, Hq * D]."""
+        """Attention of single tokens: q [n, Hq, D] -> [n, Hq * Dv]."""
         n, _, dim = q.shape
-        grouped = q.view(n, self.inputs.num_kv_heads, self.group, dim)
-        window = layer.sliding_window
-        out = q.new_empty((n, self.inputs.num_heads * dim))
+        call = layer.call
+        grouped = q.view(n, call.num_kv_heads, -1, dim)
+        out = q.new_empty((n, call.num_heads * call.v_dim))
         for row, all_slots in self._plan.decodes:
-            slots = all_slots if window is None else all_slots[-window:]
+            slots = all_slots[call.first_key(len(all_slots) - 1) :]
             kv = self.pool.gather(layer.layer_id, slots, q.dtype)
+            if _is_weighted(layer):
+                out[row] = self._seen(q[row : row + 1], kv.k, kv.v, layer, None)
+                continue
             out[row] = F.scaled_dot_product_attention(
                 grouped[row : row + 1],
                 kv.k.transpose(0, 1).unsqueeze(0),
                 kv.v.transpose(0, 1).unsqueeze(0),
-                scale=layer.scale,
+                scale=call.scale,
             ).view(-1)
         return out
+
+    def _seen(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, mask: Tensor | None
+    ) -> Tensor:
+        """Over gathered keys: q [L, Hq, D], k [S, Hkv, D], v [S, Hkv, Dv] -> [L, Hq * Dv].
+
+        Scores that are capped or compete with sinks are computed in float32, step by step.
+        """
+        call, length = layer.call, q.shape[0]
+        if not _is_weighted(layer):
+            return self._sdpa(q, k, v, call, mask)
+        grouped = q.float().view(length, call.num_kv_heads, -1, q.shape[2])
+        scores = torch.einsum("lhgd,shd->hgls", grouped, k.float()) * call.scale
+        if call.softcap is not None:
+            scores = torch.tanh(scores / call.softcap) * call.softcap
+        if mask is not None:
+            scores += mask.float()
+        if layer.sinks is not None:
+            sinks = layer.sinks.view(call.num_kv_heads, -1, 1, 1).expand(-1, -1, length, 1)
+            weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+        else:
+            weights = scores.softmax(-1)
+        out = torch.einsum("hgls,shd->lhgd", weights, v.float())
+        return out.reshape(length, -1).to(q.dtype)
 
     def _sdpa(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        scale: float,
+        call: AttentionCall,
         mask: Tensor | None,
         *,
         causal: bool = False,
     ) -> Tensor:
-        """q [L, Hq, D], k and v [S, Hkv, D] -> [L, Hq * D]."""
+        """q [L, Hq, D], k [S, Hkv, D], v [S, Hkv, Dv] -> [L, Hq * Dv]."""
         length, _, dim = q.shape
-        heads = self.inputs.num_kv_heads
+        group = call.num_heads // call.num_kv_heads
         out = F.scaled_dot_product_attention(
-            q.view(length, heads, self.group, dim).permute(1, 2, 0, 3),
-            k.transpose(0, 1).unsqueeze(1).expand(-1, self.group, -1, -1),
-            v.transpose(0, 1).unsqueeze(1).expand(-1, self.group, -1, -1),
+            q.view(length, call.num_kv_heads, group, dim).permute(1, 2, 0, 3),
+            k.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1),
+            v.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1),
             attn_mask=mask,
             is_causal=causal,
-            scale=scale,
+            scale=call.scale,
         )
         return out.permute(2, 0, 1, 3).reshape(length, -1)
 
-    def _mask(self, queries: int, keys: int, window: int | None, like: Tensor) -> Tensor | None:
-        """[queries, keys] of 0 and -inf; the last query stands at the last key. None if all 0."""
-        if queries == 1 and (window is None or keys <= window):
+    def _mask(
+        self, queries: int, low: int, high: int, call: AttentionCall, like: Tensor
+    ) -> Tensor | None:
+        """[queries, high - low] of 0 and -inf for keys [low, high); the last query stands at the
+        last key. None if all 0."""
+        if queries == 1:
             return None
         masks = self._plan.masks
-        index = (queries, keys, window, like.dtype)
+        place = None if call.chunk is None else high % call.chunk
+        index = (queries, high - low, place, call.window, call.chunk, like.dtype)
         if index not in masks:
-            query = torch.arange(keys - queries, keys, device=like.device).unsqueeze(1)
-            key = torch.arange(keys, device=like.device)
+            query = torch.arange(high - queries, high, device=like.device).unsqueeze(1)
+            key = torch.arange(low, high, device=like.device)
             hidden = key > query
-            if window is not None:
-                hidden |= key <= query - window
-            masks[index] = like.new_zeros((queries, keys)).masked_fill_(hidden, -torch.inf)
+            if call.window is not None:
+                hidden |= key <= query - call.window
+            if call.chunk is not None:
+                hidden |= key < query // call.chunk * call.chunk
+            masks[index] = like.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
         return masks[index]
 
 
+def _is_weighted(layer: AttentionLayer) -> bool:
+    """Whether scores become weights in a way that torch's own operator hasn't."""
+    return layer.call.softcap is not None or layer.sinks is not None
+
+
 class TorchCpuAttentionBackend(TorchAttentionBackend):
-    """Decode rows attend in batches, except those that `DecodeWorkspace` has no room for."""
+    """Decode rows attend in batches, except those that `DecodeWorkspace` has no room for. For calls
+    that differ by their windows and scales alone."""
 
     def __init__(self, inputs: AttentionInputs) -> None:
         super().__init__(inputs)
@@ -215,9 +253,10 @@ class TorchCpuAttentionBackend(TorchAttentionBackend):
         if not groups:
             return super()._decode(q, k, v, layer)
         n, _, dim = q.shape
-        grouped = q.view(n, self.inputs.num_kv_heads, self.group, dim)
-        qkv = (grouped.float().mul(layer.scale), k.float().contiguous(), v.float().contiguous())
-        where = layer.layer_id, layer.sliding_window
+        call = layer.call
+        grouped = q.view(n, call.num_kv_heads, -1, dim)
+        qkv = (grouped.float().mul(call.scale), k.float().contiguous(), v.float().contiguous())
+        where = layer.layer_id, call.window
         if groups[0].is_whole_step:
             return self.workspace.attend(groups[0], *where, *qkv).to(q.dtype)
         out = super()._decode(q, k, v, layer)

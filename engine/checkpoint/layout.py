@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
@@ -23,8 +24,8 @@ RECORD_TIMEOUT_S = 300.0
 
 
 class AttentionCall(msgspec.Struct, frozen=True):
-    """One attention call of a forward, in order; a layer may make several. Sizes of the whole
-    model, before it is split."""
+    """What an attention call of a forward is; a layer of the model may make several. In a
+    `ModelLayout` heads are those of the whole model, else those of a rank."""
 
     num_heads: int
     num_kv_heads: int
@@ -38,7 +39,7 @@ class AttentionCall(msgspec.Struct, frozen=True):
     softcap: float | None = None
     has_sinks: bool = False
     kv_of: int | None = None
-    """The earlier call whose keys and values these are."""
+    """The earlier call whose keys and values these are: nothing is stored for this one."""
     unknown: tuple[str, ...] = ()
     """What the model asks of attention besides."""
 
@@ -47,14 +48,48 @@ class AttentionCall(msgspec.Struct, frozen=True):
         """What no attention backend can do yet; "" if all can serve the call."""
         found = {
             "query heads that key/value heads don't divide": self.num_heads % self.num_kv_heads > 0,
+            ", ".join(self.unknown): bool(self.unknown),
+        }
+        return ", ".join(name for name, asked in found.items() if asked)
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """What the call has beyond a scale and a window, in words."""
+        found = {
             "keys and values of different sizes": self.k_dim != self.v_dim,
             "chunked attention": self.chunk is not None,
             "a soft cap of attention": self.softcap is not None,
             "attention sinks": self.has_sinks,
             "keys of another layer": self.kv_of is not None,
-            ", ".join(self.unknown): bool(self.unknown),
         }
-        return ", ".join(name for name, asked in found.items() if asked)
+        return tuple(name for name, asked in found.items() if asked)
+
+    @property
+    def kv_size(self) -> int:
+        """Numbers that a token takes in the KV cache."""
+        return 0 if self.kv_of is not None else self.num_kv_heads * (self.k_dim + self.v_dim)
+
+    def first_key(self, position: int) -> int:
+        """The first position that a query at `position` sees."""
+        if self.chunk is not None:
+            return position // self.chunk * self.chunk
+        return 0 if self.window is None else max(0, position + 1 - self.window)
+
+    def on_rank(self, tp_size: int) -> AttentionCall:
+        """The call with the heads of one of `tp_size` ranks; several may hold the same keys."""
+        return msgspec.structs.replace(
+            self,
+            num_heads=self.num_heads // tp_size,
+            num_kv_heads=max(1, self.num_kv_heads // tp_size),
+        )
+
+
+def beyond_plain(calls: Sequence[AttentionCall]) -> tuple[str, ...]:
+    """What `calls` have beyond scales and windows, in words; () if nothing."""
+    found = sorted({feature for call in calls for feature in call.features})
+    if len({(call.num_heads, call.num_kv_heads, call.k_dim) for call in calls}) > 1:
+        found.append("heads of different sizes or numbers between layers")
+    return tuple(found)
 
 
 class StateSpec(msgspec.Struct, frozen=True):
@@ -100,11 +135,7 @@ class ModelLayout(msgspec.Struct, frozen=True):
         """What keeps the model from being served; "" if nothing does."""
         if not self.calls and not self.states:
             return "attention through transformers' interface"
-        found = sorted({call.lacks for call in self.calls} - {""})
-        shapes = {(call.num_heads, call.num_kv_heads, call.k_dim) for call in self.calls}
-        if not found and len(shapes) > 1:
-            return "heads of different sizes or numbers between layers"
-        return ", ".join(found)
+        return ", ".join(sorted({call.lacks for call in self.calls} - {""}))
 
 
 def read_layout(folder: Path) -> ModelLayout:

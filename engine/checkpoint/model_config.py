@@ -129,6 +129,16 @@ class ModelConfig:
     """Of a model that transformers' code computes; None: ours does."""
 
     @property
+    def calls(self) -> tuple[AttentionCall, ...]:
+        """The attention calls of a forward, in order, with the heads of the whole model."""
+        if self.layout is not None:
+            return self.layout.calls
+        sizes = self.num_heads, self.num_kv_heads, self.head_dim, self.head_dim
+        return tuple(
+            AttentionCall(*sizes, self.head_dim**-0.5, window) for window in self.layer_windows
+        )
+
+    @property
     def title(self) -> str:
         """Architecture and whose code it is, for a person."""
         if self.layout is None:
@@ -334,7 +344,7 @@ def _architecture(folder: Path, config: dict[str, Any], impl: str) -> str | None
         return own  # `auto_map` is not needed then: the code is built in
     if kind is None and name in MODELS and "auto_map" not in config:
         return name
-    if impl == "auto" and own is None and isinstance(kind, str) and name not in MODELS:
+    if impl == "auto" and own is None and isinstance(kind, str):
         return None
     if "auto_map" in config:
         raise ConfigError(

@@ -22,7 +22,14 @@ struct Attend {
   using C = typename Dot<T>::type;
   const Attention& a;
   const int64_t group = a.num_heads / a.num_kv_heads;
-  const int64_t key_stride = a.num_kv_heads * a.dim;
+  const int64_t key_stride = a.num_kv_heads * a.k_dim, value_stride = a.num_kv_heads * a.v_dim;
+
+  // The first position that a query sees.
+  int64_t first_seen(int64_t position) const {
+    if (a.chunk > 0) return position / a.chunk * a.chunk;
+    const int64_t unseen = a.window > 0 ? position + 1 - a.window : 0;
+    return unseen > 0 ? unseen : 0;
+  }
 
   // Rows of the tile: head by head, and within a head token by token.
   void read_queries(const Step& step, Heads heads, Tile<C>& tile) const {
@@ -30,23 +37,23 @@ struct Attend {
       for (int64_t j = 0; j < step.count * group; j++, i++) {
         const int64_t token = step.first + j / group;
         const int64_t head = (heads.first + h) * group + j % group;
-        const T* q = static_cast<const T*>(a.q) + token * a.q_stride + head * a.dim;
-        for (int64_t d = 0; d < a.dim; d += kLanes)
-          store_part(tile.queries[i] + d, load_part(q + d, a.dim - d), a.dim - d);
+        const T* q = static_cast<const T*>(a.q) + token * a.q_stride + head * a.k_dim;
+        for (int64_t d = 0; d < a.k_dim; d += kLanes)
+          store_part(tile.queries[i] + d, load_part(q + d, a.k_dim - d), a.k_dim - d);
         tile.position[i] = a.lengths[step.row] - a.starts[step.row + 1] + token;
       }
     }
   }
 
   void read_keys(const Keys& keys, int64_t kv_head, Tile<C>& tile) const {
-    const P* pool = static_cast<const P*>(a.k_pool) + kv_head * a.dim;
-    const int64_t units = a.dim / kPerUnit<C>;
+    const P* pool = static_cast<const P*>(a.k_pool) + kv_head * a.k_dim;
+    const int64_t units = a.k_dim / kPerUnit<C>;
     for (int64_t j = 0; j < kBlock; j += kLanes) {
       if (j >= keys.count) break;
       transpose_units(units, tile.keys + j, kBlock, [&](int i, int64_t first) {
         const int64_t key = j + i < keys.count ? j + i : keys.count - 1;
         const P* row = pool + keys.slots[key] * key_stride + first * kPerUnit<C>;
-        return read_units<C>(row, a.dim - first * kPerUnit<C>);
+        return read_units<C>(row, a.k_dim - first * kPerUnit<C>);
       });
     }
   }
@@ -56,18 +63,27 @@ struct Attend {
     const V scale = set1(a.scale);
     for (int64_t j = 0; j < count; j += kPanel) {
       V sums[M][kVectors];
-      const int64_t units = a.dim / kPerUnit<C>;
+      const int64_t units = a.k_dim / kPerUnit<C>;
       multiply<C, M, kBlock>(tile.queries[row], kMaxDim, tile.keys + j, units, sums);
       for (int m = 0; m < M; m++)
         for (int v = 0; v < kVectors; v++)
           store(tile.scores[row + m] + j + v * kLanes, sums[m][v] * scale);
     }
+    if (a.softcap > 0.0f)
+      for (int m = 0; m < M; m++) cap(tile.scores[row + m], count);
+  }
+
+  // cap * tanh(score / cap)
+  void cap(float* scores, int64_t count) const {
+    const V one = set1(1.0f), two = set1(2.0f), limit = set1(a.softcap), by = set1(2.0f / a.softcap);
+    for (int64_t j = 0; j < count; j += kLanes)
+      store(scores + j, limit * (one - two / (exp(load(scores + j) * by) + one)));
   }
 
   // Scores of a row for keys that it cannot see become -infinity.
   void hide(Tile<C>& tile, int64_t row, int64_t first_key, int64_t count) const {
     const int64_t last = tile.position[row];
-    const int64_t low = a.window > 0 ? last + 1 - a.window : 0;
+    const int64_t low = first_seen(last);
     if (first_key >= low && first_key + kBlock - 1 <= last && count == kBlock) return;
     for (int64_t j = 0; j < kBlock; j++)
       if (first_key + j < low || first_key + j > last || j >= count) tile.scores[row][j] = -infinity();
@@ -124,12 +140,12 @@ struct Attend {
 
   // Values of a block as float32, for tiles that read them more than once.
   void read_values(const Keys& keys, int64_t kv_head, Tile<C>& tile) const {
-    const P* pool = static_cast<const P*>(a.v_pool) + kv_head * a.dim;
+    const P* pool = static_cast<const P*>(a.v_pool) + kv_head * a.v_dim;
     for (int64_t j = 0; j < keys.count; j++) {
-      for (int64_t d = 0; j < keys.num_ahead && d < a.dim; d += kPanel)
+      for (int64_t d = 0; j < keys.num_ahead && d < a.v_dim; d += kPanel)
         fetch<kVectors>(keys.ahead[j], kv_head, d);
-      for (int64_t d = 0; d < a.dim; d += kLanes)
-        store(tile.values[j] + d, load_part(pool + keys.slots[j] * key_stride + d, a.dim - d));
+      for (int64_t d = 0; d < a.v_dim; d += kLanes)
+        store(tile.values[j] + d, load_part(pool + keys.slots[j] * value_stride + d, a.v_dim - d));
     }
   }
 
@@ -144,7 +160,7 @@ struct Attend {
 #pragma GCC unroll 4
       for (int v = 0; v < N; v++)
         sums[m][v] = load(tile.sums[row + m] + d + v * kLanes) * set1(tile.fade[row + m]);
-    const int64_t left = a.dim - d;
+    const int64_t left = a.v_dim - d;
     for (int64_t j = keys.first; j < keys.count; j++) {
       const Q* value = values + offset(std::integral_constant<int, N>(), j, d);
       V numbers[N];
@@ -172,9 +188,9 @@ struct Attend {
   template <int M, class Q, class Offset>
   void add_values(Tile<C>& tile, int64_t row, const Keys& keys, const Q* values, Offset offset) const {
     int64_t d = 0;
-    for (; d + (keys.copied ? 0 : kPanel / 2) < a.dim; d += kPanel)
+    for (; d + (keys.copied ? 0 : kPanel / 2) < a.v_dim; d += kPanel)
       add_vectors<M, kVectors>(tile, row, keys, values, offset, d);
-    if (d < a.dim) add_vectors<M, kVectors / 2>(tile, row, keys, values, offset, d);
+    if (d < a.v_dim) add_vectors<M, kVectors / 2>(tile, row, keys, values, offset, d);
   }
 
   template <int M>
@@ -182,10 +198,10 @@ struct Attend {
     if (keys.copied)
       return add_values<M>(tile, row, keys, tile.values[0],
                            [](auto, int64_t j, int64_t d) { return j * kMaxDim + d; });
-    const P* pool = static_cast<const P*>(a.v_pool) + kv_head * a.dim;
+    const P* pool = static_cast<const P*>(a.v_pool) + kv_head * a.v_dim;
     add_values<M>(tile, row, keys, pool, [&](auto n, int64_t j, int64_t d) {
       if (j < keys.num_ahead) fetch<decltype(n)::value>(keys.ahead[j], kv_head, d);
-      return keys.slots[j] * key_stride + d;
+      return keys.slots[j] * value_stride + d;
     });
   }
 
@@ -212,9 +228,10 @@ struct Attend {
   // in bursts it would stall.
   template <int N>
   void fetch(int64_t slot, int64_t kv_head, int64_t d) const {
-    const int64_t at = slot * key_stride + kv_head * a.dim + d;
-    const char* key = reinterpret_cast<const char*>(static_cast<const P*>(a.k_pool) + at);
-    const char* value = reinterpret_cast<const char*>(static_cast<const P*>(a.v_pool) + at);
+    const int64_t k_at = slot * key_stride + kv_head * a.k_dim + d;
+    const int64_t v_at = slot * value_stride + kv_head * a.v_dim + d;
+    const char* key = reinterpret_cast<const char*>(static_cast<const P*>(a.k_pool) + k_at);
+    const char* value = reinterpret_cast<const char*>(static_cast<const P*>(a.v_pool) + v_at);
     for (size_t b = 0; b < N * kLanes * sizeof(P); b += 64) {
       __builtin_prefetch(key + b, 0, 2);
       __builtin_prefetch(value + b, 0, 2);
@@ -240,7 +257,7 @@ struct Attend {
     for (int64_t i = 0; i < heads.count * rows; i++) {
       tile.top[i] = -infinity();
       store(tile.mass[i], zero());
-      for (int64_t d = 0; d < a.dim; d += kLanes) store(tile.sums[i] + d, zero());
+      for (int64_t d = 0; d < a.v_dim; d += kLanes) store(tile.sums[i] + d, zero());
     }
     for (int64_t key = low / kBlock * kBlock; key < high; key += kBlock) {
       const int64_t left = high - key;
@@ -265,15 +282,15 @@ struct Attend {
     }
   }
 
-  // total <- total and one more part; each is [rows][2 + dim]: top, mass, sums.
+  // total <- total and one more part; each is [rows][2 + v_dim]: top, mass, sums.
   void merge(const Tile<C>& tile, int64_t rows, float* total, bool first) const {
     for (int64_t i = 0; i < rows; i++) {
-      float* to = total + i * (2 + a.dim);
+      float* to = total + i * (2 + a.v_dim);
       const float mass = sum(load(tile.mass[i]));
       if (first) {
         to[0] = tile.top[i];
         to[1] = mass;
-        std::memcpy(to + 2, tile.sums[i], static_cast<size_t>(a.dim) * 4);
+        std::memcpy(to + 2, tile.sums[i], static_cast<size_t>(a.v_dim) * 4);
       } else {
         merge_row(to, tile.top[i], mass, tile.sums[i]);
       }
@@ -286,35 +303,41 @@ struct Attend {
     const float old_factor = exp(to[0] - now), new_factor = exp(top - now);
     to[0] = now;
     to[1] = to[1] * old_factor + mass * new_factor;
-    for (int64_t d = 0; d < a.dim; d++) to[2 + d] = to[2 + d] * old_factor + sums[d] * new_factor;
+    for (int64_t d = 0; d < a.v_dim; d++) to[2 + d] = to[2 + d] * old_factor + sums[d] * new_factor;
   }
 
   void write(const Step& step, Heads heads, const float* total) const {
     const int64_t rows = step.count * group;
     for (int64_t i = 0; i < heads.count * rows; i++) {
-      const float* from = total + i * (2 + a.dim);
+      const float* from = total + i * (2 + a.v_dim);
       const int64_t token = step.first + i % rows / group;
       const int64_t head = (heads.first + i / rows) * group + i % group;
-      T* out = static_cast<T*>(a.out) + (token * a.num_heads + head) * a.dim;
-      const V inverse = set1(1.0f / from[1]);
-      for (int64_t d = 0; d < a.dim; d += kLanes)
-        store_part(out + d, load_part(from + 2 + d, a.dim - d) * inverse, a.dim - d);
+      T* out = static_cast<T*>(a.out) + (token * a.num_heads + head) * a.v_dim;
+      const V inverse = set1(a.sinks ? beside_sink(from[0], from[1], a.sinks[head]) : 1.0f / from[1]);
+      for (int64_t d = 0; d < a.v_dim; d += kLanes)
+        store_part(out + d, load_part(from + 2 + d, a.v_dim - d) * inverse, a.v_dim - d);
     }
   }
 
+  // What the sums of a row are multiplied by if a key of score `sink` has a part of the mass.
+  float beside_sink(float top, float mass, float sink) const {
+    if (sink > top) return exp(top - sink) / (mass * exp(top - sink) + 1.0f);
+    return 1.0f / (mass + exp(sink - top));
+  }
+
   void store_new() const {
-    const int64_t tokens = a.new_tokens, width = key_stride;
+    const int64_t tokens = a.new_tokens;
     constexpr int64_t kTask = 32;
     run_ranges(tokens, kTask, tokens < 128 ? 1 : a.threads, [&](int64_t begin, int64_t end) {
       for (int64_t t = begin; t < end; t++) {
         const T* k = static_cast<const T*>(a.k) + t * a.k_stride;
         const T* v = static_cast<const T*>(a.v) + t * a.v_stride;
-        P* k_to = static_cast<P*>(a.k_pool) + a.slots[t] * width;
-        P* v_to = static_cast<P*>(a.v_pool) + a.slots[t] * width;
-        for (int64_t i = 0; i < width; i += kLanes) {
-          store_part(k_to + i, load_part(k + i, width - i), width - i);
-          store_part(v_to + i, load_part(v + i, width - i), width - i);
-        }
+        P* k_to = static_cast<P*>(a.k_pool) + a.slots[t] * key_stride;
+        P* v_to = static_cast<P*>(a.v_pool) + a.slots[t] * value_stride;
+        for (int64_t i = 0; i < key_stride; i += kLanes)
+          store_part(k_to + i, load_part(k + i, key_stride - i), key_stride - i);
+        for (int64_t i = 0; i < value_stride; i += kLanes)
+          store_part(v_to + i, load_part(v + i, value_stride - i), value_stride - i);
       }
     });
   }
@@ -330,8 +353,7 @@ struct Attend {
         const int64_t left = a.starts[row + 1] - t;
         const int64_t count = left < tokens_per_tile ? left : tokens_per_tile;
         const int64_t position = a.lengths[row] - a.starts[row + 1] + t;
-        const int64_t unseen = a.window > 0 ? position + 1 - a.window : 0;
-        steps.push_back({row, t, count, unseen > 0 ? unseen : 0, position + count});
+        steps.push_back({row, t, count, first_seen(position), position + count});
       }
     }
     int64_t together = decodes >= 2 * a.threads || a.threads == 1 ? kTileRows / group : 1;  // heads of a decode task
@@ -353,7 +375,7 @@ struct Attend {
         }
       }
     }
-    float* partial = new float[static_cast<size_t>(partials * (2 + a.dim))];
+    float* partial = new float[static_cast<size_t>(partials * (2 + a.v_dim))];
     run_tasks(static_cast<int64_t>(tasks.size()), a.threads, [&](int64_t i) {
       const size_t number = static_cast<size_t>(i), later = number + static_cast<size_t>(a.threads);
       one_task(tasks[number], later < tasks.size() ? &tasks[later] : nullptr, partial);
@@ -362,11 +384,11 @@ struct Attend {
       const Task& task = tasks[i];
       if (task.partial < 0 || task.first != task.step->low / kPart) continue;
       const int64_t rows = task.heads.count * group;
-      float* total = partial + task.partial * (2 + a.dim);
+      float* total = partial + task.partial * (2 + a.v_dim);
       const int64_t more = (task.step->high - 1) / kPart - task.first;
       for (int64_t j = rows; j < (more + 1) * rows; j++) {
-        const float* from = total + j * (2 + a.dim);
-        merge_row(total + j % rows * (2 + a.dim), from[0], from[1], from + 2);
+        const float* from = total + j * (2 + a.v_dim);
+        merge_row(total + j % rows * (2 + a.v_dim), from[0], from[1], from + 2);
       }
       write(*task.step, task.heads, total);
     }
@@ -379,7 +401,7 @@ struct Attend {
     static thread_local float own[kTileRows * (2 + kMaxDim)];
     const Step& step = *task.step;
     read_queries(step, task.heads, tile);
-    float* total = task.partial < 0 ? own : partials + task.partial * (2 + a.dim);
+    float* total = task.partial < 0 ? own : partials + task.partial * (2 + a.v_dim);
     for (int64_t p = task.first; p <= task.last; p++) {
       const int64_t begin = p * kPart, end = begin + kPart;
       const int64_t low = begin > step.low ? begin : step.low, high = end < step.high ? end : step.high;

@@ -208,26 +208,32 @@ void check_steps(const int64_t* starts, const int64_t* lengths, int64_t batch, i
 Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& k_pool,
                  const Tensor& v_pool, const Tensor& slots, const Tensor& table,
                  const Tensor& requests, const Tensor& starts, const Tensor& lengths, double scale,
-                 int64_t window) {
+                 int64_t window, int64_t chunk, double softcap, const c10::optional<Tensor>& sinks) {
   check_cpu(q, k, v, k_pool, v_pool, slots, table, requests, starts, lengths);
   TORCH_CHECK(q.dim() == 3 && k_pool.dim() == 3, "queries and pools must have 3 dimensions");
-  const int64_t tokens = q.size(0), heads = q.size(1), dim = q.size(2), kv_heads = k_pool.size(1);
-  check_heads(q, tokens, heads, dim, q.scalar_type());
-  const int64_t new_tokens = slots.numel();
-  check_heads(k, new_tokens, kv_heads, dim, q.scalar_type());
-  check_heads(v, new_tokens, kv_heads, dim, q.scalar_type());
-  TORCH_CHECK(dim > 0 && dim <= kMaxHeadDim && dim % 2 == 0 && heads > 0 && kv_heads > 0 &&
-                  heads % kv_heads == 0 && heads / kv_heads <= kMaxGroup,
-              "no kernel for ", heads, " query heads, ", kv_heads, " key heads of ", dim);
-  TORCH_CHECK(k_pool.is_contiguous() && v_pool.is_contiguous() && k_pool.sizes() == v_pool.sizes() &&
-                  k_pool.size(2) == dim && k_pool.scalar_type() == v_pool.scalar_type(),
+  TORCH_CHECK(v_pool.dim() == 3, "queries and pools must have 3 dimensions");
+  const int64_t tokens = q.size(0), heads = q.size(1), k_dim = q.size(2), kv_heads = k_pool.size(1);
+  const int64_t v_dim = v_pool.size(2), new_tokens = slots.numel();
+  check_heads(q, tokens, heads, k_dim, q.scalar_type());
+  check_heads(k, new_tokens, kv_heads, k_dim, q.scalar_type());
+  check_heads(v, new_tokens, kv_heads, v_dim, q.scalar_type());
+  for (const int64_t dim : {k_dim, v_dim})
+    TORCH_CHECK(dim > 0 && dim <= kMaxHeadDim && dim % 2 == 0 && heads > 0 && kv_heads > 0 &&
+                    heads % kv_heads == 0 && heads / kv_heads <= kMaxGroup,
+                "no kernel for ", heads, " query heads, ", kv_heads, " key heads of ", dim);
+  TORCH_CHECK(k_pool.is_contiguous() && v_pool.is_contiguous() && k_pool.size(2) == k_dim &&
+                  k_pool.size(0) == v_pool.size(0) && v_pool.size(1) == kv_heads &&
+                  k_pool.scalar_type() == v_pool.scalar_type(),
               "the pools must be [slots, heads, dim], contiguous");
+  TORCH_CHECK(!sinks || (sinks->scalar_type() == at::kFloat && sinks->is_contiguous() &&
+                         sinks->device().is_cpu() && sinks->numel() == heads),
+              "sinks must be float32 [heads]");
   TORCH_CHECK(k_pool.scalar_type() == q.scalar_type() || k_pool.scalar_type() == at::kFloat8_e4m3fn,
               "the pool must be of the queries' type or float8_e4m3fn");
   TORCH_CHECK(table.scalar_type() == at::kInt && table.is_contiguous() && table.dim() == 2,
               "the table must be int32 [rows, positions]");
   const int64_t batch = requests.numel();
-  Tensor out = at::empty({tokens, heads * dim}, q.options());
+  Tensor out = at::empty({tokens, heads * v_dim}, q.options());
   const bool in_8_bits = k_pool.scalar_type() == at::kFloat8_e4m3fn;
   const Attention args{type_of(q), in_8_bits ? Type::f8 : type_of(k_pool), q.data_ptr(),
                        k.data_ptr(), v.data_ptr(), q.stride(0), k.stride(0), v.stride(0),
@@ -235,7 +241,9 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor
                        index_below(slots, new_tokens, k_pool.size(0)), table.data_ptr<int32_t>(),
                        table.size(1), index_below(requests, batch, table.size(0)),
                        index(starts, batch + 1), index(lengths, batch), new_tokens, batch, heads,
-                       kv_heads, dim, window, static_cast<float>(scale), at::get_num_threads()};
+                       kv_heads, k_dim, v_dim, window, chunk, static_cast<float>(scale),
+                       static_cast<float>(softcap), sinks ? sinks->data_ptr<float>() : nullptr,
+                       at::get_num_threads()};
   check_steps(args.starts, args.lengths, batch, tokens, table.size(1));
   pybind11::gil_scoped_release release;
   kernels().attention(args);

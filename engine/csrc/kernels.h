@@ -8,7 +8,7 @@ namespace manta {
 enum class Type : int { f32, bf16, f16, f8 };
 
 // The largest heads that attention takes, and the most query heads for one key/value head.
-constexpr int64_t kMaxHeadDim = 256;
+constexpr int64_t kMaxHeadDim = 576;
 constexpr int64_t kMaxGroup = 48;
 
 // How a weight matrix [out, in] lies in memory.
@@ -45,19 +45,22 @@ struct UnpackRows {
 // Attention of a step's tokens over their requests' cached and new tokens.
 struct Attention {
   Type type, pool_type;
-  const void *q, *k, *v;  // q [tokens, heads, dim], k and v [new_tokens, ...], with token strides
+  const void *q, *k, *v;  // q [tokens, heads, k_dim], k and v [new_tokens, ...], with token strides
   int64_t q_stride, k_stride, v_stride;
-  void* out;  // [tokens, num_heads * dim], contiguous
-  void *k_pool, *v_pool;  // [slots, num_kv_heads, dim], contiguous
+  void* out;  // [tokens, num_heads * v_dim], contiguous
+  void *k_pool, *v_pool;  // [slots, num_kv_heads, k_dim or v_dim], contiguous
   const int64_t* slots;   // [new_tokens]: where the new keys and values go
   const int32_t* table;   // [rows, table_width]: slots of each request's tokens
   int64_t table_width;
   const int64_t* requests;  // [batch]: row of `table`
   const int64_t* starts;    // [batch + 1]: tokens of row i are [starts[i], starts[i + 1])
   const int64_t* lengths;   // [batch]: tokens in the cache once the step is done
-  int64_t new_tokens, batch, num_heads, num_kv_heads, dim;
+  int64_t new_tokens, batch, num_heads, num_kv_heads, k_dim, v_dim;
   int64_t window;  // keys that a query sees, itself included; 0: all
+  int64_t chunk;   // a query sees the keys of its own chunk of this size; 0: all
   float scale;
+  float softcap;       // scores become softcap * tanh(score / softcap); 0: they stay
+  const float* sinks;  // [num_heads]: score of a key without a value, or null
   int threads;
 };
 

@@ -10,11 +10,13 @@ import importlib
 import importlib.util
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from engine.checkpoint.layout import AttentionCall, beyond_plain
 from engine.errors import ConfigError
 
 FLASHINFER = "flashinfer"
@@ -63,19 +65,25 @@ def check_wrapper(wrapper: object) -> None:
         )
 
 
-def supports_attention(dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether the attention kernels exist for queries of this type and size."""
-    return dtype in HALF_DTYPES and head_dim in HEAD_DIMS
+def lack_of_attention(dtype: torch.dtype, calls: Sequence[AttentionCall]) -> str:
+    """What the attention kernels lack for queries of this type in `calls`; "" if nothing."""
+    beyond = beyond_plain(calls)
+    if beyond:
+        return f"FlashInfer's attention here has no kernels for {', '.join(beyond)}"
+    head_dim = calls[0].k_dim
+    if dtype in HALF_DTYPES and head_dim in HEAD_DIMS:
+        return ""
+    half = (str(known).removeprefix("torch.") for known in HALF_DTYPES)
+    return (
+        f"FlashInfer has no kernels for dtype {str(dtype).removeprefix('torch.')} with head_dim "
+        f"{head_dim} (it has {' and '.join(half)}, and {', '.join(map(str, HEAD_DIMS))})"
+    )
 
 
-def check_attention(dtype: torch.dtype, head_dim: int) -> None:
-    """Raise `ConfigError` unless the attention kernels exist for queries of this type and size."""
-    if not supports_attention(dtype, head_dim):
-        raise ConfigError(
-            f"attention_backend flashinfer has no kernels for dtype {dtype} with head_dim "
-            f"{head_dim} (it has {', '.join(map(str, HALF_DTYPES))} and "
-            f"{', '.join(map(str, HEAD_DIMS))}); set attention_backend: torch."
-        )
+def check_attention(dtype: torch.dtype, calls: Sequence[AttentionCall]) -> None:
+    """Raise `ConfigError` if the attention kernels lack something for `calls`."""
+    if lack := lack_of_attention(dtype, calls):
+        raise ConfigError(f"attention_backend flashinfer: {lack}; set attention_backend: torch.")
 
 
 def check_fa3(capability: tuple[int, int]) -> None:

@@ -162,7 +162,7 @@ class LlamaModel:
         self.parallel = parallel
         self.layer_range = config.stage_layers(parallel.pp_size)[parallel.pp_rank]
         self.attention_layers = tuple(
-            AttentionLayer(local, config.head_dim**-0.5, config.layer_windows[index])
+            AttentionLayer(local, config.calls[index].on_rank(parallel.tp_size))
             for local, index in enumerate(self.layer_range)
         )
         self.fused = fused

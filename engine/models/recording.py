@@ -10,12 +10,14 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import CellType, FunctionType
 from typing import Any
 
 import msgspec
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -41,6 +43,7 @@ _KNOWN = frozenset(
 _NAME = "manta_recording"
 _CAUSAL: Any = AutoModelForCausalLM
 _LOGGING: Any = logging
+_DispatchMode: Any = TorchDispatchMode
 
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -50,7 +53,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.calls: list[AttentionCall] = []
-        self._keys: list[Tensor] = []
+        self._stored: list[tuple[Tensor, Tensor]] = []
 
     def attention(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any, **kwargs: Any
@@ -60,7 +63,7 @@ class Recorder:
         unknown = [name for name in kwargs if name not in _KNOWN and kwargs[name] is not None]
         window = chunk = None
         if rule is not None:
-            kind, size = classify(rule)
+            kind, size = classify(_of_one_sequence(rule))
             window = size if kind == "sliding" else None
             chunk = size if kind == "chunked" else None
             if kind == "other":
@@ -79,12 +82,22 @@ class Recorder:
                 chunk=chunk,
                 softcap=kwargs.get("softcap"),
                 has_sinks=kwargs.get("s_aux") is not None,
-                kv_of=next((i for i, known in enumerate(self._keys) if known is k), None),
+                kv_of=self._same(k, v),
                 unknown=tuple(sorted(unknown)),
             )
         )
-        self._keys.append(k)
+        self._stored.append((k, v))
         return q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[-1]), None
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self.calls.clear()
+        self._stored.clear()
+
+    def _same(self, k: Tensor, v: Tensor) -> int | None:
+        """The first call that had this very keys and values."""
+        pairs = enumerate(self._stored)
+        return next((i for i, (key, value) in pairs if key is k and value is v), None)
 
     @staticmethod
     def mask(
@@ -114,6 +127,18 @@ def classify(rule: Rule) -> tuple[str, int | None]:
         if all(sees(*pair) == _is_seen(kind, size, *pair) for pair in _pairs(size or 0)):
             return kind, size
     return "other", None
+
+
+def _of_one_sequence(x: Any) -> Any:
+    """A rule whose tensors, such as how much each sequence is padded, have numbers: 0."""
+    if isinstance(x, Tensor) and x.is_meta:
+        return torch.zeros(x.shape, dtype=x.dtype)
+    if isinstance(x, tuple | list):
+        return type(x)(map(_of_one_sequence, x))
+    if isinstance(x, FunctionType) and x.__closure__:
+        cells = tuple(CellType(_of_one_sequence(cell.cell_contents)) for cell in x.__closure__)
+        return FunctionType(x.__code__, x.__globals__, x.__name__, x.__defaults__, cells)
+    return x
 
 
 def _guesses(sees: Callable[[int, int], bool]) -> Iterator[tuple[str, int | None]]:
@@ -167,7 +192,7 @@ def record(folder: Path) -> ModelLayout:
     called: set[str] = set()
     for name, module in model.named_modules():
         module.register_forward_hook(lambda *_, name=name: called.add(name))
-    _run(model)
+    _run(model, recorder)
     eos = getattr(text, "eos_token_id", None)
     return ModelLayout(
         class_name=type(model).__name__,
@@ -213,7 +238,21 @@ def _config(folder: Path) -> Any:
     return config
 
 
-def _run(model: nn.Module) -> None:
+class _Unknown(_DispatchMode):  # type: ignore[misc]
+    """Answers what code asks about numbers that `meta` hasn't got: nothing is found, all is 1."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        on_meta = bool(args) and isinstance(args[0], Tensor) and args[0].is_meta
+        if on_meta and func is torch.ops.aten.nonzero.default:
+            return args[0].new_empty((0, args[0].ndim), dtype=torch.long)
+        if on_meta and func is torch.ops.aten._local_scalar_dense.default:
+            return torch.ones((), dtype=args[0].dtype).item()
+        return func(*args, **(kwargs or {}))
+
+
+def _run(model: nn.Module, recorder: Recorder) -> None:
     """One forward on `meta`, with the arguments that the model takes."""
     ids = torch.zeros((1, NUM_TOKENS), dtype=torch.long, device="meta")
     known = inspect.signature(model.forward).parameters
@@ -223,20 +262,22 @@ def _run(model: nn.Module) -> None:
     if "logits_to_keep" in known:
         # A tensor: for a number, 0 included, some models drop hidden states in their last layers.
         given["logits_to_keep"] = torch.arange(NUM_TOKENS, device="meta")
-    mask = torch.ones((1, NUM_TOKENS), dtype=torch.long)
+    mask = torch.ones((1, NUM_TOKENS), dtype=torch.long, device="meta")
     failure: Exception | None = None
-    # Layers with states look into the mask, so it isn't on `meta` for them.
-    for more in ({"attention_mask": mask.to("meta")}, {"attention_mask": mask}, {}):
+    for more in ({"attention_mask": mask}, {}):
+        recorder.forget()
         try:
-            with torch.inference_mode():
+            with torch.no_grad(), _Unknown():
                 model(**given, **more)
             return
         except Exception as error:  # the code of any model
             failure = failure or error
+    if not getattr(model, "_supports_attention_backend", False) and not recorder.calls:
+        return  # the layout says what it lacks
     raise ConfigError(
         f"the forward of {type(model).__name__} can't be followed ({type(failure).__name__}: "
         f"{failure}); it isn't supported yet."
-    )
+    ) from failure
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from engine.attention.base import AttentionBackend
 from engine.attention.forward_batch import ForwardBatch
+from engine.layers.fused_ops import FusedOps
 from engine.models.row_cache import RowCache, cache_argument
 from engine.models.row_check import (
     NUM_ROWS,
@@ -72,24 +73,27 @@ class RowModel(TransformersModel):
             apart = difference_of_parts(self._row_steps(NUM_ROWS), self.config.vocab_size)
         return 0.0 if apart <= ROUNDING.get(self.dtype, ROUNDING_16_BITS) else apart, head
 
+    def _take_over(self, fused: FusedOps) -> None:
+        """What takes the place of attentions and layers knows one row of tokens alone."""
+
     def _row_steps(self, num_rows: int) -> RowSteps:
         states = self._layout.states
         pool = StatePool(states, num_rows, self.dtype, self.device)
         cache = RowCache(self._model.config, states)
-        return RowSteps(self._decode, cache, pool, self._continues_chunks)
+        return RowSteps(self._compute, cache, pool, self._continues_chunks)
 
-    def _decode(self, ids: Tensor, positions: Tensor, cache: RowCache) -> Tensor:
+    def _compute(self, ids: Tensor, positions: Tensor, cache: RowCache) -> Tensor:
         """Ids [n, L] of n requests whose states are in the cache -> [n, L, hidden]"""
-        step = self._step
-        step.calls = 0
+        step, decoder = self._step, self._decoder
+        step.begin()
         given: dict[str, Any] = {
             "input_ids": ids,
             "use_cache": True,
-            cache_argument(self._base): cache,
+            cache_argument(decoder.module): cache,
         }
-        if self._takes_positions:
+        if decoder.takes_positions:
             given["position_ids"] = positions
-        hidden: Tensor = self._base(**given).last_hidden_state
+        hidden: Tensor = decoder.module(**given).last_hidden_state
         if step.backend is not None and step.calls != len(step.layers):
             raise RuntimeError(f"{step.calls} of {len(step.layers)} attention calls were made")
         return hidden

@@ -8,13 +8,14 @@ kernels, those of one input as one product.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Cache
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -29,6 +30,9 @@ from engine.layers.linear_kernel import LinearKernel
 from engine.layers.weight_format import WeightFormat
 from engine.layers.weights import DummySource, WeightSource
 from engine.models.interfaces import point_at
+from engine.models.takeover import Takeover
+
+logger = logging.getLogger(__name__)
 
 _NAME = "manta"
 _CAUSAL: Any = AutoModelForCausalLM
@@ -46,6 +50,40 @@ class _Step:
     batch: ForwardBatch | None = None
     calls: int = 0
     """Attention calls of this forward so far."""
+    sampled: Tensor | None = None
+    sinks: dict[int, Tensor | None] = field(default_factory=dict)
+    """Those of each call, seen while there is no backend."""
+    _angles: list[tuple[Tensor, tuple[Tensor, Tensor]]] = field(default_factory=list)
+
+    def begin(self) -> None:
+        """A forward is next."""
+        self.calls = 0
+        self._angles.clear()
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None) -> Tensor:
+        """See `engine.models.takeover.Step`."""
+        number = self.calls
+        self.calls += 1
+        backend, batch = self.backend, self.batch
+        if backend is None or batch is None:
+            out = _of_each_token(q, k, v)
+            return out if rows is None else out.index_select(0, rows)
+        if batch.mark is not None:
+            batch.mark()
+        if rows is None:
+            return backend.forward(q, k, v, self.layers[number], batch)
+        return backend.forward_sampled(q.index_select(0, rows), k, v, self.layers[number], batch)
+
+    def angles(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """See `engine.models.takeover.Step`."""
+        for known, found in self._angles:
+            if known is cos:
+                return found
+        half = cos.shape[-1] // 2
+        table = torch.cat((cos[0, :, :half], sin[0, :, :half]), -1).float()
+        found = torch.arange(len(table), device=table.device), table
+        self._angles.append((cos, found))
+        return found
 
 
 def _attention(
@@ -54,20 +92,20 @@ def _attention(
     """What layers call: `q` [n, heads, L, dim], `k` and `v` [n, kv heads, L, dim] of n * L tokens;
     n is 1 unless layers have states (`RowModel`)."""
     step: _Step = module.manta_step  # type: ignore[assignment]
-    if step.backend is None or step.batch is None:
-        return _of_each_token(q, k, v), None
-    layer = step.layers[step.calls]
-    step.calls += 1
+    if step.backend is None:
+        step.sinks[step.calls] = kwargs.get("s_aux")
     queries, keys, values = (_by_token(x) for x in (q, k, v))
-    out = step.backend.forward(queries, keys, values, layer, step.batch)
+    out = step.attend(queries, keys, values, None)
     return out.view(q.shape[0], q.shape[2], q.shape[1], -1), None
 
 
 def _of_each_token(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """[n, L, heads, dim]: something of a token's own query, key and value, as they are rotated."""
+    """q and k [T, heads, dim], v [T, heads, v_dim] -> [T, heads * v_dim]: something of a token's
+    own query, key and value, as they are rotated."""
     copies = q.shape[1] // k.shape[1]
-    keys, values = (x.repeat_interleave(copies, 1) for x in (k, v))
-    return (values + torch.tanh(q.sum(-1, True) + keys.sum(-1, True))).transpose(1, 2)
+    by = torch.arange(q.shape[2], device=q.device).mul(1.7).cos().to(q.dtype) / q.shape[2] ** 0.5
+    turned = torch.sin(q @ by + (k @ by.flip(0)).repeat_interleave(copies, 1))
+    return (v.repeat_interleave(copies, 1) + turned.unsqueeze(-1)).flatten(1)
 
 
 def _by_token(x: Tensor) -> Tensor:
@@ -102,12 +140,20 @@ class _Product:
         self._input: Tensor | None = None
         self._parts: tuple[Tensor, ...] = ()
 
+    @property
+    def out_size(self) -> int:
+        return sum(self.sizes)
+
+    def whole(self, x: Tensor) -> Tensor:
+        """[..., in_size] of T tokens -> [T, out_size]"""
+        rows = x.reshape(-1, self.in_size)
+        return self.kernel(rows if rows.stride(-1) == 1 else rows.contiguous())
+
     def part(self, x: Tensor, number: int) -> Tensor:
         """[..., in_size] -> [..., sizes[number]]"""
         if self._input is not x:
-            rows = x.reshape(-1, self.in_size)
-            out = self.kernel(rows if rows.stride(-1) == 1 else rows.contiguous())
-            self._parts = torch.split(out.view(*x.shape[:-1], sum(self.sizes)), self.sizes, -1)
+            out = self.whole(x).view(*x.shape[:-1], self.out_size)
+            self._parts = torch.split(out, self.sizes, -1)
             self._input = x
         found = self._parts[number]
         if number == len(self.sizes) - 1:
@@ -129,6 +175,46 @@ class _Linear(nn.Module):
         return self.product.part(x, self.number)
 
 
+class _Positions(Cache):
+    """What a model takes for its cache. Attention has the keys; this knows where tokens stand."""
+
+    def __init__(self, positions: Tensor) -> None:
+        """`positions`: int64 [T], of the tokens of a step."""
+        super().__init__(layers=[])
+        self._positions = positions
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        """What code adds to 0, 1, 2 ... for the positions."""
+        return self._positions - torch.arange(len(self._positions), device=self._positions.device)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return query_length, 0
+
+
+@dataclass
+class _Decoder:
+    """The module before the head."""
+
+    module: Any
+    takes_positions: bool
+    has_cache: bool
+    """Whether it is given a cache: some ask that for positions, whatever they are told."""
+    output: Any = None
+    """Class of its outputs; known once it has been tried."""
+
+    def given(self, ids: Tensor, positions: Tensor) -> dict[str, Any]:
+        """Its arguments for tokens `ids` [T] at `positions` [T]."""
+        given: dict[str, Any] = {"input_ids": ids[None], "use_cache": self.has_cache}
+        if self.takes_positions:
+            given["position_ids"] = positions[None]
+        if self.has_cache:
+            given["past_key_values"] = _Positions(positions)
+        return given
+
+
 class TransformersModel:
     """A `Model` (engine/models/base.py) of one rank."""
 
@@ -144,11 +230,12 @@ class TransformersModel:
         fused: FusedOps | None = None,
     ) -> None:
         assert config.layout is not None
-        self._layout = config.layout
+        self._layout, self._fused, self._max_positions = config.layout, fused, max_positions
+        self.skips_unread = False
+        """Whether the last layer leaves out tokens whose results nothing reads."""
         self.config, self.dtype, self.device, self.parallel = config, dtype, device, parallel
         self.attention_layers = tuple(
-            AttentionLayer(number, call.scale, call.window)
-            for number, call in enumerate(config.layout.calls)
+            AttentionLayer(number, call) for number, call in enumerate(config.layout.calls)
         )
         self._step = _Step(self.attention_layers)
 
@@ -179,22 +266,28 @@ class TransformersModel:
             for module in filter(is_experts, model.modules()):
                 module.manta_experts = Experts(module, source.format)
         point_at(model, _NAME)
+        _fix_rotations(model, self._max_positions)
         for module in model.modules():
             module.manta_step = self._step
         self._model = model
-        self._base: Any = model.base_model
-        known = inspect.signature(self._base.forward).parameters.values()
-        self._takes_positions = any(
-            given.name == "position_ids" or given.kind is given.VAR_KEYWORD for given in known
+        self._find_decoder()
+        if self._fused is not None:
+            self._take_over(self._fused)
+        self.attention_layers = self._step.layers = tuple(
+            layer if sinks is None else replace(layer, sinks=sinks.detach().float().contiguous())
+            for layer, sinks in zip(self.attention_layers, self._sinks(), strict=True)
         )
-        self._output: Any = None
-        """Class of the decoder's outputs; known once it has been tried."""
-        self._check()
         if progress is not None:
             progress(1, 1)
 
     def allocate(self, num_rows: int) -> None:
         """Keys and values are all that it keeps."""
+
+    @property
+    def decoder(self) -> nn.Module:
+        """What is before the head."""
+        module: nn.Module = self._decoder.module
+        return module
 
     def forward(
         self,
@@ -205,31 +298,54 @@ class TransformersModel:
         only_sampled: bool = False,
     ) -> Tensor:
         step = self._step
-        step.backend, step.batch, step.calls = backend, batch, 0
+        step.backend, step.batch = backend, batch
+        skips = only_sampled and self.skips_unread
+        step.sampled = batch.logits_rows if skips else None
         out = self._run(batch.input_ids, batch.positions)
         if step.calls != len(step.layers):
             raise RuntimeError(f"{step.calls} of {len(step.layers)} attention calls were made")
         states: Tensor = out.last_hidden_state[0]
-        return states.index_select(0, batch.logits_rows) if only_sampled else states
+        return states.index_select(0, batch.logits_rows) if only_sampled and not skips else states
 
-    def _check(self) -> None:
-        """Raise `ConfigError` if the model's code can't be used in the way that steps use it."""
+    def _find_decoder(self) -> None:
+        """Find the module before the head, and how it takes a step's tokens. Raises `ConfigError`
+        if the model's code can't be used in the way that steps use it."""
+        failures = [ConfigError(f"{type(self._model).__name__} has no decoder that stands alone.")]
+        found = (self._model.base_model, self._model.get_decoder(), *self._model.children())
+        for decoder in dict.fromkeys(found):
+            known = inspect.signature(decoder.forward).parameters
+            if decoder is self._model or "input_ids" not in known:
+                continue
+            takes_more = any(given.kind is given.VAR_KEYWORD for given in known.values())
+            for has_cache in (True, False):
+                if has_cache and "past_key_values" not in known:
+                    continue
+                self._decoder = _Decoder(decoder, takes_more or "position_ids" in known, has_cache)
+                failure = self._failure()
+                if failure is None:
+                    return
+                failures.append(failure)
+        raise failures[-1]
+
+    def _failure(self) -> ConfigError | None:
+        """Why the decoder can't be used so."""
         name = type(self._model).__name__
         try:
             mixes, head = self._differences()
         except Exception as error:  # the code of any model
-            raise ConfigError(
+            return ConfigError(
                 f"the code of {name} can't run on the tokens of several requests at once "
                 f"({type(error).__name__}: {error}); it isn't supported yet."
-            ) from error
+            )
         tolerance = 1e-3 if self.dtype == torch.float32 else 5e-2
         if not mixes <= tolerance:
-            raise ConfigError(
+            return ConfigError(
                 f"{name} keeps states of requests beside attention, or counts positions by itself; "
                 "that isn't supported yet."
             )
         if not head <= tolerance:
-            raise ConfigError(f"the output head of {name} isn't supported yet.")
+            return ConfigError(f"the output head of {name} isn't supported yet.")
+        return None
 
     @torch.inference_mode()
     def _differences(self) -> tuple[float, float]:
@@ -239,27 +355,43 @@ class TransformersModel:
         positions = torch.arange(6, device=self.device)
         ids = positions % self.config.vocab_size
         out = self._run(ids, positions)
-        self._output = type(out)
+        self._decoder.output = type(out)
         found: Tensor = out.last_hidden_state[0, -1]
         others = (ids + 6) % self.config.vocab_size
         others[2] = ids[-1]
         moved = torch.tensor([9, 3, 5, 0, 1, 7], device=self.device)  # the token's stays 5
         beside: Tensor = self._run(others, moved).last_hidden_state[0, 2]
-        whole = self._model(**self._given(ids, positions)).logits[0, -1].float()
+        whole = self._model(**self._decoder.given(ids, positions)).logits[0, -1].float()
         apart = self.compute_logits(found[None])[0]
         pairs = ((found.float(), beside.float()), (whole, apart))
         mixes, head = (float((a - b).abs().max() / b.abs().max().clamp(min=1e-6)) for a, b in pairs)
         return mixes, head
 
+    def _take_over(self, fused: FusedOps) -> None:
+        """Let our kernels compute what they can of the decoder."""
+        last = self.config.max_position_embeddings - 1
+        places = [0, last // 50, last // 7, last // 3, last // 2, last]
+        positions = torch.tensor(places, device=self.device)  # some scale queries by theirs
+        ids = torch.arange(len(places), device=self.device) % self.config.vocab_size
+        heads = [(layer.call.num_heads, layer.call.num_kv_heads) for layer in self.attention_layers]
+        takeover = Takeover(
+            self._decoder.module,
+            self._step,
+            fused,
+            heads,
+            lambda: self._run(ids, positions).last_hidden_state[0],
+        )
+        takeover.replace()
+        self.skips_unread = takeover.last is not None
+
+    def _sinks(self) -> list[Tensor | None]:
+        """Of each call, as the check has seen them."""
+        return [self._step.sinks.get(layer.layer_id) for layer in self.attention_layers]
+
     def _run(self, ids: Tensor, positions: Tensor) -> Any:
         """The decoder's output for tokens `ids` [T] at `positions` [T]."""
-        return self._base(**self._given(ids, positions))
-
-    def _given(self, ids: Tensor, positions: Tensor) -> dict[str, Any]:
-        given: dict[str, Any] = {"input_ids": ids[None], "use_cache": False}
-        if self._takes_positions:
-            given["position_ids"] = positions[None]
-        return given
+        self._step.begin()
+        return self._decoder.module(**self._decoder.given(ids, positions))
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         """The model's own code has applied it."""
@@ -267,14 +399,37 @@ class TransformersModel:
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """The model's own forward behind its decoder: with all its scales and caps."""
-        decoder = self._base.forward
-        self._base.forward = lambda *args, **kwargs: self._output(last_hidden_state=hidden[None])
+        module, output = self._decoder.module, self._decoder.output
+        forward = module.forward
+        module.forward = lambda *args, **kwargs: output(last_hidden_state=hidden[None])
         try:
             ids = torch.zeros((1, 1), dtype=torch.long, device=hidden.device)
             logits: Tensor = self._model(input_ids=ids, use_cache=False).logits[0]
         finally:
-            self._base.forward = decoder
+            module.forward = forward
         return logits.float()
+
+
+@torch.inference_mode()
+def _fix_rotations(model: nn.Module, max_positions: int) -> None:
+    """Let rotations whose angles depend on the longest text of a forward have those of texts of
+    `max_positions`: a step has texts of all lengths, and what is cached stays as it is."""
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        by_layer = kinds if isinstance(kinds, dict) else {None: kinds}
+        grows = [name for name, kind in by_layer.items() if kind and _grows(kind)]
+        for name in grows:
+            more = {} if name is None else {"layer_type": name}
+            device = next(module.buffers()).device
+            module(torch.zeros(1, device=device), torch.tensor([[max_positions - 1]]), **more)
+            logger.info("positions are rotated as in texts of %d tokens", max_positions)
+        if grows:
+            fixed = {name: "default" if name in grows else kind for name, kind in by_layer.items()}
+            module.rope_type = fixed if isinstance(kinds, dict) else fixed[None]  # type: ignore
+
+
+def _grows(rope_type: str) -> bool:
+    return "dynamic" in rope_type or rope_type == "longrope"
 
 
 def _replace_linears(model: nn.Module, form: WeightFormat, but: Iterable[str]) -> None:

@@ -150,7 +150,7 @@ def _kernels(engine: EngineConfig, model: ModelConfig, dtype: str, device: str) 
     if device == "cpu" and fits and is_open:
         best = "cpu" if library.load() is not None else "torch"
     elif device == "cuda" and is_open:
-        best = auto_kernels(resolve_dtype(dtype), model.head_dim)
+        best = auto_kernels(resolve_dtype(dtype), model.calls)
     choice = engine.kernel_choice(best)
     keys = {"kernels": engine.kernels, "attention_backend": engine.attention_backend}
     for key, word in keys.items():

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from engine.attention.kv_pool import resolve_kv_dtype
+from engine.checkpoint.layout import AttentionCall
 from engine.config import WorkerConfig
 from engine.device.flashinfer_loader import (
     FLASHINFER,
     FLASHINFER_FA3,
-    HALF_DTYPES,
-    HEAD_DIMS,
     check_attention,
     check_fa3,
     flashinfer_installed,
+    lack_of_attention,
     load_flashinfer,
-    supports_attention,
 )
 from engine.device.flashinfer_modules import (
     compiler_lack,
@@ -39,18 +39,11 @@ logger = logging.getLogger(__name__)
 _SLOW = "the GPU computes with torch's operators, and a step takes many times as long"
 
 
-def auto_kernels(dtype: torch.dtype, head_dim: int) -> str:
+def auto_kernels(dtype: torch.dtype, calls: Sequence[AttentionCall]) -> str:
     """What `kernels: auto` means on a GPU: flashinfer if it is installed and has kernels for the
     model. Otherwise torch, with a warning that says why."""
-    if not supports_attention(dtype, head_dim):
-        logger.warning(
-            "FlashInfer has no kernels for dtype %s with head_dim %d (it has %s and %s): %s",
-            str(dtype).removeprefix("torch."),
-            head_dim,
-            ", ".join(str(known).removeprefix("torch.") for known in HALF_DTYPES),
-            ", ".join(map(str, HEAD_DIMS)),
-            _SLOW,
-        )
+    if lack := lack_of_attention(dtype, calls):
+        logger.warning("%s: %s", lack, _SLOW)
         return "torch"
     if not flashinfer_installed():
         logger.warning(
@@ -72,7 +65,7 @@ def check_flashinfer(config: WorkerConfig) -> None:
         return
     load_flashinfer()
     if kernels_of(config.kernels.attention) == FLASHINFER:
-        check_attention(resolve_dtype(config.dtype), config.model.head_dim)
+        check_attention(resolve_dtype(config.dtype), config.model.calls)
     if config.kernels.attention == FLASHINFER_FA3:
         check_fa3(torch.cuda.get_device_capability())
     way_out = "or set kernels: torch, which is much slower."
@@ -117,7 +110,7 @@ def _attention_modules(config: WorkerConfig) -> dict[str, list[Any]]:
     )
     fa3 = config.kernels.attention == FLASHINFER_FA3
     found = {}
-    for window in sorted({window is not None for window in model.layer_windows}):
+    for window in sorted({call.window is not None for call in model.calls}):
         sizes = (dtype, kv_dtype, model.head_dim, window)
         modules = list(prefill_modules(*sizes, fa3=fa3))
         if not on_tensor_cores:

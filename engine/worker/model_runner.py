@@ -109,27 +109,15 @@ class ModelRunner:
 
     def _make_kv_cache(self, num_slots: int) -> None:
         """Make a KV cache of `num_slots` tokens besides the padding page, and its backend."""
-        config, model = self.config, self.config.model
-        num_heads = model.num_heads // self.parallel.tp_size
-        num_kv_heads = model.local_kv_heads(self.parallel.tp_size)
+        config, layers = self.config, self.model.attention_layers
         self.kv_pool = MHATokenToKVPool(
             num_slots,
             config.engine.page_size,
-            len(self.model.attention_layers),
-            num_kv_heads,
-            model.head_dim,
+            [layer.call for layer in layers],
             resolve_kv_dtype(config.engine.kv_cache_dtype, self.dtype),
             self.device,
         )
-        inputs = AttentionInputs(
-            self.kv_pool,
-            self.req_to_token,
-            self.model.attention_layers,
-            num_heads,
-            num_kv_heads,
-            model.head_dim,
-            self.dtype,
-        )
+        inputs = AttentionInputs(self.kv_pool, self.req_to_token, layers, self.dtype)
         self.attention: AttentionBackend = ATTENTION_BACKENDS[config.kernels.attention](inputs)
 
     def prepare(self, batch: ModelWorkerBatch) -> ForwardBatch:

@@ -31,7 +31,7 @@ x, ints = torch.ones(2, 1, 16), torch.tensor
 pool = torch.zeros(8, 1, 16)
 table = torch.tensor([[{slot}, 7]], dtype=torch.int32)
 rows = ints([7, 6]), table, ints([0]), ints([0, 2]), ints([2])
-print(kernels.attention(x, x, x, pool, pool.clone(), *rows, 1.0, 0).shape)
+print(kernels.attention(x, x, x, pool, pool.clone(), *rows, 1.0, 0, 0, 0.0, None).shape)
 """
 """The caller must see to it that the table's slots are in the pool, which has 8."""
 

@@ -12,6 +12,7 @@ from engine.attention.flashinfer_backend import FlashInferAttentionBackend
 from engine.attention.forward_batch import ForwardBatch
 from engine.attention.kv_pool import MHATokenToKVPool
 from engine.attention.torch_backend import TorchAttentionBackend
+from engine.checkpoint.layout import AttentionCall
 from engine.checkpoint.model_config import RopeConfig
 from engine.device.flashinfer_loader import flashinfer_installed
 from engine.layers.activation import SiluAndMul
@@ -51,19 +52,18 @@ class Pair:
     ) -> None:
         torch.manual_seed(0)
         self.shape, self.dtype, self.page_size = (heads, kv_heads, dim), dtype, page_size
+        sizes = heads, kv_heads, dim, dim
         self.layers = (
-            AttentionLayer(0, dim**-0.5, None),
-            AttentionLayer(1, dim**-0.5, window),
+            AttentionLayer(0, AttentionCall(*sizes, dim**-0.5)),
+            AttentionLayer(1, AttentionCall(*sizes, dim**-0.5, window)),
         )
+        calls = [layer.call for layer in self.layers]
         self.table = torch.zeros(ROWS, MAX_LEN + page_size, dtype=torch.int32, device=CUDA)
         inputs = [
             AttentionInputs(
-                MHATokenToKVPool(NUM_SLOTS, page_size, 2, kv_heads, dim, kv_dtype or dtype, CUDA),
+                MHATokenToKVPool(NUM_SLOTS, page_size, calls, kv_dtype or dtype, CUDA),
                 self.table,
                 self.layers,
-                heads,
-                kv_heads,
-                dim,
                 dtype,
             )
             for _ in range(2)

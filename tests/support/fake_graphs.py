@@ -121,8 +121,8 @@ class CapturableAttention(TorchAttentionBackend):
         slots = self.inputs.req_to_token.index_select(0, batch.req_pool_indices)
         positions = torch.arange(slots.shape[1], device=slots.device)
         seen = positions < batch.seq_lens.unsqueeze(1)
-        if layer.sliding_window is not None:
-            seen = seen & (positions >= batch.seq_lens.unsqueeze(1) - layer.sliding_window)
+        if layer.call.window is not None:
+            seen = seen & (positions >= batch.seq_lens.unsqueeze(1) - layer.call.window)
         kv = self.pool.get(layer.layer_id)
         flat = slots.flatten()
         n, heads, dim = q.shape[0], self.inputs.num_kv_heads, q.shape[2]

@@ -83,6 +83,64 @@ THROUGH_TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3MoeForCausalLM",
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 16},
     ),
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        {
+            "head_dim": 8,
+            "query_pre_attn_scalar": 8,
+            "attn_logit_softcapping": 4.0,
+            "final_logit_softcapping": 9.0,
+            "sliding_window": 24,
+        },
+    ),
+    "gpt_oss": (
+        "GptOssForCausalLM",
+        {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24},
+    ),
+    "llama4": (
+        "Llama4ForCausalLM",
+        {
+            "config_name": "Llama4TextConfig",
+            "head_dim": 8,
+            "intermediate_size_mlp": 48,
+            "num_local_experts": 4,
+            "attention_chunk_size": 24,
+            "no_rope_layers": [1, 0, 1, 0],
+            "attn_temperature_tuning": True,
+            "floor_scale": 16,
+            "attn_scale": 0.5,
+        },
+    ),
+    "deepseek_v3": (
+        "DeepseekV3ForCausalLM",
+        {
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 16,
+            "q_lora_rank": 16,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 16,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "moe_intermediate_size": 16,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "gemma4": (
+        "Gemma4ForCausalLM",
+        {
+            "config_name": "Gemma4TextConfig",
+            "head_dim": 8,
+            "global_head_dim": 16,
+            "num_kv_shared_layers": 2,
+            "sliding_window": 24,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 211,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+    ),
 }
 """Some that transformers' code computes, each with something that Llama lacks."""
 

@@ -21,6 +21,20 @@ class Sizes(NamedTuple):
     dtype: torch.dtype
     pool_dtype: torch.dtype
     page_size: int
+    v_dim: int = 0
+    """0: that of the keys."""
+    chunk: int = 0
+    softcap: float = 0.0
+    has_sinks: bool = False
+
+    @property
+    def value_dim(self) -> int:
+        return self.v_dim or self.dim
+
+    def first_key(self, position: int) -> int:
+        if self.chunk:
+            return position // self.chunk * self.chunk
+        return max(0, position + 1 - self.window) if self.window else 0
 
 
 class Chunk(NamedTuple):
@@ -56,22 +70,24 @@ class PagedRequests:
             slots = (pages.unsqueeze(1) * sizes.page_size + inside).flatten()[:length]
             self.slots.append(slots)
             self.table[row, :length] = slots
-        self.queries = [self._heads(length, sizes.heads) for length in lengths]
-        self.keys = [self._heads(length, sizes.kv_heads) for length in lengths]
-        self.values = [self._heads(length, sizes.kv_heads) for length in lengths]
+        self.queries = [self._heads(length, sizes.heads, sizes.dim) for length in lengths]
+        self.keys = [self._heads(length, sizes.kv_heads, sizes.dim) for length in lengths]
+        self.values = [self._heads(length, sizes.kv_heads, sizes.value_dim) for length in lengths]
+        self.sinks = self.numbers.normal((sizes.heads,), torch.float32) if sizes.has_sinks else None
 
     def empty_pools(self) -> Pools:
         sizes = self.sizes
-        shape = (self.num_slots, sizes.kv_heads, sizes.dim)
-        keys, values = (torch.full(shape, torch.nan).to(sizes.pool_dtype) for _ in range(2))
+        keys, values = (
+            torch.full((self.num_slots, sizes.kv_heads, dim), torch.nan).to(sizes.pool_dtype)
+            for dim in (sizes.dim, sizes.value_dim)
+        )
         return Pools(keys, values)
 
     def pools_before(self, chunks: Sequence[Chunk]) -> Pools:
         """With what the chunks' tokens must see of earlier ones, and no more."""
         pools = self.empty_pools()
         for request, begin, _ in chunks:
-            low = max(0, begin + 1 - self.sizes.window) if self.sizes.window else 0
-            self._write(pools, request, low, begin)
+            self._write(pools, request, self.sizes.first_key(begin), begin)
         return pools
 
     def pools_after(self, chunks: Sequence[Chunk]) -> Pools:
@@ -84,15 +100,16 @@ class PagedRequests:
     def step(
         self, kernels: Any, pools: Pools, chunks: Sequence[Chunk], *, in_one: bool = True
     ) -> list[Tensor]:
-        """Run the kernel. Returns [tokens, heads * dim] for each chunk.
+        """Run the kernel. Returns [tokens, heads * value_dim] for each chunk.
 
         `in_one`: queries, keys and values are views of one tensor.
         """
-        sizes = self.sizes
         parts = self._new(chunks)
         if in_one:
-            counts = [sizes.heads, sizes.kv_heads, sizes.kv_heads]
-            parts = list(torch.cat(parts, 1).split(counts, 1))
+            shapes = [part.shape[1:] for part in parts]
+            flat = torch.cat([part.flatten(1) for part in parts], 1)
+            views = flat.split([shape.numel() for shape in shapes], 1)
+            parts = [v.unflatten(1, shape) for v, shape in zip(views, shapes, strict=True)]
         counts = [chunk.end - chunk.begin for chunk in chunks]
         return list(self._attend(kernels, pools, chunks, parts, chunks, counts).split(counts))
 
@@ -135,8 +152,12 @@ class PagedRequests:
             torch.tensor([chunk.end for chunk in rows], dtype=torch.int64),
             sizes.scale,
             sizes.window,
+            sizes.chunk,
+            sizes.softcap,
+            self.sinks,
         )
-        assert out.dtype == sizes.dtype and out.shape == (sum(counts), sizes.heads * sizes.dim)
+        width = sizes.heads * sizes.value_dim
+        assert out.dtype == sizes.dtype and out.shape == (sum(counts), width)
         return out
 
     def in_chunks(self, kernels: Any, request: int, ends: Sequence[int]) -> Tensor:
@@ -160,14 +181,20 @@ class PagedRequests:
         query = torch.arange(chunk.begin, chunk.end).unsqueeze(1)
         key = torch.arange(chunk.end)
         hidden = key > query
-        if sizes.window:
-            hidden |= key <= query - sizes.window
-        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        first = torch.tensor([sizes.first_key(i) for i in range(chunk.begin, chunk.end)])
+        hidden |= key < first.unsqueeze(1)
+        if sizes.softcap:
+            scores = torch.tanh(scores / sizes.softcap) * sizes.softcap
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if self.sinks is not None:
+            sinks = self.sinks.double().view(-1, 1, 1).expand(-1, len(first), 1)
+            scores = torch.cat([scores, sinks], -1)
+        weights = scores.softmax(-1)[..., : chunk.end]
         exact, size = (torch.einsum("hqs,shd->qhd", weights, x).flatten(1) for x in (v, v.abs()))
         return exact, size
 
-    def _heads(self, tokens: int, heads: int) -> Tensor:
-        return self.numbers.normal((tokens, heads, self.sizes.dim), self.sizes.dtype)
+    def _heads(self, tokens: int, heads: int, dim: int) -> Tensor:
+        return self.numbers.normal((tokens, heads, dim), self.sizes.dtype)
 
     def _stored(self, x: Tensor) -> Tensor:
         return x.to(self.sizes.pool_dtype)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -20,6 +22,7 @@ from engine.attention.torch_backend import (
     TorchCpuAttentionBackend,
     make_torch_attention,
 )
+from engine.checkpoint.layout import AttentionCall
 from engine.protocol.step import ModelWorkerBatch
 
 CPU = torch.device("cpu")
@@ -28,19 +31,25 @@ MAX_ROWS = 6
 MAX_LEN = 700
 
 
-def naive(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
-) -> torch.Tensor:
+def naive(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
     """q [L, Hq, D] are the last L of the S tokens in k, v [S, Hkv, D] -> [L, Hq * D]."""
-    group = q.shape[1] // k.shape[1]
+    call, group = layer.call, q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    scores = torch.einsum("qhd,shd->hqs", q.double(), k.double()) * scale
+    scores = torch.einsum("qhd,shd->hqs", q.double(), k.double()) * call.scale
     query = torch.arange(k.shape[0] - q.shape[0], k.shape[0]).unsqueeze(1)
     key = torch.arange(k.shape[0])
     hidden = key > query
-    if window is not None:
-        hidden |= key <= query - window
-    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    if call.window is not None:
+        hidden |= key <= query - call.window
+    if call.chunk is not None:
+        hidden |= key // call.chunk != query // call.chunk
+    if call.softcap is not None:
+        scores = call.softcap * torch.tanh(scores / call.softcap)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if layer.sinks is not None:
+        sinks = layer.sinks.double()[:, None, None].expand(-1, len(query), 1)
+        scores = torch.cat([scores, sinks], -1)
+    weights = scores.softmax(-1)[..., : k.shape[0]]
     return torch.einsum("hqs,shd->qhd", weights, v.double()).flatten(1).float()
 
 
@@ -55,27 +64,34 @@ class Sequence:
 
 
 class Simulation:
-    """A backend with two layers (the second may have a window) and the truth beside it."""
+    """A backend with two layers (the second may have a window) and the truth beside it.
+
+    `layers`: others, for whose features `make_torch_attention` chooses the backend.
+    """
 
     def __init__(
         self,
         *,
         page_size: int,
-        heads: int,
-        kv_heads: int,
-        dim: int,
-        window: int | None,
+        heads: int = 4,
+        kv_heads: int = 2,
+        dim: int = 8,
+        window: int | None = None,
         seed: int,
-        backend: type[TorchAttentionBackend] = TorchCpuAttentionBackend,
+        backend: Callable[[AttentionInputs], TorchAttentionBackend] = TorchCpuAttentionBackend,
+        layers: tuple[AttentionLayer, ...] | None = None,
     ) -> None:
         self.random = random.Random(seed)
         torch.manual_seed(seed)
-        self.shape = (heads, kv_heads, dim)
-        self.layers = (AttentionLayer(0, dim**-0.5, None), AttentionLayer(1, 0.3, window))
-        self.pool = MHATokenToKVPool(NUM_SLOTS, page_size, 2, kv_heads, dim, torch.float32, CPU)
+        sizes = heads, kv_heads, dim, dim
+        self.layers = layers or (
+            AttentionLayer(0, AttentionCall(*sizes, dim**-0.5)),
+            AttentionLayer(1, AttentionCall(*sizes, 0.3, window)),
+        )
+        self.calls = [layer.call for layer in self.layers]
+        self.pool = MHATokenToKVPool(NUM_SLOTS, page_size, self.calls, torch.float32, CPU)
         self.table = torch.zeros(MAX_ROWS + 1, MAX_LEN, dtype=torch.int32)
-        inputs = AttentionInputs(self.pool, self.table, self.layers, heads, kv_heads, dim)
-        self.backend = backend(inputs)
+        self.backend = backend(AttentionInputs(self.pool, self.table, self.layers))
         self.page_size = page_size
         pages = list(range(1, NUM_SLOTS // page_size))
         self.random.shuffle(pages)
@@ -83,9 +99,14 @@ class Simulation:
         self.free_rows = list(range(MAX_ROWS))
 
     def start(self) -> Sequence:
-        _, kv_heads, dim = self.shape
-        empty = [torch.zeros(0, kv_heads, dim) for _ in self.layers]
-        return Sequence(self.free_rows.pop(0), [], list(empty), list(empty))
+        keys, values = (
+            [
+                torch.zeros(0, layer.call.num_kv_heads, getattr(layer.call, dim))
+                for layer in self.layers
+            ]
+            for dim in ("k_dim", "v_dim")
+        )
+        return Sequence(self.free_rows.pop(0), [], keys, values)
 
     def finish(self, sequence: Sequence) -> None:
         self.free_rows.append(sequence.row)
@@ -127,10 +148,15 @@ class Simulation:
             CPU,
         )
         self.backend.init_forward(batch)
-        heads, kv_heads, dim = self.shape
+        given: list[tuple[torch.Tensor, torch.Tensor]] = []
         for index, layer in enumerate(self.layers):
-            qkv = torch.randn(total, heads + 2 * kv_heads, dim)
-            q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
+            call = layer.call
+            q = torch.randn(total, call.num_heads, call.k_dim)
+            kv = torch.randn(total, call.num_kv_heads, call.k_dim + call.v_dim)
+            k, v = kv.split([call.k_dim, call.v_dim], dim=2)
+            if call.kv_of is not None:
+                k, v = given[call.kv_of]
+            given.append((k, v))
             if poison:
                 k.fill_(torch.nan)
                 v.fill_(torch.inf)
@@ -145,8 +171,7 @@ class Simulation:
                     q[part],
                     sequence.keys[index],
                     sequence.values[index],
-                    layer.scale,
-                    layer.sliding_window,
+                    layer,
                 )
                 if not poison:
                     torch.testing.assert_close(out[part], wanted, atol=2e-5, rtol=1e-4)
@@ -255,3 +280,31 @@ def test_broken_numbers_of_one_request_stay_with_it() -> None:
     simulation.step([(successor, 2)], [good])
     for _ in range(3):
         simulation.step([], [successor, good])
+
+
+CALL = AttentionCall(4, 2, 8, 8, 0.3)
+FEATURES = {
+    "chunks": (CALL, msgspec.structs.replace(CALL, chunk=13)),
+    "cap": (msgspec.structs.replace(CALL, softcap=2.0, window=9), CALL),
+    "values of another size": (msgspec.structs.replace(CALL, v_dim=6, window=20), CALL),
+    "other heads": (CALL, AttentionCall(6, 3, 16, 4, 0.2)),
+    "keys of another layer": (CALL, CALL, msgspec.structs.replace(CALL, kv_of=0, window=7)),
+}
+
+
+@pytest.mark.parametrize("name", [*FEATURES, "sinks", "sinks and a cap"])
+def test_features_of_calls(name: str) -> None:
+    sinks = torch.tensor([0.5, -3.0, 2.0, 9.0]) if "sinks" in name else None
+    cap = 1.5 if name.endswith("cap") else None
+    calls = FEATURES.get(name, (CALL, msgspec.structs.replace(CALL, window=7, softcap=cap)))
+    if sinks is not None:
+        calls = tuple(msgspec.structs.replace(call, has_sinks=True) for call in calls)
+    layers = tuple(AttentionLayer(i, call, sinks) for i, call in enumerate(calls))
+    simulation = Simulation(page_size=4, seed=5, backend=make_torch_attention, layers=layers)
+    assert type(simulation.backend) is TorchAttentionBackend
+    first, second = simulation.start(), simulation.start()
+    simulation.step([(first, QUERY_BLOCK + 30), (second, 3)], [])
+    simulation.step([(second, 20)], [first])
+    for _ in range(12):
+        simulation.step([], [second, first])
+    simulation.step([(first, 1 + QUERY_BLOCK), (simulation.start(), 1)], [second])

@@ -19,6 +19,7 @@ from engine.attention.forward_batch import ForwardBatch
 from engine.attention.kv_pool import MHATokenToKVPool
 from engine.attention.plan_ring import PlanRing
 from engine.attention.torch_backend import TorchCpuAttentionBackend
+from engine.checkpoint.layout import AttentionCall
 from engine.errors import ConfigError
 from engine.protocol.step import ModelWorkerBatch
 from engine.registry import ATTENTION_BACKENDS
@@ -71,20 +72,19 @@ class Pair:
         self.shape = (heads, kv_heads, dim)
         self.dtype = dtype
         self.page_size = page_size
+        sizes = heads, kv_heads, dim, dim
         self.layers = (
-            AttentionLayer(0, dim**-0.5, None),
-            AttentionLayer(1, 0.3, window),
-            AttentionLayer(2, dim**-0.5, window),
+            AttentionLayer(0, AttentionCall(*sizes, dim**-0.5)),
+            AttentionLayer(1, AttentionCall(*sizes, 0.3, window)),
+            AttentionLayer(2, AttentionCall(*sizes, dim**-0.5, window)),
         )
+        calls = [layer.call for layer in self.layers]
         self.table = torch.zeros(MAX_ROWS + 1, MAX_LEN + page_size, dtype=torch.int32)
         self.inputs = [
             AttentionInputs(
-                MHATokenToKVPool(NUM_SLOTS, page_size, 3, kv_heads, dim, kv_dtype or dtype, CPU),
+                MHATokenToKVPool(NUM_SLOTS, page_size, calls, kv_dtype or dtype, CPU),
                 self.table,
                 self.layers,
-                heads,
-                kv_heads,
-                dim,
                 dtype,
             )
             for _ in range(2)
@@ -243,7 +243,7 @@ def test_captured_decodes(
 ) -> None:
     """Graphs of several sizes and eager steps in turn; replans use the short way."""
     pair = Pair(page_size=page_size, window=window, kv_dtype=kv_dtype)
-    variants = len({(layer.sliding_window, layer.scale) for layer in pair.layers})
+    variants = len({(layer.call.window, layer.call.scale) for layer in pair.layers})
     pair.flashinfer.init_graphs([1, 2, 4])
     rows = [pair.start() for _ in range(4)]
     pair.step([(row, 5 + 13 * i) for i, row in enumerate(rows)], [])
@@ -406,7 +406,7 @@ def test_refusals(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="kv_cache_dtype"):
         ATTENTION_BACKENDS["flashinfer-fa3"](Pair(kv_dtype=torch.float8_e4m3fn).inputs[1])
     monkeypatch.undo()
-    with pytest.raises(ConfigError, match=r"no kernels for dtype torch.float32 with head_dim 8"):
+    with pytest.raises(ConfigError, match=r"no kernels for dtype float32 with head_dim 8"):
         ATTENTION_BACKENDS["flashinfer"](inputs)
 
 

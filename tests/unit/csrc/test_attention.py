@@ -22,7 +22,7 @@ from tests.support.paged import Chunk, PagedRequests, Sizes
 
 F8 = torch.float8_e4m3fn
 DIMS = st.one_of(
-    st.sampled_from([8, 16, 32, 64, 80, 96, 128, 192, 256]),
+    st.sampled_from([8, 16, 32, 64, 80, 96, 128, 192, 256, 512, 576]),
     st.integers(1, 128).map(lambda half: 2 * half),
 )
 PREFIXES = st.one_of(st.just(0), st.integers(0, 150), st.sampled_from([511, 512, 513, 700, 1100]))
@@ -49,6 +49,10 @@ def shapes(draw: st.DrawFn) -> dict[str, Any]:
         "window": draw(WINDOWS),
         "scale": dim**-0.5 * draw(st.sampled_from([1.0, 1.0, 0.2, 3.0])),
         "page_size": draw(st.sampled_from([1, 16, 32])),
+        "v_dim": draw(st.one_of(st.just(0), DIMS)),
+        "chunk": draw(st.sampled_from([0, 0, 0, 1, 7, 64, 100, 600])),
+        "softcap": draw(st.sampled_from([0.0, 0.0, 0.5, 30.0])),
+        "has_sinks": draw(st.booleans()),
     }
 
 

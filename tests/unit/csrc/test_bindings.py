@@ -42,6 +42,9 @@ def arguments(kernels: Any, binding: str) -> dict[str, Any]:
             lengths=ints([3]),
             scale=1.0,
             window=0,
+            chunk=0,
+            softcap=0.0,
+            sinks=None,
         ),
         "rms_norm": dict(x=x, weight=torch.ones(8), eps=1e-5),
         "add_rms_norm_": dict(x=x, residual=x.clone(), weight=torch.ones(8), eps=1e-5),
@@ -228,6 +231,8 @@ WRONG += [
     ("attention", "requests", numbers(0, 1), r"int64 \[3\]"),
     ("attention", "starts", numbers(0, 4), "the rows have 4 tokens, q has 3"),
     ("attention", "starts", numbers(1, 3), "the rows have 3 tokens"),
+    ("attention", "sinks", value(torch.ones(1)), r"float32 \[heads\]"),
+    ("attention", "sinks", value(torch.ones(2).double()), r"float32 \[heads\]"),
     ("attention", "lengths", numbers(2), "row 0 has 3 of 2 tokens"),
     ("attention", "lengths", numbers(9), "room for 8"),
     ("attention", "lengths", numbers(3, 3), r"int64 \[1\]"),
@@ -254,7 +259,7 @@ def test_what_does_not_fit(
 
 def test_heads_and_types_without_a_kernel(kernels: Any) -> None:
     """Errors that take several arguments to be met."""
-    for dim, heads, kv_heads in ((258, 2, 2), (7, 2, 2), (8, 2, 0), (8, 49, 1)):
+    for dim, heads, kv_heads in ((578, 2, 2), (7, 2, 2), (8, 2, 0), (8, 49, 1)):
         given = arguments(kernels, "attention")
         given["q"] = torch.zeros(3, heads, dim)
         given["k"] = given["v"] = torch.zeros(3, kv_heads, dim)

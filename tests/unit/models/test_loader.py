@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from engine.attention.base import AttentionInputs, AttentionLayer
 from engine.attention.kv_pool import MHATokenToKVPool
+from engine.checkpoint.layout import AttentionCall
 from engine.checkpoint.model_config import ModelConfig
 from engine.config import EngineConfig
 from engine.device.distributed import ParallelState
@@ -191,9 +192,9 @@ def test_unknown_words_are_refused(folder: Path) -> None:
         make_runner(str(folder), load_format="gguf")
     with pytest.raises(ConfigError, match="max_model_len"):
         make_runner(str(folder), max_model_len=513)
-    layer = AttentionLayer(0, 1.0, None)
-    pool = MHATokenToKVPool(1, 1, 1, 1, 1, torch.float32, CPU)
-    inputs = AttentionInputs(pool, torch.zeros(1, 1, dtype=torch.int32), (layer,), 1, 1, 1)
+    layer = AttentionLayer(0, AttentionCall(1, 1, 1, 1, 1.0))
+    pool = MHATokenToKVPool(1, 1, [layer.call], torch.float32, CPU)
+    inputs = AttentionInputs(pool, torch.zeros(1, 1, dtype=torch.int32), (layer,))
     with pytest.raises(ConfigError, match=r"'flashattention9'.*torch"):
         ATTENTION_BACKENDS["flashattention9"](inputs)
 

@@ -8,14 +8,16 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import transformers
 
 from engine.checkpoint import layout
-from engine.checkpoint.layout import ModelLayout, read_layout
+from engine.checkpoint.layout import ModelLayout, beyond_plain, read_layout
 from engine.checkpoint.model_config import ModelConfig
 from engine.config import EngineConfig
+from engine.device.flashinfer_loader import lack_of_attention
 from engine.errors import ConfigError
 from engine.models import recording
 from engine.models.recording import classify
@@ -24,6 +26,7 @@ from tests.support.engines import engine_for, greedy_reference, load_reference
 from tests.support.models import THROUGH_TRANSFORMERS, make_model
 from tests.support.step_driver import make_runner
 
+DIFFERENT = "keys and values of different sizes"
 MAX_NEW = 10
 GREEDY = SamplingParams(max_tokens=MAX_NEW, temperature=0, ignore_eos=True, logprobs=2)
 SHARED = [7 + 5 * i % 190 for i in range(40)]
@@ -72,6 +75,28 @@ def test_tokens_and_logprobs_are_those_of_transformers(
         torch.testing.assert_close(mine, wanted, atol=TOLERANCE, rtol=0)
 
 
+def test_rotations_that_depend_on_the_longest_text_are_those_of_max_model_len(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0, 1.0, 1.0, 1.0],
+        "long_factor": [1.0, 2.0, 5.0, 9.0],
+    }
+    keys = {"original_max_position_embeddings": 48, "rope_parameters": rope}
+    folder = make_model(tmp_path, "Phi3ForCausalLM", **keys)
+    model = load_reference(folder)
+    long, short = [PROMPTS[2]], [SHARED[:20], [5]]
+    with engine_for(folder) as engine:  # steps of long and of short texts
+        assert engine.run(long, GREEDY, chunked_prefill_size=16) == greedy_reference(
+            model, long, MAX_NEW
+        )
+        assert engine.run(short, GREEDY) != greedy_reference(model, short, MAX_NEW)
+    with engine_for(folder, max_model_len=48) as engine:
+        assert engine.run(short, GREEDY) == greedy_reference(model, short, MAX_NEW)
+
+
 def test_what_a_layout_holds(folders: dict[str, Path]) -> None:
     found = ModelConfig.from_pretrained(folders["gemma3"])
     assert found.layout is not None
@@ -114,42 +139,36 @@ def test_another_process_records(folders: dict[str, Path], tmp_path: Path) -> No
             read_layout(odd)
 
 
+def test_what_attention_lacks_is_refused_by_name(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = make_model(tmp_path, "RwkvForCausalLM", attention_hidden_size=32)
+    lack = "attention through transformers' interface"
+    with pytest.raises(ConfigError, match=f"a RwkvForCausalLM, which needs {lack}"):
+        ModelConfig.from_pretrained(folder)
+
+
 @pytest.mark.parametrize(
-    ("arch", "keys", "lack"),
+    ("name", "beyond"),
     [
-        ("Gemma2ForCausalLM", {"head_dim": 8}, "a soft cap of attention"),
-        ("GptOssForCausalLM", {"head_dim": 8, "num_local_experts": 4}, "attention sinks"),
+        ("gemma2", {"a soft cap of attention"}),
+        ("gpt_oss", {"attention sinks"}),
+        ("llama4", {"chunked attention"}),
+        ("deepseek_v3", {"keys and values of different sizes"}),
         (
-            "DeepseekV3ForCausalLM",
-            {
-                "num_key_value_heads": 4,
-                "kv_lora_rank": 16,
-                "q_lora_rank": 16,
-                "qk_nope_head_dim": 16,
-                "qk_rope_head_dim": 8,
-                "v_head_dim": 16,
-                "n_routed_experts": 4,
-                "num_experts_per_tok": 2,
-                "n_group": 1,
-                "topk_group": 1,
-                "moe_intermediate_size": 16,
-                "first_k_dense_replace": 1,
-            },
-            "keys and values of different sizes",
+            "gemma4",
+            {"keys of another layer", "heads of different sizes or numbers between layers"},
         ),
-        (
-            "RwkvForCausalLM",
-            {"attention_hidden_size": 32},
-            "attention through transformers' interface",
-        ),
+        ("gemma3", set()),
     ],
 )
-def test_what_attention_lacks_is_refused_by_name(
-    folders: dict[str, Path], tmp_path: Path, arch: str, keys: dict[str, Any], lack: str
+def test_what_flashinfer_lacks_is_named(
+    folders: dict[str, Path], name: str, beyond: set[str]
 ) -> None:
-    folder = make_model(tmp_path, arch, **keys)
-    with pytest.raises(ConfigError, match=f"a {arch}, which needs .*{lack}"):
-        ModelConfig.from_pretrained(folder)
+    calls = ModelConfig.from_pretrained(folders[name]).calls
+    assert set(beyond_plain(calls)) == beyond
+    if beyond:
+        assert all(word in lack_of_attention(torch.bfloat16, calls) for word in beyond)
+    wide = [msgspec.structs.replace(call, k_dim=64, v_dim=64) for call in calls]
+    assert (lack_of_attention(torch.bfloat16, wide) == "") == (not beyond - {DIFFERENT})
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from engine.attention.kv_pool import MHATokenToKVPool, resolve_kv_dtype
+from engine.checkpoint.layout import AttentionCall
 from engine.config import EngineConfig, ResolvedConfig, load_config
 from engine.errors import ConfigError
 from engine.native import library
@@ -19,9 +20,10 @@ FP8 = torch.float8_e4m3fn
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP8])
 def test_gather_returns_what_was_set(dtype: torch.dtype) -> None:
-    pool = MHATokenToKVPool(32, 4, 2, 3, 8, dtype, CPU)
+    calls = [AttentionCall(6, 3, 8, 4, 1.0)] * 2
+    pool = MHATokenToKVPool(32, 4, calls, dtype, CPU)
     model_dtype = torch.float32 if dtype == FP8 else dtype
-    k, v = (torch.randn(5, 3, 8).to(model_dtype) for _ in range(2))
+    k, v = (torch.randn(5, 3, dim).to(model_dtype) for dim in (8, 4))
     slots = torch.tensor([4, 9, 33, 7, 35])
     pool.set_kv(1, slots, k, v)
     order = torch.tensor([2, 0, 4], dtype=torch.int32)
@@ -30,11 +32,19 @@ def test_gather_returns_what_was_set(dtype: torch.dtype) -> None:
     assert torch.equal(found.v, pool.as_stored(v)[order.long()])
     assert found.k.dtype == model_dtype
     assert not pool.gather(0, slots, model_dtype).k.any()
-    assert pool.num_bytes == 36 * MHATokenToKVPool.bytes_per_token(2, 3, 8, dtype)
+    assert pool.num_bytes == 36 * 2 * 3 * (8 + 4) * dtype.itemsize
+
+
+def test_keys_of_another_call_take_no_memory() -> None:
+    own, other = AttentionCall(4, 2, 8, 8, 1.0), AttentionCall(4, 1, 16, 16, 1.0)
+    shared = AttentionCall(4, 2, 8, 8, 1.0, kv_of=0)
+    pool = MHATokenToKVPool(4, 1, [own, other, shared], torch.float32, CPU)
+    assert pool.num_bytes == 5 * 4 * (2 * 16 + 32)
+    assert pool.get(2) is pool.get(0) and pool.get(1).k.shape == (5, 1, 16)
 
 
 def test_float8_rounds_and_clamps() -> None:
-    pool = MHATokenToKVPool(4, 1, 1, 1, 4, FP8, CPU)
+    pool = MHATokenToKVPool(4, 1, [AttentionCall(1, 1, 4, 4, 1.0)], FP8, CPU)
     x = torch.tensor([[[0.1, -3.3, 1e6, -1e6]]])
     stored = pool.as_stored(x)
     assert stored.flatten().tolist()[2:] == [448.0, -448.0]

@@ -1,0 +1,130 @@
+"""Parts of models of transformers that our kernels compute: those that compute the same."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from engine.checkpoint.model_config import ModelConfig
+from engine.config import KernelChoice
+from engine.layers.fused_ops import CpuOps
+from engine.models import recording
+from engine.models.takeover import Norm, Takeover
+from engine.models.transformers_model import TransformersModel
+from engine.native import library
+from tests.support.models import THROUGH_TRANSFORMERS, make_model
+from tests.support.step_driver import make_runner
+
+pytestmark = pytest.mark.skipif(library.load() is None, reason="needs the CPU kernels")
+LLAMA: tuple[str, dict[str, Any]] = ("LlamaForCausalLM", {})
+
+
+@pytest.fixture(autouse=True)
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    transformers.utils.logging.set_verbosity_error()
+    monkeypatch.setattr("engine.checkpoint.model_config.read_layout", recording.record)
+    return
+
+
+def taken(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, int], bool]:
+    """How many of a model's parts of each kind are ours, and whether the last layer skips."""
+    read = ModelConfig.from_pretrained
+    monkeypatch.setattr(
+        ModelConfig, "from_pretrained", lambda path: read(path, impl="transformers")
+    )
+    runner = make_runner(str(folder), kernels=KernelChoice("cpu", "cpu", "cpu"))
+    model = runner.model
+    assert isinstance(model, TransformersModel)
+    kinds: dict[str, int] = {}
+    for module in model.decoder.modules():
+        ours = module if isinstance(module, Norm) else getattr(module.forward, "__self__", module)
+        if ours is not module or isinstance(module, Norm):
+            kinds[type(ours).__name__] = kinds.get(type(ours).__name__, 0) + 1
+    return kinds, model.skips_unread
+
+
+@pytest.mark.parametrize(
+    ("name", "expected", "skips"),
+    [
+        ("llama", {"Norm": 7, "_GatedBlock": 3, "_Attention": 3, "_Layer": 3}, True),
+        ("qwen3_moe", {"Norm": 13, "_Attention": 3, "_Layer": 3}, True),
+        ("granite", {"Norm": 7, "_GatedBlock": 3, "_Attention": 3}, False),
+        ("olmo2", {"Norm": 13, "_GatedBlock": 3}, False),
+        ("gemma2", {"Norm": 13, "_Attention": 3}, False),
+        ("gpt_neox", {}, False),
+    ],
+)
+def test_which_parts_are_ours(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    expected: dict[str, int],
+    skips: bool,
+) -> None:
+    """Granite scales what layers add; OLMo 2 has norms over all heads and behind the blocks."""
+    arch, keys = THROUGH_TRANSFORMERS.get(name, LLAMA)
+    assert taken(make_model(tmp_path, arch, **keys), monkeypatch) == (expected, skips)
+
+
+def test_what_else_reads_a_layers_input_keeps_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Our layers overwrite their input. Where that shows, they go again."""
+    from transformers.models.llama.modeling_llama import LlamaModel
+
+    own = LlamaModel.forward
+
+    @functools.wraps(own)
+    def with_embeddings(self: Any, *args: Any, **kwargs: Any) -> Any:
+        seen: list[Tensor] = []
+        hook = self.embed_tokens.register_forward_hook(lambda *call: seen.append(call[2]))
+        out = own(self, *args, **kwargs)
+        hook.remove()
+        out.last_hidden_state = out.last_hidden_state + seen[0]
+        return out
+
+    monkeypatch.setattr(LlamaModel, "forward", with_embeddings)
+    folder = make_model(tmp_path, "LlamaForCausalLM")
+    assert taken(folder, monkeypatch) == ({"Norm": 7, "_GatedBlock": 3, "_Attention": 3}, False)
+
+
+class Shifted(nn.Module):
+    """A norm with something more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(8)), 1e-5
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.rms_norm(x, (8,), self.weight, self.eps) + 1e-3
+
+
+class Clamped(Shifted):
+    """One that keeps small inputs small."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (x.pow(2).mean(-1, keepdim=True).clamp(min=1e-4) + self.eps).rsqrt()
+
+
+class Plain(Shifted):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.rms_norm(x, (8,), self.weight, self.eps)
+
+
+@pytest.mark.parametrize(("kind", "is_ours"), [(Shifted, False), (Clamped, False), (Plain, True)])
+def test_a_norm_is_ours_only_if_it_gives_the_same(kind: type[Shifted], is_ours: bool) -> None:
+    class Step:
+        calls = 0
+        sampled = None
+
+    decoder = nn.Sequential(kind())
+    takeover = Takeover(decoder, Step(), CpuOps(), [], lambda: decoder(torch.ones(1, 3, 8))[0])
+    takeover.replace()
+    assert isinstance(decoder[0], Norm) == is_ours
