@@ -70,7 +70,7 @@ def lack_of_attention(dtype: torch.dtype, calls: Sequence[AttentionCall]) -> str
     beyond = beyond_plain(calls)
     if beyond:
         return f"FlashInfer's attention here has no kernels for {', '.join(beyond)}"
-    head_dim = calls[0].k_dim
+    head_dim = calls[0].k_dim if calls else HEAD_DIMS[0]
     if dtype in HALF_DTYPES and head_dim in HEAD_DIMS:
         return ""
     half = (str(known).removeprefix("torch.") for known in HALF_DTYPES)

@@ -11,6 +11,7 @@ from torch import Tensor
 from engine.attention.base import AttentionBackend, AttentionInputs
 from engine.attention.forward_batch import ForwardBatch, StepInputs, step_inputs
 from engine.attention.kv_pool import MHATokenToKVPool, resolve_kv_dtype
+from engine.attention.no_attention import NoAttention
 from engine.config import WorkerConfig
 from engine.device.distributed import ParallelState
 from engine.device.queue import make_queue
@@ -118,7 +119,8 @@ class ModelRunner:
             self.device,
         )
         inputs = AttentionInputs(self.kv_pool, self.req_to_token, layers, self.dtype)
-        self.attention: AttentionBackend = ATTENTION_BACKENDS[config.kernels.attention](inputs)
+        make = ATTENTION_BACKENDS[config.kernels.attention] if layers else NoAttention
+        self.attention: AttentionBackend = make(inputs)
 
     def prepare(self, batch: ModelWorkerBatch) -> ForwardBatch:
         """Device tensors of a step; brings `req_to_token` up to date with it.

@@ -226,11 +226,11 @@ class ForgetfulModel(transformers.Mamba2Model):
 
     config_class = ForgetfulConfig
 
-    def forward(self, *args: Any, cache_params: Any = None, **kwargs: Any) -> Any:
+    def forward(self, input_ids: Any = None, cache_params: Any = None, **kwargs: Any) -> Any:
         if cache_params is not None:
             for layer in cache_params.layers:
                 layer.has_previous_state[0] = False
-        return super().forward(*args, cache_params=cache_params, **kwargs)
+        return super().forward(input_ids, cache_params=cache_params, **kwargs)
 
 
 class ForgetfulForCausalLM(transformers.Mamba2ForCausalLM):
