@@ -219,6 +219,11 @@ class EngineConfig(BaseModel):
         if drafts.model is None:
             return
         draft = ModelConfig.from_pretrained(resolve_model_path(drafts.model))
+        if draft.keeps_states:
+            raise ConfigError(
+                f"speculative_config.model {drafts.model} keeps states of requests beside "
+                "attention, which drafts can't go back in; choose another model."
+            )
         if draft.vocab_size != target.vocab_size:
             raise ConfigError(
                 f"the draft model has a vocabulary of {draft.vocab_size} tokens and the model one "
@@ -343,9 +348,17 @@ class EngineConfig(BaseModel):
                 "preemption off."
             )
         if self.speculative_config is not None:
+            if model.keeps_states:
+                raise ConfigError(
+                    f"{model.title}, keeps states of requests beside attention, which drafts can't "
+                    "go back in; leave speculative_config out."
+                )
             self._check_draft_model(self.speculative_config, model, max_len)
         pooling = read_pooling(model.path) if self.pooling == "auto" else self.pooling
-        return ResolvedConfig(self, model, max_len, pooling)
+        engine = self
+        if model.keeps_states:  # where a cached prefix ends, no state was kept
+            engine = self.model_copy(update={"enable_prefix_cache": False})
+        return ResolvedConfig(engine, model, max_len, pooling)
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,8 @@ class MemoryNeed:
     tp_size: int
     pp_size: int
     form: WeightForm = PLAIN
+    num_rows: int = 0
+    """Requests whose states beside keys and values have room, if the model keeps any."""
     has_copies: bool = False
     """Whether decoding keeps float32 copies of keys and values (the backend `torch` on CPU)."""
 
@@ -84,6 +86,7 @@ class MemoryNeed:
             tp_size=engine.tp_size,
             pp_size=engine.pp_size,
             form=weight_form(engine.quantization),
+            num_rows=engine.max_running_requests + 1,
             has_copies=attention_backend == "torch",
         )
 
@@ -100,6 +103,10 @@ class MemoryNeed:
         """Weights of all ranks."""
         return self.tp_size * sum(self._stages())
 
+    def states(self) -> int:
+        """What requests keep on a rank beside keys and values, however many run."""
+        return self.num_rows * self.model.state_bytes(TYPE_BYTES[self.dtype])
+
     def per_token(self) -> int:
         """What a token takes in the KV cache, on the rank that has most layers."""
         item = 1 if self.kv_cache_dtype == "fp8_e4m3" else TYPE_BYTES[self.dtype]
@@ -111,8 +118,9 @@ class MemoryNeed:
         return num_bytes
 
     def stated(self, max_total_tokens: int | None) -> int:
-        """Weights of all ranks, and their KV cache if its size is stated."""
-        return self.weights() + self.num_ranks * self.per_token() * (max_total_tokens or 0)
+        """Weights and states of all ranks, and their KV cache if its size is stated."""
+        rank = self.states() + self.per_token() * (max_total_tokens or 0)
+        return self.weights() + self.num_ranks * rank
 
     def _stages(self) -> list[int]:
         """Weights of a rank of each stage."""
@@ -136,17 +144,19 @@ def host_cache_tokens(need: MemoryNeed, free: int, fraction: float, engines: int
     `fraction` of what the weights leave of the host's `free` bytes is divided over the workers of
     its `engines`, at most `CPU_MAX_BYTES` each. Raises `ConfigError` if not one token fits.
     """
-    left = free - engines * need.weights()
+    taken = need.stated(None)
+    left = free - engines * taken
     if left <= 0:  # those of the other engines may be loaded already
-        left = max(0, free - need.weights())
+        left = max(0, free - taken)
     budget = min(int(left * (fraction / engines)) // need.num_ranks, CPU_MAX_BYTES)
     per_token = need.per_token()
-    if budget < per_token:
+    if budget < max(per_token, 1):
+        rows = f" lower max_running_requests ({need.num_rows - 1})," if need.states() else ""
         raise ConfigError(
             f"no room for a KV cache: {budget} bytes are free on cpu and one token takes "
-            f"{per_token}. Free memory, raise tp_size or pp_size, or use a smaller model."
+            f"{per_token}. Free memory,{rows} raise tp_size or pp_size, or use a smaller model."
         )
-    return budget // per_token
+    return budget // max(per_token, 1)
 
 
 def max_cache_tokens(engine: EngineConfig, max_model_len: int) -> int:
@@ -186,18 +196,22 @@ def gpu_cache_shortage(need: MemoryNeed, total: int, engine: EngineConfig, token
     reserve = HEADROOM_BYTES + (GRAPH_RESERVE_BYTES if engine.enable_cuda_graphs else 0)
     cache = need.per_token() * tokens
     limit = int(engine.memory_fraction * total)
-    if need.rank_weights() + reserve + cache <= limit:
+    if need.rank_weights() + need.states() + reserve + cache <= limit:
         return ""
     key = "max_model_len" if engine.max_total_tokens is None else "max_total_tokens"
     remedies = [f"lower {key}", "raise memory_fraction"]
     if need.kv_cache_dtype == "auto":
         remedies.append("set kv_cache_dtype: fp8_e4m3")
     remedies += split_remedies(need.dtype, need.tp_size, need.pp_size)
+    states = ""
+    if need.states():
+        remedies.insert(0, f"lower max_running_requests (now {engine.max_running_requests})")
+        states = f"the states of requests {need.states() / GIB:.2f} GiB, "
     return (
         f"of a GPU's {total / GIB:.2f} GiB {limit / GIB:.2f} GiB may be used (memory_fraction "
-        f"{engine.memory_fraction:g}); the weights take {need.rank_weights() / GIB:.2f} GiB, CUDA "
-        f"graphs and headroom {reserve / GIB:.2f} GiB, and the KV cache of {key} ({tokens}) "
-        f"{cache / GIB:.2f} GiB. Change one of: {'; '.join(remedies)}."
+        f"{engine.memory_fraction:g}); the weights take {need.rank_weights() / GIB:.2f} GiB, "
+        f"{states}CUDA graphs and headroom {reserve / GIB:.2f} GiB, and the KV cache of {key} "
+        f"({tokens}) {cache / GIB:.2f} GiB. Change one of: {'; '.join(remedies)}."
     )
 
 

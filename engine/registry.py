@@ -129,6 +129,8 @@ DRAFTERS: Registry[Any] = Registry(
 
 TRANSFORMERS = "transformers"
 """The word for a decoder that transformers' code computes."""
+TRANSFORMERS_ROWS = "transformers-rows"
+"""The same if its layers keep states of requests beside keys and values."""
 # One decoder with switches in `ModelConfig`: biases, norms of q and k, sliding windows.
 _LLAMA = "engine.models.llama:LlamaModel"
 
@@ -140,6 +142,7 @@ MODELS: Registry[Any] = Registry(
         "Qwen2ForCausalLM": _LLAMA,
         "Qwen3ForCausalLM": _LLAMA,
         TRANSFORMERS: "engine.models.transformers_model:TransformersModel",
+        TRANSFORMERS_ROWS: "engine.models.row_model:RowModel",
     },
 )
 """Models by their name in config.json."""

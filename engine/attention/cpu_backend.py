@@ -22,7 +22,7 @@ def has_kernels_for(model: ModelConfig) -> bool:
     """Whether the kernels take the sizes of `model`."""
     dims = {dim for call in model.calls for dim in (call.k_dim, call.v_dim)}
     return (
-        max(dims) <= MAX_HEAD_DIM
+        max(dims, default=0) <= MAX_HEAD_DIM
         and all(call.num_heads // call.num_kv_heads <= MAX_GROUP for call in model.calls)
         and all(size % 2 == 0 for size in (model.hidden_size, model.intermediate_size, *dims))
     )

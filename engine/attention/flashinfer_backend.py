@@ -43,7 +43,7 @@ def lack_of_attention(dtype: torch.dtype, calls: Sequence[AttentionCall]) -> str
     beyond = beyond_plain(calls)
     if beyond:
         return f"FlashInfer's attention here has no kernels for {', '.join(beyond)}"
-    return lack_of_kernels(dtype, calls[0].k_dim)
+    return lack_of_kernels(dtype, calls[0].k_dim) if calls else ""
 
 
 def check_attention(dtype: torch.dtype, calls: Sequence[AttentionCall]) -> None:

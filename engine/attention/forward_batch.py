@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -123,6 +123,37 @@ class ForwardBatch:
     @property
     def batch_size(self) -> int:
         return len(self.seq_lens_cpu)
+
+    def part(self, lines: range, tokens: range) -> ForwardBatch:
+        """`tokens` of these lines as a step that samples nothing: all of several lines, or some of
+        a single one."""
+        line, token = slice(lines.start, lines.stop), slice(tokens.start, tokens.stop)
+        num_before = tokens.start - self.token_starts_cpu[lines.start]
+        num_behind = self.token_starts_cpu[lines.stop] - tokens.stop
+        ends = self.token_starts_cpu[lines.start : lines.stop + 1]
+        starts = ends.clip(tokens.start, tokens.stop) - tokens.start
+        num_long = min(max(self.num_long - lines.start, 0), len(lines))
+        return replace(
+            self,
+            num_long=num_long,
+            num_long_tokens=int(starts[num_long]),
+            input_ids=self.input_ids[token],
+            positions=self.positions[token],
+            out_cache_loc=self.out_cache_loc[token],
+            req_pool_indices=self.req_pool_indices[line],
+            logits_rows=self.logits_rows[:0],
+            sample_rows=self.sample_rows[:0],
+            sample_lens=self.sample_lens[:0],
+            seq_lens=self.seq_lens[line] - int(num_behind),
+            req_pool_indices_cpu=self.req_pool_indices_cpu[line],
+            sample_rows_cpu=self.sample_rows_cpu[:0],
+            seq_lens_cpu=self.seq_lens_cpu[line] - num_behind,
+            query_lens_cpu=np.diff(starts),
+            prefix_lens_cpu=self.prefix_lens_cpu[line] + num_before,
+            token_starts_cpu=starts,
+            prompt_logits_lines=[],
+            pooled=None,
+        )
 
     @classmethod
     def on_device(

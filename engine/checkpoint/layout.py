@@ -8,10 +8,12 @@ result is kept in the cache folder.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -90,6 +92,19 @@ def beyond_plain(calls: Sequence[AttentionCall]) -> tuple[str, ...]:
     return tuple(found)
 
 
+class StateSpec(msgspec.Struct, frozen=True):
+    """A state that a layer keeps of each request beside keys and values, in the layer's cache."""
+
+    layer: int
+    number: int
+    """Among the layer's states of this kind."""
+    kind: Literal["conv", "recurrent"]
+    shape: tuple[int, ...]
+    """Of one request."""
+    is_float32: bool
+    """Whatever the model's type is. False: it has that type."""
+
+
 class ModelLayout(msgspec.Struct, frozen=True):
     """A model that `engine.models.transformers_model` runs."""
 
@@ -101,13 +116,24 @@ class ModelLayout(msgspec.Struct, frozen=True):
     eos_token_ids: tuple[int, ...]
     num_parameters: int
     calls: tuple[AttentionCall, ...]
-    read: tuple[str, ...] = ()
+    read: tuple[str, ...]
     """Linears whose weights the code around them reads."""
+    states: tuple[StateSpec, ...]
+
+    @property
+    def mode(self) -> Literal["flat", "rows"]:
+        """How a step runs. flat: its tokens at once, whosever they are. rows: each prompt's tokens
+        by themselves and the decodes as a batch, because layers keep states of requests."""
+        return "rows" if self.states else "flat"
+
+    def state_bytes(self, item: int) -> int:
+        """Bytes of one request's states, where the model's numbers have `item` bytes."""
+        return sum(math.prod(spec.shape) * (4 if spec.is_float32 else item) for spec in self.states)
 
     @property
     def lacks(self) -> str:
         """What keeps the model from being served; "" if nothing does."""
-        if not self.calls:
+        if not self.calls and not self.states:
             return "attention through transformers' interface"
         return ", ".join(sorted({call.lacks for call in self.calls} - {""}))
 

@@ -14,7 +14,7 @@ from engine.checkpoint.layout import AttentionCall, ModelLayout, read_layout
 from engine.checkpoint.quantization import refuse_quantized
 from engine.checkpoint.values import ConfigValues
 from engine.errors import ConfigError
-from engine.registry import MODELS, TRANSFORMERS
+from engine.registry import MODELS, TRANSFORMERS, TRANSFORMERS_ROWS
 
 _MODEL_TYPES = {
     "llama": "LlamaForCausalLM",
@@ -85,6 +85,11 @@ _ROPE_PARAMETERS: dict[str, tuple[str, ...]] = {
 """What each kind of RoPE scaling needs."""
 
 
+_THROUGH_TRANSFORMERS = (TRANSFORMERS, TRANSFORMERS_ROWS)
+_NO_ATTENTION = AttentionCall(num_heads=1, num_kv_heads=1, k_dim=64, v_dim=64, scale=1.0)
+"""Heads of a model whose layers make no attention call: its tokens have no keys and values."""
+
+
 @dataclass(frozen=True)
 class RopeConfig:
     """Rotary embedding: base frequency and, if any, the scaling rule with its parameters."""
@@ -140,8 +145,22 @@ class ModelConfig:
             return self.architecture
         return f"{self.layout.class_name}, by transformers"
 
+    @property
+    def keeps_states(self) -> bool:
+        """Whether layers keep states of requests beside keys and values."""
+        return self.layout is not None and bool(self.layout.states)
+
+    def state_bytes(self, item: int) -> int:
+        """Bytes of one request's states, where the model's numbers have `item` bytes."""
+        return 0 if self.layout is None else self.layout.state_bytes(item)
+
     def check_split(self, tp_size: int, pp_size: int) -> None:
         """Raise `ConfigError` unless the model can be divided over this many ranks."""
+        if self.keeps_states and (tp_size > 1 or pp_size > 1):
+            raise ConfigError(
+                f"{self.title}, keeps states of requests beside attention, which can't "
+                "be divided yet; set tp_size: 1 and pp_size: 1."
+            )
         if self.layout is not None and (tp_size > 1 or pp_size > 1):
             raise ConfigError(
                 f"{self.layout.class_name} runs through transformers, which can't be divided yet; "
@@ -161,7 +180,7 @@ class ModelConfig:
                 f"tp_size ({tp_size}) must divide the model's intermediate size "
                 f"{self.intermediate_size}."
             )
-        if pp_size > self.num_layers:
+        if pp_size > max(self.num_layers, 1):
             raise ConfigError(f"pp_size ({pp_size}) exceeds the model's {self.num_layers} layers.")
 
     def auto_dtype(self, device: str, *, cpu_has_bfloat16: bool) -> str:
@@ -236,10 +255,10 @@ class ModelConfig:
         if "eos_token_id" in generation:
             values = ConfigValues(folder / "generation_config.json", generation, {})
             eos = values.token_ids("eos_token_id")
-        call = layout.calls[0]
+        call = layout.calls[0] if layout.calls else _NO_ATTENTION
         return cls(
             path=folder,
-            architecture=TRANSFORMERS,
+            architecture=TRANSFORMERS_ROWS if layout.mode == "rows" else TRANSFORMERS,
             hidden_size=layout.hidden_size,
             num_layers=len(layout.calls),
             num_heads=call.num_heads,
@@ -339,8 +358,8 @@ def _architecture(folder: Path, config: dict[str, Any], impl: str) -> str | None
         )
     raise ConfigError(
         f"architecture {name or '(none named)'} of {folder} is not supported; supported are "
-        f"{', '.join(word for word in MODELS if word != TRANSFORMERS)}, and with model_impl: auto "
-        "what transformers knows."
+        f"{', '.join(word for word in MODELS if word not in _THROUGH_TRANSFORMERS)}, and with "
+        "model_impl: auto what transformers knows."
     )
 
 

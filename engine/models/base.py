@@ -24,12 +24,18 @@ class Model(Protocol):
     dtype: torch.dtype
     attention_layers: tuple[AttentionLayer, ...]
     """Of this stage's layers, in order."""
+    plans_attention: bool
+    """Whether `forward` itself calls the backend's `init_forward`, for each part of the step."""
 
     def load(
         self, source: WeightSource, progress: Callable[[int, int], None] | None = None
     ) -> None:
         """Read this rank's weights; `progress(done, total)` after each layer. Raises `ConfigError`
         if the checkpoint doesn't fit."""
+
+    def allocate(self, num_rows: int) -> None:
+        """Make room for what the model keeps of requests beside keys and values; their rows are
+        below `num_rows`. Call this once, behind `load`."""
 
     def forward(
         self,

@@ -146,6 +146,8 @@ class DecoderLayer:
 class LlamaModel:
     """One pipeline stage of the decoder: its layers, the embedding if first, the head if last."""
 
+    plans_attention = False
+
     def __init__(
         self,
         config: ModelConfig,
@@ -199,6 +201,9 @@ class LlamaModel:
         self.norm.load(source, "model.norm.weight")
         if not tied or self.embedding is None:
             self.head.load(source, head)
+
+    def allocate(self, num_rows: int) -> None:
+        """Keys and values are all that it keeps."""
 
     def forward(
         self,

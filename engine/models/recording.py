@@ -28,6 +28,8 @@ from transformers.utils import logging
 
 from engine.checkpoint.layout import AttentionCall, ModelLayout
 from engine.errors import ConfigError
+from engine.models.interfaces import point_at
+from engine.models.state_recording import record_states
 
 MAX_LAYERS = 2000
 NUM_TOKENS = 24
@@ -166,18 +168,6 @@ def _pairs(size: int) -> list[tuple[int, int]]:
     return [*pairs, (3, 5), (FAR, 0), (FAR, FAR // 2), (FAR - 1, FAR)]
 
 
-def point_at(model: nn.Module, name: str) -> None:
-    """Let every part of the model call the attention and experts functions of this name."""
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if config is not None and hasattr(config, "_attn_implementation"):
-            config._attn_implementation_internal = name
-            config._attn_implementation = name
-        if config is not None and hasattr(config, "_experts_implementation"):
-            config._experts_implementation_internal = name
-            config._experts_implementation = name
-
-
 def record(folder: Path) -> ModelLayout:
     """The layout of a model folder. Raises `ConfigError`."""
     config = _config(folder)
@@ -214,6 +204,7 @@ def record(folder: Path) -> ModelLayout:
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         calls=tuple(recorder.calls),
         read=tuple(_read(model, called)),
+        states=record_states(model),
     )
 
 

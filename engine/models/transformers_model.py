@@ -29,7 +29,7 @@ from engine.layers.fused_ops import FusedOps
 from engine.layers.linear_kernel import LinearKernel
 from engine.layers.weight_format import WeightFormat
 from engine.layers.weights import DummySource, WeightSource
-from engine.models.recording import point_at
+from engine.models.interfaces import point_at
 from engine.models.takeover import Takeover
 
 logger = logging.getLogger(__name__)
@@ -89,13 +89,14 @@ class _Step:
 def _attention(
     module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """What layers call: `q` [1, heads, T, dim], `k` and `v` [1, kv heads, T, dim]."""
+    """What layers call: `q` [n, heads, L, dim], `k` and `v` [n, kv heads, L, dim] of n * L tokens;
+    n is 1 unless layers have states (`RowModel`)."""
     step: _Step = module.manta_step  # type: ignore[assignment]
     if step.backend is None:
         step.sinks[step.calls] = kwargs.get("s_aux")
     queries, keys, values = (_by_token(x) for x in (q, k, v))
     out = step.attend(queries, keys, values, None)
-    return out.view(1, len(out), queries.shape[1], -1), None
+    return out.view(q.shape[0], q.shape[2], q.shape[1], -1), None
 
 
 def _of_each_token(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -108,8 +109,8 @@ def _of_each_token(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _by_token(x: Tensor) -> Tensor:
-    """[T, heads, dim] of [1, heads, T, dim]; the heads of a token lie one behind the other."""
-    x = x[0].transpose(0, 1)
+    """[n * L, heads, dim] of [n, heads, L, dim]; the heads of a token lie one behind the other."""
+    x = x.transpose(1, 2).flatten(0, 1)
     lies_so = x.stride(2) == 1 and x.stride(1) == x.shape[2]
     return x if lies_so else x.clone(memory_format=torch.contiguous_format)
 
@@ -142,7 +143,8 @@ class _Product:
 
     def whole(self, x: Tensor) -> Tensor:
         """[..., in_size] of T tokens -> [T, out_size]"""
-        return self.kernel(x.reshape(-1, self.in_size))
+        rows = x.reshape(-1, self.in_size)
+        return self.kernel(rows if rows.stride(-1) == 1 else rows.contiguous())
 
     def part(self, x: Tensor, number: int) -> Tensor:
         """[..., in_size] -> [..., sizes[number]]"""
@@ -216,6 +218,8 @@ class _Decoder:
 class TransformersModel:
     """A `Model` (engine/models/base.py) of one rank."""
 
+    plans_attention = False
+
     def __init__(
         self,
         config: ModelConfig,
@@ -275,6 +279,9 @@ class TransformersModel:
         )
         if progress is not None:
             progress(1, 1)
+
+    def allocate(self, num_rows: int) -> None:
+        """Keys and values are all that it keeps."""
 
     @property
     def decoder(self) -> nn.Module:

@@ -57,6 +57,12 @@ def make_worker_config(
     threads = engine.cpu_threads
     if threads is None:
         threads = auto_threads(num_cores(), engine.world_size * share, serving=serving)
+    if config.model.keeps_states:
+        logger.info(
+            "%s, keeps states of requests beside attention: no prefix cache, and a request that "
+            "gave its memory up is computed again from its first token",
+            config.model.title,
+        )
     kernels = _kernels(engine, config.model, dtype, device)
     # The code of other architectures may look at what the device computes.
     captures = device == "cuda" and config.model.layout is None
@@ -100,7 +106,8 @@ def _check_host(config: WorkerConfig, share: int, *, serving: bool) -> None:
     need, free = memory_of(config), available_host_bytes()
     needed = need.stated(config.num_kv_tokens)
     if serving:
-        needed = need.rank_weights() + need.per_token() * (config.num_kv_tokens or 0)
+        rank = need.rank_weights() + need.states()
+        needed = rank + need.per_token() * (config.num_kv_tokens or 0)
     if needed > free:
         raise ConfigError(shortage(needed, free))
     told = crowding(config.engine.world_size * share, num_cores())

@@ -11,6 +11,7 @@ from torch import Tensor
 from engine.attention.base import AttentionBackend, AttentionInputs
 from engine.attention.forward_batch import ForwardBatch, StepInputs, step_inputs
 from engine.attention.kv_pool import MHATokenToKVPool, resolve_kv_dtype
+from engine.attention.no_attention import NoAttention
 from engine.config import WorkerConfig
 from engine.device.distributed import ParallelState
 from engine.device.queue import make_queue
@@ -83,6 +84,7 @@ class ModelRunner:
         self._pooler = Pooler(self.model.final_norm)
         if meter is not None:
             meter.loaded()
+        self.model.allocate(config.engine.max_running_requests + 1)
         shape = (
             config.engine.max_running_requests + 1,
             config.max_model_len + config.engine.page_size,
@@ -117,7 +119,8 @@ class ModelRunner:
             self.device,
         )
         inputs = AttentionInputs(self.kv_pool, self.req_to_token, layers, self.dtype)
-        self.attention: AttentionBackend = ATTENTION_BACKENDS[config.kernels.attention](inputs)
+        make = ATTENTION_BACKENDS[config.kernels.attention] if layers else NoAttention
+        self.attention: AttentionBackend = make(inputs)
 
     def prepare(self, batch: ModelWorkerBatch) -> ForwardBatch:
         """Device tensors of a step; brings `req_to_token` up to date with it.
@@ -145,7 +148,8 @@ class ModelRunner:
                 batch.num_tokens, self.config.model.hidden_size, self.dtype, self.device
             )
         batch.timing = self.queue.begin()
-        self.attention.init_forward(batch)
+        if not self.model.plans_attention:
+            self.attention.init_forward(batch)
         only_sampled = (
             self.parallel.is_last_stage
             and self.attention.supports_sampled_queries

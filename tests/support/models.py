@@ -144,6 +144,101 @@ THROUGH_TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Some that transformers' code computes, each with something that Llama lacks."""
 
+_MAMBA2: dict[str, Any] = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 8,
+}
+_DELTA_NET: dict[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+}
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+}
+
+WITH_STATES: dict[str, tuple[str, dict[str, Any]]] = {
+    "granite4": (
+        "GraniteMoeHybridForCausalLM",
+        {
+            **_MAMBA2,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "num_local_experts": 4,
+            "shared_intermediate_size": 24,
+            "residual_multiplier": 0.8,
+        },
+    ),
+    "bamba": ("BambaForCausalLM", {**_MAMBA2, "attn_layer_indices": [1, 3]}),
+    "falcon_h1": ("FalconH1ForCausalLM", {**_MAMBA2, "mamba_d_ssm": 64}),
+    "nemotron_h": (
+        "NemotronHForCausalLM",
+        {
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+            "head_dim": 8,
+            "ssm_state_size": 8,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 16,
+            "n_groups": 1,
+            "chunk_size": 8,
+            "n_routed_experts": 4,
+            "moe_intermediate_size": 24,
+            "moe_shared_expert_intermediate_size": 24,
+        },
+    ),
+    "qwen3_next": ("Qwen3NextForCausalLM", {**_DELTA_NET, **_EXPERTS, "head_dim": 16}),
+    "qwen3_5": (
+        "Qwen3_5ForCausalLM",
+        {**_DELTA_NET, "config_name": "Qwen3_5TextConfig", "head_dim": 16},
+    ),
+    "olmo_hybrid": ("OlmoHybridForCausalLM", {**_DELTA_NET, "linear_num_key_heads": 4}),
+    "lfm2": (
+        "Lfm2ForCausalLM",
+        {
+            "layer_types": ["conv", "full_attention"] * 2,
+            "full_attn_idxs": None,
+            "block_auto_adjust_ff_dim": False,
+        },
+    ),
+    "jamba": (
+        "JambaForCausalLM",
+        {
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "num_experts": 4,
+            "mamba_d_state": 8,
+            "mamba_dt_rank": 4,
+        },
+    ),
+    "zamba2": (
+        "Zamba2ForCausalLM",
+        {
+            "layers_block_type": ["linear_attention", "hybrid"] * 2,
+            "attention_hidden_size": 64,
+            "attention_head_dim": 16,
+            "num_key_value_heads": 4,
+            "mamba_d_state": 8,
+            "n_mamba_heads": 4,
+            "mamba_headdim": 16,
+            "chunk_size": 8,
+            "time_step_min": 1e-9,  # bounds chunks, and not decodes: both can't be compared else
+        },
+    ),
+    "mamba": ("MambaForCausalLM", {"state_size": 8, "time_step_rank": 4}),
+    "mamba2": (
+        "Mamba2ForCausalLM",
+        {"state_size": 8, "num_heads": 4, "head_dim": 16, "n_groups": 1, "chunk_size": 8},
+    ),
+}
+"""Some that keep states of requests beside attention, each in a way of its own."""
+
 
 def make_model(
     folder: Path,

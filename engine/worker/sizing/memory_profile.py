@@ -42,7 +42,7 @@ class MemoryProfile:
     @property
     def kv_tokens(self) -> int:
         """Tokens that fit into `kv_bytes`, at least 0."""
-        return max(0, self.kv_bytes) // self.bytes_per_token
+        return max(0, self.kv_bytes) // max(self.bytes_per_token, 1)
 
     def describe(self, num_kv_tokens: int) -> str:
         """One line: where the memory goes with a KV cache of `num_kv_tokens` tokens."""

@@ -111,8 +111,8 @@ def test_damaged_file(folder: Path) -> None:
 
 
 def test_own_code_and_unknown_architectures_are_refused(folder: Path) -> None:
-    edit_config(folder, architectures=["MambaForCausalLM"], model_type="mamba")
-    with pytest.raises(ConfigError, match="MambaForCausalLM"):
+    edit_config(folder, architectures=["RwkvForCausalLM"], model_type="rwkv")
+    with pytest.raises(ConfigError, match="RwkvForCausalLM"):
         make_runner(str(folder))
     edit_config(folder, auto_map={"AutoModelForCausalLM": "modeling.Evil"}, model_type="evil")
     with pytest.raises(ConfigError, match="auto_map"):

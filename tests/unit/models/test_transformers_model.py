@@ -140,9 +140,9 @@ def test_another_process_records(folders: dict[str, Path], tmp_path: Path) -> No
 
 
 def test_what_attention_lacks_is_refused_by_name(folders: dict[str, Path], tmp_path: Path) -> None:
-    folder = make_model(tmp_path, "MambaForCausalLM")
+    folder = make_model(tmp_path, "RwkvForCausalLM", attention_hidden_size=32)
     lack = "attention through transformers' interface"
-    with pytest.raises(ConfigError, match=f"a MambaForCausalLM, which needs {lack}"):
+    with pytest.raises(ConfigError, match=f"a RwkvForCausalLM, which needs {lack}"):
         ModelConfig.from_pretrained(folder)
 
 
@@ -192,12 +192,10 @@ def test_odd_configurations_are_refused_in_a_sentence(
         ModelConfig.from_pretrained(tmp_path)
 
 
-def test_states_beside_attention_are_noticed_when_it_is_loaded(
+def test_states_beside_the_cache_are_noticed_when_it_is_loaded(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    keys = {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}
-    sizes = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
-    folder = make_model(tmp_path, "GraniteMoeHybridForCausalLM", **keys, **sizes)
+    folder = make_model(tmp_path, "RecurrentGemmaForCausalLM", lru_width=32)
     with pytest.raises(ConfigError, match="keeps states of requests beside attention"):
         make_runner(folder)
 
