@@ -152,9 +152,9 @@ class ToolUse:
         return self._functions.get(name)
 
     @property
-    def names(self) -> frozenset[str]:
-        """The functions that may be called."""
-        return frozenset(self._callable)
+    def schemas(self) -> dict[str, dict[str, Any]]:
+        """The functions that may be called: the JSON schemas of their arguments by full name."""
+        return {name: function.parameters or {} for name, function in self._callable.items()}
 
     @property
     def max_calls(self) -> int | None:
