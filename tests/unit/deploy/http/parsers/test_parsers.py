@@ -134,6 +134,7 @@ CASES += [
     (MistralParser, '[TOOL_CALLS][{"name": "f", "arguments": [1]}]', call("f", "[1]")),
     (MistralParser, "[TOOL_CALLS]f[ARGS][1]", call("f", "[1]")),
 ]  # fmt: skip
+A1 = '{"a": 1}'
 CALLS_BEGIN, CALLS_END = DeepSeekParser.marker, DeepSeekParser.closing
 
 
@@ -153,21 +154,21 @@ CASES += [
     (GraniteParser, f"Ok <tool_call>[{F}]", [Text("Ok"), *BOTH[:2]]),
     (GraniteParser, f"<|tool_call|> {F}", BOTH[:2]),
     (GraniteParser, f"<|tool_call|><tool_call>[{F}]\n<|tool_call|>[{G}] Ok", [*BOTH, Text(" Ok")]),
-    (DeepSeekParser, f"{CALLS_BEGIN}{v3('f', '{\"a\": 1}')}{CALLS_END}", BOTH[:2]),
-    (DeepSeekParser, f"{CALLS_BEGIN}{v31('f', '{\"a\": 1}')}{CALLS_END}", BOTH[:2]),
+    (DeepSeekParser, f"{CALLS_BEGIN}{v3('f', A1)}{CALLS_END}", BOTH[:2]),
+    (DeepSeekParser, f"{CALLS_BEGIN}{v31('f', A1)}{CALLS_END}", BOTH[:2]),
     (
         DeepSeekParser,
-        f"Ok.\n{CALLS_BEGIN}{v3('f', '{\"a\": 1}')}\n{v3('get-weather', '{}')}{CALLS_END} Done.",
+        f"Ok.\n{CALLS_BEGIN}{v3('f', A1)}\n{v3('get-weather', '{}')}{CALLS_END} Done.",
         [Text("Ok."), *BOTH, Text(" Done.")],
     ),
     (
         DeepSeekParser,
-        f"{CALLS_BEGIN}{v31('f', '{\"a\": 1}')}{v31('get-weather', '{}')}{CALLS_END}\n",
+        f"{CALLS_BEGIN}{v31('f', A1)}{v31('get-weather', '{}')}{CALLS_END}\n",
         BOTH,
     ),
     (DeepSeekParser, f"{CALLS_BEGIN}{v31('function', '{}')}{CALLS_END}", call("function", "{}")),
     (DeepSeekParser, f"{CALLS_BEGIN}\n{v31('g', '[1]')}", call("g", "[1]")),
-    (DeepSeekParser, f"{CALLS_BEGIN}{v3('f', '{\"a\": \"```<｜tool▁sep｜>\"}')}{CALLS_END}",
+    (DeepSeekParser, CALLS_BEGIN + v3("f", '{"a": "```<｜tool▁sep｜>"}') + CALLS_END,
      call("f", '{"a": "```<｜tool▁sep｜>"}')),
     (PythonicParser, "[f(a=1)]", BOTH[:2]),
     (PythonicParser, " [f(a=1), get-weather()]\n", BOTH),
@@ -218,8 +219,8 @@ CUT_BEHIND: list[tuple[type[ToolParser], str, list[Part]]] = [
     (HermesParser, f"<tool_call>{F} then</tool_ca", [*BOTH[:2], Text(" then")]),
     (Llama3Parser, f"{F}; ", BOTH[:2]),
     (MistralParser, f"[TOOL_CALLS][{F}, ", BOTH[:2]),
-    (DeepSeekParser, f"{CALLS_BEGIN}{v3('f', '{"a": 1}')[:-10]}", BOTH[:2]),
-    (DeepSeekParser, f"{CALLS_BEGIN}{v31('f', '{"a": 1}')}{CALLS_END[:-4]}", BOTH[:2]),
+    (DeepSeekParser, f"{CALLS_BEGIN}{v3('f', A1)[:-10]}", BOTH[:2]),
+    (DeepSeekParser, f"{CALLS_BEGIN}{v31('f', A1)}{CALLS_END[:-4]}", BOTH[:2]),
     (PythonicParser, "[f(a=1), ", BOTH[:2]),
     (PythonicParser, "```tool_code\nf(a=1)\n``", BOTH[:2]),
 ]
