@@ -21,7 +21,7 @@ GrammarType = Literal[
 JSON_TYPES = ("json_schema", "json_object", "structural_tag", "tool_calls")
 
 
-class Thinking(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+class Thinking(msgspec.Struct, forbid_unknown_fields=True, frozen=True, omit_defaults=True):
     """Free text before what the grammar says, between two texts. `is_open`: the prompt has `start`
     already, so `end` must come; otherwise there may be none of it."""
 

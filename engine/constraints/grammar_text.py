@@ -145,8 +145,7 @@ def _lark_of_calls(calls: ToolCalls, grammar: GrammarPayload, special: FindToken
             inner = ""
             for index, value in enumerate(call.values):
                 rule = f"value_{number}_{index}"
-                said = _value_rule(value, grammar, texts)
-                lines.append(f"{rule}: {_literal(value.begin)} {said} {_literal(value.end)}")
+                lines.append(f"{rule}: {_literal(value.begin)} {_said(value, grammar, texts)}")
                 inner += f"{rule}? " if value.is_optional else f"{rule} "
         else:
             inner = f"@text_{number}" if call.lark else _json_rule(call.schema, grammar)
@@ -200,12 +199,15 @@ class _FreeTexts:
         return self._rules[key]
 
 
-def _value_rule(value: TaggedValue, grammar: GrammarPayload, texts: _FreeTexts) -> str:
-    if value.schema is not None:
-        return _json_rule(value.schema, grammar)
+def _said(value: TaggedValue, grammar: GrammarPayload, texts: _FreeTexts) -> str:
+    """A value, and the text behind it."""
     if value.choices:
-        return f"({' | '.join(_literal(choice) for choice in value.choices)})"
-    return texts.rule(value.text_end, value.max_length)
+        return f"({' | '.join(_literal(choice + value.end) for choice in value.choices)})"
+    if value.schema is not None:
+        said = _json_rule(value.schema, grammar)
+    else:
+        said = texts.rule(value.text_end, value.max_length)
+    return f"{said} {_literal(value.end)}"
 
 
 def _head(name: str, word: str, special: FindToken, text: str = "TEXT") -> str:

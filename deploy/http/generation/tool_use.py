@@ -172,8 +172,8 @@ class ToolUse:
         is_free = len(self._callable) == len(self._functions)
         if is_free and not bound and not any(tool.strict for tool in self._functions.values()):
             return None
-        schemas: dict[str, dict[str, Any] | TextInput] = {
-            name: function.bound_arguments if bound or function.strict else {"type": "object"}
+        schemas: dict[str, dict[str, Any] | TextInput | None] = {
+            name: function.bound_arguments if bound or function.strict else None
             for name, function in self._callable.items()
         }
         return self.format.constraint(

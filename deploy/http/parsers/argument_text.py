@@ -7,8 +7,10 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-_MAX_REFS = 8
-"""References that are followed one behind the other."""
+_MAX_DEPTH = 8
+"""References that are followed one behind the other, and `anyOf` within `anyOf`."""
+_LENGTHS = range(1001)
+"""Values of `maxLength` that a plain text may have, in characters."""
 _ANNOTATIONS = frozenset(
     ("type", "title", "description", "default", "examples", "deprecated", "$comment")
 )
@@ -22,6 +24,9 @@ _TYPE_OF: dict[type, str] = {
     list: "array",
     dict: "object",
 }
+
+
+_PYTHON_NAMES = ("True", "False", "None")
 
 
 class FreeText(NamedTuple):
@@ -38,11 +43,13 @@ def property_schema(schema: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
-def json_types(schema: Any, root: Mapping[str, Any]) -> frozenset[str] | None:
-    """The types that a value may have; None if the schema doesn't tell. `root` has the
-    definitions that it refers to."""
+def json_types(
+    schema: Any, root: Mapping[str, Any], depth: int = _MAX_DEPTH
+) -> frozenset[str] | None:
+    """The types that a value may have; None if the schema doesn't tell, or not within `depth`
+    levels. `root` has the definitions that it refers to."""
     schema = _resolved(schema, root)
-    if schema is None:
+    if schema is None or depth == 0:
         return None
     given = schema.get("type")
     if isinstance(given, str):
@@ -57,7 +64,7 @@ def json_types(schema: Any, root: Mapping[str, Any]) -> frozenset[str] | None:
         return None
     types: frozenset[str] = frozenset()
     for branch in branches:
-        of_branch = json_types(branch, root) if branch is not schema else None
+        of_branch = json_types(branch, root, depth - 1)
         if of_branch is None:
             return None
         types |= of_branch
@@ -77,7 +84,7 @@ def free_text(schema: Any, root: Mapping[str, Any]) -> FreeText | None:
             return FreeText()
         is_plain = len(keys) == 1 and all(isinstance(choice, str) for choice in choices)
         return FreeText(choices=tuple(choices)) if is_plain and "null" not in types else None
-    if keys == {"maxLength"} and types == {"string"} and isinstance(schema["maxLength"], int):
+    if keys == {"maxLength"} and types == {"string"} and schema["maxLength"] in _LENGTHS:
         return FreeText(schema["maxLength"])
     if keys == {"anyOf"} and "type" not in schema:
         branches = [_resolved(branch, root) for branch in schema["anyOf"]]
@@ -108,6 +115,8 @@ def _read(text: str) -> _Value | None:
         return _Value(json.loads(stripped, parse_constant=_no_constant), stripped)
     except (ValueError, RecursionError):
         pass  # maybe Python's
+    if not stripped.startswith(("[", "{", "(")) and stripped not in _PYTHON_NAMES:
+        return None
     try:
         value = ast.literal_eval(stripped)
         return _Value(value, json.dumps(value, ensure_ascii=False, allow_nan=False))
@@ -130,7 +139,7 @@ def _is_wanted(value: Any, types: frozenset[str] | None) -> bool:
 
 def _resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The schema behind its references; None if it isn't found."""
-    for _ in range(_MAX_REFS):
+    for _ in range(_MAX_DEPTH):
         if not isinstance(schema, Mapping):
             return None
         reference = schema.get("$ref")

@@ -58,15 +58,15 @@ class ToolFormat(NamedTuple):
 
     def constraint(
         self,
-        tools: Mapping[str, Mapping[str, Any] | TextInput],
+        tools: Mapping[str, Mapping[str, Any] | TextInput | None],
         *,
         may_answer: bool,
         parallel: bool,
         answer: dict[str, Any] | None = None,
     ) -> ConstraintSpec:
         """The output is calls of `tools`: by name the schema of the arguments, or what a text must
-        be. With `may_answer` it may be, or hold, text, or JSON after the schema `answer`. Raises
-        `RequestError` if there are too many tools."""
+        be, or None if they are free. With `may_answer` it may be, or hold, text, or JSON after the
+        schema `answer`. Raises `RequestError` if there are too many tools."""
         marked = self.marks_answers
         calls = [self._call(name, arguments) for name, arguments in tools.items()]
         return structured.tool_calls(
@@ -84,23 +84,24 @@ class ToolFormat(NamedTuple):
             )
         )
 
-    def _call(self, name: str, arguments: Mapping[str, Any] | TextInput) -> TaggedStructure:
+    def _call(self, name: str, arguments: Mapping[str, Any] | TextInput | None) -> TaggedStructure:
         begin = self.begin.replace("NAME", json.dumps(name)).replace("WORD", name)
         if isinstance(arguments, TextInput):
             begin += f'{{"{arguments.field}": "'
             return TaggedStructure(begin, {}, '"}' + self.end, arguments.lark)
         if self.xml is not None and (tagged := self.xml.structure(name, arguments)):
             return tagged
-        return TaggedStructure(begin, dict(arguments), self.end)
+        return TaggedStructure(begin, dict(arguments or {"type": "object"}), self.end)
 
 
 _ARGUMENTS = '{"name": NAME, "arguments": '
 MINIMAX_M2 = ToolFormat(
     MiniMaxM2Parser,
     begin=_ARGUMENTS,
+    end="}\n",
     opening="\n",
-    separator="\n",
-    closing="\n</minimax:tool_call>",
+    separator="",
+    closing="</minimax:tool_call>",
     words=("<minimax:tool_call>", "</minimax:tool_call>"),
     signs=(("<minimax:tool_call>",),),
     xml=MiniMaxM2Parser.form,
@@ -108,8 +109,9 @@ MINIMAX_M2 = ToolFormat(
 QWEN3_CODER = ToolFormat(
     Qwen3CoderParser,
     begin=_ARGUMENTS,
+    end="}\n",
     opening="\n",
-    closing="\n</tool_call>",
+    closing="</tool_call>",
     between="\n",
     words=("<tool_call>", "</tool_call>"),
     signs=(("<tool_call>", "<function="),),
@@ -118,7 +120,7 @@ QWEN3_CODER = ToolFormat(
 GLM45 = ToolFormat(
     Glm45Parser,
     begin=_ARGUMENTS,
-    closing="</tool_call>",
+    end="}</tool_call>",
     between="\n",
     words=("<tool_call>", "</tool_call>"),
     signs=(("<tool_call>", "<arg_key>"),),

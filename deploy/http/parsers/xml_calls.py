@@ -47,7 +47,8 @@ _ROOT_KEYS = frozenset(
 
 class XmlForm(NamedTuple):
     """The tags of one form: what stands before and behind a call's name, a key and a value.
-    `on_lines`: a value stands on lines of its own."""
+    `behind_call` follows where more of the group does. `on_lines`: a value stands on lines of its
+    own."""
 
     call: str
     named: str
@@ -55,15 +56,24 @@ class XmlForm(NamedTuple):
     keyed: tuple[str, ...]
     value_end: str
     call_end: str
+    behind_call: str = "\n"
     on_lines: bool = False
 
-    def structure(self, name: str, schema: Mapping[str, Any]) -> TaggedStructure | None:
-        """What a call of the tool must be. None if tags can't hold what the schema says: then they
-        would leave open what a text means, or what it must be."""
+    def structure(self, name: str, schema: Mapping[str, Any] | None) -> TaggedStructure | None:
+        """What a call of the tool must be; with `schema` None its arguments are free. None if tags
+        can't hold what the schema says: then they would leave open what a text means, or what it
+        must be."""
+        begin = f"{self.call}{name}{self.named}\n"
+        end = self.call_end + self.behind_call
+        if schema is None:
+            free = TaggedValue("", self.behind_call, text_end=self.call_end)
+            return TaggedStructure(begin, {}, "", values=[free])
         properties, required = schema.get("properties", {}), schema.get("required", [])
         if not schema.keys() <= _ROOT_KEYS or not isinstance(properties, Mapping):
             return None
-        if not isinstance(required, list) or not set(required) <= properties.keys():
+        if not properties and schema.get("additionalProperties") is not False:
+            return None
+        if not isinstance(required, list) or any(key not in list(properties) for key in required):
             return None
         values = []
         for key in properties:
@@ -71,7 +81,7 @@ class XmlForm(NamedTuple):
             if value is None:
                 return None
             values.append(value)
-        return TaggedStructure(f"{self.call}{name}{self.named}\n", {}, self.call_end, values=values)
+        return TaggedStructure(begin, {}, end, values=values)
 
     def _value(self, key: str, root: Mapping[str, Any], is_optional: bool) -> TaggedValue | None:
         schema = root["properties"][key]
@@ -81,8 +91,10 @@ class XmlForm(NamedTuple):
             return None
         if text := free_text(schema, root):
             if text.choices is None:
+                # The line end doesn't count as text. Elsewhere the tag alone ends the text.
+                text_end = self.value_end if text.max_length is None else line + self.value_end
                 return TaggedValue(
-                    begin, "\n", is_optional, text_end=self.value_end, max_length=text.max_length
+                    begin, "\n", is_optional, text_end=text_end, max_length=text.max_length
                 )
             if any(self.value_end in choice for choice in text.choices):
                 return None
@@ -177,8 +189,8 @@ class XmlParser(ToolParser):
             return
         self._say("{}" if separator == "{" else "}")
         self.is_cut = not is_ended
-        if end >= 0 and self.form.call_end != self.closing:
-            self._drop(end)
+        if self.form.call_end != self.closing:
+            self._drop(max(end, 0))
 
     def _key(self, at: int) -> Generator[None, None, tuple[str, int] | None]:
         """A key at `at`, and where its value begins; None if it is broken or cut."""
@@ -230,7 +242,7 @@ class XmlParser(ToolParser):
 
     def _goes_on(self, at: int) -> Generator[None, None, bool]:
         """Whether a key or an end of the call stands at `at`, or what was cut there may be one."""
-        words = tuple(filter(None, (self.form.key, self.form.call_end, self.closing)))
+        words = (self.form.key, self.form.call_end, self.closing)
         while True:
             rest = self._text[at:]
             if rest.startswith(words):
@@ -265,7 +277,7 @@ class Glm45Parser(XmlParser):
     marker = "<tool_call>"
     closing = "</tool_call>"
     form = XmlForm(
-        "", "", "<arg_key>", ("</arg_key>", "<arg_value>"), "</arg_value>", "</tool_call>"
+        "", "", "<arg_key>", ("</arg_key>", "<arg_value>"), "</arg_value>", "</tool_call>", ""
     )
 
 

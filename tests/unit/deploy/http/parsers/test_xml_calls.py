@@ -14,6 +14,7 @@ from deploy.http.parsers.parts import CallArguments, CallBegin, Part, Text
 from deploy.http.parsers.tool_parser import ToolParser
 from deploy.http.parsers.xml_calls import Glm45Parser, MiniMaxM2Parser, Qwen3CoderParser, XmlParser
 from tests.unit.deploy.http.parsers.parsing import call, check_cuts, parsed
+from tests.unit.deploy.http.parsers.tags import grouped, tagged, written
 
 KINDS: list[type[XmlParser]] = [Qwen3CoderParser, Glm45Parser, MiniMaxM2Parser]
 TOOLS: dict[str, dict[str, Any]] = {
@@ -27,42 +28,15 @@ TOOLS: dict[str, dict[str, Any]] = {
             "either": {"type": ["string", "integer"]},
             "named": {"$ref": "#/$defs/name"},
             "other": {},
+            "loop": {"$ref": "#/$defs/loop"},
         },
-        "$defs": {"name": {"enum": ["1", "2"]}},
+        "$defs": {
+            "name": {"enum": ["1", "2"]},
+            "loop": {"anyOf": [{"$ref": "#/$defs/loop"}, {"type": "string"}]},
+        },
     },
     "get-weather": {},
 }
-
-
-def tagged(kind: type[ToolParser], name: str, values: dict[str, str], end: str = "") -> str:
-    """A call as the model's template shows it, without what stands around groups of calls."""
-    if kind is Qwen3CoderParser:
-        inner = "".join(
-            f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items()
-        )
-        return f"<function={name}>\n{inner}</function>"
-    if kind is Glm45Parser:
-        inner = "".join(
-            f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n"
-            for key, value in values.items()
-        )
-        return f"{name}\n{inner}"
-    inner = "".join(
-        f'<parameter name="{key}">{value}</parameter>\n' for key, value in values.items()
-    )
-    return f'<invoke name="{name}">\n{inner}</invoke>'
-
-
-def grouped(kind: type[ToolParser], calls: list[str]) -> str:
-    """The calls with the marks around them."""
-    if kind is MiniMaxM2Parser:
-        return "<minimax:tool_call>\n" + "\n".join(calls) + "\n</minimax:tool_call>"
-    begin, end = ("", "") if kind is Glm45Parser else ("\n", "\n")
-    return "\n".join(f"<tool_call>{begin}{each}{end}</tool_call>" for each in calls)
-
-
-def written(kind: type[ToolParser], *calls: tuple[str, dict[str, str]]) -> str:
-    return grouped(kind, [tagged(kind, name, values) for name, values in calls])
 
 
 def check(kind: type[ToolParser], text: str, expected: list[Part]) -> None:
@@ -105,6 +79,8 @@ def test_calls_cut_anywhere(kind: type[XmlParser]) -> None:
         ("other", "5", "5"),
         ("other", "five", '"five"'),
         ("other", '"5"', '"5"'),
+        ("other", "1_000", '"1_000"'),
+        ("loop", "5", "5"),
         ("unknown", "true", "true"),
         ("unknown", "{'a': {1, 2}}", "\"{'a': {1, 2}}\""),
     ],
