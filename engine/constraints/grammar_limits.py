@@ -71,6 +71,10 @@ def parse_calls(text: str) -> ToolCalls:
     calls: ToolCalls = _decode(text, "tools", ToolCalls)
     if not 0 < len(calls.calls) <= MAX_STRUCTURES:
         raise refused(f"{len(calls.calls)} tools: 1 to {MAX_STRUCTURES} are allowed")
+    for call in calls.calls:
+        for value in call.values or ():
+            if value.refers and value.schema is not None:
+                value.schema = {**value.schema, **call.schema}
     values = [value for call in calls.calls for value in call.values or ()]
     schemas = [value.schema for value in values if value.schema is not None]
     _check_schema([calls.answer or {}, *(call.schema for call in calls.calls), *schemas])

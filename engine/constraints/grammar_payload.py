@@ -70,6 +70,8 @@ class TaggedValue(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True
     choices: list[str] = []
     text_end: str = ""
     max_length: int | None = None
+    refers: bool = False
+    """`schema` refers to definitions, which are in the schema of its `TaggedStructure`."""
 
 
 class TaggedStructure(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):

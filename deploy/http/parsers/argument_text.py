@@ -7,8 +7,12 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-_MAX_DEPTH = 8
-"""References that are followed one behind the other, and `anyOf` within `anyOf`."""
+ONLY_TEXT = frozenset(("string",))
+"""The types of a value that is a string in any case."""
+_MAX_REFERENCES = 8
+"""References that are followed one behind the other."""
+_MAX_BRANCHES = 100
+"""Schemas that are looked at to tell a value's types."""
 _LENGTHS = range(1001)
 """Values of `maxLength` that a plain text may have, in characters."""
 _ANNOTATIONS = frozenset(
@@ -36,6 +40,12 @@ class FreeText(NamedTuple):
     choices: tuple[str, ...] | None = None
 
 
+def property_names(schema: Mapping[str, Any]) -> list[str]:
+    """The arguments that a schema names, in its order."""
+    properties = schema.get("properties")
+    return list(properties) if isinstance(properties, Mapping) else []
+
+
 def property_schema(schema: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """The schema of one argument; an empty one if there is none. `schema`: of all of them."""
     properties = schema.get("properties")
@@ -43,32 +53,40 @@ def property_schema(schema: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
-def json_types(
-    schema: Any, root: Mapping[str, Any], depth: int = _MAX_DEPTH
-) -> frozenset[str] | None:
-    """The types that a value may have; None if the schema doesn't tell, or not within `depth`
-    levels. `root` has the definitions that it refers to."""
-    schema = _resolved(schema, root)
-    if schema is None or depth == 0:
-        return None
+def json_types(schema: Any, root: Mapping[str, Any]) -> frozenset[str] | None:
+    """The types that a value may have; None if the schema doesn't tell, or only in many branches.
+    `root` has the definitions that it refers to."""
+    types: frozenset[str] = frozenset()
+    pending, seen = [schema], set[int]()
+    while pending:
+        found = _resolved(pending.pop(), root)
+        if found is None or len(seen) == _MAX_BRANCHES:
+            return None
+        if id(found) in seen:
+            continue
+        seen.add(id(found))
+        own = _own_types(found)
+        if own is not None:
+            types |= own
+            continue
+        branches = found.get("anyOf", found.get("oneOf"))
+        if not isinstance(branches, list) or len(branches) > _MAX_BRANCHES:
+            return None
+        pending += branches
+    return types
+
+
+def _own_types(schema: Mapping[str, Any]) -> frozenset[str] | None:
+    """The types that a schema names itself, or whose values it lists."""
     given = schema.get("type")
     if isinstance(given, str):
         return frozenset((given,))
     if isinstance(given, list):
         return frozenset(name for name in given if isinstance(name, str))
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if isinstance(values, list):
-        return frozenset(_TYPE_OF[type(value)] for value in values)
-    branches = schema.get("anyOf", schema.get("oneOf"))
-    if not isinstance(branches, list):
-        return None
-    types: frozenset[str] = frozenset()
-    for branch in branches:
-        of_branch = json_types(branch, root, depth - 1)
-        if of_branch is None:
-            return None
-        types |= of_branch
-    return types
+    return (
+        frozenset(_TYPE_OF[type(value)] for value in values) if isinstance(values, list) else None
+    )
 
 
 def free_text(schema: Any, root: Mapping[str, Any]) -> FreeText | None:
@@ -97,7 +115,7 @@ def json_of(text: str, schema: Any, root: Mapping[str, Any]) -> str:
     """The JSON that a text stands for: a string where the schema wants one, or else the value that
     it reads as, in JSON or Python; a string if it reads as none."""
     types = json_types(schema, root)
-    if types != {"string"}:
+    if types != ONLY_TEXT:
         value = _read(text)
         if value is not None and _is_wanted(value.value, types):
             return value.json
@@ -139,7 +157,7 @@ def _is_wanted(value: Any, types: frozenset[str] | None) -> bool:
 
 def _resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The schema behind its references; None if it isn't found."""
-    for _ in range(_MAX_DEPTH):
+    for _ in range(_MAX_REFERENCES):
         if not isinstance(schema, Mapping):
             return None
         reference = schema.get("$ref")

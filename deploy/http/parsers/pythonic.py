@@ -15,6 +15,7 @@ import ast
 import json
 from typing import Any
 
+from deploy.http.parsers.argument_text import property_names
 from deploy.http.parsers.llama3 import Llama3Parser
 from deploy.http.parsers.tool_parser import FindsPlace, Waits
 
@@ -61,9 +62,7 @@ class PythonicParser(Llama3Parser):
             yield
         arguments = None
         if reader.is_done:
-            arguments = _arguments(
-                self._text[end:read], list(self._tools[name].get("properties", ()))
-            )
+            arguments = _arguments(self._text[end:read], property_names(self._tools[name]))
             if arguments is None:
                 return -1
         self._begin(name)

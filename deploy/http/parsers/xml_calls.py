@@ -25,10 +25,17 @@ Demanded calls whose schema these forms can't hold are JSON objects in the same 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Generator, Mapping
 from typing import Any, NamedTuple
 
-from deploy.http.parsers.argument_text import free_text, json_of, json_types, property_schema
+from deploy.http.parsers.argument_text import (
+    ONLY_TEXT,
+    free_text,
+    json_of,
+    json_types,
+    property_schema,
+)
 from deploy.http.parsers.parts import CallArguments
 from deploy.http.parsers.tool_parser import (
     FindsPlace,
@@ -38,9 +45,13 @@ from deploy.http.parsers.tool_parser import (
 )
 from engine.constraints.grammar_payload import TaggedStructure, TaggedValue
 
+_DEFINITIONS = ("$defs", "definitions")
+_DEFINED = re.compile(r"#/(?:\$defs|definitions)/")
+_MAX_REFERRING = 8
+"""Arguments that refer to definitions: each is compiled with all of them."""
 _ROOT_KEYS = frozenset(
-    ("type", "properties", "required", "additionalProperties", "title", "description", "$defs",
-     "definitions", "$schema")
+    ("type", "properties", "required", "additionalProperties", "title", "description", "$schema",
+     *_DEFINITIONS)
 )  # fmt: skip
 """Keys of a schema that tags can follow; properties that aren't named are never written."""
 
@@ -73,15 +84,20 @@ class XmlForm(NamedTuple):
             return None
         if not properties and schema.get("additionalProperties") is not False:
             return None
-        if not isinstance(required, list) or any(key not in list(properties) for key in required):
+        if not isinstance(required, list):
             return None
-        values = []
+        if not all(isinstance(key, str) and key in properties for key in required):
+            return None
+        values, needed = [], frozenset(required)
         for key in properties:
-            value = self._value(key, schema, is_optional=key not in required)
+            value = self._value(key, schema, is_optional=key not in needed)
             if value is None:
                 return None
             values.append(value)
-        return TaggedStructure(begin, {}, end, values=values)
+        if sum(value.refers for value in values) > _MAX_REFERRING:
+            return None
+        definitions = {name: schema[name] for name in _DEFINITIONS if name in schema}
+        return TaggedStructure(begin, definitions, end, values=values)
 
     def _value(self, key: str, root: Mapping[str, Any], is_optional: bool) -> TaggedValue | None:
         schema = root["properties"][key]
@@ -103,11 +119,11 @@ class XmlForm(NamedTuple):
         types = json_types(schema, root)
         if types is not None and "string" in types:
             return None
-        definitions = {name: root[name] for name in ("$defs", "definitions") if name in root}
-        if not isinstance(schema, Mapping) or _refers_elsewhere(schema):
+        references = _references(schema)
+        if not isinstance(schema, Mapping) or not all(map(_DEFINED.match, references)):
             return None
         end = f"{line}{self.value_end}\n"
-        return TaggedValue(begin, end, is_optional, schema={**schema, **definitions})
+        return TaggedValue(begin, end, is_optional, schema=dict(schema), refers=bool(references))
 
 
 class XmlParser(ToolParser):
@@ -172,7 +188,7 @@ class XmlParser(ToolParser):
             self._drop(at)
             schema = property_schema(root, key)
             prefix = f"{separator}{json.dumps(key, ensure_ascii=False)}: "
-            if json_types(schema, root) == {"string"}:
+            if json_types(schema, root) == ONLY_TEXT:
                 self._say(f'{prefix}"')
                 is_whole, _ = yield from self._read_value(is_text=True)
                 self._say('"' if is_whole else "")
@@ -209,8 +225,8 @@ class XmlParser(ToolParser):
         return self._text[at:end].strip(), behind
 
     def _read_value(self, is_text: bool) -> Generator[None, None, tuple[bool, str]]:
-        """A value that begins the text, and the tag behind it. Returns whether it is whole, and
-        what of it hasn't been given out. `is_text`: it is given out as it comes."""
+        """A value that begins the text, and the tag behind it. Returns whether it is whole, and the
+        value, if it is. `is_text`: it is given out as it comes, and what is returned is its end."""
         tag, seen = self.form.value_end, 0
         while True:
             found = self._text.find(tag, seen)
@@ -226,14 +242,14 @@ class XmlParser(ToolParser):
                 return True, value
             cut = length_of_beginning(self._text, tag)
             seen = max(seen, len(self._text) - cut)
-            value = self._without_line_end(len(self._text) - cut)
             if is_text:
+                value = self._without_line_end(len(self._text) - cut)
                 self._say_text(value)
                 self._drop(len(value))
                 seen -= len(value)
             if self._ended:
                 self._drop(len(self._text))
-                return False, value
+                return False, ""
             yield
 
     def _without_line_end(self, end: int) -> str:
@@ -291,11 +307,16 @@ class MiniMaxM2Parser(XmlParser):
     )
 
 
-def _refers_elsewhere(schema: Any) -> bool:
-    """Whether a schema refers to what isn't a definition, and so stays behind."""
-    if isinstance(schema, Mapping):
-        reference = schema.get("$ref")
-        if isinstance(reference, str) and not reference.startswith(("#/$defs/", "#/definitions/")):
-            return True
-        return any(map(_refers_elsewhere, schema.values()))
-    return isinstance(schema, list) and any(map(_refers_elsewhere, schema))
+def _references(schema: Any) -> list[str]:
+    """What a schema refers to, anywhere in it."""
+    found: list[str] = []
+    pending = [schema]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, Mapping):
+            pending += value.values()
+            if "$ref" in value:
+                found.append(str(value["$ref"]))
+        elif isinstance(value, list):
+            pending += value
+    return found

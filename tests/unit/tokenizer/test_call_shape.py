@@ -170,3 +170,14 @@ def test_the_templates_own_message_is_told() -> None:
     with pytest.raises(RequestError, match="conversation roles must alternate") as caught:
         render("mistral", [USER, USER])
     assert (caught.value.status, caught.value.param) == (400, "messages")
+
+
+@pytest.mark.parametrize("content", ["", "Well."])
+def test_thoughts_by_another_name(content: str) -> None:
+    tokenizer = make_tokenizer("byte_level", TEMPLATES["gpt_oss"])
+    messages = [*chat(call("look", {"a": 1}, None), content=content)]
+    messages[1]["reasoning_content"] = "I think."
+    prompt = tokenizer.render_chat(messages, add_generation_prompt=False)
+    said = content or "I think."
+    assert f"analysis<|message|>{said}<|end|>" in prompt
+    assert 'to=functions.look<|channel|>commentary json<|message|>{"a": 1}<|call|>' in prompt

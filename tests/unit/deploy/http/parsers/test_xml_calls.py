@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deploy.http.parsers.argument_text import json_of, json_types
 from deploy.http.parsers.output_parser import OutputParser
 from deploy.http.parsers.parts import CallArguments, CallBegin, Part, Text
 from deploy.http.parsers.tool_parser import ToolParser
@@ -80,7 +81,7 @@ def test_calls_cut_anywhere(kind: type[XmlParser]) -> None:
         ("other", "five", '"five"'),
         ("other", '"5"', '"5"'),
         ("other", "1_000", '"1_000"'),
-        ("loop", "5", "5"),
+        ("loop", "5", '"5"'),
         ("unknown", "true", "true"),
         ("unknown", "{'a': {1, 2}}", "\"{'a': {1, 2}}\""),
     ],
@@ -224,3 +225,18 @@ def test_any_text_cut_anywhere(kind: type[XmlParser], words: list[str], cuts: li
     assert parsed(kind, TOOLS, text, list(range(len(text)))) == whole
     if not any(isinstance(part, CallBegin) for part in whole):
         assert "".join(part.text for part in whole if isinstance(part, Text)) == text
+
+
+def test_schemas_whose_branches_multiply() -> None:
+    """Each of eight definitions has a hundred branches that refer to the next one."""
+    definitions: dict[str, Any] = {
+        f"d{level}": {"anyOf": [{"$ref": f"#/$defs/d{level + 1}"}] * 100} for level in range(8)
+    }
+    root = {
+        "properties": {"a": {"$ref": "#/$defs/d0"}},
+        "$defs": {**definitions, "d8": {"type": "string"}},
+    }
+    assert json_types(root["properties"]["a"], root) == {"string"}
+    wide = {"anyOf": [{"type": "string"}] * 101}
+    assert json_types(wide, wide) is None
+    assert json_of("5", wide, wide) == "5"
