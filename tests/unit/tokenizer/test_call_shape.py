@@ -161,7 +161,7 @@ def test_results_before_calls_and_ids_twice() -> None:
     result = {"role": "tool", "tool_call_id": "x", "content": "It is here."}
     unnamed = {"role": "tool", "content": "It is here."}
     twice = chat(call("look", "{}", "same"), call("wait", "{}", "same"))
-    for name in ALL:
+    for name in ALL.keys() - {"gpt_oss"}:  # its template refuses results without a call
         for messages in ([USER, result], [USER, unnamed, *twice[1:]], twice):
             assert "It is here." in render(name, messages)
 
