@@ -194,9 +194,11 @@ class ToolParser:
 
     def _until(self, at: int, word: str) -> FindsPlace:
         """The place of `word` at `at` or behind it; -1 if the output ends before."""
-        while (found := self._text.find(word, at)) < 0:
+        seen = at
+        while (found := self._text.find(word, seen)) < 0:
             if self._ended:
                 return -1
+            seen = max(at, len(self._text) - len(word) + 1)
             yield
         return found
 
