@@ -145,7 +145,8 @@ def _lark_of_calls(calls: ToolCalls, grammar: GrammarPayload, special: FindToken
             inner = ""
             for index, value in enumerate(call.values):
                 rule = f"value_{number}_{index}"
-                lines.append(f"{rule}: {_literal(value.begin)} {_said(value, grammar, texts)}")
+                said = _said(value, grammar, texts, special)
+                lines.append(f"{rule}: {_marked(value.begin, special)} {said}")
                 inner += f"{rule}? " if value.is_optional else f"{rule} "
         else:
             inner = f"@text_{number}" if call.lark else _json_rule(call.schema, grammar)
@@ -199,15 +200,18 @@ class _FreeTexts:
         return self._rules[key]
 
 
-def _said(value: TaggedValue, grammar: GrammarPayload, texts: _FreeTexts) -> str:
+def _said(
+    value: TaggedValue, grammar: GrammarPayload, texts: _FreeTexts, special: FindToken
+) -> str:
     """A value, and the text behind it."""
+    end = _marked(value.end, special)
     if value.choices:
-        return f"({' | '.join(_literal(choice + value.end) for choice in value.choices)})"
+        return f"({' | '.join(map(_literal, value.choices))}) {end}"
     if value.schema is not None:
         said = _json_rule(value.schema, grammar)
     else:
         said = texts.rule(value.text_end, value.max_length)
-    return f"{said} {_literal(value.end)}"
+    return f"{said} {end}"
 
 
 def _head(name: str, word: str, special: FindToken, text: str = "TEXT") -> str:

@@ -112,7 +112,7 @@ class XmlForm(NamedTuple):
                 return TaggedValue(
                     begin, "\n", is_optional, text_end=text_end, max_length=text.max_length
                 )
-            if any(self.value_end in choice for choice in text.choices):
+            if any(not choice or self.value_end in choice for choice in text.choices):
                 return None
             end = f"{line}{self.value_end}\n"
             return TaggedValue(begin, end, is_optional, choices=list(text.choices))

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import random
-from functools import cache
 from typing import Any
 
 import pytest
-import tokenizers
 
 from deploy.http.parsers.harmony import ANALYSIS, FINAL, read_channels
 from deploy.http.parsers.output_parser import OutputParser
 from deploy.http.parsers.parts import CallArguments, CallBegin, Reasoning, joined
 from deploy.http.parsers.reasoning_format import HARMONY
 from deploy.http.parsers.tool_format import TOOL_FORMATS
-from engine.constraints import Constraint, ConstraintSpec, structured
-from engine.constraints.grammar_compiler import GrammarCompiler
-from tests.support.grammars import MODEL, allowed, start
+from engine.constraints import ConstraintSpec, structured
 from tests.support.random_schemas import check_json
+from tests.unit.deploy.http.parsers.marked_tokens import MarkedTokens
 
 MARKS = ["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>"]
-VOCAB = 4096 + len(MARKS)
-EOS = (5, VOCAB - 1)
-"""`<|return|>` and `<|call|>`."""
+TOKENS = MarkedTokens(MARKS, ends=("<|call|>",))
 POINT: dict[str, Any] = {
     "type": "object",
     "properties": {"x": {"type": "integer", "minimum": 0, "maximum": 99}},
@@ -35,42 +29,14 @@ NEXT = HARMONY.end
 CLOSED = HARMONY.thinking(is_open=False)
 
 
-@cache
-def backend() -> tokenizers.Tokenizer:
-    """The small model's tokenizer with the marks as special tokens behind its vocabulary."""
-    made = json.loads((MODEL / "tokenizer.json").read_text())
-    *others, end = made["added_tokens"]
-    marks = [end | {"id": 4096 + number, "content": mark} for number, mark in enumerate(MARKS)]
-    made["added_tokens"] = [*others, end | {"content": "<|return|>"}, *marks]
-    vocabulary = made["model"]["vocab"]
-    vocabulary["<|return|>"] = vocabulary.pop(end["content"])
-    return tokenizers.Tokenizer.from_str(json.dumps(made))
-
-
-@cache
-def compiler() -> GrammarCompiler:
-    return GrammarCompiler(backend().to_str, VOCAB, EOS)
-
-
-def begin(spec: ConstraintSpec) -> Constraint:
-    return start(spec, EOS, VOCAB, compiler())
+def may_end(spec: ConstraintSpec, text: str) -> bool:
+    ends = TOKENS.may_end(spec, text)
+    assert ends is not None
+    return ends
 
 
 def accepts(spec: ConstraintSpec, text: str) -> bool:
-    """Whether the output may begin with the text."""
-    constraint = begin(spec)
-    ids = backend().encode(text, add_special_tokens=False).ids
-    assert backend().decode(ids, skip_special_tokens=False) == text
-    return all(constraint.accept(token) for token in ids)
-
-
-def may_end(spec: ConstraintSpec, text: str) -> bool:
-    constraint = begin(spec)
-    for token in backend().encode(text, add_special_tokens=False).ids:
-        assert constraint.accept(token)
-    ends = set(EOS) & set(map(int, allowed(constraint, VOCAB)))
-    assert ends in (set(), set(EOS))
-    return bool(ends)
+    return TOKENS.may_end(spec, text) is not None
 
 
 def calls(is_open: bool = False, **options: Any) -> ConstraintSpec:
@@ -124,16 +90,14 @@ def test_formats_begin_in_the_final_message(spec: ConstraintSpec, answer: str) -
 def test_what_the_grammar_lets_through_the_parser_reads() -> None:
     spec = calls(may_answer=False)
     for seed in range(10):
-        rng, constraint = random.Random(seed), begin(spec)
-        ids: list[int] = []
-        for token in backend().encode(f"{ANALYSIS}Hm{NEXT}{CALL}", add_special_tokens=False).ids:
-            assert constraint.accept(token)
-            ids.append(token)
-        while not set(EOS) & set(found := list(map(int, allowed(constraint, VOCAB)))):
-            ids.append(rng.choice(found))
+        rng, constraint = random.Random(seed), TOKENS.begin(spec)
+        ids = TOKENS.encode(f"{ANALYSIS}Hm{NEXT}{CALL}")
+        assert all(constraint.accept(token) for token in ids)
+        while not set(TOKENS.eos) & (found := TOKENS.next(constraint)):
+            ids.append(rng.choice(sorted(found)))
             assert constraint.accept(ids[-1])
         parser = OutputParser(None, read_channels({"point": POINT}, CLOSED))
-        text = backend().decode(ids, skip_special_tokens=False)
+        text = TOKENS.decode(ids)
         thought, name, arguments = joined(parser.feed(text) + parser.finish())
         assert (thought, name) == (Reasoning("Hm"), CallBegin(0, "point"))
         assert isinstance(arguments, CallArguments)

@@ -19,6 +19,7 @@ from engine.constraints.grammar_payload import TaggedStructure, Thinking, ToolCa
 from engine.errors import RequestError
 from tests.support.grammars import EOS, allowed, feed, small_tokenizer, start, text_of, walk
 from tests.support.random_schemas import check_json
+from tests.unit.deploy.http.parsers.marked_tokens import MarkedTokens
 from tests.unit.deploy.http.parsers.tags import grouped, written
 
 POINT: dict[str, Any] = {
@@ -246,6 +247,7 @@ def test_several_calls_behind_one_marker(parallel: bool) -> None:
         {"type": ["string", "integer"]},
         {"enum": ["a</parameter></arg_value>", "b"]},
         {"enum": ["a", 1]},
+        {"enum": ["a", ""]},
         {"$ref": "#/properties/other"},
     ],
 )
@@ -292,3 +294,25 @@ def test_objects_of_any_keys_are_followed_in_json(form: str) -> None:
     kind = TOOL_FORMATS[form].parser
     assert may_end(spec, written(kind, ("f", {}))) is None
     assert may_end(spec, grouped(kind, ['{"name": "f", "arguments": {"a": 1}}']))
+
+
+@pytest.mark.parametrize("form", ["glm45", "minimax_m2", "qwen3_coder", "deepseek_v3"])
+def test_forms_whose_marks_are_tokens(form: str) -> None:
+    """The marks are special tokens, as they may be in the models' tokenizers."""
+    made = TOOL_FORMATS[form]
+    marks = list(made.words)
+    if made.xml is not None:
+        tags = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "</parameter>")
+        marks += [tag for tag in tags if tag in str(made.xml)]
+    tokens = MarkedTokens(marks)
+    spec = constraint(form, {"f": TYPED if made.xml is not None else POINT}, may_answer=False)
+    if made.xml is None:
+        begin = made.begin.replace("WORD", "f")
+        text = f'{made.parser.marker}{begin}{{"x": 5}}{made.end}{made.closing}'
+    else:
+        text = written(made.parser, ("f", {"text": "a <b>", "kind": "<c>", "point": '{"x": 5}'}))
+    assert tokens.may_end(spec, text)
+    ids = tokens.encode(text)
+    assert max(ids) >= 4096
+    parts = joined((parser := made.parser({"f": TYPED})).feed(tokens.decode(ids)) + parser.finish())
+    assert [part.name for part in parts if isinstance(part, CallBegin)] == ["f"]
