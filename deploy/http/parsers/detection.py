@@ -49,16 +49,17 @@ def tool_format_of(word: str, templates: Mapping[str, str]) -> str:
 
 def reasoning_format_of(word: str, tool_format: str, templates: Mapping[str, str]) -> str:
     """The word in `REASONING_FORMATS`; "" if outputs don't begin with reasoning. `tool_format` is
-    what `tool_format_of` found."""
+    what `tool_format_of` found. Raises `ConfigError` if `word` doesn't fit it."""
     word = _word(word)
-    if word == NONE:
-        return ""
     if word != AUTO:
-        return word
+        check_parsers(tool_format or NONE, word)
+        return "" if word == NONE else word
     if tool_format and (wanted := TOOL_FORMATS[tool_format].reasoning):
         return wanted
     for name in REASONING_FORMATS:
-        if any(REASONING_FORMATS[name].sign in template for template in templates.values()):
+        reasoning = REASONING_FORMATS[name]
+        fits = reasoning.read is None or not tool_format
+        if fits and any(reasoning.sign in template for template in templates.values()):
             return name
     return ""
 

@@ -47,6 +47,16 @@ def test_channels_need_both_parsers() -> None:
             check_parsers(*words)
 
 
+def test_channels_that_only_a_template_shows() -> None:
+    template, tools, _ = MODEL_TEMPLATES["gpt-oss"]
+    with pytest.raises(ConfigError, match="reads thoughts and calls together"):
+        reasoning_format_of("none", tools, {"default": template})
+    both = {"default": f"{template} <tool_call> </think>"}
+    assert tool_format_of("auto", both) == "hermes"
+    assert reasoning_format_of("auto", "hermes", both) == "deepseek_r1"
+    assert reasoning_format_of("auto", "", {"default": template}) == "openai_gptoss"
+
+
 def test_which_models_reason() -> None:
     thinks, plain = {"default": "<think></think>"}, {"default": "a"}
     assert reasoning_format_of("auto", "", thinks) and reasoning_format_of("qwen3", "", plain)
