@@ -34,8 +34,8 @@ class ModelInfo:
     (`engine.checkpoint.generation_defaults`)."""
     tool_format: str = ""
     """How it writes tool calls, a word of `TOOL_FORMATS`; "": it calls no tools."""
-    reasons: bool = False
-    """Whether its outputs may begin with reasoning."""
+    reasoning_format: str = ""
+    """How its outputs begin with reasoning, a word of `REASONING_FORMATS`; "": they don't."""
 
 
 class Spending(NamedTuple):

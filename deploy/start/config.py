@@ -6,7 +6,7 @@ from typing import Any
 
 from deploy.http.access.options import check_access
 from deploy.http.engine_client import ModelInfo
-from deploy.http.parsers.detection import check_parsers, model_reasons, tool_format_of
+from deploy.http.parsers.detection import check_parsers, reasoning_format_of, tool_format_of
 from deploy.http.tracing.options import check_tracing
 from deploy.options import ServerOptions
 from deploy.replica.autoscaling import EngineLoadPolicy
@@ -60,12 +60,14 @@ class AppConfig:
     def model_info(self) -> ModelInfo:
         """The served model. Raises `ConfigError` if one of its files can't be read."""
         templates = load_chat_templates(self.resolved.model.path)
+        server = self.server
+        tool_format = tool_format_of(server.tool_call_parser, templates)
         return ModelInfo(
             self.model_name,
             self.resolved,
             sampling_defaults=self.engine.sampling_defaults(self.resolved.model),
-            tool_format=tool_format_of(self.server.tool_call_parser, templates),
-            reasons=model_reasons(self.server.reasoning_parser, templates),
+            tool_format=tool_format,
+            reasoning_format=reasoning_format_of(server.reasoning_parser, tool_format, templates),
         )
 
     @property

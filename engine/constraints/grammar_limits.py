@@ -71,11 +71,20 @@ def parse_calls(text: str) -> ToolCalls:
     calls: ToolCalls = _decode(text, "tools", ToolCalls)
     if not 0 < len(calls.calls) <= MAX_STRUCTURES:
         raise refused(f"{len(calls.calls)} tools: 1 to {MAX_STRUCTURES} are allowed")
-    _check_schema([calls.answer or {}, *(call.schema for call in calls.calls)])
+    for call in calls.calls:
+        for value in call.values or ():
+            if value.refers and value.schema is not None:
+                value.schema = {**value.schema, **call.schema}
+    values = [value for call in calls.calls for value in call.values or ()]
+    schemas = [value.schema for value in values if value.schema is not None]
+    _check_schema([calls.answer or {}, *(call.schema for call in calls.calls), *schemas])
+    _at_most(sum(len(value.choices) for value in values), MAX_ALTERNATIVES, "enum values")
     for call in calls.calls:
         if call.lark:
             check_grammar(call.lark)
         call.schema = without_silent(call.schema)
+    for value in values:
+        value.schema = None if value.schema is None else without_silent(value.schema)
     calls.answer = None if calls.answer is None else without_silent(calls.answer)
     return calls
 

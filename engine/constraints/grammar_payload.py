@@ -21,13 +21,20 @@ GrammarType = Literal[
 JSON_TYPES = ("json_schema", "json_object", "structural_tag", "tool_calls")
 
 
-class Thinking(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+class Thinking(msgspec.Struct, forbid_unknown_fields=True, frozen=True, omit_defaults=True):
     """Free text before what the grammar says, between two texts. `is_open`: the prompt has `start`
     already, so `end` must come; otherwise there may be none of it."""
 
     start: str
     end: str
     is_open: bool
+    answer: str = ""
+    """Stands before an answer, but not before tool calls; "" if nothing does."""
+
+    @property
+    def before_answer(self) -> str:
+        """The text behind which the answer begins."""
+        return self.answer or self.end
 
 
 class GrammarPayload(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -52,14 +59,31 @@ class GrammarPayload(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=T
     thinking: Thinking | None = None
 
 
+class TaggedValue(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """A value between two texts: JSON that follows `schema`, or one of `choices`, or else any text
+    up to the first `text_end`, of at most `max_length` characters."""
+
+    begin: str
+    end: str
+    is_optional: bool = False
+    schema: dict[str, Any] | None = None
+    choices: list[str] = []
+    text_end: str = ""
+    max_length: int | None = None
+    refers: bool = False
+    """`schema` refers to definitions, which are in the schema of its `TaggedStructure`."""
+
+
 class TaggedStructure(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """JSON that follows `schema`, between two texts. With `lark` it is the inside of a JSON string
-    whose text follows this grammar, in place of the schema."""
+    whose text follows this grammar, in place of the schema; with `values` it is these, one behind
+    the other."""
 
     begin: str
     schema: dict[str, Any]
     end: str
     lark: str = ""
+    values: list[TaggedValue] | None = None
 
 
 class StructuralTags(msgspec.Struct, forbid_unknown_fields=True):

@@ -20,6 +20,7 @@ from engine.constraints.grammar_limits import (
 from engine.constraints.grammar_payload import (
     GrammarPayload,
     StructuralTags,
+    TaggedValue,
     Thinking,
     ToolCalls,
     refused,
@@ -35,6 +36,8 @@ model may write spaces for ever. A pattern that matches nothing, too, would make
 both ways: then 200 optional properties are beyond its limits."""
 
 
+_MARK = re.compile(r"<[^<>]+>|\[[^\[\]]+\]")
+"""What may be a special token in the texts that open and close thoughts."""
 FindToken = Callable[[str], int | None]
 """The id of a special token by its name; None if no special token has the name."""
 
@@ -42,7 +45,10 @@ FindToken = Callable[[str], int | None]
 def grammar_text(grammar: GrammarPayload, special: FindToken) -> str:
     """The grammar in llguidance's form. Raises `RequestError` if it is beyond a limit or broken."""
     text = _text(grammar, special)
-    return text if grammar.thinking is None else _behind_thinking(text, grammar.thinking, special)
+    if grammar.thinking is None:
+        return text
+    answer = "" if grammar.type == "tool_calls" else grammar.thinking.answer
+    return _behind_thinking(text, grammar.thinking, answer, special)
 
 
 def _text(grammar: GrammarPayload, special: FindToken) -> str:
@@ -96,8 +102,8 @@ def _lark_of_gbnf(text: str) -> str:
     return lark
 
 
-def _behind_thinking(text: str, thinking: Thinking, special: FindToken) -> str:
-    """The grammar `text`, with free text before it."""
+def _behind_thinking(text: str, thinking: Thinking, answer: str, special: FindToken) -> str:
+    """The grammar `text`, with free text and `answer` before it."""
     inner = json.loads(text)["grammars"] if text.startswith("{") else [{"lark_grammar": text}]
     lines = [
         "%llguidance {}",
@@ -106,10 +112,10 @@ def _behind_thinking(text: str, thinking: Thinking, special: FindToken) -> str:
         _head("think", thinking.end, special),
     ]
     if thinking.is_open:
-        lines.append("start: think SPACE? @inner")
+        lines.append(f"start: think SPACE? {_marked(answer, special)} @inner")
     else:
-        begin = _written(thinking.start, [thinking.start], special)
-        lines.append(f"start: (SPACE? {begin} think SPACE?)? @inner")
+        begin = _marked(thinking.start, special)
+        lines.append(f"start: (SPACE? {begin} think SPACE?)? {_marked(answer, special)} @inner")
     inner[0]["name"] = "inner"
     return json.dumps({"grammars": [{"lark_grammar": "\n".join(lines)}, *inner]})
 
@@ -132,24 +138,38 @@ def _lark_of_calls(calls: ToolCalls, grammar: GrammarPayload, special: FindToken
 
     lines = ["%llguidance {}", "TEXT: /(.|\\n)*/"]
     rules = []
+    texts = _FreeTexts(special)
     for number, call in enumerate(calls.calls):
         rules.append(f"call_{number}")
-        inner = f"@text_{number}" if call.lark else _json_rule(call.schema, grammar)
+        if call.values is not None:
+            inner = ""
+            for index, value in enumerate(call.values):
+                rule = f"value_{number}_{index}"
+                said = _said(value, grammar, texts, special)
+                lines.append(f"{rule}: {_marked(value.begin, special)} {said}")
+                inner += f"{rule}? " if value.is_optional else f"{rule} "
+        else:
+            inner = f"@text_{number}" if call.lark else _json_rule(call.schema, grammar)
         lines.append(f"call_{number}: {written(call.begin)} {inner} {written(call.end)}")
+    lines += texts.lines
     lines.append(f"call: {' | '.join(rules)}")
     several = ""
     if calls.parallel and calls.separator is not None:
         several = f"({written(calls.separator)} call)*"
     lines.append(f"calls: {written(calls.opening)} call {several} {written(calls.closing)}")
     repeated = calls.parallel and calls.between is not None
-    if not calls.may_answer or calls.answer is not None:
+    answer = "" if grammar.thinking is None else _marked(grammar.thinking.answer, special)
+    if not calls.may_answer or calls.answer is not None or answer:
         group = f"{written(calls.marker)} calls"
         more = f"({written(calls.between or '')} {group})*" if repeated else ""
         lines.append(f"groups: {group} {more}")
     if not calls.may_answer:
         lines.append("start: groups")
     elif calls.answer is not None:
-        lines.append(f"start: groups | answer\nanswer: {_json_rule(calls.answer, grammar)}")
+        lines.append(f"start: groups | {answer} answer")
+        lines.append(f"answer: {_json_rule(calls.answer, grammar)}")
+    elif answer:
+        lines.append(f"start: groups | {answer} TEXT")
     elif calls.marker:
         lines.append(_head("head", calls.marker, special))
         lines.append(f"start: (head calls){'*' if repeated else '?'} TEXT")
@@ -159,11 +179,53 @@ def _lark_of_calls(calls: ToolCalls, grammar: GrammarPayload, special: FindToken
     return "\n".join(lines)
 
 
-def _head(name: str, word: str, special: FindToken) -> str:
+class _FreeTexts:
+    """Rules of free texts up to a word, each once."""
+
+    def __init__(self, special: FindToken) -> None:
+        self._special = special
+        self._rules: dict[tuple[str, int | None], str] = {}
+        self.lines: list[str] = []
+
+    def rule(self, end: str, max_length: int | None) -> str:
+        """The name of the rule of a text up to `end`, of at most `max_length` characters."""
+        key = end, max_length
+        if key not in self._rules:
+            name = self._rules[key] = f"free_{len(self._rules)}"
+            text = "TEXT"
+            if max_length is not None:
+                text = f"TEXT_{max_length}"
+                self.lines.append(f"{text}: /(.|\\n){{0,{max_length}}}/")
+            self.lines.append(_head(name, end, self._special, text))
+        return self._rules[key]
+
+
+def _said(
+    value: TaggedValue, grammar: GrammarPayload, texts: _FreeTexts, special: FindToken
+) -> str:
+    """A value, and the text behind it."""
+    end = _marked(value.end, special)
+    if value.choices:
+        return f"({' | '.join(map(_literal, value.choices))}) {end}"
+    if value.schema is not None:
+        said = _json_rule(value.schema, grammar)
+    else:
+        said = texts.rule(value.text_end, value.max_length)
+    return f"{said} {end}"
+
+
+def _head(name: str, word: str, special: FindToken, text: str = "TEXT") -> str:
     """The rule `name`: free text up to the first `word`, and the word. A lazy lexeme ends at the
-    first one, so the free text never holds it."""
-    token = special(word)
-    return f"{name}[lazy]: TEXT {_literal(word)}" if token is None else f"{name}: TEXT <[{token}]>"
+    first one, so the free text never holds it. A special token is never part of a text."""
+    marked = _marked(word, special)
+    if marked.startswith("<"):
+        return f"{name}: {text} {marked}"
+    return f"{name}[lazy]: {text} {_literal(word)}"
+
+
+def _marked(text: str, special: FindToken) -> str:
+    """`text` in Lark; the special tokens in it are written as tokens."""
+    return _written(text, _MARK.findall(text), special)
 
 
 def _written(text: str, words: Iterable[str], special: FindToken) -> str:

@@ -139,6 +139,10 @@ class ChatRenderer:
         )
         if is_empty and template is not None and not template.takes_empty(self._special_tokens):
             normal["content"] = BLANK
+        if template is not None and template.reads_thinking and "reasoning_content" in normal:
+            thought = normal.pop("reasoning_content")
+            if not (normal.get("content") and normal.get("tool_calls")):
+                normal["thinking"] = thought  # beside text and calls gpt-oss' template refuses it
         return normal
 
     def _choose_template(

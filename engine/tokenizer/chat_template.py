@@ -58,6 +58,8 @@ class ChatTemplate:
             jinja2.meta.find_undeclared_variables(environment.parse(source))
         )
         """Names that the template may read before it sets them; functions aren't among them."""
+        self.reads_thinking = ".thinking" in source and "reasoning_content" not in source
+        """Whether the thought of an earlier reply is its `thinking`, as in gpt-oss' template."""
         self._reads_parts: dict[str, bool] = {}
         self._call_shapes: dict[bool, CallShape] = {}
         self._takes_empty: bool | None = None

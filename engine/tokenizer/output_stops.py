@@ -17,7 +17,7 @@ class OutputStops:
 
     def __init__(self, params: SamplingParams) -> None:
         thinking = params.thinking
-        mark = "" if thinking is None else thinking.end
+        mark = "" if thinking is None else thinking.before_answer
         self._mark = mark
         self._checker = StopChecker(params.stop, params.include_stop_str_in_output, mark)
         self._thought = None if thinking is None else Thought(thinking)

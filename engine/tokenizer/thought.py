@@ -9,12 +9,13 @@ class Thought:
     """Splits one output's text as it comes.
 
     The answer begins with its first character that isn't white space. Until it is known whether the
-    output begins with a thought, text is held back: white space and a beginning of `start`.
+    output begins with a thought, text is held back: white space and a beginning of `start`. Where
+    a mark stands before answers (`Thinking.answer`), all before it counts as thought.
     """
 
     def __init__(self, thinking: Thinking) -> None:
-        self._start, self._end = thinking.start, thinking.end
-        self._has_begun = thinking.is_open
+        self._start, self._end = thinking.start, thinking.before_answer
+        self._has_begun = thinking.is_open or bool(thinking.answer)
         self._tail = ""
         """The end of the thought, where `end` may have begun."""
         self.held = ""

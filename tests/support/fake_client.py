@@ -75,6 +75,7 @@ class FakeEngineClient(EngineClient):
         vocab_size: int = 300,
         tool_format: str = "",
         reasons: bool = False,
+        reasoning_format: str = "qwen3",
     ) -> None:
         super().__init__()
         self._info = model_info(
@@ -83,7 +84,7 @@ class FakeEngineClient(EngineClient):
             vocab_size,
             created=1_700_000_000,
             tool_format=tool_format,
-            reasons=reasons,
+            reasoning_format=reasoning_format if reasons else "",
             hidden_size=HIDDEN,
         )
         self.started: list[TokenSequence] = []

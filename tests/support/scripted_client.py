@@ -19,8 +19,14 @@ class ScriptedClient(FakeEngineClient):
     """Every output is the text `script`, token by token, as far as its request lets it come. At
     its end is eos."""
 
-    def __init__(self, tokenizer: Tokenizer, tool_format: str, reasons: bool = True) -> None:
-        super().__init__(16384, tokenizer.vocab_size, tool_format, reasons)
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        tool_format: str,
+        reasons: bool = True,
+        reasoning_format: str = "qwen3",
+    ) -> None:
+        super().__init__(16384, tokenizer.vocab_size, tool_format, reasons, reasoning_format)
         self.script = ""
         self.tokenizer = tokenizer
         self._manager = DetokenizerManager(tokenizer)

@@ -29,6 +29,7 @@ from deploy.http.generation.request import (
     named_error,
 )
 from deploy.http.generation.thinking import behind, thinking_of_chat, thinking_of_text
+from deploy.http.parsers.reasoning_format import REASONING_FORMATS, ReasoningFormat
 from deploy.options import ServerOptions
 from engine.constraints.grammar_payload import Thinking
 from engine.errors import RequestError
@@ -134,11 +135,12 @@ async def plan_chat(
     max_tokens = resolve_max_tokens(
         len(ids), request.max_tokens, request.default_max_tokens, info, request.names
     )
-    thinking = await thinking_of_chat(client, request, ids) if info.reasons else None
+    form = _reasoning_format(info)
+    thinking = None if form is None else await thinking_of_chat(client, request, ids, form)
     constraint = _chat_constraint(request, thinking)
     reading = None
     if thinking is not None or request.tools.format is not None:
-        reading = OutputReading(request.tools, thinking)
+        reading = OutputReading(request.tools, thinking, form)
     wanted = Wanted(request.params, request.max_tokens, constraint, request.id)
     prompts = [Prompt(ids, max_tokens, wanted, abort, thinking)]
     plan = await _plan(client, server, request, prompts, reading, key)
@@ -151,6 +153,7 @@ async def plan_texts(
 ) -> Plan:
     """Tokenize the prompts and check everything. Raises `RequestError`; nothing runs yet."""
     info = client.model_info
+    form = _reasoning_format(info)
     default, each = request.default_max_tokens, request.each
     if not each:
         alike = Wanted(request.params, request.max_tokens, request.constraint, request.id)
@@ -163,11 +166,15 @@ async def plan_texts(
         kept = truncate_prompt(ids, request.truncation, wanted.max_tokens, info)
         max_tokens = resolve_max_tokens(len(kept), wanted.max_tokens, default, info, request.names)
         prompt = kept if isinstance(text, list) else text
-        thinking = await thinking_of_text(client, prompt, wanted) if info.reasons else None
+        thinking = None if form is None else await thinking_of_text(client, prompt, wanted, form)
         if thinking is not None:
             wanted = wanted._replace(constraint=behind(thinking, wanted.constraint))
         prompts.append(Prompt(kept, max_tokens, wanted, abort, thinking))
     return await _plan(client, server, request, prompts, None, key)
+
+
+def _reasoning_format(info: ModelInfo) -> ReasoningFormat | None:
+    return REASONING_FORMATS[info.reasoning_format] if info.reasoning_format else None
 
 
 def check_model(name: str, info: ModelInfo) -> None:

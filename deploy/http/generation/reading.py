@@ -8,31 +8,37 @@ from deploy.http.generation.tool_use import TEXT_FIELD, Function, ToolUse
 from deploy.http.parsers.json_reader import TextFieldReader
 from deploy.http.parsers.output_parser import OutputParser
 from deploy.http.parsers.parts import CallArguments, CallBegin, Part
+from deploy.http.parsers.reasoning_format import ReasoningFormat
 from deploy.http.parsers.reasoning_parser import ReasoningParser
+from deploy.http.parsers.tool_parser import ToolParser
 from engine.constraints.grammar_payload import Thinking
 
 
 class OutputReading:
     """What the outputs of one request are read for."""
 
-    def __init__(self, tools: ToolUse, thinking: Thinking | None) -> None:
-        """`thinking`: how outputs begin to reason; None if they don't."""
+    def __init__(
+        self, tools: ToolUse, thinking: Thinking | None, form: ReasoningFormat | None
+    ) -> None:
+        """`thinking`: how outputs begin to reason; None if they don't. `form`: the model's."""
         self._tools = tools
         self._thinking = thinking
+        self._form = form
 
     def read(self) -> OutputState:
         """The state of a new output."""
-        tools, thinking = self._tools, self._thinking
-        reasoning = None if thinking is None else ReasoningParser(thinking.is_open)
+        tools, thinking, form = self._tools, self._thinking, self._form
+        if form is not None and form.read is not None:
+            reader = form.read({} if tools.format is None else tools.schemas, thinking)
+            return OutputState(self._parser(None, reader), tools)
+        reasoning = None if thinking is None else ReasoningParser(thinking)
         if tools.format is None:
             return OutputState(OutputParser(reasoning, None), tools)
-        parser = OutputParser(
-            reasoning,
-            tools.format.parser(tools.names),
-            tools.max_calls,
-            may_answer=not tools.must_call,
-        )
-        return OutputState(parser, tools)
+        return OutputState(self._parser(reasoning, tools.format.parser(tools.schemas)), tools)
+
+    def _parser(self, reasoning: ReasoningParser | None, calls: ToolParser) -> OutputParser:
+        tools = self._tools
+        return OutputParser(reasoning, calls, tools.max_calls, may_answer=not tools.must_call)
 
 
 class OutputState:

@@ -152,9 +152,9 @@ class ToolUse:
         return self._functions.get(name)
 
     @property
-    def names(self) -> frozenset[str]:
-        """The functions that may be called."""
-        return frozenset(self._callable)
+    def schemas(self) -> dict[str, dict[str, Any]]:
+        """The functions that may be called: the JSON schemas of their arguments by full name."""
+        return {name: function.parameters or {} for name, function in self._callable.items()}
 
     @property
     def max_calls(self) -> int | None:
@@ -172,8 +172,8 @@ class ToolUse:
         is_free = len(self._callable) == len(self._functions)
         if is_free and not bound and not any(tool.strict for tool in self._functions.values()):
             return None
-        schemas: dict[str, dict[str, Any] | TextInput] = {
-            name: function.bound_arguments if bound or function.strict else {"type": "object"}
+        schemas: dict[str, dict[str, Any] | TextInput | None] = {
+            name: function.bound_arguments if bound or function.strict else None
             for name, function in self._callable.items()
         }
         return self.format.constraint(

@@ -22,4 +22,4 @@ class Llama3Parser(ToolParser):
         yield from super()._parse()
 
     def _takes(self, name: str) -> bool:
-        return name in self._tool_names
+        return name in self._tools

@@ -6,12 +6,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection
 
-from deploy.http.parsers.tool_parser import FindsPlace, ToolParser, Waits
+from deploy.http.parsers.tool_parser import ToolParser, Waits
 
-_NAME = re.compile(r"[\w.-]+")
 _CALL_ID = "[CALL_ID]"
 _ARGUMENTS = "[ARGS]"
 
@@ -32,7 +30,7 @@ class MistralParser(ToolParser):
             # Further calls may lack the token, but not the name of a tool.
             before = self._num_calls
             at = yield from self._skip_space(0)
-            yield from self._read_named(at, self._tool_names)
+            yield from self._read_named(at, self._tools)
 
     def _read_named(self, at: int, names: Collection[str] | None = None) -> Waits:
         """A call of a function, of one of `names` if they are given, by its name at `at`."""
@@ -50,13 +48,3 @@ class MistralParser(ToolParser):
         if is_cut or self._text.startswith(("{", "[", '"') if behind >= 0 else "{", at):
             at = yield from self._read_arguments(name, at)
             yield from self._drop_left_overs(at)
-
-    def _word(self, at: int) -> FindsPlace:
-        """The end of the word at `at`; -1 if there is none."""
-        while True:
-            found = _NAME.match(self._text, at)
-            if found and (found.end() < len(self._text) or self._ended):
-                return found.end()
-            if self._ended or (not found and at < len(self._text)):
-                return -1
-            yield

@@ -17,8 +17,9 @@ class OutputParser:
         max_calls: int | None = None,
         may_answer: bool = True,
     ) -> None:
-        """`max_calls`: further calls are dropped. `may_answer` False: the output is calls alone, so
-        that text is a part of a call that was cut off; it is dropped."""
+        """`tools` also reads the thoughts where these alternate with calls; then there is no
+        `reasoning`. `max_calls`: further calls are dropped. `may_answer` False: the output is calls
+        alone, so that text is a part of a call that was cut off; it is dropped."""
         self._reasoning = reasoning
         self._tools = tools
         self._max_calls = max_calls
@@ -37,7 +38,9 @@ class OutputParser:
     @property
     def is_reasoning(self) -> bool:
         """Whether the model may still be thinking."""
-        return self._reasoning is not None and not self._reasoning.is_closed
+        if self._reasoning is not None:
+            return not self._reasoning.is_closed
+        return self._tools is not None and self._tools.is_reasoning
 
     def feed(self, text: str) -> list[Part]:
         """The parts that are known now that `text` has come."""
@@ -60,12 +63,19 @@ class OutputParser:
             parts += self._answer(rest)
         if self._tools is not None:
             parts += self._allowed(self._tools.finish())
+            self._see_thoughts(self._tools)
         return joined(parts)
 
     def _answer(self, text: str) -> list[Part]:
         if self._tools is None:
             return [Text(text)] if text else []
-        return self._allowed(self._tools.feed(text))
+        parts = self._allowed(self._tools.feed(text))
+        self._see_thoughts(self._tools)
+        return parts
+
+    def _see_thoughts(self, tools: ToolParser) -> None:
+        if tools.has_reasoned:
+            self.has_reasoned, self.is_within_reasoning = True, tools.is_within_reasoning
 
     def _allowed(self, parts: list[Part]) -> list[Part]:
         """Without the calls beyond `max_calls`, and without text if there can't be any."""
@@ -75,7 +85,7 @@ class OutputParser:
                 if self._max_calls is not None and part.call >= self._max_calls:
                     continue
                 self.num_calls = part.call + 1
-            elif not self._may_answer:
+            elif isinstance(part, Text) and not self._may_answer:
                 continue
             result.append(part)
         return result

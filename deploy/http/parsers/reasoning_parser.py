@@ -5,21 +5,19 @@ from __future__ import annotations
 from deploy.http.parsers.json_reader import WHITESPACE
 from deploy.http.parsers.parts import Part, Reasoning
 from deploy.http.parsers.tool_parser import length_of_beginning
-
-START = "<think>"
-END = "</think>"
+from engine.constraints.grammar_payload import Thinking
 
 
 class ReasoningParser:
     """Reads one output up to the end of its reasoning; `rest` is what follows.
 
-    White space around the reasoning is dropped. If the output ends before `END`, all of it is
+    White space around the reasoning is dropped. If the output ends before `end`, all of it is
     reasoning. An output that has no reasoning stays as it is.
     """
 
-    def __init__(self, is_open: bool) -> None:
-        """`is_open`: the prompt ends with `START`, so the output begins with reasoning."""
-        self._is_open = is_open
+    def __init__(self, thinking: Thinking) -> None:
+        self._start, self._end = thinking.start, thinking.end
+        self._is_open = thinking.is_open
         self.has_begun = self.is_closed = False
         """Whether there is reasoning; whether its end was found."""
         self._has_given = False
@@ -36,12 +34,12 @@ class ReasoningParser:
             return []
         given: list[Part] = []
         if not self.is_closed:
-            at = self._text.find(END)
+            at = self._text.find(self._end)
             self.is_closed = at >= 0
             if not self.is_closed:
-                return self._give(len(self._text) - length_of_beginning(self._text, END))
+                return self._give(len(self._text) - length_of_beginning(self._text, self._end))
             given = self._give(at)
-            self._text = self._text[self._text.find(END) + len(END) :]
+            self._text = self._text[self._text.find(self._end) + len(self._end) :]
         self._text = self._text.lstrip(WHITESPACE)
         self.is_done, self.rest = bool(self._text), self._text
         return given
@@ -62,9 +60,9 @@ class ReasoningParser:
     def _begin(self) -> bool:
         """Find out whether the output begins with reasoning. True once that is so."""
         text = self._text.lstrip(WHITESPACE)
-        if text.startswith(START):
-            self._text, self.has_begun = text[len(START) :], True
-        elif not START.startswith(text):
+        if text.startswith(self._start):
+            self._text, self.has_begun = text[len(self._start) :], True
+        elif not self._start.startswith(text):
             self.has_begun = self._is_open
             if not self._is_open:
                 self.is_done, self.rest = True, self._text

@@ -7,17 +7,22 @@ semicolons, markers that come twice) is dropped. So the parts don't depend on ho
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator
+import re
+from collections.abc import Generator, Mapping
+from typing import Any
 
 from deploy.http.parsers.json_reader import WHITESPACE, CallReader, ValueReader
 from deploy.http.parsers.parts import CallArguments, CallBegin, Part, Text, joined
 
+Tools = Mapping[str, Mapping[str, Any]]
+"""The JSON schema of the arguments by name of each tool that may be called."""
 LEFT_OVERS = WHITESPACE + ",;}]"
 """What may stand behind a call and says nothing."""
 Waits = Generator[None, None, None]
 """Yields where it needs more text, or to know that there is none."""
 FindsPlace = Generator[None, None, int]
 """The same; returns a place in the text, or -1."""
+_WORD = re.compile(r"[\w.-]+")
 
 
 class ToolParser:
@@ -27,9 +32,13 @@ class ToolParser:
     """Where it stands, calls may follow."""
     closing: str = ""
     """Stands behind the calls; "" if nothing does."""
+    other_markers: tuple[str, ...] = ()
+    """Further forms of the marker."""
+    bare: str = ""
+    """Begins a call that lacks the marker."""
 
-    def __init__(self, tool_names: Collection[str]) -> None:
-        self._tool_names = tool_names
+    def __init__(self, tools: Tools) -> None:
+        self._tools = tools
         self._text = ""
         """What was neither given out nor dropped so far."""
         self._ended = False
@@ -37,6 +46,9 @@ class ToolParser:
         self._num_calls = 0
         self.is_cut = False
         """Whether the last call that has begun lacks arguments."""
+        self.is_reasoning = self.has_reasoned = self.is_within_reasoning = False
+        """Of forms in which thoughts and calls alternate: whether thoughts may still come, whether
+        there was one, whether the output so far ends within one."""
         self._is_open = False
         """Whether `closing` is still to come."""
         self._run = self._parse()
@@ -60,14 +72,14 @@ class ToolParser:
     def _parse(self) -> Waits:
         """The whole output, until it has ended."""
         while True:
-            at = yield from self._seek(self.marker)
+            at = yield from self._seek()
             if at < 0:
                 return
             before = self._num_calls
-            behind = yield from self._skip_markers(at + len(self.marker))
+            behind = yield from self._skip_markers(at)
             yield from self._read_calls(behind)
             if self._num_calls == before:
-                self._give(behind)
+                self._give(max(behind, at + len(self.bare)))
 
     def _read_calls(self, at: int) -> Waits:
         """Calls as objects or in a list, one behind the other at `at`, behind a marker. Drops what
@@ -93,34 +105,47 @@ class ToolParser:
         self._parts.append(Text(self._text[:end]))
         self._text = self._text[end:]
 
-    def _seek(self, word: str) -> FindsPlace:
-        """Give out text up to `word`, but not white space before it. -1 if the output ends. Drops
-        what closes the calls so far."""
+    def _drop(self, end: int) -> None:
+        """What stands before `end` belongs to a call."""
+        self._text = self._text[end:]
+
+    @property
+    def _markers(self) -> tuple[str, ...]:
+        return (self.marker, *self.other_markers)
+
+    def _seek(self) -> FindsPlace:
+        """Give out text up to a marker or a bare call, but not white space before it. -1 if the
+        output ends. Drops what closes the calls so far."""
+        words = (*self._markers, self.bare) if self.bare else self._markers
         while True:
             closing = self.closing if self._is_open else ""
-            at, closes = self._text.find(word), self._text.find(closing) if closing else -1
+            at, closes = _first_of(words, self._text), self._text.find(closing) if closing else -1
             if closes >= 0 and not 0 <= at < closes:
                 self._give(len(self._text[:closes].rstrip(WHITESPACE)))
                 yield from self._drop_left_overs(self._text.find(closing))
                 continue
             if at >= 0:
                 self._give(len(self._text[:at].rstrip(WHITESPACE)))
-                return self._text.find(word)
+                return _first_of(words, self._text)
             cut = length_of_beginning(self._text, closing)
             if self._ended:
                 kept = self._text[: len(self._text) - cut]
                 self._give(len(kept.rstrip(WHITESPACE) if self._num_calls else kept))
                 return -1
-            maybe = len(self._text) - max(cut, length_of_beginning(self._text, word))
+            held = max(length_of_beginning(self._text, word) for word in words)
+            maybe = len(self._text) - max(cut, held)
             self._give(len(self._text[:maybe].rstrip(WHITESPACE)))
             yield
 
     def _skip_markers(self, at: int) -> FindsPlace:
-        """The place behind further markers at `at`: models may write them twice."""
+        """The place behind markers at `at`: models may write them twice."""
         while True:
-            behind = yield from self._skip_space(at)
-            behind = yield from self._after(behind, self.marker)
-            if behind < 0:
+            begin = yield from self._skip_space(at)
+            for marker in self._markers:
+                behind = yield from self._after(begin, marker)
+                if behind >= 0:
+                    break
+            else:
                 return at
             at = behind
 
@@ -160,6 +185,32 @@ class ToolParser:
                 return -1
             yield
         return at + len(word)
+
+    def _behind(self, at: int, word: str) -> FindsPlace:
+        """As `_after`; the text's end if the output ends within `word`."""
+        behind = yield from self._after(at, word)
+        is_cut = behind < 0 and self._ended and word.startswith(self._text[at:])
+        return len(self._text) if is_cut else behind
+
+    def _until(self, at: int, word: str) -> FindsPlace:
+        """The place of `word` at `at` or behind it; -1 if the output ends before."""
+        seen = at
+        while (found := self._text.find(word, seen)) < 0:
+            if self._ended:
+                return -1
+            seen = max(at, len(self._text) - len(word) + 1)
+            yield
+        return found
+
+    def _word(self, at: int) -> FindsPlace:
+        """The end of the word at `at`; -1 if there is none."""
+        while True:
+            found = _WORD.match(self._text, at)
+            if found and (found.end() < len(self._text) or self._ended):
+                return found.end()
+            if self._ended or (not found and at < len(self._text)):
+                return -1
+            yield
 
     def _read_call(self, at: int) -> FindsPlace:
         """A call as an object with `name` and `arguments`. Returns its end; -1 if there is none."""
@@ -207,6 +258,11 @@ class ToolParser:
         if text:
             self._parts.append(CallArguments(self._num_calls - 1, text))
         self._text = self._text[end:]
+
+
+def _first_of(words: tuple[str, ...], text: str) -> int:
+    """The first place of any of the words; -1 if there is none."""
+    return min((at for word in words if (at := text.find(word)) >= 0), default=-1)
 
 
 def length_of_beginning(text: str, word: str) -> int:

@@ -92,7 +92,32 @@ TEXT_FIRST = """{%- for message in messages %}
     {%- else %}{{ message.tool_calls | tojson }}{% endif %}
 {%- endfor %}"""
 
+# gpt-oss: thoughts by another name, which stand beside calls but not beside text and calls.
+GPT_OSS = """{%- set last = namespace(name=none) %}
+{%- for message in messages %}
+    {%- if message.role == 'assistant' and 'tool_calls' in message %}
+        {%- set call = message.tool_calls[0].function %}
+        {%- if message.content and message.thinking %}
+            {{- raise_exception('Cannot pass both content and thinking!') }}
+        {%- elif message.content or message.thinking %}
+            {{- '<|start|>assistant<|channel|>analysis<|message|>' }}
+            {{- (message.content or message.thinking) + '<|end|>' }}
+        {%- endif %}
+        {{- '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary ' }}
+        {{- 'json<|message|>' + call.arguments | tojson + '<|call|>' }}
+        {%- set last.name = call.name %}
+    {%- elif message.role == 'assistant' %}
+        {{- '<|start|>assistant<|channel|>final<|message|>' + message.content + '<|end|>' }}
+    {%- elif message.role == 'tool' %}
+        {%- if last.name is none %}{{ raise_exception('no previous call!') }}{% endif %}
+        {{- '<|start|>functions.' + last.name + ' to=assistant<|channel|>commentary<|message|>' }}
+        {{- message.content | tojson + '<|end|>' }}
+    {%- else %}{{ '<|start|>' + message.role + '<|message|>' + message.content + '<|end|>' }}
+    {%- endif %}
+{%- endfor %}"""
+
 TEMPLATES = {
+    "gpt_oss": GPT_OSS,
     "deepseek": DEEPSEEK,
     "mistral": MISTRAL,
     "one_call": ONE_CALL,

@@ -18,6 +18,7 @@ from tests.unit.tokenizer.tokenizer_kinds import make_tokenizer
 TOKENIZER = make_tokenizer("byte_level")
 FREE = Thinking("<think>", "</think>", is_open=False)
 OPEN = Thinking("<think>", "</think>", is_open=True)
+CHANNELS = Thinking("<a>", "<e>", is_open=False, answer="<f>")
 PROMPT = [1, 2, 3]
 
 
@@ -60,6 +61,9 @@ def output(
         (" b", FREE, ""),
         ("<thin", FREE, ""),
         ("</think>b", FREE, ""),
+        ("<a>x<e><a>y<e><f>b <e>", CHANNELS, "<a>x<e><a>y<e><f>"),
+        ("<c>b", CHANNELS, "<c>b"),
+        ("<f>b", CHANNELS, "<f>"),
     ],
 )
 def test_where_the_thought_ends(text: str, thinking: Thinking, thought: str) -> None:

@@ -30,6 +30,21 @@ OUTPUTS = {
     "a list": ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]'),
     "a named call": ("mistral", '[TOOL_CALLS]f[ARGS]{"a": 1}'),
     "an object": ("llama3_json", '{"name": "f", "parameters": {"a": 1}}'),
+    "values between tags": (
+        "qwen3_coder",
+        "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>",
+    ),
+    "keys and values": (
+        "glm45",
+        "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>",
+    ),
+    "invocations": (
+        "minimax_m2",
+        'Well.\n<minimax:tool_call>\n<invoke name="f">\n<parameter name="a">1</parameter>\n'
+        '</invoke>\n<invoke name="g">\n</invoke>\n</minimax:tool_call>',
+    ),
+    "a list behind a token": ("granite", '<|tool_call|>[{"name": "f", "arguments": {"a": 1}}]'),
+    "Python": ("pythonic", "[f(a=1), g()]"),
     "another object": ("llama3_json", '{"name": "h", "parameters": {"a": 1}}'),
 }
 
@@ -69,6 +84,12 @@ def streamed(client: FakeEngineClient, **fields: Any) -> dict[str, Any]:
                 function = message["tool_calls"][call["index"]]["function"]
                 function["arguments"] += call["function"]["arguments"]
     return {"message": message, "finish_reason": finish, "usage": last["usage"]}
+
+
+def harmony(script: str) -> FakeEngineClient:
+    client = FakeEngineClient(1024, tool_format="gpt_oss", reasons=True, reasoning_format="gpt_oss")
+    client.script = script
+    return client
 
 
 def without_ids(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -248,3 +269,51 @@ def test_a_call_that_a_stop_string_cut_is_not_to_be_run(stop: str) -> None:
     items = {"input": "hi", "tools": [{"type": "function", "name": "f"}], "stop": [stop]}
     (item,) = post("/v1/responses", fake(CALL), **items).json()["output"]
     assert (item["type"], item["status"]) == ("function_call", "incomplete")
+
+
+THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+CHANNEL_CALL = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
+
+
+def test_thoughts_and_calls_in_channels() -> None:
+    preamble = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
+    script = f'{THOUGHT}{preamble}{CHANNEL_CALL}{{"a": 1}}'
+    reply = whole(harmony(script))
+    (choice,) = reply["choices"]
+    message = choice["message"]
+    assert (message["reasoning"], message["content"]) == ("Hm.", "I look.")
+    (made,) = message["tool_calls"]
+    assert made["function"] == {"name": "f", "arguments": '{"a": 1}'}
+    assert choice["finish_reason"] == "tool_calls"
+    assert reply["usage"]["completion_tokens_details"]["reasoning_tokens"] >= len("Hm.")
+    got = streamed(harmony(script))
+    assert got["message"]["reasoning"] == "Hm." and got["message"]["content"] == "I look."
+    assert without_ids(got["message"]["tool_calls"]) == without_ids([made])
+    assert got["usage"] == reply["usage"] and got["finish_reason"] == "tool_calls"
+
+
+def test_answers_in_channels() -> None:
+    script = f"{THOUGHT}<|channel|>final<|message|>Yes."
+    for tools in ([], [TOOL]):
+        (choice,) = whole(harmony(script), tools=tools)["choices"]
+        assert (choice["message"]["reasoning"], choice["message"]["content"]) == ("Hm.", "Yes.")
+        assert choice["finish_reason"] == "stop"
+    message = whole(harmony(f"{CHANNEL_CALL}{{}}"), tool_choice="none")["choices"][0]["message"]
+    assert message["content"] == "{}" and "tool_calls" not in message
+
+
+def test_a_call_in_a_channel_that_is_cut() -> None:
+    (choice,) = whole(harmony(f'{THOUGHT}{CHANNEL_CALL}{{"a": '))["choices"]
+    assert choice["finish_reason"] == "stop"
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"a": '
+
+
+def test_what_is_demanded_of_channels() -> None:
+    client = harmony("")
+    whole(client, tools=[], response_format={"type": "json_object"})
+    thinking = client.checked[0].payload["thinking"]
+    assert thinking["answer"] == "<|channel|>final<|message|>" and not thinking["is_open"]
+    client = harmony("")
+    whole(client, tool_choice="required")
+    assert client.checked[0].payload["type"] == "tool_calls"
+    assert "commentary to=functions.f" in client.checked[0].payload["value"]

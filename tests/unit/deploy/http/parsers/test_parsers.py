@@ -3,40 +3,40 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deploy.http.parsers import deepseek
+from deploy.http.parsers.deepseek import DeepSeekParser
+from deploy.http.parsers.granite import GraniteParser
 from deploy.http.parsers.hermes import HermesParser
 from deploy.http.parsers.llama3 import Llama3Parser
 from deploy.http.parsers.mistral import MistralParser
 from deploy.http.parsers.output_parser import OutputParser
-from deploy.http.parsers.parts import CallArguments, CallBegin, Part, Reasoning, Text, joined
+from deploy.http.parsers.parts import CallArguments, CallBegin, Part, Reasoning, Text
+from deploy.http.parsers.pythonic import Llama4Parser, PythonicParser
+from deploy.http.parsers.reasoning_format import GRANITE, THINK
 from deploy.http.parsers.reasoning_parser import ReasoningParser
 from deploy.http.parsers.tool_parser import ToolParser
+from tests.unit.deploy.http.parsers.parsing import call, check_cuts, parsed, read
 
-PARSERS: list[type[ToolParser]] = [HermesParser, Llama3Parser, MistralParser]
-TOOLS = frozenset({"f", "get-weather"})
+PARSERS: list[type[ToolParser]] = [
+    HermesParser,
+    Llama3Parser,
+    MistralParser,
+    GraniteParser,
+    DeepSeekParser,
+    PythonicParser,
+    Llama4Parser,
+]
+TOOLS: dict[str, dict[str, Any]] = {"f": {}, "get-weather": {}}
 
 
 def parse(kind: type[ToolParser], text: str, cuts: list[int] | None = None) -> list[Part]:
-    return read(lambda: OutputParser(None, kind(TOOLS), None), text, cuts)
-
-
-def read(make: Callable[[], OutputParser], text: str, cuts: list[int] | None = None) -> list[Part]:
-    """The parts of `text`, which comes in pieces that end at `cuts`."""
-    parser, parts, begin = make(), [], 0
-    for end in [*sorted(cuts or []), len(text)]:
-        parts += parser.feed(text[begin:end])
-        begin = end
-    return joined(parts + parser.finish())
-
-
-def call(name: str, arguments: str, number: int = 0) -> list[Part]:
-    return [CallBegin(number, name), CallArguments(number, arguments)]
+    return parsed(kind, TOOLS, text, cuts)
 
 
 HERMES = '<tool_call>\n{"name": "f", "arguments": {"a": [1, "}"]}}\n</tool_call>'
@@ -134,6 +134,61 @@ CASES += [
     (MistralParser, '[TOOL_CALLS][{"name": "f", "arguments": [1]}]', call("f", "[1]")),
     (MistralParser, "[TOOL_CALLS]f[ARGS][1]", call("f", "[1]")),
 ]  # fmt: skip
+A1 = '{"a": 1}'
+CALLS_BEGIN, CALLS_END = DeepSeekParser.marker, DeepSeekParser.closing
+
+
+def v3(name: str, arguments: str) -> str:
+    return (
+        f"{deepseek.CALL}function{deepseek.SEPARATOR}{name}\n```json\n{arguments}\n```"
+        f"{deepseek.CALL_END}"
+    )
+
+
+def v31(name: str, arguments: str) -> str:
+    return f"{deepseek.CALL}{name}{deepseek.SEPARATOR}{arguments}{deepseek.CALL_END}"
+
+
+CASES += [
+    (GraniteParser, f"<|tool_call|>[{F}, {G}]", BOTH),
+    (GraniteParser, f"Ok <tool_call>[{F}]", [Text("Ok"), *BOTH[:2]]),
+    (GraniteParser, f"<|tool_call|> {F}", BOTH[:2]),
+    (GraniteParser, f"<|tool_call|><tool_call>[{F}]\n<|tool_call|>[{G}] Ok", [*BOTH, Text(" Ok")]),
+    (DeepSeekParser, f"{CALLS_BEGIN}{v3('f', A1)}{CALLS_END}", BOTH[:2]),
+    (DeepSeekParser, f"{CALLS_BEGIN}{v31('f', A1)}{CALLS_END}", BOTH[:2]),
+    (
+        DeepSeekParser,
+        f"Ok.\n{CALLS_BEGIN}{v3('f', A1)}\n{v3('get-weather', '{}')}{CALLS_END} Done.",
+        [Text("Ok."), *BOTH, Text(" Done.")],
+    ),
+    (
+        DeepSeekParser,
+        f"{CALLS_BEGIN}{v31('f', A1)}{v31('get-weather', '{}')}{CALLS_END}\n",
+        BOTH,
+    ),
+    (DeepSeekParser, f"{CALLS_BEGIN}{v31('function', '{}')}{CALLS_END}", call("function", "{}")),
+    (DeepSeekParser, f"{CALLS_BEGIN}\n{v31('g', '[1]')}", call("g", "[1]")),
+    (DeepSeekParser, CALLS_BEGIN + v3("f", '{"a": "```<｜tool▁sep｜>"}') + CALLS_END,
+     call("f", '{"a": "```<｜tool▁sep｜>"}')),
+    (PythonicParser, "[f(a=1)]", BOTH[:2]),
+    (PythonicParser, " [f(a=1), get-weather()]\n", BOTH),
+    (
+        PythonicParser,
+        "[f(a='é \\'(\\n', b=[1, -2.5, (True,)], c={\"x\": None, 'y': false})]",
+        call("f", '{"a": "é \'(\\n", "b": [1, -2.5, [true]], "c": {"x": null, "y": false}}'),
+    ),
+    (PythonicParser, "I look.\n```tool_code\nf(a=1)\n```\nOk",
+     [Text("I look."), *BOTH[:2], Text("\nOk")]),
+    (PythonicParser, "```tool_code\n[f(a=1), get-weather()]\n```", BOTH),
+    (PythonicParser, "```tool_code\nf(a=1)\nget-weather()\n```", BOTH),
+    (PythonicParser, "[f(a=1)] So it is.", [*BOTH[:2], Text(" So it is.")]),
+    (PythonicParser, f"[{F}, {G}]", BOTH),
+    (PythonicParser, F, BOTH[:2]),
+    (Llama4Parser, "<|python_start|>[f(a=1), get-weather()]<|python_end|>", BOTH),
+    (Llama4Parser, "[f(a=1)]", BOTH[:2]),
+    (Llama4Parser, f"<|python_start|>{F}<|python_end|>", BOTH[:2]),
+    (Llama4Parser, f"{F}; {G}", BOTH),
+]  # fmt: skip
 # A call that was cut is one as soon as its name is known. What closes it may be cut, too.
 CUT: list[tuple[type[ToolParser], str, list[Part]]] = [
     (HermesParser, '<tool_call>{"name": "f"', [CallBegin(0, "f")]),
@@ -146,6 +201,16 @@ CUT: list[tuple[type[ToolParser], str, list[Part]]] = [
     (MistralParser, '[TOOL_CALLS][{"name": "f", ', [CallBegin(0, "f")]),
     (MistralParser, "[TOOL_CALLS]f[ARGS]", [CallBegin(0, "f")]),
     (MistralParser, '[TOOL_CALLS]f[ARGS]{"a', call("f", '{"a')),
+    (GraniteParser, '<|tool_call|>[{"name": "f", ', [CallBegin(0, "f")]),
+    (DeepSeekParser, f"{CALLS_BEGIN}{deepseek.CALL}f{deepseek.SEPARATOR}", [CallBegin(0, "f")]),
+    (
+        DeepSeekParser,
+        f"{CALLS_BEGIN}{deepseek.CALL}function{deepseek.SEPARATOR}f\n```js",
+        [CallBegin(0, "f")],
+    ),
+    (DeepSeekParser, f'{CALLS_BEGIN}{deepseek.CALL}f{deepseek.SEPARATOR}{{"a', call("f", '{"a')),
+    (PythonicParser, "[f(a='x", [CallBegin(0, "f")]),
+    (PythonicParser, "```tool_code\nf(", [CallBegin(0, "f")]),
 ]
 CUT_BEHIND: list[tuple[type[ToolParser], str, list[Part]]] = [
     (HermesParser, f"<tool_call>{F[:-1]}", BOTH[:2]),
@@ -154,6 +219,10 @@ CUT_BEHIND: list[tuple[type[ToolParser], str, list[Part]]] = [
     (HermesParser, f"<tool_call>{F} then</tool_ca", [*BOTH[:2], Text(" then")]),
     (Llama3Parser, f"{F}; ", BOTH[:2]),
     (MistralParser, f"[TOOL_CALLS][{F}, ", BOTH[:2]),
+    (DeepSeekParser, f"{CALLS_BEGIN}{v3('f', A1)[:-10]}", BOTH[:2]),
+    (DeepSeekParser, f"{CALLS_BEGIN}{v31('f', A1)}{CALLS_END[:-4]}", BOTH[:2]),
+    (PythonicParser, "[f(a=1), ", BOTH[:2]),
+    (PythonicParser, "```tool_code\nf(a=1)\n``", BOTH[:2]),
 ]
 NO_CALLS: list[tuple[type[ToolParser], str]] = [
     (HermesParser, "Hello.\n"),
@@ -172,15 +241,32 @@ NO_CALLS: list[tuple[type[ToolParser], str]] = [
     (MistralParser, "[TOOL_CALLS] [1, 2]"),
     (MistralParser, "[TOOL_CALLS]f[ARGS] no"),
     (MistralParser, "[TOOL_CALLS]"),
+    (GraniteParser, "<|tool_call|> [1, 2]"),
+    (GraniteParser, "<|tool_call|"),
+    (DeepSeekParser, f"{CALLS_BEGIN} nope {CALLS_END}"),
+    (DeepSeekParser, f"{CALLS_BEGIN}{deepseek.CALL}f{deepseek.SEPARATOR}nope{deepseek.CALL_END}"),
+    (DeepSeekParser, f"{CALLS_BEGIN}{deepseek.CALL}function{deepseek.SEPARATOR}get-wea"),
+    (DeepSeekParser, f"{CALLS_BEGIN}{deepseek.CALL}function{deepseek.SEPARATOR}f\n{{}}"),
+    (DeepSeekParser, f"{CALLS_BEGIN}{deepseek.CALL}get-wea"),
+    (PythonicParser, "[unknown(a=1)]"),
+    (PythonicParser, "[f(a=g(1))]"),
+    (PythonicParser, "[f(a=1 b=2)]"),
+    (PythonicParser, "[f(**{})]"),
+    (PythonicParser, "[f(1)]"),
+    (PythonicParser, "[f(a={**{}})]"),
+    (PythonicParser, "[f, 2]"),
+    (PythonicParser, "[1, 2]"),
+    (PythonicParser, "f(a=1)"),
+    (PythonicParser, "See [f(a=1)]"),
+    (PythonicParser, "```tool_code\nprint(f(a=1))\n```"),
+    (PythonicParser, "[get-wea"),
+    (Llama4Parser, "<|python_start|>print(1)<|python_end|>"),
 ]
 
 
 @pytest.mark.parametrize(("kind", "text", "expected"), CASES + CUT + CUT_BEHIND)
 def test_calls_cut_anywhere(kind: type[ToolParser], text: str, expected: list[Part]) -> None:
-    assert parse(kind, text) == expected
-    for cut in range(len(text) + 1):
-        assert parse(kind, text, [cut]) == expected, cut
-    assert parse(kind, text, list(range(len(text)))) == expected
+    check_cuts(lambda: OutputParser(None, kind(TOOLS), None), text, expected)
 
 
 @pytest.mark.parametrize(("kind", "text", "is_cut"), [
@@ -207,6 +293,9 @@ WORDS = st.sampled_from(
     [
         *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "; ", ", "),
         *('{"name": ', '"f"', '"get-weather"', ', "arguments": ', ', "parameters": ', "{}", "}"),
+        *("<|tool_call|>", CALLS_BEGIN, CALLS_END, deepseek.CALL, deepseek.CALL_END, "function"),
+        *(deepseek.SEPARATOR, "```json", "```", "```tool_code", "f(", "a=", "1", ")", "'"),
+        *("<|python_start|>", "<|python_end|>", "f", "get-weather"),
         *('{"a": "}\\""}', "[", "]", " ", "\n", "text", "<", "{", '"', "é"),
     ]
 )
@@ -241,12 +330,15 @@ CALLS = st.lists(
 
 
 def written(kind: type[ToolParser], calls: list[tuple[str, dict[str, Any]]]) -> str:
-    key = "parameters" if kind is Llama3Parser else "arguments"
+    if kind is DeepSeekParser:
+        texts = [v3(name, json.dumps(given, ensure_ascii=False)) for name, given in calls]
+        return CALLS_BEGIN + "\n".join(texts) + CALLS_END
+    key = "parameters" if issubclass(kind, Llama3Parser) else "arguments"
     texts = [json.dumps({"name": name, key: given}, ensure_ascii=False) for name, given in calls]
     if kind is HermesParser:
         return "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in texts)
-    if kind is MistralParser:
-        return f"[TOOL_CALLS][{', '.join(texts)}]"
+    if kind in (MistralParser, GraniteParser):
+        return f"{kind.marker}[{', '.join(texts)}]"
     return "; ".join(texts)
 
 
@@ -287,9 +379,48 @@ REASONING = [
 @pytest.mark.parametrize(("is_open", "text", "expected"), REASONING)
 def test_reasoning_cut_anywhere(is_open: bool, text: str, expected: list[Part]) -> None:
     def make() -> OutputParser:
-        return OutputParser(ReasoningParser(is_open), HermesParser(TOOLS), None)
+        return OutputParser(
+            ReasoningParser(THINK.thinking(is_open=is_open)), HermesParser(TOOLS), None
+        )
 
-    assert read(make, text) == expected
-    for cut in range(len(text) + 1):
-        assert read(make, text, [cut]) == expected, cut
-    assert read(make, text, list(range(len(text)))) == expected
+    check_cuts(make, text, expected)
+
+
+@settings(max_examples=200)
+@given(calls=CALLS)
+def test_calls_in_python(calls: list[tuple[str, dict[str, Any]]]) -> None:
+    named = [
+        (name, {f"a{number}": value for number, value in enumerate(given.values())})
+        for name, given in calls
+    ]
+    texts = [
+        f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})"
+        for name, given in named
+    ]
+    parts = parse(PythonicParser, f"[{', '.join(texts)}]")
+    names = [part.name for part in parts if isinstance(part, CallBegin)]
+    arguments = [json.loads(part.text) for part in parts if isinstance(part, CallArguments)]
+    assert list(zip(names, arguments, strict=True)) == named
+
+
+def test_arguments_in_python_without_names() -> None:
+    tools = {"f": {"properties": {"a": {}, "b": {}}}}
+    assert parsed(PythonicParser, tools, "[f(1, b=2)]") == call("f", '{"a": 1, "b": 2}')
+    assert parsed(PythonicParser, tools, "[f(1, 2, 3)]") == [Text("[f(1, 2, 3)]")]
+
+
+GRANITE_REASONING = [
+    (
+        "Here is my thought process: Hm.\n\nHere is my response:\n\nYes.",
+        [Reasoning("Hm."), Text("Yes.")],
+    ),
+    ("Here is my thought process: Hm", [Reasoning("Hm")]),
+    ("Here is my", [Text("Here is my")]),
+    ("Here is what I think.", [Text("Here is what I think.")]),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), GRANITE_REASONING)
+def test_reasoning_between_sentences(text: str, expected: list[Part]) -> None:
+    thinking = GRANITE.thinking(is_open=False)
+    check_cuts(lambda: OutputParser(ReasoningParser(thinking), None), text, expected)
