@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from engine.errors import ConfigError
 from engine.process.folders import cache_folder
 from engine.process.other_process import ask_module
 
@@ -39,6 +40,22 @@ class AttentionCall(msgspec.Struct, frozen=True):
     """The earlier call whose keys and values these are."""
     unknown: tuple[str, ...] = ()
     """What the model asks of attention besides."""
+    layer: int = 0
+    """The decoder layer that makes it."""
+    is_divided: bool = False
+    """Whether tensor parallel ranks divide its heads; otherwise each computes all of them."""
+
+    def on_rank(self, tp_size: int, first: int = 0) -> AttentionCall:
+        """The call with one rank's heads, in a stage whose first call is number `first`."""
+        kv_of = None if self.kv_of is None else self.kv_of - first
+        if not self.is_divided:
+            return msgspec.structs.replace(self, kv_of=kv_of)
+        return msgspec.structs.replace(
+            self,
+            num_heads=self.num_heads // tp_size,
+            num_kv_heads=max(1, self.num_kv_heads // tp_size),
+            kv_of=kv_of,
+        )
 
     @property
     def lacks(self) -> str:
@@ -55,6 +72,51 @@ class AttentionCall(msgspec.Struct, frozen=True):
         return ", ".join(name for name, asked in found.items() if asked)
 
 
+class Part(msgspec.Struct, frozen=True):
+    """A piece of a parameter, of which each of several ranks has an equal share."""
+
+    size: int
+    units: int
+    """Pieces of it that stay whole, such as heads."""
+    is_shared: bool = False
+    """Whether several ranks may have the same unit: with more ranks than key/value heads."""
+
+    def divides(self, tp_size: int) -> bool:
+        """Whether `tp_size` ranks can have shares of it."""
+        return self.units % tp_size == 0 or (self.is_shared and tp_size % self.units == 0)
+
+    def share(self, tp_size: int, tp_rank: int) -> range:
+        """The numbers of it that a rank has."""
+        count = max(1, self.units // tp_size)
+        first = tp_rank * self.units // tp_size
+        unit = self.size // self.units
+        return range(first * unit, (first + count) * unit)
+
+
+class Cut(msgspec.Struct, frozen=True):
+    """How tensor parallel ranks divide a parameter: along `dim`, each of its `parts`."""
+
+    name: str
+    dim: int
+    parts: tuple[Part, ...]
+    numel: int
+    """Numbers of the whole parameter."""
+
+    def ranges(self, tp_size: int, tp_rank: int) -> list[range]:
+        """What a rank has along `dim`."""
+        found, start = [], 0
+        for part in self.parts:
+            share = part.share(tp_size, tp_rank)
+            found.append(range(start + share.start, start + share.stop))
+            start += part.size
+        return found
+
+    def local_numel(self, tp_size: int) -> int:
+        """Numbers that each rank has."""
+        size = sum(part.size for part in self.parts)
+        return self.numel // size * sum(map(len, self.ranges(tp_size, 0)))
+
+
 class ModelLayout(msgspec.Struct, frozen=True):
     """A model that `engine.models.transformers_model` runs."""
 
@@ -64,8 +126,80 @@ class ModelLayout(msgspec.Struct, frozen=True):
     max_positions: int
     dtype: str
     eos_token_ids: tuple[int, ...]
-    num_parameters: int
     calls: tuple[AttentionCall, ...]
+    layers: str
+    """Name of the list of its decoder layers."""
+    layer_parameters: tuple[int, ...]
+    """Numbers of each layer, before it is divided."""
+    embedding_parameters: int
+    """Numbers of the embeddings before the layers, which only the first stage has."""
+    head_parameters: int
+    """Numbers of the output head, which only the last stage has."""
+    is_tied: bool
+    """Whether the head is the embedding's matrix."""
+    other_parameters: int
+    """Numbers outside the layers that every stage has."""
+    cuts: tuple[Cut, ...]
+    """Of the parameters that tensor parallel ranks divide; each has all of the others."""
+    local_modules: tuple[str, ...] = ()
+    """Modules whose numbers of heads must be those of the rank."""
+    not_staged: str = ""
+    """Why the layers can't be divided over pipeline stages; "" if they can."""
+    layers_return_tuples: bool = False
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layer_parameters)
+
+    def rank_calls(self, tp_size: int, layers: range) -> tuple[AttentionCall, ...]:
+        """The attention calls of a pipeline stage with these decoder layers, with the heads of one
+        tensor parallel rank."""
+        found = [call for call in self.calls if call.layer in layers]
+        first = self.calls.index(found[0]) if found else 0
+        return tuple(call.on_rank(tp_size, first) for call in found)
+
+    def rank_parameters(self, tp_size: int, layers: range) -> int:
+        """Numbers of a rank whose stage has these decoder layers."""
+        is_first, is_last = layers.start == 0, layers.stop == self.num_layers
+        found = sum(self.layer_parameters[layer] for layer in layers) + self.other_parameters
+        found += self.embedding_parameters * is_first
+        found += self.head_parameters * (is_last and not (self.is_tied and is_first))
+        mine = tuple(f"{self.layers}.{layer}." for layer in layers)
+        for cut in self.cuts:
+            if cut.name.startswith(mine):
+                found -= cut.numel - cut.local_numel(tp_size)
+        return found
+
+    def check_split(self, tp_size: int, pp_size: int) -> None:
+        """Raise `ConfigError` unless the model can be divided over this many ranks."""
+        if tp_size > 1 and not self.cuts:
+            raise ConfigError(
+                f"nothing of {self.class_name} can be divided by tensor parallelism; set tp_size: 1."
+            )
+        for call in self.calls if tp_size > 1 else ():
+            if not call.is_divided:
+                continue
+            if call.num_heads % tp_size:
+                raise ConfigError(
+                    f"tp_size ({tp_size}) must divide the model's {call.num_heads} attention heads."
+                )
+            if call.num_kv_heads % tp_size and tp_size % call.num_kv_heads:
+                raise ConfigError(
+                    f"tp_size ({tp_size}) must divide the model's {call.num_kv_heads} key/value "
+                    "heads, or be a multiple of them."
+                )
+        for cut in self.cuts if tp_size > 1 else ():
+            for part in cut.parts:
+                if not part.divides(tp_size):
+                    raise ConfigError(
+                        f"tp_size ({tp_size}) must divide the {part.units} parts of "
+                        f"'{cut.name}' in {self.class_name}."
+                    )
+        if pp_size > 1 and self.not_staged:
+            raise ConfigError(
+                f"{self.class_name} can't be divided into pipeline stages: {self.not_staged}; set "
+                "pp_size: 1."
+            )
 
     @property
     def lacks(self) -> str:

@@ -26,6 +26,10 @@ from transformers.utils import logging
 
 from engine.checkpoint.layout import AttentionCall, ModelLayout
 from engine.errors import ConfigError
+from engine.models.cuts import find_cuts
+from engine.models.flow import Flow, layer_tag
+from engine.models.interfaces import point_at
+from engine.models.shape import ModelShape, decoder_layers
 
 MAX_LAYERS = 2000
 NUM_TOKENS = 24
@@ -47,6 +51,11 @@ class Recorder:
     """Attention and mask functions that note what they are asked, and compute nothing."""
 
     def __init__(self) -> None:
+        self.begin(None)
+
+    def begin(self, flow: Flow | None) -> None:
+        """Forget what was noted; a forward that `flow` follows begins."""
+        self.flow = flow
         self.calls: list[AttentionCall] = []
         self._keys: list[Tensor] = []
 
@@ -54,6 +63,7 @@ class Recorder:
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any, **kwargs: Any
     ) -> tuple[Tensor, None]:
         """What a layer calls: `q` [1, heads, T, k_dim], `k` and `v` [1, kv heads, T, ...]."""
+        assert self.flow is not None
         rule = getattr(attention_mask, "manta_rule", None)
         unknown = [name for name in kwargs if name not in _KNOWN and kwargs[name] is not None]
         window = chunk = None
@@ -82,7 +92,8 @@ class Recorder:
             )
         )
         self._keys.append(k)
-        return q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[-1]), None
+        out = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[-1])
+        return self.flow.attention(module, q, k, v, out), None
 
     @staticmethod
     def mask(
@@ -141,18 +152,6 @@ def _pairs(size: int) -> list[tuple[int, int]]:
     return [*pairs, (3, 5), (FAR, 0), (FAR, FAR // 2), (FAR - 1, FAR)]
 
 
-def point_at(model: nn.Module, name: str) -> None:
-    """Let every part of the model call the attention and experts functions of this name."""
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if config is not None and hasattr(config, "_attn_implementation"):
-            config._attn_implementation_internal = name
-            config._attn_implementation = name
-        if config is not None and hasattr(config, "_experts_implementation"):
-            config._experts_implementation_internal = name
-            config._experts_implementation = name
-
-
 def record(folder: Path) -> ModelLayout:
     """The layout of a model folder. Raises `ConfigError`."""
     config = _config(folder)
@@ -174,8 +173,12 @@ def record(folder: Path) -> ModelLayout:
     ALL_MASK_ATTENTION_FUNCTIONS.register(_NAME, recorder.mask)
     ALL_EXPERTS_FUNCTIONS.register(_NAME, lambda module, hidden, *more: torch.zeros_like(hidden))
     point_at(model, _NAME)
-    _run(model)
+    flow = _run(model, recorder)
     eos = getattr(text, "eos_token_id", None)
+    with torch.inference_mode():
+        cuts = find_cuts(model, flow, recorder.calls)
+    shape = ModelShape.of(model, [call.module for call in flow.calls])
+    calls = zip(recorder.calls, shape.layer_of_call, cuts.divided, strict=True)
     return ModelLayout(
         class_name=type(model).__name__,
         hidden_size=text.hidden_size,
@@ -183,8 +186,20 @@ def record(folder: Path) -> ModelLayout:
         max_positions=int(getattr(text, "max_position_embeddings", None) or 1 << 17),
         dtype=str(config.dtype or torch.float32).removeprefix("torch."),
         eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
-        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
-        calls=tuple(recorder.calls),
+        calls=tuple(
+            msgspec.structs.replace(call, layer=layer, is_divided=is_divided)
+            for call, layer, is_divided in calls
+        ),
+        layers=shape.layers,
+        layer_parameters=shape.layer_parameters,
+        embedding_parameters=shape.embedding_parameters,
+        head_parameters=shape.head_parameters,
+        is_tied=shape.is_tied,
+        other_parameters=shape.other_parameters,
+        cuts=tuple(cuts.cuts),
+        local_modules=tuple(cuts.local_modules),
+        not_staged=_why_not_staged(flow, len(shape.layer_parameters)),
+        layers_return_tuples=any(layer.returns_tuple for layer in flow.layer_flows),
     )
 
 
@@ -210,7 +225,7 @@ def _config(folder: Path) -> Any:
     return config
 
 
-def _run(model: nn.Module) -> None:
+def _run(model: Any, recorder: Recorder) -> Flow:
     """One forward on `meta`, with the arguments that the model takes."""
     ids = torch.zeros((1, NUM_TOKENS), dtype=torch.long, device="meta")
     known = inspect.signature(model.forward).parameters
@@ -221,18 +236,38 @@ def _run(model: nn.Module) -> None:
         # A tensor: for a number, 0 included, some models drop hidden states in their last layers.
         given["logits_to_keep"] = torch.arange(NUM_TOKENS, device="meta")
     mask = torch.ones((1, NUM_TOKENS), dtype=torch.long, device="meta")
+    layers = decoder_layers(model)
     failure: Exception | None = None
     for more in ({"attention_mask": mask}, {}):
+        flow = Flow(model, None if layers is None else layers[1])
+        recorder.begin(flow)
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), flow:
                 model(**given, **more)
-            return
+            return flow
         except Exception as error:  # the code of any model
             failure = failure or error
     raise ConfigError(
         f"the forward of {type(model).__name__} can't be followed ({type(failure).__name__}: "
         f"{failure}); it isn't supported yet."
     )
+
+
+def _why_not_staged(flow: Flow, num_layers: int) -> str:
+    """Why the layers can't be divided over pipeline stages, which pass hidden states on; "" if
+    they can."""
+    found = flow.layer_flows
+    if flow.layers is None:
+        return "its layers aren't one list"
+    if len(found) != num_layers or not all(layer.hidden for layer in found[1:]):
+        return "its layers don't follow one another"
+    if any(layer.others for layer in found[1:]):
+        return "its layers read more than what the layer before them gave"
+    last = {layer_tag(num_layers - 1)}
+    behind = {name for name, sources in flow.linears.items() if sources == last}
+    if not flow.result <= last | behind:
+        return "its result isn't made of its last layer's alone"
+    return ""
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from engine.layers.fused_ops import FusedOps
 from engine.layers.linear_kernel import LinearKernel
 from engine.layers.weight_format import WeightFormat
 from engine.layers.weights import DummySource, WeightSource
-from engine.models.recording import point_at
+from engine.models.interfaces import point_at
 
 _NAME = "manta"
 _CAUSAL: Any = AutoModelForCausalLM
