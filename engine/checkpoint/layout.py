@@ -45,6 +45,11 @@ class AttentionCall(msgspec.Struct, frozen=True):
     is_divided: bool = False
     """Whether tensor parallel ranks divide its heads; otherwise each computes all of them."""
 
+    @property
+    def numbers_per_token(self) -> int:
+        """Numbers of a token's keys and values that are kept for this call."""
+        return 0 if self.kv_of is not None else self.num_kv_heads * (self.k_dim + self.v_dim)
+
     def on_rank(self, tp_size: int, first: int = 0) -> AttentionCall:
         """The call with one rank's heads, in a stage whose first call is number `first`."""
         kv_of = None if self.kv_of is None else self.kv_of - first
@@ -170,15 +175,32 @@ class ModelLayout(msgspec.Struct, frozen=True):
                 found -= cut.numel - cut.local_numel(tp_size)
         return found
 
-    def check_split(self, tp_size: int, pp_size: int) -> None:
-        """Raise `ConfigError` unless the model can be divided over this many ranks."""
-        if tp_size > 1 and not self.cuts:
+    def check_split(self, tp_size: int, stages: list[range]) -> None:
+        """Raise `ConfigError` unless tensor parallel ranks and stages with these decoder layers can
+        divide the model."""
+        if tp_size > 1:
+            self._check_ranks(tp_size)
+        if len(stages) == 1:
+            return
+        if self.not_staged:
+            raise ConfigError(
+                f"{self.class_name} can't be divided into pipeline stages, because "
+                f"{self.not_staged}; set pp_size: 1."
+            )
+        for layers in stages:
+            if any((call.kv_of or 0) < 0 for call in self.rank_calls(1, layers)):
+                raise ConfigError(
+                    f"layer {layers.start} of {self.class_name} or one behind it reads the keys of "
+                    f"an earlier one, which pp_size ({len(stages)}) puts on another stage; change "
+                    "pp_size."
+                )
+
+    def _check_ranks(self, tp_size: int) -> None:
+        if not self.cuts:
             raise ConfigError(
                 f"nothing of {self.class_name} can be divided by tensor parallelism; set tp_size: 1."
             )
-        for call in self.calls if tp_size > 1 else ():
-            if not call.is_divided:
-                continue
+        for call in (call for call in self.calls if call.is_divided):
             if call.num_heads % tp_size:
                 raise ConfigError(
                     f"tp_size ({tp_size}) must divide the model's {call.num_heads} attention heads."
@@ -188,18 +210,12 @@ class ModelLayout(msgspec.Struct, frozen=True):
                     f"tp_size ({tp_size}) must divide the model's {call.num_kv_heads} key/value "
                     "heads, or be a multiple of them."
                 )
-        for cut in self.cuts if tp_size > 1 else ():
+        for cut in self.cuts:
             for part in cut.parts:
                 if not part.divides(tp_size):
                     raise ConfigError(
-                        f"tp_size ({tp_size}) must divide the {part.units} parts of "
-                        f"'{cut.name}' in {self.class_name}."
+                        f"tp_size ({tp_size}) must divide the {part.units} parts of '{cut.name}'."
                     )
-        if pp_size > 1 and self.not_staged:
-            raise ConfigError(
-                f"{self.class_name} can't be divided into pipeline stages: {self.not_staged}; set "
-                "pp_size: 1."
-            )
 
     @property
     def lacks(self) -> str:

@@ -132,11 +132,11 @@ class ModelConfig:
 
     def check_split(self, tp_size: int, pp_size: int) -> None:
         """Raise `ConfigError` unless the model can be divided over this many ranks."""
-        if self.layout is not None and (tp_size > 1 or pp_size > 1):
-            raise ConfigError(
-                f"{self.layout.class_name} runs through transformers, which can't be divided yet; "
-                "set tp_size: 1 and pp_size: 1."
-            )
+        if pp_size > self.num_layers:
+            raise ConfigError(f"pp_size ({pp_size}) exceeds the model's {self.num_layers} layers.")
+        if self.layout is not None:
+            self.layout.check_split(tp_size, self.stage_layers(pp_size))
+            return
         if self.num_heads % tp_size:
             raise ConfigError(
                 f"tp_size ({tp_size}) must divide the model's {self.num_heads} attention heads."
@@ -151,8 +151,6 @@ class ModelConfig:
                 f"tp_size ({tp_size}) must divide the model's intermediate size "
                 f"{self.intermediate_size}."
             )
-        if pp_size > self.num_layers:
-            raise ConfigError(f"pp_size ({pp_size}) exceeds the model's {self.num_layers} layers.")
 
     def auto_dtype(self, device: str, *, cpu_has_bfloat16: bool) -> str:
         """What `dtype: auto` means on `device`. Without instructions for it, products in bfloat16
@@ -161,8 +159,16 @@ class ModelConfig:
             return "bfloat16" if self.dtype == "float32" else self.dtype
         return "bfloat16" if self.dtype == "bfloat16" and cpu_has_bfloat16 else "float32"
 
+    def local_heads(self, tp_size: int) -> int:
+        """Attention heads that each of `tp_size` ranks computes."""
+        if self.layout is not None:
+            return self.layout.calls[0].on_rank(tp_size).num_heads
+        return self.num_heads // tp_size
+
     def local_kv_heads(self, tp_size: int) -> int:
         """Key/value heads that each of `tp_size` ranks holds; several ranks may hold the same."""
+        if self.layout is not None:
+            return self.layout.calls[0].on_rank(tp_size).num_kv_heads
         return max(1, self.num_kv_heads // tp_size)
 
     def layer_matrices(self, tp_size: int) -> tuple[tuple[int, int], ...]:
@@ -231,7 +237,7 @@ class ModelConfig:
             path=folder,
             architecture=TRANSFORMERS,
             hidden_size=layout.hidden_size,
-            num_layers=len(layout.calls),
+            num_layers=layout.num_layers,
             num_heads=call.num_heads,
             num_kv_heads=call.num_kv_heads,
             head_dim=call.k_dim,

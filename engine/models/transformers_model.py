@@ -8,7 +8,7 @@ kernels, those of one input as one product.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from engine.attention.base import AttentionBackend, AttentionLayer
 from engine.attention.forward_batch import ForwardBatch
+from engine.checkpoint.layout import AttentionCall
 from engine.checkpoint.model_config import ModelConfig
 from engine.device.distributed import ParallelState
 from engine.errors import ConfigError
@@ -27,8 +28,12 @@ from engine.layers.experts import Experts, is_experts
 from engine.layers.fused_ops import FusedOps
 from engine.layers.linear_kernel import LinearKernel
 from engine.layers.weight_format import WeightFormat
-from engine.layers.weights import DummySource, WeightSource
+from engine.layers.weights import DummySource, SafetensorsSource, WeightSource
+from engine.models.cuts import own_heads
 from engine.models.interfaces import point_at
+from engine.models.lazy_weights import LazyWeights
+from engine.models.shape import decoder_layers
+from engine.models.share import Share
 
 _NAME = "manta"
 _CAUSAL: Any = AutoModelForCausalLM
@@ -41,11 +46,16 @@ class _Step:
     """The step that a model computes; its modules find it as their attribute `manta_step`."""
 
     layers: tuple[AttentionLayer, ...]
+    rank_calls: tuple[AttentionCall, ...]
+    """The attention calls of `layers`, with this rank's heads."""
+    parallel: ParallelState
     backend: AttentionBackend | None = None
     """None: attention looks at no other token (`_of_each_token`)."""
     batch: ForwardBatch | None = None
     calls: int = 0
     """Attention calls of this forward so far."""
+    hidden: Tensor | None = None
+    """[1, T, hidden] between stages: received from the one before, then what is to be sent."""
 
 
 def _attention(
@@ -53,7 +63,13 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """What layers call: `q` [1, heads, T, dim], `k` and `v` [1, kv heads, T, dim]."""
     step: _Step = module.manta_step  # type: ignore[assignment]
+    call, parallel = step.rank_calls[step.calls], step.parallel
+    q = own_heads(q, call.num_heads, parallel.tp_size, parallel.tp_rank)
+    k, v = (
+        own_heads(x, call.num_kv_heads, parallel.tp_size, parallel.tp_rank) for x in (k, v)
+    )
     if step.backend is None or step.batch is None:
+        step.calls += 1
         return _of_each_token(q, k, v), None
     layer = step.layers[step.calls]
     step.calls += 1
@@ -116,17 +132,21 @@ class _Product:
 class _Linear(nn.Module):
     """In place of an `nn.Linear`."""
 
-    def __init__(self, product: _Product, number: int) -> None:
+    def __init__(
+        self, product: _Product, number: int, sum_over: ParallelState | None = None
+    ) -> None:
+        """`sum_over`: the ranks that have the other inputs."""
         super().__init__()
-        self.product, self.number = product, number
+        self.product, self.number, self.sum_over = product, number, sum_over
         self.in_features, self.out_features = product.in_size, product.sizes[number]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.product.part(x, self.number)
+        found = self.product.part(x, self.number)
+        return found if self.sum_over is None else self.sum_over.all_reduce(found)
 
 
 class TransformersModel:
-    """A `Model` (engine/models/base.py) of one rank."""
+    """A `Model` (engine/models/base.py): one rank's share of a decoder of transformers."""
 
     def __init__(
         self,
@@ -139,41 +159,33 @@ class TransformersModel:
     ) -> None:
         assert config.layout is not None
         self.config, self.dtype, self.device, self.parallel = config, dtype, device, parallel
+        layers = config.stage_layers(parallel.pp_size)[parallel.pp_rank]
+        self._share = Share(config.layout, layers, parallel)
         self.attention_layers = tuple(
             AttentionLayer(number, call.scale, call.window)
-            for number, call in enumerate(config.layout.calls)
+            for number, call in enumerate(self._share.calls)
         )
-        self._step = _Step(self.attention_layers)
+        self._step = _Step(self.attention_layers, self._share.calls, parallel)
 
     def load(
         self, source: WeightSource, progress: Callable[[int, int], None] | None = None
     ) -> None:
-        path = self.config.path
-        if isinstance(source, DummySource):
-            torch.manual_seed(source.seed)
-            hub = AutoConfig.from_pretrained(path, trust_remote_code=False)
-            model = _CAUSAL.from_config(hub, dtype=self.dtype)
-        else:
-            try:
-                model, told = _CAUSAL.from_pretrained(
-                    path, dtype=self.dtype, trust_remote_code=False, output_loading_info=True
-                )
-            except (OSError, ValueError, RuntimeError) as error:
-                raise ConfigError(f"the weights in {path} can't be read: {error}") from error
-            if told["missing_keys"]:
-                name = min(told["missing_keys"])
-                raise ConfigError(
-                    f"the checkpoint in {path} lacks the weight '{name}'; is config.json the one "
-                    "that belongs to it?"
-                )
-        model = model.eval().to(self.device)
+        assert isinstance(source, SafetensorsSource | DummySource)
+        hub = AutoConfig.from_pretrained(self.config.path, trust_remote_code=False)
+        with torch.device("meta"):
+            model = _CAUSAL.from_config(hub, dtype=self.dtype, trust_remote_code=False)
+        model.eval()
+        weights = LazyWeights(model, source, self.dtype)
         with torch.no_grad():
-            _replace_linears(model, source.format)
+            self._share.prune(model)
+            self._share.fill(model, weights, self.device, progress)
+            self._replace_linears(model, source.format)
             for module in filter(is_experts, model.modules()):
-                module.manta_experts = Experts(module, source.format)
+                module.manta_experts = Experts(module, source.format, self.parallel)
         point_at(model, _NAME)
         for module in model.modules():
             module.manta_step = self._step
+        self._keep_hidden(model)
         self._model = model
         self._base: Any = model.base_model
         known = inspect.signature(self._base.forward).parameters.values()
@@ -183,8 +195,6 @@ class TransformersModel:
         self._output: Any = None
         """Class of the decoder's outputs; known once it has been tried."""
         self._check()
-        if progress is not None:
-            progress(1, 1)
 
     def forward(
         self,
@@ -195,11 +205,12 @@ class TransformersModel:
         only_sampled: bool = False,
     ) -> Tensor:
         step = self._step
-        step.backend, step.batch, step.calls = backend, batch, 0
-        out = self._run(batch.input_ids, batch.positions)
+        step.backend, step.batch = backend, batch
+        out = self._run(batch.input_ids, batch.positions, hidden)
         if step.calls != len(step.layers):
             raise RuntimeError(f"{step.calls} of {len(step.layers)} attention calls were made")
-        states: Tensor = out.last_hidden_state[0]
+        states = self._states(out)
+        step.hidden = None
         return states.index_select(0, batch.logits_rows) if only_sampled else states
 
     def _check(self) -> None:
@@ -228,28 +239,81 @@ class TransformersModel:
         logits are from those of the whole model. Relative to the largest number."""
         positions = torch.arange(6, device=self.device)
         ids = positions % self.config.vocab_size
-        out = self._run(ids, positions)
+        received = self._received(positions)
+        out = self._run(ids, positions, received)
         self._output = type(out)
-        found: Tensor = out.last_hidden_state[0, -1]
+        found = self._states(out)[-1]
         others = (ids + 6) % self.config.vocab_size
         others[2] = ids[-1]
         moved = torch.tensor([9, 3, 5, 0, 1, 7], device=self.device)  # the token's stays 5
-        beside: Tensor = self._run(others, moved).last_hidden_state[0, 2]
+        numbers = positions + 6
+        numbers[2] = 5
+        beside = self._states(self._run(others, moved, self._received(numbers)))[2]
+        mixes = _difference(found.float(), beside.float())
+        if not self.parallel.is_last_stage:
+            return mixes, 0.0
+        self._begin(received)
         whole = self._model(**self._given(ids, positions)).logits[0, -1].float()
-        apart = self.compute_logits(found[None])[0]
-        pairs = ((found.float(), beside.float()), (whole, apart))
-        mixes, head = (float((a - b).abs().max() / b.abs().max().clamp(min=1e-6)) for a, b in pairs)
-        return mixes, head
+        return mixes, _difference(whole, self.compute_logits(found[None])[0])
 
-    def _run(self, ids: Tensor, positions: Tensor) -> Any:
-        """The decoder's output for tokens `ids` [T] at `positions` [T]."""
+    def _received(self, tokens: Tensor) -> Tensor | None:
+        """Something [T, hidden] in place of what an earlier stage makes of tokens below 12."""
+        if self.parallel.is_first_stage:
+            return None
+        generator = torch.Generator().manual_seed(0)
+        made = torch.randn((12, self.config.hidden_size), generator=generator)
+        return made.to(self.device, self.dtype)[tokens]
+
+    def _run(self, ids: Tensor, positions: Tensor, hidden: Tensor | None) -> Any:
+        """The decoder's output for tokens `ids` [T] at `positions` [T], of which an earlier stage
+        has made `hidden` [T, hidden]."""
+        self._begin(hidden)
         return self._base(**self._given(ids, positions))
+
+    def _begin(self, hidden: Tensor | None) -> None:
+        self._step.calls = 0
+        self._step.hidden = None if hidden is None else hidden[None]
+
+    def _states(self, out: Any) -> Tensor:
+        """[T, hidden] of a forward: behind the final norm on the last stage."""
+        found: Tensor | None = out.last_hidden_state
+        if not self.parallel.is_last_stage:
+            found = self._step.hidden
+        assert found is not None
+        return found[0]
+
+    def _keep_hidden(self, model: Any) -> None:
+        """Let the last layer of a stage keep its result; those behind it are absent."""
+        layers = decoder_layers(model)
+        if self.parallel.is_last_stage or layers is None:
+            return
+
+        def keep(module: nn.Module, args: Any, out: Any) -> None:
+            self._step.hidden = out[0] if isinstance(out, tuple) else out
+
+        layers[1][self._share.layers.stop - 1].register_forward_hook(keep)
 
     def _given(self, ids: Tensor, positions: Tensor) -> dict[str, Any]:
         given: dict[str, Any] = {"input_ids": ids[None], "use_cache": False}
         if self._takes_positions:
             given["position_ids"] = positions[None]
         return given
+
+    def _replace_linears(self, model: nn.Module, form: WeightFormat) -> None:
+        """Let our kernels multiply by the matrices of all `nn.Linear`, in place."""
+        for path, module in list(model.named_modules()):
+            for names in _TOGETHER:
+                found = [getattr(module, name, None) for name in names]
+                linears = [child for child in found if type(child) is nn.Linear]
+                if len(linears) == len(names) and _fit(linears):
+                    product = _Product(linears, form)
+                    for number, name in enumerate(names):
+                        setattr(module, name, _Linear(product, number))
+            for name, child in list(module.named_children()):
+                if type(child) is nn.Linear:
+                    is_row = self._share.is_row(f"{path}.{name}" if path else name)
+                    parallel = self.parallel if is_row else None
+                    setattr(module, name, _Linear(_Product([child], form), 0, parallel))
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         """The model's own code has applied it."""
@@ -267,24 +331,11 @@ class TransformersModel:
         return logits.float()
 
 
-def _replace_linears(model: nn.Module, form: WeightFormat) -> None:
-    """Let our kernels multiply by the matrices of all `nn.Linear`, in place."""
-    for module in list(model.modules()):
-        for names in _TOGETHER:
-            found = [getattr(module, name, None) for name in names]
-            linears = [child for child in found if type(child) is nn.Linear]
-            if len(linears) == len(names) and _fit(linears):
-                _put(module, names, _Product(linears, form))
-        for name, child in list(module.named_children()):
-            if type(child) is nn.Linear:
-                _put(module, (name,), _Product([child], form))
+def _difference(a: Tensor, b: Tensor) -> float:
+    """The largest, relative to the largest number of `b`."""
+    return float((a - b).abs().max() / b.abs().max().clamp(min=1e-6))
 
 
 def _fit(linears: list[nn.Linear]) -> bool:
     kinds = {(linear.in_features, linear.bias is None) for linear in linears}
     return len(kinds) == 1
-
-
-def _put(module: nn.Module, names: Iterable[str], product: _Product) -> None:
-    for number, name in enumerate(names):
-        setattr(module, name, _Linear(product, number))

@@ -111,7 +111,7 @@ def _attention_modules(config: WorkerConfig) -> dict[str, list[Any]]:
     model, dtype = config.model, resolve_dtype(config.dtype)
     kv_dtype = resolve_kv_dtype(config.engine.kv_cache_dtype, dtype)
     on_tensor_cores = decodes_on_tensor_cores(
-        model.num_heads // config.engine.tp_size,
+        model.local_heads(config.engine.tp_size),
         model.local_kv_heads(config.engine.tp_size),
         kv_dtype,
     )

@@ -109,7 +109,7 @@ class ModelRunner:
     def _make_kv_cache(self, num_slots: int) -> None:
         """Make a KV cache of `num_slots` tokens besides the padding page, and its backend."""
         config, model = self.config, self.config.model
-        num_heads = model.num_heads // self.parallel.tp_size
+        num_heads = model.local_heads(self.parallel.tp_size)
         num_kv_heads = model.local_kv_heads(self.parallel.tp_size)
         self.kv_pool = MHATokenToKVPool(
             num_slots,

@@ -1,0 +1,151 @@
+"""`Share`: what one rank has of a model of transformers: a stage's layers, a part of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.checkpoint.layout import Cut, ModelLayout
+from engine.device.distributed import ParallelState
+from engine.errors import ConfigError
+from engine.models.cuts import localize, take_ranges
+from engine.models.lazy_weights import LazyWeights
+from engine.models.shape import decoder_layers, outer_embeddings
+
+
+class Share:
+    """The stage of pipeline rank `parallel.pp_rank`, and of it what tensor parallel rank
+    `parallel.tp_rank` has."""
+
+    def __init__(self, layout: ModelLayout, layers: range, parallel: ParallelState) -> None:
+        self.layout, self.layers, self.parallel = layout, layers, parallel
+        self.calls = layout.rank_calls(parallel.tp_size, layers)
+        self._cuts: dict[str, Cut] = {}
+        if parallel.tp_size > 1:
+            self._cuts = {cut.name: cut for cut in layout.cuts}
+
+    def prune(self, model: Any) -> None:
+        """Take out of `model`, which is built on `meta`, what other stages have, and make its
+        modules ready for a rank's heads."""
+        found = decoder_layers(model)
+        if self.parallel.pp_size > 1 and found is not None:
+            for number, layer in enumerate(found[1]):
+                if number not in self.layers:
+                    found[1][number] = AbsentLayer(layer, self.layout.layers_return_tuples)
+            if not self.parallel.is_first_stage:
+                for embedding in outer_embeddings(model):
+                    _replace(model, embedding, NoEmbedding(embedding.embedding_dim))
+            head = model.get_output_embeddings()
+            if not self.parallel.is_last_stage and head is not None:
+                _replace(model, head, nn.Identity())
+        if self.parallel.tp_size > 1:
+            for name in self.layout.local_modules:
+                layer = int(name.removeprefix(f"{self.layout.layers}.").split(".")[0])
+                if layer in self.layers:
+                    call = next(call for call in self.layout.calls if call.layer == layer)
+                    localize(model.get_submodule(name), call, self.parallel.tp_size)
+
+    def fill(
+        self,
+        model: Any,
+        weights: LazyWeights,
+        device: torch.device,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Read the weights of a pruned `model`; `progress(done, total)` after each layer. Raises
+        `ConfigError` if the checkpoint doesn't fit."""
+        names = list(model.state_dict())
+        ties = {name: other for name in names if (other := weights.tied_to(name)) is not None}
+        inner = [f"{self.layout.layers}.{layer}." for layer in self.layers]
+        is_staged = decoder_layers(model) is not None
+        outer = [name for name in names if not (is_staged and name.startswith(tuple(inner)))]
+        self._read(model, weights, [name for name in outer if name not in ties])
+        for name, other in ties.items():
+            if other in names:
+                _put(model, name, _find(model, other))
+            else:  # of a matrix that another stage has as well
+                for _, value in weights.read([other]):
+                    _put(model, name, nn.Parameter(value, False))
+        for done, prefix in enumerate(inner, 1):
+            self._read(model, weights, [n for n in names if is_staged and n.startswith(prefix)])
+            if progress is not None:
+                progress(done, len(inner))
+        for name, linear in model.named_modules():
+            if type(linear) is nn.Linear:
+                linear.out_features, linear.in_features = linear.weight.shape
+        missing = {name for name in names if _find(model, name).is_meta}
+        model._move_missing_keys_from_meta_to_device(missing, {"": device}, None, None)
+        model._initialize_missing_keys(False)
+        for name, value in [*model.named_parameters(), *model.named_buffers()]:
+            if value.is_meta:
+                raise ConfigError(f"'{name}' of {self.layout.class_name} got no value.")
+
+    def is_row(self, linear: str) -> bool:
+        """Whether ranks have parts of this linear's inputs, so that their results are added."""
+        cut = self._cuts.get(f"{linear}.weight")
+        return cut is not None and cut.dim == 1
+
+    def _read(self, model: Any, weights: LazyWeights, names: list[str]) -> None:
+        tp_size, tp_rank = self.parallel.tp_size, self.parallel.tp_rank
+        for name, value in weights.read(names):
+            owner, _, attribute = name.rpartition(".")
+            cut = self._cuts.get(name)
+            if cut is not None:
+                value = take_ranges(value, cut.dim, cut.ranges(tp_size, tp_rank))
+            elif attribute == "bias" and tp_rank > 0 and self.is_row(owner):
+                model.get_submodule(owner).bias = None  # added once, not once per rank
+                continue
+            is_parameter = attribute in model.get_submodule(owner)._parameters
+            _put(model, name, nn.Parameter(value, False) if is_parameter else value)
+
+
+class AbsentLayer(nn.Module):
+    """In place of a decoder layer of another stage: gives the hidden states in hand."""
+
+    def __init__(self, layer: nn.Module, returns_tuple: bool) -> None:
+        """The decoder may read plain attributes of its layers, such as a kind of attention."""
+        super().__init__()
+        self._returns_tuple = returns_tuple
+        for name, value in vars(layer).items():
+            if not name.startswith("_") and not isinstance(value, nn.Module | Tensor):
+                setattr(self, name, value)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        step: Any = self.manta_step
+        return (step.hidden,) if self._returns_tuple else step.hidden
+
+
+class NoEmbedding(nn.Module):
+    """In place of an embedding on a later stage, where nothing of its result is used."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+
+    def forward(self, ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        step: Any = self.manta_step
+        zeros: Tensor = step.hidden.new_zeros((*ids.shape, self.size))
+        return zeros
+
+
+def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """Put `new` wherever the model has `old`."""
+    for owner in list(model.modules()):
+        for name, child in list(owner.named_children()):
+            if child is old:
+                setattr(owner, name, new)
+
+
+def _find(model: nn.Module, name: str) -> Tensor:
+    owner, _, attribute = name.rpartition(".")
+    found: Tensor = getattr(model.get_submodule(owner), attribute)
+    return found
+
+
+def _put(model: nn.Module, name: str, value: Tensor) -> None:
+    owner, _, attribute = name.rpartition(".")
+    value._is_hf_initialized = True  # type: ignore[attr-defined]
+    setattr(model.get_submodule(owner), attribute, value)
