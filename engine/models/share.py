@@ -76,7 +76,7 @@ class Share:
         for name, linear in model.named_modules():
             if type(linear) is nn.Linear:
                 linear.out_features, linear.in_features = linear.weight.shape
-        missing = {name for name in names if _find(model, name).is_meta}
+        missing = {name for name, value in model.state_dict().items() if value.is_meta}
         model._move_missing_keys_from_meta_to_device(missing, {"": device}, None, None)
         model._initialize_missing_keys(False)
         for name, value in [*model.named_parameters(), *model.named_buffers()]:
