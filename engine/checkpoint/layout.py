@@ -198,7 +198,8 @@ class ModelLayout(msgspec.Struct, frozen=True):
     def _check_ranks(self, tp_size: int) -> None:
         if not self.cuts:
             raise ConfigError(
-                f"nothing of {self.class_name} can be divided by tensor parallelism; set tp_size: 1."
+                f"nothing of {self.class_name} can be divided by tensor parallelism; set "
+                "tp_size: 1."
             )
         for call in (call for call in self.calls if call.is_divided):
             if call.num_heads % tp_size:

@@ -78,12 +78,11 @@ class Found:
 
     def add_experts(self, name: str, module: Any) -> None:
         """Each rank has some of the experts."""
-        for attribute, value in module.named_parameters(recurse=False):
-            if len(value) != module.num_experts:
-                return
-        for attribute, _ in list(module.named_parameters(recurse=False)):
+        own = dict(module.named_parameters(recurse=False))
+        if all(len(value) == module.num_experts for value in own.values()):
             part = Part(module.num_experts, module.num_experts)
-            self._cut(module, attribute, name, 0, (part,))
+            for attribute in own:
+                self._cut(module, attribute, name, 0, (part,))
 
     def _cut(self, module: nn.Module, attribute: str, name: str, dim: int, parts: Parts) -> None:
         numel = getattr(module, attribute).numel()
@@ -195,8 +194,11 @@ def _mlp_ways(model: nn.Module, flow: Flow, row: str, block: str) -> Iterator[Pl
             return
         out = _size(model, name)[0]
         half = Part(size, size)
-        parts = {size: [(half,)], 2 * size: [(half, half), (Part(2 * size, size),)]}
-        choices.append([(name.removeprefix(prefix), found) for found in parts.get(out, [])])
+        known: dict[int, list[Parts]] = {
+            size: [(half,)],
+            2 * size: [(half, half), (Part(2 * size, size),)],
+        }
+        choices.append([(name.removeprefix(prefix), parts) for parts in known.get(out, [])])
     for way in itertools.product(*choices):
         yield Plan(row.removeprefix(prefix), Part(size, size), dict(way), {}, False)
 
@@ -462,9 +464,7 @@ def _other_numel(module: nn.Module) -> int:
     return sum(
         value.numel()
         for child in others
-        for value in itertools.chain(
-            child.parameters(recurse=False), child.buffers(recurse=False)
-        )
+        for value in itertools.chain(child.parameters(recurse=False), child.buffers(recurse=False))
     )
 
 
@@ -488,4 +488,3 @@ def _subsets(parameters: dict[str, Parts]) -> Iterator[dict[str, Parts]]:
     for count in range(len(names), -1, -1):
         for some in itertools.combinations(names, count):
             yield {name: parameters[name] for name in some}
-

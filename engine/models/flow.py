@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,9 +54,22 @@ class LayerFlow:
     returns_tuple: bool
 
 
+class _Tags(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Gives the results of every operation the names that its inputs carry."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        found = sources_of((args, kwargs))
+        for tensor in _tensors(out):
+            tensor.manta_sources = found  # type: ignore[attr-defined]
+        return out
+
+
 @dataclass
-class Flow(TorchDispatchMode):  # type: ignore[misc]
-    """While it is entered, tensors carry the names of what they were computed from.
+class Flow:
+    """While it is followed, tensors carry the names of what they were computed from.
 
     A linear's result comes from that linear alone, the result of a decoder layer from that layer.
     """
@@ -74,41 +88,36 @@ class Flow(TorchDispatchMode):  # type: ignore[misc]
     """What the decoder's result comes from."""
 
     def __post_init__(self) -> None:
-        super().__init__()
         self._names = {id(module): name for name, module in self.model.named_modules()}
-        self._handles: list[RemovableHandle] = []
         self._last: Tensor | None = None
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        found = sources_of((args, kwargs))
-        for tensor in _tensors(out):
-            tensor.manta_sources = found  # type: ignore[attr-defined]
-        return out
+    @contextmanager
+    def follow(self) -> Iterator[None]:
+        """Note what the model computes meanwhile."""
+        handles = self._hooks()
+        try:
+            with _Tags():  # type: ignore[no-untyped-call]
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
-    def __enter__(self) -> Flow:
+    def _hooks(self) -> list[RemovableHandle]:
         inside = set() if self.layers is None else {id(m) for m in self.layers.modules()}
+        handles = []
         for module in self.model.modules():
             if type(module) is nn.Linear:
-                self._handles.append(module.register_forward_hook(self._linear))
+                handles.append(module.register_forward_hook(self._linear))
             elif isinstance(module, nn.Embedding) and id(module) not in inside:
-                self._handles.append(module.register_forward_hook(self._embedding))
+                handles.append(module.register_forward_hook(self._embedding))
             if id(module) in inside:
                 hook = self._note_inputs
-                self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+                handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         for layer in self.layers or ():
-            self._handles.append(layer.register_forward_hook(self._layer, with_kwargs=True))
+            handles.append(layer.register_forward_hook(self._layer, with_kwargs=True))
         base: Any = self.model.base_model
-        self._handles.append(base.register_forward_hook(self._base))
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        for handle in self._handles:
-            handle.remove()
+        handles.append(base.register_forward_hook(self._base))
+        return handles
 
     def attention(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Tensor:
         """Note an attention call with the result `out`, which it returns."""
@@ -142,11 +151,11 @@ class Flow(TorchDispatchMode):  # type: ignore[misc]
         )
         self.layer_flows.append(flow)
         # A tensor of its own: a layer may return what it got.
-        self._last = hidden.view(hidden.shape)
-        self._last.manta_sources = frozenset(
-            (layer_tag(len(self.layer_flows) - 1),)
-        )
-        return (self._last, *out[1:]) if isinstance(out, tuple) else self._last
+        given_on: Tensor = hidden.view(hidden.shape)
+        tag = layer_tag(len(self.layer_flows) - 1)
+        given_on.manta_sources = frozenset((tag,))  # type: ignore[attr-defined]
+        self._last = given_on
+        return (given_on, *out[1:]) if isinstance(out, tuple) else given_on
 
     def _base(self, module: nn.Module, args: Any, out: Any) -> None:
         self.result = sources_of(out[0])

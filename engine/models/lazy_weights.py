@@ -41,7 +41,7 @@ class LazyWeights:
         plan = model._get_dtype_plan(dtype)
         self._float32 = [re.compile(name.replace("*", ".*")) for name in plan]
         self._ignored = [re.compile(p) for p in model._keys_to_ignore_on_load_missing or ()]
-        self._tied = dict(getattr(model, "all_tied_weights_keys", {}))
+        self._tied: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", {}))
         self._groups: dict[str, Group] = {}
         self._done: dict[str, Tensor] = {}
         """Tensors whose group was read because of another one."""
@@ -133,8 +133,7 @@ class LazyWeights:
                 self._done[target] = value[0] if isinstance(value, list) else value
         if name not in self._done:
             raise ConfigError(
-                f"transformers' rules make no weight '{name}' of the checkpoint in "
-                f"{self._place}."
+                f"transformers' rules make no weight '{name}' of the checkpoint in {self._place}."
             )
         found = self._done.pop(name)
         if tuple(found.shape) != wanted:

@@ -242,7 +242,7 @@ def _run(model: Any, recorder: Recorder) -> Flow:
         flow = Flow(model, None if layers is None else layers[1])
         recorder.begin(flow)
         try:
-            with torch.inference_mode(), flow:
+            with torch.inference_mode(), flow.follow():
                 model(**given, **more)
             return flow
         except Exception as error:  # the code of any model

@@ -45,7 +45,7 @@ class ModelShape:
             head_parameters=sum(whole[number] for number in head - inside),
             is_tied=bool(head & embeddings),
             other_parameters=sum(whole[number] for number in others),
-            layer_of_call=tuple(_layer_of(caller, name) for caller in callers),
+            layer_of_call=tuple(layer_of(caller, name) for caller in callers),
         )
 
 
@@ -71,7 +71,7 @@ def outer_embeddings(model: nn.Module) -> list[nn.Embedding]:
     ]
 
 
-def _layer_of(module: str, layers: str) -> int:
+def layer_of(module: str, layers: str) -> int:
     """The decoder layer that a module is in; 0 if the model has no list of them."""
     if not layers or not module.startswith(f"{layers}."):
         return 0

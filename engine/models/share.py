@@ -13,7 +13,7 @@ from engine.device.distributed import ParallelState
 from engine.errors import ConfigError
 from engine.models.cuts import localize, take_ranges
 from engine.models.lazy_weights import LazyWeights
-from engine.models.shape import decoder_layers, outer_embeddings
+from engine.models.shape import decoder_layers, layer_of, outer_embeddings
 
 
 class Share:
@@ -32,7 +32,7 @@ class Share:
         modules ready for a rank's heads."""
         found = decoder_layers(model)
         if self.parallel.pp_size > 1 and found is not None:
-            for number, layer in enumerate(found[1]):
+            for number, layer in enumerate(list(found[1])):
                 if number not in self.layers:
                     found[1][number] = AbsentLayer(layer, self.layout.layers_return_tuples)
             if not self.parallel.is_first_stage:
@@ -43,9 +43,9 @@ class Share:
                 _replace(model, head, nn.Identity())
         if self.parallel.tp_size > 1:
             for name in self.layout.local_modules:
-                layer = int(name.removeprefix(f"{self.layout.layers}.").split(".")[0])
-                if layer in self.layers:
-                    call = next(call for call in self.layout.calls if call.layer == layer)
+                number = layer_of(name, self.layout.layers)
+                if number in self.layers:
+                    call = next(call for call in self.layout.calls if call.layer == number)
                     localize(model.get_submodule(name), call, self.parallel.tp_size)
 
     def fill(
@@ -73,7 +73,7 @@ class Share:
             self._read(model, weights, [n for n in names if is_staged and n.startswith(prefix)])
             if progress is not None:
                 progress(done, len(inner))
-        for name, linear in model.named_modules():
+        for linear in model.modules():
             if type(linear) is nn.Linear:
                 linear.out_features, linear.in_features = linear.weight.shape
         missing = {name for name, value in model.state_dict().items() if value.is_meta}

@@ -65,9 +65,7 @@ def _attention(
     step: _Step = module.manta_step  # type: ignore[assignment]
     call, parallel = step.rank_calls[step.calls], step.parallel
     q = own_heads(q, call.num_heads, parallel.tp_size, parallel.tp_rank)
-    k, v = (
-        own_heads(x, call.num_kv_heads, parallel.tp_size, parallel.tp_rank) for x in (k, v)
-    )
+    k, v = (own_heads(x, call.num_kv_heads, parallel.tp_size, parallel.tp_rank) for x in (k, v))
     if step.backend is None or step.batch is None:
         step.calls += 1
         return _of_each_token(q, k, v), None
