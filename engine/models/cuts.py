@@ -48,8 +48,8 @@ class Plan:
     row_part: Part
     columns: dict[str, Parts]
     parameters: dict[str, Parts]
-    is_local: bool
-    """Whether the block's numbers of heads must be those of the rank."""
+    local: str | None
+    """The module whose numbers of heads must be those of the rank; None: no module's."""
 
 
 class Found:
@@ -73,8 +73,8 @@ class Found:
         for name, parts in plan.parameters.items():
             owner, _, attribute = (prefix + name).rpartition(".")
             self._cut(model.get_submodule(owner), attribute, owner, 0, parts)
-        if plan.is_local:
-            self.local_modules.append(block)
+        if plan.local is not None:
+            self.local_modules.append((prefix + plan.local).rstrip("."))
 
     def add_experts(self, name: str, module: Any) -> None:
         """Each rank has some of the experts."""
@@ -99,11 +99,13 @@ def find_cuts(model: nn.Module, flow: Flow, calls: list[AttentionCall]) -> Found
         plan = None
         if per_module.count(call.module) == 1:
             sizes = msgspec.structs.replace(sizes, is_divided=True)
-            ways = _attention_ways(model, flow, call, sizes)
-            plan = _first_right(model, flow, call.module, ways, sizes, tried)
+            rows = [name for name, sources in flow.linears.items() if call.tag in sources]
+            block = _common(f"{call.module}.", *rows)
+            ways = _attention_ways(model, flow, call, sizes, rows, block)
+            plan = _first_right(model, flow, block, ways, sizes, tried)
         found.divided.append(plan is not None)
         if plan is not None:
-            found.add(model, call.module, plan)
+            found.add(model, block, plan)
     taken = {cut.name.rpartition(".")[0] for cut in found.cuts}
     for row, sources in flow.linears.items():
         if row in taken or not sources or sources & taken or not sources <= flow.linears.keys():
@@ -120,14 +122,18 @@ def find_cuts(model: nn.Module, flow: Flow, calls: list[AttentionCall]) -> Found
 
 
 def _attention_ways(
-    model: nn.Module, flow: Flow, call: Call, sizes: AttentionCall
+    model: nn.Module,
+    flow: Flow,
+    call: Call,
+    sizes: AttentionCall,
+    rows: list[str],
+    block: str,
 ) -> Iterator[Plan]:
-    """Ways to divide the heads of an attention call, those that divide most first."""
-    inside = f"{call.module}."
-    block = model.get_submodule(call.module)
+    """Ways to divide the heads of an attention call, those that divide most first. `rows`: the
+    linears that read its result, with it in the module `block`."""
+    inside = f"{block}." if block else ""
     width, heads, kv_heads = sizes.num_heads * sizes.v_dim, sizes.num_heads, sizes.num_kv_heads
-    rows = [name for name, found in flow.linears.items() if call.tag in found]
-    if len(rows) != 1 or not rows[0].startswith(inside) or _size(model, rows[0])[1] != width:
+    if len(rows) != 1 or _size(model, rows[0])[1] != width:
         return
     gates = flow.linears[rows[0]] - {call.tag}
     if not all(_is_only_for(flow, gate, rows[0]) for gate in gates):
@@ -146,8 +152,8 @@ def _attention_ways(
         choices = _column_choices(name in call.q, name in call.k, name in call.v, out, sizes)
         optional.append([*((name.removeprefix(inside), parts) for parts in choices), None])
     parameters: dict[str, Parts] = {}
-    for name, value in block.named_parameters():
-        owner = block.get_submodule(name.rpartition(".")[0])
+    for name, value in model.get_submodule(block).named_parameters():
+        owner = model.get_submodule(inside + name.rpartition(".")[0])
         if type(owner) is not nn.Linear and value.ndim and value.shape[0] in (heads, kv_heads):
             is_kv = value.shape[0] != heads
             parameters[name] = (Part(value.shape[0], value.shape[0], is_shared=is_kv),)
@@ -156,8 +162,8 @@ def _attention_ways(
     for way in ways:
         columns = fixed | dict(choice for choice in way if choice is not None)
         for some in _subsets(parameters):
-            for is_local in (False, True):
-                yield Plan(row, Part(width, heads), columns, some, is_local)
+            for local in (None, call.module[len(inside) :]):
+                yield Plan(row, Part(width, heads), columns, some, local)
 
 
 def _column_choices(
@@ -200,7 +206,7 @@ def _mlp_ways(model: nn.Module, flow: Flow, row: str, block: str) -> Iterator[Pl
         }
         choices.append([(name.removeprefix(prefix), parts) for parts in known.get(out, [])])
     for way in itertools.product(*choices):
-        yield Plan(row.removeprefix(prefix), Part(size, size), dict(way), {}, False)
+        yield Plan(row.removeprefix(prefix), Part(size, size), dict(way), {}, None)
 
 
 def _first_right(
@@ -300,16 +306,16 @@ def trial_attention(
 ) -> tuple[Tensor, None]:
     """Something of each token's own query, key and value, and of its head's sink."""
     step: TrialStep = module.manta_trial  # type: ignore[assignment]
-    assert step.sizes is not None
-    local = step.sizes.on_rank(step.count)
-    q = own_heads(q, local.num_heads, step.count, step.rank)
-    k, v = (own_heads(x, local.num_kv_heads, step.count, step.rank) for x in (k, v))
+    if step.sizes is not None:
+        local = step.sizes.on_rank(step.count)
+        q = own_heads(q, local.num_heads, step.count, step.rank)
+        k, v = (own_heads(x, local.num_kv_heads, step.count, step.rank) for x in (k, v))
     copies = q.shape[1] // k.shape[1]
     keys, values = (x.repeat_interleave(copies, 1) for x in (k, v))
     share = torch.tanh((q * keys).sum(-1, keepdim=True))
     if kwargs.get("s_aux") is not None:
         share = share + kwargs["s_aux"].reshape(1, -1, 1, 1)
-    return (values * share).transpose(1, 2), None
+    return (values * share).transpose(1, 2).contiguous(), None
 
 
 def own_heads(x: Tensor, count: int, tp_size: int, tp_rank: int) -> Tensor:
@@ -368,8 +374,8 @@ def divided(
         owner, _, attribute = name.rpartition(".")
         module = block.get_submodule(owner)
         setattr(module, attribute, take(getattr(module, attribute), parts, 0))
-    if plan.is_local and sizes is not None:
-        localize(block, sizes, count)
+    if plan.local is not None and sizes is not None:
+        localize(block.get_submodule(plan.local), sizes, count)
     return block
 
 

@@ -133,8 +133,9 @@ class Flow:
         self.linears[name] = sources_of(args)
         out.manta_sources = frozenset((name,))  # type: ignore[attr-defined]
 
-    def _embedding(self, module: nn.Module, args: Any, out: Tensor) -> None:
-        out.manta_sources = frozenset((EMBEDDING,))  # type: ignore[attr-defined]
+    def _embedding(self, module: nn.Module, args: Any, out: Any) -> None:
+        for tensor in _tensors(out):
+            tensor.manta_sources = frozenset((EMBEDDING,))  # type: ignore[attr-defined]
 
     def _note_inputs(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         self.inputs[self._names[id(module)]] = Inputs(args, kwargs)
@@ -142,12 +143,13 @@ class Flow:
     def _layer(self, module: nn.Module, args: Any, kwargs: dict[str, Any], out: Any) -> Any:
         given = list(_tensors((args, kwargs)))
         others = [x for x in given if x is not self._last]
-        hidden = out[0] if isinstance(out, tuple) else out
+        returns_tuple = isinstance(out, tuple | list)
+        hidden = out[0] if returns_tuple else out
         flow = LayerFlow(
             hidden=len(others) < len(given),
             others=sources_of(others),
             made_of=sources_of(hidden),
-            returns_tuple=isinstance(out, tuple),
+            returns_tuple=returns_tuple,
         )
         self.layer_flows.append(flow)
         # A tensor of its own: a layer may return what it got.
@@ -155,7 +157,7 @@ class Flow:
         tag = layer_tag(len(self.layer_flows) - 1)
         given_on.manta_sources = frozenset((tag,))  # type: ignore[attr-defined]
         self._last = given_on
-        return (given_on, *out[1:]) if isinstance(out, tuple) else given_on
+        return type(out)([given_on, *out[1:]]) if returns_tuple else given_on
 
     def _base(self, module: nn.Module, args: Any, out: Any) -> None:
         self.result = sources_of(out[0])

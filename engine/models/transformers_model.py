@@ -287,7 +287,7 @@ class TransformersModel:
             return
 
         def keep(module: nn.Module, args: Any, out: Any) -> None:
-            self._step.hidden = out[0] if isinstance(out, tuple) else out
+            self._step.hidden = out[0] if isinstance(out, tuple | list) else out
 
         layers[1][self._share.layers.stop - 1].register_forward_hook(keep)
 
