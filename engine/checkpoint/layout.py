@@ -133,11 +133,13 @@ class ModelLayout(msgspec.Struct, frozen=True):
     eos_token_ids: tuple[int, ...]
     calls: tuple[AttentionCall, ...]
     layers: str
-    """Name of the list of its decoder layers."""
+    """Name of the list of its decoder layers; "" if there is none."""
     layer_parameters: tuple[int, ...]
     """Numbers of each layer, before it is divided."""
+    embeddings: tuple[str, ...]
+    """Names of the embeddings before the layers, which only the first stage has."""
     embedding_parameters: int
-    """Numbers of the embeddings before the layers, which only the first stage has."""
+    """Their numbers."""
     head_parameters: int
     """Numbers of the output head, which only the last stage has."""
     is_tied: bool

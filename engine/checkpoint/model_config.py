@@ -132,10 +132,11 @@ class ModelConfig:
 
     def check_split(self, tp_size: int, pp_size: int) -> None:
         """Raise `ConfigError` unless the model can be divided over this many ranks."""
+        if self.layout is not None:
+            self.layout.check_split(tp_size, self.stage_layers(pp_size))
         if pp_size > self.num_layers:
             raise ConfigError(f"pp_size ({pp_size}) exceeds the model's {self.num_layers} layers.")
         if self.layout is not None:
-            self.layout.check_split(tp_size, self.stage_layers(pp_size))
             return
         if self.num_heads % tp_size:
             raise ConfigError(

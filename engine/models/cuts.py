@@ -153,7 +153,7 @@ def _attention_ways(
         optional.append([*((name.removeprefix(inside), parts) for parts in choices), None])
     parameters: dict[str, Parts] = {}
     for name, value in model.get_submodule(block).named_parameters():
-        owner = model.get_submodule(inside + name.rpartition(".")[0])
+        owner = model.get_submodule((inside + name).rpartition(".")[0])
         if type(owner) is not nn.Linear and value.ndim and value.shape[0] in (heads, kv_heads):
             is_kv = value.shape[0] != heads
             parameters[name] = (Part(value.shape[0], value.shape[0], is_shared=is_kv),)

@@ -83,6 +83,8 @@ class Flow:
     """How often each was called."""
     inputs: dict[str, Inputs] = field(default_factory=dict)
     """Of every module inside a layer, and of the layers."""
+    embeddings: list[str] = field(default_factory=list)
+    """Those outside the layers that were called."""
     layer_flows: list[LayerFlow] = field(default_factory=list)
     result: Sources = frozenset()
     """What the decoder's result comes from."""
@@ -134,6 +136,7 @@ class Flow:
         out.manta_sources = frozenset((name,))  # type: ignore[attr-defined]
 
     def _embedding(self, module: nn.Module, args: Any, out: Any) -> None:
+        self.embeddings.append(self._names[id(module)])
         for tensor in _tensors(out):
             tensor.manta_sources = frozenset((EMBEDDING,))  # type: ignore[attr-defined]
 

@@ -177,7 +177,7 @@ def record(folder: Path) -> ModelLayout:
     eos = getattr(text, "eos_token_id", None)
     with torch.inference_mode():
         cuts = find_cuts(model, flow, recorder.calls)
-    shape = ModelShape.of(model, [call.module for call in flow.calls])
+    shape = ModelShape.of(model, flow)
     calls = zip(recorder.calls, shape.layer_of_call, cuts.divided, strict=True)
     return ModelLayout(
         class_name=type(model).__name__,
@@ -192,6 +192,7 @@ def record(folder: Path) -> ModelLayout:
         ),
         layers=shape.layers,
         layer_parameters=shape.layer_parameters,
+        embeddings=tuple(dict.fromkeys(flow.embeddings)),
         embedding_parameters=shape.embedding_parameters,
         head_parameters=shape.head_parameters,
         is_tied=shape.is_tied,

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from engine.models.flow import Flow
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -21,10 +23,11 @@ class ModelShape:
     layer_of_call: tuple[int, ...]
 
     @classmethod
-    def of(cls, model: Any, callers: list[str]) -> ModelShape:
-        """`callers`: the modules that make the attention calls, in order."""
+    def of(cls, model: Any, flow: Flow) -> ModelShape:
+        """Of a model whose forward `flow` has followed."""
         found = decoder_layers(model)
-        embeddings = {id(p) for module in outer_embeddings(model) for p in module.parameters()}
+        outer = [model.get_submodule(name) for name in flow.embeddings]
+        embeddings = {id(p) for module in outer for p in module.parameters()}
         output = model.get_output_embeddings()
         head = set() if output is None else {id(p) for p in output.parameters()}
         whole = {id(p): p.numel() for p in model.parameters()}
@@ -45,30 +48,24 @@ class ModelShape:
             head_parameters=sum(whole[number] for number in head - inside),
             is_tied=bool(head & embeddings),
             other_parameters=sum(whole[number] for number in others),
-            layer_of_call=tuple(layer_of(caller, name) for caller in callers),
+            layer_of_call=tuple(layer_of(call.module, name) for call in flow.calls),
         )
 
 
-def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
-    """Name and list of the decoder's layers: of the outermost lists, the one with most parameters.
-    None if there is no list."""
+def decoder_layers(model: Any) -> tuple[str, nn.ModuleList] | None:
+    """Name and list of the decoder's layers: of the outermost lists, one as long as the
+    configuration says, and of several the one with most parameters. None if there is no list."""
+    length = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", 0)
     lists: list[tuple[str, nn.ModuleList]] = []
     for name, module in model.named_modules():
         is_inner = any(name.startswith(f"{outer}.") for outer, _ in lists)
         if isinstance(module, nn.ModuleList) and len(module) and not is_inner:
             lists.append((name, module))
-    return max(lists, key=lambda item: sum(p.numel() for p in item[1].parameters()), default=None)
+    return max(lists, key=lambda item: (len(item[1]) == length, _numel(item[1])), default=None)
 
 
-def outer_embeddings(model: nn.Module) -> list[nn.Embedding]:
-    """The embeddings that a model has outside its layers."""
-    found = decoder_layers(model)
-    inside = set() if found is None else {id(module) for module in found[1].modules()}
-    return [
-        module
-        for module in model.modules()
-        if isinstance(module, nn.Embedding) and id(module) not in inside
-    ]
+def _numel(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def layer_of(module: str, layers: str) -> int:

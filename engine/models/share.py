@@ -13,7 +13,7 @@ from engine.device.distributed import ParallelState
 from engine.errors import ConfigError
 from engine.models.cuts import localize, take_ranges
 from engine.models.lazy_weights import LazyWeights
-from engine.models.shape import decoder_layers, layer_of, outer_embeddings
+from engine.models.shape import layer_of
 
 
 class Share:
@@ -30,13 +30,14 @@ class Share:
     def prune(self, model: Any) -> None:
         """Take out of `model`, which is built on `meta`, what other stages have, and make its
         modules ready for a rank's heads."""
-        found = decoder_layers(model)
-        if self.parallel.pp_size > 1 and found is not None:
-            for number, layer in enumerate(list(found[1])):
+        if self.parallel.pp_size > 1:
+            layers = model.get_submodule(self.layout.layers)
+            for number, layer in enumerate(list(layers)):
                 if number not in self.layers:
-                    found[1][number] = AbsentLayer(layer, self.layout.layers_return_tuples)
+                    layers[number] = AbsentLayer(layer, self.layout.layers_return_tuples)
             if not self.parallel.is_first_stage:
-                for embedding in outer_embeddings(model):
+                for name in self.layout.embeddings:
+                    embedding = model.get_submodule(name)
                     _replace(model, embedding, NoEmbedding(embedding.embedding_dim))
             head = model.get_output_embeddings()
             if not self.parallel.is_last_stage and head is not None:
@@ -55,13 +56,17 @@ class Share:
         device: torch.device,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Read the weights of a pruned `model`; `progress(done, total)` after each layer. Raises
-        `ConfigError` if the checkpoint doesn't fit."""
+        """Read the weights of a pruned `model`; `progress(done, total)` after each layer. What no
+        checkpoint has, such as frequencies of rotations, is made on the CPU as transformers does.
+
+        Raises `ConfigError` if the checkpoint doesn't fit.
+        """
         names = list(model.state_dict())
         ties = {name: other for name in names if (other := weights.tied_to(name)) is not None}
-        inner = [f"{self.layout.layers}.{layer}." for layer in self.layers]
-        is_staged = decoder_layers(model) is not None
-        outer = [name for name in names if not (is_staged and name.startswith(tuple(inner)))]
+        inner = []
+        if self.layout.layers:
+            inner = [f"{self.layout.layers}.{layer}." for layer in self.layers]
+        outer = [name for name in names if not name.startswith(tuple(inner))]
         self._read(model, weights, [name for name in outer if name not in ties])
         for name, other in ties.items():
             if other in names:
@@ -70,15 +75,16 @@ class Share:
                 for _, value in weights.read([other]):
                     _put(model, name, nn.Parameter(value, False))
         for done, prefix in enumerate(inner, 1):
-            self._read(model, weights, [n for n in names if is_staged and n.startswith(prefix)])
+            self._read(model, weights, [n for n in names if n.startswith(prefix)])
             if progress is not None:
                 progress(done, len(inner))
         for linear in model.modules():
             if type(linear) is nn.Linear:
                 linear.out_features, linear.in_features = linear.weight.shape
         missing = {name for name, value in model.state_dict().items() if value.is_meta}
-        model._move_missing_keys_from_meta_to_device(missing, {"": device}, None, None)
+        model._move_missing_keys_from_meta_to_device(missing, {"": "cpu"}, None, None)
         model._initialize_missing_keys(False)
+        model.to(device)
         for name, value in [*model.named_parameters(), *model.named_buffers()]:
             if value.is_meta:
                 raise ConfigError(f"'{name}' of {self.layout.class_name} got no value.")

@@ -32,7 +32,6 @@ from engine.layers.weights import DummySource, SafetensorsSource, WeightSource
 from engine.models.cuts import own_heads
 from engine.models.interfaces import point_at
 from engine.models.lazy_weights import LazyWeights
-from engine.models.shape import decoder_layers
 from engine.models.share import Share
 
 _NAME = "manta"
@@ -80,7 +79,7 @@ def _of_each_token(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """[1, T, heads, dim]: something of a token's own query, key and value, as they are rotated."""
     copies = q.shape[1] // k.shape[1]
     keys, values = (x.repeat_interleave(copies, 1) for x in (k, v))
-    return (values + torch.tanh(q.sum(-1, True) + keys.sum(-1, True))).transpose(1, 2)
+    return (values + torch.tanh(q.sum(-1, True) + keys.sum(-1, True))).transpose(1, 2).contiguous()
 
 
 def _by_token(x: Tensor) -> Tensor:
@@ -282,14 +281,14 @@ class TransformersModel:
 
     def _keep_hidden(self, model: Any) -> None:
         """Let the last layer of a stage keep its result; those behind it are absent."""
-        layers = decoder_layers(model)
-        if self.parallel.is_last_stage or layers is None:
+        if self.parallel.is_last_stage:
             return
 
         def keep(module: nn.Module, args: Any, out: Any) -> None:
             self._step.hidden = out[0] if isinstance(out, tuple | list) else out
 
-        layers[1][self._share.layers.stop - 1].register_forward_hook(keep)
+        last = f"{self._share.layout.layers}.{self._share.layers.stop - 1}"
+        model.get_submodule(last).register_forward_hook(keep)
 
     def _given(self, ids: Tensor, positions: Tensor) -> dict[str, Any]:
         given: dict[str, Any] = {"input_ids": ids[None], "use_cache": False}
