@@ -83,6 +83,9 @@ class Share:
                 linear.out_features, linear.in_features = linear.weight.shape
         missing = {name for name, value in model.state_dict().items() if value.is_meta}
         model._move_missing_keys_from_meta_to_device(missing, {"": "cpu"}, None, None)
+        for module in model.modules():
+            own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+            module._is_hf_initialized = all(hasattr(x, "_is_hf_initialized") for x in own)
         model._initialize_missing_keys(False)
         model.to(device)
         for name, value in [*model.named_parameters(), *model.named_buffers()]:

@@ -318,6 +318,7 @@ class TransformersModel:
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """The model's own forward behind its decoder: with all its scales and caps."""
+        self._step.calls = 0
         decoder = self._base.forward
         self._base.forward = lambda *args, **kwargs: self._output(last_hidden_state=hidden[None])
         try:

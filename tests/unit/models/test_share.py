@@ -48,9 +48,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path
         yield Lazy()
 
 
-def share_of(folder: Path, parallel: ParallelState) -> Any:
+def share_of(config: ModelConfig, parallel: ParallelState) -> Any:
     """The model of one rank, before its linears are replaced."""
-    config = ModelConfig.from_pretrained(folder)
+    folder = config.path
     assert config.layout is not None
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
@@ -67,13 +67,13 @@ def share_of(folder: Path, parallel: ParallelState) -> Any:
 def test_ranks_have_what_memory_is_calculated_for(folders: dict[str, Path], name: str) -> None:
     config = ModelConfig.from_pretrained(folders[name])
     assert config.layout is not None
-    whole = sum(p.numel() for p in share_of(folders[name], ParallelState.single()).parameters())
-    for tp_size, pp_size in ((1, 1), (2, 1), (4, 1), (1, 3), (2, 2)):
+    whole = sum(p.numel() for p in share_of(config, ParallelState.single()).parameters())
+    for tp_size, pp_size in ((1, 1), (4, 1), (1, 3), (2, 2)):
         layers = 0
         for pp_rank in range(pp_size):
             for tp_rank in range(tp_size):
                 parallel = ParallelState(tp_rank, tp_size, pp_rank, pp_size)
-                model = share_of(folders[name], parallel)
+                model = share_of(config, parallel)
                 found = sum(p.numel() for p in model.parameters())
                 biases = _row_biases(config, pp_size, pp_rank) if tp_rank else 0
                 calculated = stage_bytes(config, 4, tp_size, pp_size, pp_rank)
