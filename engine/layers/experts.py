@@ -20,7 +20,7 @@ class Experts:
     """
 
     def __init__(self, module: Any, form: WeightFormat, parallel: ParallelState) -> None:
-        """The module's matrices are copied; the caller drops them."""
+        """The module's matrices are taken from it."""
         self._module = module
         count = len(module.down_proj)
         self._parallel = parallel if count < module.num_experts else ParallelState.single()
@@ -28,6 +28,8 @@ class Experts:
         up = "gate_up_proj" if module.has_gate else "up_proj"
         self._up = [self._kernel(up, number, form) for number in range(count)]
         self._down = [self._kernel("down_proj", number, form) for number in range(count)]
+        for name in (up, "down_proj"):
+            setattr(module, name, None)
 
     def _kernel(self, name: str, number: int, form: WeightFormat) -> Any:
         weight = getattr(self._module, name).data[number]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,37 @@ def test_what_does_not_fit_is_named(
     changed(folder, **{name: value})
     with pytest.raises(ConfigError, match=words):
         loaded(folder)
+
+
+def test_a_rank_never_holds_more_than_its_share_and_a_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arch, keys = THROUGH_TRANSFORMERS["mixtral"]
+    folder = make_model(tmp_path, arch, num_hidden_layers=6, **keys)
+    layout = record(folder)
+    alive: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+    read = SafetensorsSource.read
+
+    def noting(self: SafetensorsSource, name: str) -> torch.Tensor:
+        nonlocal most
+        tensor = read(self, name)
+        alive.append(weakref.ref(tensor))
+        found = (ref() for ref in alive)
+        most = max(most, sum(x.numel() for x in found if x is not None))
+        return tensor
+
+    monkeypatch.setattr(SafetensorsSource, "read", noting)
+    hub = AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(hub)
+    weights = LazyWeights(model, SafetensorsSource(folder, torch.float32, CPU), torch.float32)
+    share = Share(layout, range(6), ParallelState(1, 4, 0, 1))
+    with torch.no_grad():
+        share.fill(model, weights, CPU)
+    group = 2 * 4 * 48 * 32  # gates and inputs of a layer's experts
+    assert group < most < layout.rank_parameters(4, range(6)) + group
+    assert sum(layout.layer_parameters) > 2 * most
 
 
 def test_dummy_weights_are_those_of_their_seed(tmp_path: Path) -> None:
