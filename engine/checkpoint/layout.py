@@ -140,8 +140,10 @@ class ModelLayout(msgspec.Struct, frozen=True):
     """Names of the embeddings before the layers, which only the first stage has."""
     embedding_parameters: int
     """Their numbers."""
+    head: str
+    """Name of the output head, if it is a linear; "" otherwise."""
     head_parameters: int
-    """Numbers of the output head, which only the last stage has."""
+    """Its numbers, which only the last stage has."""
     is_tied: bool
     """Whether the head is the embedding's matrix."""
     other_parameters: int
@@ -170,12 +172,19 @@ class ModelLayout(msgspec.Struct, frozen=True):
         is_first, is_last = layers.start == 0, layers.stop == self.num_layers
         found = sum(self.layer_parameters[layer] for layer in layers) + self.other_parameters
         found += self.embedding_parameters * is_first
-        found += self.head_parameters * (is_last and not (self.is_tied and is_first))
+        if self.divides_head(tp_size):
+            found += self.head_parameters // tp_size * is_last
+        else:
+            found += self.head_parameters * (is_last and not (self.is_tied and is_first))
         mine = tuple(f"{self.layers}.{layer}." for layer in layers)
         for cut in self.cuts:
             if cut.name.startswith(mine):
                 found -= cut.numel - cut.local_numel(tp_size)
         return found
+
+    def divides_head(self, tp_size: int) -> bool:
+        """Whether each of `tp_size` ranks has some outputs of the head; otherwise it has all."""
+        return tp_size > 1 and self.head != "" and self.vocab_size % tp_size == 0
 
     def check_split(self, tp_size: int, stages: list[range]) -> None:
         """Raise `ConfigError` unless tensor parallel ranks and stages with these decoder layers can
@@ -202,6 +211,11 @@ class ModelLayout(msgspec.Struct, frozen=True):
             raise ConfigError(
                 f"nothing of {self.class_name} can be divided by tensor parallelism; set "
                 "tp_size: 1."
+            )
+        if len({call.is_divided for call in self.calls}) > 1:
+            raise ConfigError(
+                f"the heads of some layers of {self.class_name} can be divided and those of others "
+                "can't; set tp_size: 1."
             )
         for call in (call for call in self.calls if call.is_divided):
             if call.num_heads % tp_size:

@@ -194,6 +194,7 @@ def record(folder: Path) -> ModelLayout:
         layer_parameters=shape.layer_parameters,
         embeddings=tuple(dict.fromkeys(flow.embeddings)),
         embedding_parameters=shape.embedding_parameters,
+        head=shape.head,
         head_parameters=shape.head_parameters,
         is_tied=shape.is_tied,
         other_parameters=shape.other_parameters,

@@ -17,6 +17,7 @@ class ModelShape:
     layers: str
     layer_parameters: tuple[int, ...]
     embedding_parameters: int
+    head: str
     head_parameters: int
     is_tied: bool
     other_parameters: int
@@ -45,6 +46,7 @@ class ModelShape:
             layers=name,
             layer_parameters=tuple(per_layer),
             embedding_parameters=sum(whole[number] for number in embeddings - inside),
+            head=_head_name(model, output),
             head_parameters=sum(whole[number] for number in head - inside),
             is_tied=bool(head & embeddings),
             other_parameters=sum(whole[number] for number in others),
@@ -62,6 +64,15 @@ def decoder_layers(model: Any) -> tuple[str, nn.ModuleList] | None:
         if isinstance(module, nn.ModuleList) and len(module) and not is_inner:
             lists.append((name, module))
     return max(lists, key=lambda item: (len(item[1]) == length, _numel(item[1])), default=None)
+
+
+def _head_name(model: Any, output: nn.Module | None) -> str:
+    """Name of the output head if it is a linear of as many outputs as there are tokens."""
+    vocab_size = model.config.get_text_config(decoder=True).vocab_size
+    if type(output) is not nn.Linear or output.out_features != vocab_size:
+        return ""
+    names = {id(module): str(name) for name, module in model.named_modules()}
+    return names[id(output)]
 
 
 def _numel(module: nn.Module) -> int:

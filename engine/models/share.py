@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.checkpoint.layout import Cut, ModelLayout
+from engine.checkpoint.layout import Cut, ModelLayout, Part
 from engine.device.distributed import ParallelState
 from engine.errors import ConfigError
 from engine.models.cuts import localize, take_ranges
@@ -26,6 +26,10 @@ class Share:
         self._cuts: dict[str, Cut] = {}
         if parallel.tp_size > 1:
             self._cuts = {cut.name: cut for cut in layout.cuts}
+        if layout.divides_head(parallel.tp_size):
+            tokens = (Part(layout.vocab_size, layout.vocab_size),)
+            for name in (f"{layout.head}.weight", f"{layout.head}.bias"):
+                self._cuts[name] = Cut(name, 0, tokens, layout.vocab_size)
 
     def prune(self, model: Any) -> None:
         """Take out of `model`, which is built on `meta`, what other stages have, and make its
@@ -67,15 +71,16 @@ class Share:
         if self.layout.layers:
             inner = [f"{self.layout.layers}.{layer}." for layer in self.layers]
         outer = [name for name in names if not name.startswith(tuple(inner))]
-        self._read(model, weights, [name for name in outer if name not in ties])
-        for name, other in ties.items():
-            if other in names:
-                _put(model, name, _find(model, other))
-            else:  # of a matrix that another stage has as well
-                for _, value in weights.read([other]):
-                    _put(model, name, nn.Parameter(value, False))
+        apart = ties.keys() | set(ties.values())
+        self._read(model, weights, [name for name in outer if name not in apart])
+        for shared in dict.fromkeys(ties.values()):
+            users = [name for name in names if shared in (name, ties.get(name))]
+            for _, whole in weights.read([shared]):
+                parameter = nn.Parameter(whole, False)
+                for name in users:
+                    self._keep(model, name, parameter)
         for done, prefix in enumerate(inner, 1):
-            self._read(model, weights, [n for n in names if n.startswith(prefix)])
+            self._read(model, weights, [name for name in names if name.startswith(prefix)])
             if progress is not None:
                 progress(done, len(inner))
         for linear in model.modules():
@@ -97,18 +102,28 @@ class Share:
         cut = self._cuts.get(f"{linear}.weight")
         return cut is not None and cut.dim == 1
 
+    def is_gathered(self, linear: str) -> bool:
+        """Whether ranks have parts of this linear's outputs, and its callers want all of them."""
+        return linear == self.layout.head and f"{linear}.weight" in self._cuts
+
     def _read(self, model: Any, weights: LazyWeights, names: list[str]) -> None:
-        tp_size, tp_rank = self.parallel.tp_size, self.parallel.tp_rank
         for name, value in weights.read(names):
-            owner, _, attribute = name.rpartition(".")
-            cut = self._cuts.get(name)
-            if cut is not None:
-                value = take_ranges(value, cut.dim, cut.ranges(tp_size, tp_rank))
-            elif attribute == "bias" and tp_rank > 0 and self.is_row(owner):
-                model.get_submodule(owner).bias = None  # added once, not once per rank
-                continue
-            is_parameter = attribute in model.get_submodule(owner)._parameters
-            _put(model, name, nn.Parameter(value, False) if is_parameter else value)
+            self._keep(model, name, value)
+
+    def _keep(self, model: Any, name: str, value: Tensor) -> None:
+        """Put this rank's part of a parameter or a buffer into the model."""
+        owner, _, attribute = name.rpartition(".")
+        module, cut = model.get_submodule(owner), self._cuts.get(name)
+        if cut is not None:
+            ranges = cut.ranges(self.parallel.tp_size, self.parallel.tp_rank)
+            value = take_ranges(value.data, cut.dim, ranges)
+        elif attribute == "bias" and self.parallel.tp_rank > 0 and self.is_row(owner):
+            module.bias = None  # added once, not once per rank
+            return
+        if attribute in module._parameters and not isinstance(value, nn.Parameter):
+            value = nn.Parameter(value, False)
+        value._is_hf_initialized = True  # type: ignore[attr-defined]
+        setattr(module, attribute, value)
 
 
 class AbsentLayer(nn.Module):
@@ -146,15 +161,3 @@ def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
         for name, child in list(owner.named_children()):
             if child is old:
                 setattr(owner, name, new)
-
-
-def _find(model: nn.Module, name: str) -> Tensor:
-    owner, _, attribute = name.rpartition(".")
-    found: Tensor = getattr(model.get_submodule(owner), attribute)
-    return found
-
-
-def _put(model: nn.Module, name: str, value: Tensor) -> None:
-    owner, _, attribute = name.rpartition(".")
-    value._is_hf_initialized = True  # type: ignore[attr-defined]
-    setattr(model.get_submodule(owner), attribute, value)

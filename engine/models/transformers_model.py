@@ -130,15 +130,25 @@ class _Linear(nn.Module):
     """In place of an `nn.Linear`."""
 
     def __init__(
-        self, product: _Product, number: int, sum_over: ParallelState | None = None
+        self,
+        product: _Product,
+        number: int,
+        *,
+        sum_over: ParallelState | None = None,
+        gather_from: ParallelState | None = None,
     ) -> None:
-        """`sum_over`: the ranks that have the other inputs."""
+        """`sum_over`: the ranks that have the other inputs. `gather_from`: those that have the
+        other outputs, which are wanted, too."""
         super().__init__()
-        self.product, self.number, self.sum_over = product, number, sum_over
+        self.product, self.number = product, number
+        self.sum_over, self.gather_from = sum_over, gather_from
         self.in_features, self.out_features = product.in_size, product.sizes[number]
 
     def forward(self, x: Tensor) -> Tensor:
         found = self.product.part(x, self.number)
+        if self.gather_from is not None:
+            whole = self.gather_from.all_gather_last_dim(found.flatten(0, -2))
+            return whole.view(*found.shape[:-1], -1)
         return found if self.sum_over is None else self.sum_over.all_reduce(found)
 
 
@@ -308,9 +318,14 @@ class TransformersModel:
                         setattr(module, name, _Linear(product, number))
             for name, child in list(module.named_children()):
                 if type(child) is nn.Linear:
-                    is_row = self._share.is_row(f"{path}.{name}" if path else name)
-                    parallel = self.parallel if is_row else None
-                    setattr(module, name, _Linear(_Product([child], form), 0, parallel))
+                    full, parallel = f"{path}.{name}" if path else name, self.parallel
+                    linear = _Linear(
+                        _Product([child], form),
+                        0,
+                        sum_over=parallel if self._share.is_row(full) else None,
+                        gather_from=parallel if self._share.is_gathered(full) else None,
+                    )
+                    setattr(module, name, linear)
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         """The model's own code has applied it."""

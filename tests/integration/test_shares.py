@@ -21,7 +21,7 @@ from engine.checkpoint.layout import read_layout
 from engine.device.distributed import init_parallel
 from engine.models.recording import record
 from tests.support.engines import greedy_reference, load_reference
-from tests.support.models import THROUGH_TRANSFORMERS, make_model
+from tests.support.models import DIVISIBLE_HEADS, THROUGH_TRANSFORMERS, make_model
 from tests.support.step_driver import StepDriver, make_runner
 
 MAX_NEW = 8
@@ -96,6 +96,7 @@ def reports(
         patch.setenv("MANTA_CACHE_DIR", str(folder / "cache"))
         patch.setattr(layout, "_record", lambda f: layout.msgspec.json.encode(record(f)))
         for name, (arch, keys) in THROUGH_TRANSFORMERS.items():
+            keys = keys | DIVISIBLE_HEADS.get(name, {})
             path = make_model(folder / name, arch, num_hidden_layers=4, **keys)
             read_layout(path)
             outputs = greedy_reference(load_reference(path), PROMPTS, MAX_NEW)

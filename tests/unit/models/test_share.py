@@ -23,7 +23,7 @@ from engine.memory_need import cache_bytes_per_token, stage_bytes
 from engine.models import recording
 from engine.models.lazy_weights import LazyWeights
 from engine.models.share import Share
-from tests.support.models import THROUGH_TRANSFORMERS, make_model
+from tests.support.models import DIVISIBLE_HEADS, THROUGH_TRANSFORMERS, make_model
 from tests.support.step_driver import make_runner
 
 CPU = torch.device("cpu")
@@ -40,6 +40,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path
         def __missing__(self, name: str) -> Path:
             arch, keys = THROUGH_TRANSFORMERS[name]
             folder = tmp_path_factory.mktemp(name)
+            keys = keys | DIVISIBLE_HEADS.get(name, {})
             self[name] = make_model(folder, arch, num_hidden_layers=4, **keys)
             return self[name]
 
