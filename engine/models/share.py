@@ -45,7 +45,7 @@ class Share:
                     _replace(model, embedding, NoEmbedding(embedding.embedding_dim))
             head = model.get_output_embeddings()
             if not self.parallel.is_last_stage and head is not None:
-                _replace(model, head, nn.Identity())
+                _replace(model, head, NoHead())
         if self.parallel.tp_size > 1:
             for name in self.layout.local_modules:
                 number = layer_of(name, self.layout.layers)
@@ -88,9 +88,6 @@ class Share:
                 linear.out_features, linear.in_features = linear.weight.shape
         missing = {name for name, value in model.state_dict().items() if value.is_meta}
         model._move_missing_keys_from_meta_to_device(missing, {"": "cpu"}, None, None)
-        for module in model.modules():
-            own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-            module._is_hf_initialized = all(hasattr(x, "_is_hf_initialized") for x in own)
         model._initialize_missing_keys(False)
         model.to(device)
         for name, value in [*model.named_parameters(), *model.named_buffers()]:
@@ -147,12 +144,27 @@ class NoEmbedding(nn.Module):
 
     def __init__(self, size: int) -> None:
         super().__init__()
-        self.size = size
+        self.size, self.weight = size, _no_weight()
 
     def forward(self, ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         step: Any = self.manta_step
         zeros: Tensor = step.hidden.new_zeros((*ids.shape, self.size))
         return zeros
+
+
+class NoHead(nn.Module):
+    """In place of the output head, on all stages but the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = _no_weight()
+
+
+def _no_weight() -> Tensor:
+    """What stands where a model's code looks for a weight, to give it its first numbers."""
+    nothing = torch.empty(0)
+    nothing._is_hf_initialized = True  # type: ignore[attr-defined]
+    return nothing
 
 
 def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
