@@ -38,8 +38,9 @@ def stage_bytes(
 ) -> int:
     """Bytes of one rank's matrices on stage `pp_rank` (norms and biases don't matter here), whose
     plain numbers have `item` bytes."""
-    if model.layout is not None:  # one rank has all of it
-        return PLAIN.matrix_bytes(1, model.layout.num_parameters, item)
+    if model.layout is not None:
+        layers = model.stage_layers(pp_size)[pp_rank]
+        return PLAIN.matrix_bytes(1, model.layout.rank_parameters(tp_size, layers), item)
     layer = sum(form.matrix_bytes(*shape, item) for shape in model.layer_matrices(tp_size))
     num_bytes = len(model.stage_layers(pp_size)[pp_rank]) * layer
     rows, hidden = -(-model.vocab_size // tp_size), model.hidden_size
@@ -53,8 +54,12 @@ def stage_bytes(
 
 def cache_bytes_per_token(model: ModelConfig, item: int, tp_size: int = 1, pp_size: int = 1) -> int:
     """Bytes of one token's keys and values, of `item` bytes each, on the rank with most layers."""
-    sizes = [call.on_rank(tp_size).kv_size for call in model.calls]
-    return item * max(sum(sizes[i] for i in stage) for stage in model.stage_layers(pp_size))
+    stages = model.stage_layers(pp_size)
+    if model.layout is not None:
+        calls = [model.layout.rank_calls(tp_size, layers) for layers in stages]
+    else:
+        calls = [tuple(model.calls[i].on_rank(tp_size) for i in layers) for layers in stages]
+    return item * max(sum(call.kv_size for call in stage) for stage in calls)
 
 
 @dataclass(frozen=True)

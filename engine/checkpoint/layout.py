@@ -17,6 +17,7 @@ from typing import Literal
 
 import msgspec
 
+from engine.errors import ConfigError
 from engine.process.folders import cache_folder
 from engine.process.other_process import ask_module
 
@@ -42,6 +43,22 @@ class AttentionCall(msgspec.Struct, frozen=True):
     """The earlier call whose keys and values these are: nothing is stored for this one."""
     unknown: tuple[str, ...] = ()
     """What the model asks of attention besides."""
+    layer: int = 0
+    """The decoder layer that makes it."""
+    is_divided: bool = False
+    """Whether tensor parallel ranks divide its heads; otherwise each computes all of them."""
+
+    def on_rank(self, tp_size: int, first: int = 0) -> AttentionCall:
+        """The call with one rank's heads, in a stage whose first call is number `first`."""
+        kv_of = None if self.kv_of is None else self.kv_of - first
+        if not self.is_divided:
+            return msgspec.structs.replace(self, kv_of=kv_of)
+        return msgspec.structs.replace(
+            self,
+            num_heads=self.num_heads // tp_size,
+            num_kv_heads=max(1, self.num_kv_heads // tp_size),
+            kv_of=kv_of,
+        )
 
     @property
     def lacks(self) -> str:
@@ -75,14 +92,6 @@ class AttentionCall(msgspec.Struct, frozen=True):
             return position // self.chunk * self.chunk
         return 0 if self.window is None else max(0, position + 1 - self.window)
 
-    def on_rank(self, tp_size: int) -> AttentionCall:
-        """The call with the heads of one of `tp_size` ranks; several may hold the same keys."""
-        return msgspec.structs.replace(
-            self,
-            num_heads=self.num_heads // tp_size,
-            num_kv_heads=max(1, self.num_kv_heads // tp_size),
-        )
-
 
 def beyond_plain(calls: Sequence[AttentionCall]) -> tuple[str, ...]:
     """What `calls` have beyond scales and windows, in words; () if nothing."""
@@ -105,6 +114,51 @@ class StateSpec(msgspec.Struct, frozen=True):
     """Whatever the model's type is. False: it has that type."""
 
 
+class Part(msgspec.Struct, frozen=True):
+    """A piece of a parameter, of which each of several ranks has an equal share."""
+
+    size: int
+    units: int
+    """Pieces of it that stay whole, such as heads."""
+    is_shared: bool = False
+    """Whether several ranks may have the same unit: with more ranks than key/value heads."""
+
+    def divides(self, tp_size: int) -> bool:
+        """Whether `tp_size` ranks can have shares of it."""
+        return self.units % tp_size == 0 or (self.is_shared and tp_size % self.units == 0)
+
+    def share(self, tp_size: int, tp_rank: int) -> range:
+        """The numbers of it that a rank has."""
+        count = max(1, self.units // tp_size)
+        first = tp_rank * self.units // tp_size
+        unit = self.size // self.units
+        return range(first * unit, (first + count) * unit)
+
+
+class Cut(msgspec.Struct, frozen=True):
+    """How tensor parallel ranks divide a parameter: along `dim`, each of its `parts`."""
+
+    name: str
+    dim: int
+    parts: tuple[Part, ...]
+    numel: int
+    """Numbers of the whole parameter."""
+
+    def ranges(self, tp_size: int, tp_rank: int) -> list[range]:
+        """What a rank has along `dim`."""
+        found, start = [], 0
+        for part in self.parts:
+            share = part.share(tp_size, tp_rank)
+            found.append(range(start + share.start, start + share.stop))
+            start += part.size
+        return found
+
+    def local_numel(self, tp_size: int) -> int:
+        """Numbers that each rank has."""
+        size = sum(part.size for part in self.parts)
+        return self.numel // size * sum(map(len, self.ranges(tp_size, 0)))
+
+
 class ModelLayout(msgspec.Struct, frozen=True):
     """A model that `engine.models.transformers_model` runs."""
 
@@ -114,11 +168,33 @@ class ModelLayout(msgspec.Struct, frozen=True):
     max_positions: int
     dtype: str
     eos_token_ids: tuple[int, ...]
-    num_parameters: int
     calls: tuple[AttentionCall, ...]
     read: tuple[str, ...]
     """Linears whose weights the code around them reads."""
     states: tuple[StateSpec, ...]
+    layers: str
+    """Name of the list of its decoder layers; "" if there is none."""
+    layer_parameters: tuple[int, ...]
+    """Numbers of each layer, before it is divided."""
+    embeddings: tuple[str, ...]
+    """Names of the embeddings before the layers, which only the first stage has."""
+    embedding_parameters: int
+    """Their numbers."""
+    head: str
+    """Name of the output head, if it is a linear; "" otherwise."""
+    head_parameters: int
+    """Its numbers, which only the last stage has."""
+    is_tied: bool
+    """Whether the head is the embedding's matrix."""
+    other_parameters: int
+    """Numbers outside the layers that every stage has."""
+    cuts: tuple[Cut, ...]
+    """Of the parameters that tensor parallel ranks divide; each has all of the others."""
+    local_modules: tuple[str, ...] = ()
+    """Modules whose numbers of heads must be those of the rank."""
+    not_staged: str = ""
+    """Why the layers can't be divided over pipeline stages; "" if they can."""
+    layers_return_tuples: bool = False
 
     @property
     def mode(self) -> Literal["flat", "rows"]:
@@ -129,6 +205,79 @@ class ModelLayout(msgspec.Struct, frozen=True):
     def state_bytes(self, item: int) -> int:
         """Bytes of one request's states, where the model's numbers have `item` bytes."""
         return sum(math.prod(spec.shape) * (4 if spec.is_float32 else item) for spec in self.states)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layer_parameters)
+
+    def rank_calls(self, tp_size: int, layers: range) -> tuple[AttentionCall, ...]:
+        """The attention calls of a pipeline stage with these decoder layers, with the heads of one
+        tensor parallel rank."""
+        found = [call for call in self.calls if call.layer in layers]
+        first = self.calls.index(found[0]) if found else 0
+        return tuple(call.on_rank(tp_size, first) for call in found)
+
+    def rank_parameters(self, tp_size: int, layers: range) -> int:
+        """Numbers of a rank whose stage has these decoder layers."""
+        is_first, is_last = layers.start == 0, layers.stop == self.num_layers
+        found = sum(self.layer_parameters[layer] for layer in layers) + self.other_parameters
+        found += self.embedding_parameters * is_first
+        if self.divides_head(tp_size):
+            found += self.head_parameters // tp_size * is_last
+        else:
+            found += self.head_parameters * (is_last and not (self.is_tied and is_first))
+        mine = tuple(f"{self.layers}.{layer}." for layer in layers)
+        for cut in self.cuts:
+            if cut.name.startswith(mine):
+                found -= cut.numel - cut.local_numel(tp_size)
+        return found
+
+    def divides_head(self, tp_size: int) -> bool:
+        """Whether each of `tp_size` ranks has some outputs of the head; otherwise it has all."""
+        return tp_size > 1 and self.head != "" and self.vocab_size % tp_size == 0
+
+    def check_split(self, tp_size: int, stages: list[range]) -> None:
+        """Raise `ConfigError` unless tensor parallel ranks and stages with these decoder layers can
+        divide the model."""
+        if tp_size > 1:
+            self._check_ranks(tp_size)
+        if len(stages) == 1:
+            return
+        if self.not_staged:
+            raise ConfigError(
+                f"{self.class_name} can't be divided into pipeline stages, because "
+                f"{self.not_staged}; set pp_size: 1."
+            )
+        for layers in stages:
+            if any((call.kv_of or 0) < 0 for call in self.rank_calls(1, layers)):
+                raise ConfigError(
+                    f"layer {layers.start} of {self.class_name} or one behind it reads the keys of "
+                    f"an earlier one, which pp_size ({len(stages)}) puts on another stage; change "
+                    "pp_size."
+                )
+
+    def _check_ranks(self, tp_size: int) -> None:
+        if not self.cuts:
+            raise ConfigError(
+                f"nothing of {self.class_name} can be divided by tensor parallelism; set "
+                "tp_size: 1."
+            )
+        for call in (call for call in self.calls if call.is_divided):
+            if call.num_heads % tp_size:
+                raise ConfigError(
+                    f"tp_size ({tp_size}) must divide the model's {call.num_heads} attention heads."
+                )
+            if call.num_kv_heads % tp_size and tp_size % call.num_kv_heads:
+                raise ConfigError(
+                    f"tp_size ({tp_size}) must divide the model's {call.num_kv_heads} key/value "
+                    "heads, or be a multiple of them."
+                )
+        for cut in self.cuts:
+            for part in cut.parts:
+                if not part.divides(tp_size):
+                    raise ConfigError(
+                        f"tp_size ({tp_size}) must divide the {part.units} parts of '{cut.name}'."
+                    )
 
     @property
     def lacks(self) -> str:

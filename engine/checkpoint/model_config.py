@@ -135,7 +135,8 @@ class ModelConfig:
             return self.layout.calls
         sizes = self.num_heads, self.num_kv_heads, self.head_dim, self.head_dim
         return tuple(
-            AttentionCall(*sizes, self.head_dim**-0.5, window) for window in self.layer_windows
+            AttentionCall(*sizes, self.head_dim**-0.5, window, is_divided=True)
+            for window in self.layer_windows
         )
 
     @property
@@ -161,11 +162,12 @@ class ModelConfig:
                 f"{self.title}, keeps states of requests beside attention, which can't "
                 "be divided yet; set tp_size: 1 and pp_size: 1."
             )
-        if self.layout is not None and (tp_size > 1 or pp_size > 1):
-            raise ConfigError(
-                f"{self.layout.class_name} runs through transformers, which can't be divided yet; "
-                "set tp_size: 1 and pp_size: 1."
-            )
+        if self.layout is not None:
+            self.layout.check_split(tp_size, self.stage_layers(pp_size))
+        if pp_size > max(self.num_layers, 1):
+            raise ConfigError(f"pp_size ({pp_size}) exceeds the model's {self.num_layers} layers.")
+        if self.layout is not None:
+            return
         if self.num_heads % tp_size:
             raise ConfigError(
                 f"tp_size ({tp_size}) must divide the model's {self.num_heads} attention heads."
@@ -180,8 +182,6 @@ class ModelConfig:
                 f"tp_size ({tp_size}) must divide the model's intermediate size "
                 f"{self.intermediate_size}."
             )
-        if pp_size > max(self.num_layers, 1):
-            raise ConfigError(f"pp_size ({pp_size}) exceeds the model's {self.num_layers} layers.")
 
     def auto_dtype(self, device: str, *, cpu_has_bfloat16: bool) -> str:
         """What `dtype: auto` means on `device`. Without instructions for it, products in bfloat16
@@ -260,7 +260,7 @@ class ModelConfig:
             path=folder,
             architecture=TRANSFORMERS_ROWS if layout.mode == "rows" else TRANSFORMERS,
             hidden_size=layout.hidden_size,
-            num_layers=len(layout.calls),
+            num_layers=layout.num_layers,
             num_heads=call.num_heads,
             num_kv_heads=call.num_kv_heads,
             head_dim=call.k_dim,

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.device.distributed import ParallelState
 from engine.layers.weight_format import WeightFormat
 
 
@@ -14,17 +15,21 @@ class Experts:
     """One layer's experts in the form that transformers keeps them: a module with `gate_up_proj` or
     `up_proj` and `down_proj`, each [experts, out, in] or transposed.
 
-    Tokens are sorted by expert, so each expert that has some is two products.
+    Tokens are sorted by expert, so each expert that has some is two products. Of experts that
+    tensor parallel ranks divide, a rank has some, and the ranks' sums are added.
     """
 
-    def __init__(self, module: Any, form: WeightFormat) -> None:
-        """The module's matrices are copied; the caller drops them."""
+    def __init__(self, module: Any, form: WeightFormat, parallel: ParallelState) -> None:
+        """The module's matrices are taken from it."""
         self._module = module
+        count = len(module.down_proj)
+        self._parallel = parallel if count < module.num_experts else ParallelState.single()
+        self._first = self._parallel.tp_rank * count
         up = "gate_up_proj" if module.has_gate else "up_proj"
-        self._up = [self._kernel(up, number, form) for number in range(module.num_experts)]
-        self._down = [
-            self._kernel("down_proj", number, form) for number in range(module.num_experts)
-        ]
+        self._up = [self._kernel(up, number, form) for number in range(count)]
+        self._down = [self._kernel("down_proj", number, form) for number in range(count)]
+        for name in (up, "down_proj"):
+            setattr(module, name, None)
 
     def _kernel(self, name: str, number: int, form: WeightFormat) -> Any:
         weight = getattr(self._module, name).data[number]
@@ -41,6 +46,9 @@ class Experts:
         module, k = self._module, chosen.shape[-1]
         out = torch.zeros_like(hidden)
         flat = chosen.reshape(-1)
+        if self._parallel.tp_size > 1:
+            flat, count = flat - self._first, len(self._up)
+            flat = flat.masked_fill((flat < 0) | (flat >= count), count)
         order = flat.argsort(stable=True)
         counts = torch.bincount(flat, minlength=len(self._up)).tolist()
         tokens = order // k
@@ -58,7 +66,7 @@ class Experts:
                 scaled = (found * factors[start:end]).to(out.dtype)
                 out.index_add_(0, tokens[start:end], scaled)
             start = end
-        return out
+        return self._parallel.all_reduce(out)
 
 
 def is_experts(module: nn.Module) -> bool:

@@ -71,16 +71,7 @@ class SafetensorsSource(WeightSource):
         count: int | None = None,
     ) -> Tensor:
         name = self._stored(name)
-        if name not in self._file_of:
-            sign = sign_of(name, self._file_of)
-            if sign:
-                raise refusal(f"{self.folder} has quantized weights ({sign}) for '{name}'")
-            raise ConfigError(
-                f"the checkpoint in {self.folder} lacks the weight '{name}'; "
-                "is config.json the one that belongs to it?"
-            )
-        view = self._open(self._file_of[name]).get_slice(name)
-        refuse_type(self.folder, name, view.get_dtype(), self._file_of)
+        view = self._view(name)
         found = tuple(view.get_shape())
         if found != shape:
             raise ConfigError(
@@ -91,6 +82,29 @@ class SafetensorsSource(WeightSource):
         index = (slice(None),) * dim + (slice(start, stop),)
         part: Tensor = view[index]
         return part.to(dtype=self.dtype).contiguous()
+
+    def names(self) -> list[str]:
+        """The tensors of the files."""
+        return list(self._file_of)
+
+    def read(self, name: str) -> Tensor:
+        """All of the tensor `name` of the files, on the device and in the type that it has there.
+        Raises `ConfigError` if it is missing or quantized."""
+        whole: Tensor = self._view(name)[...]
+        return whole
+
+    def _view(self, name: str) -> Any:
+        if name not in self._file_of:
+            sign = sign_of(name, self._file_of)
+            if sign:
+                raise refusal(f"{self.folder} has quantized weights ({sign}) for '{name}'")
+            raise ConfigError(
+                f"the checkpoint in {self.folder} lacks the weight '{name}'; "
+                "is config.json the one that belongs to it?"
+            )
+        view = self._open(self._file_of[name]).get_slice(name)
+        refuse_type(self.folder, name, view.get_dtype(), self._file_of)
+        return view
 
     def holds(self, name: str) -> bool:
         return self._stored(name) in self._file_of

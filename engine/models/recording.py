@@ -28,7 +28,10 @@ from transformers.utils import logging
 
 from engine.checkpoint.layout import AttentionCall, ModelLayout
 from engine.errors import ConfigError
+from engine.models.cuts import find_cuts
+from engine.models.flow import Flow, layer_tag
 from engine.models.interfaces import point_at
+from engine.models.shape import ModelShape, decoder_layers
 from engine.models.state_recording import record_states
 
 MAX_LAYERS = 2000
@@ -52,6 +55,11 @@ class Recorder:
     """Attention and mask functions that note what they are asked, and compute nothing."""
 
     def __init__(self) -> None:
+        self.begin(None)
+
+    def begin(self, flow: Flow | None) -> None:
+        """Forget what was noted; a forward that `flow` follows begins."""
+        self.flow = flow
         self.calls: list[AttentionCall] = []
         self._stored: list[tuple[Tensor, Tensor]] = []
 
@@ -59,6 +67,7 @@ class Recorder:
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any, **kwargs: Any
     ) -> tuple[Tensor, None]:
         """What a layer calls: `q` [1, heads, T, k_dim], `k` and `v` [1, kv heads, T, ...]."""
+        assert self.flow is not None
         rule = getattr(attention_mask, "manta_rule", None)
         unknown = [name for name in kwargs if name not in _KNOWN and kwargs[name] is not None]
         window = chunk = None
@@ -87,12 +96,8 @@ class Recorder:
             )
         )
         self._stored.append((k, v))
-        return q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[-1]), None
-
-    def forget(self) -> None:
-        """Begin anew."""
-        self.calls.clear()
-        self._stored.clear()
+        out = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[-1])
+        return self.flow.attention(module, q, k, v, out), None
 
     def _same(self, k: Tensor, v: Tensor) -> int | None:
         """The first call that had this very keys and values."""
@@ -192,8 +197,12 @@ def record(folder: Path) -> ModelLayout:
     called: set[str] = set()
     for name, module in model.named_modules():
         module.register_forward_hook(lambda *_, name=name: called.add(name))
-    _run(model, recorder)
+    flow = _run(model, recorder)
     eos = getattr(text, "eos_token_id", None)
+    with torch.inference_mode():
+        cuts = find_cuts(model, flow, recorder.calls)
+    shape = ModelShape.of(model, flow)
+    calls = zip(recorder.calls, shape.layer_of_call, cuts.divided, strict=True)
     return ModelLayout(
         class_name=type(model).__name__,
         hidden_size=text.hidden_size,
@@ -201,10 +210,24 @@ def record(folder: Path) -> ModelLayout:
         max_positions=int(getattr(text, "max_position_embeddings", None) or 1 << 17),
         dtype=str(config.dtype or torch.float32).removeprefix("torch."),
         eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
-        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
-        calls=tuple(recorder.calls),
+        calls=tuple(
+            msgspec.structs.replace(call, layer=layer, is_divided=is_divided)
+            for call, layer, is_divided in calls
+        ),
         read=tuple(_read(model, called)),
-        states=record_states(model),
+        layers=shape.layers,
+        layer_parameters=shape.layer_parameters,
+        embeddings=tuple(dict.fromkeys(flow.embeddings)),
+        embedding_parameters=shape.embedding_parameters,
+        head=shape.head,
+        head_parameters=shape.head_parameters,
+        is_tied=shape.is_tied,
+        other_parameters=shape.other_parameters,
+        cuts=tuple(cuts.cuts),
+        local_modules=tuple(cuts.local_modules),
+        not_staged=_why_not_staged(flow, len(shape.layer_parameters)),
+        layers_return_tuples=any(layer.returns_tuple for layer in flow.layer_flows),
+        states=record_states(model),  # last: it changes the model
     )
 
 
@@ -252,7 +275,7 @@ class _Unknown(_DispatchMode):  # type: ignore[misc]
         return func(*args, **(kwargs or {}))
 
 
-def _run(model: nn.Module, recorder: Recorder) -> None:
+def _run(model: Any, recorder: Recorder) -> Flow:
     """One forward on `meta`, with the arguments that the model takes."""
     ids = torch.zeros((1, NUM_TOKENS), dtype=torch.long, device="meta")
     known = inspect.signature(model.forward).parameters
@@ -263,21 +286,40 @@ def _run(model: nn.Module, recorder: Recorder) -> None:
         # A tensor: for a number, 0 included, some models drop hidden states in their last layers.
         given["logits_to_keep"] = torch.arange(NUM_TOKENS, device="meta")
     mask = torch.ones((1, NUM_TOKENS), dtype=torch.long, device="meta")
+    layers = decoder_layers(model)
     failure: Exception | None = None
     for more in ({"attention_mask": mask}, {}):
-        recorder.forget()
+        flow = Flow(model, None if layers is None else layers[1])
+        recorder.begin(flow)
         try:
-            with torch.no_grad(), _Unknown():
+            with torch.no_grad(), flow.follow(), _Unknown():
                 model(**given, **more)
-            return
+            return flow
         except Exception as error:  # the code of any model
             failure = failure or error
     if not getattr(model, "_supports_attention_backend", False) and not recorder.calls:
-        return  # the layout says what it lacks
+        return flow  # the layout says what it lacks
     raise ConfigError(
         f"the forward of {type(model).__name__} can't be followed ({type(failure).__name__}: "
         f"{failure}); it isn't supported yet."
     ) from failure
+
+
+def _why_not_staged(flow: Flow, num_layers: int) -> str:
+    """Why the layers can't be divided over pipeline stages, which pass hidden states on; "" if
+    they can."""
+    found = flow.layer_flows
+    if flow.layers is None:
+        return "its layers aren't one list"
+    if len(found) != num_layers or not all(layer.hidden for layer in found[1:]):
+        return "its layers don't follow one another"
+    if any(layer.others for layer in found[1:]):
+        return "its layers read more than what the layer before them gave"
+    last = {layer_tag(num_layers - 1)}
+    behind = {name for name, sources in flow.linears.items() if sources == last}
+    if not flow.result <= last | behind:
+        return "its result isn't made of its last layer's alone"
+    return ""
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,8 +28,11 @@ from engine.layers.experts import Experts, is_experts
 from engine.layers.fused_ops import FusedOps
 from engine.layers.linear_kernel import LinearKernel
 from engine.layers.weight_format import WeightFormat
-from engine.layers.weights import DummySource, WeightSource
+from engine.layers.weights import DummySource, SafetensorsSource, WeightSource
+from engine.models.cuts import own_heads
 from engine.models.interfaces import point_at
+from engine.models.lazy_weights import LazyWeights
+from engine.models.share import Share
 from engine.models.takeover import Takeover
 
 logger = logging.getLogger(__name__)
@@ -45,20 +48,25 @@ class _Step:
     """The step that a model computes; its modules find it as their attribute `manta_step`."""
 
     layers: tuple[AttentionLayer, ...]
+    parallel: ParallelState
     backend: AttentionBackend | None = None
     """None: attention looks at no other token (`_of_each_token`)."""
     batch: ForwardBatch | None = None
     calls: int = 0
     """Attention calls of this forward so far."""
+    hidden: Tensor | None = None
+    """[1, T, hidden] between stages: received from the one before, then what is to be sent."""
     sampled: Tensor | None = None
     sinks: dict[int, Tensor | None] = field(default_factory=dict)
     """Those of each call, seen while there is no backend."""
     _angles: list[tuple[Tensor, tuple[Tensor, Tensor]]] = field(default_factory=list)
 
-    def begin(self) -> None:
-        """A forward is next."""
+    def begin(self, hidden: Tensor | None = None) -> None:
+        """A forward is next, behind the `hidden` [T, hidden] of an earlier stage."""
         self.calls = 0
         self._angles.clear()
+        # A copy: layers may write to it.
+        self.hidden = None if hidden is None else hidden[None].clone()
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None) -> Tensor:
         """See `engine.models.takeover.Step`."""
@@ -92,8 +100,13 @@ def _attention(
     """What layers call: `q` [n, heads, L, dim], `k` and `v` [n, kv heads, L, dim] of n * L tokens;
     n is 1 unless layers have states (`RowModel`)."""
     step: _Step = module.manta_step  # type: ignore[assignment]
-    if step.backend is None:
-        step.sinks[step.calls] = kwargs.get("s_aux")
+    call, parallel = step.layers[step.calls].call, step.parallel
+    ranks = parallel.tp_size, parallel.tp_rank
+    sinks = kwargs.get("s_aux")
+    if step.backend is None and sinks is not None:
+        step.sinks[step.calls] = own_heads(sinks.reshape(1, -1), call.num_heads, *ranks)[0]
+    q = own_heads(q, call.num_heads, *ranks)
+    k, v = (own_heads(x, call.num_kv_heads, *ranks) for x in (k, v))
     queries, keys, values = (_by_token(x) for x in (q, k, v))
     out = step.attend(queries, keys, values, None)
     return out.view(q.shape[0], q.shape[2], q.shape[1], -1), None
@@ -164,15 +177,30 @@ class _Product:
 class _Linear(nn.Module):
     """In place of an `nn.Linear`."""
 
-    def __init__(self, product: _Product, number: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        product: _Product,
+        number: int,
+        dtype: torch.dtype,
+        *,
+        sum_over: ParallelState | None = None,
+        gather_from: ParallelState | None = None,
+    ) -> None:
+        """`sum_over`: the ranks that have the other inputs. `gather_from`: those that have the
+        other outputs, which are wanted, too."""
         super().__init__()
         self.product, self.number = product, number
+        self.sum_over, self.gather_from = sum_over, gather_from
         self.in_features, self.out_features = product.in_size, product.sizes[number]
         self.weight = torch.empty((self.out_features, self.in_features), dtype=dtype, device="meta")
         """For code that looks at its type or shape."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.product.part(x, self.number)
+        found = self.product.part(x, self.number)
+        if self.gather_from is not None:
+            whole = self.gather_from.all_gather_last_dim(found.flatten(0, -2))
+            return whole.view(*found.shape[:-1], -1)
+        return found if self.sum_over is None else self.sum_over.all_reduce(found)
 
 
 class _Positions(Cache):
@@ -216,7 +244,7 @@ class _Decoder:
 
 
 class TransformersModel:
-    """A `Model` (engine/models/base.py) of one rank."""
+    """A `Model` (engine/models/base.py): one rank's share of a decoder of transformers."""
 
     plans_attention = False
 
@@ -234,41 +262,33 @@ class TransformersModel:
         self.skips_unread = False
         """Whether the last layer leaves out tokens whose results nothing reads."""
         self.config, self.dtype, self.device, self.parallel = config, dtype, device, parallel
+        layers = config.stage_layers(parallel.pp_size)[parallel.pp_rank]
+        self._share = Share(config.layout, layers, parallel)
         self.attention_layers = tuple(
-            AttentionLayer(number, call) for number, call in enumerate(config.layout.calls)
+            AttentionLayer(number, call) for number, call in enumerate(self._share.calls)
         )
-        self._step = _Step(self.attention_layers)
+        self._step = _Step(self.attention_layers, parallel)
 
     def load(
         self, source: WeightSource, progress: Callable[[int, int], None] | None = None
     ) -> None:
-        path = self.config.path
-        if isinstance(source, DummySource):
-            torch.manual_seed(source.seed)
-            hub = AutoConfig.from_pretrained(path, trust_remote_code=False)
-            model = _CAUSAL.from_config(hub, dtype=self.dtype)
-        else:
-            try:
-                model, told = _CAUSAL.from_pretrained(
-                    path, dtype=self.dtype, trust_remote_code=False, output_loading_info=True
-                )
-            except (OSError, ValueError, RuntimeError) as error:
-                raise ConfigError(f"the weights in {path} can't be read: {error}") from error
-            if told["missing_keys"]:
-                name = min(told["missing_keys"])
-                raise ConfigError(
-                    f"the checkpoint in {path} lacks the weight '{name}'; is config.json the one "
-                    "that belongs to it?"
-                )
-        model = model.eval().to(self.device)
+        assert isinstance(source, SafetensorsSource | DummySource)
+        hub = AutoConfig.from_pretrained(self.config.path, trust_remote_code=False)
+        with torch.device("meta"):
+            model = _CAUSAL.from_config(hub, dtype=self.dtype, trust_remote_code=False)
+        model.eval()
+        weights = LazyWeights(model, source, self.dtype)
         with torch.no_grad():
-            _replace_linears(model, source.format, self._layout.read)
+            self._share.prune(model)
+            self._share.fill(model, weights, self.device, progress)
+            self._replace_linears(model, source.format)
             for module in filter(is_experts, model.modules()):
-                module.manta_experts = Experts(module, source.format)
+                module.manta_experts = Experts(module, source.format, self.parallel)
         point_at(model, _NAME)
         _fix_rotations(model, self._max_positions)
         for module in model.modules():
             module.manta_step = self._step
+        self._keep_hidden(model)
         self._model = model
         self._find_decoder()
         if self._fused is not None:
@@ -277,8 +297,6 @@ class TransformersModel:
             layer if sinks is None else replace(layer, sinks=sinks.detach().float().contiguous())
             for layer, sinks in zip(self.attention_layers, self._sinks(), strict=True)
         )
-        if progress is not None:
-            progress(1, 1)
 
     def allocate(self, num_rows: int) -> None:
         """Keys and values are all that it keeps."""
@@ -301,10 +319,11 @@ class TransformersModel:
         step.backend, step.batch = backend, batch
         skips = only_sampled and self.skips_unread
         step.sampled = batch.logits_rows if skips else None
-        out = self._run(batch.input_ids, batch.positions)
+        out = self._run(batch.input_ids, batch.positions, hidden)
         if step.calls != len(step.layers):
             raise RuntimeError(f"{step.calls} of {len(step.layers)} attention calls were made")
-        states: Tensor = out.last_hidden_state[0]
+        states = self._states(out)
+        step.hidden = None
         return states.index_select(0, batch.logits_rows) if only_sampled and not skips else states
 
     def _find_decoder(self) -> None:
@@ -354,32 +373,37 @@ class TransformersModel:
         logits are from those of the whole model. Relative to the largest number."""
         positions = torch.arange(6, device=self.device)
         ids = positions % self.config.vocab_size
-        out = self._run(ids, positions)
+        received = self._received(positions)
+        out = self._run(ids, positions, received)
         self._decoder.output = type(out)
-        found: Tensor = out.last_hidden_state[0, -1]
+        found = self._states(out)[-1]
         others = (ids + 6) % self.config.vocab_size
         others[2] = ids[-1]
         moved = torch.tensor([9, 3, 5, 0, 1, 7], device=self.device)  # the token's stays 5
-        beside: Tensor = self._run(others, moved).last_hidden_state[0, 2]
+        numbers = positions + 6
+        numbers[2] = 5
+        beside = self._states(self._run(others, moved, self._received(numbers)))[2]
+        mixes = _difference(found.float(), beside.float())
+        if not self.parallel.is_last_stage:
+            return mixes, 0.0
+        self._step.begin(received)
         whole = self._model(**self._decoder.given(ids, positions)).logits[0, -1].float()
-        apart = self.compute_logits(found[None])[0]
-        pairs = ((found.float(), beside.float()), (whole, apart))
-        mixes, head = (float((a - b).abs().max() / b.abs().max().clamp(min=1e-6)) for a, b in pairs)
-        return mixes, head
+        return mixes, _difference(whole, self.compute_logits(found[None])[0])
 
     def _take_over(self, fused: FusedOps) -> None:
         """Let our kernels compute what they can of the decoder."""
         last = self.config.max_position_embeddings - 1
         places = [0, last // 50, last // 7, last // 3, last // 2, last]
         positions = torch.tensor(places, device=self.device)  # some scale queries by theirs
-        ids = torch.arange(len(places), device=self.device) % self.config.vocab_size
+        numbers = torch.arange(len(places), device=self.device)
+        ids, received = numbers % self.config.vocab_size, self._received(numbers)
         heads = [(layer.call.num_heads, layer.call.num_kv_heads) for layer in self.attention_layers]
         takeover = Takeover(
             self._decoder.module,
             self._step,
             fused,
             heads,
-            lambda: self._run(ids, positions).last_hidden_state[0],
+            lambda: self._states(self._run(ids, positions, received)),
         )
         takeover.replace()
         self.skips_unread = takeover.last is not None
@@ -388,10 +412,60 @@ class TransformersModel:
         """Of each call, as the check has seen them."""
         return [self._step.sinks.get(layer.layer_id) for layer in self.attention_layers]
 
-    def _run(self, ids: Tensor, positions: Tensor) -> Any:
-        """The decoder's output for tokens `ids` [T] at `positions` [T]."""
-        self._step.begin()
+    def _received(self, tokens: Tensor) -> Tensor | None:
+        """Something [T, hidden] in place of what an earlier stage makes of tokens below 12."""
+        if self.parallel.is_first_stage:
+            return None
+        generator = torch.Generator().manual_seed(0)
+        made = torch.randn((12, self.config.hidden_size), generator=generator)
+        return made.to(self.device, self.dtype)[tokens]
+
+    def _run(self, ids: Tensor, positions: Tensor, hidden: Tensor | None) -> Any:
+        """The decoder's output for tokens `ids` [T] at `positions` [T], of which an earlier stage
+        has made `hidden` [T, hidden]."""
+        self._step.begin(hidden)
         return self._decoder.module(**self._decoder.given(ids, positions))
+
+    def _states(self, out: Any) -> Tensor:
+        """[T, hidden] of a forward: behind the final norm on the last stage."""
+        found: Tensor | None = out.last_hidden_state
+        if not self.parallel.is_last_stage:
+            found = self._step.hidden
+        assert found is not None
+        return found[0]
+
+    def _keep_hidden(self, model: Any) -> None:
+        """Let the last layer of a stage keep its result; those behind it are absent."""
+        if self.parallel.is_last_stage:
+            return
+
+        def keep(module: nn.Module, args: Any, out: Any) -> None:
+            self._step.hidden = out[0] if isinstance(out, tuple | list) else out
+
+        last = f"{self._share.layout.layers}.{self._share.layers.stop - 1}"
+        model.get_submodule(last).register_forward_hook(keep)
+
+    def _replace_linears(self, model: nn.Module, form: WeightFormat) -> None:
+        """Let our kernels multiply by the matrices of all `nn.Linear`, in place."""
+        for path, module in list(model.named_modules()):
+            for names in _TOGETHER:
+                found = [getattr(module, name, None) for name in names]
+                linears = [child for child in found if type(child) is nn.Linear]
+                if len(linears) == len(names) and _fit(linears):
+                    product, dtype = _Product(linears, form), linears[0].weight.dtype
+                    for number, name in enumerate(names):
+                        setattr(module, name, _Linear(product, number, dtype))
+            for name, child in list(module.named_children()):
+                full, parallel = f"{path}.{name}" if path else name, self.parallel
+                if type(child) is nn.Linear and full not in self._layout.read:
+                    linear = _Linear(
+                        _Product([child], form),
+                        0,
+                        child.weight.dtype,
+                        sum_over=parallel if self._share.is_row(full) else None,
+                        gather_from=parallel if self._share.is_gathered(full) else None,
+                    )
+                    setattr(module, name, linear)
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         """The model's own code has applied it."""
@@ -399,6 +473,7 @@ class TransformersModel:
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """The model's own forward behind its decoder: with all its scales and caps."""
+        self._step.calls = 0
         module, output = self._decoder.module, self._decoder.output
         forward = module.forward
         module.forward = lambda *args, **kwargs: output(last_hidden_state=hidden[None])
@@ -432,26 +507,11 @@ def _grows(rope_type: str) -> bool:
     return "dynamic" in rope_type or rope_type == "longrope"
 
 
-def _replace_linears(model: nn.Module, form: WeightFormat, but: Iterable[str]) -> None:
-    """Let our kernels multiply by the matrices of all `nn.Linear`, in place, `but` those named."""
-    stay = {model.get_submodule(name) for name in but}
-    for module in list(model.modules()):
-        for names in _TOGETHER:
-            found = [getattr(module, name, None) for name in names]
-            linears = [child for child in found if type(child) is nn.Linear]
-            if len(linears) == len(names) and _fit(linears):
-                _put(module, names, _Product(linears, form))
-        for name, child in list(module.named_children()):
-            if type(child) is nn.Linear and child not in stay:
-                _put(module, (name,), _Product([child], form))
+def _difference(a: Tensor, b: Tensor) -> float:
+    """The largest, relative to the largest number of `b`."""
+    return float((a - b).abs().max() / b.abs().max().clamp(min=1e-6))
 
 
 def _fit(linears: list[nn.Linear]) -> bool:
     kinds = {(linear.in_features, linear.bias is None) for linear in linears}
     return len(kinds) == 1
-
-
-def _put(module: nn.Module, names: Iterable[str], product: _Product) -> None:
-    for number, name in enumerate(names):
-        dtype = getattr(module, name).weight.dtype
-        setattr(module, name, _Linear(product, number, dtype))

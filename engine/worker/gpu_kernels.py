@@ -102,9 +102,10 @@ def _missing_kernels(config: WorkerConfig) -> list[str]:
 def _attention_modules(config: WorkerConfig) -> dict[str, list[Any]]:
     model, dtype = config.model, resolve_dtype(config.dtype)
     kv_dtype = resolve_kv_dtype(config.engine.kv_cache_dtype, dtype)
+    call = model.calls[0].on_rank(config.engine.tp_size)
     on_tensor_cores = decodes_on_tensor_cores(
-        model.num_heads // config.engine.tp_size,
-        model.local_kv_heads(config.engine.tp_size),
+        call.num_heads,
+        call.num_kv_heads,
         kv_dtype,
     )
     fa3 = config.kernels.attention == FLASHINFER_FA3

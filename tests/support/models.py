@@ -238,6 +238,14 @@ WITH_STATES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Some that keep states of requests beside attention, each in a way of its own."""
+DIVISIBLE_HEADS: dict[str, dict[str, Any]] = {
+    "granite": {"vocab_size": 212},
+    "phi3": {"tie_word_embeddings": True},
+    "gpt_neox": {"vocab_size": 212},
+    "gemma3": {"vocab_size": 212, "tie_word_embeddings": True},
+    "qwen3_moe": {"vocab_size": 212},
+}
+"""Keys with which ranks can divide the outputs of some heads, tied ones among them."""
 
 
 def make_model(

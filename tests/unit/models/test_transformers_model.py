@@ -200,10 +200,8 @@ def test_states_beside_the_cache_are_noticed_when_it_is_loaded(
         make_runner(folder)
 
 
-def test_what_cannot_be_divided_or_made_native_is_refused(folders: dict[str, Path]) -> None:
+def test_what_cannot_be_made_native_is_refused(folders: dict[str, Path]) -> None:
     folder = str(folders["granite"])
-    with pytest.raises(ConfigError, match="GraniteForCausalLM runs through transformers"):
-        EngineConfig(model=folder, tp_size=2).resolve()
     with pytest.raises(ConfigError, match=r"architecture GraniteForCausalLM .* is not supported"):
         EngineConfig(model=folder, model_impl="native").resolve()
 

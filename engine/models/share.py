@@ -1,0 +1,175 @@
+"""`Share`: what one rank has of a model of transformers: a stage's layers, a part of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.checkpoint.layout import Cut, ModelLayout, Part
+from engine.device.distributed import ParallelState
+from engine.errors import ConfigError
+from engine.models.cuts import localize, take_ranges
+from engine.models.lazy_weights import LazyWeights
+from engine.models.shape import layer_of
+
+
+class Share:
+    """The stage of pipeline rank `parallel.pp_rank`, and of it what tensor parallel rank
+    `parallel.tp_rank` has."""
+
+    def __init__(self, layout: ModelLayout, layers: range, parallel: ParallelState) -> None:
+        self.layout, self.layers, self.parallel = layout, layers, parallel
+        self.calls = layout.rank_calls(parallel.tp_size, layers)
+        self._cuts: dict[str, Cut] = {}
+        if parallel.tp_size > 1:
+            self._cuts = {cut.name: cut for cut in layout.cuts}
+        if layout.divides_head(parallel.tp_size):
+            tokens = (Part(layout.vocab_size, layout.vocab_size),)
+            for name in (f"{layout.head}.weight", f"{layout.head}.bias"):
+                self._cuts[name] = Cut(name, 0, tokens, layout.vocab_size)
+
+    def prune(self, model: Any) -> None:
+        """Take out of `model`, which is built on `meta`, what other stages have, and make its
+        modules ready for a rank's heads."""
+        if self.parallel.pp_size > 1:
+            layers = model.get_submodule(self.layout.layers)
+            for number, layer in enumerate(list(layers)):
+                if number not in self.layers:
+                    layers[number] = AbsentLayer(layer, self.layout.layers_return_tuples)
+            if not self.parallel.is_first_stage:
+                for name in self.layout.embeddings:
+                    embedding = model.get_submodule(name)
+                    _replace(model, embedding, NoEmbedding(embedding.embedding_dim))
+            head = model.get_output_embeddings()
+            if not self.parallel.is_last_stage and head is not None:
+                _replace(model, head, NoHead())
+        if self.parallel.tp_size > 1:
+            for name in self.layout.local_modules:
+                number = layer_of(name, self.layout.layers)
+                if number in self.layers:
+                    call = next(call for call in self.layout.calls if call.layer == number)
+                    localize(model.get_submodule(name), call, self.parallel.tp_size)
+
+    def fill(
+        self,
+        model: Any,
+        weights: LazyWeights,
+        device: torch.device,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Read the weights of a pruned `model`; `progress(done, total)` after each layer. What no
+        checkpoint has, such as frequencies of rotations, is made on the CPU as transformers does.
+
+        Raises `ConfigError` if the checkpoint doesn't fit.
+        """
+        names = list(model.state_dict())
+        ties = {name: other for name in names if (other := weights.tied_to(name)) is not None}
+        inner = []
+        if self.layout.layers:
+            inner = [f"{self.layout.layers}.{layer}." for layer in self.layers]
+        outer = [name for name in names if not name.startswith(tuple(inner))]
+        apart = ties.keys() | set(ties.values())
+        self._read(model, weights, [name for name in outer if name not in apart])
+        for shared in dict.fromkeys(ties.values()):
+            users = [name for name in names if shared in (name, ties.get(name))]
+            for _, whole in weights.read([shared]):
+                parameter = nn.Parameter(whole, False)
+                for name in users:
+                    self._keep(model, name, parameter)
+        for done, prefix in enumerate(inner, 1):
+            self._read(model, weights, [name for name in names if name.startswith(prefix)])
+            if progress is not None:
+                progress(done, len(inner))
+        for linear in model.modules():
+            if type(linear) is nn.Linear:
+                linear.out_features, linear.in_features = linear.weight.shape
+        missing = {name for name, value in model.state_dict().items() if value.is_meta}
+        model._move_missing_keys_from_meta_to_device(missing, {"": "cpu"}, None, None)
+        model._initialize_missing_keys(False)
+        model.to(device)
+        for name, value in [*model.named_parameters(), *model.named_buffers()]:
+            if value.is_meta:
+                raise ConfigError(f"'{name}' of {self.layout.class_name} got no value.")
+
+    def is_row(self, linear: str) -> bool:
+        """Whether ranks have parts of this linear's inputs, so that their results are added."""
+        cut = self._cuts.get(f"{linear}.weight")
+        return cut is not None and cut.dim == 1
+
+    def is_gathered(self, linear: str) -> bool:
+        """Whether ranks have parts of this linear's outputs, and its callers want all of them."""
+        return linear == self.layout.head and f"{linear}.weight" in self._cuts
+
+    def _read(self, model: Any, weights: LazyWeights, names: list[str]) -> None:
+        for name, value in weights.read(names):
+            self._keep(model, name, value)
+
+    def _keep(self, model: Any, name: str, value: Tensor) -> None:
+        """Put this rank's part of a parameter or a buffer into the model."""
+        owner, _, attribute = name.rpartition(".")
+        module, cut = model.get_submodule(owner), self._cuts.get(name)
+        if cut is not None:
+            ranges = cut.ranges(self.parallel.tp_size, self.parallel.tp_rank)
+            value = take_ranges(value.data, cut.dim, ranges)
+        elif attribute == "bias" and self.parallel.tp_rank > 0 and self.is_row(owner):
+            module.bias = None  # added once, not once per rank
+            return
+        if attribute in module._parameters and not isinstance(value, nn.Parameter):
+            value = nn.Parameter(value, False)
+        value._is_hf_initialized = True  # type: ignore[attr-defined]
+        setattr(module, attribute, value)
+
+
+class AbsentLayer(nn.Module):
+    """In place of a decoder layer of another stage: gives the hidden states in hand."""
+
+    def __init__(self, layer: nn.Module, returns_tuple: bool) -> None:
+        """The decoder may read plain attributes of its layers, such as a kind of attention."""
+        super().__init__()
+        self._returns_tuple = returns_tuple
+        for name, value in vars(layer).items():
+            if not name.startswith("_") and not isinstance(value, nn.Module | Tensor):
+                setattr(self, name, value)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        step: Any = self.manta_step
+        return (step.hidden,) if self._returns_tuple else step.hidden
+
+
+class NoEmbedding(nn.Module):
+    """In place of an embedding on a later stage, where nothing of its result is used."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size, self.weight = size, _no_weight()
+
+    def forward(self, ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        step: Any = self.manta_step
+        zeros: Tensor = step.hidden.new_zeros((*ids.shape, self.size))
+        return zeros
+
+
+class NoHead(nn.Module):
+    """In place of the output head, on all stages but the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = _no_weight()
+
+
+def _no_weight() -> Tensor:
+    """What stands where a model's code looks for a weight, to give it its first numbers."""
+    nothing = torch.empty(0)
+    nothing._is_hf_initialized = True  # type: ignore[attr-defined]
+    return nothing
+
+
+def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """Put `new` wherever the model has `old`."""
+    for owner in list(model.modules()):
+        for name, child in list(owner.named_children()):
+            if child is old:
+                setattr(owner, name, new)

@@ -1,0 +1,154 @@
+"""Models of transformers over tensor parallel ranks and pipeline stages, in processes over gloo.
+
+Starting processes is what takes the time, so four of them play all models one after the other and
+the tests look at what they report.
+"""
+
+from __future__ import annotations
+
+import queue
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+import transformers
+
+from engine.checkpoint import layout
+from engine.checkpoint.layout import read_layout
+from engine.device.distributed import init_parallel
+from engine.models.recording import record
+from engine.protocol.sampling_params import SamplingParams
+from tests.support.engines import engine_for, greedy_reference, load_reference
+from tests.support.models import DIVISIBLE_HEADS, THROUGH_TRANSFORMERS, make_model
+from tests.support.step_driver import StepDriver, make_runner
+
+MAX_NEW = 8
+PROMPTS = [[5], [7 + 5 * i % 190 for i in range(40)], [3, 4, 100] * 9]
+TOLERANCE = 1e-4
+SPLITS = {"tp2": (2, 1), "pp2": (1, 2), "tp2-pp2": (2, 2), "tp4": (4, 1)}
+# Far above the test's own time limit: nothing here may end because of it.
+TIMEOUT_S = 600.0
+
+
+@dataclass
+class Stage:
+    """What all players share."""
+
+    folder: Path
+    lines: dict[str, list[list[int]]]
+    """By model: its prompts, each with transformers' greedy tokens behind it."""
+    queue: Any
+
+
+def player(rank: int, stage: Stage) -> None:
+    torch.set_num_threads(1)
+    for model in stage.lines:
+        if rank < 2:
+            play(model, "tp2", rank, stage)
+        else:
+            play(model, "pp2", rank - 2, stage)
+        play(model, "tp2-pp2", rank, stage)
+        play(model, "tp4", rank, stage)
+
+
+def play(model: str, split: str, rank: int, stage: Stage) -> None:
+    meeting = f"file://{stage.folder}/{model}.{split}"
+    parallel = init_parallel("gloo", meeting, rank, *SPLITS[split], TIMEOUT_S)
+    runner = make_runner(str(stage.folder / model), page_size=4, parallel=parallel)
+    found = run_steps(StepDriver(runner), stage.lines[model])
+    if parallel.is_last_stage:
+        stage.queue.put(((model, split), [rows.numpy() for rows in found]))
+    torch.distributed.barrier()
+    parallel.destroy()
+
+
+def run_steps(driver: StepDriver, lines: list[list[int]]) -> list[torch.Tensor]:
+    """Logits [tokens, vocab] behind each token of `lines`: chunks of some beside decodes of others.
+    Only the last stage has them."""
+    reqs = [driver.add(line) for line in lines]
+    found: list[list[torch.Tensor]] = [[] for _ in lines]
+    while any(req.done < len(req.tokens) for req in reqs):
+        behind = [req for req in reqs if len(req.tokens) - req.done > MAX_NEW]
+        extends = [(req, min(16, len(req.tokens) - MAX_NEW - req.done)) for req in behind]
+        decodes = [r for r in reqs if r not in behind and r.done < len(r.tokens)]
+        logits, rows = driver.run(extends, decodes, prompt_logits=True)
+        if logits is None:
+            continue
+        for (req, _), row in zip(extends, rows, strict=True):
+            found[reqs.index(req)].append(row)
+        for req, row in zip(decodes, logits[len(extends) :], strict=True):
+            found[reqs.index(req)].append(row[None])
+    return [torch.cat(parts) for parts in found if parts]
+
+
+@pytest.fixture(scope="module")
+def reports(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[tuple[str, str], list[Any]]:
+    """Of each model and split, what the ranks of its last stage report."""
+    transformers.utils.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("shares")
+    lines = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MANTA_CACHE_DIR", str(folder / "cache"))
+        patch.setattr(layout, "_record", lambda f: layout.msgspec.json.encode(record(f)))
+        for name, (arch, keys) in THROUGH_TRANSFORMERS.items():
+            keys = keys | DIVISIBLE_HEADS.get(name, {})
+            path = make_model(folder / name, arch, num_hidden_layers=4, **keys)
+            read_layout(path)
+            outputs = greedy_reference(load_reference(path), PROMPTS, MAX_NEW)
+            assert len({tuple(tokens) for tokens in outputs}) == len(PROMPTS)
+            lines[name] = [p + tokens for p, tokens in zip(PROMPTS, outputs, strict=True)]
+        context = mp.get_context("spawn")
+        stage = Stage(folder, lines, context.Queue())
+        started = mp.start_processes(player, (stage,), nprocs=4, join=False, start_method="spawn")
+        found: dict[tuple[str, str], list[Any]] = {}
+        missing = len(lines) * sum(tp_size for tp_size, _ in SPLITS.values())
+        while missing:
+            try:
+                scene, report = stage.queue.get(timeout=5)
+            except queue.Empty:
+                started.join(timeout=0)  # raises the error of a player that failed
+                continue
+            found.setdefault(scene, []).append(report)
+            missing -= 1
+        while not started.join(timeout=60):
+            pass
+    found["folder", ""] = [folder]
+    return found
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("name", THROUGH_TRANSFORMERS)
+def test_ranks_give_the_logits_of_transformers(
+    reports: dict[tuple[str, str], list[Any]], name: str, split: str
+) -> None:
+    model = load_reference(reports["folder", ""][0] / name)
+    found = reports[name, split]
+    assert len(found) == SPLITS[split][0]
+    outputs = greedy_reference(model, PROMPTS, MAX_NEW)
+    for number, (prompt, tokens) in enumerate(zip(PROMPTS, outputs, strict=True)):
+        with torch.inference_mode():
+            wanted = model(torch.tensor([prompt + tokens])).logits[0].float()
+        for logits in found:
+            mine = torch.from_numpy(logits[number])
+            torch.testing.assert_close(mine, wanted, atol=TOLERANCE, rtol=TOLERANCE)
+            assert mine[len(prompt) - 1 : -1].argmax(-1).tolist() == tokens
+            assert (logits[number] == found[0][number]).all(), "ranks sample from equal logits"
+
+
+def test_an_engine_of_workers_gives_the_tokens_of_transformers(
+    reports: dict[tuple[str, str], list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With memory sized by the layout, retractions, and stages that resolve their inputs."""
+    folder = reports["folder", ""][0]
+    monkeypatch.setenv("MANTA_CACHE_DIR", str(folder / "cache"))
+    wanted = greedy_reference(load_reference(folder / "qwen3_moe"), PROMPTS, MAX_NEW)
+    greedy = SamplingParams(max_tokens=MAX_NEW, temperature=0, ignore_eos=True)
+    with engine_for(folder / "qwen3_moe", pp_size=2, page_size=4) as engine:
+        for keys in ({"chunked_prefill_size": 16, "retract_every": 3}, {"enable_overlap": False}):
+            assert engine.run(PROMPTS, greedy, **keys) == wanted, keys
