@@ -54,9 +54,10 @@ test-extended: install-dev
 	$(BIN)/python -m tests.mutations -q
 
 # The full token-exact product (architectures x tp x pp x page x chunk x cache x retraction), and
-# that of speculation (models x drafters x drafts x page x tp x pp).
+# that of speculation (models x drafters x drafts x page x tp x pp), and other architectures' ranks.
 test-matrix: install-dev
-	$(BIN)/python -m pytest tests/integration/test_token_exact.py tests/integration/test_speculative.py -q --full-matrix
+	$(BIN)/python -m pytest $(addprefix tests/integration/,test_token_exact.py test_speculative.py \
+		test_shares.py) -q --full-matrix
 
 # Takes out the guards of tests/mutations, one by one: the tests that rely on them must fail.
 test-mutations: install-dev

@@ -28,6 +28,9 @@ from tests.support.step_driver import StepDriver, make_runner
 MAX_NEW = 8
 PROMPTS = [[5], [7 + 5 * i % 190 for i in range(40)], [3, 4, 100] * 9]
 TOLERANCE = 1e-4
+ALL = [name for name in THROUGH_TRANSFORMERS if name != "gemma4"]
+"""Gemma 4's layers read more than the one before them gives."""
+SOME = ("granite", "phi3", "olmo2", "gpt_oss", "deepseek_v3", "qwen3_moe")
 SPLITS = {"tp2": (2, 1), "pp2": (1, 2), "tp2-pp2": (2, 2), "tp4": (4, 1)}
 # Far above the test's own time limit: nothing here may end because of it.
 TIMEOUT_S = 600.0
@@ -86,7 +89,7 @@ def run_steps(driver: StepDriver, lines: list[list[int]]) -> list[torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def reports(
-    tmp_path_factory: pytest.TempPathFactory,
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> dict[tuple[str, str], list[Any]]:
     """Of each model and split, what the ranks of its last stage report."""
     transformers.utils.logging.set_verbosity_error()
@@ -96,7 +99,8 @@ def reports(
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MANTA_CACHE_DIR", str(folder / "cache"))
         patch.setattr(layout, "_record", lambda f: layout.msgspec.json.encode(record(f)))
-        for name, (arch, keys) in THROUGH_TRANSFORMERS.items():
+        for name in ALL if request.config.getoption("--full-matrix") else SOME:
+            arch, keys = THROUGH_TRANSFORMERS[name]
             keys = keys | DIVISIBLE_HEADS.get(name, {})
             path = make_model(folder / name, arch, num_hidden_layers=4, **keys)
             read_layout(path)
@@ -123,10 +127,12 @@ def reports(
 
 
 @pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("name", THROUGH_TRANSFORMERS)
+@pytest.mark.parametrize("name", ALL)
 def test_ranks_give_the_logits_of_transformers(
     reports: dict[tuple[str, str], list[Any]], name: str, split: str
 ) -> None:
+    if (name, split) not in reports:
+        pytest.skip("with --full-matrix only")
     model = load_reference(reports["folder", ""][0] / name)
     found = reports[name, split]
     assert len(found) == SPLITS[split][0]

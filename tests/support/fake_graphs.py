@@ -125,11 +125,11 @@ class CapturableAttention(TorchAttentionBackend):
             seen = seen & (positions >= batch.seq_lens.unsqueeze(1) - layer.call.window)
         kv = self.pool.get(layer.layer_id)
         flat = slots.flatten()
-        n, heads, dim = q.shape[0], self.inputs.num_kv_heads, q.shape[2]
+        n, heads, dim = q.shape[0], layer.call.num_kv_heads, q.shape[2]
         keys = kv.k.index_select(0, flat).view(n, -1, heads, dim).transpose(1, 2)
         values = kv.v.index_select(0, flat).view(n, -1, heads, dim).transpose(1, 2)
-        scores = torch.matmul(q.view(n, heads, self.group, dim), keys.transpose(2, 3))
-        scores = torch.where(seen[:, None, None, :], scores * layer.scale, -torch.inf)
+        scores = torch.matmul(q.view(n, heads, -1, dim), keys.transpose(2, 3))
+        scores = torch.where(seen[:, None, None, :], scores * layer.call.scale, -torch.inf)
         # Values beyond a row's end may be another request's NaN.
         values = torch.where(seen[:, None, :, None], values, 0.0)
         return torch.matmul(scores.softmax(-1), values).reshape(n, -1)

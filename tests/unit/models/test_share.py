@@ -27,8 +27,12 @@ from tests.support.models import DIVISIBLE_HEADS, THROUGH_TRANSFORMERS, make_mod
 from tests.support.step_driver import make_runner
 
 CPU = torch.device("cpu")
-WHOLE = {"olmo2": 2}
-"""Linears of a layer that every rank has whole: norms of queries and keys are over all heads."""
+DIVISIBLE = [name for name in THROUGH_TRANSFORMERS if name != "gemma4"]
+WHOLE = {"olmo2": 2, "deepseek_v3": 2}
+"""Linears of a layer that every rank has whole: norms of queries and keys are over all heads, or
+what is compressed goes to all of them."""
+NUM_CUT_EXPERTS = {"mixtral": 8, "qwen3_moe": 8, "gpt_oss": 16, "deepseek_v3": 15}
+"""Parameters of experts that are divided. Llama 4's have a module of its own kind."""
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +68,7 @@ def share_of(config: ModelConfig, parallel: ParallelState) -> Any:
     return model
 
 
-@pytest.mark.parametrize("name", THROUGH_TRANSFORMERS)
+@pytest.mark.parametrize("name", DIVISIBLE)
 def test_ranks_have_what_memory_is_calculated_for(folders: dict[str, Path], name: str) -> None:
     config = ModelConfig.from_pretrained(folders[name])
     assert config.layout is not None
@@ -86,27 +90,35 @@ def test_ranks_have_what_memory_is_calculated_for(folders: dict[str, Path], name
 
 def _row_biases(config: ModelConfig, pp_size: int, pp_rank: int) -> int:
     """Numbers of biases that only the first tensor parallel rank adds."""
-    per_layer = {"gpt_neox": 2 * 32}.get(config.path.name.rstrip("0123456789"), 0)
+    per_layer = {"gpt_neox": 2 * 32, "gpt_oss": 32}.get(config.path.name.rstrip("0123456789"), 0)
     return per_layer * len(config.stage_layers(pp_size)[pp_rank])
 
 
-@pytest.mark.parametrize("name", THROUGH_TRANSFORMERS)
+@pytest.mark.parametrize("name", DIVISIBLE)
 def test_heads_experts_and_inner_sizes_are_divided(folders: dict[str, Path], name: str) -> None:
     config = ModelConfig.from_pretrained(folders[name])
     layout = config.layout
     assert layout is not None and layout.not_staged == ""
     assert all(call.is_divided for call in layout.calls)
-    assert (config.local_heads(2), config.local_kv_heads(2)) == (
-        2,
-        max(1, config.num_kv_heads // 2),
-    )
-    assert config.local_kv_heads(4) == 1
+    for tp_size in (2, 4):
+        for call in layout.rank_calls(tp_size, range(4)):
+            assert call.num_heads == 4 // tp_size
+            assert call.num_kv_heads == max(1, config.num_kv_heads // tp_size)
     divided = {cut.name.removesuffix(".weight") for cut in layout.cuts}
     model = AutoModelForCausalLM.from_pretrained(folders[name])
     inner = [n for n, m in model.named_modules() if type(m) is nn.Linear and ".layers." in n]
     assert len(set(inner) - divided) == 4 * WHOLE.get(name, 0)
     num_experts = sum("experts" in cut.name for cut in layout.cuts)
-    assert num_experts == (8 if name in ("mixtral", "qwen3_moe") else 0)
+    assert num_experts == NUM_CUT_EXPERTS.get(name, 0)
+
+
+def test_layers_that_read_more_than_the_one_before_have_no_stages(
+    folders: dict[str, Path],
+) -> None:
+    layout = ModelConfig.from_pretrained(folders["gemma4"]).layout
+    assert layout is not None
+    with pytest.raises(ConfigError, match="its layers read more than what the layer before"):
+        layout.check_split(1, [range(2), range(2, 4)])
 
 
 def test_a_stage_has_the_calls_of_its_layers(folders: dict[str, Path]) -> None:
