@@ -1,0 +1,59 @@
+"""`TriedType`: how a type of model fared when a tiny model of it was compared with transformers.
+
+The table is tried_types.json, which `make test-models WRITE=1` writes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+FILE = Path(__file__).with_name("tried_types.json")
+
+
+class TriedType(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One `model_type` of config.json."""
+
+    type: str
+    class_name: str
+    """Of transformers."""
+    state: Literal["native", "transformers", "refused", "wrong"]
+    """Whose code computed the tokens that transformers generates; or refused; or other tokens."""
+    sentence: str = ""
+    """Why it is refused, or what differed."""
+    reference: Literal["generate", "forward"] = "generate"
+    """"forward": the model's own `generate` does something else than its forward, which was
+    taken."""
+    tp2: bool | None = None
+    """Whether two tensor parallel ranks give the same tokens; None: not tried."""
+    pp2: bool | None = None
+    """The same of two pipeline stages."""
+
+    @property
+    def runs(self) -> bool:
+        return self.state in ("native", "transformers")
+
+
+class TriedTypes(msgspec.Struct, frozen=True):
+    """All that were tried, in alphabetical order, and with which version of transformers."""
+
+    transformers: str
+    types: tuple[TriedType, ...]
+
+    def get(self, kind: str) -> TriedType | None:
+        """How the type fared; None: it wasn't tried."""
+        return next((tried for tried in self.types if tried.type == kind), None)
+
+
+def read_tried_types() -> TriedTypes:
+    return msgspec.json.decode(FILE.read_bytes(), type=TriedTypes)
+
+
+def write_tried_types(tried: TriedTypes) -> None:
+    """One line for each type, so that changes are read easily."""
+    lines = [msgspec.json.encode(one).decode() for one in sorted(tried.types, key=lambda t: t.type)]
+    version = msgspec.json.encode(tried.transformers).decode()
+    rows = ",\n".join(lines)
+    FILE.write_text(f'{{"transformers": {version}, "types": [\n{rows}\n]}}\n')
