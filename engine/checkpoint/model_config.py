@@ -315,7 +315,7 @@ def _architecture(folder: Path, config: dict[str, Any], impl: str) -> str | None
         return own  # `auto_map` is not needed then: the code is built in
     if kind is None and name in MODELS and "auto_map" not in config:
         return name
-    if impl == "auto" and own is None and isinstance(kind, str) and name not in MODELS:
+    if impl == "auto" and own is None and isinstance(kind, str):
         return None
     if "auto_map" in config:
         raise ConfigError(

@@ -1,14 +1,18 @@
 """`TriedType`: how a type of model fared when a tiny model of it was compared with transformers.
 
-The table is tried_types.json, which `make test-models WRITE=1` writes.
+The table is tried_types.json, which `make test-models WRITE=1` writes. docs/models.md shows it.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Literal
 
 import msgspec
+
+from engine.checkpoint.model_config import ModelConfig
+from engine.errors import ConfigError
 
 FILE = Path(__file__).with_name("tried_types.json")
 
@@ -45,6 +49,38 @@ class TriedTypes(msgspec.Struct, frozen=True):
     def get(self, kind: str) -> TriedType | None:
         """How the type fared; None: it wasn't tried."""
         return next((tried for tried in self.types if tried.type == kind), None)
+
+
+def model_line(model: ModelConfig) -> str:
+    """Whose code computes a model, how its type fared, and what it can't be divided by: a line for
+    who serves it."""
+    kind = json.loads((model.path / "config.json").read_bytes()).get("model_type")
+    table = read_tried_types()
+    tried = table.get(kind) if kind else None
+    whose = "Manta's own code" if model.layout is None else "the code of transformers"
+    words = [f"computed by {whose}"]
+    if tried is None:
+        words.append(f"type {kind or '(none named)'} is untested")
+    elif tried.runs:
+        words.append(f"type {kind} is tested against transformers {table.transformers}")
+    else:
+        words.append(f"type {kind} was {tried.state} when it was tested: {tried.sentence}")
+    refused = [
+        key
+        for key, sizes in (("tp_size: 2", (2, 1)), ("pp_size: 2", (1, 2)))
+        if not _is_divided(model, *sizes)
+    ]
+    if refused:
+        words.append(f"can't be divided by {' or '.join(refused)}")
+    return "; ".join(words)
+
+
+def _is_divided(model: ModelConfig, tp_size: int, pp_size: int) -> bool:
+    try:
+        model.check_split(tp_size, pp_size)
+    except ConfigError:
+        return False
+    return True
 
 
 def read_tried_types() -> TriedTypes:

@@ -145,7 +145,12 @@ _GEMMA4 = {
     "num_kv_shared_layers": 2,
     "model_type": "gemma4_text",
 }
-_NO_SIDE_INPUT = {**_GEMMA4, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+_ALL_SHARED = {
+    **_GEMMA4,
+    "num_kv_shared_layers": 6,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": 0,
+}
 _ZAMBA = {
     "num_hidden_layers": 5,
     "layers_block_type": ["linear_attention", "linear_attention", "hybrid"]
@@ -186,7 +191,7 @@ _OWN: dict[str, dict[str, Any]] = {
         "activation_sparsity_pattern": [0.95] + [0.0] * 4,
         "intermediate_size": [96] * 5,
     },
-    "gemma4_assistant": {"text_config": _NO_SIDE_INPUT},
+    "gemma4_assistant": {"text_config": _ALL_SHARED},
     "gemma4_text": _GEMMA4,
     "gemma4_unified_text": _GEMMA4 | {"model_type": "gemma4_unified_text"},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
@@ -231,6 +236,8 @@ _OWN: dict[str, dict[str, Any]] = {
 }
 _PICTURE: dict[str, int] = {
     "hidden_size": 32,
+    "adapter_in_dim": 32,
+    "adapter_input_size": 32,
     "embed_dim": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 1,
@@ -314,11 +321,13 @@ def _parts(made: Any, own: dict[str, Any]) -> dict[str, Any]:
     """Keys of each configuration within one of several parts; `own` has those of its type."""
     parts: dict[str, Any] = {}
     for name, kind in (getattr(made, "sub_configs", None) or {}).items():
+        if name in ("attn_config", "ffn_config"):
+            continue
         given = own.get(name, {})
         if "model_type" in given:
             kind = CONFIG_MAPPING[given["model_type"]]
         part = kind if dataclasses.is_dataclass(kind) else type(getattr(made(), name, None))
-        if name in ("attn_config", "ffn_config") or not dataclasses.is_dataclass(part):
+        if not dataclasses.is_dataclass(part):
             continue
         known = _fields(part)
         if "vision" in name or "audio" in name:
