@@ -11,12 +11,11 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from engine.checkpoint.tried_types import TriedType, TriedTypes, read_tried_types
 
-PAGE = ROOT / "docs" / "models.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 FAMILIES: dict[str, str] = {
     "Llama 2, 3": "llama",
     "Llama 4": "llama4 llama4_text",
@@ -85,12 +84,12 @@ TEXT = """\
 
 <!-- Written by scripts/models_page.py. -->
 
-Manta serves Llama, Mistral, Qwen2 and Qwen3 with its own code. Every other text model that transformers
-knows runs on the code of transformers, over Manta's pages, batches and kernels. What can't be served is
-refused with one sentence when the server starts.
+Manta serves Llama, Mistral, Qwen2 and Qwen3 with its own code. Any other text model that
+transformers knows runs on the code of transformers, over Manta's pages, batches and kernels. What
+can't be served is refused with one sentence when the server starts.
 
-transformers {version} knows {total} types of text model (`model_type` in `config.json`). A tiny model with
-random weights was made of each:
+transformers {version} knows {total} types of text model (`model_type` in `config.json`). A tiny
+model with random weights was made of each:
 
 | result | types |
 |---|---|
@@ -99,11 +98,11 @@ random weights was made of each:
 | refused | {refused} |
 | other tokens than transformers | {wrong} |
 
-"Runs" means: five prompts give the tokens that transformers generates greedily, and log-probabilities
-within 0.0001 of its own, in float32 on CPU. This holds for whole and chunked prompts, for steps that mix prompts
-and decodes, from the prefix cache, after retractions, and with pages of 1 and 16 tokens. `make test-models`
-shows it again. It fails if a type gives other tokens, or is refused and ran before. Real checkpoints of these
-types weren't tried{exception}.
+"Runs" means: five prompts give the tokens that transformers generates greedily, and
+log-probabilities within 0.0001 of its own, in float32 on CPU. This holds for whole and chunked
+prompts, for steps that mix prompts and decodes, from the prefix cache, after retractions, and with
+pages of 1 and 16 tokens. `make test-models` shows it again. It fails if a type gives other tokens,
+or if one is refused that ran before. Real checkpoints of these types weren't tried{exception}.
 
 ## Well-known families
 
@@ -123,19 +122,24 @@ types weren't tried{exception}.
 manta check FOLDER
 ```
 
-prints whose code computes the model, whether its type is one of those below, and what it can't be divided by.
-Nothing is started. A folder that is refused ends the command with the reason. `manta serve` prints the same line.
+prints whose code computes the model, whether its type is one of those below, and what it can't be
+divided by. Nothing is started. A folder that is refused ends the command with the reason.
+`manta serve` prints the same line.
 
-A type that is not in the table needs no change of Manta if the installed transformers knows it: it is looked
-through when the server starts, and tried when its weights are loaded. Code that a checkpoint brings with it
+A type that is not in the table needs no change of Manta if the installed transformers knows it. It
+is looked through when the server starts, and tried when its weights are loaded. For `engine.LLM` on
+one device it is enough to register the classes with transformers in the same process
+(`AutoConfig.register`, `AutoModelForCausalLM.register`). Code that a checkpoint brings with it
 (`auto_map`) is never run.
 
-`model_impl: transformers` takes the code of transformers for the types that Manta has code for, too.
-After an update of transformers, `make test-models WRITE=1` tries all types and writes this page.
+`model_impl: transformers` takes the code of transformers for the types that Manta has code for,
+too. After an update of transformers, `make test-models WRITE=1` tries all types and writes this
+page.
 
 ## All types
 
-`tp` and `pp`: whether two tensor parallel ranks and two pipeline stages give the same tokens; empty: not tried.
+`tp` and `pp`: whether two tensor parallel ranks and two pipeline stages give the same tokens;
+empty: not tried.
 
 | type | class | served | tp | pp | remark |
 |---|---|---|---|---|---|
@@ -149,8 +153,8 @@ def render(tried: TriedTypes) -> str:
     counts = {state: sum(one.state == state for one in tried.types) for state in STATES}
     forward = [f"`{one.type}`" for one in tried.types if one.reference == "forward"]
     other = (
-        f". For {', '.join(forward)} the tokens are those of the model's forward without a cache, "
-        "because its `generate` gives others"
+        f".\nFor {', '.join(forward)} the tokens are those of the model's forward without a cache: "
+        "its `generate` gives others"
     )
     return TEXT.format(
         version=tried.transformers,

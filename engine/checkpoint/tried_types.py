@@ -64,7 +64,8 @@ def model_line(model: ModelConfig) -> str:
     elif tried.runs:
         words.append(f"type {kind} is tested against transformers {table.transformers}")
     else:
-        words.append(f"type {kind} was {tried.state} when it was tested: {tried.sentence}")
+        fared = "was refused" if tried.state == "refused" else "gave other tokens"
+        words.append(f"type {kind} {fared} when it was tested: {tried.sentence}")
     refused = [
         key
         for key, sizes in (("tp_size: 2", (2, 1)), ("pp_size: 2", (1, 2)))

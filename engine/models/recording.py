@@ -163,7 +163,9 @@ def record(folder: Path) -> ModelLayout:
     _check_layers(folder, {"num_hidden_layers": getattr(text, "num_hidden_layers", 0)})
     positions = getattr(text, "max_position_embeddings", None) or 1 << 17
     if positions < 1:
-        raise ConfigError(f"{folder}/config.json names {positions} positions; 1 or more are needed.")
+        raise ConfigError(
+            f"{folder}/config.json names {positions} positions; 1 or more are needed."
+        )
     try:
         with torch.device("meta"):
             model = _CAUSAL.from_config(config, trust_remote_code=False)

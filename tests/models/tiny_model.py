@@ -46,8 +46,7 @@ _SIZES: dict[str, Any] = _keys(
     ),
     shared_inner=(
         48,
-        "shared_intermediate_size shared_expert_intermediate_size "
-        "shared_experts_intermediate_size",
+        "shared_intermediate_size shared_expert_intermediate_size shared_experts_intermediate_size",
     ),
     expert_inner=(32, "moe_intermediate_size expert_ffn_hidden_size"),
     layers=(4, "num_hidden_layers n_layer num_layers n_layers"),
@@ -153,8 +152,7 @@ _ALL_SHARED = {
 }
 _ZAMBA = {
     "num_hidden_layers": 5,
-    "layers_block_type": ["linear_attention", "linear_attention", "hybrid"]
-    + ["linear_attention", "hybrid"],
+    "layers_block_type": ["linear_attention", *["linear_attention", "hybrid"] * 2],
     "attention_head_dim": 32,
     "attention_hidden_size": 128,
 }
@@ -238,6 +236,7 @@ _PICTURE: dict[str, int] = {
     "hidden_size": 32,
     "adapter_in_dim": 32,
     "adapter_input_size": 32,
+    "adapter_out_dim": 64,
     "embed_dim": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 1,

@@ -99,9 +99,7 @@ def _write(config: Any, folder: Path) -> PreTrainedModel:
     return model
 
 
-def _differs(
-    folder: Path, page: int, expected: list[list[int]], logprobs: list[Tensor]
-) -> str:
+def _differs(folder: Path, page: int, expected: list[list[int]], logprobs: list[Tensor]) -> str:
     """What Manta gives else than `expected`; "" if it is the same."""
     prompts = make_prompts()
     with engine_for(folder, page_size=page) as engine:
