@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from engine import LLM, SamplingParams
-from engine.checkpoint.layout import read_layout
 from engine.checkpoint.tried_types import model_line, read_tried_types
-from engine.errors import ConfigError
 from tests.support.engines import engine_for, greedy_reference
 
 KIND = "manta_test_own"
@@ -167,10 +164,3 @@ def test_the_offline_engine_runs_it(folder: Path) -> None:
     with LLM(str(folder), dtype="float32", max_total_tokens=512, max_model_len=128) as llm:
         outputs = llm.generate(PROMPTS, params)
     assert [output.outputs[0].token_ids for output in outputs] == reference(folder)
-
-
-def test_without_registration_it_is_refused(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"model_type": "manta_test_unknown"}))
-    with pytest.raises(ConfigError, match="doesn't know model_type 'manta_test_unknown'"):
-        read_layout(folder)
