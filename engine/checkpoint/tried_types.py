@@ -65,7 +65,8 @@ def model_line(model: ModelConfig) -> str:
         words.append(f"type {kind} is tested against transformers {table.transformers}")
     else:
         fared = "was refused" if tried.state == "refused" else "gave other tokens"
-        words.append(f"type {kind} {fared} when it was tested: {tried.sentence}")
+        why = tried.sentence.removesuffix(".")
+        words.append(f"type {kind} {fared} when it was tested: {why}")
     refused = [
         key
         for key, sizes in (("tp_size: 2", (2, 1)), ("pp_size: 2", (1, 2)))

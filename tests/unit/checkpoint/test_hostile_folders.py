@@ -68,7 +68,7 @@ def refusal(read: Callable[[Path], object], folder: Path) -> str:
         ({"vocab_size": "many"}, "'vocab_size' expected int"),
         ({"vocab_size": -1}, "can't build the model"),
         ({"num_attention_heads": 0}, "can't build the model"),
-        ({"max_position_embeddings": -5}, "names -5 positions; 1 is the least"),
+        ({"max_position_embeddings": -5}, "names -5 positions; 1 or more are needed"),
         ({"rope_parameters": "none"}, "'rope_parameters' with value 'none'"),
         ({"rope_parameters": {"rope_type": "unheard of"}}, "can't build the model"),
         ({"eos_token_id": "last"}, "'eos_token_id' with value 'last'"),
