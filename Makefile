@@ -63,8 +63,8 @@ test-matrix: install-dev
 # WRITE=1: the results become the table that is shipped, and docs/models.md. TYPES="llama": only
 # these, by pytest's -k.
 test-models: install-dev
-	$(BIN)/python -m pytest tests/models -q -k "$(TYPES)" $(if $(WRITE),--write)
-	$(if $(WRITE),$(BIN)/python scripts/models_page.py)
+	$(BIN)/python -m pytest tests/models -q -k "$(TYPES)" $(if $(WRITE),--write; \
+		status=$$?; $(BIN)/python scripts/models_page.py; exit $$status)
 
 # Takes out the guards of tests/mutations, one by one: the tests that rely on them must fail.
 test-mutations: install-dev
