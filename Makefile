@@ -11,7 +11,7 @@ STAMP := $(VENV)/.installed-$(SUM)
 DEV_STAMP := $(VENV)/.installed-dev-$(SUM)
 
 .DELETE_ON_ERROR:
-.PHONY: serve test test-fast test-unit test-extended test-matrix test-gpu test-mutations chaos starts fuzz k8s-emulate record-clients lint bench bench-gpu \
+.PHONY: serve test test-fast test-unit test-extended test-matrix test-models test-gpu test-mutations chaos starts fuzz k8s-emulate record-clients lint bench bench-gpu \
 	install install-dev clean
 
 # What running needs.
@@ -46,7 +46,8 @@ test-unit: install-dev
 
 # Everything that needs nothing but Python, real processes included: at most 15 minutes.
 test: install-dev
-	$(BIN)/python -m pytest tests benchmarks/tests -q --ignore=tests/extended --ignore=tests/chaos
+	$(BIN)/python -m pytest tests benchmarks/tests -q --ignore=tests/extended --ignore=tests/chaos \
+		--ignore=tests/models
 
 # What takes longer or needs more: a clean environment, Debian packages. Installs what it needs.
 test-extended: install-dev
@@ -58,6 +59,13 @@ test-extended: install-dev
 test-matrix: install-dev
 	$(BIN)/python -m pytest $(addprefix tests/integration/,test_token_exact.py test_speculative.py \
 		test_shares.py) -q --full-matrix
+
+# Every type of model that transformers knows, tiny, against transformers: some five minutes.
+# WRITE=1: the results become the table that is shipped, and docs/models.md. TYPES="llama": only
+# these, by pytest's -k.
+test-models: install-dev
+	$(BIN)/python -m pytest tests/models -q -k "$(TYPES)" $(if $(WRITE),--write; \
+		status=$$?; $(BIN)/python scripts/models_page.py; exit $$status)
 
 # Takes out the guards of tests/mutations, one by one: the tests that rely on them must fail.
 test-mutations: install-dev

@@ -10,11 +10,19 @@ from typing import Any
 from deploy.start.target import Target
 from deploy.start.tls import scheme
 from engine import __version__
+from engine.checkpoint.tried_types import model_line
 
 
 def loading_lines(target: Target, log: Path | None, warnings: list[str]) -> list[str]:
     """The lines to print before anything starts."""
-    lines = [f"manta {__version__}: loading {describe(app)}" for app in target.applications]
+    lines = [
+        line
+        for app in target.applications
+        for line in (
+            f"manta {__version__}: loading {describe(app)}",
+            f"model: {model_line(app.resolved.model)}",
+        )
+    ]
     if log is not None:
         lines.append(f"log: {log}")
     return lines + [f"warning: {warning}" for warning in warnings]

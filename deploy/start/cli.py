@@ -73,10 +73,12 @@ def check(options: argparse.Namespace) -> int:
     from deploy.start.banner import describe
     from deploy.start.devices import memory_line
     from deploy.start.target import load_target
+    from engine.checkpoint.tried_types import model_line
 
     target = load_target(options.target, options.set, options.host, options.port, _tls(options))
     for app in target.applications:
         print(describe(app))
+        print(f"model: {model_line(app.resolved.model)}")
         cache = app.engine.max_total_tokens
         print(f"longest request: {app.resolved.max_model_len} tokens")
         print(f"KV cache: {f'{cache} tokens' if cache else 'as large as memory allows'}")

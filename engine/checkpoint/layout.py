@@ -8,8 +8,11 @@ result is kept in the cache folder.
 from __future__ import annotations
 
 import hashlib
+import importlib
+import json
 import math
 import os
+import sys
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
@@ -22,6 +25,7 @@ from engine.process.folders import cache_folder
 from engine.process.other_process import ask_module
 
 RECORD_TIMEOUT_S = 300.0
+_RECORDING = "engine.models.recording"
 
 
 class AttentionCall(msgspec.Struct, frozen=True):
@@ -291,6 +295,9 @@ def read_layout(folder: Path) -> ModelLayout:
     """The layout of a model folder: recorded before, or now. Raises `ConfigError` with the reason
     if transformers doesn't know the model or its forward can't be followed."""
     content = (folder / "config.json").read_bytes()
+    if _is_registered_here(json.loads(content).get("model_type")):
+        layout: ModelLayout = importlib.import_module(_RECORDING).record(folder)
+        return layout
     versions = f"{metadata.version('transformers')} {metadata.version('manta-serve')}"
     key = hashlib.sha256(versions.encode() + content).hexdigest()[:32]
     file = cache_folder() / "layouts" / f"{key}.json"
@@ -303,9 +310,21 @@ def read_layout(folder: Path) -> ModelLayout:
     return layout
 
 
+def _is_registered_here(kind: object) -> bool:
+    """Whether this process has registered the type with transformers: no other one knows it, and
+    its code may change while config.json doesn't."""
+    auto = sys.modules.get("transformers.models.auto.configuration_auto")
+    return (
+        auto is not None
+        and isinstance(kind, str)
+        and kind not in auto.CONFIG_MAPPING_NAMES
+        and kind in auto.CONFIG_MAPPING
+    )
+
+
 def _record(folder: Path) -> bytes:
     return ask_module(
-        "engine.models.recording",
+        _RECORDING,
         folder,
         RECORD_TIMEOUT_S,
         late=f"the model in {folder} takes too long to be looked through",

@@ -43,6 +43,7 @@ _KNOWN = frozenset(
      "output_attentions", "output_hidden_states", "return_dict", "is_causal", "cache_position",
      "output_router_logits", "logits_to_keep", "num_items_in_batch", "position_embeddings")
 )  # fmt: skip
+_LAYERS = frozenset(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"))
 _NAME = "manta_recording"
 _CAUSAL: Any = AutoModelForCausalLM
 _LOGGING: Any = logging
@@ -179,9 +180,12 @@ def record(folder: Path) -> ModelLayout:
     text = config.get_text_config(decoder=True)
     if getattr(text, "is_encoder_decoder", False):
         raise ConfigError(f"{folder} holds half of a '{config.model_type}', which has an encoder.")
-    layers = getattr(text, "num_hidden_layers", 0)
-    if not isinstance(layers, int) or layers > MAX_LAYERS:
-        raise ConfigError(f"{folder}/config.json names {layers} layers; {MAX_LAYERS} are allowed.")
+    _check_layers(folder, {"num_hidden_layers": getattr(text, "num_hidden_layers", 0)})
+    positions = getattr(text, "max_position_embeddings", None) or 1 << 17
+    if positions < 1:
+        raise ConfigError(
+            f"{folder}/config.json names {positions} positions; 1 or more are needed."
+        )
     try:
         with torch.device("meta"):
             model = _CAUSAL.from_config(config, trust_remote_code=False)
@@ -207,7 +211,7 @@ def record(folder: Path) -> ModelLayout:
         class_name=type(model).__name__,
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,
-        max_positions=int(getattr(text, "max_position_embeddings", None) or 1 << 17),
+        max_positions=int(positions),
         dtype=str(config.dtype or torch.float32).removeprefix("torch."),
         eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
         calls=tuple(
@@ -250,6 +254,7 @@ def _config(folder: Path) -> Any:
             f"{transformers.__version__} doesn't know model_type '{kind}'."
             f"{own if 'auto_map' in values else ''}"
         )
+    _check_layers(folder, values)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # what transformers raises for odd files has no common class
@@ -273,6 +278,18 @@ class _Unknown(_DispatchMode):  # type: ignore[misc]
         if on_meta and func is torch.ops.aten._local_scalar_dense.default:
             return torch.ones((), dtype=args[0].dtype).item()
         return func(*args, **(kwargs or {}))
+
+
+def _check_layers(folder: Path, values: dict[str, Any]) -> None:
+    """Raise `ConfigError` for a number of layers that is out of range, in any part of the
+    configuration. transformers would make a list of it while it reads."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            _check_layers(folder, value)
+        elif key in _LAYERS and not (isinstance(value, int) and 0 < value <= MAX_LAYERS):
+            raise ConfigError(
+                f"{folder}/config.json names {value} layers; 1 to {MAX_LAYERS} are allowed."
+            )
 
 
 def _run(model: Any, recorder: Recorder) -> Flow:

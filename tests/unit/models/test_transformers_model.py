@@ -174,7 +174,7 @@ def test_what_flashinfer_lacks_is_named(
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"num_hidden_layers": 10**9}, "names 1000000000 layers; 2000 are allowed"),
+        ({"num_hidden_layers": 10**9}, "names 1000000000 layers; 1 to 2000 are allowed"),
         ({"num_hidden_layers": "many"}, "can't read|names many layers"),
         ({"hidden_size": 0}, "can't read|can't build|can't be followed"),
         ({"num_attention_heads": 7}, "can't read|can't build|query heads"),
@@ -215,37 +215,6 @@ def test_a_llama_through_transformers_is_the_native_one(
         with engine_for(folder, model_impl=impl) as engine:
             found[impl] = engine.run(PROMPTS, GREEDY)
     assert found["native"] == found["transformers"]
-
-
-class NewConfig(transformers.LlamaConfig):
-    """Of an architecture that transformers learns tomorrow."""
-
-    model_type = "manta_test_new"
-
-
-class NewForCausalLM(transformers.LlamaForCausalLM):
-    """Its logits are halved, and its hidden states turned round, by its own code."""
-
-    config_class = NewConfig
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        out = super().forward(*args, **kwargs)
-        out.logits = out.logits.flip(-1) / 2
-        return out
-
-
-def test_a_new_architecture_needs_no_change_of_ours(
-    folders: dict[str, Path], tmp_path: Path
-) -> None:
-    transformers.AutoConfig.register("manta_test_new", NewConfig, exist_ok=True)
-    transformers.AutoModelForCausalLM.register(NewConfig, NewForCausalLM, exist_ok=True)
-    make_model(tmp_path, "LlamaForCausalLM")
-    keys = {"model_type": "manta_test_new", "architectures": ["NewForCausalLM"]}
-    config = json.loads((tmp_path / "config.json").read_text()) | keys
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    expected = greedy_reference(load_reference(tmp_path), PROMPTS, MAX_NEW)
-    with engine_for(tmp_path, page_size=4) as engine:
-        assert engine.run(PROMPTS, GREEDY, chunked_prefill_size=16) == expected
 
 
 def test_rules_of_masks() -> None:
