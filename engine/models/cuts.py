@@ -31,6 +31,9 @@ RANK = 4
 """Of the thin matrices."""
 MAX_NUMEL = 1 << 24
 """Numbers of a block's parameters besides its linears; more aren't tried."""
+MAX_TRIED = 1 << 18
+"""Inputs or outputs of a linear. With more in one of a model's nothing is tried, so that a
+configuration can't ask for any amount of memory."""
 MAX_RANKS = 64
 TOLERANCE = 1e-4
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_q_heads")
@@ -93,6 +96,9 @@ def find_cuts(model: nn.Module, flow: Flow, calls: list[AttentionCall]) -> Found
     """What can be divided of `model`, whose forward `flow` has followed. `calls` are its attention
     calls, as they were recorded."""
     found = Found()
+    if _largest(model, flow) > MAX_TRIED:
+        found.divided = [False] * len(calls)
+        return found
     tried: dict[Any, Plan | None] = {}
     per_module = [call.module for call in flow.calls]
     for call, sizes in zip(flow.calls, calls, strict=True):
@@ -119,6 +125,13 @@ def find_cuts(model: nn.Module, flow: Flow, calls: list[AttentionCall]) -> Found
         if is_experts(module):
             found.add_experts(name, module)
     return found
+
+
+def _largest(model: nn.Module, flow: Flow) -> int:
+    """The most inputs or outputs that a linear of the forward has, the output head aside."""
+    linears = [model.get_submodule(name) for name in flow.linears]
+    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    return max((max(x.weight.shape) for x in linears if x is not head), default=0)  # type: ignore
 
 
 def _attention_ways(

@@ -181,7 +181,8 @@ def record(folder: Path) -> ModelLayout:
     if getattr(text, "is_encoder_decoder", False):
         raise ConfigError(f"{folder} holds half of a '{config.model_type}', which has an encoder.")
     _check_layers(folder, {"num_hidden_layers": getattr(text, "num_hidden_layers", 0)})
-    positions = getattr(text, "max_position_embeddings", None) or 1 << 17
+    keys = ("max_position_embeddings", "max_target_positions")
+    positions = next((value for key in keys if (value := getattr(text, key, None))), 1 << 17)
     if positions < 1:
         raise ConfigError(
             f"{folder}/config.json names {positions} positions; 1 or more are needed."
@@ -211,7 +212,7 @@ def record(folder: Path) -> ModelLayout:
         class_name=type(model).__name__,
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,
-        max_positions=int(positions),
+        max_positions=int(positions) - _unused_positions(model, int(positions)),
         dtype=str(config.dtype or torch.float32).removeprefix("torch."),
         eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
         calls=tuple(
@@ -233,6 +234,17 @@ def record(folder: Path) -> ModelLayout:
         layers_return_tuples=any(layer.returns_tuple for layer in flow.layer_flows),
         states=record_states(model),  # last: it changes the model
     )
+
+
+def _unused_positions(model: Any, positions: int) -> int:
+    """The first rows of a table of positions that stand for none: some tables have a padding row,
+    and positions begin behind it."""
+    tables = (m for m in model.modules() if isinstance(m, nn.Embedding))
+    for table in tables:
+        is_words = table is model.get_input_embeddings()
+        if table.num_embeddings == positions and table.padding_idx is not None and not is_words:
+            return table.padding_idx + 1
+    return 0
 
 
 def _read(model: nn.Module, called: set[str]) -> Iterator[str]:

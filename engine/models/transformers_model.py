@@ -232,12 +232,14 @@ class _Decoder:
     """Whether it is given a cache: some ask that for positions, whatever they are told."""
     output: Any = None
     """Class of its outputs; known once it has been tried."""
+    first_position: int = 0
+    """What it calls the first one."""
 
     def given(self, ids: Tensor, positions: Tensor) -> dict[str, Any]:
         """Its arguments for tokens `ids` [T] at `positions` [T]."""
         given: dict[str, Any] = {"input_ids": ids[None], "use_cache": self.has_cache}
         if self.takes_positions:
-            given["position_ids"] = positions[None]
+            given["position_ids"] = positions[None] + self.first_position
         if self.has_cache:
             given["past_key_values"] = _Positions(positions)
         return given
@@ -342,9 +344,32 @@ class TransformersModel:
                 self._decoder = _Decoder(decoder, takes_more or "position_ids" in known, has_cache)
                 failure = self._failure()
                 if failure is None:
+                    self._find_first_position()
                     return
                 failures.append(failure)
         raise failures[-1]
+
+    @torch.inference_mode()
+    def _find_first_position(self) -> None:
+        """Some count from behind the number of their padding token."""
+        decoder = self._decoder
+        padding = getattr(getattr(decoder.module, "config", None), "pad_token_id", None)
+        if not decoder.takes_positions or not isinstance(padding, int):
+            return
+        numbers = torch.arange(6, device=self.device)
+        ids = (padding + 1 + numbers) % self.config.vocab_size
+        given: dict[str, Any] = {"input_ids": ids[None], "use_cache": False}
+        apart = []
+        for first in (None, 0, padding + 1):
+            received = self._received(numbers)
+            self._step.begin(received)
+            if first is not None:
+                given["position_ids"] = numbers[None] + first
+            apart.append(self._states(decoder.module(**given)).float())
+        own, *found = apart
+        if not _difference(found[1], own) < _difference(found[0], own):
+            return
+        decoder.first_position = padding + 1
 
     def _failure(self) -> ConfigError | None:
         """Why the decoder can't be used so."""
@@ -405,7 +430,13 @@ class TransformersModel:
             heads,
             lambda: self._states(self._run(ids, positions, received)),
         )
-        takeover.replace()
+        try:
+            takeover.replace()
+        except IndexError as error:
+            raise ConfigError(
+                f"{type(self._model).__name__} has fewer positions than the {last + 1} that its "
+                f"configuration names ({error})."
+            ) from error
         self.skips_unread = takeover.last is not None
 
     def _sinks(self) -> list[Tensor | None]:

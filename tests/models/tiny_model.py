@@ -14,7 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 VOCAB = 128
-LENGTH = 256
+LENGTH = 272
 """Tokens."""
 
 
@@ -231,6 +231,8 @@ _OWN: dict[str, dict[str, Any]] = {
     "zamba": _ZAMBA,
     "zamba2": {**_ZAMBA, "num_mem_blocks": 1},
     "zaya": {"num_experts_per_tok": 1},
+    # It bounds steps of time in chunks, and not in decodes.
+    "nemotron_h": {"time_step_min": 1e-9},
 }
 _PICTURE: dict[str, int] = {
     "hidden_size": 32,
