@@ -88,16 +88,16 @@ def _write(config: Any, folder: Path) -> PreTrainedModel:
     model. Of a model that transformers can't build here, only config.json is written, and Manta has
     to refuse it."""
     config.save_pretrained(folder)
+    loaded: Any = AutoModelForCausalLM
     try:
         model = tiny_model(config)
+        model.save_pretrained(folder)
+        if type(model.config) is not type(config):
+            config.save_pretrained(folder)
+        reference: PreTrainedModel = loaded.from_pretrained(folder, dtype=torch.float32)
     except Exception:  # the code of any model; Manta must have met it, too
         EngineConfig(model=str(folder), max_model_len=MAX_LEN).resolve()
         raise
-    model.save_pretrained(folder)
-    if type(model.config) is not type(config):
-        config.save_pretrained(folder)
-    loaded: Any = AutoModelForCausalLM
-    reference: PreTrainedModel = loaded.from_pretrained(folder, dtype=torch.float32)
     return reference.eval()
 
 
@@ -192,8 +192,9 @@ def _forward(model: PreTrainedModel, ids: list[int]) -> Tensor:
     """float32 [len(ids), vocab]"""
     given: dict[str, Any] = {"input_ids": torch.tensor([ids]), "use_cache": False}
     with torch.inference_mode():
-        if model.config.pad_token_id in ids:
-            given |= _behind_padding(model, len(ids), model.config.pad_token_id)
+        padding = getattr(model.config.get_text_config(decoder=True), "pad_token_id", None)
+        if padding in ids:
+            given |= _behind_padding(model, len(ids), padding)
         logits: Tensor = model(**given).logits[0]
     return logits.float()
 
