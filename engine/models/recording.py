@@ -136,9 +136,13 @@ def classify(rule: Rule) -> tuple[str, int | None]:
 
 
 def _of_one_sequence(x: Any) -> Any:
-    """A rule whose tensors, such as how much each sequence is padded, have numbers: 0."""
+    """A rule whose tensors have numbers. Those of sequences, such as how much one is padded, are 0;
+    those of tokens, such as which picture one belongs to, are -1: to none."""
     if isinstance(x, Tensor) and x.is_meta:
-        return torch.zeros(x.shape, dtype=x.dtype)
+        if NUM_TOKENS not in x.shape:
+            return torch.zeros(x.shape, dtype=x.dtype)
+        shape = [4 * FAR if size == NUM_TOKENS else size for size in x.shape]
+        return torch.full((1,) * len(shape), -1).to(x.dtype).expand(shape)
     if isinstance(x, tuple | list):
         return type(x)(map(_of_one_sequence, x))
     if isinstance(x, FunctionType) and x.__closure__:
@@ -287,9 +291,18 @@ class _Unknown(_DispatchMode):  # type: ignore[misc]
         on_meta = bool(args) and isinstance(args[0], Tensor) and args[0].is_meta
         if on_meta and func is torch.ops.aten.nonzero.default:
             return args[0].new_empty((0, args[0].ndim), dtype=torch.long)
+        if on_meta and func in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default):
+            args = (args[0], [_none_found(index) for index in args[1]], *args[2:])
         if on_meta and func is torch.ops.aten._local_scalar_dense.default:
             return torch.ones((), dtype=args[0].dtype).item()
         return func(*args, **(kwargs or {}))
+
+
+def _none_found(index: Tensor | None) -> Tensor | None:
+    """An index that picks what a mask without numbers picks: nothing."""
+    if index is None or index.dtype != torch.bool:
+        return index
+    return index.new_empty((0,), dtype=torch.long)
 
 
 def _check_layers(folder: Path, values: dict[str, Any]) -> None:
