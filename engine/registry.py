@@ -129,6 +129,8 @@ DRAFTERS: Registry[Any] = Registry(
 
 TRANSFORMERS = "transformers"
 """The word for a decoder that transformers' code computes."""
+TRANSFORMERS_GATHERED = "transformers-gathered"
+"""The same for one whose attention is its own code."""
 TRANSFORMERS_ROWS = "transformers-rows"
 """The same if its layers keep states of requests beside keys and values."""
 # One decoder with switches in `ModelConfig`: biases, norms of q and k, sliding windows.
@@ -142,6 +144,7 @@ MODELS: Registry[Any] = Registry(
         "Qwen2ForCausalLM": _LLAMA,
         "Qwen3ForCausalLM": _LLAMA,
         TRANSFORMERS: "engine.models.transformers_model:TransformersModel",
+        TRANSFORMERS_GATHERED: "engine.models.gathered:GatheredModel",
         TRANSFORMERS_ROWS: "engine.models.row_model:RowModel",
     },
 )

@@ -45,6 +45,7 @@ class AttentionInputs:
 class AttentionBackend(ABC):
     """Causal attention of a step's tokens over their requests' cached and new tokens."""
 
+    inputs: AttentionInputs
     supports_graphs: ClassVar[bool] = False
     """Whether `init_graphs` and `plan_graph` work."""
 

@@ -13,6 +13,7 @@ class NoAttention(AttentionBackend):
 
     def __init__(self, inputs: AttentionInputs) -> None:
         """Raises `ValueError` if there are layers."""
+        self.inputs = inputs
         if inputs.layers:
             raise ValueError("a model with attention needs a backend that computes it")
 

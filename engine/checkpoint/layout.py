@@ -51,6 +51,9 @@ class AttentionCall(msgspec.Struct, frozen=True):
     """The decoder layer that makes it."""
     is_divided: bool = False
     """Whether tensor parallel ranks divide its heads; otherwise each computes all of them."""
+    is_gathered: bool = False
+    """Whether the model's own code attends, over gathered keys and values. Query heads, scale and
+    masks are then its own business."""
 
     def on_rank(self, tp_size: int, first: int = 0) -> AttentionCall:
         """The call with one rank's heads, in a stage whose first call is number `first`."""
@@ -82,6 +85,7 @@ class AttentionCall(msgspec.Struct, frozen=True):
             "a soft cap of attention": self.softcap is not None,
             "attention sinks": self.has_sinks,
             "keys of another layer": self.kv_of is not None,
+            "attention of the model's own code": self.is_gathered,
         }
         return tuple(name for name, asked in found.items() if asked)
 
@@ -201,9 +205,12 @@ class ModelLayout(msgspec.Struct, frozen=True):
     layers_return_tuples: bool = False
 
     @property
-    def mode(self) -> Literal["flat", "rows"]:
+    def mode(self) -> Literal["flat", "rows", "gathered"]:
         """How a step runs. flat: its tokens at once, whosever they are. rows: each prompt's tokens
-        by themselves and the decodes as a batch, because layers keep states of requests."""
+        by themselves and the decodes as a batch, because layers keep states of requests. gathered:
+        each request by itself, because the model's own code attends to its keys."""
+        if any(call.is_gathered for call in self.calls):
+            return "gathered"
         return "rows" if self.states else "flat"
 
     def state_bytes(self, item: int) -> int:

@@ -14,7 +14,7 @@ from engine.checkpoint.layout import AttentionCall, ModelLayout, read_layout
 from engine.checkpoint.quantization import refuse_quantized
 from engine.checkpoint.values import ConfigValues
 from engine.errors import ConfigError
-from engine.registry import MODELS, TRANSFORMERS, TRANSFORMERS_ROWS
+from engine.registry import MODELS, TRANSFORMERS, TRANSFORMERS_GATHERED, TRANSFORMERS_ROWS
 
 _MODEL_TYPES = {
     "llama": "LlamaForCausalLM",
@@ -85,7 +85,12 @@ _ROPE_PARAMETERS: dict[str, tuple[str, ...]] = {
 """What each kind of RoPE scaling needs."""
 
 
-_THROUGH_TRANSFORMERS = (TRANSFORMERS, TRANSFORMERS_ROWS)
+_THROUGH_TRANSFORMERS = {
+    "flat": TRANSFORMERS,
+    "rows": TRANSFORMERS_ROWS,
+    "gathered": TRANSFORMERS_GATHERED,
+}
+"""Words of `MODELS` by `ModelLayout.mode`."""
 _NO_ATTENTION = AttentionCall(num_heads=1, num_kv_heads=1, k_dim=64, v_dim=64, scale=1.0)
 """Heads of a model whose layers make no attention call: its tokens have no keys and values."""
 
@@ -258,7 +263,7 @@ class ModelConfig:
         call = layout.calls[0] if layout.calls else _NO_ATTENTION
         return cls(
             path=folder,
-            architecture=TRANSFORMERS_ROWS if layout.mode == "rows" else TRANSFORMERS,
+            architecture=_THROUGH_TRANSFORMERS[layout.mode],
             hidden_size=layout.hidden_size,
             num_layers=layout.num_layers,
             num_heads=call.num_heads,

@@ -30,6 +30,7 @@ from engine.checkpoint.layout import AttentionCall, ModelLayout
 from engine.errors import ConfigError
 from engine.models.cuts import find_cuts
 from engine.models.flow import Flow, layer_tag
+from engine.models.gathered_recording import record_gathered
 from engine.models.interfaces import point_at
 from engine.models.shape import ModelShape, decoder_layers
 from engine.models.state_recording import record_states
@@ -206,24 +207,39 @@ def record(folder: Path) -> ModelLayout:
     called: set[str] = set()
     for name, module in model.named_modules():
         module.register_forward_hook(lambda *_, name=name: called.add(name))
-    flow = _run(model, recorder)
+    gathered: list[AttentionCall] = []
+    try:
+        flow = _run(model, recorder)
+    except ConfigError:
+        gathered, called = record_gathered(config)
+        if not gathered:
+            raise
+    else:
+        if not recorder.calls:
+            gathered, names = record_gathered(config)
+            called = names if gathered else called
     eos = getattr(text, "eos_token_id", None)
-    with torch.inference_mode():
-        cuts = find_cuts(model, flow, recorder.calls)
-    shape = ModelShape.of(model, flow)
-    calls = zip(recorder.calls, shape.layer_of_call, cuts.divided, strict=True)
-    return ModelLayout(
+    common: dict[str, Any] = dict(
         class_name=type(model).__name__,
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,
         max_positions=int(positions) - _unused_positions(model, int(positions)),
         dtype=str(config.dtype or torch.float32).removeprefix("torch."),
         eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+        read=tuple(_read(model, called)),
+    )
+    if gathered:
+        return _whole(model, gathered, common)
+    with torch.inference_mode():
+        cuts = find_cuts(model, flow, recorder.calls)
+    shape = ModelShape.of(model, flow)
+    calls = zip(recorder.calls, shape.layer_of_call, cuts.divided, strict=True)
+    return ModelLayout(
+        **common,
         calls=tuple(
             msgspec.structs.replace(call, layer=layer, is_divided=is_divided)
             for call, layer, is_divided in calls
         ),
-        read=tuple(_read(model, called)),
         layers=shape.layers,
         layer_parameters=shape.layer_parameters,
         embeddings=tuple(dict.fromkeys(flow.embeddings)),
@@ -237,6 +253,25 @@ def record(folder: Path) -> ModelLayout:
         not_staged=_why_not_staged(flow, len(shape.layer_parameters)),
         layers_return_tuples=any(layer.returns_tuple for layer in flow.layer_flows),
         states=record_states(model),  # last: it changes the model
+    )
+
+
+def _whole(model: nn.Module, calls: list[AttentionCall], common: dict[str, Any]) -> ModelLayout:
+    """The layout of a model that one rank has whole."""
+    return ModelLayout(
+        **common,
+        calls=tuple(calls),
+        layers="",
+        layer_parameters=(0,) * len(calls),
+        embeddings=(),
+        embedding_parameters=0,
+        head="",
+        head_parameters=0,
+        is_tied=False,
+        other_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        cuts=(),
+        not_staged="its attention is its own code",
+        states=(),
     )
 
 

@@ -249,6 +249,8 @@ class TransformersModel:
     """A `Model` (engine/models/base.py): one rank's share of a decoder of transformers."""
 
     plans_attention = False
+    attention_name = _NAME
+    """Of the attention function that its code calls."""
 
     def __init__(
         self,
@@ -276,8 +278,9 @@ class TransformersModel:
     ) -> None:
         assert isinstance(source, SafetensorsSource | DummySource)
         hub = AutoConfig.from_pretrained(self.config.path, trust_remote_code=False)
+        given = {} if self.attention_name == _NAME else {"attn_implementation": self.attention_name}
         with torch.device("meta"):
-            model = _CAUSAL.from_config(hub, dtype=self.dtype, trust_remote_code=False)
+            model = _CAUSAL.from_config(hub, dtype=self.dtype, trust_remote_code=False, **given)
         model.eval()
         weights = LazyWeights(model, source, self.dtype)
         with torch.no_grad():
@@ -286,7 +289,7 @@ class TransformersModel:
             self._replace_linears(model, source.format)
             for module in filter(is_experts, model.modules()):
                 module.manta_experts = Experts(module, source.format, self.parallel)
-        point_at(model, _NAME)
+        point_at(model, self.attention_name, _NAME)
         _fix_rotations(model, self._max_positions)
         for module in model.modules():
             module.manta_step = self._step
@@ -367,7 +370,7 @@ class TransformersModel:
                 given["position_ids"] = numbers[None] + first
             apart.append(self._states(decoder.module(**given)).float())
         own, *found = apart
-        if not _difference(found[1], own) < _difference(found[0], own):
+        if not difference(found[1], own) < difference(found[0], own):
             return
         decoder.first_position = padding + 1
 
@@ -408,12 +411,12 @@ class TransformersModel:
         numbers = positions + 6
         numbers[2] = 5
         beside = self._states(self._run(others, moved, self._received(numbers)))[2]
-        mixes = _difference(found.float(), beside.float())
+        mixes = difference(found.float(), beside.float())
         if not self.parallel.is_last_stage:
             return mixes, 0.0
         self._step.begin(received)
         whole = self._model(**self._decoder.given(ids, positions)).logits[0, -1].float()
-        return mixes, _difference(whole, self.compute_logits(found[None])[0])
+        return mixes, difference(whole, self.compute_logits(found[None])[0])
 
     def _take_over(self, fused: FusedOps) -> None:
         """Let our kernels compute what they can of the decoder."""
@@ -538,7 +541,7 @@ def _grows(rope_type: str) -> bool:
     return "dynamic" in rope_type or rope_type == "longrope"
 
 
-def _difference(a: Tensor, b: Tensor) -> float:
+def difference(a: Tensor, b: Tensor) -> float:
     """The largest, relative to the largest number of `b`."""
     return float((a - b).abs().max() / b.abs().max().clamp(min=1e-6))
 
