@@ -80,7 +80,8 @@ class Share:
                 for name in users:
                     self._keep(model, name, parameter)
         for done, prefix in enumerate(inner, 1):
-            self._read(model, weights, [name for name in names if name.startswith(prefix)])
+            own = [name for name in names if name.startswith(prefix) and name not in apart]
+            self._read(model, weights, own)
             if progress is not None:
                 progress(done, len(inner))
         for linear in model.modules():

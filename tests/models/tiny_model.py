@@ -229,9 +229,9 @@ _OWN: dict[str, dict[str, Any]] = {
     },
     "xlnet": {"d_head": 16, "d_inner": 96},
     "zamba": _ZAMBA,
-    "zamba2": {**_ZAMBA, "num_mem_blocks": 1},
+    "zamba2": {**_ZAMBA, "num_mem_blocks": 1, "time_step_min": 1e-9},
     "zaya": {"num_experts_per_tok": 1},
-    # It bounds steps of time in chunks, and not in decodes.
+    # It and Zamba 2 bound steps of time in chunks, and not in decodes.
     "nemotron_h": {"time_step_min": 1e-9},
 }
 _PICTURE: dict[str, int] = {
