@@ -20,8 +20,7 @@ from engine.checkpoint import layout
 from engine.checkpoint.layout import read_layout
 from engine.device.distributed import init_parallel
 from engine.models.recording import record
-from engine.protocol.sampling_params import SamplingParams
-from tests.support.engines import engine_for, greedy_reference, load_reference
+from tests.support.engines import greedy_reference, load_reference
 from tests.support.models import DIVISIBLE_HEADS, THROUGH_TRANSFORMERS, make_model
 from tests.support.step_driver import StepDriver, make_runner
 
@@ -145,16 +144,3 @@ def test_ranks_give_the_logits_of_transformers(
             torch.testing.assert_close(mine, wanted, atol=TOLERANCE, rtol=TOLERANCE)
             assert mine[len(prompt) - 1 : -1].argmax(-1).tolist() == tokens
             assert (logits[number] == found[0][number]).all(), "ranks sample from equal logits"
-
-
-def test_an_engine_of_workers_gives_the_tokens_of_transformers(
-    reports: dict[tuple[str, str], list[Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With memory sized by the layout, retractions, and stages that resolve their inputs."""
-    folder = reports["folder", ""][0]
-    monkeypatch.setenv("MANTA_CACHE_DIR", str(folder / "cache"))
-    wanted = greedy_reference(load_reference(folder / "qwen3_moe"), PROMPTS, MAX_NEW)
-    greedy = SamplingParams(max_tokens=MAX_NEW, temperature=0, ignore_eos=True)
-    with engine_for(folder / "qwen3_moe", pp_size=2, page_size=4) as engine:
-        for keys in ({"chunked_prefill_size": 16, "retract_every": 3}, {"enable_overlap": False}):
-            assert engine.run(PROMPTS, greedy, **keys) == wanted, keys

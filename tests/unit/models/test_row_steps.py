@@ -167,7 +167,7 @@ def test_the_prefix_cache_is_off_and_said_to_be(
 ) -> None:
     resolved = EngineConfig(model=str(folders["lfm2"]), device="cpu").resolve()
     assert not resolved.engine.enable_prefix_cache
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO", logger="engine.worker.auto_config"):
         make_worker_config(resolved)
     (line,) = (r.getMessage() for r in caplog.records if "prefix cache" in r.getMessage())
     assert line.startswith("Lfm2ForCausalLM, by transformers, keeps states of requests")
