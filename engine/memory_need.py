@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.checkpoint.folder import resolve_model_path
+from engine.checkpoint.layout import rank_calls
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.weight_formats import PLAIN, WeightForm, weight_form
 from engine.config import EngineConfig, ResolvedConfig
@@ -54,12 +55,8 @@ def stage_bytes(
 
 def cache_bytes_per_token(model: ModelConfig, item: int, tp_size: int = 1, pp_size: int = 1) -> int:
     """Bytes of one token's keys and values, of `item` bytes each, on the rank with most layers."""
-    stages = model.stage_layers(pp_size)
-    if model.layout is not None:
-        calls = [model.layout.rank_calls(tp_size, layers) for layers in stages]
-    else:
-        calls = [tuple(model.calls[i].on_rank(tp_size) for i in layers) for layers in stages]
-    return item * max(sum(call.kv_size for call in stage) for stage in calls)
+    stages = (rank_calls(model.calls, tp_size, layers) for layers in model.stage_layers(pp_size))
+    return item * max(sum(call.kv_size for call in stage) for stage in stages)
 
 
 @dataclass(frozen=True)

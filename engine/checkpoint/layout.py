@@ -67,6 +67,18 @@ class AttentionCall(msgspec.Struct, frozen=True):
             kv_of=kv_of,
         )
 
+    def check_ranks(self, tp_size: int) -> None:
+        """Raise `ConfigError` unless its heads can be divided over `tp_size` ranks."""
+        if self.num_heads % tp_size:
+            raise ConfigError(
+                f"tp_size ({tp_size}) must divide the model's {self.num_heads} attention heads."
+            )
+        if self.num_kv_heads % tp_size and tp_size % self.num_kv_heads:
+            raise ConfigError(
+                f"tp_size ({tp_size}) must divide the model's {self.num_kv_heads} key/value heads, "
+                "or be a multiple of them."
+            )
+
     @property
     def lacks(self) -> str:
         """What no attention backend can do yet; "" if all can serve the call."""
@@ -107,6 +119,16 @@ def beyond_plain(calls: Sequence[AttentionCall]) -> tuple[str, ...]:
     if len({(call.num_heads, call.num_kv_heads, call.k_dim) for call in calls}) > 1:
         found.append("heads of different sizes or numbers between layers")
     return tuple(found)
+
+
+def rank_calls(
+    calls: Sequence[AttentionCall], tp_size: int, layers: range
+) -> tuple[AttentionCall, ...]:
+    """Those of a model's `calls` that a pipeline stage with these decoder layers makes, with the
+    heads of one tensor parallel rank."""
+    found = [call for call in calls if call.layer in layers]
+    first = calls.index(found[0]) if found else 0
+    return tuple(call.on_rank(tp_size, first) for call in found)
 
 
 class StateSpec(msgspec.Struct, frozen=True):
@@ -221,13 +243,6 @@ class ModelLayout(msgspec.Struct, frozen=True):
     def num_layers(self) -> int:
         return len(self.layer_parameters)
 
-    def rank_calls(self, tp_size: int, layers: range) -> tuple[AttentionCall, ...]:
-        """The attention calls of a pipeline stage with these decoder layers, with the heads of one
-        tensor parallel rank."""
-        found = [call for call in self.calls if call.layer in layers]
-        first = self.calls.index(found[0]) if found else 0
-        return tuple(call.on_rank(tp_size, first) for call in found)
-
     def rank_parameters(self, tp_size: int, layers: range) -> int:
         """Numbers of a rank whose stage has these decoder layers."""
         is_first, is_last = layers.start == 0, layers.stop == self.num_layers
@@ -260,7 +275,7 @@ class ModelLayout(msgspec.Struct, frozen=True):
                 f"{self.not_staged}; set pp_size: 1."
             )
         for layers in stages:
-            if any((call.kv_of or 0) < 0 for call in self.rank_calls(1, layers)):
+            if any((call.kv_of or 0) < 0 for call in rank_calls(self.calls, 1, layers)):
                 raise ConfigError(
                     f"layer {layers.start} of {self.class_name} or one behind it reads the keys of "
                     f"an earlier one, which pp_size ({len(stages)}) puts on another stage; change "
@@ -273,16 +288,9 @@ class ModelLayout(msgspec.Struct, frozen=True):
                 f"nothing of {self.class_name} can be divided by tensor parallelism; set "
                 "tp_size: 1."
             )
-        for call in (call for call in self.calls if call.is_divided):
-            if call.num_heads % tp_size:
-                raise ConfigError(
-                    f"tp_size ({tp_size}) must divide the model's {call.num_heads} attention heads."
-                )
-            if call.num_kv_heads % tp_size and tp_size % call.num_kv_heads:
-                raise ConfigError(
-                    f"tp_size ({tp_size}) must divide the model's {call.num_kv_heads} key/value "
-                    "heads, or be a multiple of them."
-                )
+        for call in self.calls:
+            if call.is_divided:
+                call.check_ranks(tp_size)
         for cut in self.cuts:
             for part in cut.parts:
                 if not part.divides(tp_size):

@@ -140,8 +140,8 @@ class ModelConfig:
             return self.layout.calls
         sizes = self.num_heads, self.num_kv_heads, self.head_dim, self.head_dim
         return tuple(
-            AttentionCall(*sizes, self.head_dim**-0.5, window, is_divided=True)
-            for window in self.layer_windows
+            AttentionCall(*sizes, self.head_dim**-0.5, window, layer=layer, is_divided=True)
+            for layer, window in enumerate(self.layer_windows)
         )
 
     @property
@@ -173,15 +173,8 @@ class ModelConfig:
             raise ConfigError(f"pp_size ({pp_size}) exceeds the model's {self.num_layers} layers.")
         if self.layout is not None:
             return
-        if self.num_heads % tp_size:
-            raise ConfigError(
-                f"tp_size ({tp_size}) must divide the model's {self.num_heads} attention heads."
-            )
-        if self.num_kv_heads % tp_size and tp_size % self.num_kv_heads:
-            raise ConfigError(
-                f"tp_size ({tp_size}) must divide the model's {self.num_kv_heads} key/value heads, "
-                "or be a multiple of them."
-            )
+        for call in self.calls:
+            call.check_ranks(tp_size)
         if self.intermediate_size % tp_size:
             raise ConfigError(
                 f"tp_size ({tp_size}) must divide the model's intermediate size "

@@ -17,8 +17,6 @@ from transformers import Cache
 from engine.attention.base import AttentionBackend
 from engine.attention.forward_batch import ForwardBatch
 from engine.attention.kv_pool import MHATokenToKVPool
-from engine.layers.fused_ops import FusedOps
-from engine.models.row_cache import cache_argument
 from engine.models.transformers_model import TransformersModel, difference
 
 
@@ -83,15 +81,8 @@ class GatheredModel(TransformersModel):
         return states.index_select(0, batch.logits_rows) if only_sampled else states
 
     def _compute(self, ids: Tensor, positions: Tensor, cache: GatheredCache) -> Any:
-        decoder = self._decoder
-        given: dict[str, Any] = {
-            "input_ids": ids[None],
-            "use_cache": True,
-            cache_argument(decoder.module): cache,
-        }
-        if decoder.takes_positions:
-            given["position_ids"] = positions[None] + decoder.first_position
-        return decoder.module(**given)
+        """The decoder's output for a request's next tokens [L]."""
+        return self._decoder.module(**self._decoder.given(ids[None], positions[None], cache))
 
     @torch.inference_mode()
     def _differences(self) -> tuple[float, float]:
@@ -110,11 +101,8 @@ class GatheredModel(TransformersModel):
                 cache.begin(numbers[:start] + 1, start - size)
                 parts.append(self._compute(ids[part], part, cache))
             self._decoder.output = type(parts[0])
-            results.append(torch.cat([self._states(out) for out in parts]).float())
+            results.append(torch.cat([self._states(out) for out in parts]))
         whole, in_parts = results
-        logits = self._model(input_ids=ids[None], use_cache=False).logits[0, -1].float()
-        head = self.compute_logits(whole[-1:].to(self.dtype))[0]
+        logits = self._model(input_ids=ids[None], use_cache=False).logits[0, -1]
+        head = self.compute_logits(whole[-1:])[0]
         return difference(in_parts, whole), difference(logits, head)
-
-    def _take_over(self, fused: FusedOps) -> None:
-        """Its steps aren't one forward of all tokens."""

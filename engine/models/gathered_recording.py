@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, Cache
 
 from engine.checkpoint.layout import AttentionCall
-from engine.models.row_cache import cache_argument
+from engine.models.row_cache import tokens_and_cache
 
 NUM_TOKENS = 24
 _CAUSAL: Any = AutoModelForCausalLM
@@ -50,14 +49,7 @@ def record_gathered(config: Any) -> tuple[list[AttentionCall], set[str]]:
             ).eval()
             for name, module in model.named_modules():
                 module.register_forward_hook(lambda *_, name=name: called.add(name))
-            given: dict[str, Any] = {
-                "input_ids": torch.zeros((1, NUM_TOKENS), dtype=torch.long),
-                "use_cache": True,
-                cache_argument(model): cache,
-            }
-            if "position_ids" in inspect.signature(model.forward).parameters:
-                given["position_ids"] = torch.arange(NUM_TOKENS)[None]
-            model(**given)
+            model(**tokens_and_cache(model, cache, NUM_TOKENS, "cpu"))
     except Exception:  # the code of any model; what it lacked before is said instead
         return [], called
     shapes = [(layer, k.shape, v.shape) for layer, k, v in cache.kept]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from engine.attention.base import AttentionBackend, AttentionLayer
 from engine.attention.forward_batch import ForwardBatch
+from engine.checkpoint.layout import rank_calls
 from engine.checkpoint.model_config import ModelConfig
 from engine.device.distributed import ParallelState
 from engine.layers.activation import SiluAndMul
@@ -162,8 +163,10 @@ class LlamaModel:
         self.parallel = parallel
         self.layer_range = config.stage_layers(parallel.pp_size)[parallel.pp_rank]
         self.attention_layers = tuple(
-            AttentionLayer(local, config.calls[index].on_rank(parallel.tp_size))
-            for local, index in enumerate(self.layer_range)
+            AttentionLayer(number, call)
+            for number, call in enumerate(
+                rank_calls(config.calls, parallel.tp_size, self.layer_range)
+            )
         )
         self.fused = fused
         self.layers = [

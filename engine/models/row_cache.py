@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import (
@@ -27,6 +28,18 @@ def cache_argument(model: Any) -> str:
     """The name under which the model's forward takes its cache."""
     known = inspect.signature(model.forward).parameters
     return "cache_params" if "cache_params" in known else "past_key_values"
+
+
+def tokens_and_cache(model: Any, cache: Cache, count: int, device: str) -> dict[str, Any]:
+    """The arguments of a forward of `count` tokens, whatever they are, that fills `cache`."""
+    given: dict[str, Any] = {
+        "input_ids": torch.zeros((1, count), dtype=torch.long, device=device),
+        "use_cache": True,
+        cache_argument(model): cache,
+    }
+    if "position_ids" in inspect.signature(model.forward).parameters:
+        given["position_ids"] = torch.arange(count)[None].to(device)
+    return given
 
 
 class _PassedOn(_DynamicLayer):  # type: ignore[misc]

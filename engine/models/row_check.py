@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from engine.models.row_steps import RowSteps
+from engine.models.transformers_model import difference
 
 NUM_ROWS = 4
 """Of the pool that the checks need."""
@@ -53,9 +53,3 @@ def difference_of_parts(steps: RowSteps, vocab_size: int) -> float:
     states = (steps.pool.take(np.array([row])) for row in (3, 1))
     pairs = [(decoded[0, -1], whole[0, -1]), *zip(*states, strict=True)]
     return float(torch.tensor([difference(a, b) for a, b in pairs]).max())  # NaN, if one is
-
-
-def difference(a: Tensor, b: Tensor) -> float:
-    """The largest, relative to the largest number of `b`."""
-    a, b = a.float(), b.float()
-    return float((a - b).abs().max() / b.abs().max().clamp(min=1e-6))

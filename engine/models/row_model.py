@@ -7,15 +7,13 @@ convolutions). So a step isn't one call of the model's code but several (`RowSte
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine.attention.base import AttentionBackend
 from engine.attention.forward_batch import ForwardBatch
-from engine.layers.fused_ops import FusedOps
-from engine.models.row_cache import RowCache, cache_argument
+from engine.models.row_cache import RowCache
 from engine.models.row_check import (
     NUM_ROWS,
     ROUNDING,
@@ -73,9 +71,6 @@ class RowModel(TransformersModel):
             apart = difference_of_parts(self._row_steps(NUM_ROWS), self.config.vocab_size)
         return 0.0 if apart <= ROUNDING.get(self.dtype, ROUNDING_16_BITS) else apart, head
 
-    def _take_over(self, fused: FusedOps) -> None:
-        """What takes the place of attentions and layers knows one row of tokens alone."""
-
     def _row_steps(self, num_rows: int) -> RowSteps:
         states = self._layout.states
         pool = StatePool(states, num_rows, self.dtype, self.device)
@@ -86,14 +81,7 @@ class RowModel(TransformersModel):
         """Ids [n, L] of n requests whose states are in the cache -> [n, L, hidden]"""
         step, decoder = self._step, self._decoder
         step.begin()
-        given: dict[str, Any] = {
-            "input_ids": ids,
-            "use_cache": True,
-            cache_argument(decoder.module): cache,
-        }
-        if decoder.takes_positions:
-            given["position_ids"] = positions
-        hidden: Tensor = decoder.module(**given).last_hidden_state
+        hidden: Tensor = decoder.module(**decoder.given(ids, positions, cache)).last_hidden_state
         if step.backend is not None and step.calls != len(step.layers):
             raise RuntimeError(f"{step.calls} of {len(step.layers)} attention calls were made")
         return hidden

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.checkpoint.layout import Cut, ModelLayout, Part
+from engine.checkpoint.layout import Cut, ModelLayout, Part, rank_calls
 from engine.device.distributed import ParallelState
 from engine.errors import ConfigError
 from engine.models.cuts import localize, take_ranges
@@ -22,7 +22,7 @@ class Share:
 
     def __init__(self, layout: ModelLayout, layers: range, parallel: ParallelState) -> None:
         self.layout, self.layers, self.parallel = layout, layers, parallel
-        self.calls = layout.rank_calls(parallel.tp_size, layers)
+        self.calls = rank_calls(layout.calls, parallel.tp_size, layers)
         self._cuts: dict[str, Cut] = {}
         if parallel.tp_size > 1:
             self._cuts = {cut.name: cut for cut in layout.cuts}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from engine.checkpoint.layout import StateSpec
 from engine.errors import ConfigError
 from engine.models.interfaces import point_at
-from engine.models.row_cache import cache_argument
+from engine.models.row_cache import tokens_and_cache
 
 NUM_TOKENS = 24
 _NAME = "manta_state_recording"
@@ -50,16 +49,9 @@ def record_states(model: Any) -> tuple[StateSpec, ...]:
 def _fill(model: Any) -> DynamicCache:
     """What a forward with a cache leaves in it."""
     cache = DynamicCache(config=model.config)
-    given: dict[str, Any] = {
-        "input_ids": torch.zeros((1, NUM_TOKENS), dtype=torch.long, device="meta"),
-        "use_cache": True,
-        cache_argument(model): cache,
-    }
-    if "position_ids" in inspect.signature(model.forward).parameters:
-        given["position_ids"] = torch.arange(NUM_TOKENS)[None].to("meta")
     try:
         with torch.inference_mode():
-            model(**given)
+            model(**tokens_and_cache(model, cache, NUM_TOKENS, "meta"))
     except Exception as error:  # the code of any model
         raise ConfigError(
             f"the states of {type(model).__name__} can't be followed ({type(error).__name__}: "

@@ -6,7 +6,7 @@ differs stays as it is. So no architecture is known here by its name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -105,12 +105,18 @@ class _Attention:
     """Projections, norms of each head or none, rotation or none, and the backend's call."""
 
     def __init__(
-        self, module: Any, product: Any, heads: tuple[int, int], rotates: bool, step: Step
+        self,
+        module: Any,
+        product: Any,
+        heads: tuple[int, int],
+        rotates: bool,
+        step: Step,
+        fused: FusedOps,
     ) -> None:
-        self.product, self.out, self.rotates, self.step = product, module.o_proj, rotates, step
+        self.product, self.out, self.rotates = product, module.o_proj, rotates
+        self.step, self.fused = step, fused
         self.num_heads, self.num_kv_heads = heads
         self.q_norm, self.k_norm = (getattr(module, name, None) for name in ("q_norm", "k_norm"))
-        self.fused: FusedOps | None = None
 
     def forward(
         self,
@@ -132,7 +138,7 @@ class _Attention:
         if isinstance(self.q_norm, Norm) and isinstance(self.k_norm, Norm):
             q, k = self.q_norm.of_heads(q), self.k_norm.of_heads(k)
         if self.rotates:
-            assert angles is not None and self.fused is not None
+            assert angles is not None
             places, table = self.step.angles(*angles)
             self.fused.rotate_(places, q, k, table)
         out: Tensor = self.out(self.step.attend(q, k, v, rows))
@@ -187,8 +193,8 @@ class Takeover:
         self._decoder, self._step, self._fused = decoder, step, fused
         self._heads, self._run = heads, run
         self._generator = torch.Generator().manual_seed(0)
-        self.last: _Layer | None = None
-        """The last layer, if it is ours and may skip what nothing reads."""
+        self.skips_unread = False
+        """Whether the last layer is ours and may leave out tokens whose results nothing reads."""
 
     @torch.inference_mode()
     def replace(self) -> None:
@@ -210,7 +216,8 @@ class Takeover:
         layers: dict[nn.Module, _Layer] = {}
         for module in list(self._decoder.modules()):
             if module in seen:
-                for layer in self._layers(module, seen[module], attentions):
+                layer = self._layer(module, seen[module], attentions)
+                if layer is not None:
                     layers[module] = layer
                     module.forward = layer.forward
         after = self._run()
@@ -233,9 +240,8 @@ class Takeover:
             some = self._run()
         finally:
             self._step.sampled = None
-        if some.shape[0] == 2 and self._same(some, whole.index_select(0, rows)):
-            self.last = layers[last]
-        layers[last].is_last = self.last is not None
+        self.skips_unread = self._same(some, whole.index_select(0, rows))
+        layers[last].is_last = self.skips_unread
 
     def _watch(self) -> dict[nn.Module, _Seen]:
         """The modules that are called once, with hidden states."""
@@ -299,26 +305,24 @@ class Takeover:
             return None
         angles = seen.kwargs.get("position_embeddings")
         for rotates in (True, False):
-            attention = _Attention(module, product, heads, rotates, self._step)
-            attention.fused = self._fused
+            attention = _Attention(module, product, heads, rotates, self._step, self._fused)
             if rotates and not (isinstance(angles, tuple) and angles[0].shape[-1] == width):
                 continue
             if self._agree(module.forward, attention.forward, seen):
                 return attention
         return None
 
-    def _layers(
+    def _layer(
         self, module: nn.Module, seen: _Seen, attentions: dict[nn.Module, _Attention]
-    ) -> Iterator[_Layer]:
-        """The layer that the module is, if it is one."""
+    ) -> _Layer | None:
         children = list(module.children())
         inner = [child for child in children if child in attentions]
         norms = [child for child in children if isinstance(child, Norm)]
         blocks = [child for child in children if child not in inner and child not in norms]
-        if (len(inner), len(norms), len(blocks), seen.num_calls) == (1, 2, 1, 1):
-            layer = _Layer(attentions[inner[0]], (norms[0], norms[1]), blocks[0], self._step)
-            if self._agree(module.forward, layer.forward, seen):
-                yield layer
+        if (len(inner), len(norms), len(blocks), seen.num_calls) != (1, 2, 1, 1):
+            return None
+        layer = _Layer(attentions[inner[0]], (norms[0], norms[1]), blocks[0], self._step)
+        return layer if self._agree(module.forward, layer.forward, seen) else None
 
     def _agree(self, own: Forward, ours: Forward, seen: _Seen) -> bool:
         """Whether both give the same for random hidden states of any size."""

@@ -32,6 +32,7 @@ from engine.layers.weights import DummySource, SafetensorsSource, WeightSource
 from engine.models.cuts import own_heads
 from engine.models.interfaces import point_at
 from engine.models.lazy_weights import LazyWeights
+from engine.models.row_cache import cache_argument
 from engine.models.share import Share
 from engine.models.takeover import Takeover
 
@@ -229,19 +230,25 @@ class _Decoder:
     module: Any
     takes_positions: bool
     has_cache: bool
-    """Whether it is given a cache: some ask that for positions, whatever they are told."""
+    """Whether it is given a cache of no keys: some ask that for positions, whatever they are
+    told."""
+    cache_name: str
+    """Of the argument."""
     output: Any = None
     """Class of its outputs; known once it has been tried."""
     first_position: int = 0
     """What it calls the first one."""
 
-    def given(self, ids: Tensor, positions: Tensor) -> dict[str, Any]:
-        """Its arguments for tokens `ids` [T] at `positions` [T]."""
-        given: dict[str, Any] = {"input_ids": ids[None], "use_cache": self.has_cache}
+    def given(self, ids: Tensor, positions: Tensor, cache: Cache | None = None) -> dict[str, Any]:
+        """Its arguments for tokens `ids` [n, L] at `positions` [n, L]. Without a `cache` of theirs
+        n must be 1."""
+        if cache is None and self.has_cache:
+            cache = _Positions(positions[0])
+        given: dict[str, Any] = {"input_ids": ids, "use_cache": cache is not None}
         if self.takes_positions:
-            given["position_ids"] = positions[None] + self.first_position
-        if self.has_cache:
-            given["past_key_values"] = _Positions(positions)
+            given["position_ids"] = positions + self.first_position
+        if cache is not None:
+            given[self.cache_name] = cache
         return given
 
 
@@ -296,7 +303,7 @@ class TransformersModel:
         self._keep_hidden(model)
         self._model = model
         self._find_decoder()
-        if self._fused is not None:
+        if self._fused is not None and not self.plans_attention:
             self._take_over(self._fused)
         self.attention_layers = self._step.layers = tuple(
             layer if sinks is None else replace(layer, sinks=sinks.detach().float().contiguous())
@@ -341,10 +348,12 @@ class TransformersModel:
             if decoder is self._model or "input_ids" not in known:
                 continue
             takes_more = any(given.kind is given.VAR_KEYWORD for given in known.values())
+            takes_positions = takes_more or "position_ids" in known
             for has_cache in (True, False):
                 if has_cache and "past_key_values" not in known:
                     continue
-                self._decoder = _Decoder(decoder, takes_more or "position_ids" in known, has_cache)
+                name = cache_argument(decoder)
+                self._decoder = _Decoder(decoder, takes_positions, has_cache, name)
                 failure = self._failure()
                 if failure is None:
                     self._find_first_position()
@@ -368,7 +377,7 @@ class TransformersModel:
             self._step.begin(received)
             if first is not None:
                 given["position_ids"] = numbers[None] + first
-            apart.append(self._states(decoder.module(**given)).float())
+            apart.append(self._states(decoder.module(**given)))
         own, *found = apart
         if not difference(found[1], own) < difference(found[0], own):
             return
@@ -411,15 +420,16 @@ class TransformersModel:
         numbers = positions + 6
         numbers[2] = 5
         beside = self._states(self._run(others, moved, self._received(numbers)))[2]
-        mixes = difference(found.float(), beside.float())
+        mixes = difference(found, beside)
         if not self.parallel.is_last_stage:
             return mixes, 0.0
         self._step.begin(received)
-        whole = self._model(**self._decoder.given(ids, positions)).logits[0, -1].float()
+        given = self._decoder.given(ids[None], positions[None])
+        whole = self._model(**given).logits[0, -1]
         return mixes, difference(whole, self.compute_logits(found[None])[0])
 
     def _take_over(self, fused: FusedOps) -> None:
-        """Let our kernels compute what they can of the decoder."""
+        """Let our kernels compute what they can of the decoder, whose steps are one forward."""
         last = self.config.max_position_embeddings - 1
         places = [0, last // 50, last // 7, last // 3, last // 2, last]
         positions = torch.tensor(places, device=self.device)  # some scale queries by theirs
@@ -440,7 +450,7 @@ class TransformersModel:
                 f"{type(self._model).__name__} has fewer positions than the {last + 1} that its "
                 f"configuration names ({error})."
             ) from error
-        self.skips_unread = takeover.last is not None
+        self.skips_unread = takeover.skips_unread
 
     def _sinks(self) -> list[Tensor | None]:
         """Of each call, as the check has seen them."""
@@ -458,7 +468,7 @@ class TransformersModel:
         """The decoder's output for tokens `ids` [T] at `positions` [T], of which an earlier stage
         has made `hidden` [T, hidden]."""
         self._step.begin(hidden)
-        return self._decoder.module(**self._decoder.given(ids, positions))
+        return self._decoder.module(**self._decoder.given(ids[None], positions[None]))
 
     def _states(self, out: Any) -> Tensor:
         """[T, hidden] of a forward: behind the final norm on the last stage."""
@@ -543,6 +553,7 @@ def _grows(rope_type: str) -> bool:
 
 def difference(a: Tensor, b: Tensor) -> float:
     """The largest, relative to the largest number of `b`."""
+    a, b = a.float(), b.float()
     return float((a - b).abs().max() / b.abs().max().clamp(min=1e-6))
 
 

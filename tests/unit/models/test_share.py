@@ -13,7 +13,7 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine.checkpoint.layout import Cut, Part
+from engine.checkpoint.layout import Cut, Part, rank_calls
 from engine.checkpoint.model_config import ModelConfig
 from engine.config import EngineConfig
 from engine.device.distributed import ParallelState
@@ -101,7 +101,7 @@ def test_heads_experts_and_inner_sizes_are_divided(folders: dict[str, Path], nam
     assert layout is not None and layout.not_staged == ""
     assert all(call.is_divided for call in layout.calls)
     for tp_size in (2, 4):
-        for call in layout.rank_calls(tp_size, range(4)):
+        for call in rank_calls(layout.calls, tp_size, range(4)):
             assert call.num_heads == 4 // tp_size
             assert call.num_kv_heads == max(1, config.num_kv_heads // tp_size)
     divided = {cut.name.removesuffix(".weight") for cut in layout.cuts}
@@ -125,7 +125,7 @@ def test_a_stage_has_the_calls_of_its_layers(folders: dict[str, Path]) -> None:
     config = ModelConfig.from_pretrained(folders["gemma3"])
     layout = config.layout
     assert layout is not None
-    (first, second) = (layout.rank_calls(2, layers) for layers in config.stage_layers(2))
+    (first, second) = (rank_calls(layout.calls, 2, layers) for layers in config.stage_layers(2))
     assert [call.window for call in first] == [call.window for call in second] == [24, None]
     assert {(call.num_heads, call.num_kv_heads) for call in first + second} == {(2, 1)}
     assert [call.layer for call in second] == [2, 3]
@@ -134,7 +134,7 @@ def test_a_stage_has_the_calls_of_its_layers(folders: dict[str, Path]) -> None:
     assert cache_bytes_per_token(config, 4, 2, 3) == 2 * 1 * 16 * 2 * 4
     shared = msgspec.structs.replace(layout.calls[3], kv_of=2)
     sharing = msgspec.structs.replace(layout, calls=(*layout.calls[:3], shared))
-    assert sharing.rank_calls(1, range(2, 4))[1].kv_of == 0
+    assert rank_calls(sharing.calls, 1, range(2, 4))[1].kv_of == 0
     with pytest.raises(ConfigError, match=r"layer 3 .* reads the keys of an earlier one"):
         sharing.check_split(1, [range(3), range(3, 4)])
 
