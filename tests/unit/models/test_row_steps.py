@@ -23,6 +23,7 @@ from engine.protocol.sampling_params import SamplingParams
 from engine.worker.auto_config import make_worker_config
 from engine.worker.sizing.estimate import memory_of, profile_max_tokens
 from tests.support.engines import (
+    Engine,
     engine_for,
     greedy_reference,
     load_reference,
@@ -30,32 +31,32 @@ from tests.support.engines import (
     reference_states,
 )
 from tests.support.models import WITH_STATES, changed, make_config, make_model
+from tests.support.other_architectures import (
+    GREEDY,
+    MAX_NEW,
+    PROMPTS,
+    SHARED,
+    TOLERANCE,
+    assert_same_as_transformers,
+    made_when_asked,
+    with_layers,
+)
 from tests.support.step_driver import StepDriver, make_runner
 
-MAX_NEW = 10
-GREEDY = SamplingParams(max_tokens=MAX_NEW, temperature=0, ignore_eos=True, logprobs=2)
-SHARED = [7 + 5 * i % 190 for i in range(40)]
-PROMPTS = [[5], [*SHARED, 9, 8, 3], SHARED + list(range(20, 60)), SHARED[:33], [3, 4] * 9]
-TOLERANCE = 1e-4
+RUNS: tuple[dict[str, Any], ...] = (
+    {"chunked_prefill_size": -1, "warm": [SHARED]},
+    {"chunked_prefill_size": 16, "retract_every": 3, "enable_overlap": False},
+    {"chunked_prefill_size": 24, "retract_every": 4, "max_running_requests": 2},
+)
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
     """Models by name, made when first asked for; layouts are recorded in this process."""
-    transformers.utils.logging.set_verbosity_error()
-
-    class Lazy(dict[str, Path]):
-        def __missing__(self, name: str) -> Path:
-            arch, keys = WITH_STATES[name]
-            keys = {"num_hidden_layers": 4, **keys}
-            if arch == "NemotronHForCausalLM":
-                del keys["num_hidden_layers"]
-            self[name] = make_model(tmp_path_factory.mktemp(name), arch, **keys)
-            return self[name]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("engine.checkpoint.model_config.read_layout", recording.record)
-        yield Lazy()
+    models = with_layers(WITH_STATES)
+    models["nemotron_h"] = WITH_STATES["nemotron_h"]  # counts its list of blocks
+    with made_when_asked(tmp_path_factory, models) as found:
+        yield found
 
 
 @pytest.mark.parametrize(
@@ -65,23 +66,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path
 def test_tokens_and_logprobs_are_those_of_transformers(
     folders: dict[str, Path], name: str, page: int, kernels: str
 ) -> None:
-    model = load_reference(folders[name])
-    expected = greedy_reference(model, PROMPTS, MAX_NEW)
-    assert len({tuple(tokens) for tokens in expected}) == len(PROMPTS)
-    with engine_for(folders[name], page_size=page, kernels=kernels) as engine:
-        for keys in (
-            {"chunked_prefill_size": -1, "warm": [SHARED]},
-            {"chunked_prefill_size": 16, "retract_every": 3, "enable_overlap": False},
-            {"chunked_prefill_size": 24, "retract_every": 4, "max_running_requests": 2},
-        ):
-            assert engine.run(PROMPTS, GREEDY, **keys) == expected, keys
-            assert not any(engine.cached.values())
-            assert engine.retractions or "retract_every" not in keys
-        found = engine.logprobs
-    for number, (prompt, tokens) in enumerate(zip(PROMPTS, expected, strict=True)):
-        wanted = reference_logprobs(model, prompt + tokens)[len(prompt) - 1 : -1]
-        mine = [entry.logprob for entry in found[number]]
-        np.testing.assert_allclose(mine, wanted[range(MAX_NEW), tokens], atol=TOLERANCE, rtol=0)
+    def look(engine: Engine, keys: dict[str, Any]) -> None:
+        assert not any(engine.cached.values())
+        assert engine.retractions or "retract_every" not in keys
+
+    assert_same_as_transformers(folders[name], RUNS, look=look, page_size=page, kernels=kernels)
 
 
 @pytest.mark.parametrize("name", ["granite4", "jamba", "mamba"])

@@ -24,6 +24,7 @@ from engine.models import recording
 from engine.models.lazy_weights import LazyWeights
 from engine.models.share import Share
 from tests.support.models import DIVISIBLE_HEADS, THROUGH_TRANSFORMERS, make_model
+from tests.support.other_architectures import made_when_asked, with_layers
 from tests.support.step_driver import make_runner
 
 CPU = torch.device("cpu")
@@ -38,19 +39,12 @@ NUM_CUT_EXPERTS = {"mixtral": 8, "qwen3_moe": 8, "gpt_oss": 16, "deepseek_v3": 1
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
     """Models by name, made when first asked for; layouts are recorded in this process."""
-    transformers.utils.logging.set_verbosity_error()
-
-    class Lazy(dict[str, Path]):
-        def __missing__(self, name: str) -> Path:
-            arch, keys = THROUGH_TRANSFORMERS[name]
-            folder = tmp_path_factory.mktemp(name)
-            keys = keys | DIVISIBLE_HEADS.get(name, {})
-            self[name] = make_model(folder, arch, num_hidden_layers=4, **keys)
-            return self[name]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("engine.checkpoint.model_config.read_layout", recording.record)
-        yield Lazy()
+    models = {
+        name: (arch, keys | DIVISIBLE_HEADS.get(name, {}))
+        for name, (arch, keys) in with_layers(THROUGH_TRANSFORMERS).items()
+    }
+    with made_when_asked(tmp_path_factory, models) as found:
+        yield found
 
 
 def share_of(config: ModelConfig, parallel: ParallelState) -> Any:

@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-import transformers
 
 from engine.attention.flashinfer_backend import lack_of_attention
 from engine.checkpoint import layout
@@ -21,58 +20,34 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.models import recording
 from engine.models.recording import classify
-from engine.protocol.sampling_params import SamplingParams
 from tests.support.engines import engine_for, greedy_reference, load_reference
 from tests.support.models import THROUGH_TRANSFORMERS, make_model
+from tests.support.other_architectures import (
+    GREEDY,
+    MAX_NEW,
+    PROMPTS,
+    SHARED,
+    assert_same_as_transformers,
+    made_when_asked,
+    with_layers,
+)
 from tests.support.step_driver import make_runner
 
 DIFFERENT = "keys and values of different sizes"
-MAX_NEW = 10
-GREEDY = SamplingParams(max_tokens=MAX_NEW, temperature=0, ignore_eos=True, logprobs=2)
-SHARED = [7 + 5 * i % 190 for i in range(40)]
-PROMPTS = [[5], [*SHARED, 9, 8, 3], SHARED + list(range(20, 60)), SHARED[:33], [3, 4] * 9]
-TOLERANCE = 1e-4
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
     """Models by name, made when first asked for; layouts are recorded in this process."""
-    transformers.utils.logging.set_verbosity_error()
-
-    class Lazy(dict[str, Path]):
-        def __missing__(self, name: str) -> Path:
-            arch, keys = THROUGH_TRANSFORMERS[name]
-            self[name] = make_model(
-                tmp_path_factory.mktemp(name), arch, num_hidden_layers=4, **keys
-            )
-            return self[name]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("engine.checkpoint.model_config.read_layout", recording.record)
-        yield Lazy()
+    with made_when_asked(tmp_path_factory, with_layers(THROUGH_TRANSFORMERS)) as found:
+        yield found
 
 
 @pytest.mark.parametrize(("name", "page"), zip(THROUGH_TRANSFORMERS, cycle((1, 16)), strict=False))
 def test_tokens_and_logprobs_are_those_of_transformers(
     folders: dict[str, Path], name: str, page: int
 ) -> None:
-    model = load_reference(folders[name])
-    expected = greedy_reference(model, PROMPTS, MAX_NEW)
-    assert len({tuple(tokens) for tokens in expected}) == len(PROMPTS)
-    with engine_for(folders[name], page_size=page) as engine:
-        for keys in (
-            {"chunked_prefill_size": -1},
-            {"chunked_prefill_size": 16, "warm": [SHARED]},
-            {"chunked_prefill_size": 16, "retract_every": 3, "enable_overlap": False},
-        ):
-            assert engine.run(PROMPTS, GREEDY, **keys) == expected, keys
-        found = engine.logprobs
-    for number, (prompt, tokens) in enumerate(zip(PROMPTS, expected, strict=True)):
-        with torch.inference_mode():
-            logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
-        wanted = logits.float().log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
-        mine = torch.tensor([entry.logprob for entry in found[number]])
-        torch.testing.assert_close(mine, wanted, atol=TOLERANCE, rtol=0)
+    assert_same_as_transformers(folders[name], page_size=page)
 
 
 def test_rotations_that_depend_on_the_longest_text_are_those_of_max_model_len(
