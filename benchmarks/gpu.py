@@ -51,6 +51,8 @@ class Report:
     decode: list[Row] = field(default_factory=list)
     prefill: list[Row] = field(default_factory=list)
     serving: list[Row] = field(default_factory=list)
+    kernels: list[Row] = field(default_factory=list)
+    """Those of a greedy decode step, by model and batch."""
     notes: list[str] = field(default_factory=list)
 
     def has_time(self, what: str) -> bool:
@@ -116,6 +118,7 @@ def main(argv: list[str] | None = None) -> bool:
         "decode": report.decode,
         "prefill": report.prefill,
         "serving": report.serving,
+        "kernels": report.kernels,
         "criteria": [criterion._asdict() for criterion in criteria],
         "notes": report.notes,
         "seconds": time.monotonic() - report.started_at,
@@ -178,7 +181,7 @@ def measure_engine(
     engine.warm_up()
     for batch in plan.batches:
         if report.has_time(f"{shape.name}: decode of {batch}"):
-            report.decode.append(decode_row(engine, shape, batch, rates))
+            report.decode.append(decode_row(engine, shape, batch, rates, report))
     for num_tokens in plan.prompts:
         if report.has_time(f"{shape.name}: prefill of {num_tokens}"):
             figures = engine.prefill(num_tokens)
@@ -218,12 +221,20 @@ def measure_engine(
     release(device)
 
 
-def decode_row(engine: EngineRuns, shape: ModelShape, batch: int, rates: CardRates) -> Row:
-    """Steps of `batch` rows with overlap, then the same kernels alone, then without overlap."""
+def decode_row(
+    engine: EngineRuns, shape: ModelShape, batch: int, rates: CardRates, report: Report
+) -> Row:
+    """Steps of `batch` rows with overlap, then the same kernels alone, then without overlap, then
+    with other ways to sample."""
     on = engine.decode(batch, overlap=True)
     # Run this now: the next run's requests overwrite the pages that it reads.
     bare = bare_decode(engine.worker, on.last, engine.plan.steps)
     off = engine.decode(batch, overlap=False)
+    drawn = {
+        f"{word}_ms": engine.decode(batch, overlap=True, sampling=word).wall_ms
+        for word in ("temperature", "top_p")
+    }
+    report.kernels.append({"model": shape.name, "batch": batch, "kernels": bare.kernels})
     roofline = shape.decode_s(batch, on.context, rates) * 1e3
     return {
         "model": shape.name,
@@ -241,6 +252,7 @@ def decode_row(engine: EngineRuns, shape: ModelShape, batch: int, rates: CardRat
         "overlap_off_wall_ms": off.wall_ms,
         "overlap_off_device_ms": off.device_ms,
         "overlap_off_busy": off.busy,
+        **drawn,
         "transformers_ms": None,
     }
 
@@ -311,6 +323,8 @@ def print_report(rates: CardRates, report: Report, criteria: list[Criterion]) ->
                 "over_roofline": "/ roofline",
                 "overlap_off_wall_ms": "no overlap",
                 "overlap_off_busy": "busy then",
+                "temperature_ms": "temperature",
+                "top_p_ms": "top_p",
                 "transformers_ms": "transformers",
                 "tokens_per_s": "tok/s",
             },

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
+
 from benchmarks.gpu_bench.card import seconds_per_call
 from engine.protocol.step import ModelWorkerBatch
 from engine.worker.graphs.decode_graphs import DecodeGraphs, Variant
@@ -17,8 +19,11 @@ class BareFigures(NamedTuple):
     ms: float
     graph_size: int | None
     """Rows of the captured decode; None: launched kernel by kernel."""
+    kernels: list[dict[str, object]]
+    """Name, launches and microseconds per step of the kernels, longest first; none on CPU."""
 
 
+@torch.inference_mode()
 def bare_decode(worker: TpModelWorker, batch: ModelWorkerBatch, count: int) -> BareFigures:
     """Repeat a decode step that `worker` has run: forward and greedy sampling.
 
@@ -33,7 +38,27 @@ def bare_decode(worker: TpModelWorker, batch: ModelWorkerBatch, count: int) -> B
         else:
             run = _eager(worker, batch)
         seconds = seconds_per_call(run, count, worker.runner.device)
-    return BareFigures(seconds * 1e3, size)
+        kernels = kernel_times(run, 4) if worker.runner.device.type == "cuda" else []
+    return BareFigures(seconds * 1e3, size, kernels)
+
+
+def kernel_times(run: Callable[[], None], count: int) -> list[dict[str, object]]:
+    """Kernels of one call of `run`, averaged over `count`, longest first."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(count):
+            run()
+        torch.cuda.synchronize()
+    found = sorted(profile.key_averages(), key=lambda event: -event.self_device_time_total)
+    return [
+        {
+            "kernel": event.key[:160],
+            "launches": event.count / count,
+            "us": event.self_device_time_total / count,
+        }
+        for event in found
+        if event.self_device_time_total
+    ]
 
 
 def _captured(

@@ -29,6 +29,14 @@ from engine.trace import StageSpan, StepSpan
 from engine.worker.auto_config import make_worker_config
 from engine.worker.tp_worker import TpModelWorker
 
+SAMPLING: dict[str, dict[str, float]] = {
+    "greedy": {"temperature": 0.0},
+    "temperature": {"temperature": 1.0},
+    "top_p": {"temperature": 0.6, "top_p": 0.9},
+}
+"""Ways to sample that are measured. The last is Llama 3's generation_config.json, so it is what a
+request gets that says nothing."""
+
 
 @dataclass
 class Recorder(Executor):
@@ -164,11 +172,18 @@ class EngineRuns:
             "kv_tokens": self.executor.num_kv_tokens,
         }
 
-    def decode(self, batch: int, *, overlap: bool) -> DecodeFigures:
-        """Steps of `batch` rows. Prompts are computed first, so that rows have equal lengths."""
+    def decode(self, batch: int, *, overlap: bool, sampling: str = "greedy") -> DecodeFigures:
+        """Steps of `batch` rows. Prompts are computed first, so that rows have equal lengths.
+
+        `sampling`: a word of `SAMPLING`.
+        """
         plan = self.plan
         run = self._run(
-            [plan.decode_prompt] * batch, plan.warmup + plan.steps + 2, overlap, mixed=False
+            [plan.decode_prompt] * batch,
+            plan.warmup + plan.steps + 2,
+            overlap,
+            mixed=False,
+            sampling=sampling,
         )
         spans = [s for s in run.spans if s.mode == "decode" and s.num_rows == batch]
         spans = spans[plan.warmup : plan.warmup + plan.steps + 1]
@@ -210,15 +225,23 @@ class EngineRuns:
         plan = self.plan
         self._run([plan.input_len] * plan.concurrency, 4, overlap=True, mixed=True)
 
-    def _run(self, prompts: list[int], max_tokens: int, overlap: bool, *, mixed: bool) -> Run:
-        """Random prompts of these lengths, greedy, all added before the first step."""
+    def _run(
+        self,
+        prompts: list[int],
+        max_tokens: int,
+        overlap: bool,
+        *,
+        mixed: bool,
+        sampling: str = "greedy",
+    ) -> Run:
+        """Random prompts of these lengths, all added before the first step."""
         record = Recorder(self.executor)
         resolved = self.scheduler.resolved
-        keys = {"enable_overlap": overlap, "enable_mixed_chunk": mixed}
-        engine = resolved.engine.model_copy(update=keys)
+        modes = {"enable_overlap": overlap, "enable_mixed_chunk": mixed}
+        engine = resolved.engine.model_copy(update=modes)
         config = replace(self.scheduler, resolved=replace(resolved, engine=engine))
         core = EngineCore(Scheduler(config), record)
-        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        keys = {"max_tokens": max_tokens, "ignore_eos": True, **SAMPLING[sampling]}
         ids = [self._rng.integers(2, config.vocab_size, n).astype(np.int32) for n in prompts]
         # As in the scheduler's actor: the collector doesn't walk objects that stay anyway.
         gc.collect()
@@ -226,6 +249,7 @@ class EngineRuns:
         try:
             started = core.clock()
             for rid, input_ids in enumerate(ids):
+                params = SamplingParams(**keys, seed=rid)
                 request = AddRequest(rid=rid, sequence=TokenSequence(input_ids, params))
                 core.scheduler.add(request, core.clock())
             num_tokens = _run_to_end(core, len(prompts))

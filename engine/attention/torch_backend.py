@@ -142,7 +142,7 @@ class TorchAttentionBackend(AttentionBackend):
                 kv.k.transpose(0, 1).unsqueeze(0),
                 kv.v.transpose(0, 1).unsqueeze(0),
                 scale=call.scale,
-            ).view(-1)
+            ).reshape(-1)
         return out
 
     def _seen(

@@ -61,7 +61,7 @@ class Experts:
                 inner = up(inputs[start:end])
                 inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
                 found = down(inner.contiguous())
-                if module.has_post_expert_norm:
+                if getattr(module, "has_post_expert_norm", False):  # older versions lack it
                     found = module.post_expert_norm(found)
                 scaled = (found * factors[start:end]).to(out.dtype)
                 out.index_add_(0, tokens[start:end], scaled)

@@ -68,11 +68,13 @@ def assert_same_as_transformers(
     runs: Sequence[dict[str, Any]] = RUNS,
     *,
     num_distinct: int = len(PROMPTS),
+    tolerance: float = TOLERANCE,
     look: Callable[[Engine, dict[str, Any]], None] = lambda engine, keys: None,
     **config: Any,
 ) -> None:
     """An engine gives transformers' greedy tokens, at least `num_distinct` different outputs of
-    them, in all `runs`, and its log-probabilities. `look` is called after each run."""
+    them, in all `runs`, and its log-probabilities within `tolerance`. `look` is called after each
+    run."""
     model = load_reference(folder)
     expected = greedy_reference(model, PROMPTS, MAX_NEW)
     assert len({tuple(tokens) for tokens in expected}) >= num_distinct
@@ -84,4 +86,4 @@ def assert_same_as_transformers(
     for number, (prompt, tokens) in enumerate(zip(PROMPTS, expected, strict=True)):
         wanted = reference_logprobs(model, prompt + tokens)[len(prompt) - 1 : -1]
         mine = [entry.logprob for entry in found[number]]
-        np.testing.assert_allclose(mine, wanted[range(MAX_NEW), tokens], atol=TOLERANCE, rtol=0)
+        np.testing.assert_allclose(mine, wanted[range(MAX_NEW), tokens], atol=tolerance, rtol=0)
