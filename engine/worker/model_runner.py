@@ -198,13 +198,23 @@ class ModelRunner:
         locs = batch.out_cache_loc.astype(np.int32)
         if len(batch.prefix_rows) == 0:
             return TableUpdate(cells, locs)
+        prefixes = self._prefix_update(batch)
+        return TableUpdate(
+            np.concatenate([prefixes.cells, cells]), np.concatenate([prefixes.locs, locs])
+        )
+
+    def write_prefixes(self, batch: ModelWorkerBatch) -> None:
+        """Bring `req_to_token` up to date with the replaced prefixes of a step alone."""
+        if len(batch.prefix_rows):
+            cells, locs = self.queue.upload(self._prefix_update(batch))
+            self.write_table(cells, locs)
+
+    def _prefix_update(self, batch: ModelWorkerBatch) -> TableUpdate:
         lens = batch.prefix_lens.astype(np.int64)
         starts = np.cumsum(lens) - lens
-        base = np.repeat(batch.prefix_rows.astype(np.int64) * width - starts, lens)
-        prefix = base + np.arange(len(base))
-        return TableUpdate(
-            np.concatenate([prefix, cells]), np.concatenate([batch.prefix_locs, locs])
-        )
+        rows = batch.prefix_rows.astype(np.int64) * self.req_to_token.shape[1]
+        cells = np.repeat(rows - starts, lens) + np.arange(lens.sum())
+        return TableUpdate(cells, batch.prefix_locs.astype(np.int32))
 
     def write_table(self, cells: Tensor, locs: Tensor) -> None:
         """Apply a `TableUpdate` that is on the device."""

@@ -24,6 +24,7 @@ from engine.worker.base import DeviceProgress, LaunchedForward, ModelWorker, Pen
 from engine.worker.future_map import FutureMap
 from engine.worker.graphs.backend import CudaGraphBackend, GraphBackend
 from engine.worker.graphs.decode_graphs import DecodeGraphs
+from engine.worker.graphs.sizes import sampled_tokens
 from engine.worker.model_runner import ForwardOutput, ModelRunner
 from engine.worker.sizing.estimate import stage_weight_bytes
 from engine.worker.sizing.kv_sizing import MemoryMeter, agree_on_kv_tokens, check_weights_fit
@@ -44,7 +45,7 @@ class TpLaunchedForward(LaunchedForward):
     output: ForwardOutput
     prompt_logprobs: list[PromptLogprobTensors]
     graph_size: int | None
-    """Size of the captured decode that made the logits; None if none did."""
+    """Size of the captured decode that made the logits, one behind each token; None if none did."""
 
     def sample(self, masks: SampleMasks | None) -> PendingResult:
         return self.worker.sample(self, masks)
@@ -194,7 +195,8 @@ class TpModelWorker(ModelWorker):
             self._speculation.ran(batch, forward)
         self.sampler.state.install(batch.new_rows)
         prompt = self._prompt(batch, forward, output)
-        return TpLaunchedForward(batch, self, forward, output, prompt, size)
+        sampled_whole = size if len(output.logits) == len(batch.input_ids) else None
+        return TpLaunchedForward(batch, self, forward, output, prompt, sampled_whole)
 
     def _run_graph(
         self, graphs: DecodeGraphs, batch: ModelWorkerBatch, forward: ForwardBatch
@@ -202,7 +204,14 @@ class TpModelWorker(ModelWorker):
         logits = graphs.forward(forward, len(batch.input_ids))
         if logits is None:
             return None
-        if batch.delayed_sample:
+        tokens = sampled_tokens(batch)
+        if tokens is not None:
+            index = to_device(tokens, self.runner.device)
+            logits = logits.index_select(0, index)
+            forward.sample_rows = forward.sample_rows.index_select(0, index)
+            forward.sample_lens = forward.sample_lens.index_select(0, index)
+            forward.sample_rows_cpu = forward.sample_rows_cpu[tokens]
+        elif batch.delayed_sample:
             # Other steps may run before this one is sampled, and all steps share a graph's memory.
             logits = logits.clone()
             forward.sample_rows = forward.sample_rows.clone()

@@ -2,7 +2,8 @@
 
 The host needs longer to launch a decode's kernels one by one than the device needs to run them; a
 graph is one launch. It replays the same kernels on the same memory, so there is one per batch size,
-and a batch is padded to the next size that was captured. Prefills and mixed steps run eagerly.
+and a batch is padded to the next size that was captured. Short chunks of prompts run in the same
+graphs, each token as a line; other prefills and mixed steps run eagerly.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from engine.worker.graphs.buffers import GraphBuffers, GraphOutputs
 from engine.worker.graphs.sizes import (
     capture_order,
     graph_sizes,
-    is_decode,
     pad_decodes,
+    runs_as_decodes,
     smallest_fitting,
 )
 from engine.worker.model_runner import ModelRunner
@@ -131,7 +132,8 @@ class DecodeGraphs:
     def size_for(self, batch: ModelWorkerBatch) -> int | None:
         """The captured size that `batch` can run with; None: it must run eagerly."""
         tokens = len(batch.input_ids)
-        return smallest_fitting(self._graphs, tokens) if tokens and is_decode(batch) else None
+        size = smallest_fitting(self._graphs, tokens) if tokens else None
+        return size if size is not None and runs_as_decodes(batch) else None
 
     def variant(self, plan: SamplingPlan) -> Variant | None:
         """How a graph samples rows with this plan; None: they are sampled eagerly."""
@@ -143,13 +145,14 @@ class DecodeGraphs:
         """`ModelRunner.prepare` for a graph of `size_for(batch)`: writes the padded batch to the
         memory that the graph reads."""
         graph = self._graphs[size]
+        self.runner.write_prefixes(batch)
         padded = pad_decodes(batch, size)
         return self._load(padded, graph.inputs, graph.cells, graph.locs)
 
     @torch.inference_mode()
     def forward(self, prepared: ForwardBatch, num_rows: int) -> Tensor | None:
-        """Launch the stage's forward. Returns logits float32 [num_rows, vocab] on the last stage,
-        else None.
+        """Launch the stage's forward. Returns logits float32 [num_rows, vocab], behind each token,
+        on the last stage, else None.
 
         The next forward overwrites the logits. `prepared` is the result of `prepare`; its first
         `num_rows` rows are real.

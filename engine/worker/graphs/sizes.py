@@ -1,4 +1,4 @@
-"""Batch sizes that decodes are captured for."""
+"""Batch sizes that decodes are captured for, and which steps can run as decodes."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from collections.abc import Iterable
 import msgspec
 import numpy as np
 
-from engine.protocol.step import IntArray, ModelWorkerBatch
+from engine.protocol.step import Int64Array, IntArray, ModelWorkerBatch
 
 MAX_PADDING = 2
 """A graph takes batches of at least its size / MAX_PADDING rows; smaller ones run eagerly."""
+
+MAX_CHUNK_READS = 1 << 16
+"""Keys that a step's chunks may read if they run as decodes, each token all those before it. An
+8B model on an H100 reads so many within 3 ms, and takes 14 ms to launch an eager step's kernels."""
 
 
 def graph_sizes(largest: int) -> list[int]:
@@ -34,21 +38,34 @@ def smallest_fitting(sizes: Iterable[int], rows: int) -> int | None:
     return None if size is None or size > max(MAX_PADDING * rows, 8) else size
 
 
-def is_decode(batch: ModelWorkerBatch) -> bool:
-    """Whether a complete step can run as decodes: every token of it is one to sample behind."""
-    return (
-        len(batch.prefix_rows) == 0
-        and batch.next_prompt_ids is None
-        and np.array_equal(batch.query_lens, batch.num_sampled)
-    )
+def runs_as_decodes(batch: ModelWorkerBatch) -> bool:
+    """Whether each token of a complete step can run as a line of its own: decodes and drafts can,
+    and short chunks, which then don't wait for the host."""
+    if batch.next_prompt_ids is not None or batch.pooled is not None:
+        return False
+    counts = batch.query_lens.astype(np.int64)
+    # The last of n tokens reads `seq_lens` keys, the first n - 1 fewer.
+    reads = counts * batch.seq_lens - counts * (counts - 1) // 2
+    return int(reads[batch.num_sampled < counts].sum()) <= MAX_CHUNK_READS
+
+
+def sampled_tokens(batch: ModelWorkerBatch) -> Int64Array | None:
+    """Which tokens of a step are sampled behind, int64 [S]; None if all are."""
+    if np.array_equal(batch.num_sampled, batch.query_lens):
+        return None
+    counts = batch.num_sampled.astype(np.int64)
+    behind = np.repeat(np.cumsum(counts), counts) - 1 - np.arange(counts.sum())
+    tokens: Int64Array = np.repeat(batch.line_starts()[1:], counts) - 1 - behind
+    return tokens
 
 
 def pad_decodes(batch: ModelWorkerBatch, size: int) -> ModelWorkerBatch:
-    """A step that `is_decode` with a line for each of its tokens, padded to `size` lines.
+    """A step that `runs_as_decodes` with a line for each of its tokens, padded to `size` lines.
 
     A layer writes all keys and values of a step before any token attends. So a token finds those
-    of the drafts before it in the cache, and decodes like any other, one position further on. That
+    of the tokens before it in the cache, and decodes like any other, one position further on. That
     reads a request's keys once for each of its tokens, but needs no other graphs than decodes have.
+    Replaced prefixes are left out.
 
     Further lines are row 0's first token at KV slot 0; both are padding, so their results and
     writes touch no request.
@@ -65,6 +82,9 @@ def pad_decodes(batch: ModelWorkerBatch, size: int) -> ModelWorkerBatch:
         seq_lens=_padded(places, size, 1),
         input_ids=_padded(batch.input_ids, size, 0),
         out_cache_loc=_padded(batch.out_cache_loc, size, 0),
+        prefix_rows=batch.prefix_rows[:0],
+        prefix_lens=batch.prefix_lens[:0],
+        prefix_locs=batch.prefix_locs[:0],
         new_rows=[],
     )
 

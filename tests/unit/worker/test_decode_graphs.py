@@ -15,10 +15,17 @@ import torch
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.protocol.sampling_params import SamplingParams
-from engine.protocol.step import GenerationBatchResult, ModelWorkerBatch, RowParams
+from engine.protocol.step import GenerationBatchResult, ModelWorkerBatch, PooledLines, RowParams
 from engine.worker.auto_config import graph_max_batch_size
 from engine.worker.graphs.decode_graphs import CaptureLimits, DecodeGraphs, Variant
-from engine.worker.graphs.sizes import capture_order, graph_sizes, pad_decodes, smallest_fitting
+from engine.worker.graphs.sizes import (
+    MAX_CHUNK_READS,
+    capture_order,
+    graph_sizes,
+    pad_decodes,
+    runs_as_decodes,
+    smallest_fitting,
+)
 from engine.worker.step_queue import StepQueue
 from engine.worker.tp_worker import TpModelWorker
 from tests.support.fake_graphs import CapturableAttention, RecordedGraphs, use_capturable_attention
@@ -315,8 +322,71 @@ def test_what_runs_eagerly(folder: Path) -> None:
     sizes = [graphs.size_for(steps.next(target)[0]) for target in (3, 3, 5, 5, 8, 8, 9, 9, 2, 1)]
     assert sizes == [None, 4, None, 8, None, 8, None, None, 2, 1]
     batch, _ = steps.next(1)
-    batch.num_sampled = batch.num_sampled * 0
-    assert graphs.size_for(batch) is None
+    assert graphs.size_for(batch) == 1
+    pooled = PooledLines(ints([0]), ints([]), ints([]))
+    for change in ({"next_prompt_ids": ints([-1])}, {"pooled": pooled}):
+        assert graphs.size_for(msgspec.structs.replace(batch, **change)) is None
+
+
+def test_chunks_run_as_decodes_while_they_read_few_keys() -> None:
+    def chunk(length: int, end: int, num_sampled: int = 1) -> ModelWorkerBatch:
+        batch = verify_batch([length], [[9]], [1 << 20])
+        counts = {"seq_lens": ints([end, 1 << 20]), "num_sampled": ints([num_sampled, 1])}
+        return msgspec.structs.replace(batch, **counts)
+
+    assert runs_as_decodes(chunk(256, 256)) and runs_as_decodes(chunk(256, 256, 0))
+    reads = MAX_CHUNK_READS // 16
+    # Sixteen tokens of which the last reads `end` keys: 16 * end - 120 in all.
+    assert runs_as_decodes(chunk(16, reads + 7)) and not runs_as_decodes(chunk(16, reads + 8))
+
+
+def chunks_of(
+    number: int, rows: list[tuple[int, list[int], list[int], int]], **changes: Any
+) -> ModelWorkerBatch:
+    """`rows` have a slot, tokens in the cache, inputs, and how many of these sample. Slot s has the
+    KV slots from 48 * s on."""
+    batch = verify_batch([], [tokens for _, _, tokens, _ in rows], [0] * len(rows))
+    locs = [48 * slot + i for slot, cached, tokens, _ in rows for i in _span(cached, tokens)]
+    return msgspec.structs.replace(
+        batch,
+        step=number,
+        req_pool_indices=ints([slot for slot, *_ in rows]),
+        num_sampled=ints([count for *_, count in rows]),
+        seq_lens=ints([len(cached) + len(tokens) for _, cached, tokens, _ in rows]),
+        out_cache_loc=ints(locs),
+        **changes,
+    )
+
+
+def test_short_chunks_behind_cached_prefixes(folder: Path) -> None:
+    """A prompt in two chunks, then one that begins with its first tokens, beside a decode."""
+    pair = make_pair(folder)
+    rng = random.Random(5)
+    prompt = [rng.randrange(3, 211) for _ in range(12)]
+    shared = [48 + i for i in range(8)]
+    fresh = [RowParams(1, 12, [2], greedy(1), ints(prompt))]
+    other = [*prompt[:8], 5, 6, 7]
+    second_row = [RowParams(2, 11, [2], seeded(2), ints(other))]
+    behind = {"prefix_rows": ints([2]), "prefix_lens": ints([8]), "prefix_locs": ints(shared)}
+    first = chunks_of(1, [(1, [], prompt[:7], 0)], new_rows=fresh)
+    second = chunks_of(2, [(1, prompt[:7], prompt[7:], 1)])
+    third = chunks_of(
+        3, [(2, prompt[:8], other[8:], 1), (1, prompt, [-1], 1)], new_rows=second_row, **behind
+    )
+    fourth = chunks_of(4, [(2, other, [-1], 1), (1, [*prompt, 0], [-1], 1)])
+    graphs = pair.graphs.graphs
+    assert graphs is not None
+    queues = StepQueue(pair.graphs), StepQueue(pair.eager)
+    for batch, size in ((first, 8), (second, 8), (third, 4), (fourth, 2)):
+        assert graphs.size_for(batch) == size
+        results = []
+        for queue in queues:
+            queue.launch(batch)
+            result = queue.take_oldest()
+            assert result is not None
+            results.append(result)
+        same_results(*results)
+        assert len(results[0].next_token_ids) == len(batch.sampled_lines)
 
 
 def test_attention_is_planned_for_the_padded_size(folder: Path) -> None:
