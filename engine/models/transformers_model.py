@@ -25,6 +25,7 @@ from engine.checkpoint.model_config import ModelConfig
 from engine.device.distributed import ParallelState
 from engine.errors import ConfigError
 from engine.layers.experts import Experts, is_experts
+from engine.layers.grouped_experts import GroupedExperts
 from engine.layers.fused_ops import FusedOps
 from engine.layers.linear_kernel import LinearKernel
 from engine.layers.weight_format import WeightFormat
@@ -131,7 +132,7 @@ def _by_token(x: Tensor) -> Tensor:
 
 def _experts(module: nn.Module, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """What a mixture of experts calls."""
-    experts: Experts = module.manta_experts  # type: ignore[assignment]
+    experts: Experts | GroupedExperts = module.manta_experts  # type: ignore[assignment]
     return experts(hidden, chosen, weights)
 
 
@@ -295,7 +296,10 @@ class TransformersModel:
             self._share.fill(model, weights, self.device, progress)
             self._replace_linears(model, source.format)
             for module in filter(is_experts, model.modules()):
-                module.manta_experts = Experts(module, source.format, self.parallel)
+                if self.device.type == "cuda":
+                    module.manta_experts = GroupedExperts(module, self.parallel)
+                else:
+                    module.manta_experts = Experts(module, source.format, self.parallel)
         point_at(model, self.attention_name, _NAME)
         _fix_rotations(model, self._max_positions)
         for module in model.modules():
