@@ -25,8 +25,8 @@ from engine.checkpoint.model_config import ModelConfig
 from engine.device.distributed import ParallelState
 from engine.errors import ConfigError
 from engine.layers.experts import Experts, is_experts
-from engine.layers.grouped_experts import GroupedExperts
 from engine.layers.fused_ops import FusedOps
+from engine.layers.grouped_experts import GroupedExperts
 from engine.layers.linear_kernel import LinearKernel
 from engine.layers.weight_format import WeightFormat
 from engine.layers.weights import DummySource, SafetensorsSource, WeightSource

@@ -64,8 +64,11 @@ def make_worker_config(
             config.model.title,
         )
     kernels = _kernels(engine, config.model, dtype, device)
-    # The code of other architectures may look at what the device computes.
-    captures = device == "cuda" and config.model.layout is None
+    # The worker tries whether the code of another architecture can be captured; of one stage only.
+    layout = config.model.layout
+    captures = device == "cuda" and (
+        layout is None or (layout.mode == "flat" and engine.pp_size == 1)
+    )
     worker = WorkerConfig(
         config,
         dtype,

@@ -24,6 +24,7 @@ from engine.worker.base import DeviceProgress, LaunchedForward, ModelWorker, Pen
 from engine.worker.future_map import FutureMap
 from engine.worker.graphs.backend import CudaGraphBackend, GraphBackend
 from engine.worker.graphs.decode_graphs import DecodeGraphs
+from engine.worker.graphs.graph_check import repeats_the_model
 from engine.worker.graphs.sizes import sampled_tokens
 from engine.worker.model_runner import ForwardOutput, ModelRunner
 from engine.worker.sizing.estimate import stage_weight_bytes
@@ -160,13 +161,24 @@ class TpModelWorker(ModelWorker):
                 type(self.runner.attention).__name__,
             )
             return None
-        return DecodeGraphs(
-            self.runner,
-            self.sampler.state,
-            self.future_map,
-            backend or CudaGraphBackend(device),
-            max_batch_size,
+        backend = backend or CudaGraphBackend(device)
+        parts = self.runner, self.sampler.state, self.future_map, backend, max_batch_size
+        if self.runner.config.model.layout is None:
+            return DecodeGraphs(*parts)
+        try:
+            graphs = DecodeGraphs(*parts)
+            lack = "" if repeats_the_model(graphs, self.runner) else "its graphs give other logits"
+        except (RuntimeError, ValueError) as error:
+            lack = str(error).split("\n", 1)[0]
+        if not lack:
+            return graphs
+        logger.warning(
+            "%s can't be captured in CUDA graphs (%s): decodes run eagerly, which costs small models "
+            "and batches most of their speed",
+            self.runner.config.model.title,
+            lack,
         )
+        return None
 
     def _forward(self, batch: ModelWorkerBatch) -> LaunchedForward | None:
         if self._speculation is not None:

@@ -14,6 +14,9 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.layers.grouped_experts import GroupedExperts
+from engine.models import transformers_model
+from engine.models.transformers_model import TransformersModel
 from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.step import GenerationBatchResult, ModelWorkerBatch, PooledLines, RowParams
 from engine.worker.auto_config import graph_max_batch_size
@@ -29,7 +32,8 @@ from engine.worker.graphs.sizes import (
 from engine.worker.step_queue import StepQueue
 from engine.worker.tp_worker import TpModelWorker
 from tests.support.fake_graphs import CapturableAttention, RecordedGraphs, use_capturable_attention
-from tests.support.models import make_model
+from tests.support.models import THROUGH_TRANSFORMERS, make_model
+from tests.support.other_architectures import made_when_asked, with_layers
 from tests.support.verify_steps import ints, verify_batch
 from tests.support.worker_driver import MakeParams, Steps, drain, make_worker, run_step
 
@@ -410,6 +414,66 @@ def test_no_graphs_without_a_backend_that_allows_them(
         worker = make_worker(folder, graph_backend=RecordedGraphs(), max_batch_size=8)
     assert worker.graphs is None
     assert "run eagerly" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["granite", "glm4", "cohere2", "gemma3", "qwen3_moe"])
+def test_code_of_transformers_is_captured(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Mixtures as they run on a GPU: the others look at which experts have tokens."""
+    grouped = lambda module, form, parallel: GroupedExperts(module, parallel)  # noqa: E731
+    monkeypatch.setattr(transformers_model, "Experts", grouped)
+    with made_when_asked(tmp_path_factory, with_layers(THROUGH_TRANSFORMERS)) as folders:
+        pair = make_pair(folders[name])
+        compare(pair, Steps(greedy, seed=2), [1, 1, 3, 3, 5, 5, 5, 8, 8, 2, 1])
+    assert pair.backend.replayed > 20
+
+
+class Remembering(torch.nn.Module):
+    """An activation that counts its calls on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return torch.relu(x + self.calls)
+
+
+class Reading(torch.nn.Module):
+    """An activation that looks at its input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x) if bool(torch.equal(x, x)) else x
+
+
+@pytest.mark.parametrize(
+    ("activation", "reason"),
+    [(Remembering, "other logits"), (Reading, "reads the device")],
+)
+def test_code_that_needs_the_host_runs_eagerly(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path_factory: pytest.TempPathFactory,
+    activation: type[torch.nn.Module],
+    reason: str,
+) -> None:
+    load = TransformersModel.load
+
+    def changed(self, *args):  # type: ignore[no-untyped-def]
+        load(self, *args)
+        self._model.model.layers[0].mlp.act_fn = activation()
+
+    monkeypatch.setattr(TransformersModel, "load", changed)
+    with (
+        made_when_asked(tmp_path_factory, with_layers(THROUGH_TRANSFORMERS)) as folders,
+        caplog.at_level(logging.WARNING),
+    ):
+        worker = make_worker(folders["olmo2"], graph_backend=RecordedGraphs(), max_batch_size=4)
+    assert worker.graphs is None
+    assert "run eagerly" in caplog.text and reason in caplog.text
 
 
 def decode(steps: Steps, rows: int) -> ModelWorkerBatch:

@@ -1,0 +1,58 @@
+"""Whether captured decodes compute what the model's code computes.
+
+A graph repeats kernels, not Python. Code of `transformers` that decides by values which only the
+host knows would go on as it decided while it was captured.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from engine.protocol.step import ModelWorkerBatch
+from engine.worker.graphs.decode_graphs import DecodeGraphs
+from engine.worker.model_runner import ModelRunner
+
+_LENGTHS = (1, 5, 40, 3)
+_TOLERANCE = {torch.float32: 1e-3}
+_TOLERANCE_16_BITS = 3e-2
+"""Relative to the logits' norm: sums of another batch size may have another order."""
+
+
+def repeats_the_model(graphs: DecodeGraphs, runner: ModelRunner) -> bool:
+    """Whether the smallest graph gives the logits of eager steps, for tokens at some places.
+
+    They belong to row 0, whose slots are all the padding slot. Waits for the device.
+    """
+    tolerance = _TOLERANCE.get(runner.dtype, _TOLERANCE_16_BITS)
+    size = min(graphs.sizes)
+    for number, length in enumerate(_LENGTHS):
+        token = (7 + 31 * number) % runner.config.model.vocab_size
+        batch = _decode(token, min(length, runner.config.max_model_len))
+        with runner.queue.stream():
+            eager = runner.forward(runner.prepare(batch))
+            captured = graphs.forward(graphs.prepare(batch, size), 1)
+            if eager is None or captured is None:
+                raise ValueError("only the last pipeline stage makes logits")
+            wanted, found = eager.logits.float(), captured.float()
+            if not bool((found - wanted).norm() <= tolerance * wanted.norm()):
+                return False
+    return True
+
+
+def _decode(token: int, length: int) -> ModelWorkerBatch:
+    one, none = np.ones(1, np.int32), np.zeros(0, np.int32)
+    return ModelWorkerBatch(
+        step=0,
+        micro_batch=0,
+        req_pool_indices=one * 0,
+        query_lens=one,
+        num_sampled=one,
+        seq_lens=one * length,
+        input_ids=one * token,
+        out_cache_loc=one * 0,
+        prefix_rows=none,
+        prefix_lens=none,
+        prefix_locs=none,
+        new_rows=[],
+    )
