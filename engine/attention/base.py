@@ -52,7 +52,7 @@ class AttentionBackend(ABC):
     supports_sampled_queries: ClassVar[bool] = False
     """Whether `forward_sampled` works."""
 
-    rotates: bool = False
+    rotates: ClassVar[bool] = False
     """Whether `forward_rotating` works."""
 
     @abstractmethod

@@ -110,6 +110,7 @@ class FlashInferAttentionBackend(AttentionBackend):
     """
 
     supports_graphs = True
+    rotates = True
 
     def __init__(self, inputs: AttentionInputs, prefill_backend: str = "fa2") -> None:
         """`prefill_backend`: "fa2", or "fa3" (Hopper only, not for float8 pools).
@@ -132,7 +133,6 @@ class FlashInferAttentionBackend(AttentionBackend):
             for layer in inputs.layers
         ]
         self.use_tensor_cores = decodes_on_tensor_cores(self.call.num_heads, heads, self.pool.dtype)
-        self.rotates = _rotates(self.pool.dtype, self.device)
         self._float_workspace = torch.zeros(
             FLOAT_WORKSPACE_BYTES, dtype=torch.uint8, device=self.device
         )
@@ -403,11 +403,3 @@ class FlashInferAttentionBackend(AttentionBackend):
             )
         if prefill_backend == "fa3" and self.device.type == "cuda":
             check_fa3(torch.cuda.get_device_capability(self.device))
-
-
-def _rotates(pool_dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernel can write to such a pool. Triton has the conversion to float8 for compute
-    capability 8.9 and later only."""
-    if pool_dtype.itemsize > 1 or device.type != "cuda":
-        return True
-    return torch.cuda.get_device_capability(device) >= (8, 9)

@@ -47,13 +47,29 @@ def _rotated(first, second, cos, sin):
 
 
 @triton.jit
-def _store(at, x, mask, LIMIT: tl.constexpr):
-    """Clamped first for types that make NaN of what is beyond their range. A NaN stays one."""
-    if LIMIT > 0:
-        wide = x.to(tl.float32)
-        wide = tl.where(wide > LIMIT, LIMIT, wide)
-        wide = tl.where(wide < -LIMIT, -LIMIT, wide)
-        tl.store(at, wide.to(at.dtype.element_ty), mask=mask)
+def _float8_bits(x):
+    """uint8: `x` clamped to 448 and rounded to float8_e4m3fn as torch does. A NaN stays one.
+
+    By its bits: GPUs before compute capability 8.9 have no such conversion.
+    """
+    bits = x.to(tl.float32).to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    is_nan = size > 0x7F800000
+    size = tl.minimum(size, 0x43E00000)  # 448
+    # To the nearest, ties to even: half of the last kept bit, less one if that bit is 0.
+    normal = (size + ((7 - 127) << 23) + 0x7FFFF + ((size >> 20) & 1)) >> 20
+    # Adding 2**14 moves the last kept bit of a subnormal, 2**-9, to the end.
+    shifted = size.to(tl.float32, bitcast=True) + 16384.0
+    subnormal = shifted.to(tl.int32, bitcast=True) - 0x46800000
+    found = tl.where(size < 0x3C800000, subnormal, normal)  # 2**-6
+    found = tl.where(is_nan, 0x7F, found)
+    return (found | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def _store(at, x, mask, FLOAT8: tl.constexpr):
+    if FLOAT8:
+        tl.store(at, _float8_bits(x), mask=mask)
     else:
         tl.store(at, x, mask=mask)
 
@@ -77,7 +93,7 @@ def rotate_heads(
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
-    LIMIT: tl.constexpr,
+    FLOAT8: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """A program for each token and `BLOCK` heads: first those of queries; see
@@ -106,11 +122,11 @@ def rotate_heads(
         k_first = tl.load(k_at, mask=inside, other=0.0)
         k_second = tl.load(k_at + HALF, mask=inside, other=0.0)
         k_first, k_second = _rotated(k_first, k_second, cos, sin)
-        _store(keys + to, k_first, inside, LIMIT)
-        _store(keys + to + HALF, k_second, inside, LIMIT)
+        _store(keys + to, k_first, inside, FLOAT8)
+        _store(keys + to + HALF, k_second, inside, FLOAT8)
         v_at = v + token * v_token + kv_head * v_head + lanes
-        _store(values + to, tl.load(v_at, mask=inside, other=0.0), inside, LIMIT)
-        _store(values + to + HALF, tl.load(v_at + HALF, mask=inside, other=0.0), inside, LIMIT)
+        _store(values + to, tl.load(v_at, mask=inside, other=0.0), inside, FLOAT8)
+        _store(values + to + HALF, tl.load(v_at + HALF, mask=inside, other=0.0), inside, FLOAT8)
 
 
 def page_indices(
@@ -154,11 +170,13 @@ def rotate_and_store(
     heads. `positions` and `locs`: int64 [T]. `cos_sin`: float32 [max_positions, dim], half a row of
     cosines, half a row of sines. `keys` and `values`: [slots, num_kv_heads, dim], contiguous, of
     the type of k or float8. Angles are applied in float32; results are rounded to the type of q,
-    and what a float8 pool gets is clamped and rounded once more. dim: a power of two.
+    and what a float8 pool gets is clamped to 448 and rounded once more. dim: a power of two.
     """
     tokens, num_heads, dim = q.shape
     num_kv_heads = k.shape[1]
-    limit = torch.finfo(keys.dtype).max if keys.element_size() == 1 else 0.0
+    is_float8 = keys.dtype == torch.float8_e4m3fn
+    if is_float8:
+        keys, values = keys.view(torch.uint8), values.view(torch.uint8)
     blocks = triton.cdiv(num_heads, HEADS) + triton.cdiv(num_kv_heads, HEADS)
     rotate_heads[(tokens, blocks)](
         q,
@@ -175,6 +193,6 @@ def rotate_and_store(
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HALF=dim // 2,
-        LIMIT=limit,
+        FLOAT8=is_float8,
         BLOCK=HEADS,
     )
