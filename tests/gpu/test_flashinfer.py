@@ -198,9 +198,10 @@ def test_captured_decodes(page_size: int, window: int | None, kv_heads: int) -> 
 
     backend.plan_graph(padding)
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # the plan's copies
     with torch.cuda.stream(stream):
         decode()
-    stream.synchronize()
+    torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         decode()
