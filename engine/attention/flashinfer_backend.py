@@ -25,6 +25,7 @@ from engine.device.flashinfer_loader import (
     check_wrapper,
     lack_of_kernels,
     load_flashinfer,
+    pin_ranges,
 )
 from engine.device.flashinfer_modules import decodes_on_tensor_cores
 from engine.device.triton_loader import require_triton
@@ -46,6 +47,23 @@ def lack_of_attention(dtype: torch.dtype, calls: Sequence[AttentionCall]) -> str
     if beyond:
         return f"FlashInfer's attention here has no kernels for {', '.join(beyond)}"
     return lack_of_kernels(dtype, calls[0].k_dim) if calls else ""
+
+
+def max_captured_rows(call: AttentionCall, kv_dtype: torch.dtype) -> int | None:
+    """Most decodes of one graph whose partial results the workspace has room for, with the heads of
+    this rank; None: any number.
+
+    As FlashInfer's `PrefillPlanImpl` counts them: it splits every row of a graph, in tiles of query
+    rows times heads of a group, and allows for one more tile per row.
+    """
+    if not decodes_on_tensor_cores(call.num_heads, call.num_kv_heads, kv_dtype):
+        return None
+    group = call.num_heads // call.num_kv_heads
+    tile = next((size for size in (16, 64) if group <= size), 128)
+    partial_rows = FLOAT_WORKSPACE_BYTES // (4 * call.num_heads * (call.v_dim + 1))
+    tiles = partial_rows * group // tile
+    # The most for which ceil(rows * group / tile) + rows - 1 <= tiles.
+    return (tiles + 1) * tile // (group + tile)
 
 
 def check_attention(dtype: torch.dtype, calls: Sequence[AttentionCall]) -> None:
@@ -123,6 +141,8 @@ class FlashInferAttentionBackend(AttentionBackend):
         self.query_dtype = inputs.query_dtype or inputs.pool.dtype
         self._check(prefill_backend)
         self._flashinfer = load_flashinfer()
+        if self.device.type == "cuda":
+            pin_ranges(inputs.req_to_token.shape[0] + 1)
         require_triton()
         self._kernels: Any = import_module("engine.attention.triton_kernels")
         self.call = inputs.layers[0].call

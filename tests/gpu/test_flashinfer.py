@@ -14,7 +14,7 @@ from engine.attention.kv_pool import MHATokenToKVPool
 from engine.attention.torch_backend import TorchAttentionBackend
 from engine.checkpoint.layout import AttentionCall
 from engine.checkpoint.model_config import RopeConfig
-from engine.device.flashinfer_loader import flashinfer_installed
+from engine.device.flashinfer_loader import flashinfer_installed, load_flashinfer
 from engine.layers.activation import SiluAndMul
 from engine.layers.fused_ops import FlashInferOps
 from engine.layers.layernorm import RMSNorm
@@ -221,6 +221,30 @@ def test_captured_decodes(page_size: int, window: int | None, kv_heads: int) -> 
         pair.torch.init_forward(batch)
         for qkv, layer, found in zip(inputs, pair.layers, outputs, strict=True):
             close(found, pair.torch.forward(*qkv, layer, batch))
+
+
+def test_decode_plans_copy_from_pinned_memory() -> None:
+    pair = Pair(page_size=1)
+    utils = load_flashinfer("flashinfer.utils")
+    assert all(utils._get_range_buf(rows + 1, "cpu").is_pinned() for rows in range(1, ROWS + 1))
+    pair.step([(0, 3), (1, 3)], [])
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_planning_a_graph_takes_three_device_operations(window: int | None) -> None:
+    """One upload, the page numbers, and the copy of FlashInfer's plan; for each window, and the
+    last for each variant."""
+    pair = Pair(page_size=16, window=window, kv_heads=2)
+    pair.flashinfer.init_graphs([4])
+    pair.step([(row, 50 * (row + 1)) for row in range(4)], [])
+    pair.flashinfer.plan_graph(pair.batch([], [0, 1, 2, 3]))
+    batch = pair.batch([], [0, 1, 2, 3])
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        pair.flashinfer.plan_graph(batch)
+        torch.cuda.synchronize()
+    work = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    assert len(work) == (3 if window is None else 6), [e.name for e in work]
 
 
 def test_planning_ahead_of_a_busy_device() -> None:
