@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import sysconfig
+from pathlib import Path
 
 from engine.errors import ConfigError
 
@@ -13,9 +15,11 @@ def lack_of_triton() -> str:
     """Why kernels in Triton can't run here; "" if they can. Doesn't import the package."""
     if importlib.util.find_spec("triton") is None:
         return "Triton isn't installed"
-    compilers = os.environ.get("CC"), shutil.which("gcc"), shutil.which("clang")
-    # Triton compiles a small launcher in C for each kernel.
-    return "" if any(compilers) else "Triton needs a C compiler, and there is no gcc on the PATH"
+    # Triton compiles a small launcher in C for each kernel, at its first use.
+    if not any((os.environ.get("CC"), shutil.which("gcc"), shutil.which("clang"))):
+        return "Triton needs a C compiler, and there is no gcc on the PATH"
+    header = Path(sysconfig.get_paths()["include"], "Python.h")
+    return "" if header.is_file() else f"Triton needs Python's headers, and there is no {header}"
 
 
 def require_triton() -> None:

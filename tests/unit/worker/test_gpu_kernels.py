@@ -170,24 +170,24 @@ def test_another_card_than_the_image_is_for(
     assert resolve(attention_backend="torch").kernels.sampling == "torch"
 
 
-@pytest.mark.parametrize(
-    ("lack", "told"),
-    [("triton", "Triton isn't installed"), ("gcc", "no gcc on the PATH")],
-)
 def test_kernels_in_triton_need_it_and_a_compiler(
-    monkeypatch: pytest.MonkeyPatch, lack: str, told: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", "")
-    is_there = lack != "triton"
-    monkeypatch.setattr(
-        triton_loader.importlib.util, "find_spec", lambda name: name if is_there else None
-    )
-    with pytest.raises(ConfigError, match=f"{told}.*set kernels: torch"):
+    monkeypatch.setattr(triton_loader.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    found: list[str] = []
+    monkeypatch.setattr(triton_loader.importlib.util, "find_spec", lambda name: found or None)
+    with pytest.raises(ConfigError, match=r"Triton isn't installed.*set kernels: torch"):
+        triton_loader.require_triton()
+    found.append("triton")
+    with pytest.raises(ConfigError, match="no gcc on the PATH"):
         triton_loader.require_triton()
     monkeypatch.setenv("CC", "/usr/bin/tcc")
-    if is_there:
+    with pytest.raises(ConfigError, match=f"there is no {tmp_path}/Python.h"):
         triton_loader.require_triton()
+    (tmp_path / "Python.h").touch()
+    triton_loader.require_triton()
 
 
 def test_flashinfer_needs_triton_too(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
