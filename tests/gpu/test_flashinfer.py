@@ -23,6 +23,7 @@ from engine.layers.weights import DummySource
 from engine.protocol.step import ModelWorkerBatch
 from engine.sampling.sampler import Sampler
 from engine.sampling.state import SamplingState
+from tests.support import torch_kernels
 from tests.support.sampler_rows import Row, many_rows
 
 if not torch.cuda.is_available() or not flashinfer_installed():
@@ -174,6 +175,24 @@ def test_fa3(page_size: int) -> None:
     pair = Pair(page_size=page_size, window=100, prefill_backend="fa3")
     for extends, decodes in HISTORY:
         pair.step(extends, decodes)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_rotation_by_the_backend(page_size: int, kv_dtype: torch.dtype | None) -> None:
+    pair = Pair(page_size=page_size, kv_dtype=kv_dtype)
+    rotary = RotaryEmbedding(128, MAX_LEN, RopeConfig(10000.0), CUDA, FlashInferOps())
+    for extends, decodes in HISTORY:
+        batch = pair.batch(extends, decodes)
+        pair.torch.init_forward(batch)
+        pair.flashinfer.init_forward(batch)
+        angles = rotary.lookup(batch.positions, pair.dtype).angles
+        assert angles is not None
+        for layer in pair.layers:
+            q, k, v = pair.qkv(batch.num_tokens)
+            rotated = (torch_kernels.rotated(x, *angles) for x in (q, k))
+            wanted = pair.torch.forward(*rotated, v, layer, batch)
+            close(pair.flashinfer.forward_rotating(q, k, v, angles, layer, batch), wanted)
 
 
 @pytest.mark.parametrize("kv_heads", [2, 8])
