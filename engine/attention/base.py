@@ -52,6 +52,9 @@ class AttentionBackend(ABC):
     supports_sampled_queries: ClassVar[bool] = False
     """Whether `forward_sampled` works."""
 
+    rotates: ClassVar[bool] = False
+    """Whether `forward_rotating` works."""
+
     @abstractmethod
     def init_forward(self, batch: ForwardBatch) -> None:
         """Prepare what all layers share. Call once per step, after `req_to_token` is up to date."""
@@ -92,3 +95,19 @@ class AttentionBackend(ABC):
         `supports_sampled_queries`.
         """
         raise NotImplementedError(f"{type(self).__name__} needs the queries of all tokens")
+
+    def forward_rotating(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        angles: tuple[Tensor, Tensor],
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+    ) -> Tensor:
+        """The same as `forward` for q and k that aren't rotated yet; q is overwritten.
+
+        `angles` are those of a `StepRope`. Raises `NotImplementedError`
+        unless `rotates`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} needs rotated queries and keys")

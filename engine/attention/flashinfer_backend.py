@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from engine.attention.base import AttentionBackend, AttentionInputs, AttentionLayer
 from engine.attention.forward_batch import ForwardBatch
-from engine.attention.page_table import PageTable, page_indices, page_table
+from engine.attention.page_table import PageTable, packed_size, page_table
 from engine.attention.plan_ring import PlanRing
 from engine.checkpoint.layout import AttentionCall, beyond_plain
 from engine.device.flashinfer_loader import (
@@ -24,8 +25,10 @@ from engine.device.flashinfer_loader import (
     check_wrapper,
     lack_of_kernels,
     load_flashinfer,
+    pin_ranges,
 )
 from engine.device.flashinfer_modules import decodes_on_tensor_cores
+from engine.device.triton_loader import require_triton
 from engine.errors import ConfigError
 from engine.protocol.step import Int64Array
 
@@ -44,6 +47,23 @@ def lack_of_attention(dtype: torch.dtype, calls: Sequence[AttentionCall]) -> str
     if beyond:
         return f"FlashInfer's attention here has no kernels for {', '.join(beyond)}"
     return lack_of_kernels(dtype, calls[0].k_dim) if calls else ""
+
+
+def max_captured_rows(call: AttentionCall, kv_dtype: torch.dtype) -> int | None:
+    """Most decodes of one graph whose partial results the workspace has room for, with the heads of
+    this rank; None: any number.
+
+    As FlashInfer's `PrefillPlanImpl` counts them: it splits every row of a graph, in tiles of query
+    rows times heads of a group, and allows for one more tile per row.
+    """
+    if not decodes_on_tensor_cores(call.num_heads, call.num_kv_heads, kv_dtype):
+        return None
+    group = call.num_heads // call.num_kv_heads
+    tile = next((size for size in (16, 64) if group <= size), 128)
+    partial_rows = FLOAT_WORKSPACE_BYTES // (4 * call.num_heads * (call.v_dim + 1))
+    tiles = partial_rows * group // tile
+    # The most for which ceil(rows * group / tile) + rows - 1 <= tiles.
+    return (tiles + 1) * tile // (group + tile)
 
 
 def check_attention(dtype: torch.dtype, calls: Sequence[AttentionCall]) -> None:
@@ -65,18 +85,22 @@ class _Variant(NamedTuple):
 
 
 @dataclass
-class _GraphBuffers:
-    """What captured decodes of one variant read, at addresses that stay.
+class _GraphPages:
+    """The pages that captured decodes of one window read, at addresses that stay.
 
     All batch sizes share them: every replay is preceded, on its stream, by its plan.
     """
 
-    indptr: Tensor
-    """int32 [largest batch + 1]"""
-    last_page_len: Tensor
-    """int32 [largest batch]"""
+    packed: Tensor
+    """int32 [`packed_size` of the largest batch]"""
     indices: Tensor
     """int32 [largest batch * pages that a row can read]"""
+
+
+@dataclass
+class _GraphPlans:
+    """The plans of captured decodes of one variant, at an address that stays."""
+
     int_workspace: Tensor
     wrappers: dict[int, Any] = field(default_factory=dict)
     """Decode wrappers by batch size."""
@@ -104,6 +128,7 @@ class FlashInferAttentionBackend(AttentionBackend):
     """
 
     supports_graphs = True
+    rotates = True
 
     def __init__(self, inputs: AttentionInputs, prefill_backend: str = "fa2") -> None:
         """`prefill_backend`: "fa2", or "fa3" (Hopper only, not for float8 pools).
@@ -116,6 +141,10 @@ class FlashInferAttentionBackend(AttentionBackend):
         self.query_dtype = inputs.query_dtype or inputs.pool.dtype
         self._check(prefill_backend)
         self._flashinfer = load_flashinfer()
+        if self.device.type == "cuda":
+            pin_ranges(inputs.req_to_token.shape[0] + 1)
+        require_triton()
+        self._kernels: Any = import_module("engine.attention.triton_kernels")
         self.call = inputs.layers[0].call
         """Whose sizes all have."""
         page_size, heads, dim = self.pool.page_size, self.call.num_kv_heads, self.call.k_dim
@@ -132,11 +161,13 @@ class FlashInferAttentionBackend(AttentionBackend):
         }
         distinct = list(dict.fromkeys(self._variants.values()))
         self._prefill = {variant: self._prefill_wrapper(prefill_backend) for variant in distinct}
-        self.decode_wrappers = {variant: self._decode_wrapper(None, 0) for variant in distinct}
+        self.decode_wrappers = {variant: self._decode_wrapper() for variant in distinct}
         self.plan_ring = PlanRing(
             2 * len(distinct) * STEPS_IN_FLIGHT, INT_WORKSPACE_BYTES, self.device
         )
-        self.graph_buffers: dict[_Variant, _GraphBuffers] = {}
+        self._graph_pages: dict[int | None, _GraphPages] = {}
+        """By window."""
+        self.graph_plans: dict[_Variant, _GraphPlans] = {}
         self._current = self.decode_wrappers
         """Decode wrappers that the last plan was made for."""
 
@@ -148,7 +179,7 @@ class FlashInferAttentionBackend(AttentionBackend):
             query_lens = batch.query_lens_cpu[long]
             for window, variants in self._windows():
                 table = self._page_table(rows[long], query_lens, seq_lens[long], window)
-                indices = page_indices(table, self.inputs.req_to_token, self.pool.page_size)
+                indices = self._page_indices(table)
                 qo_indptr = self._pinned(batch.token_starts_cpu[: num_long + 1])
                 for variant in variants:
                     self._plan_prefill(variant, table, indices, qo_indptr)
@@ -156,7 +187,7 @@ class FlashInferAttentionBackend(AttentionBackend):
             decode = slice(num_long, None)
             for window, variants in self._windows():
                 table = self._page_table(rows[decode], None, seq_lens[decode], window)
-                indices = page_indices(table, self.inputs.req_to_token, self.pool.page_size)
+                indices = self._page_indices(table)
                 for variant in variants:
                     self._plan_decode(self.decode_wrappers[variant], variant, table, indices)
         self._current = self.decode_wrappers
@@ -164,49 +195,59 @@ class FlashInferAttentionBackend(AttentionBackend):
     def init_graphs(self, batch_sizes: Sequence[int]) -> None:
         largest = max(batch_sizes)
         width = self.inputs.req_to_token.shape[1]
-        for variant in self.decode_wrappers:
-            tokens = width if variant.window is None else min(width, variant.window)
+        for window, variants in self._windows():
+            tokens = width if window is None else min(width, window)
             # A window's tokens may begin within a page.
-            pages = min(-(-tokens // self.pool.page_size) + 1, -(-width // self.pool.page_size))
-            buffers = _GraphBuffers(
-                indptr=self._ints(largest + 1),
-                last_page_len=self._ints(largest),
-                indices=self._ints(largest * pages),
-                int_workspace=torch.empty(
-                    INT_WORKSPACE_BYTES, dtype=torch.uint8, device=self.device
-                ),
-            )
-            for size in sorted(set(batch_sizes)):
-                buffers.wrappers[size] = self._decode_wrapper(buffers, size)
-            self.graph_buffers[variant] = buffers
+            most = min(-(-tokens // self.pool.page_size) + 1, -(-width // self.pool.page_size))
+            pages = _GraphPages(self._ints(packed_size(largest)), self._ints(largest * most))
+            self._graph_pages[window] = pages
+            for variant in variants:
+                plans = _GraphPlans(
+                    torch.empty(INT_WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
+                )
+                for size in sorted(set(batch_sizes)):
+                    plans.wrappers[size] = self._graph_wrapper(pages, plans, size)
+                self.graph_plans[variant] = plans
 
     def plan_graph(self, batch: ForwardBatch) -> None:
         size = batch.batch_size
-        if batch.num_long or any(
-            size not in graph.wrappers for graph in self.graph_buffers.values()
-        ):
+        if batch.num_long or any(size not in plans.wrappers for plans in self.graph_plans.values()):
             raise ValueError(f"no graph was prepared for {size} decodes")
         rows, seq_lens = batch.req_pool_indices_cpu, batch.seq_lens_cpu
         for window, variants in self._windows():
+            pages = self._graph_pages[window]
             table = self._page_table(rows, None, seq_lens, window)
+            indices = self._page_indices(table, pages)
             for variant in variants:
-                graph = self.graph_buffers[variant]
-                graph.indptr[: size + 1].copy_(table.indptr, non_blocking=True)
-                graph.last_page_len[:size].copy_(table.last_page_len, non_blocking=True)
-                indices = page_indices(
-                    table, self.inputs.req_to_token, self.pool.page_size, out=graph.indices
-                )
-                if size in graph.planned:
-                    self._replan_graph(graph.wrappers[size], variant, table, indices)
+                plans = self.graph_plans[variant]
+                if size in plans.planned:
+                    self._replan_graph(plans.wrappers[size], variant, table, indices)
                 else:
-                    self._plan_decode(graph.wrappers[size], variant, table, indices)
-                    graph.planned.add(size)
-        self._current = {v: graph.wrappers[size] for v, graph in self.graph_buffers.items()}
+                    self._plan_decode(plans.wrappers[size], variant, table, indices)
+                    plans.planned.add(size)
+        self._current = {v: plans.wrappers[size] for v, plans in self.graph_plans.items()}
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, batch: ForwardBatch
     ) -> Tensor:
         self.pool.set_kv(layer.layer_id, batch.out_cache_loc, k, v)
+        return self._attend(q, layer, batch)
+
+    def forward_rotating(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        angles: tuple[Tensor, Tensor],
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+    ) -> Tensor:
+        kv = self.pool.get(layer.layer_id)
+        self._kernels.rotate_and_store(q, k, v, *angles, kv.k, kv.v, batch.out_cache_loc)
+        return self._attend(q, layer, batch)
+
+    def _attend(self, q: Tensor, layer: AttentionLayer, batch: ForwardBatch) -> Tensor:
+        """Attention of queries whose keys and values the pool has."""
         paged_kv = self._paged_kv[layer.layer_id]
         variant = self._variants[layer.layer_id]
         split, total = batch.num_long_tokens, q.shape[0]
@@ -238,9 +279,29 @@ class FlashInferAttentionBackend(AttentionBackend):
             seq_lens,
             window,
             self.pool.page_size,
-            self.inputs.req_to_token.shape[1],
             pinned=self.device.type == "cuda",
         )
+
+    def _page_indices(self, table: PageTable, pages: _GraphPages | None = None) -> Tensor:
+        """Page numbers int32 [num_pages] on the device, by one copy and one kernel; in the memory
+        of `pages` if captured decodes will read them."""
+        if pages is None:
+            pages = _GraphPages(
+                *(
+                    torch.empty(count, dtype=torch.int32, device=self.device)
+                    for count in (table.packed.numel(), table.num_pages)
+                )
+            )
+        indices = pages.indices[: table.num_pages]
+        self._kernels.page_indices(
+            table.upload(pages.packed),
+            len(table.kv_lens),
+            table.longest,
+            self.inputs.req_to_token,
+            self.pool.page_size,
+            indices,
+        )
+        return indices
 
     def _plan_prefill(
         self, variant: _Variant, table: PageTable, indices: Tensor, qo_indptr: Tensor
@@ -317,21 +378,32 @@ class FlashInferAttentionBackend(AttentionBackend):
         check_wrapper(wrapper)
         return wrapper
 
-    def _decode_wrapper(self, buffers: _GraphBuffers | None, size: int) -> Any:
-        """An eager wrapper, or that of captured decodes of `size` rows over `buffers`."""
+    def _decode_wrapper(self) -> Any:
+        """A wrapper for steps that run eagerly."""
         wrapper = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             self._float_workspace,
             kv_layout="NHD",
-            use_cuda_graph=buffers is not None,
             use_tensor_cores=self.use_tensor_cores,
-            paged_kv_indptr_buffer=None if buffers is None else buffers.indptr[: size + 1],
-            paged_kv_indices_buffer=None if buffers is None else buffers.indices,
-            paged_kv_last_page_len_buffer=None if buffers is None else buffers.last_page_len[:size],
             backend="fa2",
         )
         check_wrapper(wrapper)
-        if buffers is not None:
-            wrapper._int_workspace_buffer = buffers.int_workspace
+        return wrapper
+
+    def _graph_wrapper(self, pages: _GraphPages, plans: _GraphPlans, size: int) -> Any:
+        """That of captured decodes of `size` rows."""
+        packed = pages.packed[: packed_size(size)].view(4, -1)
+        wrapper = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            self._float_workspace,
+            kv_layout="NHD",
+            use_cuda_graph=True,
+            use_tensor_cores=self.use_tensor_cores,
+            paged_kv_indptr_buffer=packed[0, : size + 1],
+            paged_kv_indices_buffer=pages.indices,
+            paged_kv_last_page_len_buffer=packed[1, :size],
+            backend="fa2",
+        )
+        check_wrapper(wrapper)
+        wrapper._int_workspace_buffer = plans.int_workspace
         return wrapper
 
     def _ints(self, count: int) -> Tensor:

@@ -1,7 +1,8 @@
 """Which pages of the KV cache some rows read: compressed rows, as FlashInfer takes them.
 
 Row i reads the pages `indices[indptr[i] : indptr[i + 1]]`, and of the last one
-`last_page_len[i]` slots.
+`last_page_len[i]` slots. The device finds `indices` itself, from two numbers per row
+(`engine.attention.triton_kernels.page_indices`): to copy the whole list would mean megabytes.
 """
 
 from __future__ import annotations
@@ -14,19 +15,43 @@ from torch import Tensor
 
 from engine.protocol.step import Int64Array
 
+ALIGNMENT = 4
+"""Each row of `PageTable.packed` begins at a multiple of so many numbers."""
+
 
 class PageTable(NamedTuple):
-    """The host's part. Tensors are int32 and, for CUDA, pinned, so that copies don't wait."""
+    """All but the page numbers, for n rows."""
 
-    indptr: Tensor
-    """[n + 1]"""
-    last_page_len: Tensor
-    """[n], 1 to page_size"""
+    packed: Tensor
+    """int32 [4, at least n + 1]: what the device needs, in one copy. Pinned for CUDA, so that the
+    copy doesn't wait. Its rows: `indptr`, `last_page_len`, the requests' rows of `req_to_token`,
+    and each one's first position there that is read."""
     kv_lens: Tensor
-    """[n]: tokens in the row's pages."""
-    first_cells: Int64Array
-    """[n]: cell of the flat `req_to_token` that holds the row's first page's first slot."""
+    """int32 [n]: tokens in the row's pages."""
     num_pages: int
+    longest: int
+    """Pages of the row that has most."""
+
+    @property
+    def indptr(self) -> Tensor:
+        """int32 [n + 1]"""
+        return self.packed[0, : len(self.kv_lens) + 1]
+
+    @property
+    def last_page_len(self) -> Tensor:
+        """int32 [n], 1 to page_size"""
+        return self.packed[1, : len(self.kv_lens)]
+
+    def upload(self, memory: Tensor) -> Tensor:
+        """A copy of `packed` at the front of `memory`, int32 [`packed_size(n)` or more] on the
+        device, for which the host doesn't wait."""
+        front = memory[: self.packed.numel()].view(self.packed.shape)
+        return front.copy_(self.packed, non_blocking=True)
+
+
+def packed_size(num_rows: int) -> int:
+    """Numbers in `PageTable.packed`."""
+    return 4 * _width(num_rows)
 
 
 def page_table(
@@ -35,58 +60,28 @@ def page_table(
     seq_lens: Int64Array,
     window: int | None,
     page_size: int,
-    width: int,
     *,
     pinned: bool,
 ) -> PageTable:
     """Pages that the last `query_lens` of `seq_lens` tokens [n] of request `rows` can see.
 
-    Pages wholly before the first query's `window` are left out. `width`: columns of
-    `req_to_token`.
+    Pages wholly before the first query's `window` are left out.
     """
     first_page = np.zeros(len(rows), dtype=np.int64)
     if window is not None:
         first_page = np.maximum(seq_lens - query_lens + 1 - window, 0) // page_size
     counts = -(-seq_lens // page_size) - first_page
     n = len(rows)
-    packed = torch.empty(3 * n + 1, dtype=torch.int32, pin_memory=pinned)
+    packed = torch.empty((4, _width(n)), dtype=torch.int32, pin_memory=pinned)
     host = packed.numpy()
-    host[0] = 0
-    np.cumsum(counts, out=host[1 : n + 1])
-    host[n + 1 : 2 * n + 1] = (seq_lens - 1) % page_size + 1
-    host[2 * n + 1 :] = seq_lens - first_page * page_size
-    return PageTable(
-        indptr=packed[: n + 1],
-        last_page_len=packed[n + 1 : 2 * n + 1],
-        kv_lens=packed[2 * n + 1 :],
-        first_cells=rows * width + first_page * page_size,
-        num_pages=int(host[n]),
-    )
+    host[0, 0] = 0
+    np.cumsum(counts, out=host[0, 1 : n + 1])
+    host[1, :n] = (seq_lens - 1) % page_size + 1
+    host[2, :n] = rows
+    host[3, :n] = first_page * page_size
+    kv_lens = torch.from_numpy((seq_lens - host[3, :n]).astype(np.int32))
+    return PageTable(packed, kv_lens, int(host[0, n]), int(counts.max(initial=0)))
 
 
-def page_indices(
-    table: PageTable, req_to_token: Tensor, page_size: int, out: Tensor | None = None
-) -> Tensor:
-    """Page numbers int32 [num_pages] on the device of `req_to_token` int32 [rows, width].
-
-    They are written to the front of `out` if it is given. The device computes them from two numbers
-    per row, without waiting; to copy the whole list would mean megabytes.
-    """
-    device = req_to_token.device
-    n = len(table.first_cells)
-    staged = torch.empty((2, n), dtype=torch.int64, pin_memory=device.type == "cuda")
-    host = staged.numpy()
-    indptr = table.indptr.numpy()
-    host[0] = np.diff(indptr)
-    host[1] = table.first_cells - indptr[:-1].astype(np.int64) * page_size
-    counts, starts = staged.to(device, non_blocking=True)
-    cells = starts.repeat_interleave(counts, output_size=table.num_pages)
-    cells += torch.arange(0, table.num_pages * page_size, page_size, device=device)
-    if out is None:
-        pages = req_to_token.view(-1).index_select(0, cells)
-    else:
-        pages = out[: table.num_pages]
-        torch.index_select(req_to_token.view(-1), 0, cells, out=pages)
-    if page_size > 1:
-        pages.div_(page_size, rounding_mode="floor")
-    return pages
+def _width(num_rows: int) -> int:
+    return -(-(num_rows + 1) // ALIGNMENT) * ALIGNMENT

@@ -63,6 +63,19 @@ def check_wrapper(wrapper: object) -> None:
         )
 
 
+def pin_ranges(largest: int) -> None:
+    """Make plans copy the constant 0, 1, 2, ... up to `largest` numbers from pinned memory.
+
+    FlashInfer keeps them, by powers of two, in memory that CUDA may wait for when it copies.
+    """
+    kept = load_flashinfer("flashinfer.utils")._cache_buf
+    size = 1 << (largest - 1).bit_length()
+    numbers = torch.arange(size, dtype=torch.int32).pin_memory()
+    while size:
+        kept[f"range_{size}", "cpu"] = numbers[:size]
+        size //= 2
+
+
 def lack_of_kernels(dtype: torch.dtype, head_dim: int) -> str:
     """What to tell if FlashInfer has no attention for queries of this type and size; "" if it
     has."""

@@ -12,9 +12,17 @@ from engine.checkpoint.model_config import RopeConfig
 from engine.errors import ConfigError
 from engine.layers.fused_ops import FusedOps
 
+Angles = tuple[Tensor, Tensor]
+"""`positions` and `cos_sin` of `FusedOps.rotate_`."""
+
 
 class StepRope(Protocol):
     """The rotation of one step's tokens, the same for all layers. Overwrites its arguments."""
+
+    @property
+    def angles(self) -> Angles | None:
+        """For kernels that look up the angles themselves; None: there is no such table."""
+        ...
 
     def rotate(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """q and k [T, heads, head_dim], rotated."""
@@ -34,6 +42,10 @@ class RopeTables(NamedTuple):
     cos: Tensor
     sin: Tensor
 
+    @property
+    def angles(self) -> None:
+        return None
+
     def rotate(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return rotate(q, self), rotate(k, self)
 
@@ -51,6 +63,10 @@ class FusedRope(NamedTuple):
     """int64 [T]"""
     cos_sin: Tensor
     """float32 [max_positions, head_dim]"""
+
+    @property
+    def angles(self) -> Angles:
+        return self.positions, self.cos_sin
 
     def rotate(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         self.fused.rotate_(self.positions, q, k, self.cos_sin)

@@ -67,12 +67,19 @@ class Attention:
         """[T, hidden] -> [T, hidden], or [N, hidden] of the tokens `batch.logits_rows`."""
         qkv = self.qkv(x).view(-1, self.num_qkv_heads, self.head_dim)
         v = qkv[:, self.num_qk_heads :]
+        # A backend that rotates does so in one pass with the write to its pool.
+        angles = rope.angles if backend.rotates and not only_sampled else None
         if self.q_norm is not None and self.k_norm is not None:
             q = self.q_norm(qkv[:, : self.num_heads])
             k = self.k_norm(qkv[:, self.num_heads : self.num_qk_heads])
-            q, k = rope.rotate(q, k)
+            if angles is None:
+                q, k = rope.rotate(q, k)
+        elif angles is not None:
+            q, k = qkv[:, : self.num_heads], qkv[:, self.num_heads : self.num_qk_heads]
         else:
             q, k = rope.rotate_joint(qkv[:, : self.num_qk_heads], self.num_heads)
+        if angles is not None:
+            return self.o(backend.forward_rotating(q, k, v, angles, self.layer, batch))
         if only_sampled:
             q = q.index_select(0, batch.logits_rows)
             return self.o(backend.forward_sampled(q, k, v, self.layer, batch))

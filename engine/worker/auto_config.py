@@ -21,6 +21,7 @@ from engine.process.host_memory import available_host_bytes, num_cores
 from engine.registry import KERNELS, kernels_of
 from engine.worker.gpu_kernels import (
     auto_kernels,
+    captured_rows,
     check_flashinfer,
 )
 from engine.worker.sizing.estimate import memory_of, profile_max_tokens
@@ -85,6 +86,7 @@ def make_worker_config(
     )
     if device == "cuda":
         check_flashinfer(worker)
+        worker = replace(worker, cuda_graph_max_batch_size=captured_rows(worker))
     if device == "cpu":
         _check_host(worker, share, serving=serving)
     return replace(worker, num_kv_tokens=_num_kv_tokens(worker, share))

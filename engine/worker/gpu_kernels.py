@@ -8,7 +8,11 @@ from typing import Any
 
 import torch
 
-from engine.attention.flashinfer_backend import check_attention, lack_of_attention
+from engine.attention.flashinfer_backend import (
+    check_attention,
+    lack_of_attention,
+    max_captured_rows,
+)
 from engine.attention.kv_pool import resolve_kv_dtype
 from engine.checkpoint.layout import AttentionCall
 from engine.config import WorkerConfig
@@ -29,6 +33,7 @@ from engine.device.flashinfer_modules import (
     sampling_modules,
     unsuitable_gpu,
 )
+from engine.device.triton_loader import require_triton
 from engine.errors import ConfigError
 from engine.models.loader import resolve_dtype
 from engine.registry import kernels_of
@@ -65,6 +70,7 @@ def check_flashinfer(config: WorkerConfig) -> None:
     load_flashinfer()
     if kernels_of(config.kernels.attention) == FLASHINFER:
         check_attention(resolve_dtype(config.dtype), config.model.calls)
+        require_triton()
     if config.kernels.attention == FLASHINFER_FA3:
         check_fa3(torch.cuda.get_device_capability())
     way_out = "or set kernels: torch, which is much slower."
@@ -85,6 +91,27 @@ def check_flashinfer(config: WorkerConfig) -> None:
             f"{way_out}"
         )
     logger.info("FlashInfer compiles kernels at their first use, for minutes: %s", lacking)
+
+
+def captured_rows(config: WorkerConfig) -> int:
+    """`config.cuda_graph_max_batch_size`, or fewer where the attention has room for fewer.
+
+    Raises `ConfigError` if that many were asked for.
+    """
+    rows = config.cuda_graph_max_batch_size
+    if not rows or kernels_of(config.kernels.attention) != FLASHINFER:
+        return rows
+    engine = config.engine
+    kv_dtype = resolve_kv_dtype(engine.kv_cache_dtype, resolve_dtype(config.dtype))
+    most = max_captured_rows(config.model.calls[0].on_rank(engine.tp_size), kv_dtype)
+    if most is None or rows <= most:
+        return rows
+    if engine.cuda_graph_max_batch_size is not None:
+        raise ConfigError(
+            f"cuda_graph_max_batch_size {engine.cuda_graph_max_batch_size}: FlashInfer's workspace "
+            f"has room for graphs of at most {most} rows of this model; lower it to that."
+        )
+    return most
 
 
 def _missing_kernels(config: WorkerConfig) -> list[str]:

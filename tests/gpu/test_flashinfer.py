@@ -14,7 +14,7 @@ from engine.attention.kv_pool import MHATokenToKVPool
 from engine.attention.torch_backend import TorchAttentionBackend
 from engine.checkpoint.layout import AttentionCall
 from engine.checkpoint.model_config import RopeConfig
-from engine.device.flashinfer_loader import flashinfer_installed
+from engine.device.flashinfer_loader import flashinfer_installed, load_flashinfer
 from engine.layers.activation import SiluAndMul
 from engine.layers.fused_ops import FlashInferOps
 from engine.layers.layernorm import RMSNorm
@@ -23,6 +23,7 @@ from engine.layers.weights import DummySource
 from engine.protocol.step import ModelWorkerBatch
 from engine.sampling.sampler import Sampler
 from engine.sampling.state import SamplingState
+from tests.support import torch_kernels
 from tests.support.sampler_rows import Row, many_rows
 
 if not torch.cuda.is_available() or not flashinfer_installed():
@@ -176,6 +177,24 @@ def test_fa3(page_size: int) -> None:
         pair.step(extends, decodes)
 
 
+@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_rotation_by_the_backend(page_size: int, kv_dtype: torch.dtype | None) -> None:
+    pair = Pair(page_size=page_size, kv_dtype=kv_dtype)
+    rotary = RotaryEmbedding(128, MAX_LEN, RopeConfig(10000.0), CUDA, FlashInferOps())
+    for extends, decodes in HISTORY:
+        batch = pair.batch(extends, decodes)
+        pair.torch.init_forward(batch)
+        pair.flashinfer.init_forward(batch)
+        angles = rotary.lookup(batch.positions, pair.dtype).angles
+        assert angles is not None
+        for layer in pair.layers:
+            q, k, v = pair.qkv(batch.num_tokens)
+            rotated = (torch_kernels.rotated(x, *angles) for x in (q, k))
+            wanted = pair.torch.forward(*rotated, v, layer, batch)
+            close(pair.flashinfer.forward_rotating(q, k, v, angles, layer, batch), wanted)
+
+
 @pytest.mark.parametrize("kv_heads", [2, 8])
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("page_size", [1, 16])
@@ -198,9 +217,10 @@ def test_captured_decodes(page_size: int, window: int | None, kv_heads: int) -> 
 
     backend.plan_graph(padding)
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # the plan's copies
     with torch.cuda.stream(stream):
         decode()
-    stream.synchronize()
+    torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         decode()
@@ -220,6 +240,30 @@ def test_captured_decodes(page_size: int, window: int | None, kv_heads: int) -> 
         pair.torch.init_forward(batch)
         for qkv, layer, found in zip(inputs, pair.layers, outputs, strict=True):
             close(found, pair.torch.forward(*qkv, layer, batch))
+
+
+def test_decode_plans_copy_from_pinned_memory() -> None:
+    pair = Pair(page_size=1)
+    utils = load_flashinfer("flashinfer.utils")
+    assert all(utils._get_range_buf(rows + 1, "cpu").is_pinned() for rows in range(1, ROWS + 1))
+    pair.step([(0, 3), (1, 3)], [])
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_planning_a_graph_takes_three_device_operations(window: int | None) -> None:
+    """One upload, the page numbers, and the copy of FlashInfer's plan; for each window, and the
+    last for each variant."""
+    pair = Pair(page_size=16, window=window, kv_heads=2)
+    pair.flashinfer.init_graphs([4])
+    pair.step([(row, 50 * (row + 1)) for row in range(4)], [])
+    pair.flashinfer.plan_graph(pair.batch([], [0, 1, 2, 3]))
+    batch = pair.batch([], [0, 1, 2, 3])
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        pair.flashinfer.plan_graph(batch)
+        torch.cuda.synchronize()
+    work = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    assert len(work) == (3 if window is None else 6), [e.name for e in work]
 
 
 def test_planning_ahead_of_a_busy_device() -> None:

@@ -22,6 +22,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support import torch_kernels
+
 
 @dataclass
 class Device:
@@ -581,8 +583,11 @@ def make_module(device: Device) -> ModuleType:
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> Device:
-    """Make `import flashinfer` find the fake, which also takes float32 and any head size."""
+    """Make `import flashinfer` find the fake, which also takes float32 and any head size. torch
+    stands in for the kernels in Triton around it."""
     import engine.device.flashinfer_loader as loader
+
+    torch_kernels.install(monkeypatch)
 
     dtypes = (torch.float16, torch.bfloat16, torch.float32)
     device = Device(dtypes)

@@ -70,6 +70,9 @@ IMPORTS = {
     module: set(imports_of(path)) & MODULES.keys() - {module} for module, path in MODULES.items()
 }
 
+TRITON = {module for module, path in MODULES.items() if "triton" in imports_of(path)}
+"""Files that can be imported only where Triton is installed."""
+
 
 def test_every_file_is_in_one_row() -> None:
     assert len(LAYERS) > 20
@@ -122,6 +125,12 @@ def test_no_circle() -> None:
             del left[module]
 
 
+def test_triton_is_loaded_where_its_kernels_are_used() -> None:
+    """Files that import it have kernels only, and others name them in a call that imports them."""
+    assert TRITON
+    assert [module for module, names in IMPORTS.items() if names & TRITON] == []
+
+
 @pytest.mark.parametrize("package", ["torch", "ray"])
 def test_what_is_loaded(package: str) -> None:
     """In one process per package: import all files of the rows that must not load it."""
@@ -129,6 +138,7 @@ def test_what_is_loaded(package: str) -> None:
         module
         for module, path in MODULES.items()
         if not (layer_of(path).loads_torch if package == "torch" else layer_of(path).loads_ray)
+        and module not in TRITON
     ]
     assert len(modules) > 50
     code = (

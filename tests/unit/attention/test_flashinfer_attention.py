@@ -270,7 +270,7 @@ def test_graphs_keep_their_addresses(device: Device) -> None:
         addresses.append(
             [
                 buffer.data_ptr()
-                for graph in pair.flashinfer.graph_buffers.values()
+                for graph in pair.flashinfer.graph_plans.values()
                 for buffer in (
                     graph.wrappers[2]._paged_kv_indptr_buf,
                     graph.wrappers[2]._paged_kv_indices_buf,

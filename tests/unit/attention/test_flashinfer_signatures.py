@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from engine.device.flashinfer_loader import check_wrapper, load_flashinfer
+from engine.device.flashinfer_loader import check_wrapper, load_flashinfer, pin_ranges
 from tests.support.fake_flashinfer import Device, make_module, signatures
 from tests.support.flashinfer_package import write_package
 from tests.support.source_files import ROOT
@@ -35,6 +36,18 @@ def test_wrappers_have_the_buffers_that_are_replaced() -> None:
             if f"self.{attribute} =" in source:
                 setattr(wrapper, attribute, None)
         check_wrapper(wrapper)
+
+
+def test_constant_of_decode_plans_can_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    utils = load_flashinfer("flashinfer.utils")
+    monkeypatch.setattr(utils, "_cache_buf", {})
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda numbers: numbers)
+    pin_ranges(100)
+    ours = {numbers.data_ptr() for numbers in utils._cache_buf.values()}
+    assert len(ours) == 1
+    for size in (1, 2, 3, 33, 64, 100):
+        numbers = utils._get_range_buf(size, "cpu")
+        assert numbers.tolist() == list(range(size)) and numbers.data_ptr() in ours
 
 
 _NAMES = """

@@ -14,8 +14,10 @@ import pytest
 import torch
 
 from deploy.start.child import OUR_WARNING
+from engine.attention import flashinfer_backend
+from engine.checkpoint.layout import AttentionCall
 from engine.config import EngineConfig, WorkerConfig, load_config
-from engine.device import flashinfer_modules
+from engine.device import flashinfer_modules, triton_loader
 from engine.errors import ConfigError
 from engine.registry import KERNELS
 from engine.worker import auto_config, gpu_kernels
@@ -31,6 +33,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """FlashInfer is installed without compiled modules, and the machine has no compiler."""
     monkeypatch.setattr(auto_config, "detect_device", lambda: "cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(triton_loader, "lack_of_triton", lambda: "")
     found = install_package(tmp_path / "packages", monkeypatch)
     (tmp_path / "bin").mkdir()
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
@@ -165,6 +168,65 @@ def test_another_card_than_the_image_is_for(
     with pytest.raises(ConfigError, match=r"capability .*, and the GPU has \d+\.\d.*CUDA_ARCHS"):
         resolve()
     assert resolve(attention_backend="torch").kernels.sampling == "torch"
+
+
+def test_kernels_in_triton_need_it_and_a_compiler(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(triton_loader.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    found: list[str] = []
+    monkeypatch.setattr(triton_loader.importlib.util, "find_spec", lambda name: found or None)
+    with pytest.raises(ConfigError, match=r"Triton isn't installed.*set kernels: torch"):
+        triton_loader.require_triton()
+    found.append("triton")
+    with pytest.raises(ConfigError, match="no gcc on the PATH"):
+        triton_loader.require_triton()
+    monkeypatch.setenv("CC", "/usr/bin/tcc")
+    with pytest.raises(ConfigError, match=f"there is no {tmp_path}/Python.h"):
+        triton_loader.require_triton()
+    (tmp_path / "Python.h").touch()
+    triton_loader.require_triton()
+
+
+def test_flashinfer_needs_triton_too(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_all(package)
+    monkeypatch.setattr(triton_loader, "lack_of_triton", lambda: "it is broken")
+    with pytest.raises(ConfigError, match="Triton can't run here: it is broken"):
+        resolve()
+    assert resolve(kernels="torch").kernels.attention == "torch"
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "kv_dtype", "rows"),
+    [
+        (32, 8, torch.bfloat16, 1626),
+        (64, 8, torch.bfloat16, 1355),
+        (64, 64, torch.float8_e4m3fn, 240),
+        (64, 64, torch.bfloat16, None),
+    ],
+)
+def test_rows_that_the_workspace_has_room_for(
+    heads: int, kv_heads: int, kv_dtype: torch.dtype, rows: int | None
+) -> None:
+    """The numbers that FlashInfer's compiled planner takes; of one more it says that its workspace
+    is too small."""
+    call = AttentionCall(heads, kv_heads, 128, 128, 1.0)
+    assert flashinfer_backend.max_captured_rows(call, kv_dtype) == rows
+
+
+def test_graphs_are_no_larger_than_the_workspace(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compile_all(package)
+    monkeypatch.setattr(gpu_kernels, "max_captured_rows", lambda call, kv_dtype: 200)
+    assert resolve().cuda_graph_max_batch_size == 200
+    few = resolve(cuda_graph_max_batch_size=150)
+    assert few.cuda_graph_max_batch_size == 150
+    with pytest.raises(ConfigError, match=r"cuda_graph_max_batch_size 201: .* at most 200 rows"):
+        resolve(cuda_graph_max_batch_size=201)
+    assert resolve(kernels="torch").cuda_graph_max_batch_size == 256
 
 
 def test_a_gpu_without_flashinfer_says_so(
