@@ -173,8 +173,8 @@ class TpModelWorker(ModelWorker):
         if not lack:
             return graphs
         logger.warning(
-            "%s can't be captured in CUDA graphs (%s): decodes run eagerly, which costs small models "
-            "and batches most of their speed",
+            "%s can't be captured in CUDA graphs (%s): decodes run eagerly, which costs small "
+            "models and batches most of their speed",
             self.runner.config.model.title,
             lack,
         )
