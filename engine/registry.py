@@ -78,7 +78,7 @@ SAMPLING_BACKENDS: Registry[Any] = Registry(
     {
         "cpu": "engine.sampling.cpu_backend:CpuSampling",
         "torch": "engine.sampling.torch_backend:TorchSampling",
-        "flashinfer": "engine.sampling.flashinfer_backend:FlashInferSampling",
+        "triton": "engine.sampling.triton_backend:TritonSampling",
     },
 )
 """Calls that take a `DrawTable` and return a `SamplingBackend`."""

@@ -1,0 +1,27 @@
+"""Whether Triton, which CUDA builds of torch bring, can be used on this machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+
+from engine.errors import ConfigError
+
+
+def lack_of_triton() -> str:
+    """Why kernels in Triton can't run here; "" if they can. Doesn't import the package."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton isn't installed"
+    compilers = os.environ.get("CC"), shutil.which("gcc"), shutil.which("clang")
+    # Triton compiles a small launcher in C for each kernel.
+    return "" if any(compilers) else "Triton needs a C compiler, and there is no gcc on the PATH"
+
+
+def require_triton() -> None:
+    """Raise `ConfigError` with advice if kernels in Triton can't run here."""
+    if lack := lack_of_triton():
+        raise ConfigError(
+            f"sampling_backend triton can't run here: {lack}. Install what is missing (a CUDA build "
+            "of torch brings Triton), or set sampling_backend: torch."
+        )
