@@ -102,11 +102,15 @@ RUN python scripts/build_kernels.py --out /aot --arch ${CUDA_ARCHS} ${KERNELS}
 
 FROM cpu AS gpu
 USER 0
+# Triton compiles the sampler's kernels at the start, and a launcher in C for each.
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/*
 COPY --from=flashinfer /aot /tmp/aot
 RUN python -c "import importlib.util as u, shutil; \
 f = u.find_spec('flashinfer').submodule_search_locations[0]; \
 shutil.copytree('/tmp/aot', f + '/data/aot', dirs_exist_ok=True)" && rm -r /tmp/aot
-# A missing module is an error: there is no compiler in the image.
+# A missing module is an error: there is no CUDA compiler in the image.
 ENV FLASHINFER_DISABLE_JIT=1
 USER 1000:1000
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
+from importlib.util import find_spec
 
 from engine.errors import ConfigError
 
 
 def lack_of_triton() -> str:
     """Why kernels in Triton can't run here; "" if they can. Doesn't import the package."""
-    if importlib.util.find_spec("triton") is None:
+    if find_spec("triton") is None:
         return "Triton isn't installed"
     compilers = os.environ.get("CC"), shutil.which("gcc"), shutil.which("clang")
     # Triton compiles a small launcher in C for each kernel.
@@ -22,6 +22,6 @@ def require_triton() -> None:
     """Raise `ConfigError` with advice if kernels in Triton can't run here."""
     if lack := lack_of_triton():
         raise ConfigError(
-            f"sampling_backend triton can't run here: {lack}. Install what is missing (a CUDA build "
-            "of torch brings Triton), or set sampling_backend: torch."
+            f"sampling_backend triton can't run here: {lack}. Install it (a CUDA build of torch "
+            "brings Triton), or set sampling_backend: torch."
         )

@@ -126,7 +126,9 @@ def _distance(x, top):
 
 
 @triton.jit(do_not_specialize=["blocks"])
-def find_peaks(peaks, logits, blocks, VOCAB: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+def find_peaks(
+    peaks, logits, blocks, VOCAB: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr
+):
     """`peaks` int64 [lines, SPLITS]: the place of each split's largest logit, or of its first NaN.
 
     Grid: lines, splits of `blocks` blocks each.
