@@ -15,8 +15,8 @@ from engine.sampling.scratch import Scratch
 
 MAX_SPLITS = 128
 PROGRAMS_PER_MULTIPROCESSOR = 4
-_BLOCK = 2048
-_WARPS = 8
+BLOCK = 2048
+WARPS = 8
 
 
 class TritonSampling(SamplingBackend):
@@ -48,7 +48,7 @@ class TritonSampling(SamplingBackend):
         peaks, races = self._scratch.get("places", (2, count, MAX_SPLITS), torch.int64)
         masses = self._scratch.get("masses", (count, MAX_SPLITS), torch.float64)
         tables = self.table.floats, self.table.ints
-        sizes = dict(VOCAB=vocab, SPLITS=MAX_SPLITS, BLOCK=_BLOCK, num_warps=_WARPS)
+        sizes = dict(VOCAB=vocab, SPLITS=MAX_SPLITS, BLOCK=BLOCK, num_warps=WARPS)
         kernels = self._kernels
         kernels.find_peaks[count, splits](peaks, logits, blocks, **sizes)
         kernels.run_races[count, splits](
@@ -61,7 +61,7 @@ class TritonSampling(SamplingBackend):
 
     def _split(self, lines: int) -> tuple[int, int]:
         """Blocks of logits for each program, and programs for each of `lines`."""
-        total = -(-self.table.vocab_size // _BLOCK)
+        total = -(-self.table.vocab_size // BLOCK)
         splits = min(max(1, self._programs // lines), total, MAX_SPLITS)
         blocks = -(-total // splits)
         return blocks, -(-total // blocks)

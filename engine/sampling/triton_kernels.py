@@ -96,14 +96,19 @@ def _row_key(mixed_seed, position):
 
 
 @triton.jit
-def _exponential(key, ids):
-    """`HashNoise.minus_exponential` of the tokens `ids` int32, negated."""
+def _uniform(key, ids):
+    """`HashNoise.uniform` of the tokens `ids` int32, the same bits."""
     x = ((ids * _GOLDEN32) & _LOW_BITS) ^ key.to(tl.int32)
     x = (x ^ (x >> 16)) * _LOWBIAS_A
     x = x ^ (key >> 32).to(tl.int32)
     x = (x ^ (x >> 15)) * _LOWBIAS_B
-    u = (x | _ODD_NEGATIVE).to(tl.float32) * _SCALE
-    return 0.0 - _log(u)
+    return (x | _ODD_NEGATIVE).to(tl.float32) * _SCALE
+
+
+@triton.jit
+def _exponential(key, ids):
+    """`HashNoise.minus_exponential`, negated: up to rounding."""
+    return 0.0 - _log(_uniform(key, ids))
 
 
 @triton.jit
