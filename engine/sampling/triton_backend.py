@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,34 @@ from engine.sampling.scratch import Scratch
 MAX_SPLITS = 128
 PROGRAMS_PER_MULTIPROCESSOR = 4
 BLOCK = 2048
+"""Logits that a program reads at once."""
 WARPS = 8
+SETTLE_WARPS = 16
+"""One program of it has a row to itself, and with fewer warps too few registers."""
+MIN_CHUNK = 16
+MAX_CHUNKS = 8192
+HELD = 4096
+"""Tokens of the chunks that are read again."""
+
+
+class ChunkSizes(NamedTuple):
+    """How the kernels cut a vocabulary into chunks."""
+
+    chunk: int
+    """Tokens of each."""
+    chunks: int
+    """Their number, rounded up to a power of two."""
+    picked: int
+    """Chunks whose tokens one program holds at once."""
+
+
+def chunk_sizes(vocab_size: int) -> ChunkSizes:
+    """The sizes for a vocabulary: one program holds the largest logits of all chunks, too."""
+    chunk = MIN_CHUNK
+    while vocab_size > chunk * MAX_CHUNKS:
+        chunk *= 2
+    num_chunks = -(-vocab_size // chunk)
+    return ChunkSizes(chunk, max(MIN_CHUNK, 1 << (num_chunks - 1).bit_length()), HELD // chunk)
 
 
 class TritonSampling(SamplingBackend):
@@ -36,26 +63,55 @@ class TritonSampling(SamplingBackend):
         require_triton()
         self._kernels: Any = import_module("engine.sampling.triton_kernels")
         self._scratch = Scratch(table.device)
+        self.sizes = chunk_sizes(table.vocab_size)
         self._programs = PROGRAMS_PER_MULTIPROCESSOR * _multiprocessors(table.device)
 
     def sample(self, logits: Tensor, plan: DrawPlan, rows: Tensor, positions: Tensor) -> Drawn:
         """`logits` may be of a half type here: [S, vocab], contiguous."""
-        count, vocab = logits.shape
-        drawn = Drawn(torch.empty_like(rows), logits.new_empty(count, dtype=torch.float32))
-        if count == 0:
+        lines, vocab = logits.shape
+        drawn = Drawn(torch.empty_like(rows), logits.new_empty(lines, dtype=torch.float32))
+        if lines == 0:
             return drawn
-        blocks, splits = self._split(count)
-        peaks, races = self._scratch.get("places", (2, count, MAX_SPLITS), torch.int64)
-        masses = self._scratch.get("masses", (count, MAX_SPLITS), torch.float64)
-        tables = self.table.floats, self.table.ints
-        sizes = dict(VOCAB=vocab, SPLITS=MAX_SPLITS, BLOCK=BLOCK, num_warps=WARPS)
-        kernels = self._kernels
-        kernels.find_peaks[count, splits](peaks, logits, blocks, **sizes)
-        kernels.run_races[count, splits](
-            races, masses, logits, peaks, *tables, rows, positions, blocks, splits, **sizes
+        blocks, splits = self._split(lines)
+        take, kernels, sizes = self._scratch.get, self._kernels, self.sizes
+        peaks, races = take("places", (2, lines, MAX_SPLITS), torch.int64)
+        masses = take("masses", (lines, MAX_SPLITS), torch.float64)
+        tops = take("tops", (lines, -(-vocab // sizes.chunk)), torch.float32)
+        picked = take("picked", (lines, sizes.picked), torch.int32)
+        tables = self.table.floats, self.table.ints, rows
+        common = dict(VOCAB=vocab, SPLITS=MAX_SPLITS, BLOCK=BLOCK)
+        kernels.find_peaks[lines, splits](
+            peaks, tops, logits, *tables, blocks, **common, CHUNK=sizes.chunk, num_warps=WARPS
         )
-        kernels.settle[(count,)](
-            *drawn, logits, peaks, races, masses, *tables, rows, positions, splits, **sizes
+        kernels.run_races[lines, splits](
+            races,
+            masses,
+            logits,
+            peaks,
+            *tables,
+            positions,
+            blocks,
+            splits,
+            **common,
+            PICKED=sizes.picked,
+            num_warps=WARPS,
+        )
+        kernels.settle[(lines,)](
+            *drawn,
+            picked,
+            logits,
+            peaks,
+            tops,
+            races,
+            masses,
+            *tables,
+            positions,
+            splits,
+            **common,
+            CHUNK=sizes.chunk,
+            CHUNKS=sizes.chunks,
+            PICKED=sizes.picked,
+            num_warps=SETTLE_WARPS,
         )
         return drawn
 

@@ -254,14 +254,22 @@ from triton.compiler import ASTSource
 from engine.sampling import triton_backend, triton_kernels
 
 types = {name: "*i64" for name in ("peaks", "races", "ints", "rows", "positions", "token_ids")}
-types |= {"max_logit": "*fp32", "floats": "*fp32", "masses": "*fp64"}
+types |= {name: "*fp32" for name in ("max_logit", "floats", "tops")}
+types |= {"masses": "*fp64", "picked": "*i32"}
 types |= {"blocks": "i32", "splits": "i32"}
 sizes = {"VOCAB": 128256, "SPLITS": triton_backend.MAX_SPLITS}
 tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-for kernel in (triton_kernels.find_peaks, triton_kernels.run_races, triton_kernels.settle):
+kernels = {
+    triton_kernels.find_peaks: triton_backend.WARPS,
+    triton_kernels.run_races: triton_backend.WARPS,
+    triton_kernels.settle: triton_backend.SETTLE_WARPS,
+}
+for kernel, warps in kernels.items():
     for logits in ("*fp32", "*bf16"):
-        constants = {**sizes, "BLOCK": triton_backend.BLOCK}
-        known = types | {"logits": logits} | dict.fromkeys(constants, "constexpr")
+        chunks = triton_backend.chunk_sizes(128256)
+        constants = {**sizes, "BLOCK": triton_backend.BLOCK, "CHUNK": chunks.chunk}
+        constants |= {"CHUNKS": chunks.chunks, "PICKED": chunks.picked}
+        known = {**types, "logits": logits, **dict.fromkeys(constants, "constexpr")}
         signature = {name: known[name] for name in kernel.arg_names}
         pointers = [i for i, name in enumerate(kernel.arg_names) if known[name][0] == "*"]
         source = ASTSource(
@@ -273,7 +281,7 @@ for kernel in (triton_kernels.find_peaks, triton_kernels.run_races, triton_kerne
         made = triton.compile(
             source,
             target=GPUTarget("cuda", 90, 32),
-            options={"num_warps": triton_backend.WARPS},
+            options={"num_warps": warps},
         )
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(made.asm["cubin"])
