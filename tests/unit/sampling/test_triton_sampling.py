@@ -22,7 +22,7 @@ from engine.sampling.base import Drawn, SamplingBackend
 from engine.sampling.hash_noise import HashNoise, mix_seed
 from engine.sampling.state import SamplingState
 from engine.sampling.torch_backend import TorchSampling
-from engine.sampling.triton_backend import TritonSampling
+from engine.sampling.triton_backend import HELD, MAX_CHUNKS, TritonSampling, chunk_sizes
 from tests.support.sampler_rows import CPU, FILTERS, Row, random_logits, reference_scores
 from tests.support.source_files import ROOT
 
@@ -42,13 +42,16 @@ def draw(
     rows: list[Row],
     programs: int = 1,
     dtype: torch.dtype = torch.float32,
+    picked: int | None = None,
 ) -> Drawn:
-    """`programs` share the logits of a step, at least one for each row."""
+    """`programs` share the logits of a step, at least one for each row; one holds the tokens of
+    `picked` chunks."""
     state = SamplingState(len(rows), len(rows[0].logits), CPU)
     state.install([row.install(slot) for slot, row in enumerate(rows)])
     sampling = backend(state.draw)
     if isinstance(sampling, TritonSampling):
         sampling._programs = programs
+        sampling.sizes = sampling.sizes._replace(picked=picked or sampling.sizes.picked)
     numbers = np.arange(len(rows))
     return sampling.sample(
         torch.stack([row.logits for row in rows]).to(dtype),
@@ -58,9 +61,10 @@ def draw(
     )
 
 
-def check_same(rows: list[Row], programs: int = 1) -> None:
+def check_same(rows: list[Row], programs: int = 1, picked: int | None = None) -> None:
     """Equal tokens, or ones that are equally good up to float32 rounding."""
-    wanted, found = draw(TorchSampling, rows), draw(TritonSampling, rows, programs)
+    wanted = draw(TorchSampling, rows)
+    found = draw(TritonSampling, rows, programs, picked=picked)
     assert torch.equal(found.max_logit, wanted.max_logit)
     assert found.token_ids.dtype == torch.int64 and found.max_logit.dtype == torch.float32
     pairs = zip(found.token_ids.tolist(), wanted.token_ids.tolist(), strict=True)
@@ -95,6 +99,7 @@ def test_programs_share_a_row(spread: float) -> None:
     """A vocabulary of several blocks, the last one not full; how it is split changes nothing."""
     rows = plain_rows(13, 5000, spread)
     check_same(rows, 3 * len(rows))
+    check_same(rows, picked=64)
     alone = draw(TritonSampling, rows)
     for programs in (2 * len(rows), 3 * len(rows)):
         assert torch.equal(draw(TritonSampling, rows, programs).token_ids, alone.token_ids)
@@ -177,12 +182,13 @@ def test_rows_without_a_request_are_greedy() -> None:
 @settings(max_examples=25)
 @given(
     temperature=st.sampled_from([0.01, 0.3, 1.0, 2.5, 50.0]),
-    top_k=st.sampled_from([-1, 2, 17, 100, 640]),
-    top_p=st.floats(0.01, 1.0),
+    top_k=st.sampled_from([-1, 2, 17, 80, 640]),
+    top_p=st.one_of(st.just(1.0), st.floats(0.01, 1.0)),
     min_p=st.one_of(st.just(0.0), st.floats(0.001, 1.0)),
     seed=st.integers(-(2**63), 2**63 - 1),
     levels=st.sampled_from([2, 8, 1000]),
     spread=st.sampled_from([0.1, 1.0, 4.0, 20.0]),
+    picked=st.sampled_from([1, 2, 4, 256]),
 )
 def test_any_parameters(
     temperature: float,
@@ -192,13 +198,23 @@ def test_any_parameters(
     seed: int,
     levels: int,
     spread: float,
+    picked: int,
 ) -> None:
-    """Three positions of a request; few `levels` of logits tie."""
+    """Three positions of a request; few `levels` of logits tie. Where one program holds the tokens
+    of a few chunks only, others are read as often as it takes."""
     params = SamplingParams(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
     )
     logits = (random_logits(seed % 1000, 1.0, 96) * levels).round() * (spread / levels)
-    check_same([Row(logits, params, output=[0] * count) for count in range(3)])
+    check_same([Row(logits, params, output=[0] * count) for count in range(3)], picked=picked)
+
+
+@pytest.mark.parametrize("vocab", [17, 512, 32000, 128256, 131073, 151936, 262144, 1 << 20])
+def test_sizes_of_chunks(vocab: int) -> None:
+    sizes = chunk_sizes(vocab)
+    assert sizes.chunk * sizes.chunks >= vocab
+    assert sizes.chunks <= MAX_CHUNKS and sizes.chunk * sizes.picked == HELD
+    assert all(size & (size - 1) == 0 for size in sizes)
 
 
 @triton.jit
