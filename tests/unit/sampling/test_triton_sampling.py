@@ -120,11 +120,25 @@ def test_ties_are_broken_by_id() -> None:
         assert set(found.tolist()) == {100, 200}
 
 
+@pytest.mark.parametrize("picked", [1, 4])
+@pytest.mark.parametrize(
+    ("filters", "kept"),
+    [({"top_k": 9}, 9), ({"top_p": 0.25}, 10), ({"top_k": 18, "top_p": 0.5}, 9)],
+    ids=str,
+)
+def test_the_edge_is_exact(filters: dict[str, float], kept: int, picked: int) -> None:
+    """All of 40 tokens are equally likely, so each that is kept is drawn, and no other."""
+    rows = [Row(torch.ones(40), SamplingParams(seed=seed, **filters)) for seed in range(60)]
+    found = draw(TritonSampling, rows, picked=picked).token_ids
+    assert torch.equal(found, draw(TorchSampling, rows).token_ids)
+    assert set(found.tolist()) == set(range(kept))
+
+
 def test_zeros_of_both_signs_are_equal() -> None:
     logits = torch.full((64,), -1.0)
     logits[[7, 11, 30]] = torch.tensor([-0.0, 0.0, -0.0])
     params = [SamplingParams(temperature=0.0)]
-    params += [SamplingParams(seed=seed, top_k=2) for seed in range(12)]
+    params += [SamplingParams(seed=seed, top_k=2) for seed in range(9)]
     found = draw(TritonSampling, [Row(logits, each) for each in params]).token_ids
     assert found[0] == 7
     assert set(found.tolist()) == {7, 11}
