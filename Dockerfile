@@ -110,7 +110,7 @@ COPY --from=flashinfer /aot /tmp/aot
 RUN python -c "import importlib.util as u, shutil; \
 f = u.find_spec('flashinfer').submodule_search_locations[0]; \
 shutil.copytree('/tmp/aot', f + '/data/aot', dirs_exist_ok=True)" && rm -r /tmp/aot
-# A missing module is an error: there is no nvcc in the image.
+# A missing module is an error: there is no CUDA compiler in the image.
 ENV FLASHINFER_DISABLE_JIT=1
 USER 1000:1000
 

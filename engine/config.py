@@ -27,6 +27,7 @@ from engine.registry import (
     SCHEDULE_POLICIES,
     WEIGHT_FORMATS,
     kernels_of,
+    sampling_of,
 )
 from engine.speculative.config import SpeculativeConfig
 
@@ -185,11 +186,12 @@ class EngineConfig(BaseModel):
         if layers == "auto":
             family = kernels_of(self.attention_backend)
             layers = family if family in KERNELS else best
-        attention, sampling = (
-            layers if backend == "auto" else backend
-            for backend in (self.attention_backend, self.sampling_backend)
+        attention, sampling = self.attention_backend, self.sampling_backend
+        return KernelChoice(
+            layers,
+            layers if attention == "auto" else attention,
+            sampling_of(layers) if sampling == "auto" else sampling,
         )
-        return KernelChoice(layers, attention, sampling)
 
     @property
     def world_size(self) -> int:
@@ -257,7 +259,7 @@ class EngineConfig(BaseModel):
             name = getattr(self, key)
             if name == "cpu" and device != "cpu":
                 raise ConfigError(f"{key} cpu needs device cpu, and the device is '{device}'.")
-            if name.startswith("flashinfer") and device != "cuda":
+            if name.startswith(("flashinfer", "triton")) and device != "cuda":
                 raise ConfigError(
                     f"{key} {name} needs a GPU and the device is '{device}'; set {key}: auto or "
                     "torch."

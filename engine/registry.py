@@ -60,7 +60,8 @@ KERNELS: Registry[Any] = Registry(
         "flashinfer": "engine.layers.kernel_set:FLASHINFER",
     },
 )
-"""`KernelSet`s. Each has backends of the same word in the two registries below."""
+"""`KernelSet`s. Each has an attention backend of the same word, and the sampling backend
+`sampling_of`."""
 
 ATTENTION_BACKENDS: Registry[Any] = Registry(
     "attention_backend",
@@ -78,7 +79,7 @@ SAMPLING_BACKENDS: Registry[Any] = Registry(
     {
         "cpu": "engine.sampling.cpu_backend:CpuSampling",
         "torch": "engine.sampling.torch_backend:TorchSampling",
-        "flashinfer": "engine.sampling.flashinfer_backend:FlashInferSampling",
+        "triton": "engine.sampling.triton_backend:TritonSampling",
     },
 )
 """Calls that take a `DrawTable` and return a `SamplingBackend`."""
@@ -88,6 +89,12 @@ def kernels_of(backend: str) -> str:
     """The word of `KERNELS` that an attention or sampling backend belongs to: its own, before a
     hyphen."""
     return backend.partition("-")[0]
+
+
+def sampling_of(kernels: str) -> str:
+    """The word of `SAMPLING_BACKENDS` that goes with one of `KERNELS`: the same, but Manta's own
+    beside FlashInfer's."""
+    return "triton" if kernels == "flashinfer" else kernels
 
 
 WEIGHT_FORMATS: Registry[Any] = Registry(

@@ -89,7 +89,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--fp8", action="store_true", help="for kv_cache_dtype fp8_e4m3 too")
     parser.add_argument("--windows", action="store_true", help="for sliding windows too")
     parser.add_argument("--fa3", action="store_true", help="Hopper's prefill kernels too")
-    parser.add_argument("--only-attention", action="store_true", help="no norm, rope, sampling ...")
+    parser.add_argument("--only-attention", action="store_true", help="no norm, rope ...")
     parser.add_argument("--include", nargs="*", type=Path, default=[], help="header folders")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--json", type=Path, help="write times and sizes here")
@@ -138,7 +138,6 @@ def _specs(options: argparse.Namespace) -> Iterator[Any]:
             yield from flashinfer_modules.prefill_modules(dtype, dtype, head_dim, window, fa3=True)
     if not options.only_attention:
         yield from flashinfer_modules.operator_modules()
-        yield from flashinfer_modules.sampling_modules()
         yield gen_page_module()
 
 

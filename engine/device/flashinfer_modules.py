@@ -60,11 +60,6 @@ def operator_modules() -> Iterator[Any]:
     yield load_flashinfer("flashinfer.jit.rope").gen_rope_module()
 
 
-def sampling_modules() -> Iterator[Any]:
-    """What `engine.sampling.flashinfer_backend` calls."""
-    yield load_flashinfer("flashinfer.jit.sampling").gen_sampling_module()
-
-
 def missing(modules: Iterable[Any]) -> list[str]:
     """Names of the `modules` that FlashInfer would have to compile."""
     return [spec.name for spec in modules if not spec.aot_artifacts]

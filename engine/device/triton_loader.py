@@ -27,5 +27,5 @@ def require_triton() -> None:
     if lack := lack_of_triton():
         raise ConfigError(
             f"Kernels in Triton can't run here: {lack}. Install what is missing (a CUDA build of "
-            "torch brings Triton), or set kernels: torch."
+            "torch brings Triton), or set kernels: torch and sampling_backend: auto."
         )

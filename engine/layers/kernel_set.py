@@ -15,8 +15,8 @@ from engine.registry import find
 
 @dataclass(frozen=True)
 class KernelSet:
-    """What computes a model's layers. Attention and sampling have backends of the same word, which
-    can be chosen apart from it (`EngineConfig.kernel_choice`)."""
+    """What computes a model's layers. Attention and sampling have backends that go with it and can
+    be chosen apart from it (`EngineConfig.kernel_choice`)."""
 
     plain_format: Callable[[], WeightFormat]
     """Keeps matrices of the model's own type."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -25,6 +25,10 @@ class SamplingBackend(ABC):
 
     Every backend draws the same token for the same logits, seed and position, up to rounding.
     """
+
+    ignores_plan: ClassVar[bool] = False
+    """What `sample` launches depends on the number of lines alone, so that one captured graph
+    serves every plan."""
 
     def __init__(self, table: DrawTable) -> None:
         self.table = table

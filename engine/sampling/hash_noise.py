@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 _MASK64 = (1 << 64) - 1
-_GOLDEN64 = 0x9E3779B97F4A7C15
-_SPLITMIX_A = 0xBF58476D1CE4E5B9
-_SPLITMIX_B = 0x94D049BB133111EB
-_GOLDEN32 = 0x9E3779B1
-_LOWBIAS_A = 0x7FEB352D
-_LOWBIAS_B = 0x846CA68B
-_ODD_NEGATIVE = -(1 << 31) + 1
+GOLDEN64 = 0x9E3779B97F4A7C15
+SPLITMIX_A = 0xBF58476D1CE4E5B9
+SPLITMIX_B = 0x94D049BB133111EB
+GOLDEN32 = 0x9E3779B1
+LOWBIAS_A = 0x7FEB352D
+LOWBIAS_B = 0x846CA68B
+ODD_NEGATIVE = -(1 << 31) + 1
 # A little less than 2**-31, so that u stays below 1 although float32 rounds 2**31 - 1 to 2**31.
-_SCALE = -(1.0 - 2.0**-24) * 2.0**-31
+SCALE = -(1.0 - 2.0**-24) * 2.0**-31
 
 
 def mix_seed(seed: int) -> int:
@@ -29,10 +29,10 @@ def mix_seed(seed: int) -> int:
 
     Without it, seeds a certain constant apart would give the same noise one position apart.
     """
-    z = (seed + _GOLDEN64) & _MASK64
-    z = ((z ^ (z >> 30)) * _SPLITMIX_A) & _MASK64
-    z = ((z ^ (z >> 27)) * _SPLITMIX_B) & _MASK64
-    return _signed(z ^ (z >> 31), 64)
+    z = (seed + GOLDEN64) & _MASK64
+    z = ((z ^ (z >> 30)) * SPLITMIX_A) & _MASK64
+    z = ((z ^ (z >> 27)) * SPLITMIX_B) & _MASK64
+    return signed(z ^ (z >> 31), 64)
 
 
 class HashNoise:
@@ -50,23 +50,23 @@ class HashNoise:
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         # Constants are tensors: torch takes 3 us at every use to wrap a Python number.
         def i64(value: int) -> Tensor:
-            return torch.tensor(_signed(value, 64), dtype=torch.int64, device=device)
+            return torch.tensor(signed(value, 64), dtype=torch.int64, device=device)
 
         def i32(value: int) -> Tensor:
             return torch.tensor(value, dtype=torch.int32, device=device)
 
-        self._golden = i64(_GOLDEN64)
-        self._key_rounds = ((i64(30), i64(_SPLITMIX_A)), (i64(27), i64(_SPLITMIX_B)))
+        self._golden = i64(GOLDEN64)
+        self._key_rounds = ((i64(30), i64(SPLITMIX_A)), (i64(27), i64(SPLITMIX_B)))
         self._key_shift = i64(31)
-        self._shift_a, self._multiplier_a = i32(16), i32(_LOWBIAS_A)
-        self._shift_b, self._multiplier_b = i32(15), i32(_signed(_LOWBIAS_B, 32))
-        self._odd_negative = i32(_ODD_NEGATIVE)
-        self._scale = torch.tensor(_SCALE, dtype=torch.float32, device=device)
+        self._shift_a, self._multiplier_a = i32(16), i32(LOWBIAS_A)
+        self._shift_b, self._multiplier_b = i32(15), i32(signed(LOWBIAS_B, 32))
+        self._odd_negative = i32(ODD_NEGATIVE)
+        self._scale = torch.tensor(SCALE, dtype=torch.float32, device=device)
         # Token ids enter the hash as distinct 31-bit numbers. The sign bit is zero because an
         # arithmetic xor-shift maps x and ~x to the same number: two tokens whose codes were each
         # other's complement would always share their noise.
         ids = torch.arange(vocab_size, dtype=torch.int64, device=device)
-        self._codes = ((ids * _GOLDEN32) & 0x7FFFFFFF).to(torch.int32)
+        self._codes = ((ids * GOLDEN32) & 0x7FFFFFFF).to(torch.int32)
 
     def row_keys(self, mixed_seeds: Tensor, positions: Tensor) -> Tensor:
         """Keys int32 [n, 2] of rows with `mixed_seeds` int64 [n] (`mix_seed`) at `positions`.
@@ -108,5 +108,5 @@ class HashNoise:
         return self.uniform(keys, token_ids, work).log_()
 
 
-def _signed(value: int, bits: int) -> int:
+def signed(value: int, bits: int) -> int:
     return value - (1 << bits) if value >> (bits - 1) else value

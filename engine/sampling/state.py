@@ -28,10 +28,15 @@ class SamplingPlan:
     logprobs: LogprobGroup | None = None
 
     @property
+    def only_draws(self) -> bool:
+        """No line asks for more than a token, drawn from the logits as they are. What has a fixed
+        way to sample (a captured graph) asks this, or `is_plain`, and nothing else."""
+        return not self.adjustments and self.logprobs is None
+
+    @property
     def is_plain(self) -> bool:
-        """No line asks for more than its likeliest token or one of the whole vocabulary. What has a
-        fixed way to sample (a captured graph) asks this and nothing else."""
-        return self.draw.is_plain and not self.adjustments and self.logprobs is None
+        """Besides, each token is a line's likeliest or one of the whole vocabulary."""
+        return self.draw.is_plain and self.only_draws
 
 
 class SamplingState:

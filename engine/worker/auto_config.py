@@ -11,6 +11,7 @@ from engine.attention.cpu_backend import has_kernels_for
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.weight_formats import weight_form
 from engine.config import EngineConfig, KernelChoice, ResolvedConfig, WorkerConfig
+from engine.device.triton_loader import require_triton
 from engine.errors import ConfigError
 from engine.memory_need import crowding, max_cache_tokens, shortage
 from engine.models.loader import resolve_dtype
@@ -21,6 +22,7 @@ from engine.process.host_memory import available_host_bytes, num_cores
 from engine.registry import KERNELS, kernels_of
 from engine.worker.gpu_kernels import (
     auto_kernels,
+    auto_sampling,
     captured_rows,
     check_flashinfer,
 )
@@ -157,6 +159,8 @@ def _kernels(engine: EngineConfig, model: ModelConfig, dtype: str, device: str) 
     elif device == "cuda" and is_open:
         best = auto_kernels(resolve_dtype(dtype), model.calls)
     choice = engine.kernel_choice(best)
+    if device == "cuda" and is_open and engine.sampling_backend == "auto":
+        choice = choice._replace(sampling=auto_sampling())
     keys = {"kernels": engine.kernels, "attention_backend": engine.attention_backend}
     for key, word in keys.items():
         if word == "cpu":
@@ -165,6 +169,8 @@ def _kernels(engine: EngineConfig, model: ModelConfig, dtype: str, device: str) 
                 raise ConfigError(f"{key} cpu has no kernels for this model's sizes.")
     if choice.sampling == "cpu":
         require_kernels("sampling_backend")
+    if choice.sampling == "triton":
+        require_triton()
     needed = weight_form(engine.quantization).kernels
     if needed and choice.layers not in needed:
         if fits:

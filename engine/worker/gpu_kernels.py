@@ -30,10 +30,9 @@ from engine.device.flashinfer_modules import (
     missing,
     operator_modules,
     prefill_modules,
-    sampling_modules,
     unsuitable_gpu,
 )
-from engine.device.triton_loader import require_triton
+from engine.device.triton_loader import lack_of_triton, require_triton
 from engine.errors import ConfigError
 from engine.models.loader import resolve_dtype
 from engine.registry import kernels_of
@@ -57,6 +56,16 @@ def auto_kernels(dtype: torch.dtype, calls: Sequence[AttentionCall]) -> str:
         )
         return "torch"
     return FLASHINFER
+
+
+def auto_sampling() -> str:
+    """What `sampling_backend: auto` means on a GPU where `kernels` is auto, too: triton if it can
+    run. Otherwise torch, with a warning that says why."""
+    lack = lack_of_triton()
+    if not lack:
+        return "triton"
+    logger.warning("%s: tokens are drawn with torch's operators, and top_p sorts", lack)
+    return "torch"
 
 
 def check_flashinfer(config: WorkerConfig) -> None:
@@ -121,8 +130,6 @@ def _missing_kernels(config: WorkerConfig) -> list[str]:
         wanted |= _attention_modules(config)
     if config.kernels.layers == FLASHINFER:
         wanted["norms, RoPE and activations"] = list(operator_modules())
-    if config.kernels.sampling == FLASHINFER:
-        wanted["sampling"] = list(sampling_modules())
     return [name for name, modules in wanted.items() if missing(modules)]
 
 

@@ -21,10 +21,7 @@ from engine.layers.layernorm import RMSNorm
 from engine.layers.rotary import RotaryEmbedding
 from engine.layers.weights import DummySource
 from engine.protocol.step import ModelWorkerBatch
-from engine.sampling.sampler import Sampler
-from engine.sampling.state import SamplingState
 from tests.support import torch_kernels
-from tests.support.sampler_rows import Row, many_rows
 
 if not torch.cuda.is_available() or not flashinfer_installed():
     pytest.skip("needs a GPU and flashinfer-python", allow_module_level=True)
@@ -318,27 +315,3 @@ def test_fused_layers(dtype: torch.dtype) -> None:
     wanted = slow.rotate_joint(qkv[:, :10].clone(), 8)
     for a, b in zip(quick.rotate_joint(qkv[:, :10], 8), wanted, strict=True):
         close(a, b)
-
-
-@pytest.mark.parametrize("vocab", [512, 32000, 128256])
-def test_sampling_draws_what_torch_draws(vocab: int) -> None:
-    rows = many_rows(64, 2.0, vocab)
-    for row in rows[::2]:
-        row.logits = row.logits.bfloat16().float()  # ties
-    drawn = [draw(rows, backend) for backend in ("torch", "flashinfer", "flashinfer")]
-    assert torch.equal(drawn[1], drawn[2])
-    # Sums of float32 in another order may move the edge of a nucleus.
-    assert int((drawn[0] != drawn[1]).sum()) <= 1
-
-
-def draw(rows: list[Row], backend: str) -> Tensor:
-    state = SamplingState(len(rows), len(rows[0].logits), CUDA)
-    state.install([row.install(slot) for slot, row in enumerate(rows)])
-    slots = np.arange(len(rows), dtype=np.int32)
-    sampled = Sampler(state, backend)(
-        torch.stack([row.logits for row in rows]).to(CUDA),
-        torch.from_numpy(slots.astype(np.int64)).to(CUDA),
-        slots,
-        torch.tensor([row.seq_len for row in rows], device=CUDA),
-    )
-    return sampled.next_token_ids.cpu()

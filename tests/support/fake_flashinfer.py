@@ -489,40 +489,6 @@ def apply_rope_with_cos_sin_cache_inplace(
         view.copy_(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1))
 
 
-def _check_probs(probs: Tensor, limits: Tensor, is_deterministic: bool) -> None:
-    assert probs.dim() == 2
-    assert probs.is_contiguous()
-    assert probs.dtype == torch.float32
-    assert limits.shape == probs.shape[:1]
-    assert is_deterministic
-
-
-def _renorm(probs: Tensor, threshold: Tensor) -> Tensor:
-    kept = torch.where(probs >= threshold, probs, 0.0)
-    return kept / kept.sum(1, keepdim=True)
-
-
-def top_k_renorm_probs(probs, top_k, is_deterministic=False):
-    """Keeps every token that is at least as likely as the k-th."""
-    _check_probs(probs, top_k, is_deterministic)
-    assert top_k.dtype == torch.int32
-    assert bool((top_k > 0).all())
-    ordered = probs.sort(1, descending=True).values
-    last = top_k.long().clamp(max=probs.shape[1]).unsqueeze(1) - 1
-    return _renorm(probs, ordered.gather(1, last))
-
-
-def top_p_renorm_probs(probs, top_p, is_deterministic=False):
-    """Keeps every token at least as likely as that with which the mass reaches top_p of the sum."""
-    _check_probs(probs, top_p, is_deterministic)
-    assert top_p.dtype == torch.float32
-    assert bool(((top_p > 0) & (top_p <= 1)).all())
-    ordered = probs.sort(1, descending=True).values
-    mass = ordered.cumsum(1, dtype=torch.float64)
-    reached = (mass >= top_p.double().unsqueeze(1) * mass[:, -1:]).float().argmax(1, keepdim=True)
-    return _renorm(probs, ordered.gather(1, reached))
-
-
 SIGNATURES = {
     "BatchDecodeWithPagedKVCacheWrapper": ("__init__", "plan", "_plan_impl", "run"),
     "BatchPrefillWithPagedKVCacheWrapper": ("__init__", "plan", "run"),
@@ -531,8 +497,6 @@ SIGNATURES = {
     "fused_add_rmsnorm": (),
     "silu_and_mul": (),
     "apply_rope_with_cos_sin_cache_inplace": (),
-    "sampling.top_k_renorm_probs": (),
-    "sampling.top_p_renorm_probs": (),
 }
 """The part of the package that the fake has: functions, and classes with their methods."""
 
@@ -573,9 +537,6 @@ def make_module(device: Device) -> ModuleType:
         "fused_add_rmsnorm": fused_add_rmsnorm,
         "silu_and_mul": silu_and_mul,
         "apply_rope_with_cos_sin_cache_inplace": apply_rope_with_cos_sin_cache_inplace,
-        "sampling": SimpleNamespace(
-            top_k_renorm_probs=top_k_renorm_probs, top_p_renorm_probs=top_p_renorm_probs
-        ),
     }
     for name, value in contents.items():
         setattr(module, name, value)

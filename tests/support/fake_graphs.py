@@ -17,8 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from engine.attention.base import AttentionInputs, AttentionLayer
 from engine.attention.forward_batch import ForwardBatch
 from engine.attention.torch_backend import TorchAttentionBackend
-from engine.registry import ATTENTION_BACKENDS
+from engine.registry import ATTENTION_BACKENDS, SAMPLING_BACKENDS
 from engine.sampling import torch_backend
+from engine.sampling.base import Drawn
+from engine.sampling.features.draw import Draw, DrawPlan
+from engine.sampling.line_group import LineGroup
+from engine.sampling.token_order import TokenOrder
+from engine.sampling.torch_backend import TorchSampling
 from engine.worker.graphs.backend import GraphBackend
 
 _READS_VALUES = {
@@ -140,6 +145,40 @@ def use_capturable_attention(patch: pytest.MonkeyPatch) -> None:
     patch.setitem(ATTENTION_BACKENDS._entries, "torch", CapturableAttention)
     patch.setattr(torch_backend, "argmax", lambda values: values.argmax(-1))
     patch.setattr(torch_backend, "argmin", lambda values: values.argmin(-1))
+
+
+class FixedSampling(TorchSampling):
+    """Draws every line in every way and takes the one that its row asks for: slow, but independent
+    of the plan, as `TritonSampling` is."""
+
+    ignores_plan = True
+
+    def sample(self, logits: Tensor, plan: DrawPlan, rows: Tensor, positions: Tensor) -> Drawn:
+        vocab = self.table.vocab_size
+        greedy, max_logit = super().sample(
+            logits, DrawPlan({Draw.GREEDY: LineGroup(None, len(rows))}), rows, positions
+        )
+        params = self.table.params(rows)
+        keys = self._noise.row_keys(self.table.mixed_seeds(rows), positions)
+        lines = torch_backend.Lines(logits, params, keys)
+        largest = max_logit.unsqueeze(1)
+        # top_k is less than the vocabulary's size where it is used.
+        of_some, of_all = (
+            self._draw_ordered(lines, largest, count, True) for count in (vocab - 1, vocab)
+        )
+        drawn = torch.where(params.top_k.squeeze(1) < vocab, of_some, of_all)
+        return Drawn(torch.where(params.top_k.squeeze(1) > 1, drawn, greedy), max_logit)
+
+
+def use_fixed_sampling(patch: pytest.MonkeyPatch) -> None:
+    """Make `sampling_backend: triton` mean `FixedSampling`; the order of tokens then avoids
+    numpy."""
+
+    def smallest(self: TokenOrder, keys: Tensor, count: int) -> Tensor:
+        return keys.sort(dim=-1).values[:, :count]
+
+    patch.setitem(SAMPLING_BACKENDS._entries, "triton", FixedSampling)
+    patch.setattr(TokenOrder, "_smallest", smallest)
 
 
 def _tensors(values: Any) -> list[Tensor]:

@@ -91,7 +91,7 @@ _FILES = {
         f"jit/{name}.py": _SIMPLE.format(
             function=f"gen_{name}_module", parameters="", name=repr(name)
         )
-        for name in ("norm", "rope", "page", "sampling")
+        for name in ("norm", "rope", "page")
     },
 }
 

@@ -16,6 +16,9 @@ def set_up() -> None:
     slow, busy machine is no failure."""
     import torch
 
+    if not torch.cuda.is_available():
+        # Read when Triton is imported: its kernels then run in Python, on CPU.
+        os.environ.setdefault("TRITON_INTERPRET", "1")
     torch.set_num_threads(1)
     checks = [HealthCheck.too_slow]
     settings.register_profile("unhurried", deadline=None, suppress_health_check=checks)

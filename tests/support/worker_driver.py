@@ -55,6 +55,7 @@ def make_worker(
     device: str = "cpu",
     dtype: str = "float32",
     attention_backend: str = "torch",
+    sampling_backend: str = "auto",
     load_format: str = "auto",
 ) -> TpModelWorker:
     parallel = parallel or ParallelState.single()
@@ -68,6 +69,7 @@ def make_worker(
         device=device,
         dtype=dtype,
         attention_backend=attention_backend,
+        sampling_backend=sampling_backend,
         load_format=load_format,
         cuda_graph_max_batch_size=max_batch_size,
     )

@@ -25,11 +25,12 @@ from engine.attention.forward_batch import ForwardBatch, StepInputs, step_inputs
 from engine.errors import ConfigError
 from engine.memory_need import GRAPH_RESERVE_BYTES
 from engine.protocol.step import ModelWorkerBatch
+from engine.registry import SAMPLING_BACKENDS
+from engine.sampling.base import SamplingBackend
 from engine.sampling.features.draw import Draw, DrawPlan
 from engine.sampling.line_group import LineGroup
 from engine.sampling.sampler import SampledTokens
 from engine.sampling.state import SamplingPlan, SamplingState
-from engine.sampling.torch_backend import TorchSampling
 from engine.worker.future_map import FutureMap
 from engine.worker.graphs.backend import GraphBackend
 from engine.worker.graphs.buffers import GraphBuffers, GraphOutputs
@@ -56,7 +57,8 @@ class Variant(Enum):
     GREEDY = "greedy"
     """All rows take the likeliest token."""
     DRAW = "draw"
-    """Rows take the likeliest token or draw from the whole vocabulary."""
+    """Rows take the likeliest token or draw from the whole vocabulary. If the sampling backend
+    ignores plans, they may draw in any way, and there is one graph for both variants."""
 
 
 class CaptureLimits(NamedTuple):
@@ -87,9 +89,9 @@ class DecodeGraphs:
         inputs -> [take last tokens, forward] -> logits -> [sample, keep last tokens] -> tokens
 
     because the way to sample differs from step to step: greedy lines only, or lines that also draw
-    from the whole vocabulary. Lines with other needs (top-k, penalties, masks, log-probabilities,
-    ...) are sampled eagerly from the same logits. So are lines that check drafts, each token of
-    which runs as a line of its own.
+    (with torch's operators only from the whole vocabulary). Lines with other needs (penalties,
+    masks, log-probabilities, ...) are sampled eagerly from the same logits. So are lines that check
+    drafts, each token of which runs as a line of its own.
     """
 
     def __init__(
@@ -110,7 +112,8 @@ class DecodeGraphs:
         self._future_map = future_map
         self._backend = backend
         # Not the worker's own sampler: a larger working memory may replace that one's.
-        self._sampling = TorchSampling(state.draw)
+        word = "triton" if runner.config.kernels.sampling == "triton" else "torch"
+        self._sampling: SamplingBackend = SAMPLING_BACKENDS[word](state.draw)
         self._graphs: dict[int, _Graph] = {}
         try:
             self._buffers = GraphBuffers(runner, max_batch_size)
@@ -137,7 +140,8 @@ class DecodeGraphs:
 
     def variant(self, plan: SamplingPlan) -> Variant | None:
         """How a graph samples rows with this plan; None: they are sampled eagerly."""
-        if not plan.is_plain:
+        fits = plan.only_draws if self._sampling.ignores_plan else plan.is_plain
+        if not fits:
             return None
         return Variant.GREEDY if plan.draw.is_greedy else Variant.DRAW
 
@@ -248,8 +252,12 @@ class DecodeGraphs:
         forward = self._backend.capture(lambda: self._run_forward(batch, outputs))
         sample: dict[Variant, Callable[[], None]] = {}
         if outputs.logits is not None:
-            for variant in reversed(Variant):  # DRAW takes more memory
-                sample[variant] = self._backend.capture(self._sampler(batch, outputs, variant))
+            if self._sampling.ignores_plan:
+                draw = self._backend.capture(self._sampler(batch, outputs, Variant.DRAW))
+                sample = dict.fromkeys(Variant, draw)
+            else:
+                for variant in reversed(Variant):  # DRAW takes more memory
+                    sample[variant] = self._backend.capture(self._sampler(batch, outputs, variant))
         return _Graph(size, inputs, cells, locs, outputs, forward, sample)
 
     def _run_forward(self, batch: ForwardBatch, outputs: GraphOutputs) -> None:
@@ -273,7 +281,7 @@ class DecodeGraphs:
 
         def run() -> None:
             ids, max_logit = self._sampling.sample(logits, greedy, rows, positions)
-            if variant is Variant.DRAW:
+            if variant is Variant.DRAW and not self._sampling.ignores_plan:
                 drawn, max_logit = self._sampling.sample(logits, full, rows, positions)
                 ids = torch.where(self._state.draw.greedy(rows), ids, drawn)
             token_ids.copy_(ids)

@@ -55,7 +55,7 @@ import itertools, sys, torch
 from engine.device import flashinfer_modules as modules
 
 half, fp8 = (torch.bfloat16, torch.float16), torch.float8_e4m3fn
-found = [*modules.operator_modules(), *modules.sampling_modules()]
+found = [*modules.operator_modules()]
 for dtype, head_dim, window in itertools.product(half, (64, 128, 256), (False, True)):
     for kv_dtype in (dtype, fp8):
         sizes = (dtype, kv_dtype, head_dim, window)

@@ -27,6 +27,8 @@ ASKED: dict[str, dict[str, Any]] = {
 }
 """By field: values with which a token isn't the likeliest or any of the vocabulary, or isn't all
 that is wanted."""
+DRAWN = {"top_p", "top_k", "min_p"}
+"""Fields of `ASKED` that `SamplingBackend.sample` knows."""
 PLAIN = {"n", "max_tokens", "temperature", "seed"}
 """Fields that the plain ways to sample know, or that choose no token."""
 BY_MASK = {"allowed_token_ids", "bad_words_ids", "constraint"}
@@ -59,6 +61,7 @@ def test_every_field_is_thought_of() -> None:
 def test_a_plan_with_it_is_not_plain(name: str) -> None:
     state = installed(**ASKED[name])
     assert not state.plan(np.array([1])).is_plain
+    assert state.plan(np.array([1])).only_draws == (name in DRAWN)
     assert not state.plan(np.array([0, 1])).is_plain
     assert state.plan(np.array([0])).is_plain, "row 0 asks for nothing"
     state.install([RowParams(1, 2, [0], SamplingParams(seed=1))])

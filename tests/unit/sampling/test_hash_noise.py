@@ -119,7 +119,7 @@ def test_uniforms_and_exponentials_are_finite_and_positive(
 def test_extreme_words_stay_inside_the_open_interval() -> None:
     """The largest and the smallest hash word, which the grid is unlikely to hold."""
     for word in (-(2**31) + 1, -1):
-        u = torch.tensor([word], dtype=torch.int32).to(torch.float32).mul_(hash_noise._SCALE)
+        u = torch.tensor([word], dtype=torch.int32).to(torch.float32).mul_(hash_noise.SCALE)
         assert 0.0 < u.item() < 1.0
         assert math.isfinite(u.log().item())
         assert u.log().item() < 0.0

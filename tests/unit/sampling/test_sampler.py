@@ -471,9 +471,7 @@ def test_bad_install_is_refused_and_changes_nothing(item: RowParams, message: st
 
 def test_unknown_backend_is_refused() -> None:
     state = SamplingState(1, VOCAB, CPU)
-    with pytest.raises(
-        ConfigError, match=r"sampling_backend.*choose one of cpu, torch, flashinfer"
-    ):
+    with pytest.raises(ConfigError, match=r"sampling_backend.*choose one of cpu, torch, triton"):
         SAMPLING_BACKENDS["magic"](state)
     with pytest.raises(ConfigError):
         Sampler(state, "magic")

@@ -31,7 +31,12 @@ from engine.worker.graphs.sizes import (
 )
 from engine.worker.step_queue import StepQueue
 from engine.worker.tp_worker import TpModelWorker
-from tests.support.fake_graphs import CapturableAttention, RecordedGraphs, use_capturable_attention
+from tests.support.fake_graphs import (
+    CapturableAttention,
+    RecordedGraphs,
+    use_capturable_attention,
+    use_fixed_sampling,
+)
 from tests.support.models import THROUGH_TRANSFORMERS, make_model
 from tests.support.other_architectures import made_when_asked, with_layers
 from tests.support.verify_steps import ints, verify_batch
@@ -178,6 +183,33 @@ def test_every_variant_is_used_and_others_are_sampled_eagerly(folder: Path) -> N
         used.clear()
         compare(pair, Steps(make_params, seed=1), [4, 4, 4, 4])
         assert set(used) == wanted
+
+
+def test_a_backend_that_ignores_plans_draws_everything_in_one_graph(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_fixed_sampling(monkeypatch)
+    backend = RecordedGraphs()
+    graphs = make_worker(
+        folder, graph_backend=backend, max_batch_size=20, sampling_backend="triton"
+    )
+    pair = Pair(graphs, make_worker(folder), backend)
+    assert graphs.graphs is not None
+    assert backend.captured == 2 * len(graphs.graphs.sizes)
+    choose = graphs.graphs.variant
+    used: list[Variant | None] = []
+    graphs.graphs.variant = lambda plan: used.append(choose(plan)) or used[-1]  # type: ignore
+    compare(pair, Steps(drawn_in_any_way, seed=3), TARGETS)
+    assert used and None not in used
+    used.clear()
+    compare(pair, Steps(anything, seed=5), TARGETS)
+    assert None in used, "some lines ask for more than a draw"
+
+
+def drawn_in_any_way(number: int) -> SamplingParams:
+    filters = ({}, {"top_k": 9}, {"top_p": 0.8}, {"min_p": 0.05}, {"top_k": 30, "top_p": 0.6})
+    params = SamplingParams(seed=number, temperature=1.3, **filters[number % 5])
+    return greedy(number) if number % 7 == 0 else params
 
 
 def test_rows_with_nan_end_alone(folder: Path) -> None:

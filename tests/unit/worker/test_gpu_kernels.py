@@ -33,7 +33,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """FlashInfer is installed without compiled modules, and the machine has no compiler."""
     monkeypatch.setattr(auto_config, "detect_device", lambda: "cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(triton_loader, "lack_of_triton", lambda: "")
+    has_triton(monkeypatch)
     found = install_package(tmp_path / "packages", monkeypatch)
     (tmp_path / "bin").mkdir()
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
@@ -42,6 +42,11 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         monkeypatch.delenv(name, raising=False)
     yield found
     forget_package(monkeypatch)
+
+
+def has_triton(monkeypatch: pytest.MonkeyPatch, lack: str = "") -> None:
+    for module in (triton_loader, gpu_kernels):
+        monkeypatch.setattr(module, "lack_of_triton", lambda: lack)
 
 
 def resolve(head_dim: int = 128, window: int | None = None, **values: Any) -> WorkerConfig:
@@ -57,7 +62,7 @@ def compile_all(package: Path, **options: Any) -> None:
     """Put modules into the package, as scripts/build_kernels.py does."""
     dtype = torch.bfloat16
     kv_dtype = options.get("kv_dtype", dtype)
-    modules = [*flashinfer_modules.operator_modules(), *flashinfer_modules.sampling_modules()]
+    modules = list(flashinfer_modules.operator_modules())
     for window in options.get("windows", (False,)):
         for fa3 in options.get("fa3", (False,)):
             modules += flashinfer_modules.prefill_modules(dtype, kv_dtype, 128, window, fa3=fa3)
@@ -81,7 +86,7 @@ def test_no_modules_and_no_compiler(package: Path, name: str) -> None:
     with pytest.raises(ConfigError) as told:
         resolve(attention_backend=name)
     text = str(told.value)
-    assert "norms, RoPE and activations; sampling" in text and "there is no nvcc" in text
+    assert "norms, RoPE and activations" in text and "there is no nvcc" in text
     assert "`flashinfer download-kernels`" in text
     assert "set kernels: torch" in text
 
@@ -110,7 +115,7 @@ def test_a_compiler_is_nvcc_with_ninja_and_a_host_compiler(
 def test_compiled_modules_are_enough(package: Path) -> None:
     compile_all(package)
     config = resolve()
-    assert (config.kernels.attention, config.kernels.sampling) == ("flashinfer", "flashinfer")
+    assert (config.kernels.attention, config.kernels.sampling) == ("flashinfer", "triton")
 
 
 @pytest.mark.parametrize(
@@ -234,10 +239,57 @@ def test_a_gpu_without_flashinfer_says_so(
 ) -> None:
     monkeypatch.setattr(auto_config, "detect_device", lambda: "cuda")
     monkeypatch.setattr(gpu_kernels, "flashinfer_installed", lambda: False)
+    has_triton(monkeypatch)
     config = resolve()
-    assert (config.kernels.attention, config.kernels.sampling) == ("torch", "torch")
+    assert (config.kernels.attention, config.kernels.sampling) == ("torch", "triton")
     (line,) = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert "FlashInfer isn't installed" in line.getMessage() and "[gpu]" in line.getMessage()
+
+
+def test_a_gpu_without_triton_says_so(
+    package: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without FlashInfer auto goes on with torch; what needs Triton is refused."""
+    compile_all(package)
+    has_triton(monkeypatch, "Triton isn't installed")
+    asked: tuple[dict[str, str], ...] = (
+        {},
+        {"kernels": "flashinfer"},
+        {"kernels": "torch", "sampling_backend": "triton"},
+    )
+    for keys in asked:
+        with pytest.raises(ConfigError, match=r"Triton isn't installed.* kernels: torch"):
+            resolve(**keys)
+    monkeypatch.setattr(gpu_kernels, "flashinfer_installed", lambda: False)
+    assert resolve().kernels == ("torch", "torch", "torch")
+    assert "Triton isn't installed: tokens are drawn with torch's operators" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("installed", "programs", "lack"),
+    [
+        (False, ["gcc"], "Triton isn't installed"),
+        (True, [], "no gcc on the PATH"),
+        (True, ["gcc"], ""),
+        (True, ["clang"], ""),
+    ],
+)
+def test_triton_needs_a_c_compiler(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    installed: bool,
+    programs: list[str],
+    lack: str,
+) -> None:
+    for program in programs:
+        (tmp_path / program).write_text("#!/bin/sh\n")
+        (tmp_path / program).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    found_spec = object() if installed else None
+    monkeypatch.setattr(triton_loader.importlib.util, "find_spec", lambda name: found_spec)
+    found = triton_loader.lack_of_triton()
+    assert lack in found and bool(found) == bool(lack)
 
 
 _PREPARE = """
@@ -255,12 +307,12 @@ def test_the_warning_reaches_the_terminal_of_a_server() -> None:
         [sys.executable, "-c", _PREPARE], cwd=ROOT, capture_output=True, text=True, check=True
     )
     found = [match for line in done.stderr.splitlines() if (match := OUR_WARNING.search(line))]
-    assert [match[2].partition(":")[0] for match in found] == ["engine.worker.gpu_kernels"]
+    assert {match[2].partition(":")[0] for match in found} == {"engine.worker.gpu_kernels"}
     assert "FlashInfer has no kernels for dtype bfloat16 with head_dim 32" in found[0][2]
 
 
 def test_a_model_without_kernels_says_so(package: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert resolve(head_dim=96).kernels.sampling == "torch"
+    assert resolve(head_dim=96).kernels == ("torch", "torch", "triton")
     assert "FlashInfer has no kernels for dtype bfloat16 with head_dim 96" in caplog.text
     with pytest.raises(ConfigError, match=r"no kernels for dtype .* head_dim 96"):
         resolve(head_dim=96, attention_backend="flashinfer")
