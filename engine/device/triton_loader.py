@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import sysconfig
 from importlib.util import find_spec
+from pathlib import Path
 
 from engine.errors import ConfigError
 
@@ -14,8 +16,13 @@ def lack_of_triton() -> str:
     if find_spec("triton") is None:
         return "Triton isn't installed"
     compilers = os.environ.get("CC"), shutil.which("gcc"), shutil.which("clang")
-    # Triton compiles a small launcher in C for each kernel.
-    return "" if any(compilers) else "Triton needs a C compiler, and there is no gcc on the PATH"
+    # Triton compiles a launcher for its kernels: a module of Python, in C.
+    if not any(compilers):
+        return "Triton needs a C compiler, and there is no gcc on the PATH"
+    # The path that Triton takes, on Debian too.
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
+    header = Path(sysconfig.get_paths(scheme)["include"], "Python.h")
+    return "" if header.is_file() else f"Triton needs Python's headers, and there is no {header}"
 
 
 def require_triton() -> None:

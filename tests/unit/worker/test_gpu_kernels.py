@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -221,8 +222,14 @@ def test_triton_needs_a_c_compiler(
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr(triton_loader, "find_spec", lambda name: object() if installed else None)
+    include = tmp_path / "include"
+    monkeypatch.setattr(sysconfig, "get_paths", lambda scheme: {"include": str(include)})
+    include.mkdir()
+    (include / "Python.h").touch()
     found = triton_loader.lack_of_triton()
     assert lack in found and bool(found) == bool(lack)
+    (include / "Python.h").unlink()
+    assert "there is no" in triton_loader.lack_of_triton() or not installed
 
 
 _PREPARE = """
