@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import sysconfig
+from importlib.util import find_spec
 from pathlib import Path
 
 from engine.errors import ConfigError
@@ -13,12 +13,15 @@ from engine.errors import ConfigError
 
 def lack_of_triton() -> str:
     """Why kernels in Triton can't run here; "" if they can. Doesn't import the package."""
-    if importlib.util.find_spec("triton") is None:
+    if find_spec("triton") is None:
         return "Triton isn't installed"
-    # Triton compiles a small launcher in C for each kernel, at its first use.
-    if not any((os.environ.get("CC"), shutil.which("gcc"), shutil.which("clang"))):
+    compilers = os.environ.get("CC"), shutil.which("gcc"), shutil.which("clang")
+    # Triton compiles a launcher for its kernels: a module of Python, in C.
+    if not any(compilers):
         return "Triton needs a C compiler, and there is no gcc on the PATH"
-    header = Path(sysconfig.get_paths()["include"], "Python.h")
+    # The path that Triton takes, on Debian too.
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
+    header = Path(sysconfig.get_paths(scheme)["include"], "Python.h")
     return "" if header.is_file() else f"Triton needs Python's headers, and there is no {header}"
 
 

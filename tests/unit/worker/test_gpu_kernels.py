@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -175,26 +176,6 @@ def test_another_card_than_the_image_is_for(
     assert resolve(attention_backend="torch").kernels.sampling == "torch"
 
 
-def test_kernels_in_triton_need_it_and_a_compiler(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr(triton_loader.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
-    found: list[str] = []
-    monkeypatch.setattr(triton_loader.importlib.util, "find_spec", lambda name: found or None)
-    with pytest.raises(ConfigError, match=r"Triton isn't installed.*set kernels: torch"):
-        triton_loader.require_triton()
-    found.append("triton")
-    with pytest.raises(ConfigError, match="no gcc on the PATH"):
-        triton_loader.require_triton()
-    monkeypatch.setenv("CC", "/usr/bin/tcc")
-    with pytest.raises(ConfigError, match=f"there is no {tmp_path}/Python.h"):
-        triton_loader.require_triton()
-    (tmp_path / "Python.h").touch()
-    triton_loader.require_triton()
-
-
 def test_flashinfer_needs_triton_too(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compile_all(package)
     monkeypatch.setattr(triton_loader, "lack_of_triton", lambda: "it is broken")
@@ -286,10 +267,18 @@ def test_triton_needs_a_c_compiler(
         (tmp_path / program).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
-    found_spec = object() if installed else None
-    monkeypatch.setattr(triton_loader.importlib.util, "find_spec", lambda name: found_spec)
+    monkeypatch.setattr(triton_loader, "find_spec", lambda name: object() if installed else None)
+    include = tmp_path / "include"
+    monkeypatch.setattr(sysconfig, "get_paths", lambda scheme: {"include": str(include)})
+    include.mkdir()
+    (include / "Python.h").touch()
     found = triton_loader.lack_of_triton()
     assert lack in found and bool(found) == bool(lack)
+    (include / "Python.h").unlink()
+    assert "there is no" in triton_loader.lack_of_triton() or not installed
+    if lack:
+        with pytest.raises(ConfigError, match=f"{lack}.*set kernels: torch"):
+            triton_loader.require_triton()
 
 
 _PREPARE = """
