@@ -100,6 +100,7 @@ class ParallelLMHead:
         self.kernel = source.format.linear(weight, None)
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """[N, hidden_size] -> float32 [N, vocab_size]. Collective when tp_size > 1."""
+        """[N, hidden_size] -> [N, vocab_size], of the model's type or float32. Collective when
+        tp_size > 1."""
         logits = self.parallel.all_gather_last_dim(self.kernel.logits(hidden))
-        return logits[:, : self.shard.vocab_size].float()
+        return logits[:, : self.shard.vocab_size]

@@ -53,5 +53,5 @@ class Model(Protocol):
         """The norm behind the last layer: [N, hidden] -> [N, hidden], new. Last stage only."""
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Final norm and head: [N, hidden] -> float32 [N, vocab_size]. Last stage only; collective
-        over the tensor parallel group."""
+        """Final norm and head: [N, hidden] -> [N, vocab_size], of the model's type or float32. Last
+        stage only; collective over the tensor parallel group."""

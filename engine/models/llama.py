@@ -251,10 +251,8 @@ class LlamaModel:
         return self.norm(hidden)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Final norm and head: [N, hidden] -> float32 [N, vocab_size]. Last stage only.
-
-        Collective over the tensor parallel group.
-        """
+        """Final norm and head: [N, hidden] -> [N, vocab_size], of the model's type or float32. Last
+        stage only; collective over the tensor parallel group."""
         if self.head is None:
             raise ValueError("only the last pipeline stage has the output head")
         return self.head(self.norm(hidden))

@@ -530,7 +530,7 @@ class TransformersModel:
             logits: Tensor = self._model(input_ids=ids, use_cache=False).logits[0]
         finally:
             module.forward = forward
-        return logits.float()
+        return logits
 
 
 @torch.inference_mode()

@@ -29,6 +29,8 @@ class SamplingBackend(ABC):
     ignores_plan: ClassVar[bool] = False
     """What `sample` launches depends on the number of lines alone, so that one captured graph
     serves every plan."""
+    takes_half: ClassVar[bool] = False
+    """`sample` takes logits of a half type, too."""
 
     def __init__(self, table: DrawTable) -> None:
         self.table = table

@@ -56,6 +56,7 @@ class TritonSampling(SamplingBackend):
     """
 
     ignores_plan = True
+    takes_half = True
 
     def __init__(self, table: DrawTable) -> None:
         """Raises `ConfigError` if Triton is missing."""

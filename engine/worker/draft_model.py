@@ -128,7 +128,7 @@ class DraftModelDrafter(Drafter):
         )
         forward = ForwardBatch.from_worker_batch(batch, self._runner.device)
         hidden = self._compute(forward).index_select(0, forward.logits_rows)
-        logits = self._runner.model.compute_logits(hidden)
+        logits = self._runner.model.compute_logits(hidden).float()
         drawn = self._sampler.draw(
             logits.contiguous(), forward.sample_rows, rows, forward.sample_lens
         )

@@ -176,7 +176,7 @@ class ModelRunner:
         if len(sampled) == 0:  # a middle chunk, or pooled rows alone
             vocab_size = self.config.model.vocab_size
             return sampled.new_empty((0, vocab_size), dtype=torch.float32)
-        return self.model.compute_logits(sampled)
+        return self.model.compute_logits(sampled).float()
 
     @torch.inference_mode()
     def prompt_logits(self, batch: ForwardBatch, output: ForwardOutput, line: int) -> Tensor:
@@ -188,7 +188,7 @@ class ModelRunner:
         if output.hidden is None or line not in batch.prompt_logits_lines:
             raise ValueError(f"prompt logits of line {line} weren't asked for before the forward")
         start, end = batch.token_starts_cpu[line : line + 2].tolist()
-        return self.model.compute_logits(output.hidden[start:end])
+        return self.model.compute_logits(output.hidden[start:end]).float()
 
     def table_update(self, batch: ModelWorkerBatch, inputs: StepInputs[np.ndarray]) -> TableUpdate:
         """What a step changes in `req_to_token`: its new tokens, and replaced prefixes."""

@@ -245,7 +245,7 @@ class TpModelWorker(ModelWorker):
         mask = None
         if masks is not None and len(masks.lines):
             mask = allowed_tokens(masks, batch.run_lens, logits.shape[1], device)
-        sampled = self.sampler(logits.contiguous(), rows, rows_cpu, seq_lens, mask, check)
+        sampled = self.sampler(logits.float().contiguous(), rows, rows_cpu, seq_lens, mask, check)
         last_ids = sampled.next_token_ids
         if check is not None:
             assert sampled.num_kept is not None

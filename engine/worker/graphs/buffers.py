@@ -23,7 +23,7 @@ class GraphOutputs(NamedTuple):
     hidden_out: Tensor | None
     """[size, hidden]: for the next stage."""
     logits: Tensor | None
-    """float32 [size, vocab]"""
+    """[size, vocab], of the type that the sampler takes."""
     token_ids: Tensor | None
     """int64 [size]"""
     is_nan: Tensor | None
@@ -37,7 +37,7 @@ class GraphOutputs(NamedTuple):
 class GraphBuffers:
     """Inputs and outputs for up to `max_size` rows; graphs of fewer use the front of each."""
 
-    def __init__(self, runner: ModelRunner, max_size: int) -> None:
+    def __init__(self, runner: ModelRunner, max_size: int, logits_dtype: torch.dtype) -> None:
         self.max_size = max_size
         self._queue: DeviceQueue = runner.queue
         # A decode has one token per row, so every array has one element per row of the batch.
@@ -58,7 +58,9 @@ class GraphBuffers:
             if parallel.is_first_stage
             else torch.zeros(hidden, dtype=runner.dtype, device=device),
             None if last else torch.zeros(hidden, dtype=runner.dtype, device=device),
-            torch.zeros((max_size, config.vocab_size), device=device) if last else None,
+            torch.zeros((max_size, config.vocab_size), dtype=logits_dtype, device=device)
+            if last
+            else None,
             torch.zeros(max_size, dtype=torch.int64, device=device) if last else None,
             torch.zeros(max_size, dtype=torch.bool, device=device) if last else None,
         )

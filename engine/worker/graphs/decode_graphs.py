@@ -116,7 +116,8 @@ class DecodeGraphs:
         self._sampling: SamplingBackend = SAMPLING_BACKENDS[word](state.draw)
         self._graphs: dict[int, _Graph] = {}
         try:
-            self._buffers = GraphBuffers(runner, max_batch_size)
+            dtype = runner.dtype if self._sampling.takes_half else torch.float32
+            self._buffers = GraphBuffers(runner, max_batch_size, dtype)
             runner.queue.join()
             with runner.queue.stream():
                 self._capture_all(limits or CaptureLimits())
@@ -155,8 +156,8 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def forward(self, prepared: ForwardBatch, num_rows: int) -> Tensor | None:
-        """Launch the stage's forward. Returns logits float32 [num_rows, vocab], behind each token,
-        on the last stage, else None.
+        """Launch the stage's forward. Returns logits [num_rows, vocab], behind each token, on the
+        last stage, else None.
 
         The next forward overwrites the logits. `prepared` is the result of `prepare`; its first
         `num_rows` rows are real.
