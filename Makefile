@@ -11,7 +11,7 @@ STAMP := $(VENV)/.installed-$(SUM)
 DEV_STAMP := $(VENV)/.installed-dev-$(SUM)
 
 .DELETE_ON_ERROR:
-.PHONY: serve test test-fast test-unit test-extended test-matrix test-models test-gpu test-mutations chaos starts fuzz k8s-emulate record-clients lint bench bench-gpu \
+.PHONY: serve test test-fast test-unit test-extended test-matrix test-models test-gpu test-mutations test-triton chaos starts fuzz k8s-emulate record-clients lint bench bench-gpu \
 	install install-dev clean
 
 # What running needs.
@@ -53,6 +53,15 @@ test: install-dev
 test-extended: install-dev
 	$(BIN)/python -m pytest tests/extended tests/chaos -q
 	$(BIN)/python -m tests.mutations -q
+	$(MAKE) test-triton
+
+# Our kernels for GPUs, by Triton's interpreter, and compiled for Hopper: some two minutes. Triton (a
+# gigabyte) is put beside the environment.
+test-triton: install-dev
+	test -d build/triton/triton || $(BIN)/python -m pip install -q --no-deps -c constraints.txt \
+		--target build/triton triton
+	PYTHONPATH=build/triton $(BIN)/python -m pytest -q $(addprefix tests/unit/, \
+		sampling/test_triton_sampling.py attention/test_triton_kernels.py)
 
 # The full token-exact product (architectures x tp x pp x page x chunk x cache x retraction), and
 # that of speculation (models x drafters x drafts x page x tp x pp), and other architectures' ranks.
@@ -107,7 +116,7 @@ bench: install-dev
 	$(BIN)/python benchmarks/radix.py
 	$(BIN)/python benchmarks/serving.py
 
-# Needs a GPU of 80 GB; some five minutes, by estimate.
+# Needs a GPU of 80 GB; some three minutes.
 bench-gpu: install-dev
 	$(BIN)/python benchmarks/gpu.py --save
 
