@@ -2,7 +2,7 @@
 
 In this process, without Ray, server and tokenizer. Beside each figure stand the roofline, with
 bandwidth and matrix rate measured in the same run; the step's captured kernels in a bare loop;
-overlap off; other ways to sample; and `transformers`. Two minutes on an H100, and then transformers:
+overlap off; other ways to sample; and `transformers`. Some three minutes on an H100:
 
     python benchmarks/gpu.py --save
     python benchmarks/gpu.py --models 8b --skip-transformers --set attention_backend=flashinfer-fa3
