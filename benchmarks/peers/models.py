@@ -1,4 +1,5 @@
-"""Models for comparisons: Llamas of 88 M and 4.2 M parameters with random weights, built once.
+"""Models for comparisons, with random weights, built once: Llamas of 88 M and 4.2 M parameters, and
+a mixture of experts of Qwen 3's shape, of whose 216 M parameters a token takes some 40 M.
 
 Speed does not depend on a model's output, so random weights are enough. A fixed seed makes them the
 same on every machine. They are stored as bfloat16, so a server that runs them in float32 and one
@@ -39,6 +40,19 @@ SHAPES: dict[str, dict[str, int]] = {
         "num_key_value_heads": 4,
     },
 }
+MIXTURE = "qwen3-moe-216m"
+SHAPES[MIXTURE] = {
+    "vocab_size": 8192,
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 256,
+}
 COPYING = "llama-88m-copying"
 """The shapes of `llama-88m`, with weights that give each token one successor (`successors`)."""
 SHAPES[COPYING] = SHAPES["llama-88m"]
@@ -59,9 +73,17 @@ def build(name: str, folder: Path) -> Path:
     if (folder / "config.json").exists():
         return folder
     import torch  # only here: building is rare, and importing these takes seconds
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+        PreTrainedTokenizerFast,
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+    )
 
-    config = LlamaConfig(
+    llama = (LlamaConfig, LlamaForCausalLM)
+    make_config, make = (Qwen3MoeConfig, Qwen3MoeForCausalLM) if name == MIXTURE else llama
+    config = make_config(
         **SHAPES[name],
         max_position_embeddings=4096,
         initializer_range=WEIGHT_STD,
@@ -77,7 +99,7 @@ def build(name: str, folder: Path) -> Path:
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     torch.manual_seed(SEED)
-    model = LlamaForCausalLM(config)
+    model = make(config)
     if name == COPYING:
         _give_successors(model)
     model.bfloat16()

@@ -54,6 +54,9 @@ class ModelWorker(ABC):
         A decode whose input is -1 takes the token that its row sampled last.
         """
 
+    def drop_graphs(self) -> None:  # noqa: B027 (most workers have none)
+        """Free captured steps. No step may follow."""
+
     def device_progress(self) -> DeviceProgress:
         """Any thread may ask. A device whose work is done when the call returns has none of its
         own."""

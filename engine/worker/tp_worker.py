@@ -126,6 +126,9 @@ class TpModelWorker(ModelWorker):
         with self.queue.stream():
             return self._forward(batch)
 
+    def drop_graphs(self) -> None:
+        self.graphs = None
+
     def device_progress(self) -> DeviceProgress:
         return DeviceProgress(*self.queue.marks_passed())
 

@@ -67,6 +67,8 @@ def run_worker(
         speaks = parallel.is_last_stage and parallel.tp_rank == 0
         while _turn(steps, beat, inbox, results if speaks else None, rank, results):
             pass
+        # NCCL waits for graphs that hold calls of a group that is destroyed.
+        worker.drop_graphs()
         parallel.destroy()
     except BaseException:
         if parallel is not None:

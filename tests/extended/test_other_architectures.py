@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from benchmarks.common import REPO_ROOT
 from tests.support.engines import greedy_reference, load_reference
+from tests.support.families import with_tokenizer
 from tests.support.http_server import manta_leaving_nothing
 from tests.support.models import THROUGH_TRANSFORMERS, make_model
 
 MAX_NEW = 12
-
-
-def with_tokenizer(folder: Path) -> Path:
-    """The files of the small model that a server needs besides weights."""
-    for file in (REPO_ROOT / "models" / "manta-small").iterdir():
-        if file.name.startswith(("tokenizer", "chat_template", "special")):
-            shutil.copy(file, folder)
-    return folder
 
 
 def test_it_is_served(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import random
+import weakref
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -423,6 +425,22 @@ def test_short_chunks_behind_cached_prefixes(folder: Path) -> None:
             results.append(result)
         same_results(*results)
         assert len(results[0].next_token_ids) == len(batch.sampled_lines)
+
+
+def test_nothing_else_holds_graphs(folder: Path) -> None:
+    worker = make_worker(folder, graph_backend=RecordedGraphs(), max_batch_size=8)
+    queue, steps = StepQueue(worker), Steps(greedy, seed=1)
+    for _ in range(3):
+        queue.launch(steps.next(3)[0])
+    drain(queue)
+    assert worker.graphs is not None
+    graphs = [weakref.ref(worker.graphs), *map(weakref.ref, worker.graphs._graphs.values())]
+    gc.disable()
+    try:
+        worker.drop_graphs()
+        assert [graph() for graph in graphs] == [None] * len(graphs)
+    finally:
+        gc.enable()
 
 
 def test_attention_is_planned_for_the_padded_size(folder: Path) -> None:

@@ -163,7 +163,11 @@ def test_a_worker_leaves_its_groups(monkeypatch: pytest.MonkeyPatch, fails: bool
     def load(*args: object) -> SimpleNamespace:
         if fails:
             raise RuntimeError("no memory")
-        return SimpleNamespace(num_kv_tokens=48, device_progress=lambda: None)
+        return SimpleNamespace(
+            num_kv_tokens=48,
+            device_progress=lambda: None,
+            drop_graphs=lambda: calls.append("drop graphs"),
+        )
 
     sent: list[Any] = []
     pipe = SimpleNamespace(address="here", send=sent.append, close=lambda: None)
@@ -175,7 +179,8 @@ def test_a_worker_leaves_its_groups(monkeypatch: pytest.MonkeyPatch, fails: bool
     monkeypatch.setattr(worker_role, "gc", SimpleNamespace(collect=int, freeze=int))
     with pytest.raises(RuntimeError, match="no memory") if fails else nullcontext():
         worker_role.run_worker(SimpleNamespace(), 0, ("", 0), "there", "here")  # type: ignore[arg-type]
-    assert calls == (["abandon"] if fails else ["destroy"])
+    # Graphs hold communicators: NCCL would wait for them.
+    assert calls == (["abandon"] if fails else ["drop graphs", "destroy"])
     [ready] = sent
     assert ready.address == "here"
     assert (ready.error, ready.num_kv_tokens) == (
