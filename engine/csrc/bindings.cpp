@@ -3,6 +3,10 @@
 #include <ATen/Parallel.h>
 #include <torch/extension.h>
 
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <string>
 #include <tuple>
 #include <vector>
@@ -20,6 +24,17 @@ struct Isa {
   const Kernels& (*kernels)();
 };
 
+#ifndef MANTA_WITHOUT_AMX
+// Whether the processor has AMX for bfloat16 and the system lets this process use its tiles.
+bool may_use_tiles() {
+  unsigned a, b, c, d;
+  constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kBf16) == 0 || (d & kTile) == 0) return false;
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // <asm/prctl.h>
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+#endif
+
 std::vector<Isa> find_isas() {  // the best first
   __builtin_cpu_init();
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
@@ -27,6 +42,10 @@ std::vector<Isa> find_isas() {  // the best first
                       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
                       __builtin_cpu_supports("avx512dq");
   std::vector<Isa> found;
+#ifndef MANTA_WITHOUT_AMX
+  found.push_back({"amx", avx512 && __builtin_cpu_supports("avx512bf16") && may_use_tiles(),
+                   amx::kernels});
+#endif
 #ifndef MANTA_WITHOUT_AVX512BF16
   found.push_back({"avx512bf16", avx512 && __builtin_cpu_supports("avx512bf16"), avx512bf16::kernels});
 #endif

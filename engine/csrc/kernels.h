@@ -139,5 +139,6 @@ struct Kernels {
 namespace avx2 { const Kernels& kernels(); }
 namespace avx512 { const Kernels& kernels(); }
 namespace avx512bf16 { const Kernels& kernels(); }
+namespace amx { const Kernels& kernels(); }
 
 }  // namespace manta

@@ -5,6 +5,8 @@
 // registers; a thread takes one panel and a block of rows after the other.
 #pragma once
 
+#include <type_traits>
+
 #include "parallel.h"
 #include "simd.h"
 
@@ -120,6 +122,78 @@ void panel_block(const Linear& a, int64_t row, int64_t end, int64_t column, cons
   }
 }
 
+#ifdef __AMX_BF16__
+// Rows of bfloat16 by tiles: 16 rows of x times a panel, 32 inputs at a time. A row's sums are the
+// same whatever rows are multiplied beside it, so a single row takes tiles, too.
+constexpr int64_t kAmxRows = 16;
+constexpr int64_t kAmxInputs = 32;
+
+struct TileConfig {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t bytes[16] = {};
+  uint8_t rows[16] = {};
+};
+
+// Tiles 0 to 3: sums of the four vectors of a panel's columns; 4: x; 5 and 6: W.
+inline void configure_tiles(int64_t rows) {
+  TileConfig config;
+  for (int tile = 0; tile < 7; tile++) {
+    config.bytes[tile] = 64;
+    config.rows[tile] = static_cast<uint8_t>(tile < 5 ? rows : kAmxRows);
+  }
+  _tile_loadconfig(&config);
+}
+
+inline void tile_rows(const Linear& a, int64_t row, int64_t rows, int64_t column,
+                      const uint32_t* panel) {
+  const bf16* x = static_cast<const bf16*>(a.x) + row * a.x_stride;
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  constexpr int kStride = kPanel * 4;
+  for (int64_t k = 0; k < a.in; k += kAmxInputs, panel += kAmxInputs / 2 * kPanel) {
+    _tile_loadd(4, x + k, a.x_stride * 2);
+    _tile_loadd(5, panel, kStride);
+    _tile_loadd(6, panel + kLanes, kStride);
+    _tile_dpbf16ps(0, 4, 5);
+    _tile_dpbf16ps(1, 4, 6);
+    _tile_loadd(5, panel + 2 * kLanes, kStride);
+    _tile_loadd(6, panel + 3 * kLanes, kStride);
+    _tile_dpbf16ps(2, 4, 5);
+    _tile_dpbf16ps(3, 4, 6);
+  }
+  alignas(64) float sums[kAmxRows][kPanel];
+  _tile_stored(0, sums[0], kStride);
+  _tile_stored(1, sums[0] + kLanes, kStride);
+  _tile_stored(2, sums[0] + 2 * kLanes, kStride);
+  _tile_stored(3, sums[0] + 3 * kLanes, kStride);
+  for (int v = 0; v < kVectors; v++) {
+    const int64_t first = column + v * kLanes, n = a.out - first;
+    if (n <= 0) break;
+    const V bias = a.bias ? load_part(static_cast<const bf16*>(a.bias) + first, n) : zero();
+    for (int64_t m = 0; m < rows; m++) {
+      const V y = load_part(sums[m] + v * kLanes, kLanes) + bias;
+      const int64_t at = (row + m) * a.y_stride + first;
+      if (a.y_float) store_part(static_cast<float*>(a.y) + at, y, n);
+      else store_part(static_cast<bf16*>(a.y) + at, y, n);
+    }
+  }
+}
+
+inline void tile_block(const Linear& a, int64_t row, int64_t end, int64_t column,
+                       const uint32_t* panel) {
+  int64_t configured = 0;
+  for (; row < end; row += kAmxRows) {
+    const int64_t rows = end - row < kAmxRows ? end - row : kAmxRows;
+    if (rows != configured) configure_tiles(rows);
+    configured = rows;
+    tile_rows(a, row, rows, column, panel);
+  }
+  _tile_release();
+}
+#endif
+
 template <class T>
 void linear(const Linear& a) {
   const int64_t num_panels = panels(a.out);
@@ -132,6 +206,10 @@ void linear(const Linear& a) {
     const int64_t column = p * kPanel;
     if (a.form == Form::packed) {
       const uint32_t* panel = static_cast<const uint32_t*>(a.weight) + p * panel_units;
+#ifdef __AMX_BF16__
+      if constexpr (std::is_same_v<T, bf16>)
+        if (a.in % kAmxInputs == 0) return tile_block(a, row, end, column, panel);
+#endif
       panel_block<T>(a, row, end, column, panel);
     } else {
       const int8_t* panel = static_cast<const int8_t*>(a.weight) + p * panel_units * kPerUnit<T>;

@@ -30,6 +30,7 @@ ISA_FLAGS = {
     "avx2": _AVX2,
     "avx512": _AVX512,
     "avx512bf16": (*_AVX512, "-mavx512bf16"),
+    "amx": (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
 }
 """Flags of each instruction set. The first one is required, the others are optional."""
 KERNEL_FLAGS = ("-O3", *COMMON_FLAGS)
@@ -56,6 +57,7 @@ _PROBES = {
     "avx2": "vpaddd %ymm0, %ymm0, %ymm0",
     "avx512": "vpaddw %zmm0, %zmm0, %zmm0",
     "avx512bf16": "vdpbf16ps %zmm0, %zmm0, %zmm0",
+    "amx": "tdpbf16ps %tmm0, %tmm1, %tmm2",
 }
 _PROBE_TIMEOUT_S = 30.0
 

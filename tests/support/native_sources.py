@@ -39,6 +39,9 @@ static PyObject* sets(PyObject*, PyObject*) {
 #ifndef MANTA_WITHOUT_AVX512BF16
   " avx512bf16"
 #endif
+#ifndef MANTA_WITHOUT_AMX
+  " amx"
+#endif
   );
 }
 static PyMethodDef methods[] = {

@@ -290,7 +290,7 @@ def test_formats_by_name() -> None:
 
 def test_predictions_of_the_carried_model_agree(kernels: Any) -> None:
     """benchmarks/int8_quality.py publishes this for more positions."""
-    dtype = "bfloat16" if kernels.isa() == "avx512bf16" else "float32"
+    dtype = "bfloat16" if kernels.isa() in ("avx512bf16", "amx") else "float32"
     quality = compare(str(CARRIED), dtype, 1500)
     assert quality.positions == 1500
     assert quality.agreement >= 0.96

@@ -63,9 +63,10 @@ def test_each_file_has_its_flags(sources: Path, compiler: Compiler) -> None:
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     assert abi in bindings and "-O2" in bindings and "-mavx2" not in bindings
     assert "-DMANTA_WITHOUT" not in bindings
-    for isa in ("avx2", "avx512", "avx512bf16"):
+    for isa in ("avx2", "avx512", "avx512bf16", "amx"):
         (call,) = compiler.calls(f"-DMANTA_ISA={isa} ")
-        assert "-O3" in call and ("-mavx512bf16" in call) == (isa == "avx512bf16")
+        assert "-O3" in call and ("-mavx512bf16" in call) == (isa in ("avx512bf16", "amx"))
+        assert ("-mamx-bf16" in call) == (isa == "amx")
     (link,) = compiler.calls("-shared")
     assert "-fopenmp" not in link and "gomp" not in link
 
@@ -273,7 +274,7 @@ def test_two_processes_build_once(
     assert said[0][0] == said[1][0]
     assert compiler.links == 1 and len(compiler.calls("bindings.cpp")) == 1
     (builder,) = [words for _, words in said if "building the CPU kernels with g++" in words]
-    assert "4 files" in builder and "built the CPU kernels in" in builder
+    assert "5 files" in builder and "built the CPU kernels in" in builder
     assert sum("waiting for another process" in words for _, words in said) == 1
 
 

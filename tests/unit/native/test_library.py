@@ -65,7 +65,7 @@ def test_it_is_built_and_loaded_once(
         thread.join()
     module = kernels.load()
     assert module is not None and loaded == [module] * 4
-    assert module.sets() == "avx2 avx512 avx512bf16"
+    assert module.sets() == "avx2 avx512 avx512bf16 amx"
     assert kernels.reason == "" and not warnings(caplog) and compiler.links == 1
     assert KernelLibrary(sources).load() is not None and compiler.links == 1
 
