@@ -7,6 +7,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <cstring>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -318,6 +319,99 @@ Tensor silu_and_mul(const Tensor& gate_up) {
   return y;
 }
 
+// Rows `from` of `x` [*, size], one behind the other.
+Tensor take_rows(const Tensor& x, const std::vector<int64_t>& from) {
+  const int64_t bytes = x.size(1) * x.element_size();
+  Tensor y = at::empty({static_cast<int64_t>(from.size()), x.size(1)}, x.options());
+  const char* source = static_cast<const char*>(x.data_ptr());
+  char* target = static_cast<char*>(y.data_ptr());
+  for (size_t i = 0; i < from.size(); i++)
+    std::memcpy(target + i * bytes, source + from[i] * x.stride(0) * x.element_size(), bytes);
+  return y;
+}
+
+// Of each token the sum of its `chosen` [T, k] experts by `weights` [T, k]: an expert is
+// down(silu(gate) * up), its gate and up are `ups`, [2 * inner, hidden], packed. A number that is no
+// expert's adds nothing.
+Tensor experts(const Tensor& hidden, const Tensor& chosen, const Tensor& weights,
+               const std::vector<Tensor>& ups, const std::vector<Tensor>& downs, int64_t inner) {
+  check_cpu(hidden, chosen, weights);
+  TORCH_CHECK(hidden.dim() == 2 && hidden.stride(1) == 1,
+              "hidden must be [tokens, size] with a contiguous last dimension");
+  TORCH_CHECK(chosen.dim() == 2 && chosen.size(0) == hidden.size(0) && chosen.is_contiguous() &&
+                  chosen.scalar_type() == at::kLong, "chosen must be int64 [tokens, k], contiguous");
+  TORCH_CHECK(weights.sizes() == chosen.sizes() && weights.is_contiguous() &&
+                  weights.scalar_type() == at::kFloat,
+              "weights must be float32 [tokens, k], contiguous");
+  TORCH_CHECK(!ups.empty() && ups.size() == downs.size(), "there are ", ups.size(), " ups and ",
+              downs.size(), " downs");
+  const int64_t size = hidden.size(1), k = chosen.size(1);
+  const int64_t count = static_cast<int64_t>(ups.size()), per_unit = numbers_per_unit(hidden.scalar_type());
+  TORCH_CHECK(size % per_unit == 0 && inner % per_unit == 0, "inputs of 16 bits must be even");
+  const Type type = type_of(hidden);
+  for (int64_t e = 0; e < count; e++) {
+    check_cpu(ups[e], downs[e]);
+    check_packed(ups[e], 2 * inner);
+    check_packed(downs[e], size);
+    TORCH_CHECK(ups[e].size(1) == size && downs[e].size(1) == inner, "expert ", e, " has other sizes");
+    TORCH_CHECK(ups[e].scalar_type() == hidden.scalar_type() &&
+                    downs[e].scalar_type() == hidden.scalar_type(),
+                "expert ", e, " has another type than hidden");
+  }
+  pybind11::gil_scoped_release release;
+  const int64_t* numbers = chosen.data_ptr<int64_t>();
+  std::vector<int64_t> starts(count + 1, 0), tokens, places(chosen.numel(), -1);
+  for (int64_t i = 0; i < chosen.numel(); i++)
+    if (numbers[i] >= 0 && numbers[i] < count) starts[numbers[i] + 1]++;
+  for (int64_t e = 0; e < count; e++) starts[e + 1] += starts[e];
+  tokens.resize(starts[count]);
+  std::vector<int64_t> next(starts.begin(), starts.end() - 1), used;
+  for (int64_t i = 0; i < chosen.numel(); i++)
+    if (numbers[i] >= 0 && numbers[i] < count) tokens[places[i] = next[numbers[i]]++] = i / k;
+  for (int64_t e = 0; e < count; e++)
+    if (starts[e] < starts[e + 1]) used.push_back(e);
+  const int64_t rows = starts[count];
+  const Tensor x = take_rows(hidden, tokens);
+  const Tensor gate_up = at::empty({rows, 2 * inner}, hidden.options());
+  const Tensor middle = at::empty({rows, inner}, hidden.options());
+  const Tensor found = at::empty({rows, size}, hidden.options().dtype(at::kFloat));
+  const int threads = at::get_num_threads();
+  // Threads share the experts out, or the rows of each if there are few.
+  const bool apart = static_cast<int64_t>(used.size()) >= 2 * threads;
+  const auto multiply_rows = [&](const Tensor& from, const Tensor& to, const std::vector<Tensor>& by,
+                                 bool as_float) {
+    const auto one = [&](int64_t e, int inner_threads) {
+      const int64_t first = starts[e];
+      kernels().linear({type, Form::packed,
+                        static_cast<char*>(from.data_ptr()) + first * from.size(1) * from.element_size(),
+                        from.size(1), by[e].data_ptr(), nullptr, nullptr,
+                        static_cast<char*>(to.data_ptr()) + first * to.size(1) * to.element_size(),
+                        to.size(1), as_float, starts[e + 1] - first, from.size(1), to.size(1),
+                        inner_threads});
+    };
+    if (apart && threads > 1)
+      at::parallel_for(0, static_cast<int64_t>(used.size()), 1, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; i++) one(used[i], 1);
+      });
+    else
+      for (const int64_t e : used) one(e, threads);
+  };
+  multiply_rows(x, gate_up, ups, false);
+  kernels().silu_mul({type, gate_up.data_ptr(), middle.data_ptr(), rows, inner, threads});
+  multiply_rows(middle, found, downs, true);
+  Tensor sums = at::zeros({hidden.size(0), size}, found.options());
+  float* to = sums.data_ptr<float>();
+  const float* from = found.data_ptr<float>();
+  const float* by = weights.data_ptr<float>();
+  for (int64_t i = 0; i < chosen.numel(); i++) {
+    if (places[i] < 0) continue;
+    float* sum = to + i / k * size;
+    const float* row = from + places[i] * size;
+    for (int64_t h = 0; h < size; h++) sum[h] += by[i] * row[h];
+  }
+  return sums.to(hidden.scalar_type());
+}
+
 void check_logits(const Tensor& logits) {
   TORCH_CHECK(logits.dim() == 2 && logits.is_contiguous() && logits.size(1) > 0 &&
                   logits.scalar_type() == at::kFloat,
@@ -388,6 +482,7 @@ PYBIND11_MODULE(manta_cpu_kernels, m) {
   m.def("add_rms_norm_", &manta::add_rms_norm_);
   m.def("rotate_", &manta::rotate_);
   m.def("silu_and_mul", &manta::silu_and_mul);
+  m.def("experts", &manta::experts);
   m.def("sample", &manta::sample);
   m.def("logprobs", &manta::logprobs);
 }

@@ -1,4 +1,5 @@
-"""A mixture as grouped products against one that is computed expert by expert."""
+"""A mixture as grouped products, or in one call of our kernels, against one that is computed expert
+by expert."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from engine.device.distributed import ParallelState
 from engine.layers.experts import Experts
 from engine.layers.grouped_experts import GroupedExperts
-from engine.layers.weight_format import PlainFormat
+from engine.layers.weight_format import NativeFormat, PlainFormat
+from tests.support.kernels import load_kernels, torch_threads
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_local_experts": 6}
 KINDS: dict[str, tuple[Any, Any]] = {
@@ -40,7 +42,9 @@ def make(kind: str, dtype: torch.dtype) -> Any:
 
 def routes(tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(tokens)
-    chosen = torch.stack([torch.randperm(6)[:2] for _ in range(tokens)])
+    chosen = (
+        torch.tensor([torch.randperm(6)[:2].tolist() for _ in range(tokens)]).view(-1, 2).long()
+    )
     chosen[chosen == 4] = 5  # an expert without tokens
     return torch.randn(tokens, 32).to(dtype), chosen, torch.rand(tokens, 2)
 
@@ -78,3 +82,57 @@ def test_ranks_add_up_and_numbers_of_no_expert_add_nothing(kind: str) -> None:
     alone = GroupedExperts(make(kind, torch.float32), ParallelState.single())
     found = alone(hidden, chosen, weights)
     torch.testing.assert_close(found, alone(hidden, chosen[:, :1], weights[:, :1]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_one_call_is_the_same_sum(dtype: torch.dtype, threads: int) -> None:
+    load_kernels()
+    single = ParallelState.single()
+    fused = Experts(make("gated", dtype), NativeFormat(), single)
+    apart = Experts(make("gated", dtype), PlainFormat(), single)
+    assert fused._fused is not None and apart._fused is None
+    with torch_threads(threads):
+        for tokens in (0, 1, 7, 64):
+            hidden, chosen, weights = routes(tokens, dtype)
+            chosen[tokens // 2 :, 1] = 6  # no expert's number
+            tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+            found = fused(hidden, chosen, weights)
+            wanted = apart(hidden, chosen, weights)
+            torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance)
+            alone = [
+                fused(hidden[i : i + 1], chosen[i : i + 1], weights[i : i + 1])
+                for i in range(tokens)
+            ]
+            assert all(torch.equal(row, found[i : i + 1]) for i, row in enumerate(alone))
+
+
+def test_other_gates_and_biases_are_not_fused() -> None:
+    load_kernels()
+    gelu = make("gated", torch.float32)
+    gelu.act_fn = torch.nn.GELU()
+    others = [make(kind, torch.float32) for kind in ("biased and transposed", "without gate")]
+    for module in (*others, gelu):
+        assert Experts(module, NativeFormat(), ParallelState.single())._fused is None
+
+
+def test_the_kernel_refuses_what_does_not_fit() -> None:
+    kernels = load_kernels()
+    x, chosen, weights = torch.ones(3, 8), torch.zeros(3, 2, dtype=torch.long), torch.ones(3, 2)
+    ups, downs = [kernels.pack(torch.ones(12, 8))], [kernels.pack(torch.ones(8, 6))]
+    assert kernels.experts(x, chosen, weights, ups, downs, 6).shape == (3, 8)
+    wrong: list[tuple[tuple[Any, ...], str]] = [
+        ((x[0], chosen, weights, ups, downs, 6), r"hidden must be \[tokens, size\]"),
+        ((x, chosen.int(), weights, ups, downs, 6), "chosen must be int64"),
+        ((x, chosen[:2], weights, ups, downs, 6), "chosen must be int64"),
+        ((x, chosen, weights.double(), ups, downs, 6), "weights must be float32"),
+        ((x, chosen, weights, ups, [], 6), "1 ups and 0 downs"),
+        ((x, chosen, weights, [], [], 6), "0 ups and 0 downs"),
+        ((x, chosen, weights, ups, downs, 500), "not packed for 1000 outputs"),
+        ((x, chosen, weights, ups, ups, 6), "other sizes"),
+        ((x.half(), chosen, weights, ups, downs, 6), "another type"),
+        ((x.to("meta"), chosen, weights, ups, downs, 6), "CPU"),
+    ]
+    for arguments, message in wrong:
+        with pytest.raises(RuntimeError, match=message):
+            kernels.experts(*arguments)
