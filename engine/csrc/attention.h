@@ -73,6 +73,27 @@ struct Attend {
       for (int m = 0; m < M; m++) cap(tile.scores[row + m], count);
   }
 
+#ifdef __AMX_BF16__
+  // All rows of a head by tiles: a block of keys is a panel.
+  void score_tiles(Tile<bf16>& tile, int64_t row, int64_t rows, int64_t count) const {
+    static_assert(kBlock == kPanel);
+    const V scale = set1(a.scale);
+    int64_t configured = 0;
+    for (const int64_t end = row + rows; row < end; row += kAmxRows) {
+      const int64_t some = end - row < kAmxRows ? end - row : kAmxRows;
+      if (some != configured) configure_tiles(some);
+      configured = some;
+      tile_product(tile.queries[row], kMaxDim, tile.keys, a.k_dim, tile.scores[row]);
+      for (int64_t m = row; m < row + some; m++) {
+        for (int64_t j = 0; j < kBlock; j += kLanes)
+          store(tile.scores[m] + j, load(tile.scores[m] + j) * scale);
+        if (a.softcap > 0.0f) cap(tile.scores[m], count);
+      }
+    }
+    _tile_release();
+  }
+#endif
+
   // cap * tanh(score / cap)
   void cap(float* scores, int64_t count) const {
     const V one = set1(1.0f), two = set1(2.0f), limit = set1(a.softcap), by = set1(2.0f / a.softcap);
@@ -218,6 +239,10 @@ struct Attend {
 
   void all_rows(
       Tile<C>& tile, int64_t row, int64_t rows, Keys keys, int64_t kv_head, bool values) const {
+#ifdef __AMX_BF16__
+    if constexpr (std::is_same_v<C, bf16>)
+      if (!values && a.k_dim % kAmxInputs == 0) return score_tiles(tile, row, rows, keys.count);
+#endif
     for (const int64_t end = row + rows; row < end; row += kRows) {
       for_rows(tile, row, end - row < kRows ? end - row : kRows, keys, kv_head, values);
       keys.num_ahead = 0;

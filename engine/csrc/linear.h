@@ -124,7 +124,8 @@ void panel_block(const Linear& a, int64_t row, int64_t end, int64_t column, cons
 
 #ifdef __AMX_BF16__
 // Rows of bfloat16 by tiles: 16 rows of x times a panel, 32 inputs at a time. A row's sums are the
-// same whatever rows are multiplied beside it, so a single row takes tiles, too.
+// same whatever rows are multiplied beside it, so a single row takes tiles, too. (Intel's manual,
+// TDPBF16PS.)
 constexpr int64_t kAmxRows = 16;
 constexpr int64_t kAmxInputs = 32;
 
@@ -144,16 +145,16 @@ inline void configure_tiles(int64_t rows) {
   _tile_loadconfig(&config);
 }
 
-inline void tile_rows(const Linear& a, int64_t row, int64_t rows, int64_t column,
-                      const uint32_t* panel) {
-  const bf16* x = static_cast<const bf16*>(a.x) + row * a.x_stride;
+// `sums` [rows][kPanel] of as many rows of x as tiles are configured for, by a panel.
+inline void tile_product(const bf16* x, int64_t x_stride, const uint32_t* panel, int64_t in,
+                         float* sums) {
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
   constexpr int kStride = kPanel * 4;
-  for (int64_t k = 0; k < a.in; k += kAmxInputs, panel += kAmxInputs / 2 * kPanel) {
-    _tile_loadd(4, x + k, a.x_stride * 2);
+  for (int64_t k = 0; k < in; k += kAmxInputs, panel += kAmxInputs / 2 * kPanel) {
+    _tile_loadd(4, x + k, x_stride * 2);
     _tile_loadd(5, panel, kStride);
     _tile_loadd(6, panel + kLanes, kStride);
     _tile_dpbf16ps(0, 4, 5);
@@ -163,11 +164,17 @@ inline void tile_rows(const Linear& a, int64_t row, int64_t rows, int64_t column
     _tile_dpbf16ps(2, 4, 5);
     _tile_dpbf16ps(3, 4, 6);
   }
+  _tile_stored(0, sums, kStride);
+  _tile_stored(1, sums + kLanes, kStride);
+  _tile_stored(2, sums + 2 * kLanes, kStride);
+  _tile_stored(3, sums + 3 * kLanes, kStride);
+}
+
+inline void tile_rows(const Linear& a, int64_t row, int64_t rows, int64_t column,
+                      const uint32_t* panel) {
   alignas(64) float sums[kAmxRows][kPanel];
-  _tile_stored(0, sums[0], kStride);
-  _tile_stored(1, sums[0] + kLanes, kStride);
-  _tile_stored(2, sums[0] + 2 * kLanes, kStride);
-  _tile_stored(3, sums[0] + 3 * kLanes, kStride);
+  const bf16* x = static_cast<const bf16*>(a.x) + row * a.x_stride;
+  tile_product(x, a.x_stride, panel, a.in, sums[0]);
   for (int v = 0; v < kVectors; v++) {
     const int64_t first = column + v * kLanes, n = a.out - first;
     if (n <= 0) break;
