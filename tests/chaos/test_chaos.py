@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -24,6 +25,7 @@ import pytest
 
 from tests.support.chaos_load import Load, make_cases
 from tests.support.cluster import ROLES, Cluster, Struck
+from tests.support.families import FAMILIES, make_family
 from tests.support.http_server import manta_leaving_nothing, metric, streams, wait_idle
 from tests.support.metrics_text import bare
 from tests.support.processes import actor_pids, resident_mib, socket_count
@@ -293,3 +295,28 @@ def test_requests_of_a_lost_ingress_end() -> None:
     with cluster(1, hang_timeout_s=4) as running:
         asyncio.run(work())
         wait_idle(running.url, 5.0)
+
+
+def kill_a_worker_of(folder: Path) -> None:
+    async def work(load: Load) -> None:
+        await running.strike("worker", "kill", PATIENT_S)
+        await asyncio.sleep(1.0)
+
+    with cluster(2, model=str(folder)) as running:
+        load = asyncio.run(under_load(running, 4, work, output=120))
+        assert running.is_complete(), running.counts()
+        print(f"\n{len(load.finished)} streams, resumed: {dict(resumed(running.url))}")
+        assert sum(resumed(running.url).values()) > 0
+
+
+@pytest.mark.timeout(600)
+def test_a_mixture_of_experts(tmp_path: Path) -> None:
+    kill_a_worker_of(make_family(tmp_path, "qwen3_moe"))
+
+
+@pytest.mark.full_chaos
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_each_family(tmp_path: Path, name: str) -> None:
+    """Models that transformers' code computes."""
+    kill_a_worker_of(make_family(tmp_path, name))
