@@ -58,9 +58,7 @@ def step_inputs(
         logits_rows = tokens
     else:
         lines = np.repeat(np.arange(len(rows)), sampled)
-        # Of each of a line's last tokens, how many stand behind it.
-        behind = np.repeat(np.cumsum(sampled), sampled) - 1 - np.arange(len(lines))
-        logits_rows = starts[1:][lines] - 1 - behind
+        logits_rows = batch.sampled_tokens(starts)
         if batch.pooled is not None:
             lines = np.concatenate([lines, batch.pooled.last])
             logits_rows = np.concatenate([logits_rows, starts[1:][batch.pooled.last] - 1])

@@ -164,6 +164,15 @@ class ModelWorkerBatch(msgspec.Struct, array_like=True):
         """int64 [S]: behind how many tokens each of these lines samples."""
         return self.num_sampled[self.num_sampled > 0].astype(np.int64)
 
+    def sampled_tokens(self, starts: Int64Array) -> Int64Array:
+        """int64 [sum(num_sampled)]: which tokens of a complete step are sampled behind. `starts`:
+        its `line_starts()`."""
+        counts = self.num_sampled.astype(np.int64)
+        # Of each of a line's last tokens, how many stand behind it.
+        behind = np.repeat(np.cumsum(counts), counts) - 1 - np.arange(counts.sum())
+        tokens: Int64Array = np.repeat(starts[1:], counts) - 1 - behind
+        return tokens
+
     @property
     def checks_drafts(self) -> bool:
         """Whether a line samples behind several tokens."""

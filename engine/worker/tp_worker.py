@@ -25,7 +25,6 @@ from engine.worker.future_map import FutureMap
 from engine.worker.graphs.backend import CudaGraphBackend, GraphBackend
 from engine.worker.graphs.decode_graphs import DecodeGraphs
 from engine.worker.graphs.graph_check import repeats_the_model
-from engine.worker.graphs.sizes import sampled_tokens
 from engine.worker.model_runner import ForwardOutput, ModelRunner
 from engine.worker.sizing.estimate import stage_weight_bytes
 from engine.worker.sizing.kv_sizing import MemoryMeter, agree_on_kv_tokens, check_weights_fit
@@ -35,6 +34,8 @@ from engine.worker.step_result import PromptLogprobTensors, TpPendingResult, res
 from engine.worker.step_threads import StepThreads
 
 logger = logging.getLogger(__name__)
+
+_EAGERLY = "decodes run eagerly, which costs small models and batches most of their speed"
 
 
 @dataclass
@@ -159,9 +160,9 @@ class TpModelWorker(ModelWorker):
             return None
         if not self.runner.attention.supports_graphs:
             logger.warning(
-                "%s can't be captured in CUDA graphs: decodes run eagerly, which costs small "
-                "models and batches most of their speed",
+                "%s can't be captured in CUDA graphs: %s",
                 type(self.runner.attention).__name__,
+                _EAGERLY,
             )
             return None
         backend = backend or CudaGraphBackend(device)
@@ -176,10 +177,10 @@ class TpModelWorker(ModelWorker):
         if not lack:
             return graphs
         logger.warning(
-            "%s can't be captured in CUDA graphs (%s): decodes run eagerly, which costs small "
-            "models and batches most of their speed",
+            "%s can't be captured in CUDA graphs (%s): %s",
             self.runner.config.model.title,
             lack,
+            _EAGERLY,
         )
         return None
 
@@ -219,8 +220,8 @@ class TpModelWorker(ModelWorker):
         logits = graphs.forward(forward, len(batch.input_ids))
         if logits is None:
             return None
-        tokens = sampled_tokens(batch)
-        if tokens is not None:
+        if not np.array_equal(batch.num_sampled, batch.query_lens):
+            tokens = batch.sampled_tokens(batch.line_starts())
             index = to_device(tokens, self.runner.device)
             logits = logits.index_select(0, index)
             forward.sample_rows = forward.sample_rows.index_select(0, index)

@@ -6,8 +6,6 @@ tests/unit/worker/test_step_sync does the same on a fake device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,7 @@ from engine.protocol.sampling_params import SamplingParams
 from engine.worker.future_map import FutureMap
 from engine.worker.step_queue import StepQueue
 from engine.worker.tp_worker import TpModelWorker
-from tests.support.gpu_workers import graph_attention
+from tests.support.gpu_workers import graph_attention, no_sync
 from tests.support.models import make_model
 from tests.support.worker_driver import MakeParams, Steps, make_worker, params
 
@@ -29,15 +27,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(
         tmp_path_factory.mktemp("model"), "LlamaForCausalLM", hidden_size=256, head_dim=64
     )
-
-
-@contextmanager
-def no_sync() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def make(folder: Path, patch: pytest.MonkeyPatch, max_batch_size: int) -> TpModelWorker:

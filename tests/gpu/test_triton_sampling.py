@@ -3,8 +3,7 @@ them (tests/unit/sampling/test_triton_sampling.py)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -19,6 +18,7 @@ from engine.sampling.sampler import Sampler
 from engine.sampling.state import SamplingState
 from engine.sampling.torch_backend import TorchSampling
 from engine.sampling.triton_backend import TritonSampling
+from tests.support.gpu_workers import no_sync
 from tests.support.sampler_rows import Row, many_rows
 
 if not torch.cuda.is_available():
@@ -28,15 +28,6 @@ if lack := lack_of_triton():
 
 CUDA = torch.device("cuda")
 KERNELS = ["find_peaks", "run_races", "settle"]
-
-
-@contextmanager
-def no_sync() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def rows_of(count: int, vocab: int) -> list[Row]:

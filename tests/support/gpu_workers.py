@@ -6,8 +6,11 @@ torch's can't be captured in CUDA graphs; `CapturableAttention` stands in for it
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
+import torch
 
 from engine.registry import ATTENTION_BACKENDS
 from tests.support.fake_graphs import CapturableAttention
@@ -19,3 +22,13 @@ def graph_attention(patch: pytest.MonkeyPatch) -> str:
         return "flashinfer"
     patch.setitem(ATTENTION_BACKENDS._entries, "torch", CapturableAttention)
     return "torch"
+
+
+@contextmanager
+def no_sync() -> Iterator[None]:
+    """What would make the host wait for the device raises."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

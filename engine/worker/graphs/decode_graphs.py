@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -37,6 +36,7 @@ from engine.worker.graphs.buffers import GraphBuffers, GraphOutputs
 from engine.worker.graphs.sizes import (
     capture_order,
     graph_sizes,
+    nothing_but_padding,
     pad_decodes,
     runs_as_decodes,
     smallest_fitting,
@@ -248,7 +248,7 @@ class DecodeGraphs:
     def _capture(self, size: int) -> _Graph:
         inputs, cells, locs = self._buffers.inputs(size)
         outputs = self._buffers.outputs(size)
-        batch = self._load(_nothing_but_padding(size), inputs, cells, locs)
+        batch = self._load(nothing_but_padding(size), inputs, cells, locs)
         self.runner.attention.plan_graph(batch)
         forward = self._backend.capture(lambda: self._run_forward(batch, outputs))
         sample: dict[Variant, Callable[[], None]] = {}
@@ -295,22 +295,3 @@ class DecodeGraphs:
         """Whether `flag` is set on any rank that captures with this one. Waits for the device."""
         count = torch.tensor([int(flag)], dtype=torch.int32, device=self.runner.device)
         return bool(self.runner.parallel.all_reduce(count).item())
-
-
-def _nothing_but_padding(size: int) -> ModelWorkerBatch:
-    none = np.zeros(0, np.int32)
-    empty = ModelWorkerBatch(
-        step=0,
-        micro_batch=0,
-        req_pool_indices=none,
-        query_lens=none,
-        num_sampled=none,
-        seq_lens=none,
-        input_ids=none,
-        out_cache_loc=none,
-        prefix_rows=none,
-        prefix_lens=none,
-        prefix_locs=none,
-        new_rows=[],
-    )
-    return pad_decodes(empty, size)

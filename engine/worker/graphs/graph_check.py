@@ -6,11 +6,12 @@ host knows would go on as it decided while it was captured.
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import torch
 
-from engine.protocol.step import ModelWorkerBatch
 from engine.worker.graphs.decode_graphs import DecodeGraphs
+from engine.worker.graphs.sizes import nothing_but_padding
 from engine.worker.model_runner import ModelRunner
 
 _LENGTHS = (1, 5, 40, 3)
@@ -22,13 +23,16 @@ _TOLERANCE_16_BITS = 3e-2
 def repeats_the_model(graphs: DecodeGraphs, runner: ModelRunner) -> bool:
     """Whether the smallest graph gives the logits of eager steps, for tokens at some places.
 
-    They belong to row 0, whose slots are all the padding slot. Waits for the device.
+    They stand in for the token of a line that is padding. Waits for the device.
     """
     tolerance = _TOLERANCE.get(runner.dtype, _TOLERANCE_16_BITS)
     size = min(graphs.sizes)
     for number, length in enumerate(_LENGTHS):
-        token = (7 + 31 * number) % runner.config.model.vocab_size
-        batch = _decode(token, min(length, runner.config.max_model_len))
+        batch = msgspec.structs.replace(
+            nothing_but_padding(1),
+            input_ids=np.array([(7 + 31 * number) % runner.config.model.vocab_size], np.int32),
+            seq_lens=np.array([min(length, runner.config.max_model_len)], np.int32),
+        )
         with runner.queue.stream():
             eager = runner.forward(runner.prepare(batch))
             captured = graphs.forward(graphs.prepare(batch, size), 1)
@@ -38,21 +42,3 @@ def repeats_the_model(graphs: DecodeGraphs, runner: ModelRunner) -> bool:
             if not bool((found - wanted).norm() <= tolerance * wanted.norm()):
                 return False
     return True
-
-
-def _decode(token: int, length: int) -> ModelWorkerBatch:
-    one, none = np.ones(1, np.int32), np.zeros(0, np.int32)
-    return ModelWorkerBatch(
-        step=0,
-        micro_batch=0,
-        req_pool_indices=one * 0,
-        query_lens=one,
-        num_sampled=one,
-        seq_lens=one * length,
-        input_ids=one * token,
-        out_cache_loc=one * 0,
-        prefix_rows=none,
-        prefix_lens=none,
-        prefix_locs=none,
-        new_rows=[],
-    )

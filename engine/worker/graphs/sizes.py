@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import msgspec
 import numpy as np
 
-from engine.protocol.step import Int64Array, IntArray, ModelWorkerBatch
+from engine.protocol.step import IntArray, ModelWorkerBatch
 
 MAX_PADDING = 2
 """A graph takes batches of at least its size / MAX_PADDING rows; smaller ones run eagerly."""
@@ -49,16 +49,6 @@ def runs_as_decodes(batch: ModelWorkerBatch) -> bool:
     return int(reads[batch.num_sampled < counts].sum()) <= MAX_CHUNK_READS
 
 
-def sampled_tokens(batch: ModelWorkerBatch) -> Int64Array | None:
-    """Which tokens of a step are sampled behind, int64 [S]; None if all are."""
-    if np.array_equal(batch.num_sampled, batch.query_lens):
-        return None
-    counts = batch.num_sampled.astype(np.int64)
-    behind = np.repeat(np.cumsum(counts), counts) - 1 - np.arange(counts.sum())
-    tokens: Int64Array = np.repeat(batch.line_starts()[1:], counts) - 1 - behind
-    return tokens
-
-
 def pad_decodes(batch: ModelWorkerBatch, size: int) -> ModelWorkerBatch:
     """A step that `runs_as_decodes` with a line for each of its tokens, padded to `size` lines.
 
@@ -87,6 +77,26 @@ def pad_decodes(batch: ModelWorkerBatch, size: int) -> ModelWorkerBatch:
         prefix_locs=batch.prefix_locs[:0],
         new_rows=[],
     )
+
+
+def nothing_but_padding(size: int) -> ModelWorkerBatch:
+    """A step of `size` lines that are padding."""
+    none = np.zeros(0, np.int32)
+    empty = ModelWorkerBatch(
+        step=0,
+        micro_batch=0,
+        req_pool_indices=none,
+        query_lens=none,
+        num_sampled=none,
+        seq_lens=none,
+        input_ids=none,
+        out_cache_loc=none,
+        prefix_rows=none,
+        prefix_lens=none,
+        prefix_locs=none,
+        new_rows=[],
+    )
+    return pad_decodes(empty, size)
 
 
 def _padded(values: np.ndarray, size: int, padding: int) -> IntArray:

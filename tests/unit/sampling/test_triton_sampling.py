@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -25,16 +24,14 @@ from engine.sampling.torch_backend import TorchSampling
 from engine.sampling.triton_backend import HELD, MAX_CHUNKS, TritonSampling, chunk_sizes
 from tests.support.sampler_rows import CPU, FILTERS, Row, random_logits, reference_scores
 from tests.support.source_files import ROOT
+from tests.support.triton_interpreter import use_interpreter
 
-if find_spec("triton") is None:
-    pytest.skip("needs Triton (extra `triton`)", allow_module_level=True)
-if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("on this machine Triton compiles its kernels", allow_module_level=True)
+use_interpreter()
 
-import triton
-import triton.language as tl
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
 
-from engine.sampling import triton_kernels
+from engine.sampling import triton_kernels  # noqa: E402
 
 
 def draw(
