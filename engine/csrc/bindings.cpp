@@ -4,10 +4,16 @@
 #include <torch/extension.h>
 
 #include <cpuid.h>
+#include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <cerrno>
+#include <cmath>
 #include <cstring>
+#include <memory>
+#include <mutex>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -119,12 +125,57 @@ void check_rows(const Tensor& x, int64_t size) {
               "] with a contiguous last dimension, not ", x.sizes());
 }
 
+// Memory of huge pages, where the system has them: a step reads every weight once, and with pages of
+// 4 KiB the processor looks up addresses instead. Matrices lie one after the other in it; it is
+// given back with the last of them.
+class WeightMemory {
+ public:
+  explicit WeightMemory(size_t size) : size_((size + kPage - 1) / kPage * kPage) {
+    // A page more than is used, of which the ends beside the whole pages are given back.
+    void* memory = mmap(nullptr, size_ + kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    TORCH_CHECK(memory != MAP_FAILED, "no memory for ", size_ >> 20, " MiB of weights: ", strerror(errno));
+    const size_t before = (kPage - reinterpret_cast<uintptr_t>(memory) % kPage) % kPage;
+    base_ = static_cast<char*>(memory) + before;
+    if (before) munmap(memory, before);
+    munmap(base_ + size_, kPage - before);
+    madvise(base_, size_, getenv("NOHUGE") ? MADV_NOHUGEPAGE : MADV_HUGEPAGE);  // a wish: small pages do, too
+  }
+  ~WeightMemory() { munmap(base_, size_); }
+  WeightMemory(const WeightMemory&) = delete;
+  WeightMemory& operator=(const WeightMemory&) = delete;
+
+  static Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options) {
+    static std::mutex lock;
+    static std::shared_ptr<WeightMemory> shared;
+    size_t bytes = options.dtype().itemsize();
+    for (const int64_t size : sizes) bytes *= static_cast<size_t>(size);
+    bytes = (bytes + kAlign - 1) / kAlign * kAlign;
+    std::shared_ptr<WeightMemory> memory;
+    size_t at = 0;
+    if (bytes > kShared / 4) {
+      memory = std::make_shared<WeightMemory>(bytes);
+    } else {
+      const std::lock_guard<std::mutex> guard(lock);
+      if (!shared || shared->used_ + bytes > shared->size_) shared = std::make_shared<WeightMemory>(kShared);
+      memory = shared;
+      at = memory->used_;
+      memory->used_ += bytes;
+    }
+    return at::from_blob(memory->base_ + at, sizes, [memory](void*) {}, options);
+  }
+
+ private:
+  static constexpr size_t kPage = 2 << 20, kAlign = 64, kShared = 64 << 20;
+  char* base_ = nullptr;
+  size_t size_, used_ = 0;
+};
+
 Tensor pack(const Tensor& weight) {
   check_cpu(weight);
   TORCH_CHECK(weight.dim() == 2 && weight.is_contiguous(), "a weight must be [out, in], contiguous");
   const int64_t out = weight.size(0), in = weight.size(1);
   TORCH_CHECK(in % numbers_per_unit(weight.scalar_type()) == 0, "inputs of 16 bits must be even");
-  Tensor packed = at::empty({panels(out) * kernels().panel, in}, weight.options());
+  Tensor packed = WeightMemory::empty({panels(out) * kernels().panel, in}, weight.options());
   kernels().pack(type_of(weight), weight.data_ptr(), out, in, packed.data_ptr());
   return packed;
 }
@@ -135,7 +186,7 @@ Tensor pack_int8(const Tensor& weight, at::ScalarType type) {
               "a weight must be int8 [out, in], contiguous");
   const int64_t out = weight.size(0), in = weight.size(1);
   TORCH_CHECK(in % numbers_per_unit(type) == 0, "inputs of 16 bits must be even");
-  Tensor packed = at::empty({panels(out) * kernels().panel, in}, weight.options());
+  Tensor packed = WeightMemory::empty({panels(out) * kernels().panel, in}, weight.options());
   kernels().pack_int8(type_of(at::empty({0}, type)), weight.data_ptr<int8_t>(), out, in,
                       packed.data_ptr<int8_t>());
   return packed;
@@ -314,102 +365,138 @@ Tensor silu_and_mul(const Tensor& gate_up) {
               "gate_up must be [rows, 2 * size], contiguous");
   const int64_t size = gate_up.size(1) / 2;
   Tensor y = at::empty({gate_up.size(0), size}, gate_up.options());
-  kernels().silu_mul({type_of(gate_up), gate_up.data_ptr(), y.data_ptr(), y.size(0), size,
+  kernels().silu_mul({type_of(gate_up), gate_up.data_ptr(), y.data_ptr(), y.size(0), size, size,
                       at::get_num_threads()});
   return y;
 }
 
-// Rows `from` of `x` [*, size], one behind the other.
-Tensor take_rows(const Tensor& x, const std::vector<int64_t>& from) {
-  const int64_t bytes = x.size(1) * x.element_size();
-  Tensor y = at::empty({static_cast<int64_t>(from.size()), x.size(1)}, x.options());
-  const char* source = static_cast<const char*>(x.data_ptr());
-  char* target = static_cast<char*>(y.data_ptr());
-  for (size_t i = 0; i < from.size(); i++)
-    std::memcpy(target + i * bytes, source + from[i] * x.stride(0) * x.element_size(), bytes);
-  return y;
+constexpr int64_t kRoutedTokens = 64;  // that a thread takes at a time
+constexpr int64_t kExpertRows = 256;  // of an expert that are multiplied at once
+
+// A mixture's packed matrices: an expert is down(silu(gate) * up), its gate and up are `ups`,
+// [2 * inner, size].
+class ExpertWeights {
+ public:
+  ExpertWeights(std::vector<Tensor> ups, std::vector<Tensor> downs, int64_t inner)
+      : inner(inner), ups_(std::move(ups)), downs_(std::move(downs)) {
+    TORCH_CHECK(!ups_.empty() && ups_.size() == downs_.size(), "there are ", ups_.size(), " ups and ",
+                downs_.size(), " downs");
+    count = static_cast<int64_t>(ups_.size());
+    size = ups_[0].dim() == 2 ? ups_[0].size(1) : 0;
+    type = ups_[0].scalar_type();
+    const int64_t per_unit = numbers_per_unit(type);
+    TORCH_CHECK(size % per_unit == 0 && inner % per_unit == 0, "inputs of 16 bits must be even");
+    for (int64_t e = 0; e < count; e++) {
+      check_cpu(ups_[e], downs_[e]);
+      check_packed(ups_[e], 2 * inner);
+      check_packed(downs_[e], size);
+      TORCH_CHECK(ups_[e].size(1) == size && downs_[e].size(1) == inner, "expert ", e, " has other sizes");
+      TORCH_CHECK(ups_[e].scalar_type() == type && downs_[e].scalar_type() == type, "expert ", e,
+                  " has another type");
+      up_data.push_back(ups_[e].data_ptr());
+      down_data.push_back(downs_[e].data_ptr());
+    }
+  }
+
+  int64_t count, size, inner;
+  at::ScalarType type;
+  std::vector<const void*> up_data, down_data;
+
+ private:
+  std::vector<Tensor> ups_, downs_;
+};
+
+void check_hidden(const Tensor& hidden, const ExpertWeights& by) {
+  check_cpu(hidden);
+  check_rows(hidden, by.size);
+  TORCH_CHECK(hidden.scalar_type() == by.type, "hidden has another type than the experts");
 }
 
-// Of each token the sum of its `chosen` [T, k] experts by `weights` [T, k]: an expert is
-// down(silu(gate) * up), its gate and up are `ups`, [2 * inner, hidden], packed. A number that is no
+// Of each token the sum of its `k` experts, `numbers` and `factors` [tokens, k]. A number that is no
 // expert's adds nothing.
+Tensor sum_experts(const Tensor& hidden, const int64_t* numbers, const float* factors, int64_t k,
+                   const ExpertWeights& by) {
+  const int64_t all = hidden.size(0) * k;
+  std::vector<int64_t> starts(by.count + 1, 0);
+  for (int64_t i = 0; i < all; i++)
+    if (numbers[i] >= 0 && numbers[i] < by.count) starts[numbers[i] + 1]++;
+  for (int64_t e = 0; e < by.count; e++) starts[e + 1] += starts[e];
+  const int64_t rows = starts[by.count];
+  std::vector<int64_t> next(starts.begin(), starts.end() - 1), tokens(rows);
+  std::vector<float> weights(rows);
+  for (int64_t i = 0; i < all; i++) {
+    if (numbers[i] < 0 || numbers[i] >= by.count) continue;
+    const int64_t row = next[numbers[i]]++;
+    tokens[row] = i / k;
+    weights[row] = factors[i];
+  }
+  std::vector<ExpertBlock> blocks;
+  for (int64_t e = 0; e < by.count; e++)
+    for (int64_t row = starts[e]; row < starts[e + 1]; row += kExpertRows)
+      blocks.push_back({e, row, std::min(row + kExpertRows, starts[e + 1])});
+  Tensor out = at::empty({hidden.size(0), by.size}, hidden.options());
+  if (blocks.empty()) return out.zero_();
+  const Tensor middle = at::empty({rows, by.inner}, hidden.options());
+  kernels().experts({type_of(hidden), hidden.data_ptr(), hidden.stride(0), by.up_data.data(),
+                     by.down_data.data(), blocks.data(), static_cast<int64_t>(blocks.size()),
+                     tokens.data(), weights.data(), middle.data_ptr(), out.data_ptr(), hidden.size(0),
+                     by.size, by.inner, at::get_num_threads()});
+  return out;
+}
+
+// The same for the `chosen` experts int64 [tokens, k], by `weights` float32 [tokens, k].
 Tensor experts(const Tensor& hidden, const Tensor& chosen, const Tensor& weights,
-               const std::vector<Tensor>& ups, const std::vector<Tensor>& downs, int64_t inner) {
-  check_cpu(hidden, chosen, weights);
-  TORCH_CHECK(hidden.dim() == 2 && hidden.stride(1) == 1,
-              "hidden must be [tokens, size] with a contiguous last dimension");
+               const ExpertWeights& by) {
+  check_hidden(hidden, by);
+  check_cpu(chosen, weights);
   TORCH_CHECK(chosen.dim() == 2 && chosen.size(0) == hidden.size(0) && chosen.is_contiguous() &&
                   chosen.scalar_type() == at::kLong, "chosen must be int64 [tokens, k], contiguous");
   TORCH_CHECK(weights.sizes() == chosen.sizes() && weights.is_contiguous() &&
                   weights.scalar_type() == at::kFloat,
               "weights must be float32 [tokens, k], contiguous");
-  TORCH_CHECK(!ups.empty() && ups.size() == downs.size(), "there are ", ups.size(), " ups and ",
-              downs.size(), " downs");
-  const int64_t size = hidden.size(1), k = chosen.size(1);
-  const int64_t count = static_cast<int64_t>(ups.size()), per_unit = numbers_per_unit(hidden.scalar_type());
-  TORCH_CHECK(size % per_unit == 0 && inner % per_unit == 0, "inputs of 16 bits must be even");
-  const Type type = type_of(hidden);
-  for (int64_t e = 0; e < count; e++) {
-    check_cpu(ups[e], downs[e]);
-    check_packed(ups[e], 2 * inner);
-    check_packed(downs[e], size);
-    TORCH_CHECK(ups[e].size(1) == size && downs[e].size(1) == inner, "expert ", e, " has other sizes");
-    TORCH_CHECK(ups[e].scalar_type() == hidden.scalar_type() &&
-                    downs[e].scalar_type() == hidden.scalar_type(),
-                "expert ", e, " has another type than hidden");
-  }
   pybind11::gil_scoped_release release;
-  const int64_t* numbers = chosen.data_ptr<int64_t>();
-  std::vector<int64_t> starts(count + 1, 0), tokens, places(chosen.numel(), -1);
-  for (int64_t i = 0; i < chosen.numel(); i++)
-    if (numbers[i] >= 0 && numbers[i] < count) starts[numbers[i] + 1]++;
-  for (int64_t e = 0; e < count; e++) starts[e + 1] += starts[e];
-  tokens.resize(starts[count]);
-  std::vector<int64_t> next(starts.begin(), starts.end() - 1), used;
-  for (int64_t i = 0; i < chosen.numel(); i++)
-    if (numbers[i] >= 0 && numbers[i] < count) tokens[places[i] = next[numbers[i]]++] = i / k;
-  for (int64_t e = 0; e < count; e++)
-    if (starts[e] < starts[e + 1]) used.push_back(e);
-  const int64_t rows = starts[count];
-  const Tensor x = take_rows(hidden, tokens);
-  const Tensor gate_up = at::empty({rows, 2 * inner}, hidden.options());
-  const Tensor middle = at::empty({rows, inner}, hidden.options());
-  const Tensor found = at::empty({rows, size}, hidden.options().dtype(at::kFloat));
-  const int threads = at::get_num_threads();
-  // Threads share the experts out, or the rows of each if there are few.
-  const bool apart = static_cast<int64_t>(used.size()) >= 2 * threads;
-  const auto multiply_rows = [&](const Tensor& from, const Tensor& to, const std::vector<Tensor>& by,
-                                 bool as_float) {
-    const auto one = [&](int64_t e, int inner_threads) {
-      const int64_t first = starts[e];
-      kernels().linear({type, Form::packed,
-                        static_cast<char*>(from.data_ptr()) + first * from.size(1) * from.element_size(),
-                        from.size(1), by[e].data_ptr(), nullptr, nullptr,
-                        static_cast<char*>(to.data_ptr()) + first * to.size(1) * to.element_size(),
-                        to.size(1), as_float, starts[e + 1] - first, from.size(1), to.size(1),
-                        inner_threads});
-    };
-    if (apart && threads > 1)
-      at::parallel_for(0, static_cast<int64_t>(used.size()), 1, [&](int64_t begin, int64_t end) {
-        for (int64_t i = begin; i < end; i++) one(used[i], 1);
-      });
-    else
-      for (const int64_t e : used) one(e, threads);
-  };
-  multiply_rows(x, gate_up, ups, false);
-  kernels().silu_mul({type, gate_up.data_ptr(), middle.data_ptr(), rows, inner, threads});
-  multiply_rows(middle, found, downs, true);
-  Tensor sums = at::zeros({hidden.size(0), size}, found.options());
-  float* to = sums.data_ptr<float>();
-  const float* from = found.data_ptr<float>();
-  const float* by = weights.data_ptr<float>();
-  for (int64_t i = 0; i < chosen.numel(); i++) {
-    if (places[i] < 0) continue;
-    float* sum = to + i / k * size;
-    const float* row = from + places[i] * size;
-    for (int64_t h = 0; h < size; h++) sum[h] += by[i] * row[h];
+  return sum_experts(hidden, chosen.data_ptr<int64_t>(), weights.data_ptr<float>(), chosen.size(1), by);
+}
+
+// The `k` largest of `logits`, of equal ones the first, and their parts of the softmax.
+void weigh_best(const float* logits, int64_t count, int64_t k, bool normalized, int64_t* best,
+                float* weights) {
+  for (int64_t e = 0, kept = 0; e < count; e++) {
+    if (kept == k && !(logits[e] > logits[best[k - 1]])) continue;
+    int64_t i = kept < k ? kept++ : k - 1;
+    for (; i > 0 && logits[e] > logits[best[i - 1]]; i--) best[i] = best[i - 1];
+    best[i] = e;
   }
-  return sums.to(hidden.scalar_type());
+  const float top = logits[best[0]];
+  float mass = 0;
+  if (normalized)
+    for (int64_t i = 0; i < k; i++) mass += std::exp(logits[best[i]] - top);
+  else
+    for (int64_t e = 0; e < count; e++) mass += std::exp(logits[e] - top);
+  for (int64_t i = 0; i < k; i++) weights[i] = std::exp(logits[best[i]] - top) / mass;
+}
+
+// The same for the `k` experts of `routes` whose logits are the largest, of equal ones the first, by
+// the softmax of all logits, or of theirs if `normalized`. `router` is packed, [routes, size];
+// experts `first` and on are here. Logits and weights are rounded to the type of `hidden`.
+Tensor mixture(const Tensor& hidden, const Tensor& router, int64_t routes, int64_t k, bool normalized,
+               int64_t first, const ExpertWeights& by) {
+  check_hidden(hidden, by);
+  TORCH_CHECK(k > 0 && k <= routes, "there are ", routes, " routes, not ", k);
+  const Tensor logits = linear(hidden, router, c10::nullopt, routes, false).to(at::kFloat);
+  pybind11::gil_scoped_release release;
+  const Tensor chosen = at::empty({hidden.size(0), k}, logits.options());
+  std::vector<int64_t> numbers(chosen.numel());
+  at::parallel_for(0, hidden.size(0), kRoutedTokens, [&](int64_t begin, int64_t end) {
+    for (int64_t token = begin; token < end; token++) {
+      int64_t* best = numbers.data() + token * k;
+      weigh_best(logits.data_ptr<float>() + token * routes, routes, k, normalized, best,
+                 chosen.data_ptr<float>() + token * k);
+      for (int64_t i = 0; i < k; i++) best[i] -= first;
+    }
+  });
+  const Tensor rounded = chosen.to(hidden.scalar_type()).to(at::kFloat);
+  return sum_experts(hidden, numbers.data(), rounded.data_ptr<float>(), k, by);
 }
 
 void check_logits(const Tensor& logits) {
@@ -482,7 +569,10 @@ PYBIND11_MODULE(manta_cpu_kernels, m) {
   m.def("add_rms_norm_", &manta::add_rms_norm_);
   m.def("rotate_", &manta::rotate_);
   m.def("silu_and_mul", &manta::silu_and_mul);
+  pybind11::class_<manta::ExpertWeights>(m, "ExpertWeights")
+      .def(pybind11::init<std::vector<at::Tensor>, std::vector<at::Tensor>, int64_t>());
   m.def("experts", &manta::experts);
+  m.def("mixture", &manta::mixture);
   m.def("sample", &manta::sample);
   m.def("logprobs", &manta::logprobs);
 }

@@ -31,7 +31,7 @@ void silu_mul(const SiluMul& a) {
   run_tasks(a.rows, small ? 1 : a.threads, [&](int64_t row) {
     const T* gate = static_cast<const T*>(a.gate_up) + row * 2 * a.size;
     const T* up = gate + a.size;
-    T* y = static_cast<T*>(a.y) + row * a.size;
+    T* y = static_cast<T*>(a.y) + row * a.y_stride;
     for (int64_t i = 0; i < a.size; i += kLanes) {
       const int64_t n = a.size - i;
       const V g = load_part(gate + i, n);

@@ -1,6 +1,7 @@
 // Compiled once for each instruction set, with MANTA_ISA as its name.
 #include "attention.h"
 #include "elementwise.h"
+#include "experts.h"
 #include "linear.h"
 #include "norm.h"
 #include "sampling.h"
@@ -30,6 +31,7 @@ const Kernels& kernels() {
       .norm = [](const Norm& a) { MANTA_BY_TYPE(a.type, norm<T>(a)); },
       .rope = [](const Rope& a) { MANTA_BY_TYPE(a.type, rope<T>(a)); },
       .silu_mul = [](const SiluMul& a) { MANTA_BY_TYPE(a.type, silu_mul<T>(a)); },
+      .experts = [](const Experts& a) { MANTA_BY_TYPE(a.type, experts<T>(a)); },
       .sample = sample,
       .logprobs = logprobs,
   };

@@ -88,8 +88,29 @@ struct Rope {
 struct SiluMul {
   Type type;
   const void* gate_up;  // [rows, 2 * size]
-  void* y;              // [rows, size]
-  int64_t rows, size;
+  void* y;              // [rows, size], stride y_stride
+  int64_t rows, size, y_stride;
+  int threads;
+};
+
+// Rows [begin, end) of a mixture's tokens sorted by expert, all of one expert.
+struct ExpertBlock {
+  int64_t expert, begin, end;
+};
+
+// Of each token the weighted sum of its experts.
+struct Experts {
+  Type type;
+  const void* x;  // [num_tokens, size], stride x_stride
+  int64_t x_stride;
+  const void *const *ups, *const *downs;  // of each expert [2 * inner, size] and [size, inner], packed
+  const ExpertBlock* blocks;              // in the order of the experts
+  int64_t num_blocks;
+  const int64_t* tokens;  // [rows]: a sorted row's token
+  const float* by;        // [rows]: its expert's weight
+  void* middle;           // [rows, inner]: room
+  void* y;                // [num_tokens, size], contiguous
+  int64_t num_tokens, size, inner;
   int threads;
 };
 
@@ -132,6 +153,7 @@ struct Kernels {
   void (*norm)(const Norm&);
   void (*rope)(const Rope&);
   void (*silu_mul)(const SiluMul&);
+  void (*experts)(const Experts&);
   void (*sample)(const Sample&);
   void (*logprobs)(const Logprobs&);
 };

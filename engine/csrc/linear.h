@@ -153,6 +153,8 @@ inline void tile_product(const bf16* x, int64_t x_stride, const uint32_t* panel,
   _tile_zero(2);
   _tile_zero(3);
   constexpr int kStride = kPanel * 4;
+  // Eight at a time: in a shorter loop the loads of the next tiles start too late.
+#pragma GCC unroll 8
   for (int64_t k = 0; k < in; k += kAmxInputs, panel += kAmxInputs / 2 * kPanel) {
     _tile_loadd(4, x + k, x_stride * 2);
     _tile_loadd(5, panel, kStride);

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,18 +26,19 @@ class Experts:
         """The module's matrices are taken from it."""
         self._module = module
         count = len(module.down_proj)
-        self._parallel = parallel if count < module.num_experts else ParallelState.single()
-        self._first = self._parallel.tp_rank * count
+        self.parallel = parallel if count < module.num_experts else ParallelState.single()
+        self.first = self.parallel.tp_rank * count
         up = "gate_up_proj" if module.has_gate else "up_proj"
         self._up = [self._kernel(up, number, form) for number in range(count)]
         self._down = [self._kernel("down_proj", number, form) for number in range(count)]
         for name in (up, "down_proj"):
             setattr(module, name, None)
-        self._fused = self._in_one_call()
+        self.weights = self._in_one_call()
+        """All matrices for one call of our kernels; None: each expert is multiplied on its own."""
 
-    def _in_one_call(self) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
-        """Our kernel for experts whose gate is silu(gate) * up, gate first, as random input shows;
-        None where there is none."""
+    def _in_one_call(self) -> Any:
+        """For experts in our kernels' form whose gate is silu(gate) * up, gate first, as random
+        input shows."""
         module = self._module
         ups = [up.packed for up in self._up if isinstance(up, NativeKernel) and up.bias is None]
         downs = [down.packed for down in self._down if isinstance(down, NativeKernel)]
@@ -53,12 +53,7 @@ class Experts:
             wanted, found = module._apply_gate(sample), kernels.silu_and_mul(sample)
         if wanted.shape != found.shape or not torch.allclose(wanted, found, atol=1e-2, rtol=1e-2):
             return None
-
-        def call(hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-            out: Tensor = kernels.experts(hidden, chosen, weights, ups, downs, inner)
-            return out
-
-        return call
+        return kernels.ExpertWeights(ups, downs, inner)
 
     def _kernel(self, name: str, number: int, form: WeightFormat) -> Any:
         weight = getattr(self._module, name).data[number]
@@ -72,15 +67,15 @@ class Experts:
     def __call__(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden]: of each token the sum of its `chosen` int64 [T, k] experts,
         by `weights` [T, k]. A number that is no expert's adds nothing."""
-        if self._fused is not None:
-            numbers = (chosen - self._first).contiguous()
-            out = self._fused(hidden, numbers, weights.float().contiguous())
-            return self._parallel.all_reduce(out)
+        if self.weights is not None:
+            numbers, factors = (chosen - self.first).contiguous(), weights.float().contiguous()
+            out = require_kernels().experts(hidden, numbers, factors, self.weights)
+            return self.parallel.all_reduce(out)
         module, k = self._module, chosen.shape[-1]
         out = torch.zeros_like(hidden)
         flat = chosen.reshape(-1)
-        if self._parallel.tp_size > 1:
-            flat, count = flat - self._first, len(self._up)
+        if self.parallel.tp_size > 1:
+            flat, count = flat - self.first, len(self._up)
             flat = flat.masked_fill((flat < 0) | (flat >= count), count)
         order = flat.argsort(stable=True)
         counts = torch.bincount(flat, minlength=len(self._up)).tolist()
@@ -99,7 +94,35 @@ class Experts:
                 scaled = (found * factors[start:end]).to(out.dtype)
                 out.index_add_(0, tokens[start:end], scaled)
             start = end
-        return self._parallel.all_reduce(out)
+        return self.parallel.all_reduce(out)
+
+
+class Mixture:
+    """A softmax router and its experts as one call of our kernels."""
+
+    def __init__(self, router: Tensor, top_k: int, normalized: bool, experts: Experts) -> None:
+        """`router` [experts, hidden]. `normalized`: the weights of a token's experts add up to 1.
+        Raises `ValueError` for experts that are not one call."""
+        if experts.weights is None:
+            raise ValueError("these experts are multiplied one by one")
+        kernels = require_kernels()
+        self._multiply = kernels.mixture
+        self._router, self._routes = kernels.pack(router.contiguous()), len(router)
+        self._top_k, self._normalized, self._experts = top_k, normalized, experts
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """[..., hidden] -> [..., hidden]"""
+        experts = self._experts
+        out: Tensor = self._multiply(
+            hidden_states.reshape(-1, hidden_states.shape[-1]),
+            self._router,
+            self._routes,
+            self._top_k,
+            self._normalized,
+            experts.first,
+            experts.weights,
+        )
+        return experts.parallel.all_reduce(out).view(hidden_states.shape)
 
 
 def is_experts(module: nn.Module) -> bool:

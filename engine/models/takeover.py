@@ -1,4 +1,4 @@
-"""Norms, feed-forward blocks, attentions and layers of a model that our kernels compute instead.
+"""Norms, feed-forward blocks, mixtures, attentions and layers that our kernels compute instead.
 
 Each is tried at load: if ours gives the numbers of the model's own code, it takes its place. What
 differs stays as it is. So no architecture is known here by its name.
@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from engine.layers.experts import Experts, Mixture
 from engine.layers.fused_ops import FusedOps
 
 _ROUNDING, _ROUNDING_16_BITS = 1e-5, 2e-2
@@ -21,6 +22,7 @@ _WHOLE = 10
 """What a whole model may add up to, in units of one part."""
 _SCALES = (1.0, 0.03, 0.002)
 """Of random inputs: the smallest show what keeps a norm from dividing by 0."""
+_ORDERED = 64
 _QKV = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
 _GATE_UP = (("gate_proj", "up_proj"), ("gate_up_proj",))
 
@@ -152,7 +154,7 @@ class _Layer:
         self, attention: _Attention, norms: tuple[Norm, Norm], block: nn.Module, step: Step
     ) -> None:
         self.attention, self.norms, self.step = attention, norms, step
-        is_ours = isinstance(getattr(block.forward, "__self__", None), _GatedBlock)
+        is_ours = isinstance(getattr(block.forward, "__self__", None), _GatedBlock | Mixture)
         self.block: Forward = block.forward if is_ours else block
         self.is_last = False
 
@@ -206,8 +208,10 @@ class Takeover:
                 if module in seen and (norm := self._norm(module, seen[module])) is not None:
                     setattr(parent, name, norm)
         for module in list(self._decoder.modules()):
-            if module in seen and (block := self._block(module, seen[module])) is not None:
-                module.forward = block.forward
+            if module in seen:
+                block = self._block(module, seen[module]) or self._mixture(module, seen)
+                if block is not None:
+                    module.forward = block.forward
         attentions: dict[nn.Module, _Attention] = {}
         for module in list(self._decoder.modules()):
             if module in seen and (found := self._attention(module, seen[module])) is not None:
@@ -293,6 +297,37 @@ class Takeover:
         block = _GatedBlock(module, product, self._fused)
         return block if self._agree(module.forward, block.forward, seen) else None
 
+    def _mixture(self, module: Any, seen: dict[nn.Module, _Seen]) -> Mixture | None:
+        children = list(module.children())
+        inner = [child for child in children if child in seen and hasattr(child, "manta_experts")]
+        if len(inner) != 1 or len(children) != 2:
+            return None
+        experts: Any = inner[0].manta_experts
+        router = next(child for child in children if child is not inner[0])
+        weights = dict(router.named_parameters())
+        weight, call = weights.get("weight"), seen[module]
+        if not isinstance(experts, Experts) or experts.weights is None or weight is None:
+            return None
+        if len(weights) != 1 or weight.ndim != 2 or weight.shape[1] != call.hidden.shape[-1]:
+            return None
+        numbers = [
+            x for x in seen[inner[0]].args if isinstance(x, Tensor) and x.dtype == torch.long
+        ]
+        if len(numbers) != 1 or not isinstance(module(*call.args, **call.kwargs), Tensor):
+            return None
+        top_k = numbers[0].shape[-1]
+
+        def clear(rows: Tensor) -> Tensor:
+            """Those whose experts no rounding changes come first."""
+            best = (rows.float() @ weight.float().t()).topk(min(top_k + 1, len(weight))).values
+            return rows[(best[:, top_k - 1] - best[:, -1]).argsort(descending=True)]
+
+        for normalized in (True, False):
+            mixture = Mixture(weight, top_k, normalized, experts)
+            if self._agree(module.forward, mixture.forward, call, clear):
+                return mixture
+        return None
+
     def _attention(self, module: Any, seen: _Seen) -> _Attention | None:
         product = _joint(module, _QKV)
         if product is None or getattr(module, "o_proj", None) is None or seen.num_calls != 1:
@@ -324,12 +359,22 @@ class Takeover:
         layer = _Layer(attentions[inner[0]], (norms[0], norms[1]), blocks[0], self._step)
         return layer if self._agree(module.forward, layer.forward, seen) else None
 
-    def _agree(self, own: Forward, ours: Forward, seen: _Seen) -> bool:
-        """Whether both give the same for random hidden states of any size."""
+    def _agree(
+        self,
+        own: Forward,
+        ours: Forward,
+        seen: _Seen,
+        order: Callable[[Tensor], Tensor] | None = None,
+    ) -> bool:
+        """Whether both give the same for random hidden states of any size: the first that `order`
+        makes of more rows [N, hidden]."""
         hidden = seen.hidden
+        shape = hidden.shape if order is None else (_ORDERED, hidden.shape[-1])
         for scale in _SCALES:
-            random = torch.randn(hidden.shape, generator=self._generator) * scale
+            random = torch.randn(shape, generator=self._generator) * scale
             given = random.to(hidden.device, hidden.dtype)
+            if order is not None:
+                given = order(given)[: hidden[..., 0].numel()].view(hidden.shape)
             results = []
             for forward in (own, ours):
                 self._step.calls = seen.first_call

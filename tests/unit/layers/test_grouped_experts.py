@@ -15,7 +15,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 
 from engine.device.distributed import ParallelState
-from engine.layers.experts import Experts
+from engine.layers.experts import Experts, Mixture
 from engine.layers.grouped_experts import GroupedExperts
 from engine.layers.weight_format import NativeFormat, PlainFormat
 from tests.support.kernels import load_kernels, torch_threads
@@ -91,7 +91,7 @@ def test_one_call_is_the_same_sum(dtype: torch.dtype, threads: int) -> None:
     single = ParallelState.single()
     fused = Experts(make("gated", dtype), NativeFormat(), single)
     apart = Experts(make("gated", dtype), PlainFormat(), single)
-    assert fused._fused is not None and apart._fused is None
+    assert fused.weights is not None and apart.weights is None
     with torch_threads(threads):
         for tokens in (0, 1, 7, 64):
             hidden, chosen, weights = routes(tokens, dtype)
@@ -107,32 +107,90 @@ def test_one_call_is_the_same_sum(dtype: torch.dtype, threads: int) -> None:
             assert all(torch.equal(row, found[i : i + 1]) for i, row in enumerate(alone))
 
 
+@pytest.mark.parametrize("normalized", [True, False])
+@pytest.mark.parametrize("top_k", [1, 2, 6])
+def test_a_router_and_its_experts_are_one_call(top_k: int, normalized: bool) -> None:
+    load_kernels()
+    experts = Experts(make("gated", torch.float32), NativeFormat(), ParallelState.single())
+    torch.manual_seed(4)
+    router = torch.randn(6, 32)
+    mixture = Mixture(router, top_k, normalized, experts)
+    for tokens in (0, 1, 200):
+        hidden = torch.randn(1, tokens, 32)
+        weights, chosen = (hidden[0] @ router.t()).softmax(-1).topk(top_k)
+        if normalized:
+            weights = weights / weights.sum(-1, keepdim=True)
+        with torch_threads(2):
+            found = mixture.forward(hidden)
+        torch.testing.assert_close(found[0], experts(hidden[0], chosen, weights))
+        alone = [mixture.forward(hidden[:, i : i + 1]) for i in range(tokens)]
+        assert all(torch.equal(row[0, 0], found[0, i]) for i, row in enumerate(alone))
+
+
+def test_a_rank_adds_its_own_experts_of_a_mixture() -> None:
+    """The first of equal logits are chosen, so the ranks agree."""
+    load_kernels()
+    torch.manual_seed(5)
+    router, hidden = torch.randn(6, 32), torch.randn(9, 32)
+    router[3] = router[1]
+    whole = Experts(make("gated", torch.float32), NativeFormat(), ParallelState.single())
+    parts = []
+    for rank in (0, 1):
+        module = make("gated", torch.float32)
+        for name, value in [*module.named_parameters()]:
+            half = torch.nn.Parameter(value.data[3 * rank : 3 * rank + 3], requires_grad=False)
+            setattr(module, name, half)
+        parallel: Any = SimpleNamespace(tp_size=2, tp_rank=rank, all_reduce=lambda x: x)
+        part = Experts(module, NativeFormat(), parallel)
+        parts.append(Mixture(router, 2, True, part).forward(hidden))
+    wanted = Mixture(router, 2, True, whole).forward(hidden)
+    torch.testing.assert_close(parts[0] + parts[1], wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_experts_apart_are_no_mixture() -> None:
+    apart = Experts(make("gated", torch.float32), PlainFormat(), ParallelState.single())
+    with pytest.raises(ValueError, match="one by one"):
+        Mixture(torch.randn(6, 32), 2, True, apart)
+
+
 def test_other_gates_and_biases_are_not_fused() -> None:
     load_kernels()
     gelu = make("gated", torch.float32)
     gelu.act_fn = torch.nn.GELU()
     others = [make(kind, torch.float32) for kind in ("biased and transposed", "without gate")]
     for module in (*others, gelu):
-        assert Experts(module, NativeFormat(), ParallelState.single())._fused is None
+        assert Experts(module, NativeFormat(), ParallelState.single()).weights is None
 
 
 def test_the_kernel_refuses_what_does_not_fit() -> None:
     kernels = load_kernels()
     x, chosen, weights = torch.ones(3, 8), torch.zeros(3, 2, dtype=torch.long), torch.ones(3, 2)
     ups, downs = [kernels.pack(torch.ones(12, 8))], [kernels.pack(torch.ones(8, 6))]
-    assert kernels.experts(x, chosen, weights, ups, downs, 6).shape == (3, 8)
+    by = kernels.ExpertWeights(ups, downs, 6)
+    assert kernels.experts(x, chosen, weights, by).shape == (3, 8)
     wrong: list[tuple[tuple[Any, ...], str]] = [
-        ((x[0], chosen, weights, ups, downs, 6), r"hidden must be \[tokens, size\]"),
-        ((x, chosen.int(), weights, ups, downs, 6), "chosen must be int64"),
-        ((x, chosen[:2], weights, ups, downs, 6), "chosen must be int64"),
-        ((x, chosen, weights.double(), ups, downs, 6), "weights must be float32"),
-        ((x, chosen, weights, ups, [], 6), "1 ups and 0 downs"),
-        ((x, chosen, weights, [], [], 6), "0 ups and 0 downs"),
-        ((x, chosen, weights, ups, downs, 500), "not packed for 1000 outputs"),
-        ((x, chosen, weights, ups, ups, 6), "other sizes"),
-        ((x.half(), chosen, weights, ups, downs, 6), "another type"),
-        ((x.to("meta"), chosen, weights, ups, downs, 6), "CPU"),
+        ((x[0], chosen, weights, by), r"x must be \[rows, 8\]"),
+        ((x, chosen.int(), weights, by), "chosen must be int64"),
+        ((x, chosen[:2], weights, by), "chosen must be int64"),
+        ((x, chosen, weights.double(), by), "weights must be float32"),
+        ((x.half(), chosen, weights, by), "another type"),
+        ((x.to("meta"), chosen, weights, by), "CPU"),
     ]
     for arguments, message in wrong:
         with pytest.raises(RuntimeError, match=message):
             kernels.experts(*arguments)
+    matrices: list[tuple[tuple[Any, ...], str]] = [
+        ((ups, [], 6), "1 ups and 0 downs"),
+        (([], [], 6), "0 ups and 0 downs"),
+        ((ups, downs, 500), "not packed for 1000 outputs"),
+        ((ups, ups, 6), "other sizes"),
+        ((ups, [kernels.pack(torch.ones(8, 6).half())], 6), "another type"),
+    ]
+    for arguments, message in matrices:
+        with pytest.raises(RuntimeError, match=message):
+            kernels.ExpertWeights(*arguments)
+    router = kernels.pack(torch.ones(4, 8))
+    assert kernels.mixture(x, router, 4, 2, True, 0, by).shape == (3, 8)
+    for top_k in (0, 5):
+        with pytest.raises(RuntimeError, match=f"there are 4 routes, not {top_k}"):
+            kernels.mixture(x, router, 4, top_k, True, 0, by)

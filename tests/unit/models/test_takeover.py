@@ -54,7 +54,7 @@ def taken(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, int]
     ("name", "expected", "skips"),
     [
         ("llama", {"Norm": 7, "_GatedBlock": 3, "_Attention": 3, "_Layer": 3}, True),
-        ("qwen3_moe", {"Norm": 13, "_Attention": 3, "_Layer": 3}, True),
+        ("qwen3_moe", {"Norm": 13, "Mixture": 3, "_Attention": 3, "_Layer": 3}, True),
         ("granite", {"Norm": 7, "_GatedBlock": 3, "_Attention": 3}, False),
         ("olmo2", {"Norm": 13, "_GatedBlock": 3}, False),
         ("gemma2", {"Norm": 13, "_Attention": 3}, False),
