@@ -162,15 +162,12 @@ struct Attend {
   // Values of a block as float32, for tiles that read them more than once.
   void read_values(const Keys& keys, int64_t kv_head, Tile<C>& tile) const {
     const P* pool = static_cast<const P*>(a.v_pool) + kv_head * a.v_dim;
-    for (int64_t j = 0; j < keys.count; j++) {
-      for (int64_t d = 0; j < keys.num_ahead && d < a.v_dim; d += kPanel)
-        fetch<kVectors>(keys.ahead[j], kv_head, d);
+    for (int64_t j = 0; j < keys.count; j++)
       for (int64_t d = 0; d < a.v_dim; d += kLanes)
         store(tile.values[j] + d, load_part(pool + keys.slots[j] * value_stride + d, a.v_dim - d));
-    }
   }
 
-  // Adds the weighted values of a block, `N` vectors of each; value j is at `values` + offset(j).
+  // Adds the weighted values of a block, `N` vectors of each; value j is at `values` + offset(j, d).
   template <int M, int N, class Q, class Offset>
   void add_vectors(
       Tile<C>& tile, int64_t row, const Keys& keys, const Q* values, Offset offset, int64_t d) const {
@@ -183,7 +180,7 @@ struct Attend {
         sums[m][v] = load(tile.sums[row + m] + d + v * kLanes) * set1(tile.fade[row + m]);
     const int64_t left = a.v_dim - d;
     for (int64_t j = keys.first; j < keys.count; j++) {
-      const Q* value = values + offset(std::integral_constant<int, N>(), j, d);
+      const Q* value = values + offset(j, d);
       V numbers[N];
       if (left >= N * kLanes) {
 #pragma GCC unroll 4
@@ -215,51 +212,55 @@ struct Attend {
   }
 
   template <int M>
-  void add_block(Tile<C>& tile, int64_t row, const Keys& keys, int64_t kv_head) const {
+  void add_block(
+      Tile<C>& tile, int64_t row, const Keys& keys, int64_t kv_head, Heads heads, Ahead& ahead) const {
     if (keys.copied)
       return add_values<M>(tile, row, keys, tile.values[0],
-                           [](auto, int64_t j, int64_t d) { return j * kMaxDim + d; });
+                           [](int64_t j, int64_t d) { return j * kMaxDim + d; });
     const P* pool = static_cast<const P*>(a.v_pool) + kv_head * a.v_dim;
-    add_values<M>(tile, row, keys, pool, [&](auto n, int64_t j, int64_t d) {
-      if (j < keys.num_ahead) fetch<decltype(n)::value>(keys.ahead[j], kv_head, d);
+    add_values<M>(tile, row, keys, pool, [&](int64_t j, int64_t d) {
+      fetch(heads, ahead);
       return keys.slots[j] * value_stride + d;
     });
   }
 
-  template <int M = kRows>
-  void for_rows(
-      Tile<C>& tile, int64_t row, int64_t rows, const Keys& keys, int64_t kv_head, bool values) const {
-    if (rows == M) {
-      if (values) add_block<M>(tile, row, keys, kv_head);
-      else score<M>(tile, row, keys.count);
-    } else if constexpr (M > 1) {
-      for_rows<M - 1>(tile, row, rows, keys, kv_head, values);
-    }
+  template <class F, int M = kRows>
+  static void with_count(int64_t rows, F f) {
+    if (rows == M) f(std::integral_constant<int, M>());
+    else if constexpr (M > 1) with_count<F, M - 1>(rows, f);
   }
 
-  void all_rows(
-      Tile<C>& tile, int64_t row, int64_t rows, Keys keys, int64_t kv_head, bool values) const {
+  // f(a row, how many from it on): groups that fit in registers.
+  template <class F>
+  static void for_rows(int64_t row, int64_t rows, F f) {
+    for (const int64_t end = row + rows; row < end; row += kRows)
+      with_count(end - row < kRows ? end - row : kRows, [&](auto count) { f(row, count); });
+  }
+
+  void score_rows(Tile<C>& tile, int64_t row, int64_t rows, int64_t count) const {
 #ifdef __AMX_BF16__
     if constexpr (std::is_same_v<C, bf16>)
-      if (!values && a.k_dim % kAmxInputs == 0) return score_tiles(tile, row, rows, keys.count);
+      if (a.k_dim % kAmxInputs == 0) return score_tiles(tile, row, rows, count);
 #endif
-    for (const int64_t end = row + rows; row < end; row += kRows) {
-      for_rows(tile, row, end - row < kRows ? end - row : kRows, keys, kv_head, values);
-      keys.num_ahead = 0;
-    }
+    for_rows(row, rows, [&](int64_t i, auto m) { score<decltype(m)::value>(tile, i, count); });
   }
 
-  // Software prefetch of `N` vectors of a head, from d on. It runs one block ahead, a key at a time:
-  // in bursts it would stall.
-  template <int N>
-  void fetch(int64_t slot, int64_t kv_head, int64_t d) const {
-    const int64_t k_at = slot * key_stride + kv_head * a.k_dim + d;
-    const int64_t v_at = slot * value_stride + kv_head * a.v_dim + d;
-    const char* key = reinterpret_cast<const char*>(static_cast<const P*>(a.k_pool) + k_at);
-    const char* value = reinterpret_cast<const char*>(static_cast<const P*>(a.v_pool) + v_at);
-    for (size_t b = 0; b < N * kLanes * sizeof(P); b += 64) {
-      __builtin_prefetch(key + b, 0, 2);
-      __builtin_prefetch(value + b, 0, 2);
+  // Software prefetch of the next piece of keys and of values. It runs one block ahead, beside each
+  // key: in bursts it would stall. In the order of the memory: then the processor's own follows.
+  void fetch(Heads heads, Ahead& ahead) const {
+    if (ahead.key >= ahead.count) return;
+    const int64_t slot = ahead.slots[ahead.key];
+    const P* key = static_cast<const P*>(a.k_pool) + slot * key_stride + heads.first * a.k_dim;
+    const P* value = static_cast<const P*>(a.v_pool) + slot * value_stride + heads.first * a.v_dim;
+    const char* k = reinterpret_cast<const char*>(key + ahead.piece * ahead.key_size);
+    const char* v = reinterpret_cast<const char*>(value + ahead.piece * kPanel);
+    for (int64_t b = 0; b < ahead.key_size * static_cast<int64_t>(sizeof(P)); b += 64)
+      __builtin_prefetch(k + b, 0, 2);
+    for (int64_t b = 0; b < kPanel * static_cast<int64_t>(sizeof(P)); b += 64)
+      __builtin_prefetch(v + b, 0, 2);
+    if (++ahead.piece == ahead.pieces) {
+      ahead.piece = 0;
+      ahead.key++;
     }
   }
 
@@ -268,16 +269,16 @@ struct Attend {
   }
 
   // The first keys of a decode task, to be fetched while the task before it ends.
-  Keys first_keys(const Task* task) const {
-    if (!task || task->step->count > 1) return {nullptr, 0};
+  Ahead first_keys(const Task* task) const {
+    if (!task || task->step->count > 1) return {};
     const int64_t from = task->first * kPart > task->step->low ? task->first * kPart : task->step->low;
     const int64_t low = from / kBlock * kBlock, left = task->step->high - low;
-    return {slots_of(*task->step) + low, 0, left < kBlock ? left : kBlock};
+    return {slots_of(*task->step) + low, left < kBlock ? left : kBlock};
   }
 
   // One part: keys [low, high) that lie in it. Leaves the state of a fresh softmax in `tile`.
   void part(
-      const Step& step, Heads heads, int64_t low, int64_t high, const Keys& next, Tile<C>& tile) const {
+      const Step& step, Heads heads, int64_t low, int64_t high, const Ahead& next, Tile<C>& tile) const {
     const int64_t rows = step.count * group;  // of one head
     for (int64_t i = 0; i < heads.count * rows; i++) {
       tile.top[i] = -infinity();
@@ -288,21 +289,20 @@ struct Attend {
       const int64_t left = high - key;
       const int32_t* slots = slots_of(step) + key;
       Keys keys{slots, key < low ? low - key : 0, left < kBlock ? left : kBlock};
-      if (left > kBlock) {
-        keys.ahead = slots + kBlock;
-        keys.num_ahead = left < 2 * kBlock ? left - kBlock : kBlock;
-      } else {
-        keys.ahead = next.slots;
-        keys.num_ahead = next.count;
-      }
+      Ahead ahead = next;
+      if (left > kBlock) ahead = {slots + kBlock, left < 2 * kBlock ? left - kBlock : kBlock};
+      ahead.pieces = (heads.count * a.v_dim + kPanel - 1) / kPanel;
+      ahead.key_size = heads.count * a.k_dim / ahead.pieces;
       for (int64_t h = 0; h < heads.count; h++) {
         const int64_t row = h * rows, kv_head = heads.first + h;
         read_keys(keys, kv_head, tile);
         keys.copied = rows > kCopyRows;
         if (keys.copied) read_values(keys, kv_head, tile);
-        all_rows(tile, row, rows, keys, kv_head, false);
+        score_rows(tile, row, rows, keys.count);
         weigh(tile, row, row + rows, key, keys.count);
-        all_rows(tile, row, rows, keys, kv_head, true);
+        for_rows(row, rows, [&](int64_t i, auto m) {
+          add_block<decltype(m)::value>(tile, i, keys, kv_head, heads, ahead);
+        });
       }
     }
   }
@@ -430,7 +430,7 @@ struct Attend {
     for (int64_t p = task.first; p <= task.last; p++) {
       const int64_t begin = p * kPart, end = begin + kPart;
       const int64_t low = begin > step.low ? begin : step.low, high = end < step.high ? end : step.high;
-      const Keys next = p == task.last ? first_keys(later) : Keys{nullptr, 0};
+      const Ahead next = p == task.last ? first_keys(later) : Ahead{};
       part(step, task.heads, low, high, next, tile);
       merge(tile, task.heads.count * step.count * group, total, p == task.first);
     }

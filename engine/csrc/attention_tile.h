@@ -42,13 +42,20 @@ struct Heads {
   int64_t first, count;  // key/value heads
 };
 
-// A block's keys by their slots, and keys that are needed next. No query of the step sees those
-// before `first`: their values may be anything, and 0 times NaN is not 0.
+// The keys and values of some heads that are needed next: bytes that lie side by side in each of
+// `count` slots, of which a piece is asked for at a time.
+struct Ahead {
+  const int32_t* slots = nullptr;
+  int64_t count = 0;
+  int64_t key = 0, piece = 0;  // where it stands
+  int64_t pieces = 1, key_size = 0;  // pieces of a slot, and elements of a key's
+};
+
+// A block's keys by their slots. No query of the step sees those before `first`: their values may be
+// anything, and 0 times NaN is not 0.
 struct Keys {
   const int32_t* slots;
   int64_t first, count;
-  const int32_t* ahead = nullptr;
-  int64_t num_ahead = 0;
   bool copied = false;  // whether the tile holds the values
 };
 
