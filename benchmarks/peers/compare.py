@@ -4,7 +4,9 @@
 
 Each round starts one server after the other (never two at once), measures it at every
 concurrency with fresh random prompts, and stops it; rounds repeat A B A B. Ratios are of medians
-over rounds, between rows of the same model, dtype and number of compute threads.
+over rounds, between rows of the same model, dtype, number of compute threads and `--impls`: the
+engine's own model code, or that of transformers. With both, each engine's ratios between them are
+printed, too.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import os
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -59,15 +61,17 @@ DIFFERENT = (
 
 @dataclass(frozen=True)
 class Contender:
-    """One row: an engine with its threads and dtype."""
+    """One row: an engine with its threads and dtype, and whose code of the model it runs."""
 
     engine: str
     threads: int
     dtype: str
+    impl: str = "auto"
 
     @property
     def name(self) -> str:
-        return f"{self.engine} {self.threads}t {self.dtype}"
+        of_model = "" if self.impl == "auto" else f" {self.impl}"
+        return f"{self.engine} {self.threads}t {self.dtype}{of_model}"
 
 
 class Cell(NamedTuple):
@@ -106,6 +110,8 @@ def main() -> int:
     print_results(results)
     ratios = compare(results)
     print_ratios(ratios)
+    figures["transformers_by_native"] = losses = compare_impls(results)
+    print_losses(losses)
     print(f"\nSame for both: {SAME}.\nDifferent:")
     for difference in DIFFERENT:
         print(f"- {difference}")
@@ -143,8 +149,8 @@ def model_paths(names: Sequence[str]) -> list[Path]:
 def contenders(args: argparse.Namespace) -> list[Contender]:
     """The rows in the order in which a round runs them: engines alternate."""
     rows = [
-        Contender(engine, threads, args.dtype)
-        for threads, engine in product(args.threads, args.engines)
+        Contender(engine, threads, args.dtype, impl)
+        for threads, impl, engine in product(args.threads, args.impls, args.engines)
     ]
     if args.vllm_extra_dtype:
         rows += [Contender("vllm", threads, args.vllm_extra_dtype) for threads in args.threads]
@@ -214,6 +220,7 @@ def start(contender: Contender, model: Path, args: argparse.Namespace) -> Manage
             "page_size": PAGE_SIZE,
             "max_running_requests": MAX_RUNNING,
             "max_total_tokens": MAX_TOTAL_TOKENS,
+            "model_impl": contender.impl,
         }
         return manta_server(overrides | dict(args.set), timeout_s=START_TIMEOUT_S)
     python = vllm_cpu.setup(PEERS / "vllm")
@@ -226,6 +233,7 @@ def start(contender: Contender, model: Path, args: argparse.Namespace) -> Manage
         block_size=PAGE_SIZE,
         max_model_len=MAX_MODEL_LEN,
         max_num_seqs=MAX_RUNNING,
+        impl=contender.impl,
     )
     by_default = contender.threads == len(args.cores) - 1
     bind = "auto" if by_default else ",".join(map(str, args.cores[: contender.threads]))
@@ -241,9 +249,7 @@ def compare(results: Results) -> list[dict[str, object]]:
     """
     ratios: list[dict[str, object]] = []
     for cell, peer_reports in results.items():
-        other = cell._replace(
-            contender=Contender("manta", cell.contender.threads, cell.contender.dtype)
-        )
+        other = cell._replace(contender=replace(cell.contender, engine="manta"))
         if cell.contender.engine != "vllm" or other not in results:
             continue
         manta, vllm = medians(results[other]), medians(peer_reports)
@@ -258,11 +264,43 @@ def compare(results: Results) -> list[dict[str, object]]:
                 "concurrency": cell.concurrency,
                 "threads": cell.contender.threads,
                 "dtype": cell.contender.dtype,
+                "impl": cell.contender.impl,
                 "same_outputs": statistics.fmean(ours == theirs for ours, theirs in pairs),
                 **{name: manta[name] / vllm[name] for name in manta.keys() & vllm.keys()},
             }
         )
     return ratios
+
+
+def compare_impls(results: Results) -> list[dict[str, object]]:
+    """Ratios of an engine with transformers' code of the model to itself with its own."""
+    ratios: list[dict[str, object]] = []
+    for cell, reports in results.items():
+        own = cell._replace(contender=replace(cell.contender, impl="native"))
+        if cell.contender.impl != "transformers" or own not in results:
+            continue
+        transformers, native = medians(reports), medians(results[own])
+        ratios.append(
+            {
+                "model": cell.model,
+                "concurrency": cell.concurrency,
+                "server": cell.contender.name,
+                **{
+                    name: transformers[name] / native[name]
+                    for name in transformers.keys() & native.keys()
+                },
+            }
+        )
+    return ratios
+
+
+def print_losses(losses: Sequence[dict[str, object]]) -> None:
+    """Print transformers / native."""
+    if not losses:
+        return
+    keys = ("model", "concurrency", "server", "output_tok_s", "ttft_ms_mean", "tpot_ms_mean")
+    print("\nModel code of transformers / the engine's own")
+    print_table(list(keys), [[loss.get(key) for key in keys] for loss in losses])
 
 
 def print_results(results: Results) -> None:
@@ -288,7 +326,7 @@ def print_ratios(ratios: Sequence[dict[str, object]]) -> None:
         return
     columns = ("output_tok_s", "ttft_ms_mean", "tpot_ms_mean", "e2e_ms_mean", "same_outputs")
     print("\nManta / vLLM (throughput: more is better; latencies: less is better)")
-    keys = ("model", "concurrency", "threads", "dtype", *columns)
+    keys = ("model", "concurrency", "threads", "dtype", "impl", *columns)
     print_table(list(keys), [[ratio.get(key) for key in keys] for ratio in ratios])
 
 
@@ -304,6 +342,12 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("--cores", type=naturals, default=cores, help="cores for servers and client")
     add("--threads", type=positives, help="compute threads (default: cores less one, and cores)")
     add("--dtype", default="bfloat16", help="of both engines")
+    add(
+        "--impls",
+        type=words,
+        default=["auto"],
+        help="whose code of the model: auto, native, transformers",
+    )
     add("--vllm-extra-dtype", help="more rows of vLLM alone, such as bfloat16")
     add("--concurrency", type=positives, default=[1, 8, 32])
     add("--num-prompts", type=positive, default=32)
@@ -331,6 +375,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         args.threads = sorted({max(1, len(args.cores) - 1), len(args.cores)})
     if not set(args.engines) <= {"vllm", "manta"}:
         parser.error(f"--engines knows vllm and manta, not {','.join(args.engines)}")
+    if not set(args.impls) <= {"auto", "native", "transformers"}:
+        parser.error(f"--impls knows auto, native and transformers, not {','.join(args.impls)}")
     if max(args.threads) > len(args.cores):
         parser.error(f"--threads must not exceed the {len(args.cores)} cores")
     return args

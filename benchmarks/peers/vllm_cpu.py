@@ -93,8 +93,10 @@ def serve_command(
     block_size: int,
     max_model_len: int,
     max_num_seqs: int,
+    impl: str = "auto",
 ) -> list[str]:
-    """The command that serves `model` on 127.0.0.1; options not named keep vLLM's defaults."""
+    """The command that serves `model` on 127.0.0.1; options not named keep vLLM's defaults. `impl`:
+    whose code of the model, auto, native or transformers."""
     return [
         str(python.parent / "vllm"),
         "serve",
@@ -109,6 +111,8 @@ def serve_command(
         str(max_model_len),
         "--max-num-seqs",
         str(max_num_seqs),
+        "--model-impl",
+        "vllm" if impl == "native" else impl,
         "--host",
         "127.0.0.1",
         "--port",

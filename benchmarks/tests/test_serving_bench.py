@@ -192,6 +192,23 @@ def test_ratios_are_manta_over_vllm_of_the_same_kind() -> None:
     assert ratio["ttft_ms_mean"] == pytest.approx(0.5)
 
 
+def test_code_of_models_is_compared_within_an_engine() -> None:
+    results: compare.Results = {}
+    for engine, impl, ttft in (
+        ("vllm", "native", 0.1),
+        ("vllm", "transformers", 0.3),
+        ("manta", "transformers", 0.2),
+    ):
+        cell = compare.Cell("m", 1, compare.Contender(engine, 1, "float32", impl))
+        results[cell] = [summary([result_of(ttft)], [])]
+        results[cell][0].outputs = [[1]]
+    (loss,) = compare.compare_impls(results)
+    assert loss["server"] == "vllm 1t float32 transformers"
+    assert loss["ttft_ms_mean"] == pytest.approx(3.0)
+    (ratio,) = compare.compare(results)
+    assert (ratio["impl"], ratio["ttft_ms_mean"]) == ("transformers", pytest.approx(2 / 3))
+
+
 # --- the load -------------------------------------------------------------------------------------
 
 
