@@ -138,7 +138,7 @@ class WeightMemory {
     base_ = static_cast<char*>(memory) + before;
     if (before) munmap(memory, before);
     munmap(base_ + size_, kPage - before);
-    madvise(base_, size_, getenv("NOHUGE") ? MADV_NOHUGEPAGE : MADV_HUGEPAGE);  // a wish: small pages do, too
+    madvise(base_, size_, MADV_HUGEPAGE);  // a wish: small pages do, too
   }
   ~WeightMemory() { munmap(base_, size_); }
   WeightMemory(const WeightMemory&) = delete;
@@ -150,17 +150,12 @@ class WeightMemory {
     size_t bytes = options.dtype().itemsize();
     for (const int64_t size : sizes) bytes *= static_cast<size_t>(size);
     bytes = (bytes + kAlign - 1) / kAlign * kAlign;
-    std::shared_ptr<WeightMemory> memory;
-    size_t at = 0;
-    if (bytes > kShared / 4) {
-      memory = std::make_shared<WeightMemory>(bytes);
-    } else {
-      const std::lock_guard<std::mutex> guard(lock);
-      if (!shared || shared->used_ + bytes > shared->size_) shared = std::make_shared<WeightMemory>(kShared);
-      memory = shared;
-      at = memory->used_;
-      memory->used_ += bytes;
-    }
+    const std::lock_guard<std::mutex> guard(lock);
+    if (!shared || shared->used_ + bytes > shared->size_)
+      shared = std::make_shared<WeightMemory>(std::max(bytes, kShared));
+    const std::shared_ptr<WeightMemory> memory = shared;
+    const size_t at = memory->used_;
+    memory->used_ += bytes;
     return at::from_blob(memory->base_ + at, sizes, [memory](void*) {}, options);
   }
 
