@@ -127,7 +127,7 @@ void check_rows(const Tensor& x, int64_t size) {
 
 // Memory of huge pages, where the system has them: a step reads every weight once, and with pages of
 // 4 KiB the processor looks up addresses instead. Matrices lie one after the other in it; it is
-// given back with the last of them.
+// given back with the last of them, but for the newest, which takes the next ones.
 class WeightMemory {
  public:
   explicit WeightMemory(size_t size) : size_((size + kPage - 1) / kPage * kPage) {
@@ -380,6 +380,7 @@ class ExpertWeights {
     size = ups_[0].dim() == 2 ? ups_[0].size(1) : 0;
     type = ups_[0].scalar_type();
     const int64_t per_unit = numbers_per_unit(type);
+    TORCH_CHECK(inner > 0, "experts have no inner numbers");
     TORCH_CHECK(size % per_unit == 0 && inner % per_unit == 0, "inputs of 16 bits must be even");
     for (int64_t e = 0; e < count; e++) {
       check_cpu(ups_[e], downs_[e]);
@@ -456,14 +457,16 @@ Tensor experts(const Tensor& hidden, const Tensor& chosen, const Tensor& weights
 // The `k` largest of `logits`, of equal ones the first, and their parts of the softmax.
 void weigh_best(const float* logits, int64_t count, int64_t k, bool normalized, int64_t* best,
                 float* weights) {
+  bool is_nan = false;
   for (int64_t e = 0, kept = 0; e < count; e++) {
+    is_nan |= std::isnan(logits[e]);
     if (kept == k && !(logits[e] > logits[best[k - 1]])) continue;
     int64_t i = kept < k ? kept++ : k - 1;
     for (; i > 0 && logits[e] > logits[best[i - 1]]; i--) best[i] = best[i - 1];
     best[i] = e;
   }
   const float top = logits[best[0]];
-  float mass = 0;
+  float mass = is_nan ? NAN : 0.0f;
   if (normalized)
     for (int64_t i = 0; i < k; i++) mass += std::exp(logits[best[i]] - top);
   else

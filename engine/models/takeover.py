@@ -310,6 +310,8 @@ class Takeover:
             return None
         if len(weights) != 1 or weight.ndim != 2 or weight.shape[1] != call.hidden.shape[-1]:
             return None
+        if weight.dtype != call.hidden.dtype or len(call.args) + len(call.kwargs) != 1:
+            return None
         numbers = [
             x for x in seen[inner[0]].args if isinstance(x, Tensor) and x.dtype == torch.long
         ]

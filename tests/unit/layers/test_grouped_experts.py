@@ -147,6 +147,15 @@ def test_a_rank_adds_its_own_experts_of_a_mixture() -> None:
     torch.testing.assert_close(parts[0] + parts[1], wanted, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("normalized", [True, False])
+def test_a_logit_that_is_nan_shows(normalized: bool) -> None:
+    load_kernels()
+    experts = Experts(make("gated", torch.float32), NativeFormat(), ParallelState.single())
+    router = torch.randn(6, 32)
+    router[5] = torch.nan
+    assert Mixture(router, 2, normalized, experts).forward(torch.randn(3, 32)).isnan().all()
+
+
 def test_experts_apart_are_no_mixture() -> None:
     apart = Experts(make("gated", torch.float32), PlainFormat(), ParallelState.single())
     with pytest.raises(ValueError, match="one by one"):
