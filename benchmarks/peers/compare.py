@@ -266,10 +266,15 @@ def compare(results: Results) -> list[dict[str, object]]:
                 "dtype": cell.contender.dtype,
                 "impl": cell.contender.impl,
                 "same_outputs": statistics.fmean(ours == theirs for ours, theirs in pairs),
-                **{name: manta[name] / vllm[name] for name in manta.keys() & vllm.keys()},
+                **quotients(manta, vllm),
             }
         )
     return ratios
+
+
+def quotients(a: dict[str, float], b: dict[str, float]) -> dict[str, float]:
+    """Of the figures that both have."""
+    return {name: a[name] / b[name] for name in a.keys() & b.keys()}
 
 
 def compare_impls(results: Results) -> list[dict[str, object]]:
@@ -279,16 +284,12 @@ def compare_impls(results: Results) -> list[dict[str, object]]:
         own = cell._replace(contender=replace(cell.contender, impl="native"))
         if cell.contender.impl != "transformers" or own not in results:
             continue
-        transformers, native = medians(reports), medians(results[own])
         ratios.append(
             {
                 "model": cell.model,
                 "concurrency": cell.concurrency,
                 "server": cell.contender.name,
-                **{
-                    name: transformers[name] / native[name]
-                    for name in transformers.keys() & native.keys()
-                },
+                **quotients(medians(reports), medians(results[own])),
             }
         )
     return ratios

@@ -108,7 +108,8 @@ class Mixture:
         kernels = require_kernels()
         self._multiply = kernels.mixture
         self._router, self._routes = kernels.pack(router.contiguous()), len(router)
-        self._top_k, self._normalized, self._experts = top_k, normalized, experts
+        self.normalized = normalized
+        self._top_k, self._experts = top_k, experts
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[..., hidden] -> [..., hidden]"""
@@ -118,7 +119,7 @@ class Mixture:
             self._router,
             self._routes,
             self._top_k,
-            self._normalized,
+            self.normalized,
             experts.first,
             experts.weights,
         )

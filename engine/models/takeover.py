@@ -324,8 +324,8 @@ class Takeover:
             best = (rows.float() @ weight.float().t()).topk(min(top_k + 1, len(weight))).values
             return rows[(best[:, top_k - 1] - best[:, -1]).argsort(descending=True)]
 
-        for normalized in (True, False):
-            mixture = Mixture(weight, top_k, normalized, experts)
+        mixture = Mixture(weight, top_k, True, experts)
+        for mixture.normalized in (True, False):
             if self._agree(module.forward, mixture.forward, call, clear):
                 return mixture
         return None

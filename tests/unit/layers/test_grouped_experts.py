@@ -40,6 +40,15 @@ def make(kind: str, dtype: torch.dtype) -> Any:
     return module.to(dtype)
 
 
+def share(kind: str, rank: int) -> tuple[Any, Any]:
+    """One of two ranks' experts, and the rank; nothing is added up."""
+    module = make(kind, torch.float32)
+    for name, value in [*module.named_parameters()]:
+        half = torch.nn.Parameter(value.data[3 * rank : 3 * rank + 3], requires_grad=False)
+        setattr(module, name, half)
+    return module, SimpleNamespace(tp_size=2, tp_rank=rank, all_reduce=lambda x: x)
+
+
 def routes(tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(tokens)
     chosen = (
@@ -70,11 +79,7 @@ def test_ranks_add_up_and_numbers_of_no_expert_add_nothing(kind: str) -> None:
     wanted = GroupedExperts(make(kind, torch.float32), ParallelState.single())(*given)
     parts = []
     for rank in (0, 1):
-        module = make(kind, torch.float32)
-        for name, value in [*module.named_parameters()]:
-            half = torch.nn.Parameter(value.data[3 * rank : 3 * rank + 3], requires_grad=False)
-            setattr(module, name, half)
-        parallel: Any = SimpleNamespace(tp_size=2, tp_rank=rank, all_reduce=lambda x: x)
+        module, parallel = share(kind, rank)
         parts.append(GroupedExperts(module, parallel)(*given))
     torch.testing.assert_close(parts[0] + parts[1], wanted, atol=1e-5, rtol=1e-5)
     hidden, chosen, weights = given
@@ -136,15 +141,31 @@ def test_a_rank_adds_its_own_experts_of_a_mixture() -> None:
     whole = Experts(make("gated", torch.float32), NativeFormat(), ParallelState.single())
     parts = []
     for rank in (0, 1):
-        module = make("gated", torch.float32)
-        for name, value in [*module.named_parameters()]:
-            half = torch.nn.Parameter(value.data[3 * rank : 3 * rank + 3], requires_grad=False)
-            setattr(module, name, half)
-        parallel: Any = SimpleNamespace(tp_size=2, tp_rank=rank, all_reduce=lambda x: x)
+        module, parallel = share("gated", rank)
         part = Experts(module, NativeFormat(), parallel)
         parts.append(Mixture(router, 2, True, part).forward(hidden))
     wanted = Mixture(router, 2, True, whole).forward(hidden)
     torch.testing.assert_close(parts[0] + parts[1], wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_threads_divide_an_experts_inner_numbers() -> None:
+    """Only where they are whole panels: 128 are with every instruction set."""
+    kernels = load_kernels()
+    torch.manual_seed(6)
+    ups, downs = torch.randn(3, 256, 32) / 6, torch.randn(3, 32, 128) / 12
+    by = kernels.ExpertWeights(
+        [kernels.pack(up) for up in ups], [kernels.pack(down) for down in downs], 128
+    )
+    x, chosen, weights = torch.randn(2, 32), torch.tensor([[1], [2]]), torch.rand(2, 1)
+    gate, up = torch.einsum("th,toh->to", x, ups[chosen[:, 0]]).chunk(2, -1)
+    inner = torch.nn.functional.silu(gate) * up
+    wanted = torch.einsum("ti,toi->to", inner, downs[chosen[:, 0]]) * weights
+    found = []
+    for threads in (1, 2):
+        with torch_threads(threads):
+            found.append(kernels.experts(x, chosen, weights, by))
+    torch.testing.assert_close(found[0], wanted)
+    assert torch.equal(found[0], found[1])
 
 
 @pytest.mark.parametrize("normalized", [True, False])
