@@ -80,9 +80,10 @@ class Cluster:
         """Processes of a role now."""
         return actor_pids(self.mark, ROLES[role])
 
-    async def strike(self, role: str, how: str, limit_s: float) -> Struck:
-        """ "kill" or "hang" one process of `role`; wait until all is well again, for `limit_s`."""
-        pid = self._rng.choice(self.pids(role))
+    async def strike(self, role: str, how: str, limit_s: float, pid: int | None = None) -> Struck:
+        """ "kill" or "hang" one process of `role`, or `pid` of it; wait until all is well again,
+        for `limit_s`."""
+        pid = pid or self._rng.choice(self.pids(role))
         at = time.monotonic()
         os.kill(pid, signal.SIGKILL if how == "kill" else signal.SIGSTOP)
         async with aiohttp.ClientSession() as session:
