@@ -113,9 +113,14 @@ class Mixture:
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[..., hidden] -> [..., hidden]"""
+        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+        return self.of_rows(rows).view(hidden_states.shape)
+
+    def of_rows(self, x: Tensor) -> Tensor:
+        """[T, hidden] -> [T, hidden]"""
         experts = self._experts
         out: Tensor = self._multiply(
-            hidden_states.reshape(-1, hidden_states.shape[-1]),
+            x,
             self._router,
             self._routes,
             self._top_k,
@@ -123,7 +128,7 @@ class Mixture:
             experts.first,
             experts.weights,
         )
-        return experts.parallel.all_reduce(out).view(hidden_states.shape)
+        return experts.parallel.all_reduce(out)
 
 
 def is_experts(module: nn.Module) -> bool:

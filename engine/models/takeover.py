@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from engine.layers.experts import Experts, Mixture
 from engine.layers.fused_ops import FusedOps
+from engine.models.parts import Attention, Chain, Forward, GatedBlock, Layer, Norm
 
 _ROUNDING, _ROUNDING_16_BITS = 1e-5, 2e-2
 """How far numbers of one part may lie apart, both as root mean squares."""
@@ -25,25 +26,6 @@ _SCALES = (1.0, 0.03, 0.002)
 _ORDERED = 64
 _QKV = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
 _GATE_UP = (("gate_proj", "up_proj"), ("gate_up_proj",))
-
-Forward = Callable[..., Any]
-
-
-class Step(Protocol):
-    """What parts ask of the step that is computed."""
-
-    sampled: Tensor | None
-    """int64 [N]: the only tokens whose results are read; None: all."""
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None) -> Tensor:
-        """The next attention call: q and k [T, heads, k_dim], v [T, heads, v_dim] -> [T, width];
-        of the tokens `rows` [N] alone [N, width]."""
-        ...
-
-    def angles(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """For cosines and sines [1, T, dim] of a step: the rows [T] and the table [T, dim] of
-        `FusedOps.rotate_`."""
-        ...
 
 
 @dataclass
@@ -56,6 +38,7 @@ class _Seen:
     """Attention calls before it."""
     num_calls: int
     """Attention calls in it."""
+    out: Any = None
 
     @property
     def hidden(self) -> Any:
@@ -74,111 +57,6 @@ class _Seen:
         return found
 
 
-class Norm(nn.Module):
-    """In place of a norm by the root mean square."""
-
-    def __init__(self, weight: Tensor, eps: float, fused: FusedOps) -> None:
-        super().__init__()
-        self.weight, self.eps, self.fused = weight, eps, fused
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        size = self.weight.shape[0]
-        rows = hidden_states.reshape(-1, size)
-        return self.fused.rms_norm(rows, self.weight, self.eps).view(hidden_states.shape)
-
-    def of_heads(self, x: Tensor) -> Tensor:
-        """[T, heads, size] -> [T, heads, size], new; x may have gaps."""
-        return self.fused.rms_norm(x, self.weight, self.eps)
-
-
-class _GatedBlock:
-    """down(silu(gate(x)) * up(x))"""
-
-    def __init__(self, module: Any, product: Any, fused: FusedOps) -> None:
-        self.down, self.product, self.fused = module.down_proj, product, fused
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        inner = self.fused.silu_and_mul(self.product.whole(hidden_states))
-        out: Tensor = self.down(inner)
-        return out.view(*hidden_states.shape[:-1], out.shape[-1])
-
-
-class _Attention:
-    """Projections, norms of each head or none, rotation or none, and the backend's call."""
-
-    def __init__(
-        self,
-        module: Any,
-        product: Any,
-        heads: tuple[int, int],
-        rotates: bool,
-        step: Step,
-        fused: FusedOps,
-    ) -> None:
-        self.product, self.out, self.rotates = product, module.o_proj, rotates
-        self.step, self.fused = step, fused
-        self.num_heads, self.num_kv_heads = heads
-        self.q_norm, self.k_norm = (getattr(module, name, None) for name in ("q_norm", "k_norm"))
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> tuple[Tensor, None]:
-        return self.compute(hidden_states, position_embeddings, None)[None], None
-
-    def compute(
-        self, x: Tensor, angles: tuple[Tensor, Tensor] | None, rows: Tensor | None
-    ) -> Tensor:
-        """[..., hidden] of T tokens -> [T, hidden], or [N, hidden] of the tokens `rows`."""
-        joint = self.num_heads + self.num_kv_heads
-        qkv = self.product.whole(x)
-        qkv = qkv.view(len(qkv), joint + self.num_kv_heads, -1)
-        q, k, v = qkv[:, : self.num_heads], qkv[:, self.num_heads : joint], qkv[:, joint:]
-        if isinstance(self.q_norm, Norm) and isinstance(self.k_norm, Norm):
-            q, k = self.q_norm.of_heads(q), self.k_norm.of_heads(k)
-        if self.rotates:
-            assert angles is not None
-            places, table = self.step.angles(*angles)
-            self.fused.rotate_(places, q, k, table)
-        out: Tensor = self.out(self.step.attend(q, k, v, rows))
-        return out
-
-
-class _Layer:
-    """x + attention(norm(x)), and from that y + block(norm(y))."""
-
-    def __init__(
-        self, attention: _Attention, norms: tuple[Norm, Norm], block: nn.Module, step: Step
-    ) -> None:
-        self.attention, self.norms, self.step = attention, norms, step
-        is_ours = isinstance(getattr(block.forward, "__self__", None), _GatedBlock | Mixture)
-        self.block: Forward = block.forward if is_ours else block
-        self.is_last = False
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        *args: Any,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
-        first, second = self.norms
-        x = hidden_states.view(-1, hidden_states.shape[-1])
-        rows = self.step.sampled if self.is_last else None
-        y = self.attention.compute(first(x), position_embeddings, rows)
-        if rows is not None:
-            x = x.index_select(0, rows)
-            if len(rows) == 0:
-                return x[None]
-        second.fused.add_rms_norm_(y, x, second.weight, second.eps)
-        out = self.block(y[None])
-        found: Tensor = out[0] if isinstance(out, tuple) else out
-        return found.add_(x)
-
-
 class Takeover:
     """Tries the parts of one decoder."""
 
@@ -188,15 +66,22 @@ class Takeover:
         step: Any,
         fused: FusedOps,
         heads: list[tuple[int, int]],
-        run: Callable[[], Tensor],
+        run: Callable[[Chain | None], Tensor],
+        num_positions: int,
     ) -> None:
         """`heads`: query and key/value heads of each attention call. `run` computes some tokens
-        [T, hidden] with an attention that looks at each token alone."""
+        [T, hidden], by the decoder or a chain, with an attention that looks at each token alone;
+        their positions are below `num_positions`."""
         self._decoder, self._step, self._fused = decoder, step, fused
-        self._heads, self._run = heads, run
+        self._heads, self._run_with, self._num_positions = heads, run, num_positions
         self._generator = torch.Generator().manual_seed(0)
         self.skips_unread = False
         """Whether the last layer is ours and may leave out tokens whose results nothing reads."""
+        self.chain: Chain | None = None
+        """The whole decoder, if it is nothing but layers of ours."""
+
+    def _run(self) -> Tensor:
+        return self._run_with(None)
 
     @torch.inference_mode()
     def replace(self) -> None:
@@ -212,12 +97,12 @@ class Takeover:
                 block = self._block(module, seen[module]) or self._mixture(module, seen)
                 if block is not None:
                     module.forward = block.forward
-        attentions: dict[nn.Module, _Attention] = {}
+        attentions: dict[nn.Module, Attention] = {}
         for module in list(self._decoder.modules()):
             if module in seen and (found := self._attention(module, seen[module])) is not None:
                 attentions[module] = found
                 module.forward = found.forward
-        layers: dict[nn.Module, _Layer] = {}
+        layers: dict[nn.Module, Layer] = {}
         for module in list(self._decoder.modules()):
             if module in seen:
                 layer = self._layer(module, seen[module], attentions)
@@ -225,14 +110,44 @@ class Takeover:
                     layers[module] = layer
                     module.forward = layer.forward
         after = self._run()
-        if layers and not self._same(after, before, _WHOLE):
+        if layers and not _same(after, before, _WHOLE):
             for module in layers:  # something else reads what the layers overwrite
                 del module.forward
         elif layers:
             self._find_last(layers, seen, after)
+            chain = self._chain(layers, seen)
+            if chain is not None and _same(self._run_with(chain), after, _WHOLE):
+                self.chain = chain
+
+    def _chain(self, layers: dict[nn.Module, Layer], seen: dict[nn.Module, _Seen]) -> Chain | None:
+        """The layers one after the other, with what is called before and behind them."""
+        ordered = sorted(layers, key=lambda module: seen[module].first_call)
+        if [seen[module].first_call for module in ordered] != list(range(len(self._heads))):
+            return None
+        inside = {part for module in layers for part in module.modules()}
+        outside = [part for part in self._decoder.modules() if part not in inside]
+        called = [part for part in outside if part in seen]
+        embeddings = [part for part in called if isinstance(part, nn.Embedding)]
+        norms = [part for part in outside if isinstance(part, Norm)]
+        given = [seen[module].kwargs.get("position_embeddings") for module in ordered]
+        if len(embeddings) > 1 or len(norms) > 1 or any(found is not given[0] for found in given):
+            return None
+        table: Tensor | None = None
+        if any(layer.attention.rotates for layer in layers.values()):
+            rotations = [part for part in called if seen[part].out is given[0]]
+            if not rotations:
+                return None
+            table = _angles(rotations[0], seen[rotations[0]], self._num_positions)
+        return Chain(
+            next(iter(embeddings), None),
+            [layers[module] for module in ordered],
+            next(iter(norms), None),
+            table,
+            self._step,
+        )
 
     def _find_last(
-        self, layers: dict[nn.Module, _Layer], seen: dict[nn.Module, _Seen], whole: Tensor
+        self, layers: dict[nn.Module, Layer], seen: dict[nn.Module, _Seen], whole: Tensor
     ) -> None:
         last = max(layers, key=lambda module: seen[module].first_call)
         if seen[last].first_call != len(self._heads) - 1:
@@ -244,7 +159,7 @@ class Takeover:
             some = self._run()
         finally:
             self._step.sampled = None
-        self.skips_unread = self._same(some, whole.index_select(0, rows))
+        self.skips_unread = _same(some, whole.index_select(0, rows))
         layers[last].is_last = self.skips_unread
 
     def _watch(self) -> dict[nn.Module, _Seen]:
@@ -257,7 +172,7 @@ class Takeover:
 
         def after(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
             seen = begun[module][-1]
-            seen.num_calls = step.calls - seen.first_call
+            seen.num_calls, seen.out = step.calls - seen.first_call, out
 
         hooks = []
         for module in self._decoder.modules():
@@ -290,11 +205,11 @@ class Takeover:
                     return norm
         return None
 
-    def _block(self, module: Any, seen: _Seen) -> _GatedBlock | None:
+    def _block(self, module: Any, seen: _Seen) -> GatedBlock | None:
         product = _joint(module, _GATE_UP)
         if product is None or getattr(module, "down_proj", None) is None or seen.num_calls:
             return None
-        block = _GatedBlock(module, product, self._fused)
+        block = GatedBlock(module, product, self._fused)
         return block if self._agree(module.forward, block.forward, seen) else None
 
     def _mixture(self, module: Any, seen: dict[nn.Module, _Seen]) -> Mixture | None:
@@ -330,7 +245,7 @@ class Takeover:
                 return mixture
         return None
 
-    def _attention(self, module: Any, seen: _Seen) -> _Attention | None:
+    def _attention(self, module: Any, seen: _Seen) -> Attention | None:
         product = _joint(module, _QKV)
         if product is None or getattr(module, "o_proj", None) is None or seen.num_calls != 1:
             return None
@@ -342,7 +257,7 @@ class Takeover:
             return None
         angles = seen.kwargs.get("position_embeddings")
         for rotates in (True, False):
-            attention = _Attention(module, product, heads, rotates, self._step, self._fused)
+            attention = Attention(module, product, heads, rotates, self._step, self._fused)
             if rotates and not (isinstance(angles, tuple) and angles[0].shape[-1] == width):
                 continue
             if self._agree(module.forward, attention.forward, seen):
@@ -350,15 +265,15 @@ class Takeover:
         return None
 
     def _layer(
-        self, module: nn.Module, seen: _Seen, attentions: dict[nn.Module, _Attention]
-    ) -> _Layer | None:
+        self, module: nn.Module, seen: _Seen, attentions: dict[nn.Module, Attention]
+    ) -> Layer | None:
         children = list(module.children())
         inner = [child for child in children if child in attentions]
         norms = [child for child in children if isinstance(child, Norm)]
         blocks = [child for child in children if child not in inner and child not in norms]
         if (len(inner), len(norms), len(blocks), seen.num_calls) != (1, 2, 1, 1):
             return None
-        layer = _Layer(attentions[inner[0]], (norms[0], norms[1]), blocks[0], self._step)
+        layer = Layer(attentions[inner[0]], (norms[0], norms[1]), blocks[0], self._step)
         return layer if self._agree(module.forward, layer.forward, seen) else None
 
     def _agree(
@@ -381,17 +296,17 @@ class Takeover:
             for forward in (own, ours):
                 self._step.calls = seen.first_call
                 results.append(seen.call(forward, given.clone()))
-            if not self._same(results[1], results[0]):
+            if not _same(results[1], results[0]):
                 return False
         return True
 
-    @staticmethod
-    def _same(a: Tensor, b: Tensor, parts: int = 1) -> bool:
-        if a.shape != b.shape or a.dtype != b.dtype:
-            return False
-        rounding = _ROUNDING if a.dtype == torch.float32 else _ROUNDING_16_BITS
-        x, y = a.float(), b.float()
-        return bool((x - y).norm() <= rounding * parts * y.norm())
+
+def _same(a: Tensor, b: Tensor, parts: int = 1) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    rounding = _ROUNDING if a.dtype == torch.float32 else _ROUNDING_16_BITS
+    x, y = a.float(), b.float()
+    return bool((x - y).norm() <= rounding * parts * y.norm())
 
 
 def _joint(module: Any, names: tuple[tuple[str, ...], ...]) -> Any:
@@ -402,3 +317,18 @@ def _joint(module: Any, names: tuple[tuple[str, ...], ...]) -> Any:
         if first is not None and all(product is first for product in products):
             return first if len(first.sizes) == len(group) else None
     return None
+
+
+def _angles(rotation: nn.Module, seen: _Seen, num_positions: int) -> Tensor:
+    """Float32 [num_positions, dim]: half a row of cosines, half a row of sines."""
+    positions = torch.arange(num_positions, device=seen.hidden.device)[None]
+
+    def other(given: Any) -> Any:
+        if not isinstance(given, Tensor):
+            return given
+        return given.float() if given.is_floating_point() else positions
+
+    args = [other(given) for given in seen.args]
+    cos, sin = rotation(*args, **{name: other(given) for name, given in seen.kwargs.items()})
+    half = cos.shape[-1] // 2
+    return torch.cat((cos[0, :, :half], sin[0, :, :half]), -1)

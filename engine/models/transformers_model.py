@@ -28,11 +28,13 @@ from engine.layers.experts import Experts, is_experts
 from engine.layers.fused_ops import FusedOps
 from engine.layers.grouped_experts import GroupedExperts
 from engine.layers.linear_kernel import LinearKernel
+from engine.layers.rotary import Angles
 from engine.layers.weight_format import WeightFormat
 from engine.layers.weights import DummySource, SafetensorsSource, WeightSource
 from engine.models.cuts import own_heads
 from engine.models.interfaces import point_at
 from engine.models.lazy_weights import LazyWeights
+from engine.models.parts import Chain
 from engine.models.row_cache import cache_argument
 from engine.models.share import Share
 from engine.models.takeover import Takeover
@@ -51,6 +53,7 @@ class _Step:
 
     layers: tuple[AttentionLayer, ...]
     parallel: ParallelState
+    fused: FusedOps | None = None
     backend: AttentionBackend | None = None
     """None: attention looks at no other token (`_of_each_token`)."""
     batch: ForwardBatch | None = None
@@ -61,7 +64,7 @@ class _Step:
     sampled: Tensor | None = None
     sinks: dict[int, Tensor | None] = field(default_factory=dict)
     """Those of each call, seen while there is no backend."""
-    _angles: list[tuple[Tensor, tuple[Tensor, Tensor]]] = field(default_factory=list)
+    _angles: list[tuple[Tensor, Angles]] = field(default_factory=list)
 
     def begin(self, hidden: Tensor | None = None) -> None:
         """A forward is next, behind the `hidden` [T, hidden] of an earlier stage."""
@@ -70,22 +73,34 @@ class _Step:
         # A copy: layers may write to it.
         self.hidden = None if hidden is None else hidden[None].clone()
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None) -> Tensor:
-        """See `engine.models.takeover.Step`."""
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rows: Tensor | None = None,
+        angles: Angles | None = None,
+    ) -> Tensor:
+        """See `engine.models.parts.Step`."""
         number = self.calls
         self.calls += 1
         backend, batch = self.backend, self.batch
+        if batch is not None and batch.mark is not None:
+            batch.mark()
+        if angles is not None:
+            if rows is None and backend is not None and batch is not None and backend.rotates:
+                return backend.forward_rotating(q, k, v, angles, self.layers[number], batch)
+            assert self.fused is not None
+            self.fused.rotate_(angles[0], q, k, angles[1])
         if backend is None or batch is None:
             out = _of_each_token(q, k, v)
             return out if rows is None else out.index_select(0, rows)
-        if batch.mark is not None:
-            batch.mark()
         if rows is None:
             return backend.forward(q, k, v, self.layers[number], batch)
         return backend.forward_sampled(q.index_select(0, rows), k, v, self.layers[number], batch)
 
-    def angles(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """See `engine.models.takeover.Step`."""
+    def angles(self, cos: Tensor, sin: Tensor) -> Angles:
+        """See `engine.models.parts.Step`."""
         for known, found in self._angles:
             if known is cos:
                 return found
@@ -158,7 +173,7 @@ class _Product:
 
     def whole(self, x: Tensor) -> Tensor:
         """[..., in_size] of T tokens -> [T, out_size]"""
-        rows = x.reshape(-1, self.in_size)
+        rows = x if x.dim() == 2 else x.reshape(-1, self.in_size)
         return self.kernel(rows if rows.stride(-1) == 1 else rows.contiguous())
 
     def part(self, x: Tensor, number: int) -> Tensor:
@@ -196,6 +211,13 @@ class _Linear(nn.Module):
         self.in_features, self.out_features = product.in_size, product.sizes[number]
         self.weight = torch.empty((self.out_features, self.in_features), dtype=dtype, device="meta")
         """For code that looks at its type or shape."""
+
+    def of_rows(self, x: Tensor) -> Tensor:
+        """[T, in] -> [T, out]"""
+        if self.gather_from is not None or len(self.product.sizes) > 1:
+            return self.forward(x)
+        found = self.product.kernel(x)
+        return found if self.sum_over is None else self.sum_over.all_reduce(found)
 
     def forward(self, x: Tensor) -> Tensor:
         found = self.product.part(x, self.number)
@@ -279,7 +301,11 @@ class TransformersModel:
         self.attention_layers = tuple(
             AttentionLayer(number, call) for number, call in enumerate(self._share.calls)
         )
-        self._step = _Step(self.attention_layers, parallel)
+        self._step = _Step(self.attention_layers, parallel, fused)
+        self.chain: Chain | None = None
+        """In place of the decoder's own forward."""
+        self._head: nn.Module | None = None
+        """What alone makes logits of the decoder's result."""
 
     def load(
         self, source: WeightSource, progress: Callable[[int, int], None] | None = None
@@ -309,6 +335,7 @@ class TransformersModel:
         self._find_decoder()
         if self._fused is not None and not self.plans_attention:
             self._take_over(self._fused)
+        self._find_head()
         self.attention_layers = self._step.layers = tuple(
             layer if sinks is None else replace(layer, sinks=sinks.detach().float().contiguous())
             for layer, sinks in zip(self.attention_layers, self._sinks(), strict=True)
@@ -335,11 +362,13 @@ class TransformersModel:
         step.backend, step.batch = backend, batch
         skips = only_sampled and self.skips_unread
         step.sampled = batch.logits_rows if skips else None
-        out = self._run(batch.input_ids, batch.positions, hidden)
+        if self.chain is not None:
+            states = self.chain(batch.input_ids, batch.positions, hidden)
+        else:
+            states = self._states(self._run(batch.input_ids, batch.positions, hidden))
+            step.hidden = None
         if step.calls != len(step.layers):
             raise RuntimeError(f"{step.calls} of {len(step.layers)} attention calls were made")
-        states = self._states(out)
-        step.hidden = None
         return states.index_select(0, batch.logits_rows) if only_sampled and not skips else states
 
     def _find_decoder(self) -> None:
@@ -434,18 +463,20 @@ class TransformersModel:
 
     def _take_over(self, fused: FusedOps) -> None:
         """Let our kernels compute what they can of the decoder, whose steps are one forward."""
-        last = self.config.max_position_embeddings - 1
+        last = self._max_positions - 1
         places = [0, last // 50, last // 7, last // 3, last // 2, last]
         positions = torch.tensor(places, device=self.device)  # some scale queries by theirs
         numbers = torch.arange(len(places), device=self.device)
         ids, received = numbers % self.config.vocab_size, self._received(numbers)
         heads = [(layer.call.num_heads, layer.call.num_kv_heads) for layer in self.attention_layers]
+
+        def run(chain: Chain | None) -> Tensor:
+            if chain is not None:
+                return chain(ids, positions, received)
+            return self._states(self._run(ids, positions, received))
+
         takeover = Takeover(
-            self._decoder.module,
-            self._step,
-            fused,
-            heads,
-            lambda: self._states(self._run(ids, positions, received)),
+            self._decoder.module, self._step, fused, heads, run, self._max_positions
         )
         try:
             takeover.replace()
@@ -455,6 +486,21 @@ class TransformersModel:
                 f"configuration names ({error})."
             ) from error
         self.skips_unread = takeover.skips_unread
+        if self._decoder.first_position == 0:
+            self.chain = takeover.chain
+
+    @torch.inference_mode()
+    def _find_head(self) -> None:
+        head: Any = self._model.get_output_embeddings()
+        if not self.parallel.is_last_stage or not isinstance(head, _Linear):
+            return
+        if head.in_features != self.config.hidden_size:
+            return
+        generator = torch.Generator().manual_seed(0)
+        hidden = torch.randn((3, head.in_features), generator=generator)
+        hidden = hidden.to(self.device, self.dtype)
+        if torch.equal(head(hidden), self.compute_logits(hidden)):
+            self._head = head
 
     def _sinks(self) -> list[Tensor | None]:
         """Of each call, as the check has seen them."""
@@ -521,6 +567,9 @@ class TransformersModel:
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """The model's own forward behind its decoder: with all its scales and caps."""
+        if self._head is not None:
+            found: Tensor = self._head(hidden)
+            return found
         self._step.calls = 0
         module, output = self._decoder.module, self._decoder.output
         forward = module.forward

@@ -200,5 +200,13 @@ def load_reference(path: Path) -> transformers.PreTrainedModel:
     return model.eval()
 
 
+def load_exact_reference(path: Path) -> transformers.PreTrainedModel:
+    """The same in float64, for numbers that float32 rounds visibly in transformers' own code."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
+    )
+    return model.eval()
+
+
 def _request(rid: int, ids: Sequence[int], params: SamplingParams) -> AddRequest:
     return add_request(rid=rid, input_ids=np.asarray(ids, np.int32), params=params)

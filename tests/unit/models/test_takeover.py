@@ -16,7 +16,8 @@ from engine.checkpoint.model_config import ModelConfig
 from engine.config import KernelChoice
 from engine.layers.fused_ops import CpuOps
 from engine.models import recording
-from engine.models.takeover import Norm, Takeover
+from engine.models.parts import Norm
+from engine.models.takeover import Takeover
 from engine.models.transformers_model import TransformersModel
 from engine.native import library
 from tests.support.models import THROUGH_TRANSFORMERS, make_model
@@ -47,17 +48,19 @@ def taken(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, int]
         ours = module if isinstance(module, Norm) else getattr(module.forward, "__self__", module)
         if ours is not module or isinstance(module, Norm):
             kinds[type(ours).__name__] = kinds.get(type(ours).__name__, 0) + 1
+    if model.chain is not None:
+        kinds["Chain"] = 1
     return kinds, model.skips_unread
 
 
 @pytest.mark.parametrize(
     ("name", "expected", "skips"),
     [
-        ("llama", {"Norm": 7, "_GatedBlock": 3, "_Attention": 3, "_Layer": 3}, True),
-        ("qwen3_moe", {"Norm": 13, "Mixture": 3, "_Attention": 3, "_Layer": 3}, True),
-        ("granite", {"Norm": 7, "_GatedBlock": 3, "_Attention": 3}, False),
-        ("olmo2", {"Norm": 13, "_GatedBlock": 3}, False),
-        ("gemma2", {"Norm": 13, "_Attention": 3}, False),
+        ("llama", {"Norm": 7, "GatedBlock": 3, "Attention": 3, "Layer": 3, "Chain": 1}, True),
+        ("qwen3_moe", {"Norm": 13, "Mixture": 3, "Attention": 3, "Layer": 3, "Chain": 1}, True),
+        ("granite", {"Norm": 7, "GatedBlock": 3, "Attention": 3}, False),
+        ("olmo2", {"Norm": 13, "GatedBlock": 3}, False),
+        ("gemma2", {"Norm": 13, "Attention": 3}, False),
         ("gpt_neox", {}, False),
     ],
 )
@@ -71,6 +74,28 @@ def test_which_parts_are_ours(
     """Granite scales what layers add; OLMo 2 has norms over all heads and behind the blocks."""
     arch, keys = THROUGH_TRANSFORMERS.get(name, LLAMA)
     assert taken(make_model(tmp_path, arch, **keys), monkeypatch) == (expected, skips)
+
+
+def test_a_decoder_that_does_more_is_no_chain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Something between embedding and layers, which is no module."""
+    from transformers.models.llama.modeling_llama import LlamaModel
+
+    own = LlamaModel.forward
+
+    @functools.wraps(own)
+    def scaled(self: Any, *args: Any, **kwargs: Any) -> Any:
+        hook = self.embed_tokens.register_forward_hook(lambda *call: call[2] * 3)
+        try:
+            return own(self, *args, **kwargs)
+        finally:
+            hook.remove()
+
+    monkeypatch.setattr(LlamaModel, "forward", scaled)
+    kinds, skips = taken(make_model(tmp_path, "LlamaForCausalLM"), monkeypatch)
+    assert kinds == {"Norm": 7, "GatedBlock": 3, "Attention": 3, "Layer": 3}
+    assert skips
 
 
 def test_what_else_reads_a_layers_input_keeps_it(
@@ -92,7 +117,7 @@ def test_what_else_reads_a_layers_input_keeps_it(
 
     monkeypatch.setattr(LlamaModel, "forward", with_embeddings)
     folder = make_model(tmp_path, "LlamaForCausalLM")
-    assert taken(folder, monkeypatch) == ({"Norm": 7, "_GatedBlock": 3, "_Attention": 3}, False)
+    assert taken(folder, monkeypatch) == ({"Norm": 7, "GatedBlock": 3, "Attention": 3}, False)
 
 
 class Shifted(nn.Module):
@@ -125,6 +150,8 @@ def test_a_norm_is_ours_only_if_it_gives_the_same(kind: type[Shifted], is_ours: 
         sampled = None
 
     decoder = nn.Sequential(kind())
-    takeover = Takeover(decoder, Step(), CpuOps(), [], lambda: decoder(torch.ones(1, 3, 8))[0])
+    takeover = Takeover(
+        decoder, Step(), CpuOps(), [], lambda chain: decoder(torch.ones(1, 3, 8))[0], 1
+    )
     takeover.replace()
     assert isinstance(decoder[0], Norm) == is_ours
