@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -101,7 +102,8 @@ model with random weights was made of each:
 "Runs" means: five prompts give the tokens that transformers generates greedily, and
 log-probabilities within 0.0001 of its own, in float32 on CPU. This holds for whole and chunked
 prompts, for steps that mix prompts and decodes, from the prefix cache, after retractions, and with
-pages of 1 and 16 tokens. `make test-models` shows it again. It fails if a type gives other tokens,
+pages of 1 and 16 tokens. Where two tensor parallel ranks or two pipeline stages can share it,
+they give the same. `make test-models` shows it again. It fails if a type gives other tokens,
 or if one is refused that ran before. Real checkpoints of these types weren't tried{exception}.
 
 ## Well-known families
@@ -115,6 +117,15 @@ or if one is refused that ran before. Real checkpoints of these types weren't tr
 | reason | types |
 |---|---|
 {reasons}
+
+## Over several workers
+
+Two tensor parallel ranks give the same tokens with {tp2} of the types that run, two pipeline stages
+with {pp2}. Weights that ranks don't divide each of them has whole. The others are refused:
+
+| | reason | types |
+|---|---|---|
+{undivided}
 
 ## A model of your own
 
@@ -138,8 +149,8 @@ page.
 
 ## All types
 
-`tp` and `pp`: whether two tensor parallel ranks and two pipeline stages give the same tokens;
-empty: not tried.
+`tp` and `pp`: whether two tensor parallel ranks (`tp_size: 2`) and two pipeline stages
+(`pp_size: 2`) give the same tokens; no: the start refuses to divide it.
 
 | type | class | served | tp | pp | remark |
 |---|---|---|---|---|---|
@@ -167,7 +178,16 @@ def render(tried: TriedTypes) -> str:
             for number, kind in enumerate(kinds.split())
             if (one := by_type.get(kind)) is not None
         ),
-        reasons="\n".join(_row(*pair) for pair in _reasons(tried.types)),
+        reasons="\n".join(
+            _row(*pair)
+            for pair in _reasons((one, one.sentence) for one in tried.types if not one.runs)
+        ),
+        tp2=sum(one.tp2 == "" for one in tried.types),
+        pp2=sum(one.pp2 == "" for one in tried.types),
+        undivided="\n".join(
+            [_row("`tp_size`", *pair) for pair in _reasons((o, o.tp2) for o in tried.types)]
+            + [_row("`pp_size`", *pair) for pair in _reasons((o, o.pp2) for o in tried.types)]
+        ),
         rows="\n".join(
             _row(
                 f"`{one.type}`",
@@ -182,13 +202,13 @@ def render(tried: TriedTypes) -> str:
     )
 
 
-def _reasons(types: tuple[TriedType, ...]) -> list[tuple[str, str]]:
+def _reasons(refusals: Iterable[tuple[TriedType, str | None]]) -> list[tuple[str, str]]:
     """Sentences without the class of the model, and the types that have them; most types first."""
     groups: dict[str, list[str]] = defaultdict(list)
-    for one in types:
-        if one.state == "refused":
-            reason = one.sentence.replace(one.class_name, "the model")
-            groups[reason.replace("a the", "the")].append(f"`{one.type}`")
+    for one, sentence in refusals:
+        if sentence:
+            reason = sentence.replace(one.class_name, "the model").replace("a the", "the")
+            groups[reason].append(f"`{one.type}`")
     ordered = sorted(groups.items(), key=lambda pair: (-len(pair[1]), pair[0]))
     return [(reason, f"{len(kinds)}: {', '.join(kinds)}") for reason, kinds in ordered]
 
@@ -197,8 +217,8 @@ def _row(*cells: str) -> str:
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
-def _word(same: bool | None) -> str:
-    return {True: "yes", False: "no", None: ""}[same]
+def _word(refusal: str | None) -> str:
+    return {None: "", "": "yes"}.get(refusal, "no")
 
 
 if __name__ == "__main__":

@@ -30,9 +30,10 @@ class TriedType(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     reference: Literal["generate", "forward"] = "generate"
     """"forward": the model's own `generate` does something else than its forward, which was
     taken."""
-    tp2: bool | None = None
-    """Whether two tensor parallel ranks give the same tokens; None: not tried."""
-    pp2: bool | None = None
+    tp2: str | None = None
+    """"": two tensor parallel ranks give the same tokens; else why they are refused; None: not
+    tried."""
+    pp2: str | None = None
     """The same of two pipeline stages."""
 
     @property

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.initialization import guard_torch_init_functions
 
 from engine.checkpoint.layout import Cut, ModelLayout, Part, rank_calls
 from engine.device.distributed import ParallelState
@@ -42,7 +43,7 @@ class Share:
             if not self.parallel.is_first_stage:
                 for name in self.layout.embeddings:
                     embedding = model.get_submodule(name)
-                    _replace(model, embedding, NoEmbedding(embedding.embedding_dim))
+                    _replace(model, embedding, NoEmbedding(embedding))
             head = model.get_output_embeddings()
             if not self.parallel.is_last_stage and head is not None:
                 _replace(model, head, NoHead())
@@ -77,6 +78,8 @@ class Share:
             users = [name for name in names if shared in (name, ties.get(name))]
             for _, whole in weights.read([shared]):
                 parameter = nn.Parameter(whole, False)
+                parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+                _clear_padding(model, shared, parameter)
                 for name in users:
                     self._keep(model, name, parameter)
         for done, prefix in enumerate(inner, 1):
@@ -143,9 +146,10 @@ class AbsentLayer(nn.Module):
 class NoEmbedding(nn.Module):
     """In place of an embedding on a later stage, where nothing of its result is used."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, embedding: nn.Module) -> None:
         super().__init__()
-        self.size, self.weight = size, _no_weight()
+        self.size, self.weight = embedding.embedding_dim, _no_weight()
+        self.padding_idx = getattr(embedding, "padding_idx", None)
 
     def forward(self, ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         step: Any = self.manta_step
@@ -166,6 +170,20 @@ def _no_weight() -> Tensor:
     nothing = torch.empty(0)
     nothing._is_hf_initialized = True  # type: ignore[attr-defined]
     return nothing
+
+
+def _clear_padding(model: Any, name: str, table: nn.Parameter) -> None:
+    """Do to a table that several modules share what the code of some models does to a loaded
+    embedding: the row of its padding token becomes 0."""
+    module = model.get_submodule(name.rpartition(".")[0])
+    padding = getattr(module, "padding_idx", None)
+    if padding is not None and table.ndim == 2:
+        size, width = table.shape
+        with torch.device("meta"):
+            embedding = nn.Embedding(size, width, padding)
+        embedding.weight = table
+        with guard_torch_init_functions(), torch.no_grad():
+            model._init_weights(embedding)
 
 
 def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:

@@ -22,7 +22,7 @@ from engine.device.distributed import init_parallel
 from engine.models.recording import record
 from tests.support.engines import greedy_reference, load_reference
 from tests.support.models import DIVISIBLE_HEADS, THROUGH_TRANSFORMERS, make_model
-from tests.support.step_driver import StepDriver, make_runner
+from tests.support.step_driver import StepDriver, make_runner, run_lines
 
 MAX_NEW = 8
 PROMPTS = [[5], [7 + 5 * i % 190 for i in range(40)], [3, 4, 100] * 9]
@@ -60,30 +60,11 @@ def play(model: str, split: str, rank: int, stage: Stage) -> None:
     meeting = f"file://{stage.folder}/{model}.{split}"
     parallel = init_parallel("gloo", meeting, rank, *SPLITS[split], TIMEOUT_S)
     runner = make_runner(str(stage.folder / model), page_size=4, parallel=parallel)
-    found = run_steps(StepDriver(runner), stage.lines[model])
+    found = run_lines(StepDriver(runner), stage.lines[model], MAX_NEW)
     if parallel.is_last_stage:
         stage.queue.put(((model, split), [rows.numpy() for rows in found]))
     torch.distributed.barrier()
     parallel.destroy()
-
-
-def run_steps(driver: StepDriver, lines: list[list[int]]) -> list[torch.Tensor]:
-    """Logits [tokens, vocab] behind each token of `lines`: chunks of some beside decodes of others.
-    Only the last stage has them."""
-    reqs = [driver.add(line) for line in lines]
-    found: list[list[torch.Tensor]] = [[] for _ in lines]
-    while any(req.done < len(req.tokens) for req in reqs):
-        behind = [req for req in reqs if len(req.tokens) - req.done > MAX_NEW]
-        extends = [(req, min(16, len(req.tokens) - MAX_NEW - req.done)) for req in behind]
-        decodes = [r for r in reqs if r not in behind and r.done < len(r.tokens)]
-        logits, rows = driver.run(extends, decodes, prompt_logits=True)
-        if logits is None:
-            continue
-        for (req, _), row in zip(extends, rows, strict=True):
-            found[reqs.index(req)].append(row)
-        for req, row in zip(decodes, logits[len(extends) :], strict=True):
-            found[reqs.index(req)].append(row[None])
-    return [torch.cat(parts) for parts in found if parts]
 
 
 @pytest.fixture(scope="module")

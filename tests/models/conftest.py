@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import transformers
 
@@ -11,6 +13,7 @@ from engine.checkpoint.tried_types import (
     read_tried_types,
     write_tried_types,
 )
+from tests.models.ranks import Ranks
 
 _FOUND = pytest.StashKey[dict[str, TriedType]]()
 
@@ -31,6 +34,13 @@ def found(request: pytest.FixtureRequest) -> dict[str, TriedType]:
     return request.config.stash[_FOUND]
 
 
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    ranks = Ranks()
+    yield ranks
+    ranks.stop()
+
+
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
@@ -40,7 +50,11 @@ def pytest_terminal_summary(
         for state in ("native", "transformers", "refused", "wrong")
     }
     words = ", ".join(f"{number} {state}" for state, number in counts.items())
-    terminalreporter.write_line(f"{len(found)} types: {words}")
+    divided = [sum(one == "" for one in row) for row in _divided(found)]
+    terminalreporter.write_line(
+        f"{len(found)} types: {words}; {divided[0]} over 2 tensor parallel ranks, {divided[1]} "
+        "over 2 pipeline stages"
+    )
     if config.getoption("--write"):
         merged = {tried.type: tried for tried in known.types} | found
         write_tried_types(TriedTypes(transformers.__version__, tuple(merged.values())))
@@ -50,6 +64,10 @@ def pytest_terminal_summary(
         terminalreporter.write_line(
             f"these run now and the table doesn't say so (--write): {', '.join(better)}"
         )
+
+
+def _divided(found: dict[str, TriedType]) -> tuple[list[str | None], list[str | None]]:
+    return [one.tp2 for one in found.values()], [one.pp2 for one in found.values()]
 
 
 def _ran(known: TriedTypes, kind: str) -> bool:

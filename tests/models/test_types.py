@@ -7,15 +7,23 @@ from pathlib import Path
 import pytest
 
 from engine.checkpoint.tried_types import TriedType, read_tried_types
+from tests.models.ranks import Ranks
 from tests.models.trial import TYPES, try_type
 
 
 @pytest.mark.parametrize("kind", sorted(TYPES))
 def test_it_gives_the_tokens_of_transformers_or_is_refused(
-    kind: str, tmp_path: Path, found: dict[str, TriedType], pytestconfig: pytest.Config
+    kind: str,
+    tmp_path: Path,
+    ranks: Ranks,
+    found: dict[str, TriedType],
+    pytestconfig: pytest.Config,
 ) -> None:
-    tried = found[kind] = try_type(kind, tmp_path)
+    tried = found[kind] = try_type(kind, tmp_path, ranks)
     assert tried.state != "wrong", tried.sentence
     before = read_tried_types().get(kind)
-    if before is not None and before.runs and not pytestconfig.getoption("--write"):
-        assert tried.runs, f"it ran when the table was written, and now: {tried.sentence}"
+    if before is None or not before.runs or pytestconfig.getoption("--write"):
+        return
+    assert tried.runs, f"it ran when the table was written, and now: {tried.sentence}"
+    for then, now in ((before.tp2, tried.tp2), (before.pp2, tried.pp2)):
+        assert then != "" or now == "", f"it was divided when the table was written, and now: {now}"

@@ -19,6 +19,7 @@ from engine.errors import ConfigError
 from engine.models import recording
 from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.step import TokenLogprobs
+from tests.models.ranks import Ranks
 from tests.models.tiny_model import VOCAB, tiny_config, tiny_model
 from tests.support.engines import engine_for
 
@@ -35,6 +36,8 @@ _RUNS: tuple[tuple[int, dict[str, Any]], ...] = (
     (16, {"chunked_prefill_size": 16, "retract_every": 3}),
 )
 """Page size, and how `Engine.run` is called. `prefixes`: the prompts have been seen before."""
+_SPLITS = ((2, 1), (1, 2))
+"""`tp_size` and `pp_size`."""
 
 
 def make_prompts() -> list[list[int]]:
@@ -48,14 +51,16 @@ def make_prompts() -> list[list[int]]:
     return [first, draw(19), first[:22] + draw(11), draw(5), draw(50)]
 
 
-def try_type(kind: str, folder: Path) -> TriedType:
+def try_type(kind: str, folder: Path, ranks: Ranks) -> TriedType:
     """Write a tiny model of the type to the folder and compare. `folder` is in no sentence."""
     named = TYPES[kind]
     class_name = named if isinstance(named, str) else named[0]
 
+    def told(why: object) -> str:
+        return " ".join(str(why).replace(str(folder), "the folder").split())
+
     def ended(state: Literal["refused", "wrong"], why: object) -> TriedType:
-        sentence = " ".join(str(why).replace(str(folder), "the folder").split())
-        return TriedType(type=kind, class_name=class_name, state=state, sentence=sentence)
+        return TriedType(type=kind, class_name=class_name, state=state, sentence=told(why))
 
     config = tiny_config(kind)
     with pytest.MonkeyPatch.context() as patch:
@@ -78,12 +83,24 @@ def try_type(kind: str, folder: Path) -> TriedType:
                     return ended("wrong", wrong)
         except ConfigError as error:
             return ended("refused", error)
-    native = resolved.model.layout is None
+    model_config, divided = resolved.model, []
+    for sizes in _SPLITS:
+        try:
+            model_config.check_split(*sizes)
+            wrong = _differs_divided(ranks, folder, sizes, expected, logprobs)
+        except ConfigError as error:
+            divided.append(told(error))
+            continue
+        if wrong:
+            return ended("wrong", wrong)
+        divided.append("")
     return TriedType(
         type=kind,
         class_name=class_name,
-        state="native" if native else "transformers",
+        state="native" if model_config.layout is None else "transformers",
         reference=reference,
+        tp2=divided[0],
+        pp2=divided[1],
     )
 
 
@@ -121,6 +138,29 @@ def _differs(folder: Path, page: int, expected: list[list[int]], logprobs: list[
             error = _distance(engine.logprobs, logprobs)
             if not error <= TOLERANCE:
                 return f"log-probabilities differ by {error:.1e} with page {page}, {keys}"
+    return ""
+
+
+def _differs_divided(
+    ranks: Ranks,
+    folder: Path,
+    sizes: tuple[int, int],
+    expected: list[list[int]],
+    logprobs: list[Tensor],
+) -> str:
+    """What two ranks give else than `expected`; "" if it is the same."""
+    pairs = list(zip(make_prompts(), expected, strict=True))
+    lines = [prompt + tokens[:-1] for prompt, tokens in pairs]
+    words = "tp_size {}, pp_size {}".format(*sizes)
+    for found in ranks.play(folder, *sizes, lines, MAX_NEW - 1):
+        for rows, tokens, wanted in zip(found, expected, logprobs, strict=True):
+            logits, chosen = rows[-MAX_NEW:].float(), torch.tensor(tokens)
+            if not torch.equal(logits.argmax(-1), chosen):
+                return f"tokens differ with {words}"
+            own = logits.log_softmax(-1).gather(1, chosen[:, None])[:, 0]
+            error = float((own - wanted).abs().max())
+            if not error <= TOLERANCE:
+                return f"log-probabilities differ by {error:.1e} with {words}"
     return ""
 
 

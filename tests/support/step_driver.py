@@ -137,5 +137,24 @@ def make_runner(
     return ModelRunner(make_config(folder, parallel, **changes), parallel)
 
 
+def run_lines(driver: StepDriver, lines: list[list[int]], num_decoded: int) -> list[torch.Tensor]:
+    """Logits [tokens, vocab] behind each token of `lines`, the last `num_decoded` one by one:
+    chunks of some beside decodes of others. [] unless it is the last stage."""
+    reqs = [driver.add(line) for line in lines]
+    found: list[list[torch.Tensor]] = [[] for _ in lines]
+    while any(req.done < len(req.tokens) for req in reqs):
+        behind = [req for req in reqs if len(req.tokens) - req.done > num_decoded]
+        extends = [(req, min(16, len(req.tokens) - num_decoded - req.done)) for req in behind]
+        decodes = [r for r in reqs if r not in behind and r.done < len(r.tokens)]
+        logits, rows = driver.run(extends, decodes, prompt_logits=True)
+        if logits is None:
+            continue
+        for (req, _), row in zip(extends, rows, strict=True):
+            found[reqs.index(req)].append(row)
+        for req, row in zip(decodes, logits[len(extends) :], strict=True):
+            found[reqs.index(req)].append(row[None])
+    return [torch.cat(parts) for parts in found if parts]
+
+
 def _ints(values: object) -> np.ndarray:
     return np.array(list(values), dtype=np.int32)  # type: ignore[call-overload]

@@ -64,8 +64,8 @@ def test_the_table_is_whole() -> None:
 def test_it_is_written_as_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tried_types, "FILE", tmp_path / "table.json")
     two = (
-        TriedType(type="b", class_name="B", state="refused", sentence='it says "no" | ü', tp2=True),
-        TriedType(type="a", class_name="A", state="native", reference="forward", pp2=False),
+        TriedType(type="b", class_name="B", state="refused", sentence='it says "no" | ü', tp2=""),
+        TriedType(type="a", class_name="A", state="native", reference="forward", pp2="no"),
     )
     write_tried_types(TriedTypes("5.0", two))
     assert read_tried_types() == TriedTypes("5.0", two[::-1])

@@ -232,6 +232,37 @@ def test_a_model_that_reads_its_embedding_again_has_no_stages(tmp_path: Path) ->
     assert layout.cuts
 
 
+YOUTU: dict[str, Any] = {
+    "vocab_size": 64,
+    "pad_token_id": 0,
+    "tie_word_embeddings": True,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+}
+"""A type whose code clears the padding token's row of a loaded embedding."""
+
+
+@pytest.mark.parametrize("split", [(0, 2, 0, 1), (1, 2, 0, 1), (0, 1, 1, 2)])
+def test_a_row_that_the_models_code_clears_is_cleared_in_every_ranks_head(
+    tmp_path_factory: pytest.TempPathFactory, split: tuple[int, int, int, int]
+) -> None:
+    arch = ("YoutuForCausalLM", YOUTU)
+    with made_when_asked(tmp_path_factory, {"youtu": arch}) as folders:
+        config = ModelConfig.from_pretrained(folders["youtu"])
+        whole = AutoModelForCausalLM.from_pretrained(folders["youtu"], dtype=torch.float32)
+        parallel = ParallelState(*split)
+        head = share_of(config, parallel).get_output_embeddings().weight
+    table = whole.get_output_embeddings().weight
+    assert table[0].count_nonzero() == 0 and table[1].count_nonzero()
+    rows = len(table) // parallel.tp_size
+    torch.testing.assert_close(head, table[parallel.tp_rank * rows :][:rows], atol=0, rtol=0)
+
+
 def test_a_wrong_layout_is_noticed_when_a_rank_loads(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
