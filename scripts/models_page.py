@@ -74,6 +74,14 @@ FAMILIES: dict[str, str] = {
     "BLOOM": "bloom",
 }
 """Types by the names under which people know them."""
+FEATURES = {
+    "tp2": ("tp_size", "two tensor parallel ranks"),
+    "pp2": ("pp_size", "two pipeline stages"),
+    "speculation": ("speculative_config", "speculation"),
+    "embeddings": ("/v1/embeddings", "embeddings"),
+    "int8": ("quantization", "`quantization: int8`"),
+}
+"""By the name of `TriedType`'s field: the key that asks for it, and its words."""
 STATES = {
     "native": "yes, Manta's own code",
     "transformers": "yes, the code of transformers",
@@ -102,8 +110,7 @@ model with random weights was made of each:
 "Runs" means: five prompts give the tokens that transformers generates greedily, and
 log-probabilities within 0.0001 of its own, in float32 on CPU. This holds for whole and chunked
 prompts, for steps that mix prompts and decodes, from the prefix cache, after retractions, and with
-pages of 1 and 16 tokens. Where two tensor parallel ranks or two pipeline stages can share it,
-they give the same. `make test-models` shows it again. It fails if a type gives other tokens,
+pages of 1 and 16 tokens. `make test-models` shows it again. It fails if a type gives other tokens,
 or if one is refused that ran before. Real checkpoints of these types weren't tried{exception}.
 
 ## Well-known families
@@ -118,14 +125,18 @@ or if one is refused that ran before. Real checkpoints of these types weren't tr
 |---|---|
 {reasons}
 
-## Over several workers
+## What the types that run can do
 
-Two tensor parallel ranks give the same tokens with {tp2} of the types that run, two pipeline stages
-with {pp2}. Weights that ranks don't divide each of them has whole. The others are refused:
+{features}
+
+Each was compared with transformers in the same way. Drafts were right and wrong by turns. Embeddings
+are the hidden states behind the final norm. int8 weights changed log-probabilities by no more than
+rounding does. Weights that tensor parallel ranks don't divide each of them has whole. What a type
+can't do the start refuses:
 
 | | reason | types |
 |---|---|---|
-{undivided}
+{lacking}
 
 ## A model of your own
 
@@ -149,11 +160,10 @@ page.
 
 ## All types
 
-`tp` and `pp`: whether two tensor parallel ranks (`tp_size: 2`) and two pipeline stages
-(`pp_size: 2`) give the same tokens; no: the start refuses to divide it.
+{columns}; no: the start refuses it.
 
-| type | class | served | tp | pp | remark |
-|---|---|---|---|---|---|
+| type | class | served | {names} | remark |
+|---|---|---|{line}---|
 {rows}
 """
 
@@ -182,19 +192,24 @@ def render(tried: TriedTypes) -> str:
             _row(*pair)
             for pair in _reasons((one, one.sentence) for one in tried.types if not one.runs)
         ),
-        tp2=sum(one.tp2 == "" for one in tried.types),
-        pp2=sum(one.pp2 == "" for one in tried.types),
-        undivided="\n".join(
-            [_row("`tp_size`", *pair) for pair in _reasons((o, o.tp2) for o in tried.types)]
-            + [_row("`pp_size`", *pair) for pair in _reasons((o, o.pp2) for o in tried.types)]
+        features="\n".join(
+            f"- {words}: {sum(getattr(one, name) == '' for one in tried.types)} types"
+            for name, (_, words) in FEATURES.items()
         ),
+        lacking="\n".join(
+            _row(f"`{key}`", *pair)
+            for name, (key, _) in FEATURES.items()
+            for pair in _reasons((one, getattr(one, name)) for one in tried.types)
+        ),
+        columns=", ".join(f"`{name}`: {words}" for name, (_, words) in FEATURES.items()),
+        names=" | ".join(FEATURES),
+        line="---|" * len(FEATURES),
         rows="\n".join(
             _row(
                 f"`{one.type}`",
                 one.class_name,
                 STATES[one.state],
-                _word(one.tp2),
-                _word(one.pp2),
+                *(_word(getattr(one, name)) for name in FEATURES),
                 one.sentence,
             )
             for one in tried.types

@@ -35,6 +35,12 @@ class TriedType(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tried."""
     pp2: str | None = None
     """The same of two pipeline stages."""
+    speculation: str | None = None
+    """The same with drafts."""
+    embeddings: str | None = None
+    """The same of the hidden states that embeddings are made of."""
+    int8: str | None = None
+    """The same with `quantization: int8`, but for rounding."""
 
     @property
     def runs(self) -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,13 +16,15 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from engine.checkpoint.tried_types import TriedType
-from engine.config import EngineConfig
+from engine.config import EngineConfig, ResolvedConfig
 from engine.errors import ConfigError
 from engine.models import recording
+from engine.protocol.pooling import Pooling
 from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.step import TokenLogprobs
 from tests.models.ranks import Ranks
 from tests.models.tiny_model import VOCAB, tiny_config, tiny_model
+from tests.support.drafters import OUTPUTS
 from tests.support.engines import engine_for
 
 MAX_NEW = 12
@@ -36,8 +40,9 @@ _RUNS: tuple[tuple[int, dict[str, Any]], ...] = (
     (16, {"chunked_prefill_size": 16, "retract_every": 3}),
 )
 """Page size, and how `Engine.run` is called. `prefixes`: the prompts have been seen before."""
-_SPLITS = ((2, 1), (1, 2))
-"""`tp_size` and `pp_size`."""
+_DRAFTER = "tests.support.drafters:RightUntilError"
+_ROUNDING = 0.2
+"""What int8 weights may change in a log-probability, in the mean."""
 
 
 def make_prompts() -> list[list[int]]:
@@ -75,32 +80,31 @@ def try_type(kind: str, folder: Path, ranks: Ranks) -> TriedType:
                 with engine_for(folder):  # has to refuse it
                     return ended("wrong", "transformers' forward contradicts itself")
             reference, expected, logprobs = found
+            truth = _Truth(folder, resolved, model, expected, logprobs, ranks)
             for page in (1, 16):
-                wrong = _differs(folder, page, expected, logprobs)
+                wrong = _differs(truth, page)
                 if wrong and reference == "forward":
                     wrong += "; transformers' own generate differs from its forward, too"
                 if wrong:
                     return ended("wrong", wrong)
         except ConfigError as error:
             return ended("refused", error)
-    model_config, divided = resolved.model, []
-    for sizes in _SPLITS:
-        try:
-            model_config.check_split(*sizes)
-            wrong = _differs_divided(ranks, folder, sizes, expected, logprobs)
-        except ConfigError as error:
-            divided.append(told(error))
-            continue
-        if wrong:
-            return ended("wrong", wrong)
-        divided.append("")
+        features: dict[str, str] = {}
+        for name, differs in _FEATURES.items():
+            try:
+                wrong = differs(truth)
+            except ConfigError as error:
+                features[name] = told(error)
+                continue
+            if wrong:
+                return ended("wrong", f"{wrong} ({name})")
+            features[name] = ""
     return TriedType(
         type=kind,
         class_name=class_name,
-        state="native" if model_config.layout is None else "transformers",
+        state="native" if resolved.model.layout is None else "transformers",
         reference=reference,
-        tp2=divided[0],
-        pp2=divided[1],
+        **features,
     )
 
 
@@ -122,46 +126,120 @@ def _write(config: Any, folder: Path) -> PreTrainedModel:
     return reference.eval()
 
 
-def _differs(folder: Path, page: int, expected: list[list[int]], logprobs: list[Tensor]) -> str:
-    """What Manta gives else than `expected`; "" if it is the same."""
+@dataclass
+class _Truth:
+    """A model's folder and what transformers makes of the prompts."""
+
+    folder: Path
+    resolved: ResolvedConfig
+    model: PreTrainedModel
+    expected: list[list[int]]
+    logprobs: list[Tensor]
+    ranks: Ranks
+
+    @property
+    def lines(self) -> list[list[int]]:
+        """Prompts with the outputs behind them."""
+        return [p + tokens for p, tokens in zip(make_prompts(), self.expected, strict=True)]
+
+
+def _differs(truth: _Truth, page: int) -> str:
+    """What Manta gives else than transformers; "" if it is the same."""
     prompts = make_prompts()
-    with engine_for(folder, page_size=page) as engine:
+    with engine_for(truth.folder, page_size=page) as engine:
         for size, keys in _RUNS:
             if size != page:
                 continue
             warm = prompts if keys.get("prefixes") else ()
             given = {key: value for key, value in keys.items() if key != "prefixes"}
             found = engine.run(prompts, _GREEDY, warm=warm, **given)
-            if found != expected:
-                same = sum(a == b for a, b in zip(found, expected, strict=True))
+            if found != truth.expected:
+                same = sum(a == b for a, b in zip(found, truth.expected, strict=True))
                 return f"{same} of {len(prompts)} outputs are the same with page {page}, {keys}"
-            error = _distance(engine.logprobs, logprobs)
+            error = _distance(engine.logprobs, truth.logprobs)
             if not error <= TOLERANCE:
                 return f"log-probabilities differ by {error:.1e} with page {page}, {keys}"
     return ""
 
 
-def _differs_divided(
-    ranks: Ranks,
-    folder: Path,
-    sizes: tuple[int, int],
-    expected: list[list[int]],
-    logprobs: list[Tensor],
-) -> str:
-    """What two ranks give else than `expected`; "" if it is the same."""
-    pairs = list(zip(make_prompts(), expected, strict=True))
-    lines = [prompt + tokens[:-1] for prompt, tokens in pairs]
-    words = "tp_size {}, pp_size {}".format(*sizes)
-    for found in ranks.play(folder, *sizes, lines, MAX_NEW - 1):
-        for rows, tokens, wanted in zip(found, expected, logprobs, strict=True):
+def _differs_divided(truth: _Truth, *, tp_size: int = 1, pp_size: int = 1) -> str:
+    """What two ranks give else; "" if it is the same."""
+    truth.resolved.model.check_split(tp_size, pp_size)
+    lines = [line[:-1] for line in truth.lines]
+    for found in truth.ranks.play(truth.folder, tp_size, pp_size, lines, MAX_NEW - 1):
+        for rows, tokens, wanted in zip(found, truth.expected, truth.logprobs, strict=True):
             logits, chosen = rows[-MAX_NEW:].float(), torch.tensor(tokens)
             if not torch.equal(logits.argmax(-1), chosen):
-                return f"tokens differ with {words}"
+                return "tokens differ"
             own = logits.log_softmax(-1).gather(1, chosen[:, None])[:, 0]
             error = float((own - wanted).abs().max())
             if not error <= TOLERANCE:
-                return f"log-probabilities differ by {error:.1e} with {words}"
+                return f"log-probabilities differ by {error:.1e}"
     return ""
+
+
+def _differs_with_drafts(truth: _Truth) -> str:
+    """What drafts change, of which some are right; "" if nothing."""
+    outputs = truth.folder / "outputs.json"
+    outputs.write_text(json.dumps(truth.lines))
+    drafts = {"method": _DRAFTER, "num_speculative_tokens": 3, "draft_length": "fixed"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(OUTPUTS, str(outputs))
+        with engine_for(truth.folder, page_size=16, speculative_config=drafts) as engine:
+            found = engine.run(make_prompts(), _GREEDY, chunked_prefill_size=16, retract_every=3)
+            if found != truth.expected:
+                return "tokens differ"
+            if not engine.stats.spec_decode_accepted_tokens_total:
+                return "no draft was accepted"
+            error = _distance(engine.logprobs, truth.logprobs)
+            return "" if error <= TOLERANCE else f"log-probabilities differ by {error:.1e}"
+
+
+def _differs_pooled(truth: _Truth) -> str:
+    """How hidden states differ from the model's own; "" if they are the same."""
+    prompts = make_prompts()
+    kinds: list[Pooling | None] = ["last", "mean", None]
+    with engine_for(truth.folder, page_size=16) as engine:
+        found = engine.run(
+            [prompt for prompt in prompts for _ in kinds],
+            _GREEDY,
+            pooling=kinds * len(prompts),
+            chunked_prefill_size=16,
+        )
+    if found[2::3] != truth.expected:
+        return "tokens beside embeddings differ"
+    for number, prompt in enumerate(prompts):
+        states = _states(truth.model, prompt)
+        for kind, wanted in enumerate((states[-1], states.mean(0))):
+            own = torch.tensor(engine.embeddings[3 * number + kind])
+            error = float((own - wanted).norm() / wanted.norm())
+            if not error <= TOLERANCE:
+                return f"the embedding ({kinds[kind]}) differs by {error:.1e}"
+    return ""
+
+
+def _differs_in_int8(truth: _Truth) -> str:
+    """Whether weights of a byte change more than rounding does."""
+    params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, prompt_logprobs=1)
+    with engine_for(truth.folder, page_size=16, quantization="int8") as engine:
+        engine.run(truth.lines, params, chunked_prefill_size=16)
+        found = [
+            [entry.logprob for entry in engine.prompt_logprobs[number][-MAX_NEW:] if entry]
+            for number in range(len(truth.lines))
+        ]
+    error = float((torch.tensor(found) - torch.stack(truth.logprobs)).abs().mean())
+    print("INT8", error)
+    return "" if error <= _ROUNDING else f"log-probabilities differ by {error:.2f}"
+
+
+_FEATURES: dict[str, Callable[[_Truth], str]] = {
+    "tp2": functools.partial(_differs_divided, tp_size=2),
+    "pp2": functools.partial(_differs_divided, pp_size=2),
+    "speculation": _differs_with_drafts,
+    "embeddings": _differs_pooled,
+    "int8": _differs_in_int8,
+}
+"""By the name of what a `TriedType` says of it."""
 
 
 def _distance(found: dict[int, list[TokenLogprobs]], logprobs: list[Tensor]) -> float:
@@ -234,13 +312,27 @@ def _greedy_by_forward(model: PreTrainedModel, prompt: list[int]) -> list[int]:
 
 def _forward(model: PreTrainedModel, ids: list[int]) -> Tensor:
     """float32 [len(ids), vocab]"""
-    given: dict[str, Any] = {"input_ids": torch.tensor([ids]), "use_cache": False}
     with torch.inference_mode():
-        padding = getattr(model.config.get_text_config(decoder=True), "pad_token_id", None)
-        if padding in ids:
-            given |= _behind_padding(model, len(ids), padding)
-        logits: Tensor = model(**given).logits[0]
+        logits: Tensor = model(**_given(model, ids)).logits[0]
     return logits.float()
+
+
+def _states(model: PreTrainedModel, ids: list[int]) -> Tensor:
+    """float32 [len(ids), hidden] behind the final norm"""
+    decoders = (model.base_model, model.get_decoder(), *model.children())
+    decoder: Any = next(found for found in decoders if found is not model)
+    with torch.inference_mode():
+        states: Tensor = decoder(**_given(model, ids)).last_hidden_state[0]
+    return states.float()
+
+
+def _given(model: PreTrainedModel, ids: list[int]) -> dict[str, Any]:
+    """The arguments of a forward."""
+    given: dict[str, Any] = {"input_ids": torch.tensor([ids]), "use_cache": False}
+    padding = getattr(model.config.get_text_config(decoder=True), "pad_token_id", None)
+    if padding in ids:
+        given |= _behind_padding(model, len(ids), padding)
+    return given
 
 
 def _behind_padding(model: PreTrainedModel, count: int, padding: int) -> dict[str, Tensor]:
