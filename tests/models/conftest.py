@@ -14,6 +14,7 @@ from engine.checkpoint.tried_types import (
     write_tried_types,
 )
 from tests.models.ranks import Ranks
+from tests.models.trial import FEATURES
 
 _FOUND = pytest.StashKey[dict[str, TriedType]]()
 
@@ -50,11 +51,9 @@ def pytest_terminal_summary(
         for state in ("native", "transformers", "refused", "wrong")
     }
     words = ", ".join(f"{number} {state}" for state, number in counts.items())
-    divided = [sum(one == "" for one in row) for row in _divided(found)]
-    terminalreporter.write_line(
-        f"{len(found)} types: {words}; {divided[0]} over 2 tensor parallel ranks, {divided[1]} "
-        "over 2 pipeline stages"
-    )
+    able = {name: sum(getattr(one, name) == "" for one in found.values()) for name in FEATURES}
+    words += "; of these " + ", ".join(f"{number} {name}" for name, number in able.items())
+    terminalreporter.write_line(f"{len(found)} types: {words}")
     if config.getoption("--write"):
         merged = {tried.type: tried for tried in known.types} | found
         write_tried_types(TriedTypes(transformers.__version__, tuple(merged.values())))
@@ -64,10 +63,6 @@ def pytest_terminal_summary(
         terminalreporter.write_line(
             f"these run now and the table doesn't say so (--write): {', '.join(better)}"
         )
-
-
-def _divided(found: dict[str, TriedType]) -> tuple[list[str | None], list[str | None]]:
-    return [one.tp2 for one in found.values()], [one.pp2 for one in found.values()]
 
 
 def _ran(known: TriedTypes, kind: str) -> bool:

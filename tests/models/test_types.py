@@ -8,7 +8,7 @@ import pytest
 
 from engine.checkpoint.tried_types import TriedType, read_tried_types
 from tests.models.ranks import Ranks
-from tests.models.trial import TYPES, try_type
+from tests.models.trial import FEATURES, TYPES, try_type
 
 
 @pytest.mark.parametrize("kind", sorted(TYPES))
@@ -25,5 +25,6 @@ def test_it_gives_the_tokens_of_transformers_or_is_refused(
     if before is None or not before.runs or pytestconfig.getoption("--write"):
         return
     assert tried.runs, f"it ran when the table was written, and now: {tried.sentence}"
-    for then, now in ((before.tp2, tried.tp2), (before.pp2, tried.pp2)):
-        assert then != "" or now == "", f"it was divided when the table was written, and now: {now}"
+    for name in FEATURES:
+        then, now = getattr(before, name), getattr(tried, name)
+        assert then != "" or now == "", f"{name} worked when the table was written, and now: {now}"

@@ -90,7 +90,7 @@ def try_type(kind: str, folder: Path, ranks: Ranks) -> TriedType:
         except ConfigError as error:
             return ended("refused", error)
         features: dict[str, str] = {}
-        for name, differs in _FEATURES.items():
+        for name, differs in FEATURES.items():
             try:
                 wrong = differs(truth)
             except ConfigError as error:
@@ -228,11 +228,10 @@ def _differs_in_int8(truth: _Truth) -> str:
             for number in range(len(truth.lines))
         ]
     error = float((torch.tensor(found) - torch.stack(truth.logprobs)).abs().mean())
-    print("INT8", error)
     return "" if error <= _ROUNDING else f"log-probabilities differ by {error:.2f}"
 
 
-_FEATURES: dict[str, Callable[[_Truth], str]] = {
+FEATURES: dict[str, Callable[[_Truth], str]] = {
     "tp2": functools.partial(_differs_divided, tp_size=2),
     "pp2": functools.partial(_differs_divided, pp_size=2),
     "speculation": _differs_with_drafts,
