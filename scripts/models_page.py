@@ -130,9 +130,9 @@ or if one is refused that ran before. Real checkpoints of these types weren't tr
 {features}
 
 Each was compared with transformers in the same way. Drafts were right and wrong by turns.
-Embeddings are the hidden states behind the final norm. int8 weights changed log-probabilities by no more than
-rounding does. Weights that tensor parallel ranks don't divide each of them has whole. What a type
-can't do the start refuses:
+Embeddings are the hidden states behind the final norm. int8 weights changed log-probabilities by no
+more than rounding does. Weights that tensor parallel ranks don't divide each of them has whole.
+What a type can't do the start refuses:
 
 | | reason | types |
 |---|---|---|
