@@ -1,5 +1,5 @@
-"""What our kernels compute in place of a model's own modules: norms, blocks, attentions, layers,
-and a `Chain` of layers.
+"""What our kernels compute in place of a model's own modules: embeddings, norms, blocks,
+attentions, layers, and a `Chain` of layers.
 
 `engine.models.takeover` finds where each may take its place.
 """
@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
+from engine.layers.embedding_table import EmbeddingTable
 from engine.layers.experts import Mixture
 from engine.layers.fused_ops import FusedOps
 from engine.layers.rotary import Angles
@@ -59,6 +61,35 @@ class Norm(nn.Module):
     def of_heads(self, x: Tensor) -> Tensor:
         """[T, heads, size] -> [T, heads, size], new; x may have gaps."""
         return self.fused.rms_norm(x, self.weight, self.eps)
+
+
+class TiedEmbedding(nn.Module):
+    """In place of an embedding whose matrix our kernel multiplies by as output head, and which may
+    scale the rows."""
+
+    def __init__(self, own: nn.Embedding, table: EmbeddingTable, scale: Tensor | None) -> None:
+        super().__init__()
+        self.table, self.scale, self.padding_idx = table, scale, own.padding_idx
+        self.num_embeddings, self.embedding_dim = own.num_embeddings, own.embedding_dim
+        self.weight = torch.empty_like(own.weight, device="meta")
+        """For code that looks at its type or shape."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        rows = self.table(input.reshape(-1)).view(*input.shape, self.embedding_dim)
+        return rows if self.scale is None else rows * self.scale
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, own: nn.Embedding, table: EmbeddingTable) -> TiedEmbedding | None:
+        """What computes the same, if it does."""
+        ids = torch.arange(min(8, own.num_embeddings), device=own.weight.device)
+        wanted, rows = own(ids), own.weight[ids]
+        named = [*vars(own).values(), *own.buffers(recurse=False)]
+        scales = [torch.as_tensor(x) for x in named if isinstance(x, float | Tensor)]
+        single = [x.to(rows) for x in scales if x.numel() == 1 and x.is_floating_point()]
+        if torch.equal(wanted, rows):
+            return cls(own, table, None)
+        return next((cls(own, table, x) for x in single if torch.equal(wanted, rows * x)), None)
 
 
 class GatedBlock:

@@ -43,10 +43,10 @@ class Share:
             if not self.parallel.is_first_stage:
                 for name in self.layout.embeddings:
                     embedding = model.get_submodule(name)
-                    _replace(model, embedding, NoEmbedding(embedding))
+                    replace_module(model, embedding, NoEmbedding(embedding))
             head = model.get_output_embeddings()
             if not self.parallel.is_last_stage and head is not None:
-                _replace(model, head, NoHead())
+                replace_module(model, head, NoHead())
         if self.parallel.tp_size > 1:
             for name in self.layout.local_modules:
                 number = layer_of(name, self.layout.layers)
@@ -186,7 +186,7 @@ def _clear_padding(model: Any, name: str, table: nn.Parameter) -> None:
             model._init_weights(embedding)
 
 
-def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
+def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
     """Put `new` wherever the model has `old`."""
     for owner in list(model.modules()):
         for name, child in list(owner.named_children()):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from engine.layers.experts import Experts, Mixture
 from engine.layers.fused_ops import FusedOps
-from engine.models.parts import Attention, Chain, Forward, GatedBlock, Layer, Norm
+from engine.models.parts import Attention, Chain, Forward, GatedBlock, Layer, Norm, TiedEmbedding
 
 _ROUNDING, _ROUNDING_16_BITS = 1e-5, 2e-2
 """How far numbers of one part may lie apart, both as root mean squares."""
@@ -127,7 +127,7 @@ class Takeover:
         inside = {part for module in layers for part in module.modules()}
         outside = [part for part in self._decoder.modules() if part not in inside]
         called = [part for part in outside if part in seen]
-        embeddings = [part for part in called if isinstance(part, nn.Embedding)]
+        embeddings = [part for part in called if isinstance(part, nn.Embedding | TiedEmbedding)]
         norms = [part for part in outside if isinstance(part, Norm)]
         given = [seen[module].kwargs.get("position_embeddings") for module in ordered]
         if len(embeddings) > 1 or len(norms) > 1 or any(found is not given[0] for found in given):

@@ -24,6 +24,7 @@ from engine.attention.forward_batch import ForwardBatch
 from engine.checkpoint.model_config import ModelConfig
 from engine.device.distributed import ParallelState
 from engine.errors import ConfigError
+from engine.layers.embedding_table import PackedTable
 from engine.layers.experts import Experts, is_experts
 from engine.layers.fused_ops import FusedOps
 from engine.layers.grouped_experts import GroupedExperts
@@ -34,9 +35,9 @@ from engine.layers.weights import DummySource, SafetensorsSource, WeightSource
 from engine.models.cuts import own_heads
 from engine.models.interfaces import point_at
 from engine.models.lazy_weights import LazyWeights
-from engine.models.parts import Chain
+from engine.models.parts import Chain, TiedEmbedding
 from engine.models.row_cache import cache_argument
-from engine.models.share import Share
+from engine.models.share import Share, replace_module
 from engine.models.takeover import Takeover
 
 logger = logging.getLogger(__name__)
@@ -158,16 +159,21 @@ ALL_EXPERTS_FUNCTIONS.register(_NAME, _experts)
 class _Product:
     """Linears of one input as one product: the first that is asked computes for all."""
 
-    def __init__(self, linears: list[nn.Linear], form: WeightFormat) -> None:
+    def __init__(
+        self, linears: list[nn.Linear], form: WeightFormat, kernel: LinearKernel | None = None
+    ) -> None:
+        """`kernel`: what multiplies by them, if there is one already."""
         self.in_size = linears[0].in_features
         self.sizes = [linear.out_features for linear in linears]
         self.out_size = sum(self.sizes)
-        weights = [linear.weight.data for linear in linears]
-        biases = [linear.bias.data for linear in linears if linear.bias is not None]
-        self.kernel: LinearKernel = form.linear(
-            weights[0] if len(weights) == 1 else torch.cat(weights),
-            torch.cat(biases) if biases else None,
-        )
+        if kernel is None:
+            weights = [linear.weight.data for linear in linears]
+            biases = [linear.bias.data for linear in linears if linear.bias is not None]
+            kernel = form.linear(
+                weights[0] if len(weights) == 1 else torch.cat(weights),
+                torch.cat(biases) if biases else None,
+            )
+        self.kernel = kernel
         self._input: Tensor | None = None
         self._parts: tuple[Tensor, ...] = ()
 
@@ -320,6 +326,7 @@ class TransformersModel:
         with torch.no_grad():
             self._share.prune(model)
             self._share.fill(model, weights, self.device, progress)
+            self._tie(model, source.format)
             self._replace_linears(model, source.format)
             for module in filter(is_experts, model.modules()):
                 if self.device.type == "cuda":
@@ -538,6 +545,23 @@ class TransformersModel:
 
         last = f"{self._share.layout.layers}.{self._share.layers.stop - 1}"
         model.get_submodule(last).register_forward_hook(keep)
+
+    def _tie(self, model: Any, form: WeightFormat) -> None:
+        """Let a head and the embedding whose matrix it is keep that once, in the form of the head's
+        kernel where rows can be looked up in it."""
+        head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+        if type(head) is not nn.Linear or not isinstance(embedding, nn.Embedding):
+            return
+        is_own = head.weight is embedding.weight and head.bias is None
+        if not is_own or self._layout.head in self._layout.read:
+            return
+        table, kernel = form.tied(head.weight.data)
+        product, dtype = _Product([head], form, kernel), head.weight.dtype
+        replace_module(model, head, _Linear(product, 0, dtype))
+        if isinstance(table, PackedTable):
+            tied = TiedEmbedding.of(embedding, table)
+            if tied is not None:
+                replace_module(model, embedding, tied)
 
     def _replace_linears(self, model: nn.Module, form: WeightFormat) -> None:
         """Let our kernels multiply by the matrices of all `nn.Linear`, in place."""

@@ -18,8 +18,11 @@ from engine.checkpoint.layout import ModelLayout, beyond_plain, read_layout
 from engine.checkpoint.model_config import ModelConfig
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.layers.embedding_table import RowTable
 from engine.models import recording
+from engine.models.parts import TiedEmbedding
 from engine.models.recording import classify
+from engine.models.transformers_model import TransformersModel
 from tests.support.engines import engine_for, greedy_reference, load_reference
 from tests.support.models import THROUGH_TRANSFORMERS, make_model
 from tests.support.other_architectures import (
@@ -210,3 +213,31 @@ def test_rules_of_masks() -> None:
     assert classify(chunk) == ("chunked", 48)
     assert classify(odd)[0] == "other"
     assert classify(lambda batch, head, query, key: key >= 0)[0] == "other"
+
+
+@pytest.mark.parametrize(("name", "scaled"), [("phi3", False), ("gemma3", True)])
+def test_a_tied_matrix_is_kept_once(
+    folders: dict[str, Path], tmp_path: Path, name: str, scaled: bool
+) -> None:
+    arch, keys = with_layers(THROUGH_TRANSFORMERS)[name]
+    folder = make_model(tmp_path, arch, **keys | {"tie_word_embeddings": True})
+    kernels = EngineConfig().kernel_choice("cpu")
+    model = make_runner(str(folder), kernels=kernels).model
+    assert isinstance(model, TransformersModel)
+    tied = [part for part in model.decoder.modules() if isinstance(part, TiedEmbedding)]
+    assert len(tied) == 1 and (tied[0].scale is not None) == scaled
+    size = tied[0].num_embeddings * tied[0].embedding_dim
+    assert all(p.numel() < size for p in model.decoder.parameters())
+    reference: Any = load_reference(folder).get_input_embeddings()
+    ids = torch.tensor([[0, 5, 199], [7, 5, 1]])
+    assert torch.equal(tied[0](ids), reference(ids))
+    assert_same_as_transformers(folder, page_size=16)
+
+
+def test_an_embedding_that_computes_more_is_not_looked_up_in_the_head() -> None:
+    class Shifted(torch.nn.Embedding):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input) + 1
+
+    own = Shifted(16, 8)
+    assert TiedEmbedding.of(own, RowTable(own.weight)) is None
