@@ -80,6 +80,7 @@ FEATURES = {
     "speculation": ("speculative_config", "speculation"),
     "embeddings": ("/v1/embeddings", "embeddings"),
     "int8": ("quantization", "`quantization: int8`"),
+    "bfloat16": ("dtype", "`dtype: bfloat16`"),
 }
 """By the name of `TriedType`'s field: the key that asks for it, and its words."""
 STATES = {
@@ -130,9 +131,9 @@ or if one is refused that ran before. Real checkpoints of these types weren't tr
 {features}
 
 Each was compared with transformers in the same way. Drafts were right and wrong by turns.
-Embeddings are the hidden states behind the final norm. int8 weights changed log-probabilities by no
-more than rounding does. Weights that tensor parallel ranks don't divide each of them has whole.
-What a type can't do the start refuses:
+Embeddings are the hidden states behind the final norm. int8 weights gave the log-probabilities of
+weights that are rounded so, bfloat16 those of float32 but for rounding. Weights that tensor
+parallel ranks don't divide each of them has whole. What a type can't do the start refuses:
 
 | | reason | types |
 |---|---|---|

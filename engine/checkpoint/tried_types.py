@@ -41,6 +41,8 @@ class TriedType(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The same of the hidden states that embeddings are made of."""
     int8: str | None = None
     """The same with `quantization: int8`, but for rounding."""
+    bfloat16: str | None = None
+    """The same with `dtype: bfloat16`, but for rounding."""
 
     @property
     def runs(self) -> bool:

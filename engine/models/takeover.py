@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from engine.layers.experts import Experts, Mixture
 from engine.layers.fused_ops import FusedOps
 from engine.models.parts import Attention, Chain, Forward, GatedBlock, Layer, Norm, TiedEmbedding
+from engine.models.share import AbsentLayer, NoEmbedding
 
 _ROUNDING, _ROUNDING_16_BITS = 1e-5, 2e-2
 """How far numbers of one part may lie apart, both as root mean squares."""
@@ -24,6 +25,9 @@ _WHOLE = 10
 _SCALES = (1.0, 0.03, 0.002)
 """Of random inputs: the smallest show what keeps a norm from dividing by 0."""
 _ORDERED = 64
+_EMBEDDINGS = (nn.Embedding, TiedEmbedding)
+_NOTHING = (nn.Dropout, nn.Identity, AbsentLayer, NoEmbedding)
+"""Modules that leave hidden states as they are."""
 _QKV = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
 _GATE_UP = (("gate_proj", "up_proj"), ("gate_up_proj",))
 
@@ -66,14 +70,19 @@ class Takeover:
         step: Any,
         fused: FusedOps,
         heads: list[tuple[int, int]],
-        run: Callable[[Chain | None], Tensor],
-        num_positions: int,
+        run: Callable[[int, Chain | None], Tensor],
+        num_positions: tuple[int, int],
+        is_last_stage: bool,
     ) -> None:
         """`heads`: query and key/value heads of each attention call. `run` computes some tokens
-        [T, hidden], by the decoder or a chain, with an attention that looks at each token alone;
-        their positions are below `num_positions`."""
+        [T, hidden] at positions below a number, by the decoder or a chain, with an attention that
+        looks at each token alone. `num_positions`: those that the model has, and those that steps
+        have."""
         self._decoder, self._step, self._fused = decoder, step, fused
         self._heads, self._run_with, self._num_positions = heads, run, num_positions
+        self._is_last_stage = is_last_stage
+        self._called: set[nn.Module] = set()
+        """The modules that a forward calls."""
         self._generator = torch.Generator().manual_seed(0)
         self.skips_unread = False
         """Whether the last layer is ours and may leave out tokens whose results nothing reads."""
@@ -81,7 +90,7 @@ class Takeover:
         """The whole decoder, if it is nothing but layers of ours."""
 
     def _run(self) -> Tensor:
-        return self._run_with(None)
+        return self._run_with(self._num_positions[0], None)
 
     @torch.inference_mode()
     def replace(self) -> None:
@@ -115,8 +124,10 @@ class Takeover:
                 del module.forward
         elif layers:
             self._find_last(layers, seen, after)
-            chain = self._chain(layers, seen)
-            if chain is not None and _same(self._run_with(chain), after, _WHOLE):
+            chain, count = self._chain(layers, seen), min(self._num_positions)
+            if chain is None:
+                return
+            if _same(self._run_with(count, chain), self._run_with(count, None), _WHOLE):
                 self.chain = chain
 
     def _chain(self, layers: dict[nn.Module, Layer], seen: dict[nn.Module, _Seen]) -> Chain | None:
@@ -126,22 +137,28 @@ class Takeover:
             return None
         inside = {part for module in layers for part in module.modules()}
         outside = [part for part in self._decoder.modules() if part not in inside]
-        called = [part for part in outside if part in seen]
-        embeddings = [part for part in called if isinstance(part, nn.Embedding | TiedEmbedding)]
+        embeddings = [p for p in outside if isinstance(p, _EMBEDDINGS) and p in self._called]
         norms = [part for part in outside if isinstance(part, Norm)]
         given = [seen[module].kwargs.get("position_embeddings") for module in ordered]
         if len(embeddings) > 1 or len(norms) > 1 or any(found is not given[0] for found in given):
             return None
+        rotations = [part for part in outside if part in seen and seen[part].out is given[0]]
+        before = [seen[part].out for part in embeddings]
+        if any(part not in seen for part in embeddings) or not _flows(before, ordered, seen):
+            return None
+        known = {*embeddings, *norms, *rotations}
+        for part in self._called.intersection(outside).difference(known):
+            if not isinstance(part, _NOTHING) and not any(part.children()):
+                return None  # it may do anything between them
         table: Tensor | None = None
         if any(layer.attention.rotates for layer in layers.values()):
-            rotations = [part for part in called if seen[part].out is given[0]]
             if not rotations:
                 return None
-            table = _angles(rotations[0], seen[rotations[0]], self._num_positions)
+            table = _angles(rotations[0], seen[rotations[0]], self._num_positions[1])
         return Chain(
             next(iter(embeddings), None),
             [layers[module] for module in ordered],
-            next(iter(norms), None),
+            next(iter(norms), None) if self._is_last_stage else None,
             table,
             self._step,
         )
@@ -183,6 +200,7 @@ class Takeover:
         finally:
             for hook in hooks:
                 hook.remove()
+        self._called = set(begun)
         return {
             module: calls[0]
             for module, calls in begun.items()
@@ -299,6 +317,18 @@ class Takeover:
             if not _same(results[1], results[0]):
                 return False
         return True
+
+
+def _flows(before: list[Any], layers: list[nn.Module], seen: dict[nn.Module, _Seen]) -> bool:
+    """Whether each layer's input is the output of the one before, and the first's that of the
+    embedding, if there is one."""
+    given = before[0] if before else seen[layers[0]].hidden
+    for layer in layers:
+        if not isinstance(given, Tensor) or not torch.equal(given, seen[layer].hidden):
+            return False
+        out = seen[layer].out
+        given = out[0] if isinstance(out, tuple) else out
+    return True
 
 
 def _same(a: Tensor, b: Tensor, parts: int = 1) -> bool:

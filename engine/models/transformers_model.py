@@ -312,6 +312,10 @@ class TransformersModel:
         """In place of the decoder's own forward."""
         self._head: nn.Module | None = None
         """What alone makes logits of the decoder's result."""
+        self._tied: tuple[nn.Embedding | None, TiedEmbedding | None] = None, None
+        """An embedding whose matrix the head multiplies by, and what may take its place."""
+        self._state_dtype = dtype
+        """Of that result: some keep it in float32."""
 
     def load(
         self, source: WeightSource, progress: Callable[[int, int], None] | None = None
@@ -340,6 +344,10 @@ class TransformersModel:
         self._keep_hidden(model)
         self._model = model
         self._find_decoder()
+        own, tied = self._tied
+        if own is not None and tied is not None:
+            self._look_up_in_head(own, tied)
+        self._tied = None, None
         if self._fused is not None and not self.plans_attention:
             self._take_over(self._fused)
         self._find_head()
@@ -454,6 +462,7 @@ class TransformersModel:
         out = self._run(ids, positions, received)
         self._decoder.output = type(out)
         found = self._states(out)[-1]
+        self._state_dtype = found.dtype
         others = (ids + 6) % self.config.vocab_size
         others[2] = ids[-1]
         moved = torch.tensor([9, 3, 5, 0, 1, 7], device=self.device)  # the token's stays 5
@@ -470,26 +479,33 @@ class TransformersModel:
 
     def _take_over(self, fused: FusedOps) -> None:
         """Let our kernels compute what they can of the decoder, whose steps are one forward."""
-        last = self._max_positions - 1
-        places = [0, last // 50, last // 7, last // 3, last // 2, last]
-        positions = torch.tensor(places, device=self.device)  # some scale queries by theirs
-        numbers = torch.arange(len(places), device=self.device)
+        limit = max(self.config.max_position_embeddings, 1)
+        numbers = torch.arange(6, device=self.device)
         ids, received = numbers % self.config.vocab_size, self._received(numbers)
         heads = [(layer.call.num_heads, layer.call.num_kv_heads) for layer in self.attention_layers]
 
-        def run(chain: Chain | None) -> Tensor:
+        def run(num_positions: int, chain: Chain | None) -> Tensor:
+            last = num_positions - 1
+            places = [0, last // 50, last // 7, last // 3, last // 2, last]
+            positions = torch.tensor(places, device=self.device)  # some scale queries by theirs
             if chain is not None:
                 return chain(ids, positions, received)
             return self._states(self._run(ids, positions, received))
 
         takeover = Takeover(
-            self._decoder.module, self._step, fused, heads, run, self._max_positions
+            self._decoder.module,
+            self._step,
+            fused,
+            heads,
+            run,
+            (limit, self._max_positions),
+            self.parallel.is_last_stage,
         )
         try:
             takeover.replace()
         except IndexError as error:
             raise ConfigError(
-                f"{type(self._model).__name__} has fewer positions than the {last + 1} that its "
+                f"{type(self._model).__name__} has fewer positions than the {limit} that its "
                 f"configuration names ({error})."
             ) from error
         self.skips_unread = takeover.skips_unread
@@ -505,8 +521,8 @@ class TransformersModel:
             return
         generator = torch.Generator().manual_seed(0)
         hidden = torch.randn((3, head.in_features), generator=generator)
-        hidden = hidden.to(self.device, self.dtype)
-        if torch.equal(head(hidden), self.compute_logits(hidden)):
+        hidden = hidden.to(self.device, self._state_dtype)
+        if torch.equal(head(hidden.to(self.dtype)), self.compute_logits(hidden)):
             self._head = head
 
     def _sinks(self) -> list[Tensor | None]:
@@ -547,8 +563,8 @@ class TransformersModel:
         model.get_submodule(last).register_forward_hook(keep)
 
     def _tie(self, model: Any, form: WeightFormat) -> None:
-        """Let a head and the embedding whose matrix it is keep that once, in the form of the head's
-        kernel where rows can be looked up in it."""
+        """Let a head multiply by the embedding's matrix where that is its own, and find out whether
+        rows can be looked up in the form of its kernel, so that it is kept once."""
         head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
         if type(head) is not nn.Linear or not isinstance(embedding, nn.Embedding):
             return
@@ -559,9 +575,21 @@ class TransformersModel:
         product, dtype = _Product([head], form, kernel), head.weight.dtype
         replace_module(model, head, _Linear(product, 0, dtype))
         if isinstance(table, PackedTable):
-            tied = TiedEmbedding.of(embedding, table)
-            if tied is not None:
-                replace_module(model, embedding, tied)
+            self._tied = embedding, TiedEmbedding.of(embedding, table)
+
+    @torch.inference_mode()
+    def _look_up_in_head(self, own: nn.Module, tied: TiedEmbedding) -> None:
+        """Let `tied` take the embedding's place unless the model's code reads the matrix itself."""
+        numbers = torch.arange(6, device=self.device)
+        ids, received = numbers % self.config.vocab_size, self._received(numbers)
+        before = self._states(self._run(ids, numbers, received))
+        replace_module(self._model, own, tied)
+        try:
+            same = torch.equal(self._states(self._run(ids, numbers, received)), before)
+        except (RuntimeError, NotImplementedError):  # there is nothing to read
+            same = False
+        if not same:
+            replace_module(self._model, tied, own)
 
     def _replace_linears(self, model: nn.Module, form: WeightFormat) -> None:
         """Let our kernels multiply by the matrices of all `nn.Linear`, in place."""
@@ -592,7 +620,7 @@ class TransformersModel:
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """The model's own forward behind its decoder: with all its scales and caps."""
         if self._head is not None:
-            found: Tensor = self._head(hidden)
+            found: Tensor = self._head(hidden.to(self.dtype))
             return found
         self._step.calls = 0
         module, output = self._decoder.module, self._decoder.output

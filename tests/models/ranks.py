@@ -37,25 +37,28 @@ class Ranks:
         self, folder: Path, tp_size: int, pp_size: int, lines: list[list[int]], num_decoded: int
     ) -> list[list[Tensor]]:
         """Of each rank of the last stage: the logits [tokens, vocab] of each line, as `run_lines`
-        gives them. Raises the first rank's `ConfigError`, or its error as a `RuntimeError`."""
+        gives them. Raises the first rank's `ConfigError`, or its error as a `RuntimeError`;
+        `EOFError` if its process ended."""
         if not self._processes:
             self._start()
         meeting = folder / f"meeting.{next(self._numbers)}"
-        for end in self._ends:
-            end.send((str(folder), f"file://{meeting}", tp_size, pp_size, lines, num_decoded))
+        task = (str(folder), f"file://{meeting}", tp_size, pp_size, lines, num_decoded)
         found: dict[int, Any] = {}
-        while len(found) < len(self._ends):
-            for rank, end in enumerate(self._ends):
-                if rank in found or not end.poll(_POLL_S):
-                    continue
-                try:
-                    found[rank] = end.recv()
-                except EOFError:
-                    found[rank] = RuntimeError(f"the process of rank {rank} ended")
-                if isinstance(found[rank], Exception):
-                    self.stop()  # the other may wait for it
-                    raise found[rank]
-        return [[torch.from_numpy(x) for x in found[rank]] for rank in found if found[rank]]
+        try:
+            for end in self._ends:
+                end.send(task)
+            while len(found) < len(self._ends):
+                for rank, end in enumerate(self._ends):
+                    if rank not in found and end.poll(_POLL_S):
+                        found[rank] = end.recv()
+                        if isinstance(found[rank], Exception):
+                            raise found[rank]
+        except BaseException:
+            self.stop()  # the other may wait for it
+            raise
+        last = [[torch.from_numpy(x) for x in found[rank]] for rank in found if found[rank]]
+        assert len(last) == tp_size
+        return last
 
     def stop(self) -> None:
         for process in self._processes:

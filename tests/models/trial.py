@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from engine.checkpoint.tried_types import TriedType
 from engine.config import EngineConfig, ResolvedConfig
 from engine.errors import ConfigError
+from engine.layers.experts import is_experts
 from engine.models import recording
 from engine.protocol.pooling import Pooling
 from engine.protocol.sampling_params import SamplingParams
@@ -41,8 +43,9 @@ _RUNS: tuple[tuple[int, dict[str, Any]], ...] = (
 )
 """Page size, and how `Engine.run` is called. `prefixes`: the prompts have been seen before."""
 _DRAFTER = "tests.support.drafters:RightUntilError"
-_ROUNDING = 0.2
-"""What int8 weights may change in a log-probability, in the mean."""
+_INT8_ROUNDING, _BFLOAT16_ROUNDING = 0.005, 0.2
+"""How far log-probabilities may be in the mean: from those of weights rounded to int8, and in
+bfloat16."""
 
 
 def make_prompts() -> list[list[int]]:
@@ -219,16 +222,56 @@ def _differs_pooled(truth: _Truth) -> str:
 
 
 def _differs_in_int8(truth: _Truth) -> str:
-    """Whether weights of a byte change more than rounding does."""
+    """What weights of a byte change else than rounding the model's own; "" if nothing."""
+    found = _forced(truth, quantization="int8")
+    return _far(found, _logprobs_of_lines(_rounded(truth.model), truth.lines), _INT8_ROUNDING)
+
+
+def _differs_in_bfloat16(truth: _Truth) -> str:
+    """What bfloat16 changes else than rounding; "" if nothing."""
+    return _far(_forced(truth, dtype="bfloat16"), torch.stack(truth.logprobs), _BFLOAT16_ROUNDING)
+
+
+def _forced(truth: _Truth, **config: Any) -> Tensor:
+    """Log-probabilities [prompts, MAX_NEW] of the outputs, read as prompts."""
     params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, prompt_logprobs=1)
-    with engine_for(truth.folder, page_size=16, quantization="int8") as engine:
+    with engine_for(truth.folder, page_size=16, **config) as engine:
         engine.run(truth.lines, params, chunked_prefill_size=16)
-        found = [
-            [entry.logprob for entry in engine.prompt_logprobs[number][-MAX_NEW:] if entry]
-            for number in range(len(truth.lines))
-        ]
-    error = float((torch.tensor(found) - torch.stack(truth.logprobs)).abs().mean())
-    return "" if error <= _ROUNDING else f"log-probabilities differ by {error:.2f}"
+    lines = [engine.prompt_logprobs[number] for number in range(len(truth.lines))]
+    return torch.tensor([[e.logprob for e in line[-MAX_NEW:] if e] for line in lines])
+
+
+def _logprobs_of_lines(model: PreTrainedModel, lines: list[list[int]]) -> Tensor:
+    """The same by a model of transformers."""
+    found = []
+    for line in lines:
+        rows = _forward(model, line)[-MAX_NEW - 1 : -1].log_softmax(-1)
+        found.append(rows.gather(1, torch.tensor(line[-MAX_NEW:])[:, None])[:, 0])
+    return torch.stack(found)
+
+
+def _far(found: Tensor, wanted: Tensor, most: float) -> str:
+    error = float((found - wanted).abs().mean())
+    return "" if error <= most else f"log-probabilities differ by {error:.3f} in the mean"
+
+
+def _rounded(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy whose matrices of linears and experts have 255 values in each row of a scale."""
+    model = copy.deepcopy(model)
+
+    def to_steps(weight: Tensor, dim: int) -> Tensor:
+        steps = weight.abs().amax(dim, keepdim=True).clamp(min=1e-12) / 127
+        return (weight / steps).round() * steps
+
+    for module in list(model.modules()):
+        if type(module) is torch.nn.Linear:
+            module.weight = torch.nn.Parameter(to_steps(module.weight.data, 1), False)
+        elif is_experts(module):
+            for weight in module.parameters(recurse=False):
+                if weight.ndim == 3:
+                    dim = 1 if module.is_transposed else 2
+                    weight.data = to_steps(weight.data, dim)
+    return model
 
 
 FEATURES: dict[str, Callable[[_Truth], str]] = {
@@ -237,6 +280,7 @@ FEATURES: dict[str, Callable[[_Truth], str]] = {
     "speculation": _differs_with_drafts,
     "embeddings": _differs_pooled,
     "int8": _differs_in_int8,
+    "bfloat16": _differs_in_bfloat16,
 }
 """By the name of what a `TriedType` says of it."""
 

@@ -77,8 +77,8 @@ def test_it_is_written_as_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     write_tried_types(TriedTypes("5.0", two))
     assert read_tried_types() == TriedTypes("5.0", two[::-1])
     page = render(read_tried_types())
-    assert '| `b` | B | no, refused | yes |  |  |  |  | it says "no" \\| ü |' in page
-    assert "| `a` | A | yes, Manta's own code |  | no |  | yes |  |  |" in page
+    assert '| `b` | B | no, refused | yes |  |  |  |  |  | it says "no" \\| ü |' in page
+    assert "| `a` | A | yes, Manta's own code |  | no |  | yes |  |  |  |" in page
     assert "| `pp_size` | it can't | 1: `a` |" in page
     assert "\n- two tensor parallel ranks: 1 types\n" in page
     assert "For `a` the tokens are those of the model's forward" in page

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from engine.checkpoint.model_config import ModelConfig
 from engine.config import KernelChoice
+from engine.device.distributed import ParallelState
 from engine.layers.fused_ops import CpuOps
 from engine.models import recording
-from engine.models.parts import Norm
+from engine.models.parts import Chain, Norm
 from engine.models.takeover import Takeover
 from engine.models.transformers_model import TransformersModel
 from engine.native import library
@@ -34,13 +35,16 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     return
 
 
-def taken(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, int], bool]:
-    """How many of a model's parts of each kind are ours, and whether the last layer skips."""
+def taken(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any
+) -> tuple[dict[str, int], bool]:
+    """How many of a model's parts of each kind are ours, and whether the last layer skips.
+    `changes` are `make_runner`'s."""
     read = ModelConfig.from_pretrained
     monkeypatch.setattr(
         ModelConfig, "from_pretrained", lambda path: read(path, impl="transformers")
     )
-    runner = make_runner(str(folder), kernels=KernelChoice("cpu", "cpu", "cpu"))
+    runner = make_runner(str(folder), kernels=KernelChoice("cpu", "cpu", "cpu"), **changes)
     model = runner.model
     assert isinstance(model, TransformersModel)
     kinds: dict[str, int] = {}
@@ -76,26 +80,78 @@ def test_which_parts_are_ours(
     assert taken(make_model(tmp_path, arch, **keys), monkeypatch) == (expected, skips)
 
 
+@pytest.mark.parametrize(("factor", "dtype"), [(3.0, "float32"), (1.02, "bfloat16")])
 def test_a_decoder_that_does_more_is_no_chain(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factor: float, dtype: str
 ) -> None:
-    """Something between embedding and layers, which is no module."""
+    """Something between embedding and layers, which is no module; of a whole model in 16 bits the
+    numbers alone would not show it."""
     from transformers.models.llama.modeling_llama import LlamaModel
 
     own = LlamaModel.forward
 
     @functools.wraps(own)
     def scaled(self: Any, *args: Any, **kwargs: Any) -> Any:
-        hook = self.embed_tokens.register_forward_hook(lambda *call: call[2] * 3)
+        hook = self.embed_tokens.register_forward_hook(lambda *call: call[2] * factor)
         try:
             return own(self, *args, **kwargs)
         finally:
             hook.remove()
 
     monkeypatch.setattr(LlamaModel, "forward", scaled)
-    kinds, skips = taken(make_model(tmp_path, "LlamaForCausalLM"), monkeypatch)
+    kinds, skips = taken(make_model(tmp_path, "LlamaForCausalLM"), monkeypatch, dtype=dtype)
     assert kinds == {"Norm": 7, "GatedBlock": 3, "Attention": 3, "Layer": 3}
     assert skips
+
+
+def test_a_module_between_the_layers_is_no_chain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.llama.modeling_llama import LlamaModel
+
+    own = LlamaModel.__init__
+
+    def with_more(self: Any, config: Any) -> None:
+        own(self, config)
+        self.norm = nn.Sequential(self.norm, nn.Hardtanh(-50.0, 50.0))
+
+    monkeypatch.setattr(LlamaModel, "__init__", with_more)
+    folder = make_model(tmp_path, "LlamaForCausalLM")
+    kinds, _ = taken(folder, monkeypatch)
+    assert kinds == {"Norm": 7, "GatedBlock": 3, "Attention": 3, "Layer": 3}
+
+
+@pytest.mark.parametrize("pp_rank", range(3))
+def test_every_stage_is_a_chain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pp_rank: int
+) -> None:
+    folder = make_model(tmp_path, "LlamaForCausalLM")
+    stage = ParallelState(0, 1, pp_rank, 3)
+    kinds, _ = taken(folder, monkeypatch, parallel=stage, dtype="bfloat16")
+    assert (kinds["Layer"], kinds["Chain"]) == (1, 1)
+
+
+def test_a_scale_of_far_positions_keeps_attentions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ministral 3 scales queries from position 16,384 on, at first by little."""
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 1e6,
+        "factor": 16.0,
+        "original_max_position_embeddings": 16384,
+        "llama_4_scaling_beta": 0.1,
+    }
+    folder = make_model(
+        tmp_path,
+        "Ministral3ForCausalLM",
+        hidden_size=256,
+        head_dim=128,
+        max_position_embeddings=262144,
+        rope_parameters=rope,
+    )
+    kinds, _ = taken(folder, monkeypatch, dtype="bfloat16", max_model_len=20000)
+    assert "Attention" not in kinds and "Chain" not in kinds
 
 
 def test_what_else_reads_a_layers_input_keeps_it(
@@ -150,8 +206,10 @@ def test_a_norm_is_ours_only_if_it_gives_the_same(kind: type[Shifted], is_ours: 
         sampled = None
 
     decoder = nn.Sequential(kind())
-    takeover = Takeover(
-        decoder, Step(), CpuOps(), [], lambda chain: decoder(torch.ones(1, 3, 8))[0], 1
-    )
+
+    def run(num_positions: int, chain: Chain | None) -> Tensor:
+        return torch.as_tensor(decoder(torch.ones(1, 3, 8))[0])
+
+    takeover = Takeover(decoder, Step(), CpuOps(), [], run, (1, 1), is_last_stage=True)
     takeover.replace()
     assert isinstance(decoder[0], Norm) == is_ours
