@@ -345,7 +345,7 @@ class TransformersModel:
         self._model = model
         self._find_decoder()
         own, tied = self._tied
-        if own is not None and tied is not None:
+        if own is not None and tied is not None and not self.plans_attention:
             self._look_up_in_head(own, tied)
         self._tied = None, None
         if self._fused is not None and not self.plans_attention:
