@@ -82,7 +82,10 @@ class TiedEmbedding(nn.Module):
     @torch.no_grad()
     def of(cls, own: nn.Embedding, table: EmbeddingTable) -> TiedEmbedding | None:
         """What computes the same, if it does."""
-        ids = torch.arange(min(8, own.num_embeddings), device=own.weight.device)
+        sizes = own.weight.float().norm(dim=1)
+        ids = sizes.topk(min(8, own.num_embeddings)).indices  # rows of 0 would show no scale
+        if not sizes[ids[0]]:
+            return None
         wanted, rows = own(ids), own.weight[ids]
         named = [*vars(own).values(), *own.buffers(recurse=False)]
         scales = [torch.as_tensor(x) for x in named if isinstance(x, float | Tensor)]

@@ -82,9 +82,6 @@ class Share:
                 _clear_padding(model, shared, parameter)
                 for name in users:
                     self._keep(model, name, parameter)
-                    if name != shared:  # transformers ties it behind its first numbers
-                        owner: Any = model.get_submodule(name.rpartition(".")[0])
-                        owner._is_hf_initialized = True
         for done, prefix in enumerate(inner, 1):
             own = [name for name in names if name.startswith(prefix) and name not in apart]
             self._read(model, weights, own)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -42,7 +43,11 @@ class _Seen:
     """Attention calls before it."""
     num_calls: int
     """Attention calls in it."""
+    given: Tensor
+    """A copy of the hidden states, which it may overwrite."""
     out: Any = None
+    made: Any = None
+    """A copy of the output's tensor."""
 
     @property
     def hidden(self) -> Any:
@@ -83,6 +88,10 @@ class Takeover:
         self._is_last_stage = is_last_stage
         self._called: set[nn.Module] = set()
         """The modules that a forward calls."""
+        self._result = torch.empty(0)
+        """What it gives."""
+        self._norms: dict[nn.Module, nn.Module] = {}
+        """By each norm of ours, the one whose place it has."""
         self._generator = torch.Generator().manual_seed(0)
         self.skips_unread = False
         """Whether the last layer is ours and may leave out tokens whose results nothing reads."""
@@ -101,6 +110,7 @@ class Takeover:
             for name, module in list(parent.named_children()):
                 if module in seen and (norm := self._norm(module, seen[module])) is not None:
                     setattr(parent, name, norm)
+                    self._norms[norm] = module
         for module in list(self._decoder.modules()):
             if module in seen:
                 block = self._block(module, seen[module]) or self._mixture(module, seen)
@@ -143,8 +153,15 @@ class Takeover:
         if len(embeddings) > 1 or len(norms) > 1 or any(found is not given[0] for found in given):
             return None
         rotations = [part for part in outside if part in seen and seen[part].out is given[0]]
-        before = [seen[part].out for part in embeddings]
-        if any(part not in seen for part in embeddings) or not _flows(before, ordered, seen):
+        path = [*embeddings, *ordered]
+        if self._is_last_stage:
+            path += [self._norms[norm] for norm in norms]
+        starts = embeddings or any(isinstance(part, NoEmbedding) for part in self._called)
+        if not starts or any(part not in seen for part in path):
+            return None
+        flow = [(seen[a].made, seen[b].given) for a, b in pairwise(path)]
+        flow.append((seen[path[-1]].made, self._result[None]))
+        if not all(isinstance(a, Tensor) and torch.equal(a, b) for a, b in flow):
             return None
         known = {*embeddings, *norms, *rotations}
         for part in self._called.intersection(outside).difference(known):
@@ -185,18 +202,23 @@ class Takeover:
         step = self._step
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            begun.setdefault(module, []).append(_Seen(args, kwargs, step.calls, 0))
+            seen = _Seen(args, kwargs, step.calls, 0, torch.empty(0))
+            if isinstance(seen.hidden, Tensor):
+                seen.given = seen.hidden.clone()
+            begun.setdefault(module, []).append(seen)
 
         def after(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
             seen = begun[module][-1]
             seen.num_calls, seen.out = step.calls - seen.first_call, out
+            made = out[0] if isinstance(out, tuple) and out else out
+            seen.made = made.clone() if isinstance(made, Tensor) else None
 
         hooks = []
         for module in self._decoder.modules():
             hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
             hooks.append(module.register_forward_hook(after, with_kwargs=True))
         try:
-            self._run()
+            self._result = self._run()
         finally:
             for hook in hooks:
                 hook.remove()
@@ -317,18 +339,6 @@ class Takeover:
             if not _same(results[1], results[0]):
                 return False
         return True
-
-
-def _flows(before: list[Any], layers: list[nn.Module], seen: dict[nn.Module, _Seen]) -> bool:
-    """Whether each layer's input is the output of the one before, and the first's that of the
-    embedding, if there is one."""
-    given = before[0] if before else seen[layers[0]].hidden
-    for layer in layers:
-        if not isinstance(given, Tensor) or not torch.equal(given, seen[layer].hidden):
-            return False
-        out = seen[layer].out
-        given = out[0] if isinstance(out, tuple) else out
-    return True
 
 
 def _same(a: Tensor, b: Tensor, parts: int = 1) -> bool:

@@ -310,7 +310,7 @@ class TransformersModel:
         self._step = _Step(self.attention_layers, parallel, fused)
         self.chain: Chain | None = None
         """In place of the decoder's own forward."""
-        self._head: nn.Module | None = None
+        self._head: _Linear | None = None
         """What alone makes logits of the decoder's result."""
         self._tied: tuple[nn.Embedding | None, TiedEmbedding | None] = None, None
         """An embedding whose matrix the head multiplies by, and what may take its place."""
@@ -522,7 +522,7 @@ class TransformersModel:
         generator = torch.Generator().manual_seed(0)
         hidden = torch.randn((3, head.in_features), generator=generator)
         hidden = hidden.to(self.device, self._state_dtype)
-        if torch.equal(head(hidden.to(self.dtype)), self.compute_logits(hidden)):
+        if torch.equal(head(hidden.to(head.weight.dtype)), self.compute_logits(hidden)):
             self._head = head
 
     def _sinks(self) -> list[Tensor | None]:
@@ -569,7 +569,8 @@ class TransformersModel:
         if type(head) is not nn.Linear or not isinstance(embedding, nn.Embedding):
             return
         is_own = head.weight is embedding.weight and head.bias is None
-        if not is_own or self._layout.head in self._layout.read:
+        name = next(name for name, module in model.named_modules() if module is head)
+        if not is_own or name in self._layout.read:
             return
         table, kernel = form.tied(head.weight.data)
         product, dtype = _Product([head], form, kernel), head.weight.dtype
@@ -582,11 +583,16 @@ class TransformersModel:
         """Let `tied` take the embedding's place unless the model's code reads the matrix itself."""
         numbers = torch.arange(6, device=self.device)
         ids, received = numbers % self.config.vocab_size, self._received(numbers)
-        before = self._states(self._run(ids, numbers, received))
+
+        def results() -> list[Tensor]:
+            states = self._states(self._run(ids, numbers, received))
+            return [states, self.compute_logits(states[-1:])]
+
+        before = results()
         replace_module(self._model, own, tied)
         try:
-            same = torch.equal(self._states(self._run(ids, numbers, received)), before)
-        except (RuntimeError, NotImplementedError):  # there is nothing to read
+            same = all(torch.equal(a, b) for a, b in zip(results(), before, strict=True))
+        except Exception:  # the code of any model: there is nothing to read
             same = False
         if not same:
             replace_module(self._model, tied, own)
@@ -620,7 +626,7 @@ class TransformersModel:
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """The model's own forward behind its decoder: with all its scales and caps."""
         if self._head is not None:
-            found: Tensor = self._head(hidden.to(self.dtype))
+            found: Tensor = self._head(hidden.to(self._head.weight.dtype))
             return found
         self._step.calls = 0
         module, output = self._decoder.module, self._decoder.output

@@ -241,3 +241,19 @@ def test_an_embedding_that_computes_more_is_not_looked_up_in_the_head() -> None:
 
     own = Shifted(16, 8)
     assert TiedEmbedding.of(own, RowTable(own.weight)) is None
+
+
+def test_rows_of_zeros_do_not_hide_a_scale() -> None:
+    class Scaled(torch.nn.Embedding):
+        factor = torch.tensor(3.0)
+
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input) * self.factor
+
+    own = Scaled(16, 8).requires_grad_(False)
+    own.scale = own.factor
+    own.weight[:9] = 0
+    tied = TiedEmbedding.of(own, RowTable(own.weight))
+    assert tied is not None and torch.equal(tied(torch.arange(16)), own(torch.arange(16)))
+    own.weight[:] = 0
+    assert TiedEmbedding.of(own, RowTable(own.weight)) is None
