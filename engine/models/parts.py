@@ -82,7 +82,7 @@ class TiedEmbedding(nn.Module):
     @torch.no_grad()
     def of(cls, own: nn.Embedding, table: EmbeddingTable) -> TiedEmbedding | None:
         """What computes the same, if it does."""
-        sizes = own.weight.float().norm(dim=1)
+        sizes = own.weight.norm(dim=1)
         ids = sizes.topk(min(8, own.num_embeddings)).indices  # rows of 0 would show no scale
         if not sizes[ids[0]]:
             return None

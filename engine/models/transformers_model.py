@@ -312,8 +312,6 @@ class TransformersModel:
         """In place of the decoder's own forward."""
         self._head: _Linear | None = None
         """What alone makes logits of the decoder's result."""
-        self._tied: tuple[nn.Embedding | None, TiedEmbedding | None] = None, None
-        """An embedding whose matrix the head multiplies by, and what may take its place."""
         self._state_dtype = dtype
         """Of that result: some keep it in float32."""
 
@@ -330,7 +328,7 @@ class TransformersModel:
         with torch.no_grad():
             self._share.prune(model)
             self._share.fill(model, weights, self.device, progress)
-            self._tie(model, source.format)
+            table = self._tie(model, source.format)
             self._replace_linears(model, source.format)
             for module in filter(is_experts, model.modules()):
                 if self.device.type == "cuda":
@@ -344,10 +342,8 @@ class TransformersModel:
         self._keep_hidden(model)
         self._model = model
         self._find_decoder()
-        own, tied = self._tied
-        if own is not None and tied is not None and not self.plans_attention:
-            self._look_up_in_head(own, tied)
-        self._tied = None, None
+        if table is not None and not self.plans_attention:
+            self._look_up_in_head(table)
         if self._fused is not None and not self.plans_attention:
             self._take_over(self._fused)
         self._find_head()
@@ -562,25 +558,29 @@ class TransformersModel:
         last = f"{self._share.layout.layers}.{self._share.layers.stop - 1}"
         model.get_submodule(last).register_forward_hook(keep)
 
-    def _tie(self, model: Any, form: WeightFormat) -> None:
-        """Let a head multiply by the embedding's matrix where that is its own, and find out whether
-        rows can be looked up in the form of its kernel, so that it is kept once."""
+    def _tie(self, model: Any, form: WeightFormat) -> PackedTable | None:
+        """Let a head multiply by the embedding's matrix where that is its own. What the embedding
+        can look its rows up in, if that is another form of the matrix."""
         head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
         if type(head) is not nn.Linear or not isinstance(embedding, nn.Embedding):
-            return
+            return None
         is_own = head.weight is embedding.weight and head.bias is None
         name = next(name for name, module in model.named_modules() if module is head)
         if not is_own or name in self._layout.read:
-            return
+            return None
         table, kernel = form.tied(head.weight.data)
         product, dtype = _Product([head], form, kernel), head.weight.dtype
         replace_module(model, head, _Linear(product, 0, dtype))
-        if isinstance(table, PackedTable):
-            self._tied = embedding, TiedEmbedding.of(embedding, table)
+        return table if isinstance(table, PackedTable) else None
 
     @torch.inference_mode()
-    def _look_up_in_head(self, own: nn.Module, tied: TiedEmbedding) -> None:
-        """Let `tied` take the embedding's place unless the model's code reads the matrix itself."""
+    def _look_up_in_head(self, table: PackedTable) -> None:
+        """Let the embedding look its rows up in `table`, so that the matrix is kept once, unless
+        the model's code reads the matrix itself."""
+        own = self._model.get_input_embeddings()
+        tied = TiedEmbedding.of(own, table)
+        if tied is None:
+            return
         numbers = torch.arange(6, device=self.device)
         ids, received = numbers % self.config.vocab_size, self._received(numbers)
 
