@@ -67,7 +67,7 @@ test-triton: install-dev
 # that of speculation (models x drafters x drafts x page x tp x pp), and other architectures' ranks.
 test-matrix: install-dev
 	$(BIN)/python -m pytest $(addprefix tests/integration/,test_token_exact.py test_speculative.py \
-		test_shares.py) -q --full-matrix
+		test_shares.py test_families.py test_windows.py) -q --full-matrix
 
 # Every type of model that transformers knows, tiny, against transformers; also over two ranks, with
 # drafts, as embeddings, in int8 and in bfloat16: some eight minutes.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -141,6 +141,9 @@ class EngineConfig(BaseModel):
     that all stages work at once. False: one step at a time."""
     enable_prefix_cache: bool = True
     eviction_policy: Literal[*EVICTION_POLICIES] = "lru"  # type: ignore[valid-type]
+    swa_full_tokens_ratio: Literal["auto"] | Annotated[float, Field(gt=0.0, le=1.0)] = "auto"
+    """Tokens that layers with sliding windows have room for, of each token of the KV cache. 1: as
+    many as the others. auto: from how much of a token is in which layers."""
     enable_kv_events: bool = False
     """Tell subscribers what enters and leaves the prefix cache. The application switches it on if
     it chooses replicas by the contents of their caches."""

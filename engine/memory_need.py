@@ -7,10 +7,11 @@ measured (`engine.worker.sizing.kv_sizing`), so only the weights are judged here
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from engine.checkpoint.folder import resolve_model_path
-from engine.checkpoint.layout import rank_calls
+from engine.checkpoint.layout import AttentionCall, rank_calls, sees_windows
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.weight_formats import PLAIN, WeightForm, weight_form
 from engine.config import EngineConfig, ResolvedConfig
@@ -22,6 +23,10 @@ TYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 CPU_MAX_BYTES = 4 << 30
 """Bytes of KV cache that one CPU worker takes unless `max_total_tokens` says otherwise: the host's
 memory is shared with everything else on it."""
+MIN_SWA_RATIO = 0.125
+"""Least tokens of layers with windows for each of the KV cache where `swa_full_tokens_ratio` is
+auto. Otherwise they are half as many as all layers would have in the same memory."""
+MAX_CACHE_TOKENS = 2**30
 GRAPH_RESERVE_BYTES = 2 * GIB
 """Of a GPU: kept free for the CUDA graphs, which are captured after the KV cache is allocated."""
 HEADROOM_BYTES = 1 * GIB
@@ -53,10 +58,130 @@ def stage_bytes(
     return num_bytes
 
 
+@dataclass(frozen=True)
+class WindowNeed:
+    """How many tokens the layers with windows have room for. All sizes in tokens."""
+
+    reach: int
+    """That a query of one of these layers sees at most."""
+    page_size: int
+    per_request: int
+    """That a running request may hold there between steps."""
+    per_step: int
+    """That the largest step computes; it holds them beside those of the requests."""
+    max_requests: int
+    ratio: float
+
+    @classmethod
+    def of(cls, config: ResolvedConfig) -> WindowNeed | None:
+        """None: all layers have room for the same tokens."""
+        engine, model = config.engine, config.model
+        calls = model.calls
+        near = sees_windows(calls)
+        is_flat = model.layout is None or model.layout.mode == "flat"
+        if not is_flat or not any(near) or engine.swa_full_tokens_ratio == 1.0:
+            return None
+        reach = max(call.reach or 0 for call, sees in zip(calls, near, strict=True) if sees)
+        spare = engine.draft_tokens + 1 + 2 * engine.page_size
+        if reach + spare >= config.max_model_len:
+            return None
+        stated = engine.swa_full_tokens_ratio
+        whole, within = _kv_sizes(calls)
+        share = max(0.5 * whole / (whole + within / 2), MIN_SWA_RATIO)
+        return cls(
+            reach=reach,
+            page_size=engine.page_size,
+            per_request=-(-(reach + spare) // engine.page_size) * engine.page_size,
+            per_step=max_step_tokens(engine, config.max_model_len) + engine.page_size,
+            max_requests=engine.max_running_requests,
+            ratio=share if stated == "auto" else stated,
+        )
+
+    def tokens(self, num_tokens: int) -> int:
+        """Those of the layers with windows where the others have room for `num_tokens`."""
+        least = self.per_request + self.per_step
+        most = self.max_requests * self.per_request + self.per_step
+        found = min(max(int(num_tokens * self.ratio), least), most, num_tokens)
+        return found // self.page_size * self.page_size
+
+    def slots(self, num_tokens: int) -> int | None:
+        """The same; None if that isn't fewer than the other layers have."""
+        found = self.tokens(num_tokens)
+        return found if found + self.page_size <= num_tokens else None
+
+
+@dataclass(frozen=True)
+class CacheSize:
+    """Bytes of a KV cache by its tokens, on the rank that needs most."""
+
+    stages: tuple[tuple[int, int], ...]
+    """Of each stage: bytes of a token in its layers that keep all, and in those with windows."""
+    window: WindowNeed | None = None
+
+    @classmethod
+    def of(
+        cls,
+        stages: Iterable[Sequence[AttentionCall]],
+        item: int,
+        window: WindowNeed | None = None,
+    ) -> CacheSize:
+        """Of the calls of each stage, with keys and values of `item` bytes each."""
+        sizes = [_kv_sizes(calls) for calls in stages]
+        return cls(tuple((item * whole, item * within) for whole, within in sizes), window)
+
+    @property
+    def per_token(self) -> int:
+        """Bytes of a token in all layers."""
+        return max(map(sum, self.stages))
+
+    def num_bytes(self, num_tokens: int) -> int:
+        """Of a cache of `num_tokens`."""
+        near = num_tokens if self.window is None else self.window.tokens(num_tokens)
+        return max(num_tokens * whole + near * within for whole, within in self.stages)
+
+    def tokens_in(self, num_bytes: int) -> int:
+        """The most tokens whose cache takes no more than `num_bytes`, at least 0."""
+        if self.window is None:
+            return max(0, num_bytes) // max(self.per_token, 1)
+        low, high = 0, MAX_CACHE_TOKENS
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.num_bytes(middle) <= num_bytes:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def plus(self, num_bytes: int) -> CacheSize:
+        """With so many bytes more for each token."""
+        stages = tuple((whole + num_bytes, within) for whole, within in self.stages)
+        return CacheSize(stages, self.window)
+
+
+def cache_size(
+    model: ModelConfig,
+    item: int,
+    tp_size: int = 1,
+    pp_size: int = 1,
+    window: WindowNeed | None = None,
+) -> CacheSize:
+    """Of keys and values of `item` bytes each."""
+    stages = (rank_calls(model.calls, tp_size, layers) for layers in model.stage_layers(pp_size))
+    return CacheSize.of(stages, item, window)
+
+
+def _kv_sizes(calls: Sequence[AttentionCall]) -> tuple[int, int]:
+    """Numbers that a token takes in the calls that keep all tokens, and in those with windows."""
+    near = sees_windows(calls)
+    sizes = [0, 0]
+    for call, sees in zip(calls, near, strict=True):
+        sizes[sees] += call.kv_size
+    return sizes[0], sizes[1]
+
+
 def cache_bytes_per_token(model: ModelConfig, item: int, tp_size: int = 1, pp_size: int = 1) -> int:
     """Bytes of one token's keys and values, of `item` bytes each, on the rank with most layers."""
-    stages = (rank_calls(model.calls, tp_size, layers) for layers in model.stage_layers(pp_size))
-    return item * max(sum(call.kv_size for call in stage) for stage in stages)
+    return cache_size(model, item, tp_size, pp_size).per_token
 
 
 @dataclass(frozen=True)
@@ -75,6 +200,7 @@ class MemoryNeed:
     """Requests whose states beside keys and values have room, if the model keeps any."""
     has_copies: bool = False
     """Whether decoding keeps float32 copies of keys and values (the backend `torch` on CPU)."""
+    window: WindowNeed | None = None
 
     @classmethod
     def of(cls, config: ResolvedConfig, dtype: str, attention_backend: str) -> MemoryNeed:
@@ -90,6 +216,7 @@ class MemoryNeed:
             form=weight_form(engine.quantization),
             num_rows=engine.max_running_requests + 1,
             has_copies=attention_backend == "torch",
+            window=WindowNeed.of(config),
         )
 
     @property
@@ -109,19 +236,21 @@ class MemoryNeed:
         """What requests keep on a rank beside keys and values, however many run."""
         return self.num_rows * self.model.state_bytes(TYPE_BYTES[self.dtype])
 
-    def per_token(self) -> int:
-        """What a token takes in the KV cache, on the rank that has most layers."""
+    def cache(self) -> CacheSize:
+        """The KV cache of the rank that needs most."""
         item = 1 if self.kv_cache_dtype == "fp8_e4m3" else TYPE_BYTES[self.dtype]
-        num_bytes = cache_bytes_per_token(self.model, item, self.tp_size, self.pp_size)
+        drafts = 0 if self.draft is None else cache_bytes_per_token(self.draft, item)
         if self.has_copies:
-            num_bytes += cache_bytes_per_token(self.model, 4, self.tp_size, self.pp_size)
-        if self.draft is not None:
-            num_bytes += cache_bytes_per_token(self.draft, item)
-        return num_bytes
+            item += 4
+        return cache_size(self.model, item, self.tp_size, self.pp_size, self.window).plus(drafts)
+
+    def per_token(self) -> int:
+        """What a token takes in all layers of the KV cache, on the rank that has most of them."""
+        return self.cache().per_token
 
     def stated(self, max_total_tokens: int | None) -> int:
         """Weights and states of all ranks, and their KV cache if its size is stated."""
-        rank = self.states() + self.per_token() * (max_total_tokens or 0)
+        rank = self.states() + self.cache().num_bytes(max_total_tokens or 0)
         return self.weights() + self.num_ranks * rank
 
     def _stages(self) -> list[int]:
@@ -152,19 +281,33 @@ def host_cache_tokens(need: MemoryNeed, free: int, fraction: float, engines: int
         left = max(0, free - taken)
     budget = min(int(left * (fraction / engines)) // need.num_ranks, CPU_MAX_BYTES)
     per_token = need.per_token()
-    if budget < max(per_token, 1):
+    tokens = need.cache().tokens_in(budget)
+    if tokens == 0:
         rows = f" lower max_running_requests ({need.num_rows - 1})," if need.states() else ""
         raise ConfigError(
             f"no room for a KV cache: {budget} bytes are free on cpu and one token takes "
             f"{per_token}. Free memory,{rows} raise tp_size or pp_size, or use a smaller model."
         )
-    return budget // max(per_token, 1)
+    return tokens
 
 
 def max_cache_tokens(engine: EngineConfig, max_model_len: int) -> int:
     """KV tokens of all requests at full length, in whole pages; more can never be used."""
     pages = -(-(max_model_len + engine.draft_tokens) // engine.page_size)
     return engine.max_running_requests * pages * engine.page_size
+
+
+def max_step_tokens(engine: EngineConfig, max_model_len: int) -> int:
+    """Tokens of the largest step that the scheduler may send.
+
+    That is a full chunk, or one page of a prompt together with a decode of every request (and
+    its drafts). Without chunking it is a long prompt, which runs alone.
+    """
+    chunk, rows = engine.chunked_prefill_size, engine.max_running_requests
+    if engine.speculative_config is not None:
+        rows *= engine.speculative_config.num_speculative_tokens + 1
+    budget = chunk if chunk > 0 else max(engine.max_prefill_tokens, max_model_len + rows)
+    return max(budget, rows + engine.page_size)
 
 
 def shortage(needed: int, free: int) -> str:
@@ -196,7 +339,7 @@ def gpu_cache_shortage(need: MemoryNeed, total: int, engine: EngineConfig, token
     """The same for the KV cache of `tokens` beside the weights and the reserves; "" if it fits, as
     far as can be known before the largest steps have run."""
     reserve = HEADROOM_BYTES + (GRAPH_RESERVE_BYTES if engine.enable_cuda_graphs else 0)
-    cache = need.per_token() * tokens
+    cache = need.cache().num_bytes(tokens)
     limit = int(engine.memory_fraction * total)
     if need.rank_weights() + need.states() + reserve + cache <= limit:
         return ""

@@ -15,6 +15,7 @@ _SAME: dict[str, tuple[str, ...]] = {
     "max_queued_requests": ("max_waiting_requests",),
     "chunked_prefill_size": ("max_num_batched_tokens", "long_prefill_token_threshold"),
     "schedule_policy": ("scheduling_policy",),
+    "swa_full_tokens_ratio": ("disable_hybrid_kv_cache_manager", "disable_hybrid_swa_memory"),
     "eviction_policy": ("radix_eviction_policy",),
     "schedule_conservativeness": ("scheduling_conservativeness",),
     "enable_priority_preemption": ("enable_priority_scheduling",),

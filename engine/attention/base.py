@@ -40,6 +40,21 @@ class AttentionInputs:
     layers: tuple[AttentionLayer, ...]
     query_dtype: torch.dtype | None = None
     """Type of the queries; None: the pool's."""
+    window_table: Tensor | None = None
+    """The same as `req_to_token` for layers with windows, if their tokens have other places."""
+
+    def table(self, layer: AttentionLayer) -> Tensor:
+        """int32 [rows, positions]: the places of each request's tokens in a layer."""
+        has_own = self.window_table is not None and self.pool.has_windows[layer.layer_id]
+        return self.window_table if has_own else self.req_to_token  # type: ignore[return-value]
+
+    def places(self, layer: AttentionLayer, batch: ForwardBatch) -> Tensor:
+        """int64 [T]: where a step's tokens go in a layer."""
+        if self.window_table is None or not self.pool.has_windows[layer.layer_id]:
+            return batch.out_cache_loc
+        if batch.window_loc is None:
+            batch.window_loc = self.pool.window_slots(batch.out_cache_loc)
+        return batch.window_loc
 
 
 class AttentionBackend(ABC):

@@ -82,7 +82,8 @@ class CpuAttentionBackend(AttentionBackend):
     ) -> Tensor:
         if rows is None:
             raise ValueError("init_forward must come before forward")
-        pool, call, loc = self.inputs.pool.get(layer.layer_id), layer.call, batch.out_cache_loc
+        inputs, call = self.inputs, layer.call
+        pool, loc = inputs.pool.get(layer.layer_id), inputs.places(layer, batch)
         if call.kv_of is not None:
             k, v, loc = k[:0], v[:0], loc[:0]
         out: Tensor = self._kernels.attention(
@@ -92,7 +93,7 @@ class CpuAttentionBackend(AttentionBackend):
             pool.k,
             pool.v,
             loc,
-            self.inputs.req_to_token,
+            inputs.table(layer),
             *rows,
             call.scale,
             call.window or 0,

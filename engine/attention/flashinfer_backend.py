@@ -179,7 +179,7 @@ class FlashInferAttentionBackend(AttentionBackend):
             query_lens = batch.query_lens_cpu[long]
             for window, variants in self._windows():
                 table = self._page_table(rows[long], query_lens, seq_lens[long], window)
-                indices = self._page_indices(table)
+                indices = self._page_indices(table, window)
                 qo_indptr = self._pinned(batch.token_starts_cpu[: num_long + 1])
                 for variant in variants:
                     self._plan_prefill(variant, table, indices, qo_indptr)
@@ -187,7 +187,7 @@ class FlashInferAttentionBackend(AttentionBackend):
             decode = slice(num_long, None)
             for window, variants in self._windows():
                 table = self._page_table(rows[decode], None, seq_lens[decode], window)
-                indices = self._page_indices(table)
+                indices = self._page_indices(table, window)
                 for variant in variants:
                     self._plan_decode(self.decode_wrappers[variant], variant, table, indices)
         self._current = self.decode_wrappers
@@ -217,7 +217,7 @@ class FlashInferAttentionBackend(AttentionBackend):
         for window, variants in self._windows():
             pages = self._graph_pages[window]
             table = self._page_table(rows, None, seq_lens, window)
-            indices = self._page_indices(table, pages)
+            indices = self._page_indices(table, window, pages)
             for variant in variants:
                 plans = self.graph_plans[variant]
                 if size in plans.planned:
@@ -230,7 +230,7 @@ class FlashInferAttentionBackend(AttentionBackend):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, batch: ForwardBatch
     ) -> Tensor:
-        self.pool.set_kv(layer.layer_id, batch.out_cache_loc, k, v)
+        self.pool.set_kv(layer.layer_id, self.inputs.places(layer, batch), k, v)
         return self._attend(q, layer, batch)
 
     def forward_rotating(
@@ -243,7 +243,8 @@ class FlashInferAttentionBackend(AttentionBackend):
         batch: ForwardBatch,
     ) -> Tensor:
         kv = self.pool.get(layer.layer_id)
-        self._kernels.rotate_and_store(q, k, v, *angles, kv.k, kv.v, batch.out_cache_loc)
+        places = self.inputs.places(layer, batch)
+        self._kernels.rotate_and_store(q, k, v, *angles, kv.k, kv.v, places)
         return self._attend(q, layer, batch)
 
     def _attend(self, q: Tensor, layer: AttentionLayer, batch: ForwardBatch) -> Tensor:
@@ -282,9 +283,14 @@ class FlashInferAttentionBackend(AttentionBackend):
             pinned=self.device.type == "cuda",
         )
 
-    def _page_indices(self, table: PageTable, pages: _GraphPages | None = None) -> Tensor:
-        """Page numbers int32 [num_pages] on the device, by one copy and one kernel; in the memory
-        of `pages` if captured decodes will read them."""
+    def _page_indices(
+        self, table: PageTable, window: int | None, pages: _GraphPages | None = None
+    ) -> Tensor:
+        """Page numbers int32 [num_pages] on the device, by one copy and one kernel, in layers with
+        this window; in the memory of `pages` if captured decodes will read them."""
+        req_to_token = self.inputs.req_to_token
+        if window is not None and self.inputs.window_table is not None:
+            req_to_token = self.inputs.window_table
         if pages is None:
             pages = _GraphPages(
                 *(
@@ -297,7 +303,7 @@ class FlashInferAttentionBackend(AttentionBackend):
             table.upload(pages.packed),
             len(table.kv_lens),
             table.longest,
-            self.inputs.req_to_token,
+            req_to_token,
             self.pool.page_size,
             indices,
         )

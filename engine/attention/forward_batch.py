@@ -109,6 +109,9 @@ class ForwardBatch:
     """Lines for whose chunks logits are needed; set this before the forward."""
     pooled: PooledLines | None = None
     """Lines that are pooled, if there are any."""
+    window_loc: Tensor | None = None
+    """`out_cache_loc` in layers with windows, where that is another one; found when it is needed
+    first."""
     timing: StepTiming | None = None
     """The step's time on the device; begins when the stage has its inputs."""
     mark: Callable[[], None] | None = None
@@ -151,6 +154,7 @@ class ForwardBatch:
             token_starts_cpu=starts,
             prompt_logits_lines=[],
             pooled=None,
+            window_loc=None,
         )
 
     @classmethod

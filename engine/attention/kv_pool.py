@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.checkpoint.layout import AttentionCall
+from engine.checkpoint.layout import AttentionCall, sees_windows
 from engine.errors import ConfigError
 
 _FP8 = torch.float8_e4m3fn
@@ -41,6 +41,9 @@ class MHATokenToKVPool:
     Slots [0, page_size) are the padding page: they are never given to a request, so rows that
     only fill up a batch may write there. `num_slots` counts the others.
 
+    Layers with windows may have fewer places. Then `window_slots` says which place a slot has
+    there, as the scheduler tells it (`engine.kvcache.window_pages`).
+
     A float8 pool holds keys and values rounded to 3 bits of mantissa, clamped to 448, unscaled.
     """
 
@@ -51,15 +54,27 @@ class MHATokenToKVPool:
         calls: Sequence[AttentionCall],
         dtype: torch.dtype,
         device: torch.device,
+        num_window_slots: int | None = None,
     ) -> None:
-        """`calls`: those of a stage, in order."""
+        """`calls`: those of a stage, in order. `num_window_slots`: the places of layers with
+        windows besides the padding page; None: as many as the others have."""
         self.num_slots = num_slots
+        self.window_page: Tensor | None = None
+        """int64 [pages with the padding page]: of each page, the one in layers with windows. None:
+        the same."""
+        near = [False] * len(calls)
+        if num_window_slots is not None:
+            near = list(sees_windows(calls))
+            num_pages = num_slots // page_size + 1
+            self.window_page = torch.zeros(num_pages, dtype=torch.int64, device=device)
+        self.has_windows = tuple(near)
+        """Of each layer: whether its places are those of `window_slots`."""
         self.page_size = page_size
         self.dtype = dtype
         self._layers: list[LayerKV] = []
-        rows = num_slots + page_size
-        self.num_bytes = rows * self.bytes_per_token(calls, dtype)
-        for call in calls:
+        self.num_bytes = 0
+        for call, sees in zip(calls, near, strict=True):
+            rows = page_size + (num_window_slots or 0 if sees else num_slots)
             if call.kv_of is not None:
                 self._layers.append(self._layers[call.kv_of])
                 continue
@@ -68,6 +83,20 @@ class MHATokenToKVPool:
                 for dim in (call.k_dim, call.v_dim)
             )
             self._layers.append(LayerKV(keys, values))
+            self.num_bytes += keys.nbytes + values.nbytes
+
+    def change_windows(self, pages: Tensor, window_pages: Tensor) -> None:
+        """From now on, layers with windows have `pages` int64 [n] at `window_pages` int64 [n]."""
+        assert self.window_page is not None
+        self.window_page[pages] = window_pages
+
+    def window_slots(self, slots: Tensor) -> Tensor:
+        """The places of `slots` [N] in layers with windows; of slots behind their windows, any."""
+        if self.window_page is None:
+            return slots
+        size = self.page_size
+        places = self.window_page[slots // size] * size + slots % size
+        return places.to(slots.dtype)
 
     def set_kv(self, layer: int, loc: Tensor, k: Tensor, v: Tensor) -> None:
         """Store k [N, num_kv_heads, k_dim] and v [N, num_kv_heads, v_dim] at slots `loc`, int64
@@ -96,11 +125,6 @@ class MHATokenToKVPool:
     def as_stored(self, x: Tensor) -> Tensor:
         """Keys or values as they will be read back, in their own type."""
         return _to_fp8(x).to(x.dtype) if self.dtype == _FP8 else x
-
-    @staticmethod
-    def bytes_per_token(calls: Sequence[AttentionCall], dtype: torch.dtype) -> int:
-        """Bytes that one slot takes over all calls."""
-        return sum(call.kv_size for call in calls) * dtype.itemsize
 
 
 def _to_fp8(x: Tensor) -> Tensor:

@@ -35,15 +35,15 @@ class _ExtendRow:
     start: int
     length: int
     prefix: int
-    slots: Tensor | None
-    """int32 [prefix + length]: the pool slots, if prefix > 0."""
+    row: int
+    """Of `req_to_token`."""
 
 
 @dataclass
 class _StepPlan:
     extends: list[_ExtendRow] = field(default_factory=list)
-    decodes: list[tuple[int, Tensor]] = field(default_factory=list)
-    """Decode rows that attend one by one, with their pool slots."""
+    decodes: list[tuple[int, int, int]] = field(default_factory=list)
+    """Decodes that attend one by one, with their rows of `req_to_token` and their lengths."""
     masks: dict[tuple[Hashable, ...], Tensor] = field(default_factory=dict)
     """Masks by what they depend on, shared by the step's rows and layers."""
 
@@ -66,19 +66,15 @@ class TorchAttentionBackend(AttentionBackend):
 
     def init_forward(self, batch: ForwardBatch) -> None:
         plan = _StepPlan()
-        req_to_token = self.inputs.req_to_token
         num_long = batch.num_long
         rows = batch.req_pool_indices_cpu
         starts, prefixes = batch.token_starts_cpu.tolist(), batch.prefix_lens_cpu.tolist()
         for i in range(num_long):
             length = starts[i + 1] - starts[i]
-            total = prefixes[i] + length
-            slots = req_to_token[int(rows[i]), :total] if prefixes[i] else None
-            plan.extends.append(_ExtendRow(starts[i], length, prefixes[i], slots))
+            plan.extends.append(_ExtendRow(starts[i], length, prefixes[i], int(rows[i])))
         decode_rows, decode_lens = rows[num_long:], batch.seq_lens_cpu[num_long:]
         for row in self._single_decodes(batch):
-            slots = req_to_token[int(decode_rows[row]), : int(decode_lens[row])]
-            plan.decodes.append((row, slots))
+            plan.decodes.append((row, int(decode_rows[row]), int(decode_lens[row])))
         self._plan = plan
 
     def forward(
@@ -86,7 +82,7 @@ class TorchAttentionBackend(AttentionBackend):
     ) -> Tensor:
         call = layer.call
         if call.kv_of is None:
-            self.pool.set_kv(layer.layer_id, batch.out_cache_loc, k, v)
+            self.pool.set_kv(layer.layer_id, self.inputs.places(layer, batch), k, v)
         k, v = self.pool.as_stored(k), self.pool.as_stored(v)
         split = batch.num_long_tokens
         if split == 0:
@@ -110,12 +106,13 @@ class TorchAttentionBackend(AttentionBackend):
     ) -> Tensor:
         """Attention of one chunk: q [L, Hq, D] -> [L, Hq * Dv]."""
         length, call = row.length, layer.call
-        if row.slots is None:
+        if row.prefix == 0:
             keys, values = k, v
             if call.first_key(length - 1) == 0 and not _is_weighted(layer):
                 return self._sdpa(q, keys, values, call, None, causal=length > 1)
         else:
-            stored = self.pool.gather(layer.layer_id, row.slots, q.dtype)
+            slots = self.inputs.table(layer)[row.row, : row.prefix + length]
+            stored = self.pool.gather(layer.layer_id, slots, q.dtype)
             keys, values = stored.k.to(q.dtype), stored.v.to(q.dtype)
         parts = []
         for first in range(0, length, QUERY_BLOCK):
@@ -131,8 +128,9 @@ class TorchAttentionBackend(AttentionBackend):
         call = layer.call
         grouped = q.view(n, call.num_kv_heads, -1, dim)
         out = q.new_empty((n, call.num_heads * call.v_dim))
-        for row, all_slots in self._plan.decodes:
-            slots = all_slots[call.first_key(len(all_slots) - 1) :]
+        table = self.inputs.table(layer)
+        for row, request, total in self._plan.decodes:
+            slots = table[request, call.first_key(total - 1) : total]
             kv = self.pool.gather(layer.layer_id, slots, q.dtype)
             if _is_weighted(layer):
                 out[row] = self._seen(q[row : row + 1], kv.k, kv.v, layer, None)

@@ -106,6 +106,11 @@ class AttentionCall(msgspec.Struct, frozen=True):
         """Numbers that a token takes in the KV cache."""
         return 0 if self.kv_of is not None else self.num_kv_heads * (self.k_dim + self.v_dim)
 
+    @property
+    def reach(self) -> int | None:
+        """Tokens that a query sees at most, its own included; None: all."""
+        return min(filter(None, (self.window, self.chunk)), default=None)
+
     def first_key(self, position: int) -> int:
         """The first position that a query at `position` sees."""
         if self.chunk is not None:
@@ -119,6 +124,14 @@ def beyond_plain(calls: Sequence[AttentionCall]) -> tuple[str, ...]:
     if len({(call.num_heads, call.num_kv_heads, call.k_dim) for call in calls}) > 1:
         found.append("heads of different sizes or numbers between layers")
     return tuple(found)
+
+
+def sees_windows(calls: Sequence[AttentionCall]) -> tuple[bool, ...]:
+    """Of each of a model's or a stage's `calls`: whether its keys and values are read within
+    windows alone, by all calls that share them."""
+    sources = [number if call.kv_of is None else call.kv_of for number, call in enumerate(calls)]
+    whole = {source for source, call in zip(sources, calls, strict=True) if call.reach is None}
+    return tuple(source not in whole for source in sources)
 
 
 def rank_calls(

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from engine.errors import KVPoolError
+from engine.kvcache.window_pages import WindowPages
 
 Int32Array: TypeAlias = NDArray[np.int32]
 Int64Array: TypeAlias = NDArray[np.int64]
@@ -25,7 +26,8 @@ class TokenToKVPoolAllocator:
     in one slice for any batch size. `num_tokens` is rounded down to pages of `page_size`.
     """
 
-    def __init__(self, num_tokens: int, page_size: int) -> None:
+    def __init__(self, num_tokens: int, page_size: int, windows: WindowPages | None = None) -> None:
+        """`windows` hears of each page that is handed out or comes back."""
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1, got {page_size}")
         if num_tokens < page_size:
@@ -40,6 +42,7 @@ class TokenToKVPoolAllocator:
         self._seen_at: Int32Array = np.zeros(self.num_pages + 1, dtype=np.int32)
         self._offsets = np.arange(page_size, dtype=np.int32)
         self._num_free = 0
+        self._windows = windows
         self.clear()
 
     def clear(self) -> None:
@@ -49,6 +52,8 @@ class TokenToKVPoolAllocator:
         self._is_free[:] = True
         self._is_free[0] = False
         self._num_free = self.num_pages
+        if self._windows is not None:
+            self._windows.clear()
 
     def available_size(self) -> int:
         """Tokens that fit in the free pages."""
@@ -190,6 +195,8 @@ class TokenToKVPoolAllocator:
         pages = self._stack[rest : self._num_free][::-1].copy()
         self._is_free[pages] = False
         self._num_free = rest
+        if self._windows is not None:
+            self._windows.attach(pages)
         return pages
 
     def _push(self, pages: NDArray[np.integer]) -> None:
@@ -197,6 +204,8 @@ class TokenToKVPoolAllocator:
         self._stack[self._num_free : self._num_free + len(pages)] = pages[::-1]
         self._is_free[pages] = True
         self._num_free += len(pages)
+        if self._windows is not None:
+            self._windows.detach(pages)
 
     def _distinct_pages(self, pages: NDArray[np.intp]) -> NDArray[np.intp]:
         """The pages without repeats, in O(n): np.unique would sort.

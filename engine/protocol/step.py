@@ -151,6 +151,9 @@ class ModelWorkerBatch(msgspec.Struct, array_like=True):
     """Set if lines of the step are pooled."""
     late: LateLines | None = None
     """Set if the worker has to fill lines in. Without it, the step is complete."""
+    window_pages: np.ndarray | None = None
+    """int32 [2, n]: pages of the KV cache, and where layers with windows have each from this step
+    on (`engine.kvcache.window_pages`). None: nothing changed."""
     drafts_wanted: int = 0
     """The most drafts of each sampled line's next step that the result shall bring."""
 

@@ -106,6 +106,7 @@ def build_batch(
         next_prompt_ids=None if chunks is None else _next_ids(chunks.reqs, len(lines.rows)),
         pooled=None if chunks is None else chunks.pooled,
         late=None if decodes is None else decodes.late,
+        window_pages=kv.take_window_changes(),
     )
     running = [] if decode is None else decode.reqs
     if chunks is None:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from engine.kvcache import KVPoolError, RadixCache, ReqToTokenPool, TokenToKVPoolAllocator
+from engine.kvcache.window_pages import WindowPages
 from engine.protocol.step import IntArray, positions
 from engine.scheduler.req import Req
 from engine.scheduler.running_batch import RunningBatch
@@ -25,11 +26,23 @@ class KVManager:
     def __init__(self, config: SchedulerConfig) -> None:
         self.page_size = config.engine.page_size
         self.enable_prefix_cache = config.engine.enable_prefix_cache
+        self._spare = config.engine.draft_tokens + 1
         self.speculates = config.engine.speculative_config is not None
         # Drafts get whole pages: the last one may reach beyond the longest request.
         width = config.max_model_len + config.engine.page_size
         self.rows = ReqToTokenPool(config.max_rows, width)
-        self.allocator = TokenToKVPoolAllocator(config.num_kv_tokens, config.engine.page_size)
+        self._windows = config.windows
+        self.window_pages: WindowPages | None = None
+        """None: all layers have the same pages."""
+        if self._windows is not None:
+            size = config.engine.page_size
+            num_pages = config.num_kv_tokens // size
+            num_window_pages = self._windows.tokens(config.num_kv_tokens) // size
+            reach, per_step = self._windows.reach, self._windows.per_step
+            self.window_pages = WindowPages(num_pages, num_window_pages, size, reach, per_step)
+        self.allocator = TokenToKVPoolAllocator(
+            config.num_kv_tokens, config.engine.page_size, self.window_pages
+        )
         self.tree = RadixCache(
             self.allocator,
             config.engine.page_size,
@@ -60,6 +73,10 @@ class KVManager:
         """Find the cached prefix of `req.fill_ids`; at least one token is left to compute."""
         limit = 0 if req.needs_whole_prompt else len(req.fill_ids) - 1
         found = self.tree.match_prefix(req.fill_ids[:limit], req.sequence.namespace)
+        if self.window_pages is not None:
+            usable = self.window_pages.usable(self._pages(found.indices)) * self.page_size
+            if usable < len(found.indices):
+                found = self.tree.match_prefix(req.fill_ids[:usable], req.sequence.namespace)
         req.last_node = found.last_node
         req.prefix_indices = found.indices
         req.cached_len = len(found.indices)
@@ -73,6 +90,33 @@ class KVManager:
         req.kv_len = req.cached_len
         req.installed = False
         self.rows.req_to_token[idx, : req.cached_len] = req.prefix_indices
+        if self.window_pages is not None:
+            pages = self._pages(req.prefix_indices)
+            self.window_pages.begin(idx, pages, self._window_need(req))
+
+    def has_window_room(self, req: Req) -> bool:
+        """Whether layers with windows have room for one more request, `req`, until it ends. Its
+        prompt and output may be longer than their room: only the window is held."""
+        return self.window_pages is None or self._window_need(req) <= self.window_pages.room
+
+    def _window_need(self, req: Req) -> int:
+        assert self._windows is not None
+        longest = req.prompt_len + req.max_new_tokens + self._spare
+        return min(self.round_up(longest), self._windows.per_request)
+
+    def pass_windows(self, rows: IntArray, lengths: IntArray) -> None:
+        """The steps launched so far compute `lengths` tokens [n] of the requests in `rows` [n], or
+        more: what is behind the windows of these can be used for other tokens from now on."""
+        if self.window_pages is not None:
+            self.window_pages.advance(self.rows.req_to_token, rows, lengths)
+
+    def take_window_changes(self) -> IntArray | None:
+        """`ModelWorkerBatch.window_pages` of the next step."""
+        return None if self.window_pages is None else self.window_pages.take_changes()
+
+    def _pages(self, slots: IntArray) -> IntArray:
+        """The pages of whole pages' slots."""
+        return slots[:: self.page_size] // self.page_size
 
     def extend(self, reqs: Sequence[Req], lens: Sequence[int]) -> IntArray:
         """Slots for the next `lens[i]` tokens of each request. Raises if there is no room."""
@@ -182,6 +226,8 @@ class KVManager:
         if req.last_node is None or not req.req_pool_idx:
             return
         row = self.rows.req_to_token[req.req_pool_idx]
+        if self.window_pages is not None:
+            self.window_pages.end(req.req_pool_idx, row[: req.slots_len])
         keep = req.cached_len
         if insert and self.enable_prefix_cache:
             tokens = np.concatenate([req.origin_input_ids, np.asarray(req.output_ids, np.int32)])
@@ -195,6 +241,10 @@ class KVManager:
                     req.page_hashes,
                 ).prefix_len
                 if done > req.cached_len:
+                    if self.window_pages is not None:
+                        held = self.tree.match_prefix(tokens[:done], req.sequence.namespace)
+                        pages = self._pages(held.indices[req.cached_len :])
+                        self.window_pages.heal(pages, self._pages(row[req.cached_len : done]))
                     self.allocator.free(row[req.cached_len : done].copy())
                 keep = known
         if req.slots_len > keep:
@@ -216,6 +266,11 @@ class KVManager:
                 f"KV leak: free {free} + evictable {evictable} + locked {locked} + held {held} "
                 f"!= total {self.total_size}"
             )
+        if self.window_pages is not None:
+            try:
+                self.window_pages.check_integrity(len(reqs))
+            except KVPoolError as error:
+                return f"window leak: {error}"
         rows = self.rows.available_size()
         if rows + len(reqs) != self.rows.size:
             return f"row leak: free {rows} + in use {len(reqs)} != total {self.rows.size}"

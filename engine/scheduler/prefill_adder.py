@@ -108,6 +108,7 @@ class PrefillAdder:
         locked = before - self.kv.room
         need = self._pages(req.cached_len, len(req.fill_ids))
         fits = need + output <= self.rem_total - locked and need <= self.rem_now - locked
+        fits = fits and self.kv.has_window_room(req)
         if not fits and not force:
             self.kv.tree.dec_lock_ref(req.last_node)
             return AddResult.NO_TOKEN

@@ -229,7 +229,7 @@ class PrefillPlanner:
         for mb in self._requests.micro_batches:
             mb.running.sync_lens()
         missing = self._kv.round_up(len(req.fill_ids) - req.cached_len + 1) - self._kv.room
-        need_row = self._kv.rows.available_size() == 0
+        need_row = self._kv.rows.available_size() == 0 or not self._kv.has_window_room(req)
         chosen = preemption_victims(
             req, self._requests.micro_batches, self._kv.held, missing, need_row
         )

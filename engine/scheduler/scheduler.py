@@ -290,8 +290,10 @@ class Scheduler:
         if decode is not None:
             self.requests.shares.charge_rows(decode.num_by_key)
             decode.advance(batch.out_cache_loc[len(batch.out_cache_loc) - len(decode) :])
+            self.kv.pass_windows(decode.rows, decode.seq_lens)
         for req, _, _ in additions:
             self.kv.cache_unfinished(req)
+            self.kv.pass_windows(np.array([req.req_pool_idx]), np.array([req.kv_len]))
         running.append(a.req for a in additions if a.last)
         mb.in_flight.append(launched)
         return batch

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from engine.config import MachineConfig
 from engine.errors import ConfigError
+from engine.memory_need import WindowNeed
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,12 @@ class SchedulerConfig(MachineConfig):
                 "num_speculative_tokens + 1); raise max_total_tokens, or lower max_model_len or "
                 "num_speculative_tokens."
             )
+
+    @property
+    def windows(self) -> WindowNeed | None:
+        """What layers with windows have room for; None: for as many tokens as the others."""
+        found = WindowNeed.of(self.resolved)
+        return found if found is not None and found.slots(self.num_kv_tokens) else None
 
     @property
     def vocab_size(self) -> int:

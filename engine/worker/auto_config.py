@@ -13,7 +13,7 @@ from engine.checkpoint.weight_formats import weight_form
 from engine.config import EngineConfig, KernelChoice, ResolvedConfig, WorkerConfig
 from engine.device.triton_loader import require_triton
 from engine.errors import ConfigError
-from engine.memory_need import crowding, max_cache_tokens, shortage
+from engine.memory_need import crowding, max_cache_tokens, max_step_tokens, shortage
 from engine.models.loader import resolve_dtype
 from engine.native import library
 from engine.native.library import require_kernels, without_kernels
@@ -114,25 +114,12 @@ def _check_host(config: WorkerConfig, share: int, *, serving: bool) -> None:
     needed = need.stated(config.num_kv_tokens)
     if serving:
         rank = need.rank_weights() + need.states()
-        needed = rank + need.per_token() * (config.num_kv_tokens or 0)
+        needed = rank + need.cache().num_bytes(config.num_kv_tokens or 0)
     if needed > free:
         raise ConfigError(shortage(needed, free))
     told = crowding(config.engine.world_size * share, num_cores())
     if told and not serving:
         logger.warning("%s", told)
-
-
-def max_step_tokens(engine: EngineConfig, max_model_len: int) -> int:
-    """Tokens of the largest step that the scheduler may send.
-
-    That is a full chunk, or one page of a prompt together with a decode of every request (and
-    its drafts). Without chunking it is a long prompt, which runs alone.
-    """
-    chunk, rows = engine.chunked_prefill_size, engine.max_running_requests
-    if engine.speculative_config is not None:
-        rows *= engine.speculative_config.num_speculative_tokens + 1
-    budget = chunk if chunk > 0 else max(engine.max_prefill_tokens, max_model_len + rows)
-    return max(budget, rows + engine.page_size)
 
 
 def graph_max_batch_size(engine: EngineConfig) -> int:

@@ -16,6 +16,7 @@ from engine.config import WorkerConfig
 from engine.device.distributed import ParallelState
 from engine.device.queue import make_queue
 from engine.errors import ConfigError
+from engine.memory_need import CacheSize, WindowNeed
 from engine.models.load_progress import LoadProgress
 from engine.models.loader import load_model
 from engine.protocol.step import Int64Array, IntArray, ModelWorkerBatch
@@ -50,7 +51,8 @@ class ModelRunner:
     """The model with its KV cache and attention backend.
 
     `req_to_token`, int32 [max_running_requests + 1, max_model_len + page_size], mirrors the
-    scheduler's table; row 0 is for rows that only fill up a batch.
+    scheduler's table; row 0 is for rows that only fill up a batch. Where layers with windows have
+    fewer places than the others, `window_table` says the same of them.
     """
 
     def __init__(
@@ -89,9 +91,12 @@ class ModelRunner:
             config.engine.max_running_requests + 1,
             config.max_model_len + config.engine.page_size,
         )
+        is_guest = table is not None
         if table is None:
             table = torch.zeros(shape, dtype=torch.int32, device=self.device)
         self.req_to_token = table
+        self.windows = None if is_guest else WindowNeed.of(config.resolved)
+        self._window_table = None if self.windows is None else torch.zeros_like(table)
         self._make_kv_cache((config.num_kv_tokens or 0) if meter is None else 0)
 
     def resize_kv_cache(self, num_kv_slots: int) -> None:
@@ -104,21 +109,32 @@ class ModelRunner:
         self._make_kv_cache(num_kv_slots)
 
     @property
+    def cache_size(self) -> CacheSize:
+        """What a KV cache takes on this rank."""
+        calls = [layer.call for layer in self.model.attention_layers]
+        return CacheSize.of([calls], self.kv_pool.dtype.itemsize, self.windows)
+
+    @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes that one slot takes on this rank."""
-        return self.kv_pool.num_bytes // (self.kv_pool.num_slots + self.config.engine.page_size)
+        """Bytes that one slot takes on this rank, in all layers."""
+        return self.cache_size.per_token
 
     def _make_kv_cache(self, num_slots: int) -> None:
         """Make a KV cache of `num_slots` tokens besides the padding page, and its backend."""
         config, layers = self.config, self.model.attention_layers
+        near = None if self.windows is None else self.windows.slots(num_slots)
+        self.window_table = None if near is None else self._window_table
         self.kv_pool = MHATokenToKVPool(
             num_slots,
             config.engine.page_size,
             [layer.call for layer in layers],
             resolve_kv_dtype(config.engine.kv_cache_dtype, self.dtype),
             self.device,
+            near,
         )
-        inputs = AttentionInputs(self.kv_pool, self.req_to_token, layers, self.dtype)
+        inputs = AttentionInputs(
+            self.kv_pool, self.req_to_token, layers, self.dtype, self.window_table
+        )
         make = ATTENTION_BACKENDS[config.kernels.attention] if layers else NoAttention
         self.attention: AttentionBackend = make(inputs)
 
@@ -128,6 +144,7 @@ class ModelRunner:
         Batches must be prepared in the order in which the scheduler made them. -1 entries of the
         result's `input_ids` are the caller's to resolve before `forward`.
         """
+        self.change_windows(batch)
         starts = batch.line_starts()
         inputs = step_inputs(batch, starts)
         update = self.table_update(batch, inputs)
@@ -203,6 +220,13 @@ class ModelRunner:
             np.concatenate([prefixes.cells, cells]), np.concatenate([prefixes.locs, locs])
         )
 
+    def change_windows(self, batch: ModelWorkerBatch) -> None:
+        """Note where layers with windows have their pages from this step on. Call this before the
+        step's tables are written."""
+        if batch.window_pages is not None and self.window_table is not None:
+            pages, window_pages = batch.window_pages.astype(np.int64)
+            self.kv_pool.change_windows(*self.queue.upload([pages, window_pages]))
+
     def write_prefixes(self, batch: ModelWorkerBatch) -> None:
         """Bring `req_to_token` up to date with the replaced prefixes of a step alone."""
         if len(batch.prefix_rows):
@@ -219,3 +243,6 @@ class ModelRunner:
     def write_table(self, cells: Tensor, locs: Tensor) -> None:
         """Apply a `TableUpdate` that is on the device."""
         self.req_to_token.view(-1).index_copy_(0, cells, locs)
+        if self.window_table is not None:
+            places = self.kv_pool.window_slots(locs)
+            self.window_table.view(-1).index_copy_(0, cells, places)

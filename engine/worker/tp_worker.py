@@ -116,7 +116,7 @@ class TpModelWorker(ModelWorker):
     def _size_kv_cache(self, config: WorkerConfig, meter: MemoryMeter) -> None:
         runner = self.runner
         with out_of_memory_advice(PROFILE, config, meter.memory):
-            profile = meter.profile(self, config, runner.kv_bytes_per_token)
+            profile = meter.profile(self, config, runner.cache_size)
         tokens = agree_on_kv_tokens(profile, config, self.parallel, runner.device)
         with out_of_memory_advice(ALLOCATE, config, meter.memory):
             runner.resize_kv_cache(tokens)

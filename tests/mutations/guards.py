@@ -15,6 +15,7 @@ PITFALLS = "tests/unit/scheduler/test_overlap_pitfalls.py"
 PLACEHOLDERS = "tests/unit/scheduler/test_overlap_placeholders.py"
 SAMPLING = "tests/unit/scheduler/test_overlap_sampling.py"
 DRAFTS = "tests/unit/speculative/test_draft_pitfalls.py"
+WINDOWS = "tests/unit/kvcache/test_window_pages.py"
 GRAPHS = "tests/unit/worker/test_decode_graphs.py"
 
 COMMITTER = "engine/scheduler/committer.py"
@@ -397,6 +398,19 @@ MUTATIONS = [
         "test_penalties_count_drafts_before_a_token_and_later_only_what_was_kept",
         "counts what was not kept",
         Edit("engine/sampling/draft_check.py", "num_kept[self.lines]", "num_kept[self.lines] + 9"),
+    ),
+    # Layers with windows
+    mutation(
+        WINDOWS,
+        "test_a_page_that_was_left_is_taken_when_none_is_free",
+        "assert 2 == 4",
+        Edit("engine/kvcache/window_pages.py", "self._leave(table[np.repeat", "0 and self._leave(table[np.repeat"),
+    ),
+    mutation(
+        WINDOWS,
+        "test_a_page_that_was_left_is_taken_when_none_is_free",
+        "assert 3 == 0",
+        Edit("engine/kvcache/window_pages.py", "if not dead.any():", "if True:"),
     ),
     # Graphs of decode steps
     *(

@@ -68,6 +68,8 @@ class Engine:
         engine = self.config.model_copy(update=scheduler)
         resolved = engine.resolve()
         config = SchedulerConfig(resolved, kv_tokens)
+        mine = SchedulerConfig(self.resolved, KV_TOKENS).windows
+        assert mine is None or config.windows == mine, "other windows than the workers have"
         constrained = params if isinstance(params, Sequence) else [params]
         grammars = None
         if any(p.constraint and p.constraint.kind == "grammar" for p in constrained):

@@ -2,7 +2,8 @@
 
 Each slot remembers the token written to it. The next token is a hash of the tokens read back
 through the row mirror, so a wrong slot, a page freed too early or a stale mirror gives wrong
-tokens. `reference` gives what a request must produce.
+tokens. So does each place in layers with windows, where every query must find the tokens that it
+sees. `reference` gives what a request must produce.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Collection
 
 import numpy as np
 
+from engine.memory_need import WindowNeed
 from engine.protocol.encoding import decode, encode
 from engine.protocol.pooling import Pooling
 from engine.protocol.step import GenerationBatchResult, ModelWorkerBatch, PooledLines, SampleMasks
@@ -88,8 +90,17 @@ class FakeWorker:
         max_len: int,
         vocab: int,
         filler: StepFiller | None = None,
+        windows: WindowNeed | None = None,
     ) -> None:
-        """`filler`: as a worker of an engine that speculates has it."""
+        """`filler`: as a worker of an engine that speculates has it. `windows`: if layers with
+        windows have fewer places than slots."""
+        self.windows = windows
+        if windows is not None:
+            self.page_size = windows.page_size
+            places = windows.tokens(num_slots - self.page_size) + self.page_size
+            self.near_memory = np.full(places, -7, np.int64)
+            self.near_mirror = np.zeros((max_rows + 1, max_len), np.int64)
+            self.window_page = np.zeros(num_slots // self.page_size, np.int64)
         self.filler = filler
         self.drafts_checked = 0
         self.memory = np.full(num_slots, -7, np.int64)
@@ -131,9 +142,15 @@ class FakeWorker:
         allowed = _unpack(self.masks.pop(b.step)) if b.delayed_sample else {}
         assert b.step > self.steps_seen, "steps out of order"
         self.steps_seen = b.step
+        assert self.windows is not None or b.window_pages is None
+        if b.window_pages is not None:
+            self.window_page[b.window_pages[0]] = b.window_pages[1]
         at = 0
         for row, n in zip(b.prefix_rows.tolist(), b.prefix_lens.tolist(), strict=True):
-            self.mirror[row, :n] = b.prefix_locs[at : at + n]
+            locs = b.prefix_locs[at : at + n]
+            self.mirror[row, :n] = locs
+            if self.windows is not None:
+                self.near_mirror[row, :n] = self._near(locs)
             at += n
         lens = b.query_lens.tolist()
         assert sum(lens) == len(b.input_ids) == len(b.out_cache_loc)
@@ -149,11 +166,17 @@ class FakeWorker:
             locs = b.out_cache_loc[at : at + n]
             self.memory[locs] = ids
             self.mirror[row, end - n : end] = locs
+            if self.windows is not None:
+                assert (self._near(locs) >= self.page_size).all(), "no place in a window"
+                self.near_memory[self._near(locs)] = ids
+                self.near_mirror[row, end - n : end] = self._near(locs)
             if row in self.open:
                 self.prompt_tokens_run += n
                 if b.num_sampled[i]:
                     self.open.discard(row)
             at += n
+        if self.windows is not None:
+            self._check_windows(b, self.windows.reach)
         runs: list[list[int]] = []
         errors = {}
         for number, i in enumerate(b.sampled_lines.tolist()):
@@ -192,6 +215,21 @@ class FakeWorker:
                 slots = b.req_pool_indices[b.sampled_lines].tolist()
                 result.drafts = self.filler.propose(slots, [b.drafts_wanted] * len(slots))
         return result
+
+    def _near(self, locs: np.ndarray) -> np.ndarray:
+        found: np.ndarray = self.window_page[locs // self.page_size] * self.page_size
+        return found + locs % self.page_size
+
+    def _check_windows(self, b: ModelWorkerBatch, reach: int) -> None:
+        """Every query of the step finds the tokens that it sees."""
+        lines = zip(
+            b.req_pool_indices.tolist(), b.query_lens.tolist(), b.seq_lens.tolist(), strict=True
+        )
+        for row, n, end in lines:
+            seen = slice(max(end - n + 1 - reach, 0), end)
+            found = self.near_memory[self.near_mirror[row, seen]]
+            wanted = self.memory[self.mirror[row, seen]]
+            assert np.array_equal(found, wanted), "a window holds other tokens"
 
     def _embeddings(self, b: ModelWorkerBatch, pooled: PooledLines) -> list[bytes]:
         sampled = set(b.sampled_lines.tolist())

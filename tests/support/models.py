@@ -295,6 +295,7 @@ def make_config(
         max_running_requests=8,
         tp_size=parallel.tp_size,
         pp_size=parallel.pp_size,
+        swa_full_tokens_ratio=1.0,  # otherwise only a scheduler's steps say what is where
     )
     config = WorkerConfig(
         ResolvedConfig(engine, ModelConfig.from_pretrained(folder), 256, "last"),

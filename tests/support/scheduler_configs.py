@@ -30,10 +30,14 @@ def scheduler_config(
     lookahead: int = 1,
     num_micro_batches: int = 1,
     max_micro_batch_size: int = 256,
+    window: int | None = None,
     **keys: Any,
 ) -> SchedulerConfig:
-    """`keys` are those of `EngineConfig`; what its `resolve` would refuse isn't refused."""
-    shape = {"vocab_size": vocab_size, "eos_token_ids": eos_token_ids}
+    """`keys` are those of `EngineConfig`; what its `resolve` would refuse isn't refused. `window`:
+    that of every layer but one."""
+    shape: dict[str, Any] = {"vocab_size": vocab_size, "eos_token_ids": eos_token_ids}
+    if window is not None:
+        shape["layer_windows"] = (None, window, window)
     return _AnyShape(
         resolved_config(max_model_len, shape, **keys),
         num_kv_tokens,

@@ -57,6 +57,7 @@ class Harness:
             self.config.max_model_len,
             VOCAB,
             _filler(self.config),
+            self.config.windows,
         )
         self.now = 0.0
         self.tokens: dict[tuple[str, int], list[int]] = defaultdict(list)

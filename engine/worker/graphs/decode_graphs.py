@@ -150,6 +150,7 @@ class DecodeGraphs:
         """`ModelRunner.prepare` for a graph of `size_for(batch)`: writes the padded batch to the
         memory that the graph reads."""
         graph = self._graphs[size]
+        self.runner.change_windows(batch)
         self.runner.write_prefixes(batch)
         padded = pad_decodes(batch, size)
         return self._load(padded, graph.inputs, graph.cells, graph.locs)

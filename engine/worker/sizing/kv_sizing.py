@@ -16,7 +16,7 @@ from engine.config import WorkerConfig
 from engine.device.distributed import ParallelState
 from engine.device.memory import DeviceMemory
 from engine.errors import ConfigError
-from engine.memory_need import GRAPH_RESERVE_BYTES, HEADROOM_BYTES, gpu_weights_shortage
+from engine.memory_need import GRAPH_RESERVE_BYTES, HEADROOM_BYTES, CacheSize, gpu_weights_shortage
 from engine.worker.base import ModelWorker
 from engine.worker.sizing.memory_profile import MemoryProfile, gib
 from engine.worker.sizing.out_of_memory import WEIGHTS, holders, remedies
@@ -44,9 +44,7 @@ class MemoryMeter:
         self.memory.release()
         self.weights = self.memory.allocated()
 
-    def profile(
-        self, worker: ModelWorker, config: WorkerConfig, bytes_per_token: int
-    ) -> MemoryProfile:
+    def profile(self, worker: ModelWorker, config: WorkerConfig, cache: CacheSize) -> MemoryProfile:
         """Run the largest steps on `worker`, whose KV cache is still empty.
 
         Collective over the engine's ranks.
@@ -71,7 +69,7 @@ class MemoryMeter:
             libraries=max(0, self.memory.elsewhere() - self.elsewhere),
             graphs=self.graph_bytes,
             headroom=self.headroom_bytes,
-            bytes_per_token=bytes_per_token,
+            cache=cache,
         )
 
 
@@ -101,7 +99,7 @@ def agree_on_kv_tokens(
     wanted = config.num_kv_tokens
     if wanted is not None and wanted > room:
         raise ConfigError(
-            f"max_total_tokens ({wanted}) needs {gib(wanted * profile.bytes_per_token)} on each "
+            f"max_total_tokens ({wanted}) needs {gib(profile.cache.num_bytes(wanted))} on each "
             f"GPU, but there is room for {room} tokens. Lower it or leave it out, or raise "
             f"memory_fraction (now {config.engine.memory_fraction:g}), tp_size or pp_size. "
             f"{profile.describe(room)}."

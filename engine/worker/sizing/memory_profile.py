@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.memory_need import GIB
+from engine.memory_need import GIB, CacheSize
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class MemoryProfile:
     """What this process took outside torch since it started."""
     graphs: int
     headroom: int
-    bytes_per_token: int
-    """What one token takes in the KV cache of this rank."""
+    cache: CacheSize
+    """What the KV cache of this rank takes."""
 
     @property
     def limit(self) -> int:
@@ -42,11 +42,11 @@ class MemoryProfile:
     @property
     def kv_tokens(self) -> int:
         """Tokens that fit into `kv_bytes`, at least 0."""
-        return max(0, self.kv_bytes) // max(self.bytes_per_token, 1)
+        return self.cache.tokens_in(self.kv_bytes)
 
     def describe(self, num_kv_tokens: int) -> str:
         """One line: where the memory goes with a KV cache of `num_kv_tokens` tokens."""
-        kv = num_kv_tokens * self.bytes_per_token
+        kv = self.cache.num_bytes(num_kv_tokens)
         used = self.limit - self.kv_bytes + kv
         return (
             f"memory of the device: {gib(self.total)}, of which {gib(self.limit)} may be used "

@@ -40,6 +40,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         drafts=st.sampled_from([0, 0, 1, 4, 7]),
         adaptive=st.booleans(),
         longest=st.sampled_from([96, 93]),
+        window=st.sampled_from([None, 1, 5, 16]),
     )
     def start(
         self,
@@ -55,6 +56,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         drafts: int,
         adaptive: bool,
         longest: int,
+        window: int | None,
     ) -> None:
         speculative = None
         if drafts:
@@ -78,6 +80,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             enable_prefix_cache=cache,
             schedule_conservativeness=careful,
             eos_token_ids=eos,
+            window=window,
+            swa_full_tokens_ratio=0.01,  # as few places as there may be
         )
         self.next_rid = 0
 

@@ -18,13 +18,13 @@ from engine.config import EngineConfig, WorkerConfig
 from engine.device.distributed import ParallelState
 from engine.device.memory import CudaMemory, DeviceProcess, parse_processes
 from engine.errors import ConfigError
-from engine.memory_need import GRAPH_RESERVE_BYTES, HEADROOM_BYTES
+from engine.memory_need import GRAPH_RESERVE_BYTES, HEADROOM_BYTES, CacheSize, max_step_tokens
 from engine.protocol.sampling_params import MAX_LOGPROBS
 from engine.protocol.step import ModelWorkerBatch
 from engine.scheduler.scheduler_config import SchedulerConfig
 from engine.speculative.config import SpeculativeConfig
 from engine.worker import auto_config, model_runner, tp_worker
-from engine.worker.auto_config import make_worker_config, max_step_tokens
+from engine.worker.auto_config import make_worker_config
 from engine.worker.sizing.estimate import stage_weight_bytes
 from engine.worker.sizing.kv_sizing import MemoryMeter, agree_on_kv_tokens, check_weights_fit
 from engine.worker.sizing.memory_profile import MemoryProfile
@@ -46,7 +46,7 @@ PROFILE_80 = MemoryProfile(
     libraries=GIB // 2,
     graphs=1 * GIB,
     headroom=1 * GIB,
-    bytes_per_token=128 * 1024,
+    cache=CacheSize(((128 * 1024, 0),)),
 )
 
 
