@@ -1,5 +1,5 @@
 """Layers with windows that have room for far fewer tokens than the others: the same tokens as
-`transformers`, however they are scheduled. `make test` has some layouts, `make test-matrix` all."""
+`transformers`, however they are scheduled. `make test-matrix` has more layouts than `make test`."""
 
 from __future__ import annotations
 

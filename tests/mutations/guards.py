@@ -404,7 +404,7 @@ MUTATIONS = [
         WINDOWS,
         "test_a_page_that_was_left_is_taken_when_none_is_free",
         "assert 2 == 4",
-        Edit("engine/kvcache/window_pages.py", "self._leave(table[np.repeat", "0 and self._leave(table[np.repeat"),
+        Edit("engine/kvcache/window_pages.py", "self._leave(table[", "0 and self._leave(table["),
     ),
     mutation(
         WINDOWS,
