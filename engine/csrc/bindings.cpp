@@ -285,9 +285,13 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor
   check_heads(v, new_tokens, kv_heads, v_dim, q.scalar_type());
   for (const int64_t dim : {k_dim, v_dim})
     TORCH_CHECK(dim > 0 && dim <= kMaxHeadDim && dim % 2 == 0 && heads > 0 && kv_heads > 0 &&
-                    heads % kv_heads == 0 && heads / kv_heads <= kMaxGroup,
+                    heads % kv_heads == 0,
                 "no kernel for ", heads, " query heads, ", kv_heads, " key heads of ", dim);
-  TORCH_CHECK(k_pool.is_contiguous() && v_pool.is_contiguous() && k_pool.size(2) == k_dim &&
+  const bool in_keys = k_pool.data_ptr() == v_pool.data_ptr();
+  TORCH_CHECK(!in_keys || (v_dim <= k_dim && v_pool.strides() == k_pool.strides()),
+              "values within keys must be the first numbers of each");
+  TORCH_CHECK(k_pool.is_contiguous() && (in_keys || v_pool.is_contiguous()) &&
+                  k_pool.size(2) == k_dim &&
                   k_pool.size(0) == v_pool.size(0) && v_pool.size(1) == kv_heads &&
                   k_pool.scalar_type() == v_pool.scalar_type(),
               "the pools must be [slots, heads, dim], contiguous");
