@@ -8,6 +8,8 @@ it: then latents are all that a cache keeps, as the keys of one head. Values are
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import msgspec
@@ -20,6 +22,7 @@ from engine.checkpoint.layout import AttentionCall, HeadSizes
 from engine.models.cuts import TOLERANCE, Trial, kind_of, own_heads
 from engine.models.flow import Flow
 from engine.models.interfaces import point_at
+from engine.models.share import replace_module
 
 _NAME = "manta_latents_trial"
 _ATTRIBUTE = "manta_latents"
@@ -101,9 +104,39 @@ def load_latents(
     sizes = LatentSizes(call.v_dim, call.k_dim - call.v_dim)
     for module in list(model.modules()):
         if hasattr(module, _EXPAND):
-            latents = Latents.of(module, sizes, like)
+            with _called_parts(module) as parts:
+                latents = Latents.of(module, sizes, like)
             assert latents is not None
             use_latents(module, latents.on_rank(call.num_heads, tp_size, tp_rank))
+            for part in parts:
+                if hasattr(part, "in_features"):
+                    replace_module(module, part, Absorbed(part))
+
+
+class Absorbed(nn.Module):
+    """In place of a linear whose matrix is kept as `Latents` alone."""
+
+    def __init__(self, linear: Any) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight = torch.empty_like(linear.weight, device="meta")
+        """For code that looks at its type or shape."""
+
+
+@contextmanager
+def _called_parts(module: nn.Module) -> Iterator[set[nn.Module]]:
+    """The parts of a module that are called meanwhile."""
+    found: set[nn.Module] = set()
+    handles = [
+        part.register_forward_pre_hook(lambda part, args: found.add(part))
+        for part in module.modules()
+        if part is not module
+    ]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def latent_calls(
@@ -163,12 +196,16 @@ def _sizes(module: nn.Module, flow: Flow, name: str, call: AttentionCall) -> Lat
         sizes = LatentSizes(latent[-1], rotated[-1])
         if sizes.latent * call.num_heads * (call.k_dim + call.v_dim) > MAX_NUMEL:
             return None
-        latents = Latents.of(whole, sizes, wanted)
+        with _called_parts(whole) as absorbed:
+            latents = Latents.of(whole, sizes, wanted)
         if latents is None:
             return None
         use_latents(whole, latents)
-        found = whole(*args, **kwargs)[0]
+        with _called_parts(whole) as called:
+            found = whole(*args, **kwargs)[0]
     except Exception:  # the code of any model, called in a way that it may not be made for
+        return None
+    if called & absorbed:
         return None
     error = (found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-6)
     return sizes if float(error) <= TOLERANCE else None

@@ -19,7 +19,8 @@ from engine.checkpoint.model_config import ModelConfig
 from engine.config import EngineConfig, KernelChoice
 from engine.memory_need import MemoryNeed
 from engine.models import recording
-from engine.models.latents import Latents, LatentSizes
+from engine.models.latents import Absorbed, Latents, LatentSizes
+from engine.models.transformers_model import TransformersModel
 from engine.worker.auto_config import make_worker_config
 from tests.support.models import THROUGH_TRANSFORMERS, make_model
 from tests.support.other_architectures import assert_same_as_transformers
@@ -53,6 +54,9 @@ def test_the_cache_keeps_the_latent_and_the_rotated_key_once(tmp_path: Path) -> 
     stored = {pool.get(layer).k.untyped_storage().data_ptr() for layer in range(len(model.calls))}
     values = {pool.get(layer).v.untyped_storage().data_ptr() for layer in range(len(model.calls))}
     assert stored == values
+    assert isinstance(runner.model, TransformersModel)
+    linears = [m for n, m in runner.model.decoder.named_modules() if n.endswith("kv_b_proj")]
+    assert all(isinstance(linear, Absorbed) for linear in linears) and linears
 
 
 def test_ranks_divide_the_queries_and_have_the_latents_whole(tmp_path: Path) -> None:
