@@ -227,7 +227,7 @@ Tensor linear_int8(const Tensor& x, const Tensor& packed, const Tensor& scale,
 
 void check_heads(const Tensor& x, int64_t tokens, int64_t heads, int64_t dim, at::ScalarType type) {
   TORCH_CHECK(x.dim() == 3 && x.size(0) == tokens && x.size(1) == heads && x.size(2) == dim &&
-                  x.stride(2) == 1 && x.stride(1) == dim && x.scalar_type() == type,
+                  x.stride(2) == 1 && (x.stride(1) == dim || heads == 1) && x.scalar_type() == type,
               "q, k and v must be [tokens, heads, dim] with contiguous heads, of one type");
 }
 

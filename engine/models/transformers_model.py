@@ -148,7 +148,7 @@ def _of_each_token(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def _by_token(x: Tensor) -> Tensor:
     """[n * L, heads, dim] of [n, heads, L, dim]; the heads of a token lie one behind the other."""
     x = x.transpose(1, 2).flatten(0, 1)
-    lies_so = x.stride(2) == 1 and x.stride(1) == x.shape[2]
+    lies_so = x.stride(2) == 1 and (x.stride(1) == x.shape[2] or x.shape[1] == 1)
     return x if lies_so else x.clone(memory_format=torch.contiguous_format)
 
 
