@@ -207,7 +207,7 @@ class MemoryNeed:
         """`dtype` and `attention_backend`: what `auto` has become."""
         engine, drafts = config.engine, config.engine.speculative_config
         return cls(
-            model=config.model,
+            model=config.model.for_backend(attention_backend),
             draft=draft_of(drafts.model if drafts is not None else None),
             dtype=dtype,
             kv_cache_dtype=engine.kv_cache_dtype,

@@ -73,6 +73,8 @@ ATTENTION_BACKENDS: Registry[Any] = Registry(
     },
 )
 """Calls that take `AttentionInputs` and return an `AttentionBackend`."""
+LATENT_BACKENDS = frozenset(("cpu", "torch"))
+"""Those of them that attend to latents. For others these are expanded to keys and values."""
 
 SAMPLING_BACKENDS: Registry[Any] = Registry(
     "sampling_backend",

@@ -14,17 +14,13 @@ from engine.native.library import require_kernels
 
 # As in engine/csrc/kernels.h. They are asked for before the library is loaded.
 MAX_HEAD_DIM = 576
-MAX_GROUP = 48
-"""Query heads that share a key/value head."""
 
 
 def has_kernels_for(model: ModelConfig) -> bool:
     """Whether the kernels take the sizes of `model`."""
     dims = {dim for call in model.calls for dim in (call.k_dim, call.v_dim)}
-    return (
-        max(dims, default=0) <= MAX_HEAD_DIM
-        and all(call.num_heads // call.num_kv_heads <= MAX_GROUP for call in model.calls)
-        and all(size % 2 == 0 for size in (model.hidden_size, model.intermediate_size, *dims))
+    return max(dims, default=0) <= MAX_HEAD_DIM and all(
+        size % 2 == 0 for size in (model.hidden_size, model.intermediate_size, *dims)
     )
 
 

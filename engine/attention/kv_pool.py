@@ -29,7 +29,7 @@ def resolve_kv_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
 
 class LayerKV(NamedTuple):
     """Keys [num_slots, num_kv_heads, k_dim] and values [num_slots, num_kv_heads, v_dim] of one
-    layer."""
+    layer. Of latents the values are the first numbers of the keys, in the same memory."""
 
     k: Tensor
     v: Tensor
@@ -72,18 +72,21 @@ class MHATokenToKVPool:
         self.page_size = page_size
         self.dtype = dtype
         self._layers: list[LayerKV] = []
+        self._are_latents = [call.latent_of is not None for call in calls]
         self.num_bytes = 0
         for call, sees in zip(calls, near, strict=True):
             rows = page_size + (num_window_slots or 0 if sees else num_slots)
+            self.num_bytes += rows * call.kv_size * dtype.itemsize
             if call.kv_of is not None:
                 self._layers.append(self._layers[call.kv_of])
                 continue
-            keys, values = (
-                torch.zeros((rows, call.num_kv_heads, dim), dtype=dtype, device=device)
-                for dim in (call.k_dim, call.v_dim)
-            )
+            keys = torch.zeros((rows, call.num_kv_heads, call.k_dim), dtype=dtype, device=device)
+            if call.latent_of is not None:
+                values = keys[..., : call.v_dim]
+            else:
+                shape = (rows, call.num_kv_heads, call.v_dim)
+                values = torch.zeros(shape, dtype=dtype, device=device)
             self._layers.append(LayerKV(keys, values))
-            self.num_bytes += keys.nbytes + values.nbytes
 
     def change_windows(self, pages: Tensor, window_pages: Tensor) -> None:
         """From now on, layers with windows have `pages` int64 [n] at `window_pages` int64 [n]."""
@@ -105,10 +108,12 @@ class MHATokenToKVPool:
         if self.dtype == _FP8:
             # torch can't index float8 tensors, but it can index bytes.
             kv.k.view(torch.uint8).index_copy_(0, loc, _to_fp8(k).view(torch.uint8))
-            kv.v.view(torch.uint8).index_copy_(0, loc, _to_fp8(v).view(torch.uint8))
+            if not self._are_latents[layer]:
+                kv.v.view(torch.uint8).index_copy_(0, loc, _to_fp8(v).view(torch.uint8))
             return
         kv.k.index_copy_(0, loc, k)
-        kv.v.index_copy_(0, loc, v)
+        if not self._are_latents[layer]:
+            kv.v.index_copy_(0, loc, v)
 
     def get(self, layer: int) -> LayerKV:
         return self._layers[layer]
@@ -116,15 +121,19 @@ class MHATokenToKVPool:
     def gather(self, layer: int, slots: Tensor, dtype: torch.dtype) -> LayerKV:
         """Copies of the keys and values at `slots` int [N]; of a float8 pool as `dtype`."""
         kv = self._layers[layer]
-        if self.dtype == _FP8:
-            return LayerKV(
-                *(t.view(torch.uint8).index_select(0, slots).view(_FP8).to(dtype) for t in kv)
-            )
-        return LayerKV(kv.k.index_select(0, slots), kv.v.index_select(0, slots))
+        keys = self._picked(kv.k, slots, dtype)
+        if self._are_latents[layer]:
+            return LayerKV(keys, keys[..., : kv.v.shape[-1]])
+        return LayerKV(keys, self._picked(kv.v, slots, dtype))
 
     def as_stored(self, x: Tensor) -> Tensor:
         """Keys or values as they will be read back, in their own type."""
         return _to_fp8(x).to(x.dtype) if self.dtype == _FP8 else x
+
+    def _picked(self, stored: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
+        if self.dtype == _FP8:
+            return stored.view(torch.uint8).index_select(0, slots).view(_FP8).to(dtype)
+        return stored.index_select(0, slots)
 
 
 def _to_fp8(x: Tensor) -> Tensor:

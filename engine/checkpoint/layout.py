@@ -28,6 +28,14 @@ RECORD_TIMEOUT_S = 300.0
 _RECORDING = "engine.models.recording"
 
 
+class HeadSizes(msgspec.Struct, frozen=True):
+    """Of the keys and values of a token."""
+
+    num_kv_heads: int
+    k_dim: int
+    v_dim: int
+
+
 class AttentionCall(msgspec.Struct, frozen=True):
     """What an attention call of a forward is; a layer of the model may make several. In a
     `ModelLayout` heads are those of the whole model, else those of a rank."""
@@ -54,6 +62,9 @@ class AttentionCall(msgspec.Struct, frozen=True):
     is_gathered: bool = False
     """Whether the model's own code attends, over gathered keys and values. Query heads, scale and
     masks are then its own business."""
+    latent_of: HeadSizes | None = None
+    """The keys and values that the model's code makes of this call's, which are latents (MLA): one
+    head whose values are the first `v_dim` numbers of its keys. None: these are the model's own."""
 
     def on_rank(self, tp_size: int, first: int = 0) -> AttentionCall:
         """The call with one rank's heads, in a stage whose first call is number `first`."""
@@ -65,7 +76,19 @@ class AttentionCall(msgspec.Struct, frozen=True):
             num_heads=self.num_heads // tp_size,
             num_kv_heads=max(1, self.num_kv_heads // tp_size),
             kv_of=kv_of,
+            latent_of=self.latent_of
+            and msgspec.structs.replace(
+                self.latent_of, num_kv_heads=max(1, self.latent_of.num_kv_heads // tp_size)
+            ),
         )
+
+    @property
+    def expanded(self) -> AttentionCall:
+        """The call with the keys and values that its latents stand for; otherwise itself."""
+        if self.latent_of is None:
+            return self
+        sizes = msgspec.structs.asdict(self.latent_of)
+        return msgspec.structs.replace(self, latent_of=None, **sizes)
 
     def check_ranks(self, tp_size: int) -> None:
         """Raise `ConfigError` unless its heads can be divided over `tp_size` ranks."""
@@ -98,13 +121,17 @@ class AttentionCall(msgspec.Struct, frozen=True):
             "attention sinks": self.has_sinks,
             "keys of another layer": self.kv_of is not None,
             "attention of the model's own code": self.is_gathered,
+            "latents, of which values are a part of the keys": self.latent_of is not None,
         }
         return tuple(name for name, asked in found.items() if asked)
 
     @property
     def kv_size(self) -> int:
         """Numbers that a token takes in the KV cache."""
-        return 0 if self.kv_of is not None else self.num_kv_heads * (self.k_dim + self.v_dim)
+        if self.kv_of is not None:
+            return 0
+        values = self.v_dim if self.latent_of is None else 0
+        return self.num_kv_heads * (self.k_dim + values)
 
     @property
     def reach(self) -> int | None:
@@ -255,6 +282,11 @@ class ModelLayout(msgspec.Struct, frozen=True):
     @property
     def num_layers(self) -> int:
         return len(self.layer_parameters)
+
+    @property
+    def expanded(self) -> ModelLayout:
+        """The same with the keys and values that latents stand for."""
+        return msgspec.structs.replace(self, calls=tuple(call.expanded for call in self.calls))
 
     def rank_parameters(self, tp_size: int, layers: range) -> int:
         """Numbers of a rank whose stage has these decoder layers."""

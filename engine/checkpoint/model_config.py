@@ -6,7 +6,7 @@ It is read without transformers: the ingress and the config check must stay ligh
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,13 @@ from engine.checkpoint.layout import AttentionCall, ModelLayout, read_layout
 from engine.checkpoint.quantization import refuse_quantized
 from engine.checkpoint.values import ConfigValues
 from engine.errors import ConfigError
-from engine.registry import MODELS, TRANSFORMERS, TRANSFORMERS_GATHERED, TRANSFORMERS_ROWS
+from engine.registry import (
+    LATENT_BACKENDS,
+    MODELS,
+    TRANSFORMERS,
+    TRANSFORMERS_GATHERED,
+    TRANSFORMERS_ROWS,
+)
 
 _MODEL_TYPES = {
     "llama": "LlamaForCausalLM",
@@ -143,6 +149,15 @@ class ModelConfig:
             AttentionCall(*sizes, self.head_dim**-0.5, window, layer=layer, is_divided=True)
             for layer, window in enumerate(self.layer_windows)
         )
+
+    def for_backend(self, attention_backend: str) -> ModelConfig:
+        """The model as it runs with an attention backend: over latents if that knows them, which
+        take least of the KV cache; otherwise over the keys and values that they stand for."""
+        if self.layout is None or not self.layout.calls or attention_backend in LATENT_BACKENDS:
+            return self
+        layout = self.layout.expanded
+        sizes = layout.calls[0].num_kv_heads, layout.calls[0].k_dim
+        return replace(self, layout=layout, num_kv_heads=sizes[0], head_dim=sizes[1])
 
     @property
     def title(self) -> str:

@@ -21,8 +21,19 @@ template <class T, class P>
 struct Attend {
   using C = typename Dot<T>::type;
   const Attention& a;
-  const int64_t group = a.num_heads / a.num_kv_heads;
-  const int64_t key_stride = a.num_kv_heads * a.k_dim, value_stride = a.num_kv_heads * a.v_dim;
+  // Query heads of a key/value head are computed together, or in equal shares that fit a tile. Below
+  // "head" means such a share: `shares` of them read the same keys.
+  const int64_t shares = num_shares(a.num_heads / a.num_kv_heads);
+  const int64_t num_heads = a.num_kv_heads * shares, group = a.num_heads / num_heads;
+  const bool in_keys = a.k_pool == a.v_pool;
+  const int64_t value_size = in_keys ? a.k_dim : a.v_dim;  // from one head's to the next one's
+  const int64_t key_stride = a.num_kv_heads * a.k_dim, value_stride = a.num_kv_heads * value_size;
+
+  static int64_t num_shares(int64_t group) {
+    int64_t count = (group + kTileRows - 1) / kTileRows;
+    while (group % count) count++;
+    return count;
+  }
 
   // The first position that a query sees.
   int64_t first_seen(int64_t position) const {
@@ -45,8 +56,17 @@ struct Attend {
     }
   }
 
-  void read_keys(const Keys& keys, int64_t kv_head, Tile<C>& tile) const {
-    const P* pool = static_cast<const P*>(a.k_pool) + kv_head * a.k_dim;
+  // The first numbers of a head's keys and values in the pools.
+  const P* keys_of(int64_t head) const {
+    return static_cast<const P*>(a.k_pool) + head / shares * a.k_dim;
+  }
+
+  const P* values_of(int64_t head) const {
+    return static_cast<const P*>(a.v_pool) + head / shares * value_size;
+  }
+
+  void read_keys(const Keys& keys, int64_t head, Tile<C>& tile) const {
+    const P* pool = keys_of(head);
     const int64_t units = a.k_dim / kPerUnit<C>;
     for (int64_t j = 0; j < kBlock; j += kLanes) {
       if (j >= keys.count) break;
@@ -160,8 +180,8 @@ struct Attend {
   }
 
   // Values of a block as float32, for tiles that read them more than once.
-  void read_values(const Keys& keys, int64_t kv_head, Tile<C>& tile) const {
-    const P* pool = static_cast<const P*>(a.v_pool) + kv_head * a.v_dim;
+  void read_values(const Keys& keys, int64_t head, Tile<C>& tile) const {
+    const P* pool = values_of(head);
     for (int64_t j = 0; j < keys.count; j++)
       for (int64_t d = 0; d < a.v_dim; d += kLanes)
         store(tile.values[j] + d, load_part(pool + keys.slots[j] * value_stride + d, a.v_dim - d));
@@ -213,11 +233,11 @@ struct Attend {
 
   template <int M>
   void add_block(
-      Tile<C>& tile, int64_t row, const Keys& keys, int64_t kv_head, Heads heads, Ahead& ahead) const {
+      Tile<C>& tile, int64_t row, const Keys& keys, int64_t head, Heads heads, Ahead& ahead) const {
     if (keys.copied)
       return add_values<M>(tile, row, keys, tile.values[0],
                            [](int64_t j, int64_t d) { return j * kMaxDim + d; });
-    const P* pool = static_cast<const P*>(a.v_pool) + kv_head * a.v_dim;
+    const P* pool = values_of(head);
     add_values<M>(tile, row, keys, pool, [&](int64_t j, int64_t d) {
       fetch(heads, ahead);
       return keys.slots[j] * value_stride + d;
@@ -250,14 +270,15 @@ struct Attend {
   void fetch(Heads heads, Ahead& ahead) const {
     if (ahead.key >= ahead.count) return;
     const int64_t slot = ahead.slots[ahead.key];
-    const P* key = static_cast<const P*>(a.k_pool) + slot * key_stride + heads.first * a.k_dim;
-    const P* value = static_cast<const P*>(a.v_pool) + slot * value_stride + heads.first * a.v_dim;
+    const P* key = keys_of(heads.first) + slot * key_stride;
+    const P* value = values_of(heads.first) + slot * value_stride;
     const char* k = reinterpret_cast<const char*>(key + ahead.piece * ahead.key_size);
     const char* v = reinterpret_cast<const char*>(value + ahead.piece * kPanel);
     for (int64_t b = 0; b < ahead.key_size * static_cast<int64_t>(sizeof(P)); b += 64)
       __builtin_prefetch(k + b, 0, 2);
-    for (int64_t b = 0; b < kPanel * static_cast<int64_t>(sizeof(P)); b += 64)
-      __builtin_prefetch(v + b, 0, 2);
+    if (!in_keys)
+      for (int64_t b = 0; b < kPanel * static_cast<int64_t>(sizeof(P)); b += 64)
+        __builtin_prefetch(v + b, 0, 2);
     if (++ahead.piece == ahead.pieces) {
       ahead.piece = 0;
       ahead.key++;
@@ -294,14 +315,14 @@ struct Attend {
       ahead.pieces = (heads.count * a.v_dim + kPanel - 1) / kPanel;
       ahead.key_size = heads.count * a.k_dim / ahead.pieces;
       for (int64_t h = 0; h < heads.count; h++) {
-        const int64_t row = h * rows, kv_head = heads.first + h;
-        read_keys(keys, kv_head, tile);
+        const int64_t row = h * rows, head = heads.first + h;
+        read_keys(keys, head, tile);
         keys.copied = rows > kCopyRows;
-        if (keys.copied) read_values(keys, kv_head, tile);
+        if (keys.copied) read_values(keys, head, tile);
         score_rows(tile, row, rows, keys.count);
         weigh(tile, row, row + rows, key, keys.count);
         for_rows(row, rows, [&](int64_t i, auto m) {
-          add_block<decltype(m)::value>(tile, i, keys, kv_head, heads, ahead);
+          add_block<decltype(m)::value>(tile, i, keys, head, heads, ahead);
         });
       }
     }
@@ -361,7 +382,7 @@ struct Attend {
         P* v_to = static_cast<P*>(a.v_pool) + a.slots[t] * value_stride;
         for (int64_t i = 0; i < key_stride; i += kLanes)
           store_part(k_to + i, load_part(k + i, key_stride - i), key_stride - i);
-        for (int64_t i = 0; i < value_stride; i += kLanes)
+        for (int64_t i = 0; i < value_stride && !in_keys; i += kLanes)
           store_part(v_to + i, load_part(v + i, value_stride - i), value_stride - i);
       }
     });
@@ -382,14 +403,15 @@ struct Attend {
       }
     }
     int64_t together = decodes >= 2 * a.threads || a.threads == 1 ? kTileRows / group : 1;  // heads of a decode task
-    if (together > a.num_kv_heads) together = a.num_kv_heads;
+    if (together > num_heads) together = num_heads;
+    if (shares > 1) together = 1;  // what is fetched ahead lies side by side
     std::vector<Task> tasks;
     int64_t partials = 0;  // rows of `partial`
     for (const Step& step : steps) {
       const int64_t first = step.low / kPart, last = (step.high - 1) / kPart;
       const int64_t heads = step.count == 1 ? together : 1;
-      for (int64_t h = 0; h < a.num_kv_heads; h += heads) {
-        const Heads some{h, a.num_kv_heads - h < heads ? a.num_kv_heads - h : heads};
+      for (int64_t h = 0; h < num_heads; h += heads) {
+        const Heads some{h, num_heads - h < heads ? num_heads - h : heads};
         if (step.count > 1 || first == last) {
           tasks.push_back({&step, some, first, last, -1});
           continue;

@@ -7,7 +7,7 @@ namespace manta::MANTA_ISA {
 
 constexpr int64_t kBlock = 64;
 constexpr int64_t kPart = 512;
-constexpr int64_t kTileRows = kMaxGroup;
+constexpr int64_t kTileRows = 48;
 constexpr int64_t kCopyRows = 5 * kRows;  // for fewer rows of a head, values are read from the pool
 constexpr int64_t kMaxDim = kMaxHeadDim;
 
@@ -39,7 +39,7 @@ struct Step {
 };
 
 struct Heads {
-  int64_t first, count;  // key/value heads
+  int64_t first, count;  // as `Attend` counts them
 };
 
 // The keys and values of some heads that are needed next: bytes that lie side by side in each of

@@ -227,7 +227,7 @@ Tensor linear_int8(const Tensor& x, const Tensor& packed, const Tensor& scale,
 
 void check_heads(const Tensor& x, int64_t tokens, int64_t heads, int64_t dim, at::ScalarType type) {
   TORCH_CHECK(x.dim() == 3 && x.size(0) == tokens && x.size(1) == heads && x.size(2) == dim &&
-                  x.stride(2) == 1 && x.stride(1) == dim && x.scalar_type() == type,
+                  x.stride(2) == 1 && (x.stride(1) == dim || heads == 1) && x.scalar_type() == type,
               "q, k and v must be [tokens, heads, dim] with contiguous heads, of one type");
 }
 
@@ -285,9 +285,13 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor
   check_heads(v, new_tokens, kv_heads, v_dim, q.scalar_type());
   for (const int64_t dim : {k_dim, v_dim})
     TORCH_CHECK(dim > 0 && dim <= kMaxHeadDim && dim % 2 == 0 && heads > 0 && kv_heads > 0 &&
-                    heads % kv_heads == 0 && heads / kv_heads <= kMaxGroup,
+                    heads % kv_heads == 0,
                 "no kernel for ", heads, " query heads, ", kv_heads, " key heads of ", dim);
-  TORCH_CHECK(k_pool.is_contiguous() && v_pool.is_contiguous() && k_pool.size(2) == k_dim &&
+  const bool in_keys = k_pool.data_ptr() == v_pool.data_ptr();
+  TORCH_CHECK(!in_keys || (v_dim <= k_dim && v_pool.strides() == k_pool.strides()),
+              "values within keys must be the first numbers of each");
+  TORCH_CHECK(k_pool.is_contiguous() && (in_keys || v_pool.is_contiguous()) &&
+                  k_pool.size(2) == k_dim &&
                   k_pool.size(0) == v_pool.size(0) && v_pool.size(1) == kv_heads &&
                   k_pool.scalar_type() == v_pool.scalar_type(),
               "the pools must be [slots, heads, dim], contiguous");

@@ -7,9 +7,8 @@ namespace manta {
 
 enum class Type : int { f32, bf16, f16, f8 };
 
-// The largest heads that attention takes, and the most query heads for one key/value head.
+// The largest heads that attention takes.
 constexpr int64_t kMaxHeadDim = 576;
-constexpr int64_t kMaxGroup = 48;
 
 // How a weight matrix [out, in] lies in memory.
 enum class Form : int {
@@ -48,7 +47,9 @@ struct Attention {
   const void *q, *k, *v;  // q [tokens, heads, k_dim], k and v [new_tokens, ...], with token strides
   int64_t q_stride, k_stride, v_stride;
   void* out;  // [tokens, num_heads * v_dim], contiguous
-  void *k_pool, *v_pool;  // [slots, num_kv_heads, k_dim or v_dim], contiguous
+  // [slots, num_kv_heads, k_dim or v_dim], contiguous; or both are one pool, of which values are the
+  // first v_dim numbers of each key
+  void *k_pool, *v_pool;
   const int64_t* slots;   // [new_tokens]: where the new keys and values go
   const int32_t* table;   // [rows, table_width]: slots of each request's tokens
   int64_t table_width;

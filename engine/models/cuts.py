@@ -235,7 +235,7 @@ def _first_right(
     first = next(ways, None)
     if first is None or inputs is None or any(flow.times[n] != 1 for n in _names(first, block)):
         return None
-    kind = (_kind(module), first.row, None if sizes is None else _heads_of(sizes))
+    kind = (kind_of(module), first.row, None if sizes is None else _heads_of(sizes))
     if kind not in tried:
         trial = Trial(module, inputs, sizes)
         tried[kind] = next((way for way in itertools.chain((first,), ways) if trial(way)), None)
@@ -247,20 +247,20 @@ class Trial:
 
     def __init__(self, module: nn.Module, inputs: Inputs, sizes: AttentionCall | None) -> None:
         self.sizes = sizes
-        self._usable = _other_numel(module) <= MAX_NUMEL
-        if not self._usable:
+        self.usable = _other_numel(module) <= MAX_NUMEL
+        if not self.usable:
             return
         generator = torch.Generator().manual_seed(0)
-        self._inputs = tree_map(lambda x: _real(x, generator), (inputs.args, inputs.kwargs))
-        self._whole = copy.deepcopy(module)
-        point_at(self._whole, NAME)
-        for name, child in list(self._whole.named_modules()):
+        self.inputs = tree_map(lambda x: _real(x, generator), (inputs.args, inputs.kwargs))
+        self.whole = copy.deepcopy(module)
+        point_at(self.whole, NAME)
+        for name, child in list(self.whole.named_modules()):
             if type(child) is nn.Linear:
                 owner, _, attribute = name.rpartition(".")
                 thin = Thin(child.out_features, child.in_features, child.bias is not None)
                 thin.fill(generator)
-                setattr(self._whole.get_submodule(owner), attribute, thin)
-        for child in self._whole.modules():
+                setattr(self.whole.get_submodule(owner), attribute, thin)
+        for child in self.whole.modules():
             for name, value in child.named_parameters(recurse=False):
                 if value.device.type == "meta":
                     setattr(child, name, nn.Parameter(_real(value, generator), False))
@@ -271,13 +271,13 @@ class Trial:
     def __call__(self, plan: Plan) -> bool:
         """Whether the ranks' results add up to those of the whole block."""
         counts = list(_trial_ranks(plan, self.sizes))
-        if not self._usable or not counts:
+        if not self.usable or not counts:
             return False
         try:
-            wanted = self._row_result(self._whole, plan, 1, 0)
+            wanted = self._row_result(self.whole, plan, 1, 0)
             for count in counts:
                 parts = [
-                    self._row_result(divided(self._whole, plan, self.sizes, count, rank), plan,
+                    self._row_result(divided(self.whole, plan, self.sizes, count, rank), plan,
                                      count, rank)
                     for rank in range(count)
                 ]  # fmt: skip
@@ -293,7 +293,7 @@ class Trial:
         seen: list[Tensor] = []
         row = block.get_submodule(plan.row)
         handle = row.register_forward_hook(lambda module, args, out: seen.append(out))
-        args, kwargs = self._inputs
+        args, kwargs = self.inputs
         step = TrialStep(self.sizes, count, rank)
         for module in block.modules():
             module.manta_trial = step  # type: ignore[assignment]
@@ -449,7 +449,7 @@ def _is_only_for(flow: Flow, name: str, user: str | Call) -> bool:
     return linears | calls == wanted and not layers and name not in flow.result
 
 
-def _kind(module: nn.Module) -> Any:
+def kind_of(module: nn.Module) -> Any:
     """What is the same for blocks that are computed alike."""
     shapes = tuple((name, tuple(value.shape)) for name, value in module.named_parameters())
     plain = tuple(

@@ -32,6 +32,7 @@ from engine.models.cuts import find_cuts
 from engine.models.flow import Flow, layer_tag
 from engine.models.gathered_recording import record_gathered
 from engine.models.interfaces import point_at
+from engine.models.latents import latent_calls
 from engine.models.shape import ModelShape, decoder_layers
 from engine.models.state_recording import record_states
 
@@ -232,8 +233,9 @@ def record(folder: Path) -> ModelLayout:
         return _whole(model, gathered, common)
     with torch.inference_mode():
         cuts = find_cuts(model, flow, recorder.calls)
+        found = latent_calls(model, flow, recorder.calls) or recorder.calls
     shape = ModelShape.of(model, flow)
-    calls = zip(recorder.calls, shape.layer_of_call, cuts.divided, strict=True)
+    calls = zip(found, shape.layer_of_call, cuts.divided, strict=True)
     return ModelLayout(
         **common,
         calls=tuple(

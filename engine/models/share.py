@@ -52,7 +52,7 @@ class Share:
                 number = layer_of(name, self.layout.layers)
                 if number in self.layers:
                     call = next(call for call in self.layout.calls if call.layer == number)
-                    localize(model.get_submodule(name), call, self.parallel.tp_size)
+                    localize(model.get_submodule(name), call.expanded, self.parallel.tp_size)
 
     def fill(
         self,

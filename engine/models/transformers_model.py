@@ -34,6 +34,7 @@ from engine.layers.weight_format import WeightFormat
 from engine.layers.weights import DummySource, SafetensorsSource, WeightSource
 from engine.models.cuts import own_heads
 from engine.models.interfaces import point_at
+from engine.models.latents import latents_of, load_latents
 from engine.models.lazy_weights import LazyWeights
 from engine.models.parts import Chain, TiedEmbedding
 from engine.models.row_cache import cache_argument
@@ -126,8 +127,13 @@ def _attention(
     q = own_heads(q, call.num_heads, *ranks)
     k, v = (own_heads(x, call.num_kv_heads, *ranks) for x in (k, v))
     queries, keys, values = (_by_token(x) for x in (q, k, v))
+    latents = latents_of(module)
+    if latents is not None:
+        queries = latents.queries(queries)
     out = step.attend(queries, keys, values, None)
-    return out.view(q.shape[0], q.shape[2], q.shape[1], -1), None
+    if latents is not None:
+        out = latents.results(out.view(*queries.shape[:2], -1))
+    return out.reshape(q.shape[0], q.shape[2], q.shape[1], -1), None
 
 
 def _of_each_token(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -142,7 +148,7 @@ def _of_each_token(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def _by_token(x: Tensor) -> Tensor:
     """[n * L, heads, dim] of [n, heads, L, dim]; the heads of a token lie one behind the other."""
     x = x.transpose(1, 2).flatten(0, 1)
-    lies_so = x.stride(2) == 1 and x.stride(1) == x.shape[2]
+    lies_so = x.stride(2) == 1 and (x.stride(1) == x.shape[2] or x.shape[1] == 1)
     return x if lies_so else x.clone(memory_format=torch.contiguous_format)
 
 
@@ -337,6 +343,7 @@ class TransformersModel:
                     module.manta_experts = Experts(module, source.format, self.parallel)
         point_at(model, self.attention_name, _NAME)
         _fix_rotations(model, self._max_positions)
+        self._use_latents(model)
         for module in model.modules():
             module.manta_step = self._step
         self._keep_hidden(model)
@@ -351,6 +358,15 @@ class TransformersModel:
             layer if sinks is None else replace(layer, sinks=sinks.detach().float().contiguous())
             for layer, sinks in zip(self.attention_layers, self._sinks(), strict=True)
         )
+
+    @torch.inference_mode()
+    def _use_latents(self, model: nn.Module) -> None:
+        """Let attention work on latents where the layout says so."""
+        calls = [layer.call for layer in self.attention_layers]
+        call = next((call for call in calls if call.latent_of is not None), None)
+        if call is not None:
+            like = torch.empty(0, dtype=self.dtype, device=self.device)
+            load_latents(model, call, like, self.parallel.tp_size, self.parallel.tp_rank)
 
     def allocate(self, num_rows: int) -> None:
         """Keys and values are all that it keeps."""

@@ -67,6 +67,7 @@ def make_worker_config(
             config.model.title,
         )
     kernels = _kernels(engine, config.model, dtype, device)
+    config = replace(config, model=config.model.for_backend(kernels.attention))
     # The worker tries whether the code of another architecture can be captured; of one stage only.
     layout = config.model.layout
     captures = device == "cuda" and (
@@ -144,7 +145,7 @@ def _kernels(engine: EngineConfig, model: ModelConfig, dtype: str, device: str) 
     if device == "cpu" and fits and is_open:
         best = "cpu" if library.load() is not None else "torch"
     elif device == "cuda" and is_open:
-        best = auto_kernels(resolve_dtype(dtype), model.calls)
+        best = auto_kernels(resolve_dtype(dtype), [call.expanded for call in model.calls])
     choice = engine.kernel_choice(best)
     if device == "cuda" and is_open and engine.sampling_backend == "auto":
         choice = choice._replace(sampling=auto_sampling())

@@ -26,6 +26,8 @@ class Sizes(NamedTuple):
     chunk: int = 0
     softcap: float = 0.0
     has_sinks: bool = False
+    in_keys: bool = False
+    """Whether values are the first numbers of the keys."""
 
     @property
     def value_dim(self) -> int:
@@ -72,7 +74,11 @@ class PagedRequests:
             self.table[row, :length] = slots
         self.queries = [self._heads(length, sizes.heads, sizes.dim) for length in lengths]
         self.keys = [self._heads(length, sizes.kv_heads, sizes.dim) for length in lengths]
-        self.values = [self._heads(length, sizes.kv_heads, sizes.value_dim) for length in lengths]
+        if sizes.in_keys:
+            self.values = [keys[..., : sizes.value_dim] for keys in self.keys]
+        else:
+            shape = sizes.kv_heads, sizes.value_dim
+            self.values = [self._heads(length, *shape) for length in lengths]
         self.sinks = self.numbers.normal((sizes.heads,), torch.float32) if sizes.has_sinks else None
 
     def empty_pools(self) -> Pools:
@@ -81,7 +87,7 @@ class PagedRequests:
             torch.full((self.num_slots, sizes.kv_heads, dim), torch.nan).to(sizes.pool_dtype)
             for dim in (sizes.dim, sizes.value_dim)
         )
-        return Pools(keys, values)
+        return Pools(keys, keys[..., : sizes.value_dim] if sizes.in_keys else values)
 
     def pools_before(self, chunks: Sequence[Chunk]) -> Pools:
         """With what the chunks' tokens must see of earlier ones, and no more."""

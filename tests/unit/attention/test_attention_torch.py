@@ -22,7 +22,7 @@ from engine.attention.torch_backend import (
     TorchCpuAttentionBackend,
     make_torch_attention,
 )
-from engine.checkpoint.layout import AttentionCall
+from engine.checkpoint.layout import AttentionCall, HeadSizes
 from engine.protocol.step import ModelWorkerBatch
 
 CPU = torch.device("cpu")
@@ -154,6 +154,8 @@ class Simulation:
             q = torch.randn(total, call.num_heads, call.k_dim)
             kv = torch.randn(total, call.num_kv_heads, call.k_dim + call.v_dim)
             k, v = kv.split([call.k_dim, call.v_dim], dim=2)
+            if call.latent_of is not None:
+                v = k[..., : call.v_dim]
             if call.kv_of is not None:
                 k, v = given[call.kv_of]
             given.append((k, v))
@@ -283,10 +285,12 @@ def test_broken_numbers_of_one_request_stay_with_it() -> None:
 
 
 CALL = AttentionCall(4, 2, 8, 8, 0.3)
+LATENT = AttentionCall(4, 1, 12, 8, 0.3, latent_of=HeadSizes(4, 10, 6))
 FEATURES = {
     "chunks": (CALL, msgspec.structs.replace(CALL, chunk=13)),
     "cap": (msgspec.structs.replace(CALL, softcap=2.0, window=9), CALL),
     "values of another size": (msgspec.structs.replace(CALL, v_dim=6, window=20), CALL),
+    "latents": (LATENT, msgspec.structs.replace(LATENT, window=9)),
     "other heads": (CALL, AttentionCall(6, 3, 16, 4, 0.2)),
     "keys of another layer": (CALL, CALL, msgspec.structs.replace(CALL, kv_of=0, window=7)),
 }

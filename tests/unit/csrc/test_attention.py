@@ -38,10 +38,11 @@ WITH_TYPES = pytest.mark.parametrize(
 def shapes(draw: st.DrawFn) -> dict[str, Any]:
     """What a case has besides its types."""
     kv_heads = draw(st.integers(1, 4))
-    group = draw(st.one_of(st.integers(1, 6), st.sampled_from([8, 16, 25, 48])))
+    group = draw(st.one_of(st.integers(1, 6), st.sampled_from([8, 16, 25, 48, 53, 64])))
     if kv_heads * group > 48:
         kv_heads = 1
     dim = draw(DIMS)
+    v_dim = draw(st.one_of(st.just(0), DIMS))
     return {
         "heads": kv_heads * group,
         "kv_heads": kv_heads,
@@ -49,7 +50,8 @@ def shapes(draw: st.DrawFn) -> dict[str, Any]:
         "window": draw(WINDOWS),
         "scale": dim**-0.5 * draw(st.sampled_from([1.0, 1.0, 0.2, 3.0])),
         "page_size": draw(st.sampled_from([1, 16, 32])),
-        "v_dim": draw(st.one_of(st.just(0), DIMS)),
+        "v_dim": v_dim,
+        "in_keys": v_dim <= dim and draw(st.booleans()),
         "chunk": draw(st.sampled_from([0, 0, 0, 1, 7, 64, 100, 600])),
         "softcap": draw(st.sampled_from([0.0, 0.0, 0.5, 30.0])),
         "has_sinks": draw(st.booleans()),

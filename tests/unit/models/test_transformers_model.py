@@ -130,7 +130,7 @@ def test_what_attention_lacks_is_refused_by_name(folders: dict[str, Path], tmp_p
         ("gemma2", {"a soft cap of attention"}),
         ("gpt_oss", {"attention sinks"}),
         ("llama4", {"chunked attention"}),
-        ("deepseek_v3", {"keys and values of different sizes"}),
+        ("deepseek_v3", {DIFFERENT, "latents, of which values are a part of the keys"}),
         (
             "gemma4",
             {"keys of another layer", "heads of different sizes or numbers between layers"},

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.attention.kv_pool import MHATokenToKVPool, resolve_kv_dtype
-from engine.checkpoint.layout import AttentionCall
+from engine.checkpoint.layout import AttentionCall, HeadSizes
 from engine.config import EngineConfig, ResolvedConfig, load_config
 from engine.errors import ConfigError
 from engine.native import library
@@ -41,6 +41,21 @@ def test_keys_of_another_call_take_no_memory() -> None:
     pool = MHATokenToKVPool(4, 1, [own, other, shared], torch.float32, CPU)
     assert pool.num_bytes == 5 * 4 * (2 * 16 + 32)
     assert pool.get(2) is pool.get(0) and pool.get(1).k.shape == (5, 1, 16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP8])
+def test_of_latents_the_values_are_in_the_keys(dtype: torch.dtype) -> None:
+    plain = AttentionCall(4, 2, 8, 8, 1.0)
+    call = AttentionCall(4, 1, 12, 8, 1.0, latent_of=HeadSizes(4, 10, 6))
+    pool = MHATokenToKVPool(32, 4, [plain, call], dtype, CPU)
+    assert pool.num_bytes == 36 * (2 * 16 + 12) * dtype.itemsize
+    model_dtype = torch.float32 if dtype == FP8 else dtype
+    k, slots = torch.randn(3, 1, 12).to(model_dtype), torch.tensor([4, 33, 7])
+    pool.set_kv(1, slots, k, torch.full((3, 1, 8), torch.nan).to(model_dtype))
+    found = pool.gather(1, slots.int(), model_dtype)
+    assert torch.equal(found.k, pool.as_stored(k)) and torch.equal(found.v, found.k[..., :8])
+    kv = pool.get(1)
+    assert kv.v.data_ptr() == kv.k.data_ptr() and kv.v.shape == (36, 1, 8)
 
 
 def test_float8_rounds_and_clamps() -> None:
