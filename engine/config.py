@@ -110,6 +110,9 @@ class EngineConfig(BaseModel):
     """Seed of dummy weights."""
     tp_size: int = Field(1, ge=1)
     pp_size: int = Field(1, ge=1)
+    ep_size: int | None = Field(None, ge=1)
+    """Groups of tensor parallel ranks among which a mixture's experts are divided; a group's ranks
+    divide each of its experts. None: as many groups as can be."""
     cpu_threads: int | None = Field(None, ge=1)
     """Compute threads of each worker on CPU; None: cores / workers, but 1 for tiny models."""
     max_model_len: int | None = Field(None, ge=2)
@@ -276,7 +279,7 @@ class EngineConfig(BaseModel):
                 f"max_model_len ({max_len}) is longer than the model allows "
                 f"({model.max_position_embeddings}); lower it or leave it out."
             )
-        model.check_split(self.tp_size, self.pp_size)
+        model.check_split(self.tp_size, self.pp_size, self.ep_size)
         if self.max_total_tokens is not None:
             usable = self.max_total_tokens // self.page_size * self.page_size
             if self.max_total_tokens < 2 * self.page_size:

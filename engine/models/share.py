@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from transformers.initialization import guard_torch_init_functions
 
-from engine.checkpoint.layout import Cut, ModelLayout, Part, rank_calls
+from engine.checkpoint.layout import Cut, MixtureCut, ModelLayout, Part, rank_calls
 from engine.device.distributed import ParallelState
 from engine.errors import ConfigError
+from engine.layers.expert_share import ExpertShare
 from engine.models.cuts import localize, take_ranges
 from engine.models.lazy_weights import LazyWeights
 from engine.models.shape import layer_of
@@ -25,8 +26,16 @@ class Share:
         self.layout, self.layers, self.parallel = layout, layers, parallel
         self.calls = rank_calls(layout.calls, parallel.tp_size, layers)
         self._cuts: dict[str, Cut] = {}
+        self._pieces: dict[str, list[tuple[int, list[range]]]] = {}
+        """What a rank has of a mixture's parameter, along each dimension that is divided."""
+        self._zeros: set[str] = set()
+        """Of these, what the first rank of the group adds alone."""
+        self._shares: dict[str, ExpertShare] = {}
+        """By name of a mixture."""
         if parallel.tp_size > 1:
             self._cuts = {cut.name: cut for cut in layout.cuts}
+            for mixture in layout.mixtures:
+                self._divide(mixture)
         if layout.divides_head(parallel.tp_size):
             tokens = (Part(layout.vocab_size, layout.vocab_size),)
             for name in (f"{layout.head}.weight", f"{layout.head}.bias"):
@@ -98,6 +107,11 @@ class Share:
             if value.is_meta:
                 raise ConfigError(f"'{name}' of {self.layout.class_name} got no value.")
 
+    def experts(self, name: str, num_experts: int) -> ExpertShare:
+        """What the rank has of the mixture of this name."""
+        alone = ExpertShare(0, num_experts, ParallelState.single())
+        return self._shares.get(name, alone)
+
     def is_row(self, linear: str) -> bool:
         """Whether ranks have parts of this linear's inputs, so that their results are added."""
         cut = self._cuts.get(f"{linear}.weight")
@@ -106,6 +120,23 @@ class Share:
     def is_gathered(self, linear: str) -> bool:
         """Whether ranks have parts of this linear's outputs, and its callers want all of them."""
         return linear == self.layout.head and f"{linear}.weight" in self._cuts
+
+    def _divide(self, mixture: MixtureCut) -> None:
+        """Note the rank's share of the mixture."""
+        tp_size = self.parallel.tp_size
+        groups = self.layout.expert_groups(tp_size, self.parallel.ep_size)
+        ranks, count = tp_size // groups, mixture.num_experts // groups
+        group, place = divmod(self.parallel.tp_rank, ranks)
+        first = group * count
+        experts = [(0, [range(first, first + count)])]
+        for cut in mixture.cuts:
+            inner = [(cut.dim, cut.ranges(ranks, place))] if ranks > 1 else []
+            self._pieces[cut.name] = experts + inner
+        for name in mixture.whole:
+            self._pieces[name] = experts
+            if place > 0:
+                self._zeros.add(name)
+        self._shares[mixture.name] = ExpertShare(first, count, self.parallel)
 
     def _read(self, model: Any, weights: LazyWeights, names: list[str]) -> None:
         for name, value in weights.read(names):
@@ -121,6 +152,10 @@ class Share:
         elif attribute == "bias" and self.parallel.tp_rank > 0 and self.is_row(owner):
             module.bias = None  # added once, not once per rank
             return
+        for dim, ranges in self._pieces.get(name, ()):
+            value = take_ranges(value.data, dim, ranges)
+        if name in self._zeros:
+            value = torch.zeros_like(value)  # added once, not once per rank
         if attribute in module._parameters and not isinstance(value, nn.Parameter):
             value = nn.Parameter(value, False)
         value._is_hf_initialized = True  # type: ignore[attr-defined]

@@ -330,11 +330,14 @@ class TransformersModel:
             self._share.fill(model, weights, self.device, progress)
             table = self._tie(model, source.format)
             self._replace_linears(model, source.format)
-            for module in filter(is_experts, model.modules()):
+            for name, module in model.named_modules():
+                if not is_experts(module):
+                    continue
+                share = self._share.experts(name, module.num_experts)
                 if self.device.type == "cuda":
-                    module.manta_experts = GroupedExperts(module, self.parallel)
+                    module.manta_experts = GroupedExperts(module, share)
                 else:
-                    module.manta_experts = Experts(module, source.format, self.parallel)
+                    module.manta_experts = Experts(module, source.format, share)
         point_at(model, self.attention_name, _NAME)
         _fix_rotations(model, self._max_positions)
         for module in model.modules():

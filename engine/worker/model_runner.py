@@ -67,7 +67,7 @@ class ModelRunner:
         has only its padding page; without a `meter` it has the size of `config`. Raises
         `ConfigError` if the checkpoint or the sizes don't fit.
         """
-        config.model.check_split(parallel.tp_size, parallel.pp_size)
+        config.model.check_split(parallel.tp_size, parallel.pp_size, parallel.ep_size)
         longest = config.model.max_position_embeddings
         if config.max_model_len > longest:
             raise ConfigError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import importlib
 import logging
@@ -117,7 +118,7 @@ def _join(config: WorkerConfig, rank: int, store: tuple[str, int], host: str) ->
         torch.cuda.set_device(0)
     if config.engine.world_size > 1:
         let_gloo_use(host)
-    return init_parallel(
+    parallel = init_parallel(
         config.comm_backend,
         "",
         rank,
@@ -126,6 +127,7 @@ def _join(config: WorkerConfig, rank: int, store: tuple[str, int], host: str) ->
         INIT_TIMEOUT_S,
         open_store(*store, master=False) if config.engine.world_size > 1 else None,
     )
+    return dataclasses.replace(parallel, ep_size=config.engine.ep_size)
 
 
 def _load(

@@ -295,6 +295,7 @@ def make_config(
         max_running_requests=8,
         tp_size=parallel.tp_size,
         pp_size=parallel.pp_size,
+        ep_size=parallel.ep_size,
     )
     config = WorkerConfig(
         ResolvedConfig(engine, ModelConfig.from_pretrained(folder), 256, "last"),

@@ -471,7 +471,7 @@ def test_code_of_transformers_is_captured(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Mixtures as they run on a GPU: the others look at which experts have tokens."""
-    grouped = lambda module, form, parallel: GroupedExperts(module, parallel)  # noqa: E731
+    grouped = lambda module, form, share: GroupedExperts(module, share)  # noqa: E731
     monkeypatch.setattr(transformers_model, "Experts", grouped)
     with made_when_asked(tmp_path_factory, with_layers(THROUGH_TRANSFORMERS)) as folders:
         pair = make_pair(folders[name])
