@@ -147,6 +147,8 @@ class EngineConfig(BaseModel):
     enable_kv_events: bool = False
     """Tell subscribers what enters and leaves the prefix cache. The application switches it on if
     it chooses replicas by the contents of their caches."""
+    enable_expert_metrics: bool = False
+    """Count how many tokens each expert of a mixture gets."""
     generation_config: Literal["auto", "none"] = "auto"
     """auto: requests that leave out one of `engine.protocol.sampling_params.MODEL_DEFAULTS` get the
     model's value, from its generation_config.json. none: Manta's defaults."""
@@ -328,6 +330,16 @@ class EngineConfig(BaseModel):
             )
         if self.device != "auto":
             self.check_device(self.device)
+        if self.enable_expert_metrics and (model.layout is None or not model.layout.mixtures):
+            raise ConfigError(
+                f"enable_expert_metrics counts tokens of a mixture's experts, and {model.title}, "
+                "has none that can be counted; leave it out."
+            )
+        if self.enable_expert_metrics and self.device == "simulated":
+            raise ConfigError(
+                "enable_expert_metrics needs a device that computes experts, not device: "
+                "simulated; leave it out."
+            )
         if self.simulated != SimulatedDevice() and self.device != "simulated":
             raise ConfigError("simulated needs device: simulated; set it or leave simulated out.")
         if self.pp_max_micro_batch_size is not None and self.pp_size == 1:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.layers.expert_counts import ExpertCounts
 from engine.layers.expert_share import ExpertShare
 from engine.layers.linear_kernel import NativeKernel
 from engine.layers.weight_format import WeightFormat
@@ -25,6 +26,8 @@ class Experts:
     def __init__(self, module: Any, form: WeightFormat, share: ExpertShare) -> None:
         """The module's matrices, which are those of `share`, are taken from it."""
         self._module, self.share = module, share
+        self.counts: ExpertCounts | None = None
+        """Set: added to by whoever calls, but by a `Mixture` itself."""
         up = "gate_up_proj" if module.has_gate else "up_proj"
         self._up = [self._kernel(up, number, form) for number in range(share.count)]
         self._down = [self._kernel("down_proj", number, form) for number in range(share.count)]
@@ -122,6 +125,7 @@ class Mixture:
             self._top_k,
             self.normalized,
             experts.share.first,
+            None if experts.counts is None else experts.counts.sums,
             experts.weights,
         )
         return experts.share.sum_over.all_reduce(out)

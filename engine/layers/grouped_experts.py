@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.layers.expert_counts import ExpertCounts
 from engine.layers.expert_share import ExpertShare
 
 
@@ -22,6 +23,8 @@ class GroupedExperts:
     def __init__(self, module: Any, share: ExpertShare) -> None:
         """The module's matrices are those of `share`."""
         self._module, self._share = module, share
+        self.counts: ExpertCounts | None = None
+        """Set: added to by whoever calls."""
         self._up_name = "gate_up_proj" if module.has_gate else "up_proj"
 
     def __call__(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:

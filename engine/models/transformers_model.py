@@ -25,6 +25,7 @@ from engine.checkpoint.model_config import ModelConfig
 from engine.device.distributed import ParallelState
 from engine.errors import ConfigError
 from engine.layers.embedding_table import PackedTable
+from engine.layers.expert_counts import ExpertCounts
 from engine.layers.experts import Experts, is_experts
 from engine.layers.fused_ops import FusedOps
 from engine.layers.grouped_experts import GroupedExperts
@@ -37,6 +38,7 @@ from engine.models.interfaces import point_at
 from engine.models.lazy_weights import LazyWeights
 from engine.models.parts import Chain, TiedEmbedding
 from engine.models.row_cache import cache_argument
+from engine.models.shape import layer_of
 from engine.models.share import Share, replace_module
 from engine.models.takeover import Takeover
 
@@ -100,6 +102,14 @@ class _Step:
             return backend.forward(q, k, v, self.layers[number], batch)
         return backend.forward_sampled(q.index_select(0, rows), k, v, self.layers[number], batch)
 
+    def is_real(self, num_tokens: int) -> Tensor | None:
+        """bool [num_tokens]: those that don't only fill up a captured decode, whose row is 0; None:
+        all of them."""
+        batch = self.batch
+        if batch is None or not batch.batch_size == batch.num_tokens == num_tokens:
+            return None
+        return batch.req_pool_indices > 0
+
     def angles(self, cos: Tensor, sin: Tensor) -> Angles:
         """See `engine.models.parts.Step`."""
         for known, found in self._angles:
@@ -149,6 +159,9 @@ def _by_token(x: Tensor) -> Tensor:
 def _experts(module: nn.Module, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """What a mixture of experts calls."""
     experts: Experts | GroupedExperts = module.manta_experts  # type: ignore[assignment]
+    if experts.counts is not None:
+        step: _Step = module.manta_step  # type: ignore[assignment]
+        experts.counts.add(chosen, step.is_real(len(chosen)))
     return experts(hidden, chosen, weights)
 
 
@@ -354,6 +367,16 @@ class TransformersModel:
             layer if sinks is None else replace(layer, sinks=sinks.detach().float().contiguous())
             for layer, sinks in zip(self.attention_layers, self._sinks(), strict=True)
         )
+
+    def count_experts(self) -> dict[int, ExpertCounts]:
+        found: dict[int, ExpertCounts] = {}
+        for mixture in self._layout.mixtures:
+            layer = layer_of(mixture.name, self._layout.layers)
+            if layer in self._share.layers:
+                module: Any = self._model.get_submodule(mixture.name)
+                counts = ExpertCounts(mixture.num_experts, self.device)
+                module.manta_experts.counts = found[layer] = counts
+        return found
 
     def allocate(self, num_rows: int) -> None:
         """Keys and values are all that it keeps."""

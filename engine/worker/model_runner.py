@@ -81,6 +81,9 @@ class ModelRunner:
         progress = LoadProgress() if parallel.rank == 0 else None
         self.model = load_model(config, parallel, self.device, progress)
         self.dtype = self.model.dtype
+        counts = config.engine.enable_expert_metrics
+        self.expert_counts = self.model.count_experts() if counts else {}
+        """By decoder layer."""
         self._pooler = Pooler(self.model.final_norm)
         if meter is not None:
             meter.loaded()

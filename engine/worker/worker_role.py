@@ -21,6 +21,7 @@ from engine.protocol.step import GenerationBatchResult, ModelWorkerBatch, Sample
 from engine.protocol.transport import Inbox, Outbox
 from engine.trace import StageSpan, TraceRing
 from engine.worker.base import ModelWorker
+from engine.worker.expert_report import ExpertReport
 from engine.worker.step_beat import StepBeat
 from engine.worker.step_queue import StepQueue
 
@@ -66,7 +67,10 @@ def run_worker(
         beat = beat or StepBeat()
         beat.follow(worker.device_progress)
         speaks = parallel.is_last_stage and parallel.tp_rank == 0
-        while _turn(steps, beat, inbox, results if speaks else None, rank, results):
+        report: ExpertReport | None = None
+        if config.engine.enable_expert_metrics and parallel.tp_rank == 0:
+            report = ExpertReport(worker, results.send)
+        while _turn(steps, beat, inbox, results if speaks else None, rank, results, report):
             pass
         # NCCL waits for graphs that hold calls of a group that is destroyed.
         worker.drop_graphs()
@@ -145,6 +149,7 @@ def _turn(
     out: Outbox | None,
     rank: int,
     failures: Outbox,
+    report: ExpertReport | None,
 ) -> bool:
     """Send the results that are ready, then take one message; False after `Shutdown`."""
     message: Any = None
@@ -157,7 +162,8 @@ def _turn(
             beat.progressed()
         left_s = steps.seconds_left()
         beat.rest(waits_for_device=left_s is not None)
-        message = _receive(inbox, left_s)
+        report_s = None if report is None else report.send_due()
+        message = _receive(inbox, _sooner(left_s, report_s))
         if message is not None:
             beat.progressed()
             beat.work()
@@ -167,6 +173,8 @@ def _turn(
             case ModelWorkerBatch():
                 step = message.step
                 steps.launch(message)
+                if report is not None:
+                    report.stepped()
             case SampleMasks():
                 step = message.step
                 steps.apply(message)
@@ -186,6 +194,10 @@ def _turn(
             )
         raise
     return True
+
+
+def _sooner(a: float | None, b: float | None) -> float | None:
+    return min((seconds for seconds in (a, b) if seconds is not None), default=None)
 
 
 def _receive(inbox: Inbox, seconds: float | None) -> Any | None:

@@ -15,6 +15,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 
 from engine.device.distributed import ParallelState
+from engine.layers.expert_counts import ExpertCounts
 from engine.layers.expert_share import ExpertShare
 from engine.layers.experts import Experts, Mixture
 from engine.layers.grouped_experts import GroupedExperts
@@ -201,6 +202,38 @@ def test_threads_divide_an_experts_inner_numbers() -> None:
     assert torch.equal(found[0], found[1])
 
 
+def test_a_mixture_counts_the_tokens_of_all_experts() -> None:
+    """Also of those that another rank has."""
+    load_kernels()
+    module, mine = share("gated", 1)
+    experts = Experts(module, NativeFormat(), mine)
+    torch.manual_seed(4)
+    router, hidden = torch.randn(6, 32), torch.randn(200, 32)
+    mixture = Mixture(router, 2, True, experts)
+    before = mixture.forward(hidden)
+    experts.counts = ExpertCounts(6, torch.device("cpu"))
+    with torch_threads(2):
+        assert torch.equal(mixture.forward(hidden), before)
+    mixture.forward(hidden[:1])
+    chosen = (hidden @ router.t()).topk(2).indices
+    chosen = torch.cat([chosen, chosen[:1]])
+    assert experts.counts.tokens() == torch.bincount(chosen.flatten(), minlength=6).tolist()
+    apart = ExpertCounts(6, torch.device("cpu"))
+    apart.add(chosen, None)
+    assert apart.tokens() == experts.counts.tokens()
+
+
+def test_tokens_of_no_expert_and_those_that_fill_up_are_not_counted() -> None:
+    counts = ExpertCounts(3, torch.device("cpu"))
+    chosen = torch.tensor([[0, 2], [1, 3], [2, 9], [-1, 2]])
+    counts.add(chosen, None)
+    assert counts.tokens() == [1, 1, 3]
+    counts.add(chosen, torch.tensor([True, False, False, True]))
+    assert counts.tokens() == [2, 1, 5]
+    counts.reset()
+    assert counts.tokens() == [0, 0, 0]
+
+
 @pytest.mark.parametrize("normalized", [True, False])
 def test_a_logit_that_is_nan_shows(normalized: bool) -> None:
     load_kernels()
@@ -253,7 +286,10 @@ def test_the_kernel_refuses_what_does_not_fit() -> None:
         with pytest.raises(RuntimeError, match=message):
             kernels.ExpertWeights(*arguments)
     router = kernels.pack(torch.ones(4, 8))
-    assert kernels.mixture(x, router, 4, 2, True, 0, by).shape == (3, 8)
+    assert kernels.mixture(x, router, 4, 2, True, 0, None, by).shape == (3, 8)
     for top_k in (0, 5):
         with pytest.raises(RuntimeError, match=f"there are 4 routes, not {top_k}"):
-            kernels.mixture(x, router, 4, top_k, True, 0, by)
+            kernels.mixture(x, router, 4, top_k, True, 0, None, by)
+    for counts in (torch.zeros(3, dtype=torch.int64), torch.zeros(4)):
+        with pytest.raises(RuntimeError, match="counts must be int64"):
+            kernels.mixture(x, router, 4, 2, True, 0, counts, by)
