@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from engine.checkpoint.expert_map import ExpertMap
 from engine.checkpoint.folder import resolve_model_path
 from engine.checkpoint.generation_defaults import read_generation_defaults
 from engine.checkpoint.model_config import ModelConfig
@@ -113,6 +114,8 @@ class EngineConfig(BaseModel):
     ep_size: int | None = Field(None, ge=1)
     """Groups of tensor parallel ranks among which a mixture's experts are divided; a group's ranks
     divide each of its experts. None: as many groups as can be."""
+    expert_map: str | None = None
+    """File that says which experts stand on which of these groups; None: they stand in order."""
     cpu_threads: int | None = Field(None, ge=1)
     """Compute threads of each worker on CPU; None: cores / workers, but 1 for tiny models."""
     max_model_len: int | None = Field(None, ge=2)
@@ -248,6 +251,16 @@ class EngineConfig(BaseModel):
                 "enable_overlap: true; set them, or choose ngram or suffix."
             )
 
+    def _place_experts(self, path: str, model: ModelConfig) -> ModelConfig:
+        layout = model.layout
+        groups = 1 if layout is None else layout.expert_groups(self.tp_size, self.ep_size)
+        if layout is None or not layout.mixtures or groups == 1:
+            raise ConfigError(
+                f"expert_map places experts on groups of workers, and of {model.title} every "
+                "worker has a part of all; leave it out, or set tp_size and ep_size above 1."
+            )
+        return replace(model, layout=ExpertMap.read(path).place(layout, groups))
+
     def check_device(self, device: str) -> None:
         """Raise `ConfigError` if a key needs another device than `device`, which may be what
         `device: auto` has become."""
@@ -282,6 +295,8 @@ class EngineConfig(BaseModel):
                 f"({model.max_position_embeddings}); lower it or leave it out."
             )
         model.check_split(self.tp_size, self.pp_size, self.ep_size)
+        if self.expert_map is not None:
+            model = self._place_experts(self.expert_map, model)
         if self.max_total_tokens is not None:
             usable = self.max_total_tokens // self.page_size * self.page_size
             if self.max_total_tokens < 2 * self.page_size:

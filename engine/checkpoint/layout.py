@@ -131,6 +131,14 @@ def rank_calls(
     return tuple(call.on_rank(tp_size, first) for call in found)
 
 
+def layer_of(module: str, layers: str) -> int:
+    """The decoder layer that a module is in, where the list of them is the module `layers`; 0 if
+    there is no list."""
+    if not layers or not module.startswith(f"{layers}."):
+        return 0
+    return int(module.removeprefix(f"{layers}.").split(".")[0])
+
+
 class StateSpec(msgspec.Struct, frozen=True):
     """A state that a layer keeps of each request beside keys and values, in the layer's cache."""
 
@@ -204,6 +212,14 @@ class MixtureCut(msgspec.Struct, frozen=True):
     """Name and numbers of parameters [experts, ...] that have no inner numbers, such as what is
     added to an expert's result: the first rank of a group adds them, its others zeros. All
     parameters if the inner numbers can't be divided."""
+    order: tuple[int, ...] = ()
+    """The experts, those of the first group first; () stands for their own order."""
+
+    def experts(self, group: int, ep_size: int) -> list[int]:
+        """Those of one of `ep_size` groups, ascending."""
+        count = self.num_experts // ep_size
+        order = self.order or range(self.num_experts)
+        return sorted(order[group * count : (group + 1) * count])
 
     def divides(self, tp_size: int, ep_size: int) -> bool:
         """Whether `tp_size` ranks in `ep_size` groups can have shares of it."""
@@ -338,6 +354,10 @@ class ModelLayout(msgspec.Struct, frozen=True):
                 f"divided by {ranks}"
             )
         return ""
+
+    def layer_of(self, module: str) -> int:
+        """The decoder layer that a module is in; 0 if the model has no list of them."""
+        return layer_of(module, self.layers)
 
     def divides_head(self, tp_size: int) -> bool:
         """Whether each of `tp_size` ranks has some outputs of the head; otherwise it has all."""

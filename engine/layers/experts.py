@@ -109,6 +109,7 @@ class Mixture:
         self._router, self._routes = kernels.pack(router.contiguous()), len(router)
         self.normalized = normalized
         self._top_k, self._experts = top_k, experts
+        self._places = experts.share.local(torch.arange(self._routes)).contiguous()
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[..., hidden] -> [..., hidden]"""
@@ -124,7 +125,7 @@ class Mixture:
             self._routes,
             self._top_k,
             self.normalized,
-            experts.share.first,
+            self._places,
             None if experts.counts is None else experts.counts.sums,
             experts.weights,
         )

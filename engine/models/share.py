@@ -15,7 +15,6 @@ from engine.errors import ConfigError
 from engine.layers.expert_share import ExpertShare
 from engine.models.cuts import localize, take_ranges
 from engine.models.lazy_weights import LazyWeights
-from engine.models.shape import layer_of
 
 
 class Share:
@@ -58,7 +57,7 @@ class Share:
                 replace_module(model, head, NoHead())
         if self.parallel.tp_size > 1:
             for name in self.layout.local_modules:
-                number = layer_of(name, self.layout.layers)
+                number = self.layout.layer_of(name)
                 if number in self.layers:
                     call = next(call for call in self.layout.calls if call.layer == number)
                     localize(model.get_submodule(name), call, self.parallel.tp_size)
@@ -109,7 +108,7 @@ class Share:
 
     def experts(self, name: str, num_experts: int) -> ExpertShare:
         """What the rank has of the mixture of this name."""
-        alone = ExpertShare(0, num_experts, ParallelState.single())
+        alone = ExpertShare(range(num_experts), num_experts, ParallelState.single())
         return self._shares.get(name, alone)
 
     def is_row(self, linear: str) -> bool:
@@ -125,10 +124,10 @@ class Share:
         """Note the rank's share of the mixture."""
         tp_size = self.parallel.tp_size
         groups = self.layout.expert_groups(tp_size, self.parallel.ep_size)
-        ranks, count = tp_size // groups, mixture.num_experts // groups
+        ranks = tp_size // groups
         group, place = divmod(self.parallel.tp_rank, ranks)
-        first = group * count
-        experts = [(0, [range(first, first + count)])]
+        mine = mixture.experts(group, groups)
+        experts = [(0, _runs(mine))]
         for cut in mixture.cuts:
             inner = [(cut.dim, cut.ranges(ranks, place))] if ranks > 1 else []
             self._pieces[cut.name] = experts + inner
@@ -136,7 +135,7 @@ class Share:
             self._pieces[name] = experts
             if place > 0:
                 self._zeros.add(name)
-        self._shares[mixture.name] = ExpertShare(first, count, self.parallel)
+        self._shares[mixture.name] = ExpertShare(mine, mixture.num_experts, self.parallel)
 
     def _read(self, model: Any, weights: LazyWeights, names: list[str]) -> None:
         for name, value in weights.read(names):
@@ -198,6 +197,17 @@ class NoHead(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = _no_weight()
+
+
+def _runs(numbers: list[int]) -> list[range]:
+    """Ascending numbers as ranges without gaps."""
+    found: list[range] = []
+    for number in numbers:
+        if found and found[-1].stop == number:
+            found[-1] = range(found[-1].start, number + 1)
+        else:
+            found.append(range(number, number + 1))
+    return found
 
 
 def _no_weight() -> Tensor:

@@ -38,7 +38,6 @@ from engine.models.interfaces import point_at
 from engine.models.lazy_weights import LazyWeights
 from engine.models.parts import Chain, TiedEmbedding
 from engine.models.row_cache import cache_argument
-from engine.models.shape import layer_of
 from engine.models.share import Share, replace_module
 from engine.models.takeover import Takeover
 
@@ -371,7 +370,7 @@ class TransformersModel:
     def count_experts(self) -> dict[int, ExpertCounts]:
         found: dict[int, ExpertCounts] = {}
         for mixture in self._layout.mixtures:
-            layer = layer_of(mixture.name, self._layout.layers)
+            layer = self._layout.layer_of(mixture.name)
             if layer in self._share.layers:
                 module: Any = self._model.get_submodule(mixture.name)
                 counts = ExpertCounts(mixture.num_experts, self.device)

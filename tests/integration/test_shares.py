@@ -17,7 +17,9 @@ import torch.multiprocessing as mp
 import transformers
 
 from engine.checkpoint import layout
+from engine.checkpoint.expert_map import ExpertMap
 from engine.checkpoint.layout import read_layout
+from engine.checkpoint.model_config import ModelConfig
 from engine.config import EngineConfig
 from engine.device.distributed import init_parallel
 from engine.models.recording import record
@@ -33,8 +35,10 @@ ALL = [name for name in THROUGH_TRANSFORMERS if name != "gemma4"]
 SOME = ("granite", "phi3", "olmo2", "gpt_oss", "deepseek_v3", "qwen3_moe", "mixtral")
 SPLITS = {"tp2": (2, 1), "pp2": (1, 2), "tp2-pp2": (2, 2), "tp4": (4, 1)}
 MIXTURES = ("gpt_oss", "deepseek_v3", "qwen3_moe", "mixtral")
-GROUPS = {"tp2-ep1": (2, 1), "tp2-ep2": (2, 2), "tp4-ep2": (4, 2)}
+GROUPS = {"tp2-ep1": (2, 1), "tp2-ep2-map": (2, 2), "tp4-ep2": (4, 2)}
 """Ranks, and groups of them that divide a mixture's experts. Our kernels compute these."""
+MAP = ExpertMap({2: [[0, 3], [1, 2]], 3: [[2, 1], [3, 0]]})
+"""Where experts of some layers stand in one of these."""
 # Far above the test's own time limit: nothing here may end because of it.
 TIMEOUT_S = 600.0
 
@@ -66,15 +70,20 @@ def player(rank: int, stage: Stage) -> None:
 def play(model: str, split: str, rank: int, stage: Stage) -> None:
     meeting = f"file://{stage.folder}/{model}.{split}"
     kernels = EngineConfig().kernel_choice("torch")
+    folder = stage.folder / model
+    config = ModelConfig.from_pretrained(folder)
     if split in GROUPS:
         tp_size, ep_size = GROUPS[split]
         parallel = init_parallel("gloo", meeting, rank, tp_size, 1, TIMEOUT_S)
         parallel = replace(parallel, ep_size=ep_size)
         kernels = EngineConfig().kernel_choice("cpu")
+        if split.endswith("map"):
+            assert config.layout is not None
+            config = replace(config, layout=MAP.place(config.layout, ep_size))
     else:
         parallel = init_parallel("gloo", meeting, rank, *SPLITS[split], TIMEOUT_S)
-    folder = str(stage.folder / model)
-    runner = make_runner(folder, page_size=4, parallel=parallel, kernels=kernels)
+    changes: dict[str, Any] = {"page_size": 4, "kernels": kernels, "model": config}
+    runner = make_runner(str(folder), parallel=parallel, **changes)
     found = run_lines(StepDriver(runner), stage.lines[model], MAX_NEW)
     if parallel.is_last_stage:
         stage.queue.put(((model, split), [rows.numpy() for rows in found]))

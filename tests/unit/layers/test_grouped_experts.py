@@ -3,6 +3,7 @@ by expert."""
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +25,7 @@ from engine.models.cuts import take_ranges
 from engine.models.mixture_cuts import mixture_cut
 from tests.support.kernels import load_kernels, torch_threads
 
-ALL = ExpertShare(0, 6, ParallelState.single())
+ALL = ExpertShare(range(6), 6, ParallelState.single())
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_local_experts": 6}
 KINDS: dict[str, tuple[Any, Any]] = {
     "gated": (MixtralExperts, MixtralConfig(**SIZES)),
@@ -47,12 +48,20 @@ def make(kind: str, dtype: torch.dtype) -> Any:
 
 def share(kind: str, rank: int) -> tuple[Any, ExpertShare]:
     """One of two ranks' experts; nothing is added up."""
+    return some(kind, [3 * rank, 3 * rank + 1, 3 * rank + 2])
+
+
+def scattered(kind: str, rank: int) -> tuple[Any, ExpertShare]:
+    """The same for experts that don't follow one another."""
+    return some(kind, [[0, 2, 5], [1, 3, 4]][rank])
+
+
+def some(kind: str, experts: list[int]) -> tuple[Any, ExpertShare]:
     module = make(kind, torch.float32)
     for name, value in [*module.named_parameters()]:
-        half = torch.nn.Parameter(value.data[3 * rank : 3 * rank + 3], requires_grad=False)
-        setattr(module, name, half)
-    others: Any = SimpleNamespace(tp_size=2, tp_rank=rank, all_reduce=lambda x: x)
-    return module, ExpertShare(3 * rank, 3, others)
+        setattr(module, name, torch.nn.Parameter(value.data[experts], requires_grad=False))
+    others: Any = SimpleNamespace(tp_size=2, all_reduce=lambda x: x)
+    return module, ExpertShare(experts, 6, others)
 
 
 def routes(tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -78,15 +87,19 @@ def test_it_is_the_sum_of_the_experts(kind: str, dtype: torch.dtype) -> None:
         assert torch.equal(found, grouped(*given))
 
 
+@pytest.mark.parametrize("divide", [share, scattered])
 @pytest.mark.parametrize("kind", KINDS)
-def test_ranks_add_up_and_numbers_of_no_expert_add_nothing(kind: str) -> None:
+def test_ranks_add_up_and_numbers_of_no_expert_add_nothing(kind: str, divide: Any) -> None:
     given = routes(20, torch.float32)
+    given[1][3, 1], given[1][4, 1] = 6, -1
     wanted = GroupedExperts(make(kind, torch.float32), ALL)(*given)
-    parts = []
+    parts, apart = [], []
     for rank in (0, 1):
-        module, mine = share(kind, rank)
+        module, mine = divide(kind, rank)
+        apart.append(Experts(copy.deepcopy(module), PlainFormat(), mine)(*given))
         parts.append(GroupedExperts(module, mine)(*given))
-    torch.testing.assert_close(parts[0] + parts[1], wanted, atol=1e-5, rtol=1e-5)
+    for found in (parts, apart):
+        torch.testing.assert_close(found[0] + found[1], wanted, atol=1e-5, rtol=1e-5)
     hidden, chosen, weights = given
     chosen[:, 1] = 6
     alone = GroupedExperts(make(kind, torch.float32), ALL)
@@ -106,8 +119,8 @@ def part_of_each(kind: str, rank: int) -> tuple[Any, ExpertShare]:
     if rank and kind == "biased and transposed":
         assert cut.whole == {"m.down_proj_bias": 6 * 32}
         torch.nn.init.zeros_(module.down_proj_bias)
-    others: Any = SimpleNamespace(tp_size=2, tp_rank=rank, all_reduce=lambda x: x)
-    return module, ExpertShare(0, 6, others)
+    others: Any = SimpleNamespace(tp_size=2, all_reduce=lambda x: x)
+    return module, ExpertShare(range(6), 6, others)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -165,7 +178,7 @@ def test_a_router_and_its_experts_are_one_call(top_k: int, normalized: bool) -> 
         assert all(torch.equal(row[0, 0], found[0, i]) for i, row in enumerate(alone))
 
 
-@pytest.mark.parametrize("divide", [share, part_of_each])
+@pytest.mark.parametrize("divide", [share, scattered, part_of_each])
 def test_a_rank_adds_its_own_experts_of_a_mixture(divide: Any) -> None:
     """The first of equal logits are chosen, so the ranks agree."""
     load_kernels()
@@ -205,7 +218,7 @@ def test_threads_divide_an_experts_inner_numbers() -> None:
 def test_a_mixture_counts_the_tokens_of_all_experts() -> None:
     """Also of those that another rank has."""
     load_kernels()
-    module, mine = share("gated", 1)
+    module, mine = scattered("gated", 1)
     experts = Experts(module, NativeFormat(), mine)
     torch.manual_seed(4)
     router, hidden = torch.randn(6, 32), torch.randn(200, 32)
@@ -286,10 +299,14 @@ def test_the_kernel_refuses_what_does_not_fit() -> None:
         with pytest.raises(RuntimeError, match=message):
             kernels.ExpertWeights(*arguments)
     router = kernels.pack(torch.ones(4, 8))
-    assert kernels.mixture(x, router, 4, 2, True, 0, None, by).shape == (3, 8)
+    places = torch.tensor([0, 1, -1, 9])
+    assert kernels.mixture(x, router, 4, 2, True, places, None, by).shape == (3, 8)
     for top_k in (0, 5):
         with pytest.raises(RuntimeError, match=f"there are 4 routes, not {top_k}"):
-            kernels.mixture(x, router, 4, top_k, True, 0, None, by)
+            kernels.mixture(x, router, 4, top_k, True, places, None, by)
+    for other in (places[:3], places.float()):
+        with pytest.raises(RuntimeError, match="places must be int64"):
+            kernels.mixture(x, router, 4, 2, True, other, None, by)
     for counts in (torch.zeros(3, dtype=torch.int64), torch.zeros(4)):
         with pytest.raises(RuntimeError, match="counts must be int64"):
-            kernels.mixture(x, router, 4, 2, True, 0, counts, by)
+            kernels.mixture(x, router, 4, 2, True, places, counts, by)
