@@ -38,7 +38,7 @@ class ExpertMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def read(cls, path: str) -> ExpertMap:
         """Raises `ConfigError` if the file isn't one."""
         try:
-            return msgspec.json.decode(Path(path).expanduser().read_bytes(), type=cls)
+            return msgspec.json.decode(Path(path).read_bytes(), type=cls)
         except (OSError, msgspec.DecodeError) as error:
             raise ConfigError(
                 f"expert_map {path} can't be read: {error}. `manta expert-map` makes such a file."
