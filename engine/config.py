@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from engine.checkpoint.expert_map import ExpertMap
 from engine.checkpoint.folder import resolve_model_path
 from engine.checkpoint.generation_defaults import read_generation_defaults
 from engine.checkpoint.model_config import ModelConfig
@@ -110,6 +111,11 @@ class EngineConfig(BaseModel):
     """Seed of dummy weights."""
     tp_size: int = Field(1, ge=1)
     pp_size: int = Field(1, ge=1)
+    ep_size: int | None = Field(None, ge=1)
+    """Groups of tensor parallel ranks among which a mixture's experts are divided; a group's ranks
+    divide each of its experts. None: as many groups as can be."""
+    expert_map: str | None = None
+    """File that says which experts stand on which of these groups; None: they stand in order."""
     cpu_threads: int | None = Field(None, ge=1)
     """Compute threads of each worker on CPU; None: cores / workers, but 1 for tiny models."""
     max_model_len: int | None = Field(None, ge=2)
@@ -147,6 +153,8 @@ class EngineConfig(BaseModel):
     enable_kv_events: bool = False
     """Tell subscribers what enters and leaves the prefix cache. The application switches it on if
     it chooses replicas by the contents of their caches."""
+    enable_expert_metrics: bool = False
+    """Count how many tokens each expert of a mixture gets."""
     generation_config: Literal["auto", "none"] = "auto"
     """auto: requests that leave out one of `engine.protocol.sampling_params.MODEL_DEFAULTS` get the
     model's value, from its generation_config.json. none: Manta's defaults."""
@@ -246,6 +254,16 @@ class EngineConfig(BaseModel):
                 "enable_overlap: true; set them, or choose ngram or suffix."
             )
 
+    def _place_experts(self, path: str, model: ModelConfig) -> ModelConfig:
+        layout = model.layout
+        groups = 1 if layout is None else layout.expert_groups(self.tp_size, self.ep_size)
+        if layout is None or not layout.mixtures or groups == 1:
+            raise ConfigError(
+                f"expert_map places experts on groups of workers, and of {model.title} every "
+                "worker has a part of all; leave it out, or set tp_size and ep_size above 1."
+            )
+        return replace(model, layout=ExpertMap.read(path).place(layout, groups))
+
     def check_device(self, device: str) -> None:
         """Raise `ConfigError` if a key needs another device than `device`, which may be what
         `device: auto` has become."""
@@ -279,7 +297,9 @@ class EngineConfig(BaseModel):
                 f"max_model_len ({max_len}) is longer than the model allows "
                 f"({model.max_position_embeddings}); lower it or leave it out."
             )
-        model.check_split(self.tp_size, self.pp_size)
+        model.check_split(self.tp_size, self.pp_size, self.ep_size)
+        if self.expert_map is not None:
+            model = self._place_experts(self.expert_map, model)
         if self.max_total_tokens is not None:
             usable = self.max_total_tokens // self.page_size * self.page_size
             if self.max_total_tokens < 2 * self.page_size:
@@ -328,6 +348,16 @@ class EngineConfig(BaseModel):
             )
         if self.device != "auto":
             self.check_device(self.device)
+        if self.enable_expert_metrics and (model.layout is None or not model.layout.mixtures):
+            raise ConfigError(
+                f"enable_expert_metrics counts tokens of a mixture's experts, and {model.title}, "
+                "has none that can be counted; leave it out."
+            )
+        if self.enable_expert_metrics and self.device == "simulated":
+            raise ConfigError(
+                "enable_expert_metrics needs a device that computes experts, not device: "
+                "simulated; leave it out."
+            )
         if self.simulated != SimulatedDevice() and self.device != "simulated":
             raise ConfigError("simulated needs device: simulated; set it or leave simulated out.")
         if self.pp_max_micro_batch_size is not None and self.pp_size == 1:

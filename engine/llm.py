@@ -252,6 +252,13 @@ class LLM:
             roles.append(stage_trace(0, 0, self.core.executor.trace))
         return chrome_trace({"engine": roles})
 
+    def expert_tokens(self) -> dict[int, list[int]]:
+        """By decoder layer: how many tokens each of its experts got. {} unless
+        `enable_expert_metrics` is set. Of several ranks it may lack the last second's."""
+        if not self.core.scheduler.num_in_flight:
+            self.core.executor.wait(0.0)  # takes reports that have come
+        return self.core.executor.expert_tokens()
+
     def shutdown(self) -> None:
         """Stop the workers; the object can't be used afterwards."""
         self.core.shutdown()

@@ -41,12 +41,13 @@ def stage_bytes(
     pp_size: int,
     pp_rank: int,
     form: WeightForm = PLAIN,
+    ep_size: int | None = None,
 ) -> int:
     """Bytes of one rank's matrices on stage `pp_rank` (norms and biases don't matter here), whose
-    plain numbers have `item` bytes."""
+    plain numbers have `item` bytes. `ep_size` as in the configuration."""
     if model.layout is not None:
         layers = model.stage_layers(pp_size)[pp_rank]
-        return PLAIN.matrix_bytes(1, model.layout.rank_parameters(tp_size, layers), item)
+        return PLAIN.matrix_bytes(1, model.layout.rank_parameters(tp_size, layers, ep_size), item)
     layer = sum(form.matrix_bytes(*shape, item) for shape in model.layer_matrices(tp_size))
     num_bytes = len(model.stage_layers(pp_size)[pp_rank]) * layer
     rows, hidden = -(-model.vocab_size // tp_size), model.hidden_size
@@ -201,6 +202,8 @@ class MemoryNeed:
     has_copies: bool = False
     """Whether decoding keeps float32 copies of keys and values (the backend `torch` on CPU)."""
     window: WindowNeed | None = None
+    ep_size: int | None = None
+    """As in the configuration."""
 
     @classmethod
     def of(cls, config: ResolvedConfig, dtype: str, attention_backend: str) -> MemoryNeed:
@@ -217,6 +220,7 @@ class MemoryNeed:
             num_rows=engine.max_running_requests + 1,
             has_copies=attention_backend == "torch",
             window=WindowNeed.of(config),
+            ep_size=engine.ep_size,
         )
 
     @property
@@ -257,10 +261,10 @@ class MemoryNeed:
         """Weights of a rank of each stage."""
         item, form = TYPE_BYTES[self.dtype], self.form
         drafts = 0 if self.draft is None else stage_bytes(self.draft, item, 1, 1, 0, form)
-        stages = range(self.pp_size)
+        split, groups = (self.tp_size, self.pp_size), self.ep_size
         return [
-            drafts + stage_bytes(self.model, item, self.tp_size, self.pp_size, stage, form)
-            for stage in stages
+            drafts + stage_bytes(self.model, item, *split, stage, form, groups)
+            for stage in range(self.pp_size)
         ]
 
 

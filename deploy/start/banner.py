@@ -34,8 +34,16 @@ def describe(app: Any) -> str:
     replicas = f"{app.max_replicas} replicas of " if app.max_replicas > 1 else ""
     return (
         f"{app.model_name} ({model.title}) from {model.path}, {replicas}tp {engine.tp_size} "
-        f"pp {engine.pp_size}, device {engine.device}"
+        f"pp {engine.pp_size}{_groups(app)}, device {engine.device}"
     )
+
+
+def _groups(app: Any) -> str:
+    """How tensor parallel ranks divide experts; "" if there is nothing to divide."""
+    layout, engine = app.resolved.model.layout, app.engine
+    if layout is None or not layout.mixtures or engine.tp_size == 1:
+        return ""
+    return f" ep {layout.expert_groups(engine.tp_size, engine.ep_size)}"
 
 
 def ready_lines(target: Target, seconds: float) -> list[str]:

@@ -1,4 +1,4 @@
-"""The `manta` command: serve, check, chat, bench."""
+"""The `manta` command: serve, check, chat, bench, expert-map."""
 
 from __future__ import annotations
 
@@ -108,6 +108,30 @@ def chat(options: argparse.Namespace) -> int:
     return Chat(options.url, options.model, options.max_tokens, options.temperature).run()
 
 
+def expert_map(options: argparse.Namespace) -> int:
+    """Run `manta expert-map`; returns the exit status."""
+    import msgspec
+
+    from deploy.start.expert_counts_file import read_expert_counts
+    from engine.checkpoint.expert_balance import busiest, in_order
+    from engine.checkpoint.expert_map import ExpertMap
+
+    counts, groups = read_expert_counts(options.counts), options.groups
+    made = ExpertMap.made_of(counts, groups)
+    tokens = list(counts.values())
+    before, after = (
+        busiest(tokens, placement)
+        for placement in (in_order(tokens, groups), list(made.layers.values()))
+    )
+    print(msgspec.json.encode(made).decode())
+    print(
+        f"{len(counts)} layers: their busiest groups have {before:.2f} times the mean of tokens "
+        f"without the map and {after:.2f} times with it",
+        file=sys.stderr,
+    )
+    return 0
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="manta", description="Serve large language models from Ray, behind OpenAI's API."
@@ -132,6 +156,15 @@ def _parser() -> argparse.ArgumentParser:
     talk.add_argument("--max-tokens", type=int, help="of an answer (default: the model's limit)")
     talk.add_argument("--temperature", type=float, help="default: the server's")
     talk.set_defaults(run=chat, parser=talk)
+
+    placing = commands.add_parser(
+        "expert-map", help="place a mixture's experts by how many tokens each got"
+    )
+    placing.add_argument("counts", help="a saved answer of /metrics (enable_expert_metrics: true)")
+    placing.add_argument(
+        "--groups", type=int, required=True, help="of workers: ep_size, or tp_size without it"
+    )
+    placing.set_defaults(run=expert_map, parser=placing)
 
     commands.add_parser("bench", help="measure a server under load (`manta bench --help`)")
     return parser

@@ -81,6 +81,8 @@ def load_target(
         args.update(map(_override, overrides))
         if isinstance(args.get("model"), str):
             args["model"] = _absolute(args["model"])
+        if isinstance(args.get("expert_map"), str):
+            args["expert_map"] = os.path.abspath(os.path.expanduser(args["expert_map"]))
         applications.append(AppConfig.from_args(args))
     return Target(config, applications)
 

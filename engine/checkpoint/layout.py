@@ -171,6 +171,14 @@ def rank_calls(
     return tuple(call.on_rank(tp_size, first) for call in found)
 
 
+def layer_of(module: str, layers: str) -> int:
+    """The decoder layer that a module is in, where the list of them is the module `layers`; 0 if
+    there is no list."""
+    if not layers or not module.startswith(f"{layers}."):
+        return 0
+    return int(module.removeprefix(f"{layers}.").split(".")[0])
+
+
 class StateSpec(msgspec.Struct, frozen=True):
     """A state that a layer keeps of each request beside keys and values, in the layer's cache."""
 
@@ -229,6 +237,43 @@ class Cut(msgspec.Struct, frozen=True):
         return self.numel // size * sum(map(len, self.ranges(tp_size, 0)))
 
 
+class MixtureCut(msgspec.Struct, frozen=True):
+    """How tensor parallel ranks divide a mixture. They form `ep_size` groups of equally many: a
+    group has some of the experts, and each of its ranks a part of these experts' inner numbers."""
+
+    name: str
+    """Of the module."""
+    num_experts: int
+    inner: int
+    """Inner numbers of an expert; 0 if they can't be divided."""
+    cuts: tuple[Cut, ...]
+    """Of parameters [experts, ...], along the inner numbers."""
+    whole: dict[str, int]
+    """Name and numbers of parameters [experts, ...] that have no inner numbers, such as what is
+    added to an expert's result: the first rank of a group adds them, its others zeros. All
+    parameters if the inner numbers can't be divided."""
+    order: tuple[int, ...] = ()
+    """The experts, those of the first group first; () stands for their own order."""
+
+    def experts(self, group: int, ep_size: int) -> list[int]:
+        """Those of one of `ep_size` groups, ascending."""
+        count = self.num_experts // ep_size
+        order = self.order or range(self.num_experts)
+        return sorted(order[group * count : (group + 1) * count])
+
+    def divides(self, tp_size: int, ep_size: int) -> bool:
+        """Whether `tp_size` ranks in `ep_size` groups can have shares of it."""
+        ranks = tp_size // ep_size
+        is_inner_fit = ranks == 1 or (self.inner > 0 and self.inner % ranks == 0)
+        return self.num_experts % ep_size == 0 and is_inner_fit
+
+    def saved(self, tp_size: int, ep_size: int) -> int:
+        """Numbers of it that a rank doesn't have."""
+        ranks = tp_size // ep_size
+        local = sum(cut.local_numel(ranks) for cut in self.cuts) + sum(self.whole.values())
+        return sum(cut.numel for cut in self.cuts) + sum(self.whole.values()) - local // ep_size
+
+
 class ModelLayout(msgspec.Struct, frozen=True):
     """A model that `engine.models.transformers_model` runs."""
 
@@ -259,7 +304,9 @@ class ModelLayout(msgspec.Struct, frozen=True):
     other_parameters: int
     """Numbers outside the layers that every stage has."""
     cuts: tuple[Cut, ...]
-    """Of the parameters that tensor parallel ranks divide; each has all of the others."""
+    """Of the parameters that tensor parallel ranks divide, those of `mixtures` aside; each has all
+    of the others."""
+    mixtures: tuple[MixtureCut, ...]
     local_modules: tuple[str, ...] = ()
     """Modules whose numbers of heads must be those of the rank."""
     not_staged: str = ""
@@ -288,8 +335,9 @@ class ModelLayout(msgspec.Struct, frozen=True):
         """The same with the keys and values that latents stand for."""
         return msgspec.structs.replace(self, calls=tuple(call.expanded for call in self.calls))
 
-    def rank_parameters(self, tp_size: int, layers: range) -> int:
-        """Numbers of a rank whose stage has these decoder layers."""
+    def rank_parameters(self, tp_size: int, layers: range, ep_size: int | None = None) -> int:
+        """Numbers of a rank whose stage has these decoder layers; `ep_size` as in the
+        configuration."""
         is_first, is_last = layers.start == 0, layers.stop == self.num_layers
         found = sum(self.layer_parameters[layer] for layer in layers) + self.other_parameters
         found += self.embedding_parameters * is_first
@@ -301,15 +349,69 @@ class ModelLayout(msgspec.Struct, frozen=True):
         for cut in self.cuts:
             if cut.name.startswith(mine):
                 found -= cut.numel - cut.local_numel(tp_size)
+        groups = self.expert_groups(tp_size, ep_size)
+        for mixture in self.mixtures:
+            if mixture.name.startswith(mine):
+                found -= mixture.saved(tp_size, groups)
         return found
+
+    def expert_groups(self, tp_size: int, ep_size: int | None) -> int:
+        """Groups of ranks that divide the experts: `ep_size`, or as many as can be if that is None.
+        Raises `ConfigError` if the mixtures can't be divided so."""
+        if ep_size is None:
+            for groups in range(tp_size, 0, -1):
+                if tp_size % groups == 0 and self._why_not_groups(tp_size, groups) == "":
+                    return groups
+            raise ConfigError(
+                f"tp_size ({tp_size}) can't divide the mixtures of {self.class_name}: "
+                f"{self._why_not_groups(tp_size, tp_size)}, and "
+                f"{self._why_not_groups(tp_size, 1)}; change tp_size."
+            )
+        if not self.mixtures:
+            raise ConfigError(
+                f"ep_size divides the experts of a mixture, and {self.class_name} has none that "
+                "can be divided; leave it out."
+            )
+        if tp_size % ep_size:
+            raise ConfigError(f"ep_size ({ep_size}) must divide tp_size ({tp_size}).")
+        if why := self._why_not_groups(tp_size, ep_size):
+            raise ConfigError(
+                f"ep_size ({ep_size}) can't be had with tp_size ({tp_size}): {why}; change one of "
+                "them, or leave ep_size out."
+            )
+        return ep_size
+
+    def _why_not_groups(self, tp_size: int, groups: int) -> str:
+        """What keeps `tp_size` ranks in `groups` from dividing the mixtures; "" if nothing."""
+        for mixture in self.mixtures:
+            if mixture.divides(tp_size, groups):
+                continue
+            if mixture.num_experts % groups:
+                return (
+                    f"the {mixture.num_experts} experts of '{mixture.name}' aren't divided by "
+                    f"{groups}"
+                )
+            ranks = tp_size // groups
+            if mixture.inner == 0:
+                return f"an expert of '{mixture.name}' can't be divided over {ranks} ranks"
+            return (
+                f"the {mixture.inner} inner numbers of an expert of '{mixture.name}' aren't "
+                f"divided by {ranks}"
+            )
+        return ""
+
+    def layer_of(self, module: str) -> int:
+        """The decoder layer that a module is in; 0 if the model has no list of them."""
+        return layer_of(module, self.layers)
 
     def divides_head(self, tp_size: int) -> bool:
         """Whether each of `tp_size` ranks has some outputs of the head; otherwise it has all."""
         return tp_size > 1 and self.head != "" and self.vocab_size % tp_size == 0
 
-    def check_split(self, tp_size: int, stages: list[range]) -> None:
-        """Raise `ConfigError` unless tensor parallel ranks and stages with these decoder layers can
-        divide the model."""
+    def check_split(self, tp_size: int, stages: list[range], ep_size: int | None = None) -> None:
+        """Raise `ConfigError` unless tensor parallel ranks, `ep_size` of which divide experts, and
+        stages with these decoder layers can divide the model."""
+        self.expert_groups(tp_size, ep_size)
         if tp_size > 1:
             self._check_ranks(tp_size)
         if len(stages) == 1:
@@ -328,7 +430,7 @@ class ModelLayout(msgspec.Struct, frozen=True):
                 )
 
     def _check_ranks(self, tp_size: int) -> None:
-        if not self.cuts:
+        if not self.cuts and not self.mixtures:
             raise ConfigError(
                 f"nothing of {self.class_name} can be divided by tensor parallelism; set "
                 "tp_size: 1."

@@ -175,19 +175,25 @@ class ModelConfig:
         """Bytes of one request's states, where the model's numbers have `item` bytes."""
         return 0 if self.layout is None else self.layout.state_bytes(item)
 
-    def check_split(self, tp_size: int, pp_size: int) -> None:
-        """Raise `ConfigError` unless the model can be divided over this many ranks."""
+    def check_split(self, tp_size: int, pp_size: int, ep_size: int | None = None) -> None:
+        """Raise `ConfigError` unless the model can be divided over this many ranks. `ep_size` as in
+        the configuration."""
         if self.keeps_states and (tp_size > 1 or pp_size > 1):
             raise ConfigError(
                 f"{self.title}, keeps states of requests beside attention, which can't "
                 "be divided yet; set tp_size: 1 and pp_size: 1."
             )
         if self.layout is not None:
-            self.layout.check_split(tp_size, self.stage_layers(pp_size))
+            self.layout.check_split(tp_size, self.stage_layers(pp_size), ep_size)
         if pp_size > max(self.num_layers, 1):
             raise ConfigError(f"pp_size ({pp_size}) exceeds the model's {self.num_layers} layers.")
         if self.layout is not None:
             return
+        if ep_size is not None:
+            raise ConfigError(
+                f"ep_size divides the experts of a mixture, and {self.architecture} has none; "
+                "leave it out."
+            )
         for call in self.calls:
             call.check_ranks(tp_size)
         if self.intermediate_size % tp_size:

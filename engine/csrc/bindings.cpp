@@ -480,11 +480,19 @@ void weigh_best(const float* logits, int64_t count, int64_t k, bool normalized, 
 
 // The same for the `k` experts of `routes` whose logits are the largest, of equal ones the first, by
 // the softmax of all logits, or of theirs if `normalized`. `router` is packed, [routes, size];
-// experts `first` and on are here. Logits and weights are rounded to the type of `hidden`.
+// `places` int64 [routes] says which expert here a route is; others are below 0, or beyond them.
+// Logits and weights are rounded to the type of `hidden`. `counts` int64 [at least routes]: the
+// tokens of each route are added to them.
 Tensor mixture(const Tensor& hidden, const Tensor& router, int64_t routes, int64_t k, bool normalized,
-               int64_t first, const ExpertWeights& by) {
+               const Tensor& places, const c10::optional<Tensor>& counts, const ExpertWeights& by) {
   check_hidden(hidden, by);
   TORCH_CHECK(k > 0 && k <= routes, "there are ", routes, " routes, not ", k);
+  TORCH_CHECK(places.scalar_type() == at::kLong && places.is_contiguous() &&
+                  places.device().is_cpu() && places.numel() == routes,
+              "places must be int64 [routes], contiguous");
+  TORCH_CHECK(!counts || (counts->scalar_type() == at::kLong && counts->is_contiguous() &&
+                          counts->device().is_cpu() && counts->numel() >= routes),
+              "counts must be int64 [routes] or more, contiguous");
   const Tensor logits = linear(hidden, router, c10::nullopt, routes, false).to(at::kFloat);
   pybind11::gil_scoped_release release;
   const Tensor chosen = at::empty({hidden.size(0), k}, logits.options());
@@ -494,9 +502,11 @@ Tensor mixture(const Tensor& hidden, const Tensor& router, int64_t routes, int64
       int64_t* best = numbers.data() + token * k;
       weigh_best(logits.data_ptr<float>() + token * routes, routes, k, normalized, best,
                  chosen.data_ptr<float>() + token * k);
-      for (int64_t i = 0; i < k; i++) best[i] -= first;
     }
   });
+  if (counts)
+    for (const int64_t number : numbers) counts->data_ptr<int64_t>()[number]++;
+  for (int64_t& number : numbers) number = places.data_ptr<int64_t>()[number];
   const Tensor rounded = chosen.to(hidden.scalar_type()).to(at::kFloat);
   return sum_experts(hidden, numbers.data(), rounded.data_ptr<float>(), k, by);
 }

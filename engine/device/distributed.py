@@ -50,6 +50,8 @@ class ParallelState:
     recv_stream: torch.cuda.Stream | None = None
     """The stream on which hidden states arrive; CUDA only."""
     pending_sends: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque, repr=False)
+    ep_size: int | None = None
+    """Groups of tensor parallel ranks that divide experts; None: as many as can be."""
 
     @classmethod
     def single(cls) -> ParallelState:

@@ -32,6 +32,11 @@ class Executor(ABC):
         Raises `EngineDeadError` if a worker is lost or a step failed.
         """
 
+    def expert_tokens(self) -> dict[int, list[int]]:
+        """By decoder layer: how many tokens each expert got, as far as is known here; {} if that
+        isn't counted."""
+        return {}
+
     @abstractmethod
     def shutdown(self) -> None:
         """Stop the workers. No method may be called afterwards."""

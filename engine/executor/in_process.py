@@ -29,5 +29,8 @@ class InProcessExecutor(Executor):
     def wait(self, timeout_s: float | None) -> GenerationBatchResult | None:
         return self._steps.take_oldest()
 
+    def expert_tokens(self) -> dict[int, list[int]]:
+        return self.worker.expert_tokens()
+
     def shutdown(self) -> None:
         self._steps = StepQueue(self.worker)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from engine.errors import EngineDeadError
 from engine.executor.base import Executor
 from engine.protocol import encoding, messages
-from engine.protocol.messages import WorkerReady
+from engine.protocol.messages import ExpertTokens, WorkerReady
 from engine.protocol.step import GenerationBatchResult, ModelWorkerBatch, SampleMasks
 from engine.protocol.transport import Inbox, Outbox
 
@@ -33,6 +33,7 @@ class MessageExecutor(Executor):
         self.num_kv_tokens = workers.num_kv_tokens
         self.outboxes = [Outbox(address) for address in workers.addresses]
         self._lost = dead
+        self._expert_tokens: dict[int, list[int]] = {}
 
     def launch(self, batch: ModelWorkerBatch) -> None:
         self._send(batch)
@@ -49,12 +50,19 @@ class MessageExecutor(Executor):
                 if result.error is not None:
                     raise EngineDeadError(f"a worker failed: {result.error}")
                 return result
+            if isinstance(result, ExpertTokens):
+                self._expert_tokens |= result.by_layer
+                continue
             lost = self._lost()
             if lost:
                 raise EngineDeadError(lost)
             waited += slice_s
             if timeout_s is not None and waited >= timeout_s:
                 return None
+
+    def expert_tokens(self) -> dict[int, list[int]]:
+        """Of the last reports, which come once a second while steps run, and once behind them."""
+        return dict(self._expert_tokens)
 
     def _send(self, message: ModelWorkerBatch | SampleMasks) -> None:
         frames = encoding.encode(message)

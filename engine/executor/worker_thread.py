@@ -18,6 +18,7 @@ from engine.errors import EngineDeadError
 from engine.executor.base import Executor
 from engine.protocol.step import GenerationBatchResult, ModelWorkerBatch, SampleMasks
 from engine.trace import StageSpan, TraceRing
+from engine.worker.base import ModelWorker
 from engine.worker.factory import make_worker
 from engine.worker.step_queue import StepQueue
 
@@ -80,6 +81,11 @@ class ThreadExecutor(Executor):
         self._in_flight -= 1
         return result
 
+    def expert_tokens(self) -> dict[int, list[int]]:
+        """As they are between steps: with a step in flight, some layers may be ahead."""
+        worker = self._thread.worker
+        return {} if worker is None else worker.expert_tokens()
+
     def shutdown(self) -> None:
         """Stop the worker after the step that runs, if one does. It may be called again."""
         self._thread.stop()
@@ -108,6 +114,8 @@ class _WorkerThread(threading.Thread):
         self._config = config
         self._trace = trace
         self._stopping = False
+        self.worker: ModelWorker | None = None
+        """Set when it is ready."""
 
     def run(self) -> None:
         try:
@@ -117,7 +125,7 @@ class _WorkerThread(threading.Thread):
 
     def _run(self) -> None:
         worker = make_worker(self._config, ParallelState.single(), self._trace)
-        steps = StepQueue(worker)
+        self.worker, steps = worker, StepQueue(worker)
         self.results.put(worker.num_kv_tokens)
         while (message := self.messages.get()) is not None and not self._stopping:
             if isinstance(message, ModelWorkerBatch):

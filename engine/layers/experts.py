@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.device.distributed import ParallelState
+from engine.layers.expert_counts import ExpertCounts
+from engine.layers.expert_share import ExpertShare
 from engine.layers.linear_kernel import NativeKernel
 from engine.layers.weight_format import WeightFormat
 from engine.native.library import require_kernels
@@ -18,19 +19,18 @@ class Experts:
     `up_proj` and `down_proj`, each [experts, out, in] or transposed.
 
     Tokens are sorted by expert, so each expert that has some is two products; on CPU mostly in one
-    call of our kernels. Of experts that tensor parallel ranks divide, a rank has some, and the
-    ranks' sums are added.
+    call of our kernels. Of experts that tensor parallel ranks divide, a rank has some, or a part of
+    each, and the ranks' sums are added.
     """
 
-    def __init__(self, module: Any, form: WeightFormat, parallel: ParallelState) -> None:
-        """The module's matrices are taken from it."""
-        self._module = module
-        count = len(module.down_proj)
-        self.parallel = parallel if count < module.num_experts else ParallelState.single()
-        self.first = self.parallel.tp_rank * count
+    def __init__(self, module: Any, form: WeightFormat, share: ExpertShare) -> None:
+        """The module's matrices, which are those of `share`, are taken from it."""
+        self._module, self.share = module, share
+        self.counts: ExpertCounts | None = None
+        """Set: added to by whoever calls, but by a `Mixture` itself."""
         up = "gate_up_proj" if module.has_gate else "up_proj"
-        self._up = [self._kernel(up, number, form) for number in range(count)]
-        self._down = [self._kernel("down_proj", number, form) for number in range(count)]
+        self._up = [self._kernel(up, number, form) for number in range(share.count)]
+        self._down = [self._kernel("down_proj", number, form) for number in range(share.count)]
         for name in (up, "down_proj"):
             setattr(module, name, None)
         self.weights = self._in_one_call()
@@ -68,14 +68,13 @@ class Experts:
         """[T, hidden] -> [T, hidden]: of each token the sum of its `chosen` int64 [T, k] experts,
         by `weights` [T, k]. A number that is no expert's adds nothing."""
         if self.weights is not None:
-            numbers, factors = (chosen - self.first).contiguous(), weights.float().contiguous()
+            numbers, factors = self.share.local(chosen).contiguous(), weights.float().contiguous()
             out = require_kernels().experts(hidden, numbers, factors, self.weights)
-            return self.parallel.all_reduce(out)
+            return self.share.sum_over.all_reduce(out)
         module, k = self._module, chosen.shape[-1]
         out = torch.zeros_like(hidden)
-        flat = chosen.reshape(-1)
-        if self.parallel.tp_size > 1:
-            flat, count = flat - self.first, len(self._up)
+        flat, count = self.share.local(chosen.reshape(-1)), self.share.count
+        if self.share.sum_over.tp_size > 1:
             flat = flat.masked_fill((flat < 0) | (flat >= count), count)
         order = flat.argsort(stable=True)
         counts = torch.bincount(flat, minlength=len(self._up)).tolist()
@@ -94,7 +93,7 @@ class Experts:
                 scaled = (found * factors[start:end]).to(out.dtype)
                 out.index_add_(0, tokens[start:end], scaled)
             start = end
-        return self.parallel.all_reduce(out)
+        return self.share.sum_over.all_reduce(out)
 
 
 class Mixture:
@@ -110,6 +109,7 @@ class Mixture:
         self._router, self._routes = kernels.pack(router.contiguous()), len(router)
         self.normalized = normalized
         self._top_k, self._experts = top_k, experts
+        self._places = experts.share.local(torch.arange(self._routes)).contiguous()
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[..., hidden] -> [..., hidden]"""
@@ -125,10 +125,11 @@ class Mixture:
             self._routes,
             self._top_k,
             self.normalized,
-            experts.first,
+            self._places,
+            None if experts.counts is None else experts.counts.sums,
             experts.weights,
         )
-        return experts.parallel.all_reduce(out)
+        return experts.share.sum_over.all_reduce(out)
 
 
 def is_experts(module: nn.Module) -> bool:

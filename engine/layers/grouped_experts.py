@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.device.distributed import ParallelState
+from engine.layers.expert_counts import ExpertCounts
+from engine.layers.expert_share import ExpertShare
 
 
 class GroupedExperts:
@@ -19,22 +20,22 @@ class GroupedExperts:
     the device in each product, and can't be captured.)
     """
 
-    def __init__(self, module: Any, parallel: ParallelState) -> None:
-        self._module = module
-        self._count = len(module.down_proj)
-        self._parallel = parallel if self._count < module.num_experts else ParallelState.single()
-        self._first = self._parallel.tp_rank * self._count
+    def __init__(self, module: Any, share: ExpertShare) -> None:
+        """The module's matrices are those of `share`."""
+        self._module, self._share = module, share
+        self.counts: ExpertCounts | None = None
+        """Set: added to by whoever calls."""
         self._up_name = "gate_up_proj" if module.has_gate else "up_proj"
 
     def __call__(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden]: of each token the sum of its `chosen` int64 [T, k] experts,
         by `weights` [T, k]. A number that is no expert's adds nothing."""
         module, k = self._module, chosen.shape[-1]
-        flat = chosen.reshape(-1) - self._first
-        flat = flat.masked_fill((flat < 0) | (flat >= self._count), self._count)
+        flat, count = self._share.local(chosen.reshape(-1)), self._share.count
+        flat = flat.masked_fill((flat < 0) | (flat >= count), count)
         experts, order = flat.sort(stable=True)
         # Where each expert's tokens end; those of none stand behind them all.
-        bounds = torch.arange(self._count, device=flat.device)
+        bounds = torch.arange(count, device=flat.device)
         ends = torch.searchsorted(experts, bounds, right=True).int()
         inner = self._product(self._up_name, hidden[order // k], experts, ends)
         inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
@@ -42,10 +43,10 @@ class GroupedExperts:
         if getattr(module, "has_post_expert_norm", False):  # older versions lack it
             found = module.post_expert_norm(found)
         # The products leave the rows of no expert as they were allocated.
-        found = found.masked_fill((experts == self._count).unsqueeze(1), 0)
+        found = found.masked_fill((experts == count).unsqueeze(1), 0)
         by_choice = torch.empty_like(found).index_copy_(0, order, found).view(*chosen.shape, -1)
         out = (by_choice * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
-        return self._parallel.all_reduce(out)
+        return self._share.sum_over.all_reduce(out)
 
     def _product(self, name: str, rows: Tensor, experts: Tensor, ends: Tensor) -> Tensor:
         """`rows` [T * k, in], sorted by expert, by their experts' matrices: [T * k, out]."""
@@ -55,5 +56,5 @@ class GroupedExperts:
         out = F.grouped_mm(rows, matrices, offs=ends)
         if self._module.has_bias:
             biases: Tensor = getattr(self._module, f"{name}_bias")
-            out = out + biases[experts.clamp(max=self._count - 1)]
+            out = out + biases[experts.clamp(max=self._share.count - 1)]
         return out

@@ -14,10 +14,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import msgspec
+
 from engine.executor.base import Executor
 from engine.protocol.messages import StepOutputs
 from engine.protocol.step import GenerationBatchResult, ModelWorkerBatch
 from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.stats import SchedulerStats, imbalance
 from engine.trace import StepSpan, TraceRing
 
 
@@ -77,6 +80,15 @@ class EngineCore:
             self.scheduler.on_idle()
         self._record()
         return self.scheduler.take_outputs()
+
+    def snapshot_stats(self) -> SchedulerStats:
+        """A copy of the scheduler's statistics, with what the workers count."""
+        by_layer = self.executor.expert_tokens()
+        return msgspec.structs.replace(
+            self.scheduler.snapshot_stats(),
+            expert_tokens_total=by_layer,
+            expert_imbalance={layer: imbalance(tokens) for layer, tokens in by_layer.items()},
+        )
 
     def _send_masks(self) -> None:
         for masks in self.scheduler.take_masks():

@@ -103,7 +103,7 @@ class SchedulerRole:
         self._deliver(core)
         if self.last_turn >= self._stats_due or core.scheduler.num_in_flight == 0:
             self._stats_due = self.last_turn + 0.1
-            self.stats = core.scheduler.snapshot_stats()
+            self.stats = core.snapshot_stats()
         self._publisher.publish(self.last_turn, is_idle=not core.scheduler.num_in_flight)
         if self._stopping:
             return
@@ -116,7 +116,9 @@ class SchedulerRole:
         else:
             core.scheduler.on_idle()
             pause = WAITING_POLL_S if core.scheduler.requests.waiting else IDLE_POLL_S
-            self._waiter.wait(COMPILING_POLL_S if self._held else pause)
+            ready = self._waiter.wait(COMPILING_POLL_S if self._held else pause)
+            if self.results in ready:
+                core.executor.wait(0.0)  # a report, or a failure
 
     def _receive(self, core: EngineCore) -> None:
         while (message := self.inbox.recv(0.0)) is not None:

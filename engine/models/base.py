@@ -10,6 +10,7 @@ from torch import Tensor
 
 from engine.attention.base import AttentionBackend, AttentionLayer
 from engine.attention.forward_batch import ForwardBatch
+from engine.layers.expert_counts import ExpertCounts
 from engine.layers.weights import WeightSource
 
 
@@ -32,6 +33,10 @@ class Model(Protocol):
     ) -> None:
         """Read this rank's weights; `progress(done, total)` after each layer. Raises `ConfigError`
         if the checkpoint doesn't fit."""
+
+    def count_experts(self) -> dict[int, ExpertCounts]:
+        """Count from now on how many tokens each expert gets: by decoder layer, {} without
+        mixtures. Call this behind `load`."""
 
     def allocate(self, num_rows: int) -> None:
         """Make room for what the model keeps of requests beside keys and values; their rows are

@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from engine.checkpoint.layout import AttentionCall, Cut, Part
+from engine.checkpoint.layout import AttentionCall, Cut, MixtureCut, Part
 from engine.layers.experts import is_experts
 from engine.models.flow import Call, Flow, Inputs
 from engine.models.interfaces import point_at
+from engine.models.mixture_cuts import mixture_cut
 
 NAME = "manta_trial"
 RANK = 4
@@ -60,6 +61,7 @@ class Found:
 
     def __init__(self) -> None:
         self.cuts: list[Cut] = []
+        self.mixtures: list[MixtureCut] = []
         self.local_modules: list[str] = []
         self.divided: list[bool] = []
 
@@ -78,14 +80,6 @@ class Found:
             self._cut(model.get_submodule(owner), attribute, owner, 0, parts)
         if plan.local is not None:
             self.local_modules.append((prefix + plan.local).rstrip("."))
-
-    def add_experts(self, name: str, module: Any) -> None:
-        """Each rank has some of the experts."""
-        own = dict(module.named_parameters(recurse=False))
-        if all(len(value) == module.num_experts for value in own.values()):
-            part = Part(module.num_experts, module.num_experts)
-            for attribute in own:
-                self._cut(module, attribute, name, 0, (part,))
 
     def _cut(self, module: nn.Module, attribute: str, name: str, dim: int, parts: Parts) -> None:
         numel = getattr(module, attribute).numel()
@@ -123,7 +117,8 @@ def find_cuts(model: nn.Module, flow: Flow, calls: list[AttentionCall]) -> Found
             taken |= {row, *sources}
     for name, module in model.named_modules():
         if is_experts(module):
-            found.add_experts(name, module)
+            mixture = mixture_cut(name, module)
+            found.mixtures += [] if mixture is None else [mixture]
     return found
 
 

@@ -14,6 +14,7 @@ from engine.checkpoint.model_config import ModelConfig
 from engine.device.distributed import ParallelState
 from engine.layers.activation import SiluAndMul
 from engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from engine.layers.expert_counts import ExpertCounts
 from engine.layers.fused_ops import FusedOps
 from engine.layers.layernorm import RMSNorm
 from engine.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
@@ -211,6 +212,9 @@ class LlamaModel:
         self.norm.load(source, "model.norm.weight")
         if not tied or self.embedding is None:
             self.head.load(source, head)
+
+    def count_experts(self) -> dict[int, ExpertCounts]:
+        return {}
 
     def allocate(self, num_rows: int) -> None:
         """Keys and values are all that it keeps."""

@@ -251,6 +251,7 @@ def record(folder: Path) -> ModelLayout:
         is_tied=shape.is_tied,
         other_parameters=shape.other_parameters,
         cuts=tuple(cuts.cuts),
+        mixtures=tuple(cuts.mixtures),
         local_modules=tuple(cuts.local_modules),
         not_staged=_why_not_staged(flow, len(shape.layer_parameters)),
         layers_return_tuples=any(layer.returns_tuple for layer in flow.layer_flows),
@@ -272,6 +273,7 @@ def _whole(model: nn.Module, calls: list[AttentionCall], common: dict[str, Any])
         is_tied=False,
         other_parameters=sum(parameter.numel() for parameter in model.parameters()),
         cuts=(),
+        mixtures=(),
         not_staged="its attention is its own code",
         states=(),
     )

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from engine.checkpoint.layout import layer_of
 from engine.models.flow import Flow
 
 
@@ -77,10 +78,3 @@ def _head_name(model: Any, output: nn.Module | None) -> str:
 
 def _numel(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
-
-
-def layer_of(module: str, layers: str) -> int:
-    """The decoder layer that a module is in; 0 if the model has no list of them."""
-    if not layers or not module.startswith(f"{layers}."):
-        return 0
-    return int(module.removeprefix(f"{layers}.").split(".")[0])

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from transformers.initialization import guard_torch_init_functions
 
-from engine.checkpoint.layout import Cut, ModelLayout, Part, rank_calls
+from engine.checkpoint.layout import Cut, MixtureCut, ModelLayout, Part, rank_calls
 from engine.device.distributed import ParallelState
 from engine.errors import ConfigError
+from engine.layers.expert_share import ExpertShare
 from engine.models.cuts import localize, take_ranges
 from engine.models.lazy_weights import LazyWeights
-from engine.models.shape import layer_of
 
 
 class Share:
@@ -25,8 +25,16 @@ class Share:
         self.layout, self.layers, self.parallel = layout, layers, parallel
         self.calls = rank_calls(layout.calls, parallel.tp_size, layers)
         self._cuts: dict[str, Cut] = {}
+        self._pieces: dict[str, list[tuple[int, list[range]]]] = {}
+        """What a rank has of a mixture's parameter, along each dimension that is divided."""
+        self._zeros: set[str] = set()
+        """Of these, what the first rank of the group adds alone."""
+        self._shares: dict[str, ExpertShare] = {}
+        """By name of a mixture."""
         if parallel.tp_size > 1:
             self._cuts = {cut.name: cut for cut in layout.cuts}
+            for mixture in layout.mixtures:
+                self._divide(mixture)
         if layout.divides_head(parallel.tp_size):
             tokens = (Part(layout.vocab_size, layout.vocab_size),)
             for name in (f"{layout.head}.weight", f"{layout.head}.bias"):
@@ -49,7 +57,7 @@ class Share:
                 replace_module(model, head, NoHead())
         if self.parallel.tp_size > 1:
             for name in self.layout.local_modules:
-                number = layer_of(name, self.layout.layers)
+                number = self.layout.layer_of(name)
                 if number in self.layers:
                     call = next(call for call in self.layout.calls if call.layer == number)
                     localize(model.get_submodule(name), call.expanded, self.parallel.tp_size)
@@ -98,6 +106,11 @@ class Share:
             if value.is_meta:
                 raise ConfigError(f"'{name}' of {self.layout.class_name} got no value.")
 
+    def experts(self, name: str, num_experts: int) -> ExpertShare:
+        """What the rank has of the mixture of this name."""
+        alone = ExpertShare(range(num_experts), num_experts, ParallelState.single())
+        return self._shares.get(name, alone)
+
     def is_row(self, linear: str) -> bool:
         """Whether ranks have parts of this linear's inputs, so that their results are added."""
         cut = self._cuts.get(f"{linear}.weight")
@@ -106,6 +119,23 @@ class Share:
     def is_gathered(self, linear: str) -> bool:
         """Whether ranks have parts of this linear's outputs, and its callers want all of them."""
         return linear == self.layout.head and f"{linear}.weight" in self._cuts
+
+    def _divide(self, mixture: MixtureCut) -> None:
+        """Note the rank's share of the mixture."""
+        tp_size = self.parallel.tp_size
+        groups = self.layout.expert_groups(tp_size, self.parallel.ep_size)
+        ranks = tp_size // groups
+        group, place = divmod(self.parallel.tp_rank, ranks)
+        mine = mixture.experts(group, groups)
+        experts = [(0, _runs(mine))]
+        for cut in mixture.cuts:
+            inner = [(cut.dim, cut.ranges(ranks, place))] if ranks > 1 else []
+            self._pieces[cut.name] = experts + inner
+        for name in mixture.whole:
+            self._pieces[name] = experts
+            if place > 0:
+                self._zeros.add(name)
+        self._shares[mixture.name] = ExpertShare(mine, mixture.num_experts, self.parallel)
 
     def _read(self, model: Any, weights: LazyWeights, names: list[str]) -> None:
         for name, value in weights.read(names):
@@ -121,6 +151,10 @@ class Share:
         elif attribute == "bias" and self.parallel.tp_rank > 0 and self.is_row(owner):
             module.bias = None  # added once, not once per rank
             return
+        for dim, ranges in self._pieces.get(name, ()):
+            value = take_ranges(value.data, dim, ranges)
+        if name in self._zeros:
+            value = torch.zeros_like(value)  # added once, not once per rank
         if attribute in module._parameters and not isinstance(value, nn.Parameter):
             value = nn.Parameter(value, False)
         value._is_hf_initialized = True  # type: ignore[attr-defined]
@@ -163,6 +197,17 @@ class NoHead(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = _no_weight()
+
+
+def _runs(numbers: list[int]) -> list[range]:
+    """Ascending numbers as ranges without gaps."""
+    found: list[range] = []
+    for number in numbers:
+        if found and found[-1].stop == number:
+            found[-1] = range(found[-1].start, number + 1)
+        else:
+            found.append(range(number, number + 1))
+    return found
 
 
 def _no_weight() -> Tensor:

@@ -25,6 +25,7 @@ from engine.checkpoint.model_config import ModelConfig
 from engine.device.distributed import ParallelState
 from engine.errors import ConfigError
 from engine.layers.embedding_table import PackedTable
+from engine.layers.expert_counts import ExpertCounts
 from engine.layers.experts import Experts, is_experts
 from engine.layers.fused_ops import FusedOps
 from engine.layers.grouped_experts import GroupedExperts
@@ -101,6 +102,14 @@ class _Step:
             return backend.forward(q, k, v, self.layers[number], batch)
         return backend.forward_sampled(q.index_select(0, rows), k, v, self.layers[number], batch)
 
+    def is_real(self, num_tokens: int) -> Tensor | None:
+        """bool [num_tokens]: those that don't only fill up a captured decode, whose row is 0; None:
+        all of them."""
+        batch = self.batch
+        if batch is None or not batch.batch_size == batch.num_tokens == num_tokens:
+            return None
+        return batch.req_pool_indices > 0
+
     def angles(self, cos: Tensor, sin: Tensor) -> Angles:
         """See `engine.models.parts.Step`."""
         for known, found in self._angles:
@@ -155,6 +164,9 @@ def _by_token(x: Tensor) -> Tensor:
 def _experts(module: nn.Module, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """What a mixture of experts calls."""
     experts: Experts | GroupedExperts = module.manta_experts  # type: ignore[assignment]
+    if experts.counts is not None:
+        step: _Step = module.manta_step  # type: ignore[assignment]
+        experts.counts.add(chosen, step.is_real(len(chosen)))
     return experts(hidden, chosen, weights)
 
 
@@ -336,11 +348,14 @@ class TransformersModel:
             self._share.fill(model, weights, self.device, progress)
             table = self._tie(model, source.format)
             self._replace_linears(model, source.format)
-            for module in filter(is_experts, model.modules()):
+            for name, module in model.named_modules():
+                if not is_experts(module):
+                    continue
+                share = self._share.experts(name, module.num_experts)
                 if self.device.type == "cuda":
-                    module.manta_experts = GroupedExperts(module, self.parallel)
+                    module.manta_experts = GroupedExperts(module, share)
                 else:
-                    module.manta_experts = Experts(module, source.format, self.parallel)
+                    module.manta_experts = Experts(module, source.format, share)
         point_at(model, self.attention_name, _NAME)
         _fix_rotations(model, self._max_positions)
         self._use_latents(model)
@@ -367,6 +382,16 @@ class TransformersModel:
         if call is not None:
             like = torch.empty(0, dtype=self.dtype, device=self.device)
             load_latents(model, call, like, self.parallel.tp_size, self.parallel.tp_rank)
+
+    def count_experts(self) -> dict[int, ExpertCounts]:
+        found: dict[int, ExpertCounts] = {}
+        for mixture in self._layout.mixtures:
+            layer = self._layout.layer_of(mixture.name)
+            if layer in self._share.layers:
+                module: Any = self._model.get_submodule(mixture.name)
+                counts = ExpertCounts(mixture.num_experts, self.device)
+                module.manta_experts.counts = found[layer] = counts
+        return found
 
     def allocate(self, num_rows: int) -> None:
         """Keys and values are all that it keeps."""

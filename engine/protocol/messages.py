@@ -128,6 +128,13 @@ class WorkerReady(msgspec.Struct):
     """Why the worker can't take steps; "" if it can."""
 
 
+class ExpertTokens(msgspec.Struct):
+    """How many tokens the experts of a pipeline stage got since it was ready."""
+
+    by_layer: dict[int, list[int]]
+    """By decoder layer: [experts]."""
+
+
 class ReaderGone(msgspec.Struct):
     """All requests with this `reply_to` are to be aborted: nobody reads their output."""
 

@@ -65,6 +65,7 @@ KINDS: tuple[type[Any], ...] = (
     tokenizer_messages.Unregister,
     tokenizer_messages.TextOutputs,
     messages.IngressMetrics,
+    messages.ExpertTokens,
 )
 """All kinds of messages; the place of one is its code."""
 _CODES = {kind: code for code, kind in enumerate(KINDS)}

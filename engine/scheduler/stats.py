@@ -30,3 +30,13 @@ class SchedulerStats(msgspec.Struct):
     spec_decode_accepted_tokens_total: int = 0
     spec_decode_accepted_per_position_total: list[int] = msgspec.field(default_factory=list)
     """By place of the draft in its step."""
+    expert_tokens_total: dict[int, list[int]] = msgspec.field(default_factory=dict)
+    """By decoder layer, of each expert, if they are counted."""
+    expert_imbalance: dict[int, float] = msgspec.field(default_factory=dict)
+    """By decoder layer: tokens of the expert that got most, over the mean of all."""
+
+
+def imbalance(tokens: list[int]) -> float:
+    """The most of `tokens` by their mean; 1.0 if there are none."""
+    total = sum(tokens)
+    return max(tokens) * len(tokens) / total if total else 1.0

@@ -57,6 +57,11 @@ class ModelWorker(ABC):
     def drop_graphs(self) -> None:  # noqa: B027 (most workers have none)
         """Free captured steps. No step may follow."""
 
+    def expert_tokens(self) -> dict[int, list[int]]:
+        """By decoder layer: how many tokens each of its experts got, if that is counted. It may
+        wait for the device."""
+        return {}
+
     def device_progress(self) -> DeviceProgress:
         """Any thread may ask. A device whose work is done when the call returns has none of its
         own."""

@@ -59,7 +59,8 @@ class DraftModelDrafter(Drafter):
                 "ngram or suffix."
             )
         assert self.config.model is not None
-        alone = config.engine.model_copy(update={"tp_size": 1, "pp_size": 1})
+        whole = {"tp_size": 1, "pp_size": 1, "ep_size": None, "enable_expert_metrics": False}
+        alone = config.engine.model_copy(update=whole)
         model = ModelConfig.from_pretrained(resolve_model_path(self.config.model))
         resolved = replace(config.resolved, engine=alone, model=model)
         self._runner = ModelRunner(

@@ -69,7 +69,7 @@ class ModelRunner:
         has only its padding page; without a `meter` it has the size of `config`. Raises
         `ConfigError` if the checkpoint or the sizes don't fit.
         """
-        config.model.check_split(parallel.tp_size, parallel.pp_size)
+        config.model.check_split(parallel.tp_size, parallel.pp_size, parallel.ep_size)
         longest = config.model.max_position_embeddings
         if config.max_model_len > longest:
             raise ConfigError(
@@ -83,6 +83,9 @@ class ModelRunner:
         progress = LoadProgress() if parallel.rank == 0 else None
         self.model = load_model(config, parallel, self.device, progress)
         self.dtype = self.model.dtype
+        counts = config.engine.enable_expert_metrics
+        self.expert_counts = self.model.count_experts() if counts else {}
+        """By decoder layer."""
         self._pooler = Pooler(self.model.final_norm)
         if meter is not None:
             meter.loaded()

@@ -110,6 +110,8 @@ class TpModelWorker(ModelWorker):
         if config.engine.speculative_config is not None and parallel.is_last_stage:
             self._speculation = make_speculation(config, parallel, self.runner, self.sampler)
         self.graphs = self._capture(config.cuda_graph_max_batch_size, graph_backend)
+        for counts in self.runner.expert_counts.values():
+            counts.reset()  # what was tried, measured and captured is no request's
         self.queue.join()
         self._trace = trace
 
@@ -129,6 +131,10 @@ class TpModelWorker(ModelWorker):
 
     def drop_graphs(self) -> None:
         self.graphs = None
+
+    def expert_tokens(self) -> dict[int, list[int]]:
+        with self.queue.stream():
+            return {layer: c.tokens() for layer, c in self.runner.expert_counts.items()}
 
     def device_progress(self) -> DeviceProgress:
         return DeviceProgress(*self.queue.marks_passed())

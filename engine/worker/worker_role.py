@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import importlib
 import logging
@@ -20,6 +21,7 @@ from engine.protocol.step import GenerationBatchResult, ModelWorkerBatch, Sample
 from engine.protocol.transport import Inbox, Outbox
 from engine.trace import StageSpan, TraceRing
 from engine.worker.base import ModelWorker
+from engine.worker.expert_report import ExpertReport
 from engine.worker.step_beat import StepBeat
 from engine.worker.step_queue import StepQueue
 
@@ -65,7 +67,10 @@ def run_worker(
         beat = beat or StepBeat()
         beat.follow(worker.device_progress)
         speaks = parallel.is_last_stage and parallel.tp_rank == 0
-        while _turn(steps, beat, inbox, results if speaks else None, rank, results):
+        report: ExpertReport | None = None
+        if config.engine.enable_expert_metrics and parallel.tp_rank == 0:
+            report = ExpertReport(worker, results.send)
+        while _turn(steps, beat, inbox, results if speaks else None, rank, results, report):
             pass
         # NCCL waits for graphs that hold calls of a group that is destroyed.
         worker.drop_graphs()
@@ -117,7 +122,7 @@ def _join(config: WorkerConfig, rank: int, store: tuple[str, int], host: str) ->
         torch.cuda.set_device(0)
     if config.engine.world_size > 1:
         let_gloo_use(host)
-    return init_parallel(
+    parallel = init_parallel(
         config.comm_backend,
         "",
         rank,
@@ -126,6 +131,7 @@ def _join(config: WorkerConfig, rank: int, store: tuple[str, int], host: str) ->
         INIT_TIMEOUT_S,
         open_store(*store, master=False) if config.engine.world_size > 1 else None,
     )
+    return dataclasses.replace(parallel, ep_size=config.engine.ep_size)
 
 
 def _load(
@@ -143,6 +149,7 @@ def _turn(
     out: Outbox | None,
     rank: int,
     failures: Outbox,
+    report: ExpertReport | None,
 ) -> bool:
     """Send the results that are ready, then take one message; False after `Shutdown`."""
     message: Any = None
@@ -155,7 +162,8 @@ def _turn(
             beat.progressed()
         left_s = steps.seconds_left()
         beat.rest(waits_for_device=left_s is not None)
-        message = _receive(inbox, left_s)
+        report_s = None if report is None else report.send_due()
+        message = _receive(inbox, _sooner(left_s, report_s))
         if message is not None:
             beat.progressed()
             beat.work()
@@ -165,6 +173,8 @@ def _turn(
             case ModelWorkerBatch():
                 step = message.step
                 steps.launch(message)
+                if report is not None:
+                    report.stepped()
             case SampleMasks():
                 step = message.step
                 steps.apply(message)
@@ -184,6 +194,10 @@ def _turn(
             )
         raise
     return True
+
+
+def _sooner(a: float | None, b: float | None) -> float | None:
+    return min((seconds for seconds in (a, b) if seconds is not None), default=None)
 
 
 def _receive(inbox: Inbox, seconds: float | None) -> Any | None:

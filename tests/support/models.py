@@ -296,6 +296,7 @@ def make_config(
         tp_size=parallel.tp_size,
         pp_size=parallel.pp_size,
         swa_full_tokens_ratio=1.0,  # otherwise only a scheduler's steps say what is where
+        ep_size=parallel.ep_size,
     )
     config = WorkerConfig(
         ResolvedConfig(engine, ModelConfig.from_pretrained(folder), 256, "last"),

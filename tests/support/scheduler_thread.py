@@ -7,7 +7,7 @@ from typing import Any
 
 from engine.executor.message_executor import ReadyWorkers
 from engine.loop.scheduler_role import SchedulerRole
-from engine.protocol.messages import Shutdown
+from engine.protocol.messages import ExpertTokens, Shutdown
 from engine.protocol.step import GenerationBatchResult, ModelWorkerBatch
 from engine.protocol.transport import Inbox, Outbox
 from tests.support.scheduler_configs import scheduler_config
@@ -29,6 +29,8 @@ class SchedulerThread:
         )
         self.works = threading.Event()
         self.works.set()
+        self.reports: list[ExpertTokens] = []
+        """What the worker tells behind its next result."""
         self._results = results.address
         self._outbox = Outbox(self.inbox.address)
         self._threads = [
@@ -55,5 +57,7 @@ class SchedulerThread:
             self.works.wait(20)
             tokens = [TOKEN] * len(message.sampled_lines)
             results.send(GenerationBatchResult(message.step, tokens))
+            while self.reports:
+                results.send(self.reports.pop(0))
         results.close()
         self._worker.close()

@@ -57,6 +57,7 @@ def make_worker(
     attention_backend: str = "torch",
     sampling_backend: str = "auto",
     load_format: str = "auto",
+    enable_expert_metrics: bool = False,
 ) -> TpModelWorker:
     parallel = parallel or ParallelState.single()
     config = make_config(
@@ -69,6 +70,7 @@ def make_worker(
         device=device,
         dtype=dtype,
         attention_backend=attention_backend,
+        enable_expert_metrics=enable_expert_metrics,
         sampling_backend=sampling_backend,
         load_format=load_format,
         cuda_graph_max_batch_size=max_batch_size,

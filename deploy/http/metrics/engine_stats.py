@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from deploy.http.metrics.exposition import Family, joined, label_text, scalar
 
-Statistics = Mapping[str, float | str | list[int]]
+ByLayer = dict[int, float] | dict[int, list[int]]
+Statistics = Mapping[str, float | str | list[int] | ByLayer]
 """Of one replica, by name; `replica` is the replica's own name. A list has a number for each
-position."""
+position. A mapping has for each decoder layer a number, or a list with one for each expert."""
 
 
 class EngineStats:
@@ -32,6 +33,8 @@ class EngineStats:
                     samples.setdefault(key, []).append((replica, value))
                 elif isinstance(value, list):
                     samples.setdefault(key, []).extend(_by_position(replica, value))
+                elif isinstance(value, dict) and value:
+                    samples.setdefault(key, []).extend(_by_layer(replica, value))
         up = scalar(
             "manta_engine_stats_up",
             "gauge",
@@ -69,6 +72,20 @@ def _by_position(labels: str, values: Sequence[int]) -> list[tuple[str, float]]:
         (joined(label_text({"position": str(at)}), labels), value)
         for at, value in enumerate(values)
     ]
+
+
+def _by_layer(labels: str, values: ByLayer) -> list[tuple[str, float]]:
+    found: list[tuple[str, float]] = []
+    for layer, value in values.items():
+        of_layer = {"layer": str(layer)}
+        if isinstance(value, list):
+            found += [
+                (joined(label_text({**of_layer, "expert": str(expert)}), labels), tokens)
+                for expert, tokens in enumerate(value)
+            ]
+        else:
+            found.append((joined(label_text(of_layer), labels), value))
+    return found
 
 
 def _family(key: str, values: Sequence[tuple[str, float]]) -> Family:

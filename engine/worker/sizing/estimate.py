@@ -37,7 +37,7 @@ def stage_weight_bytes(config: WorkerConfig, parallel: ParallelState) -> int:
     """Bytes of one rank's matrices."""
     item, form = resolve_dtype(config.dtype).itemsize, weight_form(config.engine.quantization)
     split = parallel.tp_size, parallel.pp_size, parallel.pp_rank
-    return stage_bytes(config.model, item, *split, form)
+    return stage_bytes(config.model, item, *split, form, parallel.ep_size)
 
 
 def kv_bytes_per_token(config: WorkerConfig, dtype: torch.dtype) -> int:

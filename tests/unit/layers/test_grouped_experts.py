@@ -3,6 +3,7 @@ by expert."""
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,11 +16,16 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 
 from engine.device.distributed import ParallelState
+from engine.layers.expert_counts import ExpertCounts
+from engine.layers.expert_share import ExpertShare
 from engine.layers.experts import Experts, Mixture
 from engine.layers.grouped_experts import GroupedExperts
 from engine.layers.weight_format import NativeFormat, PlainFormat
+from engine.models.cuts import take_ranges
+from engine.models.mixture_cuts import mixture_cut
 from tests.support.kernels import load_kernels, torch_threads
 
+ALL = ExpertShare(range(6), 6, ParallelState.single())
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_local_experts": 6}
 KINDS: dict[str, tuple[Any, Any]] = {
     "gated": (MixtralExperts, MixtralConfig(**SIZES)),
@@ -40,13 +46,22 @@ def make(kind: str, dtype: torch.dtype) -> Any:
     return module.to(dtype)
 
 
-def share(kind: str, rank: int) -> tuple[Any, Any]:
-    """One of two ranks' experts, and the rank; nothing is added up."""
+def share(kind: str, rank: int) -> tuple[Any, ExpertShare]:
+    """One of two ranks' experts; nothing is added up."""
+    return some(kind, [3 * rank, 3 * rank + 1, 3 * rank + 2])
+
+
+def scattered(kind: str, rank: int) -> tuple[Any, ExpertShare]:
+    """The same for experts that don't follow one another."""
+    return some(kind, [[0, 2, 5], [1, 3, 4]][rank])
+
+
+def some(kind: str, experts: list[int]) -> tuple[Any, ExpertShare]:
     module = make(kind, torch.float32)
     for name, value in [*module.named_parameters()]:
-        half = torch.nn.Parameter(value.data[3 * rank : 3 * rank + 3], requires_grad=False)
-        setattr(module, name, half)
-    return module, SimpleNamespace(tp_size=2, tp_rank=rank, all_reduce=lambda x: x)
+        setattr(module, name, torch.nn.Parameter(value.data[experts], requires_grad=False))
+    others: Any = SimpleNamespace(tp_size=2, all_reduce=lambda x: x)
+    return module, ExpertShare(experts, 6, others)
 
 
 def routes(tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -61,9 +76,8 @@ def routes(tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_the_sum_of_the_experts(kind: str, dtype: torch.dtype) -> None:
-    single = ParallelState.single()
-    grouped = GroupedExperts(make(kind, dtype), single)
-    apart = Experts(make(kind, dtype), PlainFormat(), single)
+    grouped = GroupedExperts(make(kind, dtype), ALL)
+    apart = Experts(make(kind, dtype), PlainFormat(), ALL)
     for tokens in (1, 7, 64):
         given = routes(tokens, dtype)
         found, wanted = grouped(*given), apart(*given)
@@ -73,29 +87,61 @@ def test_it_is_the_sum_of_the_experts(kind: str, dtype: torch.dtype) -> None:
         assert torch.equal(found, grouped(*given))
 
 
+@pytest.mark.parametrize("divide", [share, scattered])
 @pytest.mark.parametrize("kind", KINDS)
-def test_ranks_add_up_and_numbers_of_no_expert_add_nothing(kind: str) -> None:
+def test_ranks_add_up_and_numbers_of_no_expert_add_nothing(kind: str, divide: Any) -> None:
     given = routes(20, torch.float32)
-    wanted = GroupedExperts(make(kind, torch.float32), ParallelState.single())(*given)
-    parts = []
+    given[1][3, 1], given[1][4, 1] = 6, -1
+    wanted = GroupedExperts(make(kind, torch.float32), ALL)(*given)
+    parts, apart = [], []
     for rank in (0, 1):
-        module, parallel = share(kind, rank)
-        parts.append(GroupedExperts(module, parallel)(*given))
-    torch.testing.assert_close(parts[0] + parts[1], wanted, atol=1e-5, rtol=1e-5)
+        module, mine = divide(kind, rank)
+        apart.append(Experts(copy.deepcopy(module), PlainFormat(), mine)(*given))
+        parts.append(GroupedExperts(module, mine)(*given))
+    for found in (parts, apart):
+        torch.testing.assert_close(found[0] + found[1], wanted, atol=1e-5, rtol=1e-5)
     hidden, chosen, weights = given
     chosen[:, 1] = 6
-    alone = GroupedExperts(make(kind, torch.float32), ParallelState.single())
+    alone = GroupedExperts(make(kind, torch.float32), ALL)
     found = alone(hidden, chosen, weights)
     torch.testing.assert_close(found, alone(hidden, chosen[:, :1], weights[:, :1]))
+
+
+def part_of_each(kind: str, rank: int) -> tuple[Any, ExpertShare]:
+    """One of two ranks' parts of all experts; nothing is added up."""
+    cut = mixture_cut("m", make(kind, torch.float32))
+    assert cut is not None and cut.inner == 48
+    module = make(kind, torch.float32)
+    for one in cut.cuts:
+        name = one.name.removeprefix("m.")
+        taken = take_ranges(getattr(module, name).data, one.dim, one.ranges(2, rank))
+        setattr(module, name, torch.nn.Parameter(taken, requires_grad=False))
+    if rank and kind == "biased and transposed":
+        assert cut.whole == {"m.down_proj_bias": 6 * 32}
+        torch.nn.init.zeros_(module.down_proj_bias)
+    others: Any = SimpleNamespace(tp_size=2, all_reduce=lambda x: x)
+    return module, ExpertShare(range(6), 6, others)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_of_experts_add_up(kind: str) -> None:
+    """Gates and ups of GPT-OSS stand in turns."""
+    given = routes(20, torch.float32)
+    given[1][3, 1] = 6
+    wanted = Experts(make(kind, torch.float32), PlainFormat(), ALL)(*given)
+    halves = [part_of_each(kind, rank) for rank in (0, 1)]
+    grouped = [GroupedExperts(*half)(*given) for half in halves]
+    apart = [Experts(module, PlainFormat(), mine)(*given) for module, mine in halves]
+    for parts in (grouped, apart):
+        torch.testing.assert_close(parts[0] + parts[1], wanted, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_one_call_is_the_same_sum(dtype: torch.dtype, threads: int) -> None:
     load_kernels()
-    single = ParallelState.single()
-    fused = Experts(make("gated", dtype), NativeFormat(), single)
-    apart = Experts(make("gated", dtype), PlainFormat(), single)
+    fused = Experts(make("gated", dtype), NativeFormat(), ALL)
+    apart = Experts(make("gated", dtype), PlainFormat(), ALL)
     assert fused.weights is not None and apart.weights is None
     with torch_threads(threads):
         for tokens in (0, 1, 7, 64):
@@ -116,7 +162,7 @@ def test_one_call_is_the_same_sum(dtype: torch.dtype, threads: int) -> None:
 @pytest.mark.parametrize("top_k", [1, 2, 6])
 def test_a_router_and_its_experts_are_one_call(top_k: int, normalized: bool) -> None:
     load_kernels()
-    experts = Experts(make("gated", torch.float32), NativeFormat(), ParallelState.single())
+    experts = Experts(make("gated", torch.float32), NativeFormat(), ALL)
     torch.manual_seed(4)
     router = torch.randn(6, 32)
     mixture = Mixture(router, top_k, normalized, experts)
@@ -132,17 +178,18 @@ def test_a_router_and_its_experts_are_one_call(top_k: int, normalized: bool) -> 
         assert all(torch.equal(row[0, 0], found[0, i]) for i, row in enumerate(alone))
 
 
-def test_a_rank_adds_its_own_experts_of_a_mixture() -> None:
+@pytest.mark.parametrize("divide", [share, scattered, part_of_each])
+def test_a_rank_adds_its_own_experts_of_a_mixture(divide: Any) -> None:
     """The first of equal logits are chosen, so the ranks agree."""
     load_kernels()
     torch.manual_seed(5)
     router, hidden = torch.randn(6, 32), torch.randn(9, 32)
     router[3] = router[1]
-    whole = Experts(make("gated", torch.float32), NativeFormat(), ParallelState.single())
+    whole = Experts(make("gated", torch.float32), NativeFormat(), ALL)
     parts = []
     for rank in (0, 1):
-        module, parallel = share("gated", rank)
-        part = Experts(module, NativeFormat(), parallel)
+        module, mine = divide("gated", rank)
+        part = Experts(module, NativeFormat(), mine)
         parts.append(Mixture(router, 2, True, part).forward(hidden))
     wanted = Mixture(router, 2, True, whole).forward(hidden)
     torch.testing.assert_close(parts[0] + parts[1], wanted, atol=1e-5, rtol=1e-5)
@@ -168,17 +215,49 @@ def test_threads_divide_an_experts_inner_numbers() -> None:
     assert torch.equal(found[0], found[1])
 
 
+def test_a_mixture_counts_the_tokens_of_all_experts() -> None:
+    """Also of those that another rank has."""
+    load_kernels()
+    module, mine = scattered("gated", 1)
+    experts = Experts(module, NativeFormat(), mine)
+    torch.manual_seed(4)
+    router, hidden = torch.randn(6, 32), torch.randn(200, 32)
+    mixture = Mixture(router, 2, True, experts)
+    before = mixture.forward(hidden)
+    experts.counts = ExpertCounts(6, torch.device("cpu"))
+    with torch_threads(2):
+        assert torch.equal(mixture.forward(hidden), before)
+    mixture.forward(hidden[:1])
+    chosen = (hidden @ router.t()).topk(2).indices
+    chosen = torch.cat([chosen, chosen[:1]])
+    assert experts.counts.tokens() == torch.bincount(chosen.flatten(), minlength=6).tolist()
+    apart = ExpertCounts(6, torch.device("cpu"))
+    apart.add(chosen, None)
+    assert apart.tokens() == experts.counts.tokens()
+
+
+def test_tokens_of_no_expert_and_those_that_fill_up_are_not_counted() -> None:
+    counts = ExpertCounts(3, torch.device("cpu"))
+    chosen = torch.tensor([[0, 2], [1, 3], [2, 9], [-1, 2]])
+    counts.add(chosen, None)
+    assert counts.tokens() == [1, 1, 3]
+    counts.add(chosen, torch.tensor([True, False, False, True]))
+    assert counts.tokens() == [2, 1, 5]
+    counts.reset()
+    assert counts.tokens() == [0, 0, 0]
+
+
 @pytest.mark.parametrize("normalized", [True, False])
 def test_a_logit_that_is_nan_shows(normalized: bool) -> None:
     load_kernels()
-    experts = Experts(make("gated", torch.float32), NativeFormat(), ParallelState.single())
+    experts = Experts(make("gated", torch.float32), NativeFormat(), ALL)
     router = torch.randn(6, 32)
     router[5] = torch.nan
     assert Mixture(router, 2, normalized, experts).forward(torch.randn(3, 32)).isnan().all()
 
 
 def test_experts_apart_are_no_mixture() -> None:
-    apart = Experts(make("gated", torch.float32), PlainFormat(), ParallelState.single())
+    apart = Experts(make("gated", torch.float32), PlainFormat(), ALL)
     with pytest.raises(ValueError, match="one by one"):
         Mixture(torch.randn(6, 32), 2, True, apart)
 
@@ -189,7 +268,7 @@ def test_other_gates_and_biases_are_not_fused() -> None:
     gelu.act_fn = torch.nn.GELU()
     others = [make(kind, torch.float32) for kind in ("biased and transposed", "without gate")]
     for module in (*others, gelu):
-        assert Experts(module, NativeFormat(), ParallelState.single()).weights is None
+        assert Experts(module, NativeFormat(), ALL).weights is None
 
 
 def test_the_kernel_refuses_what_does_not_fit() -> None:
@@ -220,7 +299,14 @@ def test_the_kernel_refuses_what_does_not_fit() -> None:
         with pytest.raises(RuntimeError, match=message):
             kernels.ExpertWeights(*arguments)
     router = kernels.pack(torch.ones(4, 8))
-    assert kernels.mixture(x, router, 4, 2, True, 0, by).shape == (3, 8)
+    places = torch.tensor([0, 1, -1, 9])
+    assert kernels.mixture(x, router, 4, 2, True, places, None, by).shape == (3, 8)
     for top_k in (0, 5):
         with pytest.raises(RuntimeError, match=f"there are 4 routes, not {top_k}"):
-            kernels.mixture(x, router, 4, top_k, True, 0, by)
+            kernels.mixture(x, router, 4, top_k, True, places, None, by)
+    for other in (places[:3], places.float()):
+        with pytest.raises(RuntimeError, match="places must be int64"):
+            kernels.mixture(x, router, 4, 2, True, other, None, by)
+    for counts in (torch.zeros(3, dtype=torch.int64), torch.zeros(4)):
+        with pytest.raises(RuntimeError, match="counts must be int64"):
+            kernels.mixture(x, router, 4, 2, True, places, counts, by)

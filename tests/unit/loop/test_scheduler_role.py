@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +10,13 @@ import numpy as np
 import pytest
 
 from engine.loop import scheduler_role
-from engine.protocol.messages import AbortRequest, CacheFlushed, FlushCache, StepOutputs
+from engine.protocol.messages import (
+    AbortRequest,
+    CacheFlushed,
+    ExpertTokens,
+    FlushCache,
+    StepOutputs,
+)
 from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.transport import Inbox
 from tests.support.requests import add_request
@@ -69,6 +76,25 @@ def test_a_flush_empties_the_cache(asker: Asker) -> None:
     asker.add(2, 1)
     ((rid, num_cached, _),) = asker.next(StepOutputs).started
     assert (rid, num_cached) == (2, 0), "nothing is cached"
+
+
+def test_what_stages_report_of_experts_is_in_the_statistics(asker: Asker) -> None:
+    """It comes behind the last result, when the scheduler is idle; the newest counts."""
+    asker.scheduler.reports = [
+        ExpertTokens({0: [1, 2], 1: [3, 0]}),
+        ExpertTokens({2: [0, 0]}),
+        ExpertTokens({0: [1, 3], 1: [4, 0]}),
+    ]
+    asker.add(1, 1)
+    asker.end()
+    deadline = time.monotonic() + 10
+    wanted = {0: [1, 3], 1: [4, 0], 2: [0, 0]}
+    while asker.scheduler.role.stats.expert_tokens_total != wanted:
+        assert time.monotonic() < deadline, asker.scheduler.role.stats
+        time.sleep(0.01)
+    assert asker.scheduler.role.stats.expert_imbalance == {0: 1.5, 1: 2.0, 2: 1.0}
+    asker.add(2, 1)
+    asker.end()
 
 
 def test_a_scheduler_with_requests_refuses(asker: Asker) -> None:

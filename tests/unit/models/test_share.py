@@ -12,6 +12,7 @@ import torch
 import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from engine.checkpoint.layout import Cut, Part, rank_calls
 from engine.checkpoint.model_config import ModelConfig
@@ -22,6 +23,7 @@ from engine.layers.weights import SafetensorsSource
 from engine.memory_need import cache_bytes_per_token, stage_bytes
 from engine.models import recording
 from engine.models.lazy_weights import LazyWeights
+from engine.models.mixture_cuts import mixture_cut
 from engine.models.share import Share
 from tests.support.models import DIVISIBLE_HEADS, THROUGH_TRANSFORMERS, make_model
 from tests.support.other_architectures import made_when_asked, with_layers
@@ -32,8 +34,10 @@ DIVISIBLE = [name for name in THROUGH_TRANSFORMERS if name != "gemma4"]
 WHOLE = {"olmo2": 2, "deepseek_v3": 2}
 """Linears of a layer that every rank has whole: norms of queries and keys are over all heads, or
 what is compressed goes to all of them."""
-NUM_CUT_EXPERTS = {"mixtral": 8, "qwen3_moe": 8, "gpt_oss": 16, "deepseek_v3": 15}
-"""Parameters of experts that are divided. Llama 4's have a module of its own kind."""
+NUM_CUT_EXPERTS = {"mixtral": 8, "qwen3_moe": 8, "gpt_oss": 16, "deepseek_v3": 6}
+"""Parameters of mixtures. Llama 4's have a module of its own kind."""
+EXPERT_SPLITS = [(2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]
+"""tp_size and ep_size."""
 
 
 @pytest.fixture(scope="module")
@@ -82,8 +86,41 @@ def test_ranks_have_what_memory_is_calculated_for(folders: dict[str, Path], name
         assert layers == 4
 
 
+@pytest.mark.parametrize("name", NUM_CUT_EXPERTS)
+def test_groups_of_ranks_have_what_memory_is_calculated_for(
+    folders: dict[str, Path], name: str
+) -> None:
+    config = ModelConfig.from_pretrained(folders[name])
+    model = share_of(config, ParallelState.single())
+    for tp_size, ep_size in EXPERT_SPLITS:
+        of_groups: list[Any] = []
+        for tp_rank in range(tp_size):
+            part = share_of(config, ParallelState(tp_rank, tp_size, 0, 1, ep_size=ep_size))
+            found = sum(p.numel() for p in part.parameters())
+            calculated = stage_bytes(config, 4, tp_size, 1, 0, ep_size=ep_size) / 4
+            biases = _row_biases(config, 1, 0) if tp_rank else 0
+            assert found + biases == calculated, (tp_size, ep_size, tp_rank)
+            of_groups.append(part.model.layers[-1].mlp.experts)
+        _check_together(of_groups, ep_size, model.model.layers[-1].mlp.experts)
+
+
+def _check_together(parts: list[Any], ep_size: int, whole: Any) -> None:
+    """The ranks of each group have all numbers of its experts, each once."""
+    ranks, count = len(parts) // ep_size, whole.num_experts // ep_size
+    for name, value in whole.named_parameters():
+        for group in range(ep_size):
+            mine = parts[group * ranks : (group + 1) * ranks]
+            held = torch.cat([getattr(part, name).flatten() for part in mine])
+            if name == "down_proj_bias":
+                assert len(held) == ranks * count * 32
+                held = held[held != 0]
+            numbers = held.sort().values
+            wanted = value[group * count : (group + 1) * count].flatten().sort().values
+            assert torch.equal(numbers, wanted), (name, group)
+
+
 def _row_biases(config: ModelConfig, pp_size: int, pp_rank: int) -> int:
-    """Numbers of biases that only the first tensor parallel rank adds."""
+    """Numbers of biases that only the first tensor parallel rank adds, experts' aside."""
     per_layer = {"gpt_neox": 2 * 32, "gpt_oss": 32}.get(config.path.name.rstrip("0123456789"), 0)
     return per_layer * len(config.stage_layers(pp_size)[pp_rank])
 
@@ -102,8 +139,9 @@ def test_heads_experts_and_inner_sizes_are_divided(folders: dict[str, Path], nam
     model = AutoModelForCausalLM.from_pretrained(folders[name])
     inner = [n for n, m in model.named_modules() if type(m) is nn.Linear and ".layers." in n]
     assert len(set(inner) - divided) == 4 * WHOLE.get(name, 0)
-    num_experts = sum("experts" in cut.name for cut in layout.cuts)
+    num_experts = sum(len(mixture.cuts) + len(mixture.whole) for mixture in layout.mixtures)
     assert num_experts == NUM_CUT_EXPERTS.get(name, 0)
+    assert all(mixture.inner for mixture in layout.mixtures)
 
 
 def test_layers_that_read_more_than_the_one_before_have_no_stages(
@@ -151,16 +189,64 @@ def test_what_does_not_divide_is_refused(
 
 def test_sizes_that_do_not_divide_are_refused_by_the_weights_name(tmp_path: Path) -> None:
     arch, keys = THROUGH_TRANSFORMERS["mixtral"]
-    folder = make_model(tmp_path, arch, **keys | {"num_local_experts": 3})
+    folder = make_model(tmp_path, arch, **keys | {"num_local_experts": 3, "intermediate_size": 45})
     layout = recording.record(folder)
-    with pytest.raises(ConfigError, match=r"\(2\) must divide the 3 parts of 'model.*experts"):
+    words = r"tp_size \(2\) can't .*the 3 experts of 'model.*aren't .*, and the 45 inner numbers"
+    with pytest.raises(ConfigError, match=words):
         layout.check_split(2, [range(3)])
-    nothing = msgspec.structs.replace(layout, cuts=())
+    nothing = msgspec.structs.replace(layout, cuts=(), mixtures=())
     with pytest.raises(ConfigError, match="nothing of MixtralForCausalLM can be divided"):
         nothing.check_split(2, [range(3)])
     odd = msgspec.structs.replace(layout, not_staged="its layers aren't one list")
     with pytest.raises(ConfigError, match=r"stages, because its layers aren't one list; set pp_"):
         odd.check_split(1, [range(2), range(2, 3)])
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "ep_size", "words"),
+    [
+        (4, 3, r"ep_size \(3\) must divide tp_size \(4\)"),
+        (12, 12, r"tp_size \(12\): the 8 experts of .* aren't divided by 12"),
+        (4, 2, r"the 45 inner numbers of an expert of .* aren't divided by 2"),
+    ],
+)
+def test_groups_that_do_not_divide_are_refused(
+    tmp_path: Path, tp_size: int, ep_size: int, words: str
+) -> None:
+    arch, keys = THROUGH_TRANSFORMERS["mixtral"]
+    sizes = {"num_local_experts": 8, "intermediate_size": 45}
+    layout = recording.record(make_model(tmp_path, arch, **keys | sizes))
+    with pytest.raises(ConfigError, match=words):
+        layout.expert_groups(tp_size, ep_size)
+    assert [layout.expert_groups(tp_size, None) for tp_size in (1, 2, 3, 6, 8, 12)] == (
+        [1, 2, 1, 2, 8, 4]
+    )
+    for mixed in ("norm", "softmax"):
+        cut = mixture_cut("m", _mixing(mixed))
+        assert cut is not None and cut.inner == 0
+        other = msgspec.structs.replace(layout, mixtures=(cut,))
+        with pytest.raises(ConfigError, match="an expert of 'm' can't be divided over 2 ranks"):
+            other.expert_groups(4, 2)
+        assert other.expert_groups(4, None) == 4
+
+
+def _mixing(kind: str) -> Any:
+    """A mixture whose experts read all of their inner numbers at once, or are normed."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_local_experts": 4}
+    with torch.device("meta"):
+        module: Any = MixtralExperts(transformers.MixtralConfig(**sizes))
+    if kind == "softmax":
+        module.act_fn = nn.Softmax(-1)
+    else:
+        module.has_post_expert_norm = True
+    return module
+
+
+@pytest.mark.parametrize("name", ["granite", "llama4"])
+def test_ep_size_needs_experts(folders: dict[str, Path], name: str) -> None:
+    config = EngineConfig(model=str(folders[name]), tp_size=2, ep_size=2)
+    with pytest.raises(ConfigError, match="has none that can be divided; leave it out"):
+        config.resolve()
 
 
 def test_shares_of_parts() -> None:

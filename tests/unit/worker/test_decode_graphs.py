@@ -471,12 +471,38 @@ def test_code_of_transformers_is_captured(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Mixtures as they run on a GPU: the others look at which experts have tokens."""
-    grouped = lambda module, form, parallel: GroupedExperts(module, parallel)  # noqa: E731
+    grouped = lambda module, form, share: GroupedExperts(module, share)  # noqa: E731
     monkeypatch.setattr(transformers_model, "Experts", grouped)
     with made_when_asked(tmp_path_factory, with_layers(THROUGH_TRANSFORMERS)) as folders:
         pair = make_pair(folders[name])
         compare(pair, Steps(greedy, seed=2), [1, 1, 3, 3, 5, 5, 5, 8, 8, 2, 1])
     assert pair.backend.replayed > 20
+
+
+def test_experts_tokens_are_counted_without_padding(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor what was captured, and tried for the capture. (The last layer runs all tokens.)"""
+    grouped = lambda module, form, share: GroupedExperts(module, share)  # noqa: E731
+    monkeypatch.setattr(transformers_model, "Experts", grouped)
+    with made_when_asked(tmp_path_factory, with_layers(THROUGH_TRANSFORMERS)) as folders:
+        backend = RecordedGraphs()
+        worker = make_worker(
+            folders["qwen3_moe"],
+            graph_backend=backend,
+            max_batch_size=8,
+            enable_expert_metrics=True,
+        )
+        queue, steps, tokens = StepQueue(worker), Steps(greedy, seed=2), 0
+        for target in (1, 3, 3, 5, 5, 7, 2):
+            batch, _ = steps.next(target)
+            queue.launch(batch)
+            assert queue.take_oldest() is not None
+            tokens += len(batch.input_ids)
+            found = worker.expert_tokens()
+            assert found.keys() == {0, 1, 2, 3}
+            assert all(sum(layer) == 2 * tokens for layer in found.values())
+    assert backend.replayed > 4
 
 
 class Remembering(torch.nn.Module):
@@ -736,7 +762,7 @@ class Pipe:
     """A pipeline's stage in this process: hidden states lie in a list until the next stage runs."""
 
     def __init__(self, pp_rank: int, pp_size: int, on_the_way: list[torch.Tensor]) -> None:
-        self.tp_rank, self.tp_size = 0, 1
+        self.tp_rank, self.tp_size, self.ep_size = 0, 1, None
         self.pp_rank, self.pp_size = pp_rank, pp_size
         self.rank = pp_rank
         self.is_first_stage = pp_rank == 0

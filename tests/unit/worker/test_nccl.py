@@ -140,7 +140,7 @@ def test_worker_takes_its_device_before_anything_else(monkeypatch: pytest.Monkey
     monkeypatch.setattr(
         distributed, "init_parallel", lambda *args: order.append(args[0]) or ParallelState.single()
     )
-    engine = SimpleNamespace(tp_size=1, pp_size=1, world_size=1)
+    engine = SimpleNamespace(tp_size=1, pp_size=1, ep_size=None, world_size=1)
     config = SimpleNamespace(device="cuda", comm_backend="nccl", engine=engine)
     worker_role._join(config, 0, ("", 0), "127.0.0.1")  # type: ignore[arg-type]
     assert order == ["device 0", "nccl"]
@@ -177,8 +177,9 @@ def test_a_worker_leaves_its_groups(monkeypatch: pytest.MonkeyPatch, fails: bool
     monkeypatch.setattr(worker_role, "_load", load)
     monkeypatch.setattr(worker_role, "_turn", lambda *args: False)
     monkeypatch.setattr(worker_role, "gc", SimpleNamespace(collect=int, freeze=int))
+    config = SimpleNamespace(engine=SimpleNamespace(enable_expert_metrics=False))
     with pytest.raises(RuntimeError, match="no memory") if fails else nullcontext():
-        worker_role.run_worker(SimpleNamespace(), 0, ("", 0), "there", "here")  # type: ignore[arg-type]
+        worker_role.run_worker(config, 0, ("", 0), "there", "here")  # type: ignore[arg-type]
     # Graphs hold communicators: NCCL would wait for them.
     assert calls == (["abandon"] if fails else ["drop graphs", "destroy"])
     [ready] = sent
