@@ -35,7 +35,7 @@ from engine.layers.weight_format import WeightFormat
 from engine.layers.weights import DummySource, SafetensorsSource, WeightSource
 from engine.models.cuts import own_heads
 from engine.models.interfaces import point_at
-from engine.models.latents import latents_of, load_latents
+from engine.models.latents import Latents, latents_of, load_latents
 from engine.models.lazy_weights import LazyWeights
 from engine.models.parts import Chain, TiedEmbedding
 from engine.models.row_cache import cache_argument
@@ -83,8 +83,9 @@ class _Step:
         v: Tensor,
         rows: Tensor | None = None,
         angles: Angles | None = None,
+        latents: Latents | None = None,
     ) -> Tensor:
-        """See `engine.models.parts.Step`."""
+        """See `engine.models.parts.Step`. `latents`: what makes keys and values of k and v."""
         number = self.calls
         self.calls += 1
         backend, batch = self.backend, self.batch
@@ -95,6 +96,11 @@ class _Step:
                 return backend.forward_rotating(q, k, v, angles, self.layers[number], batch)
             assert self.fused is not None
             self.fused.rotate_(angles[0], q, k, angles[1])
+        if latents is not None:
+            if backend is not None and batch is not None:
+                return backend.forward_latent(q, k, v, self.layers[number], batch, latents)
+            sums = _of_each_token(latents.queries(q), k, v)
+            return latents.results(sums.view(*q.shape[:2], -1))
         if backend is None or batch is None:
             out = _of_each_token(q, k, v)
             return out if rows is None else out.index_select(0, rows)
@@ -136,12 +142,7 @@ def _attention(
     q = own_heads(q, call.num_heads, *ranks)
     k, v = (own_heads(x, call.num_kv_heads, *ranks) for x in (k, v))
     queries, keys, values = (_by_token(x) for x in (q, k, v))
-    latents = latents_of(module)
-    if latents is not None:
-        queries = latents.queries(queries)
-    out = step.attend(queries, keys, values, None)
-    if latents is not None:
-        out = latents.results(out.view(*queries.shape[:2], -1))
+    out = step.attend(queries, keys, values, None, latents=latents_of(module))
     return out.reshape(q.shape[0], q.shape[2], q.shape[1], -1), None
 
 
