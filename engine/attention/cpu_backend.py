@@ -91,7 +91,7 @@ class CpuAttentionBackend(AttentionBackend):
         long = () if least is None else (batch.query_lens_cpu >= least).nonzero()[0].tolist()
         if not long:
             return super().forward_latent(q, k, v, layer, batch, latents)
-        assert self._rows is not None and layer.call.latent_of is not None
+        assert least is not None and self._rows is not None and layer.call.latent_of is not None
         is_short = torch.from_numpy(batch.query_lens_cpu < least)
         lens = torch.from_numpy(batch.query_lens_cpu)
         tokens = is_short.repeat_interleave(lens).nonzero()[:, 0]
@@ -119,7 +119,7 @@ class CpuAttentionBackend(AttentionBackend):
         call, total = layer.call, int(batch.seq_lens_cpu[line])
         assert call.latent_of is not None
         own = call.latent_of
-        slots = self.inputs.req_to_token[int(batch.req_pool_indices_cpu[line]), :total]
+        slots = self.inputs.table(layer)[int(batch.req_pool_indices_cpu[line]), :total]
         stored = self.inputs.pool.gather(layer.layer_id, slots, q.dtype).k[:, 0]
         some = EXPANDED_BYTES // (total * (own.k_dim + own.v_dim) * q.element_size())
         places = torch.arange(total, dtype=torch.int32)[None]

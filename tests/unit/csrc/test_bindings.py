@@ -215,7 +215,6 @@ WRONG += [
     ("attention", "q", shape(3, 32), "3 dimensions"),
     ("attention", "q", shape(3, 3, 8), "3 query heads, 2 key heads"),
     ("attention", "q", shape(3, 0, 8), "0 query heads"),
-    ("attention", "q", shape(3, 98, 8), "98 query heads"),
     ("attention", "k", shape(3, 1, 8), r"\[tokens, heads, dim\]"),
     ("attention", "v", shape(3, 2, 16), r"\[tokens, heads, dim\]"),
     ("attention", "k_pool", shape(32, 16), "3 dimensions"),
@@ -259,7 +258,7 @@ def test_what_does_not_fit(
 
 def test_heads_and_types_without_a_kernel(kernels: Any) -> None:
     """Errors that take several arguments to be met."""
-    for dim, heads, kv_heads in ((578, 2, 2), (7, 2, 2), (8, 2, 0), (8, 49, 1)):
+    for dim, heads, kv_heads in ((578, 2, 2), (7, 2, 2), (8, 2, 0)):
         given = arguments(kernels, "attention")
         given["q"] = torch.zeros(3, heads, dim)
         given["k"] = given["v"] = torch.zeros(3, kv_heads, dim)
