@@ -15,6 +15,8 @@ from engine.native.library import require_kernels
 
 # As in engine/csrc/kernels.h. They are asked for before the library is loaded.
 MAX_HEAD_DIM = 576
+EXPANDED_BYTES = 64 << 20
+"""Most bytes of keys and values that are made of latents at a time."""
 
 
 def has_kernels_for(model: ModelConfig) -> bool:
@@ -25,18 +27,15 @@ def has_kernels_for(model: ModelConfig) -> bool:
     )
 
 
-EXPANDED_BYTES = 64 << 20
-"""Most bytes of keys and values that are made of latents at a time."""
-
-
 def expands_from(call: AttentionCall) -> int | None:
     """Tokens of a chunk from which it is less work to make keys and values of the latents that it
-    sees than to attend to the latents; None: it never is."""
+    sees than to attend to the latents; None: it never is, or the kernels don't take the former."""
     assert call.latent_of is not None
     own, latent = call.latent_of, call.v_dim
     saved = call.k_dim + latent - own.k_dim - own.v_dim
     made = latent * (own.k_dim - (call.k_dim - latent) + own.v_dim)
-    return None if saved <= 0 else made // saved + 1
+    fits = all(dim <= MAX_HEAD_DIM and dim % 2 == 0 for dim in (own.k_dim, own.v_dim))
+    return made // saved + 1 if fits and saved > 0 else None
 
 
 class _Rows(NamedTuple):
@@ -88,12 +87,11 @@ class CpuAttentionBackend(AttentionBackend):
     ) -> Tensor:
         """Long chunks attend to keys and values that are made of the latents for them."""
         least = expands_from(layer.call)
-        long = () if least is None else (batch.query_lens_cpu >= least).nonzero()[0].tolist()
-        if not long:
+        if least is None or not (batch.query_lens_cpu >= least).any():
             return super().forward_latent(q, k, v, layer, batch, latents)
-        assert least is not None and self._rows is not None and layer.call.latent_of is not None
-        is_short = torch.from_numpy(batch.query_lens_cpu < least)
+        assert self._rows is not None and layer.call.latent_of is not None
         lens = torch.from_numpy(batch.query_lens_cpu)
+        is_short = lens < least
         tokens = is_short.repeat_interleave(lens).nonzero()[:, 0]
         starts = torch.nn.functional.pad(lens[is_short].cumsum(0), (1, 0))
         rows = _Rows(self._rows.requests[is_short], starts, self._rows.lengths[is_short])
@@ -101,7 +99,7 @@ class CpuAttentionBackend(AttentionBackend):
         sums = self._attend(rows, short, k, v, layer, batch)  # stores all that is new
         out = q.new_empty((*q.shape[:2], layer.call.latent_of.v_dim))
         out[tokens] = latents.results(sums.view(*short.shape[:2], layer.call.v_dim))
-        for line in long:
+        for line in (~is_short).nonzero()[:, 0].tolist():
             part = slice(*batch.token_starts_cpu[line : line + 2].tolist())
             out[part] = self._expanded(q[part], layer, batch, line, latents)
         return out

@@ -87,6 +87,8 @@ def test_long_chunks_attend_to_keys_and_values_that_are_made_for_them(
     call = ModelConfig.from_pretrained(folder).calls[0]
     assert expands_from(call) == 64 * 32 // (72 + 64 - 24 - 16) + 1 == 22
     assert expands_from(msgspec.structs.replace(call, k_dim=16, v_dim=8)) is None
+    odd = msgspec.structs.replace(call, latent_of=HeadSizes(4, 25, 16))
+    assert expands_from(odd) is None
     heads: list[int] = []
     expand = Latents.expand
 
