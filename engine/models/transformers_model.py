@@ -8,7 +8,6 @@ kernels, those of one input as one product.
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -38,11 +37,10 @@ from engine.models.interfaces import point_at
 from engine.models.latents import Latents, latents_of, load_latents
 from engine.models.lazy_weights import LazyWeights
 from engine.models.parts import Chain, TiedEmbedding
+from engine.models.rotations import fix_rotations
 from engine.models.row_cache import cache_argument
 from engine.models.share import Share, replace_module
 from engine.models.takeover import Takeover
-
-logger = logging.getLogger(__name__)
 
 _NAME = "manta"
 _CAUSAL: Any = AutoModelForCausalLM
@@ -358,7 +356,7 @@ class TransformersModel:
                 else:
                     module.manta_experts = Experts(module, source.format, share)
         point_at(model, self.attention_name, _NAME)
-        _fix_rotations(model, self._max_positions)
+        fix_rotations(model, self._max_positions)
         self._use_latents(model)
         for module in model.modules():
             module.manta_step = self._step
@@ -680,28 +678,6 @@ class TransformersModel:
         finally:
             module.forward = forward
         return logits
-
-
-@torch.inference_mode()
-def _fix_rotations(model: nn.Module, max_positions: int) -> None:
-    """Let rotations whose angles depend on the longest text of a forward have those of texts of
-    `max_positions`: a step has texts of all lengths, and what is cached stays as it is."""
-    for module in model.modules():
-        kinds = getattr(module, "rope_type", None)
-        by_layer = kinds if isinstance(kinds, dict) else {None: kinds}
-        grows = [name for name, kind in by_layer.items() if kind and _grows(kind)]
-        for name in grows:
-            more = {} if name is None else {"layer_type": name}
-            device = next(module.buffers()).device
-            module(torch.zeros(1, device=device), torch.tensor([[max_positions - 1]]), **more)
-            logger.info("positions are rotated as in texts of %d tokens", max_positions)
-        if grows:
-            fixed = {name: "default" if name in grows else kind for name, kind in by_layer.items()}
-            module.rope_type = fixed if isinstance(kinds, dict) else fixed[None]  # type: ignore
-
-
-def _grows(rope_type: str) -> bool:
-    return "dynamic" in rope_type or rope_type == "longrope"
 
 
 def difference(a: Tensor, b: Tensor) -> float:
