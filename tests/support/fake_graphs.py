@@ -122,8 +122,8 @@ class CapturableAttention(TorchAttentionBackend):
     ) -> Tensor:
         if batch.num_long:
             return super().forward(q, k, v, layer, batch)
-        self.pool.set_kv(layer.layer_id, batch.out_cache_loc, k, v)
-        slots = self.inputs.req_to_token.index_select(0, batch.req_pool_indices)
+        self.pool.set_kv(layer.layer_id, self.inputs.places(layer, batch), k, v)
+        slots = self.inputs.table(layer).index_select(0, batch.req_pool_indices)
         positions = torch.arange(slots.shape[1], device=slots.device)
         seen = positions < batch.seq_lens.unsqueeze(1)
         if layer.call.window is not None:

@@ -58,6 +58,7 @@ def make_worker(
     sampling_backend: str = "auto",
     load_format: str = "auto",
     enable_expert_metrics: bool = False,
+    swa_full_tokens_ratio: float = 1.0,
 ) -> TpModelWorker:
     parallel = parallel or ParallelState.single()
     config = make_config(
@@ -71,6 +72,7 @@ def make_worker(
         dtype=dtype,
         attention_backend=attention_backend,
         enable_expert_metrics=enable_expert_metrics,
+        swa_full_tokens_ratio=swa_full_tokens_ratio,
         sampling_backend=sampling_backend,
         load_format=load_format,
         cuda_graph_max_batch_size=max_batch_size,

@@ -264,6 +264,7 @@ class DecodeGraphs:
 
     def _run_forward(self, batch: ForwardBatch, outputs: GraphOutputs) -> None:
         model = self.runner.model
+        batch.window_loc = None  # found by the graph itself, not before it is captured
         self._future_map.resolve(batch)
         hidden = model.forward(batch, self.runner.attention, outputs.hidden_in)
         if outputs.hidden_out is not None:
