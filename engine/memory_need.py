@@ -25,7 +25,9 @@ CPU_MAX_BYTES = 4 << 30
 memory is shared with everything else on it."""
 MIN_SWA_RATIO = 0.125
 """Least tokens of layers with windows for each of the KV cache where `swa_full_tokens_ratio` is
-auto. Otherwise they are half as many as all layers would have in the same memory."""
+auto."""
+USUAL_TOKENS = 4096
+"""Otherwise there are as many as requests of this length need."""
 MAX_CACHE_TOKENS = 2**30
 GRAPH_RESERVE_BYTES = 2 * GIB
 """Of a GPU: kept free for the CUDA graphs, which are captured after the KV cache is allocated."""
@@ -70,7 +72,6 @@ class WindowNeed:
     """That a running request may hold there between steps."""
     per_step: int
     """That the largest step computes; it holds them beside those of the requests."""
-    max_requests: int
     ratio: float
 
     @classmethod
@@ -80,29 +81,35 @@ class WindowNeed:
         calls = model.calls
         near = sees_windows(calls)
         is_flat = model.layout is None or model.layout.mode == "flat"
-        if not is_flat or not any(near) or engine.swa_full_tokens_ratio == 1.0:
+        if not is_flat or not any(near):
             return None
         reach = max(call.reach or 0 for call, sees in zip(calls, near, strict=True) if sees)
         spare = engine.draft_tokens + 1 + 2 * engine.page_size
         if reach + spare >= config.max_model_len:
             return None
         stated = engine.swa_full_tokens_ratio
-        whole, within = _kv_sizes(calls)
-        share = max(0.5 * whole / (whole + within / 2), MIN_SWA_RATIO)
+        per_request = -(-(reach + spare) // engine.page_size) * engine.page_size
+        if stated == "auto":
+            keeps_all = all(near) and engine.max_total_tokens is not None
+            usual = min(USUAL_TOKENS, config.max_model_len)
+            ratio = 1.0 if keeps_all else max(per_request / usual, MIN_SWA_RATIO)
+        else:
+            ratio = stated
+        if ratio >= 1.0:
+            return None
         return cls(
             reach=reach,
             page_size=engine.page_size,
-            per_request=-(-(reach + spare) // engine.page_size) * engine.page_size,
-            per_step=max_step_tokens(engine, config.max_model_len) + engine.page_size,
-            max_requests=engine.max_running_requests,
-            ratio=share if stated == "auto" else stated,
+            per_request=per_request,
+            per_step=(-(-max_step_tokens(engine, config.max_model_len) // engine.page_size) + 1)
+            * engine.page_size,
+            ratio=ratio,
         )
 
     def tokens(self, num_tokens: int) -> int:
         """Those of the layers with windows where the others have room for `num_tokens`."""
         least = self.per_request + self.per_step
-        most = self.max_requests * self.per_request + self.per_step
-        found = min(max(int(num_tokens * self.ratio), least), most, num_tokens)
+        found = min(max(int(num_tokens * self.ratio), least), num_tokens)
         return found // self.page_size * self.page_size
 
     def slots(self, num_tokens: int) -> int | None:

@@ -158,6 +158,7 @@ class EngineReplica:
         try:
             async with asyncio.timeout(REPORT_TIMEOUT_S):
                 stats = msgspec.structs.asdict((await self._group.ping())[1])
+                del stats["expert_tokens_total"]  # thousands of numbers, which are metrics
         except (TimeoutError, EngineDeadError, RayError):
             stats = None
         return {

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from engine.errors import ConfigError
 
-_SAMPLE = re.compile(r"^manta_engine_expert_tokens_total\{(.*)\} (\S+)$", re.MULTILINE)
+_SAMPLE = re.compile(r"^manta_engine_expert_tokens_total\{(.*)\} (\S+)(?: \d+)?\r?$", re.MULTILINE)
+MAX_EXPERTS = 1 << 16
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
@@ -19,7 +20,12 @@ def read_expert_counts(path: str) -> dict[int, list[int]]:
         text = Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} can't be read: {error}.") from error
-    counts = _of_json(text) if text.lstrip().startswith("{") else _of_metrics(text)
+    try:
+        counts = _of_json(text) if text.lstrip().startswith("{") else _of_metrics(text)
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+        raise ConfigError(
+            f"the counts in {path} aren't numbers by layer and expert: {error}."
+        ) from error
     if not counts:
         raise ConfigError(
             f"{path} has no counts of experts; save /metrics of a server that runs with "
@@ -29,10 +35,19 @@ def read_expert_counts(path: str) -> dict[int, list[int]]:
 
 
 def _of_json(text: str) -> dict[int, list[int]]:
-    try:
-        return {int(layer): [int(n) for n in tokens] for layer, tokens in json.loads(text).items()}
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"the counts aren't lists of numbers by layer: {error}.") from error
+    counts = {}
+    for layer, tokens in json.loads(text).items():
+        if not isinstance(tokens, list) or not tokens:
+            raise ValueError(f"layer {layer} has no list of them")
+        counts[int(layer)] = [_count(n) for n in tokens]
+    return counts
+
+
+def _count(value: str | float) -> int:
+    count = int(float(value))
+    if count < 0:
+        raise ValueError(f"{value} is negative")
+    return count
 
 
 def _of_metrics(text: str) -> dict[int, list[int]]:
@@ -43,7 +58,9 @@ def _of_metrics(text: str) -> dict[int, list[int]]:
         models.add(found.get("model_name", ""))
         experts = sums.setdefault(int(found["layer"]), {})
         expert = int(found["expert"])
-        experts[expert] = experts.get(expert, 0) + int(float(value))
+        if not 0 <= expert < MAX_EXPERTS:
+            raise ValueError(f"there is no expert {expert}")
+        experts[expert] = experts.get(expert, 0) + _count(value)
     if len(models) > 1:
         raise ConfigError(
             f"the counts are those of several models ({', '.join(sorted(models))}); keep the lines "

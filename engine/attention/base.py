@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -57,22 +57,6 @@ class AttentionInputs:
         return batch.window_loc
 
 
-class LatentHeads(Protocol):
-    """How a call's latents become the keys and values of all heads: `AttentionCall.latent_of`."""
-
-    def queries(self, q: Tensor) -> Tensor:
-        """[T, heads, dim] -> [T, heads, k_dim]: queries whose keys the latents are."""
-        ...
-
-    def results(self, x: Tensor) -> Tensor:
-        """[T, heads, v_dim], sums of latents -> the same sums of values."""
-        ...
-
-    def expand(self, latents: Tensor, heads: slice) -> tuple[Tensor, Tensor]:
-        """[S, k_dim] -> keys and values [S, number of `heads`, ...]"""
-        ...
-
-
 class AttentionBackend(ABC):
     """Causal attention of a step's tokens over their requests' cached and new tokens."""
 
@@ -116,20 +100,6 @@ class AttentionBackend(ABC):
         q [T, num_heads, k_dim], k [T, num_kv_heads, k_dim], v [T, num_kv_heads, v_dim] ->
         [T, num_heads * v_dim].
         """
-
-    def forward_latent(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layer: AttentionLayer,
-        batch: ForwardBatch,
-        latents: LatentHeads,
-    ) -> Tensor:
-        """The same for a call over latents k and v, and queries q [T, num_heads, dim] of the keys
-        that these stand for -> [T, num_heads, ...], sums of the values that they stand for."""
-        out = self.forward(latents.queries(q), k, v, layer, batch)
-        return latents.results(out.view(*q.shape[:2], layer.call.v_dim))
 
     def forward_sampled(
         self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, batch: ForwardBatch

@@ -39,7 +39,7 @@ class ExpertMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Raises `ConfigError` if the file isn't one."""
         try:
             return msgspec.json.decode(Path(path).read_bytes(), type=cls)
-        except (OSError, msgspec.DecodeError) as error:
+        except (OSError, ValueError) as error:  # msgspec's are among these
             raise ConfigError(
                 f"expert_map {path} can't be read: {error}. `manta expert-map` makes such a file."
             ) from error
@@ -47,14 +47,20 @@ class ExpertMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def place(self, layout: ModelLayout, num_groups: int) -> ModelLayout:
         """The layout of a model whose experts stand so on `num_groups` groups. Raises `ConfigError`
         if the map is another model's, or for another number of groups."""
-        by_layer = {layout.layer_of(mixture.name): mixture for mixture in layout.mixtures}
-        if others := self.layers.keys() - by_layer.keys():
+        layers = [layout.layer_of(mixture.name) for mixture in layout.mixtures]
+        if len(set(layers)) < len(layers):
+            raise ConfigError(
+                f"expert_map can't be used for {layout.class_name}, which has several mixtures in "
+                "a layer; leave it out."
+            )
+        if others := self.layers.keys() - set(layers):
             raise ConfigError(
                 f"expert_map names layer {min(others)}, which has no mixture in "
                 f"{layout.class_name}; make the map with counts of this model."
             )
         placed = tuple(
-            self._placed(layer, mixture, num_groups) for layer, mixture in by_layer.items()
+            self._placed(layer, mixture, num_groups)
+            for layer, mixture in zip(layers, layout.mixtures, strict=True)
         )
         return msgspec.structs.replace(layout, mixtures=placed)
 

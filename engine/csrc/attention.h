@@ -56,13 +56,16 @@ struct Attend {
     }
   }
 
+  // Most models have no shares, and a division costs as much as what is done with a key.
+  int64_t kv_head(int64_t head) const { return shares == 1 ? head : head / shares; }
+
   // The first numbers of a head's keys and values in the pools.
   const P* keys_of(int64_t head) const {
-    return static_cast<const P*>(a.k_pool) + head / shares * a.k_dim;
+    return static_cast<const P*>(a.k_pool) + kv_head(head) * a.k_dim;
   }
 
   const P* values_of(int64_t head) const {
-    return static_cast<const P*>(a.v_pool) + head / shares * value_size;
+    return static_cast<const P*>(a.v_pool) + kv_head(head) * value_size;
   }
 
   void read_keys(const Keys& keys, int64_t head, Tile<C>& tile) const {

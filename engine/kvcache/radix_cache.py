@@ -155,6 +155,31 @@ class RadixCache:
             last = self._add_leaf(last, data[matched:], owned, priority, known)
         return InsertResult(prefix_len, last)
 
+    def replace(
+        self,
+        token_ids: NDArray[np.int32],
+        indices: NDArray[np.int32],
+        start: int,
+        namespace: str = "",
+    ) -> bool:
+        """Let the cached pages of `token_ids` behind the first `start` tokens be those of
+        `indices`, which hold the same tokens, and free the tree's own. False, and nothing is done,
+        if some of them are locked, or `start` isn't where a node begins."""
+        path, _ = self._descend(self._namespaces[namespace], self._aligned_bytes(token_ids))
+        at, nodes = 0, []
+        for node in path:
+            if at >= start:
+                nodes.append((node, at))
+            elif at + len(node.indices) > start:
+                return False
+            at += len(node.indices)
+        if not nodes or any(node.lock_ref for node, _ in nodes):
+            return False
+        self.allocator.free(np.concatenate([node.indices for node, _ in nodes]))
+        for node, first in nodes:
+            node.indices = np.array(indices[first : first + len(node.indices)], dtype=np.int32)
+        return True
+
     def inc_lock_ref(self, node: TreeNode) -> None:
         """Protect the path to this node. Raises `KVPoolError` if the node has been evicted."""
         if node.lock_ref == EVICTED:

@@ -18,18 +18,13 @@ class WindowPages:
     needs it: the one that was left first goes first. The page is *dead* then: its tokens can't end
     a cached prefix any more, but those far enough behind them can.
 
-    A request is promised what it may come to hold before it runs (`begin`), so there is always one
-    to take. Window page 0 is the padding page's. Numbers of pages count the padding page.
+    Whoever takes pages looks first whether there are as many (`available`). Window page 0 is the
+    padding page's. Numbers of pages count the padding page.
     """
 
-    def __init__(
-        self, num_pages: int, num_window_pages: int, page_size: int, reach: int, per_step: int
-    ) -> None:
+    def __init__(self, num_pages: int, num_window_pages: int, page_size: int, reach: int) -> None:
         """`num_window_pages` without the padding page; `reach`: tokens that a query sees at most,
-        its own included; `per_step`: tokens of the largest step, for which room is kept besides
-        what requests hold between steps."""
-        self.room = num_window_pages * page_size - per_step
-        """Tokens that can still be promised to requests."""
+        its own included."""
         self.page_size = page_size
         self.reach = reach
         self.num_window_pages = num_window_pages
@@ -37,8 +32,6 @@ class WindowPages:
         """int32 [num_pages + 1]: of each page; 0: it has none."""
         self._holders: IntArray = np.zeros(num_pages + 1, np.int32)
         """Requests whose window holds each page."""
-        self._promised: dict[int, int] = {}
-        """By row: tokens of room that its request has."""
         self._first: dict[int, int] = {}
         """By row of `ReqToTokenPool`: the first page of the request that it holds, counted from
         its first token."""
@@ -54,8 +47,6 @@ class WindowPages:
 
     def clear(self) -> None:
         """Take everything back."""
-        self.room += sum(self._promised.values())
-        self._promised.clear()
         self.window_page[:] = 0
         self._holders[:] = 0
         self._first.clear()
@@ -100,12 +91,9 @@ class WindowPages:
         good = np.flatnonzero(last_dead < self._first_seen((numbers + 1) * self.page_size))
         return int(good[-1]) + 1 if len(good) else 0
 
-    def begin(self, row: int, pages: np.ndarray, need: int) -> None:
-        """A request takes `row` behind a cached prefix of `pages` [n], which is `usable`. Between
-        steps it will hold `need` tokens at most."""
+    def begin(self, row: int, pages: np.ndarray) -> None:
+        """A request takes `row` behind a cached prefix of `pages` [n], which is `usable`."""
         first = int(self._first_seen(np.array(len(pages) * self.page_size)))
-        self._promised[row] = need
-        self.room -= need
         self._first[row] = first
         seen = pages[first:]
         if (self.window_page[seen] == 0).any():
@@ -130,7 +118,6 @@ class WindowPages:
 
     def end(self, row: int, slots: IntArray) -> None:
         """A request gives `row` back, whose positions have `slots` [n]."""
-        self.room += self._promised.pop(row)
         first = self._first.pop(row)
         self._leave(slots[first * self.page_size :: self.page_size] // self.page_size)
 
@@ -159,16 +146,25 @@ class WindowPages:
     def check_integrity(self, num_rows: int) -> None:
         """Raises `KVPoolError` if a window page is lost, given twice, or kept for nobody, or if not
         `num_rows` requests have rows."""
-        if len(self._promised) != num_rows:
-            raise KVPoolError(f"{len(self._promised)} of {num_rows} requests have room in windows")
+        if len(self._first) != num_rows:
+            raise KVPoolError(f"{len(self._first)} requests have windows, {num_rows} have rows")
+        is_live = self.window_page != 0
+        in_use, left = np.count_nonzero(is_live), np.count_nonzero(is_live & (self._holders == 0))
+        if in_use + len(self._free) != self.num_window_pages:
+            raise KVPoolError(f"{in_use} window pages are in use, {len(self._free)} are free")
+        if left != len(self._left):
+            raise KVPoolError(f"{left} pages have no holder, {len(self._left)} are listed")
+        if (self._holders < 0).any() or (self._holders[~is_live] > 0).any():
+            raise KVPoolError("a request holds a dead page")
+
+    def check_pages(self) -> None:
+        """The same, page by page, which takes long."""
         given = self.window_page[self.window_page != 0].tolist()
         if sorted(given + self._free) != list(range(1, self.num_window_pages + 1)):
-            raise KVPoolError(f"{len(given)} window pages are in use, {len(self._free)} are free")
+            raise KVPoolError("a window page was given twice")
         left = np.flatnonzero((self.window_page != 0) & (self._holders == 0)).tolist()
         if sorted(self._left) != left:
-            raise KVPoolError(f"{len(left)} pages have no holder, {len(self._left)} are listed")
-        if (self._holders < 0).any() or (self._holders[self.window_page == 0] > 0).any():
-            raise KVPoolError("a request holds a dead page")
+            raise KVPoolError("other pages than those without a holder are listed")
 
     def _first_seen(self, length: np.ndarray) -> np.ndarray:
         """The first page that a token behind `length` others sees."""

@@ -39,11 +39,11 @@ class LatentSizes(NamedTuple):
 
 
 class Latents:
-    """The matrix of one module, by heads: `engine.attention.base.LatentHeads`."""
+    """The matrix of one module, by heads."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
-        """`keys` [heads, dim, latent]: of what isn't rotated of a key. `values` [heads, v_dim,
-        latent]."""
+        """`keys` [heads, dim, latent]: of what isn't rotated of a key. `values` [heads, latent,
+        v_dim]."""
         self.keys, self.values = keys, values
 
     @classmethod
@@ -63,7 +63,7 @@ class Latents:
         wanted = F.pad(some, (dim, 0)).to(like).expand_as(kept)
         if keys[..., dim:].any() or zeros.any() or not torch.equal(kept, wanted):
             return None
-        return cls(*(x.transpose(1, 2).contiguous() for x in (keys[..., :dim], values)))
+        return cls(keys[..., :dim].transpose(1, 2).contiguous(), values.contiguous())
 
     def on_rank(self, num_heads: int, tp_size: int, tp_rank: int) -> Latents:
         """Of the `num_heads` heads of a rank."""
@@ -71,7 +71,7 @@ class Latents:
         return Latents(*(part[0].contiguous() for part in parts))
 
     def queries(self, q: Tensor) -> Tensor:
-        """See `LatentHeads`."""
+        """[T, heads, dim + rotated] -> [T, heads, latent + rotated]: for keys that are latents."""
         dim, latent = self.keys.shape[1:]
         rotated = q.shape[2] - dim
         out = q.new_empty((*q.shape[:2], latent + rotated))
@@ -80,17 +80,8 @@ class Latents:
         return out
 
     def results(self, x: Tensor) -> Tensor:
-        """See `LatentHeads`."""
-        return torch.bmm(x.transpose(0, 1), self.values.transpose(1, 2)).transpose(0, 1)
-
-    def expand(self, latents: Tensor, heads: slice) -> tuple[Tensor, Tensor]:
-        """See `LatentHeads`."""
-        dim, latent = self.keys.shape[1:]
-        own, rotated = latents[:, :latent], latents[:, None, latent:]
-        keys, values = (F.linear(own, x[heads].flatten(0, 1)) for x in (self.keys, self.values))
-        keys = keys.view(len(own), -1, dim)
-        keys = torch.cat((keys, rotated.expand(-1, keys.shape[1], -1)), -1)
-        return keys, values.view(len(own), keys.shape[1], -1)
+        """[T, heads, latent], sums of latents -> [T, heads, v_dim], those of values."""
+        return torch.bmm(x.transpose(0, 1), self.values).transpose(0, 1)
 
 
 def use_latents(module: Any, latents: Latents) -> None:

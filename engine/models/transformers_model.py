@@ -30,11 +30,11 @@ from engine.layers.fused_ops import FusedOps
 from engine.layers.grouped_experts import GroupedExperts
 from engine.layers.linear_kernel import LinearKernel
 from engine.layers.rotary import Angles
-from engine.layers.weight_format import WeightFormat
+from engine.layers.weight_format import Int8Format, WeightFormat
 from engine.layers.weights import DummySource, SafetensorsSource, WeightSource
 from engine.models.cuts import own_heads
 from engine.models.interfaces import point_at
-from engine.models.latents import Latents, latents_of, load_latents
+from engine.models.latents import latents_of, load_latents
 from engine.models.lazy_weights import LazyWeights
 from engine.models.parts import Chain, TiedEmbedding
 from engine.models.rotations import fix_rotations
@@ -81,9 +81,8 @@ class _Step:
         v: Tensor,
         rows: Tensor | None = None,
         angles: Angles | None = None,
-        latents: Latents | None = None,
     ) -> Tensor:
-        """See `engine.models.parts.Step`. `latents`: what makes keys and values of k and v."""
+        """See `engine.models.parts.Step`."""
         number = self.calls
         self.calls += 1
         backend, batch = self.backend, self.batch
@@ -94,11 +93,6 @@ class _Step:
                 return backend.forward_rotating(q, k, v, angles, self.layers[number], batch)
             assert self.fused is not None
             self.fused.rotate_(angles[0], q, k, angles[1])
-        if latents is not None:
-            if backend is not None and batch is not None:
-                return backend.forward_latent(q, k, v, self.layers[number], batch, latents)
-            sums = _of_each_token(latents.queries(q), k, v)
-            return latents.results(sums.view(*q.shape[:2], -1))
         if backend is None or batch is None:
             out = _of_each_token(q, k, v)
             return out if rows is None else out.index_select(0, rows)
@@ -140,7 +134,12 @@ def _attention(
     q = own_heads(q, call.num_heads, *ranks)
     k, v = (own_heads(x, call.num_kv_heads, *ranks) for x in (k, v))
     queries, keys, values = (_by_token(x) for x in (q, k, v))
-    out = step.attend(queries, keys, values, None, latents=latents_of(module))
+    latents = latents_of(module)
+    if latents is not None:
+        queries = latents.queries(queries)
+    out = step.attend(queries, keys, values, None)
+    if latents is not None:
+        out = latents.results(out.view(*queries.shape[:2], -1))
     return out.reshape(q.shape[0], q.shape[2], q.shape[1], -1), None
 
 
@@ -346,7 +345,12 @@ class TransformersModel:
             self._share.prune(model)
             self._share.fill(model, weights, self.device, progress)
             table = self._tie(model, source.format)
+            has_rounded = isinstance(source.format, Int8Format)
+            if not has_rounded:  # before the matrices of latents are packed for nothing
+                self._use_latents(model)
             self._replace_linears(model, source.format)
+            if has_rounded:
+                self._use_latents(model)
             for name, module in model.named_modules():
                 if not is_experts(module):
                     continue
@@ -357,7 +361,6 @@ class TransformersModel:
                     module.manta_experts = Experts(module, source.format, share)
         point_at(model, self.attention_name, _NAME)
         fix_rotations(model, self._max_positions)
-        self._use_latents(model)
         for module in model.modules():
             module.manta_step = self._step
         self._keep_hidden(model)

@@ -38,8 +38,7 @@ class KVManager:
             size = config.engine.page_size
             num_pages = config.num_kv_tokens // size
             num_window_pages = self._windows.tokens(config.num_kv_tokens) // size
-            reach, per_step = self._windows.reach, self._windows.per_step
-            self.window_pages = WindowPages(num_pages, num_window_pages, size, reach, per_step)
+            self.window_pages = WindowPages(num_pages, num_window_pages, size, self._windows.reach)
         self.allocator = TokenToKVPoolAllocator(
             config.num_kv_tokens, config.engine.page_size, self.window_pages
         )
@@ -60,6 +59,13 @@ class KVManager:
     def room(self) -> int:
         """Tokens that could be allocated now: free or evictable."""
         return self.allocator.available_size() + self.tree.evictable_size
+
+    @property
+    def room_now(self) -> int:
+        """The same, and no more than layers with windows have room for at this time."""
+        if self.window_pages is None:
+            return self.room
+        return min(self.room, self.window_pages.available * self.page_size)
 
     def round_up(self, tokens: int) -> int:
         """Tokens rounded up to whole pages."""
@@ -92,17 +98,30 @@ class KVManager:
         self.rows.req_to_token[idx, : req.cached_len] = req.prefix_indices
         if self.window_pages is not None:
             pages = self._pages(req.prefix_indices)
-            self.window_pages.begin(idx, pages, self._window_need(req))
+            self.window_pages.begin(idx, pages)
 
-    def has_window_room(self, req: Req) -> bool:
-        """Whether layers with windows have room for one more request, `req`, until it ends. Its
-        prompt and output may be longer than their room: only the window is held."""
-        return self.window_pages is None or self._window_need(req) <= self.window_pages.room
+    @property
+    def window_room(self) -> int:
+        """Tokens that layers with windows can hold of requests to come, besides a step's own."""
+        if self.window_pages is None or self._windows is None:
+            return 0
+        return self.window_pages.available * self.page_size - self._windows.per_step
 
-    def _window_need(self, req: Req) -> int:
-        assert self._windows is not None
-        longest = req.prompt_len + req.max_new_tokens + self._spare
-        return min(self.round_up(longest), self._windows.per_request)
+    def held_in_windows(self, length: int) -> int:
+        """Tokens that a request of `length` tokens holds there, at most."""
+        return 0 if self._windows is None else min(length, self._windows.per_request)
+
+    def expected_in_windows(self, length: int, expected: int) -> int:
+        """Tokens that it will hold there besides, if `expected` tokens more are computed. Only the
+        window is held, so it may be longer than their room."""
+        longest = self.round_up(length + expected + self._spare)
+        return max(0, self.held_in_windows(longest) - self.held_in_windows(length))
+
+    def seen_in_windows(self, req: Req) -> int:
+        """Tokens, at most, that a matched request takes there of cached prefixes' room."""
+        if self._windows is None:
+            return 0
+        return min(req.cached_len, self._windows.reach + self.page_size)
 
     def pass_windows(self, rows: IntArray, lengths: IntArray) -> None:
         """The steps launched so far compute `lengths` tokens [n] of the requests in `rows` [n], or
@@ -207,9 +226,16 @@ class KVManager:
         if whole <= req.cached_len:
             return
         tokens = req.fill_ids[:whole]
-        if len(self.tree.match_prefix(tokens, req.sequence.namespace).indices) > req.cached_len:
-            return
         slots = self.rows.req_to_token[req.req_pool_idx, :whole]
+        found = self.tree.match_prefix(tokens, req.sequence.namespace).indices
+        if len(found) > req.cached_len:
+            if self.window_pages is None or self.window_pages.usable(self._pages(found)) > (
+                req.cached_len // self.page_size
+            ):
+                return
+            # What the tree has can't be used any more.
+            if not self.tree.replace(tokens, slots, req.cached_len, req.sequence.namespace):
+                return
         node = self.tree.insert(
             tokens, slots, req.sequence.namespace, -req.sequence.priority, req.page_hashes
         ).last_node

@@ -3,6 +3,8 @@
 Budgets, in tokens (SGLang's PrefillAdder):
   rem_total   KV room minus what running requests are expected to still need
   rem_now     KV room for what this step itself allocates
+In layers with windows the first two are `rem_window_total` and `rem_window_now`; there a request
+holds its window, however long it is.
   rem_chunk   prompt tokens that the step may compute (chunked_prefill_size or max_prefill_tokens)
 
 With a `ChunkSizer`, rem_chunk is in tokens without a prefix. A token behind a long prefix takes
@@ -67,9 +69,12 @@ class PrefillAdder:
         self.chunking = config.chunk_size is not None
         budget = config.chunk_size or config.engine.max_prefill_tokens
         self.rem_chunk = max(budget - num_decode, kv.page_size)
+        running = list(running)
         reserved = sum(ratio.reserve(r) for r in running)
         self.rem_total = kv.room - decode_need - reserved
         self.rem_now = kv.room - decode_need
+        self.rem_window_total = window_room(kv, ratio, running) - decode_need
+        self.rem_window_now = kv.room_now - decode_need
         self.additions: list[Addition] = []
         self._owners: set[tuple[int, bytes]] = set()
 
@@ -77,6 +82,8 @@ class PrefillAdder:
         """Keep the room that the rest of a partly launched request needs. Call it before requests
         are offered, and `add_chunked` before or behind that."""
         self._own(req, req.kv_len)
+        ahead = len(req.fill_ids) - req.kv_len + self.ratio.reserve(req)
+        self.rem_window_total -= self.kv.expected_in_windows(req.kv_len, ahead)
         self.rem_total -= self.ratio.reserve(req) + self._pages(req.kv_len, len(req.fill_ids))
 
     def add_chunked(self, req: Req) -> AddResult:
@@ -87,7 +94,7 @@ class PrefillAdder:
             num = self._page_floor(req.kv_len, num)
         if num <= 0:
             return AddResult.OTHER
-        if self._pages(req.kv_len, req.kv_len + num) > self.rem_now:
+        if self._pages(req.kv_len, req.kv_len + num) > min(self.rem_now, self.rem_window_now):
             return AddResult.NO_TOKEN
         self.rem_total += self._pages(req.kv_len, req.kv_len + num)
         self._take(req, num, last=num == left)
@@ -108,7 +115,8 @@ class PrefillAdder:
         locked = before - self.kv.room
         need = self._pages(req.cached_len, len(req.fill_ids))
         fits = need + output <= self.rem_total - locked and need <= self.rem_now - locked
-        fits = fits and self.kv.has_window_room(req)
+        in_windows = self.kv.expected_in_windows(0, len(req.fill_ids) + output)
+        fits = fits and in_windows <= max(self.rem_window_total, 0)
         if not fits and not force:
             self.kv.tree.dec_lock_ref(req.last_node)
             return AddResult.NO_TOKEN
@@ -120,6 +128,15 @@ class PrefillAdder:
             if num <= 0:
                 self.kv.tree.dec_lock_ref(req.last_node)
                 return AddResult.OTHER
+        seen = self.kv.seen_in_windows(req)
+        if (
+            self._pages(req.cached_len, req.cached_len + num) + seen > self.rem_window_now
+            and not force
+        ):
+            self.kv.tree.dec_lock_ref(req.last_node)
+            return AddResult.NO_TOKEN
+        self.rem_window_now -= seen
+        self.rem_window_total -= in_windows
         self.rem_total -= locked
         self.rem_now -= locked
         self._own(req, req.cached_len)
@@ -131,6 +148,7 @@ class PrefillAdder:
     def _take(self, req: Req, num: int, *, last: bool) -> None:
         pages = self._pages(req.kv_len, req.kv_len + num)
         self.rem_now -= pages
+        self.rem_window_now -= pages
         self.rem_total -= pages
         self.rem_chunk -= self._cost(req.kv_len, num)
         self.additions.append(Addition(req, num, last))
@@ -172,3 +190,12 @@ class PrefillAdder:
     def _is_shared(self, req: Req) -> bool:
         key = self._key(req, req.cached_len)
         return key is not None and key in self._owners
+
+
+def window_room(kv: KVManager, ratio: NewTokenRatio, running: Iterable[Req]) -> int:
+    """Tokens that layers with windows have left for new requests, less what `running` ones are
+    expected to still need."""
+    ahead = (
+        kv.expected_in_windows(r.prompt_len + len(r.output_ids), ratio.reserve(r)) for r in running
+    )
+    return kv.window_room - sum(ahead)

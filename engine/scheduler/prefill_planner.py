@@ -11,7 +11,7 @@ from engine.scheduler.chunk_sizer import ChunkSizer
 from engine.scheduler.key_shares import KeyShare
 from engine.scheduler.micro_batch import MicroBatch
 from engine.scheduler.new_token_ratio import NewTokenRatio
-from engine.scheduler.prefill_adder import Addition, AddResult, PrefillAdder
+from engine.scheduler.prefill_adder import Addition, AddResult, PrefillAdder, window_room
 from engine.scheduler.req import Req, ReqStatus
 from engine.scheduler.requests import Requests
 from engine.scheduler.schedule_policy import SchedulePolicy
@@ -81,7 +81,7 @@ class PrefillPlanner:
         mixed = self._config.engine.enable_mixed_chunk
         num_decode = mb.running.num_tokens if mixed else 0
         decode_need = self._kv.decode_need(mb.running) if num_decode else 0
-        if decode_need > self._kv.room:
+        if decode_need > self._kv.room_now:
             return []
         adder = PrefillAdder(
             self._kv,
@@ -209,6 +209,12 @@ class PrefillPlanner:
         chunked.queue_deadline = None  # there was capacity for it
         self._requests.retract(chunked)
 
+    def _missing_in_windows(self, req: Req) -> int:
+        """Tokens that layers with windows lack for it; not above 0 if they have enough."""
+        running = [r for m in self._requests.micro_batches for r in m.running.reqs]
+        needed = self._kv.expected_in_windows(0, len(req.fill_ids) + self._ratio.reserve(req))
+        return needed - window_room(self._kv, self._ratio, running) if needed else 0
+
     def _nothing_runs(self) -> bool:
         return all(not m.in_flight and len(m.running) == 0 for m in self._requests.micro_batches)
 
@@ -229,9 +235,18 @@ class PrefillPlanner:
         for mb in self._requests.micro_batches:
             mb.running.sync_lens()
         missing = self._kv.round_up(len(req.fill_ids) - req.cached_len + 1) - self._kv.room
-        need_row = self._kv.rows.available_size() == 0 or not self._kv.has_window_room(req)
+        need_row = self._kv.rows.available_size() == 0
         chosen = preemption_victims(
-            req, self._requests.micro_batches, self._kv.held, missing, need_row
+            req,
+            self._requests.micro_batches,
+            [
+                (missing, self._kv.held),
+                (
+                    self._missing_in_windows(req),
+                    lambda r: self._kv.held_in_windows(r.prompt_len + len(r.output_ids)),
+                ),
+            ],
+            need_row,
         )
         if not chosen:
             return False

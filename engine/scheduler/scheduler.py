@@ -244,7 +244,7 @@ class Scheduler:
             known = np.fromiter((len(r.drafts) for r in running.reqs), np.int32, len(running))
             most = np.minimum(known, most)
         running.plan_drafts(most, self._forced(running, length.most))
-        if running.planned.any() and self.kv.decode_need(running) > self.kv.room:
+        if running.planned.any() and self.kv.decode_need(running) > self.kv.room_now:
             running.plan_drafts(0)
 
     def _forced(self, running: RunningBatch, most: int) -> dict[int, ForcedDrafts]:
@@ -307,7 +307,7 @@ class Scheduler:
         """
         while True:
             need = self.kv.decode_need(mb.running)
-            if need <= self.kv.room:
+            if need <= self.kv.room_now:
                 return True
             if self.requests.leaving or ends_in_flight(self.micro_batches):
                 return False

@@ -46,15 +46,14 @@ def retraction_victim(
 def preemption_victims(
     req: Req,
     micro_batches: Sequence[MicroBatch],
-    held: Callable[[Req], int],
-    missing: int,
+    wanted: Sequence[tuple[int, Callable[[Req], int]]],
     need_row: bool,
 ) -> list[Req]:
     """Running requests less important than `req` whose retraction makes it fit; [] if none do.
 
     Only those that came with the same API key: priorities order a key's own requests. The least
-    important and latest ones come first. `missing` tokens must become free, and a row if
-    `need_row`. `held` returns the tokens that a request owns.
+    important and latest ones come first. `wanted` has tokens that must become free, and how many of
+    them the end of a request frees; a row must become free if `need_row`.
     """
     victims = sorted(
         (
@@ -67,9 +66,12 @@ def preemption_victims(
         reverse=True,
     )
     chosen: list[Req] = []
+
+    def is_enough() -> bool:
+        return all(missing <= sum(map(frees, chosen)) for missing, frees in wanted)
+
     for victim in victims:
-        if missing <= 0 and (chosen or not need_row):
+        if is_enough() and (chosen or not need_row):
             break
         chosen.append(victim)
-        missing -= held(victim)
-    return chosen if missing <= 0 else []
+    return chosen if is_enough() else []

@@ -213,6 +213,8 @@ class Harness:
     def check(self) -> None:
         leak = self.scheduler.check_invariants()
         assert leak is None, leak
+        if self.scheduler.kv.window_pages is not None:
+            self.scheduler.kv.window_pages.check_pages()
         for req in self.scheduler.requests.by_key.values():
             share = self.scheduler.requests.shares.get(req.sequence.key)
             assert share is not None

@@ -30,10 +30,10 @@ def windows_of(**keys: Any) -> WindowNeed | None:
 
 def test_a_page_that_was_left_is_taken_when_none_is_free() -> None:
     """Pages of one token, a window of 3: the next token of a request sees the last 2."""
-    windows = WindowPages(20, 6, page_size=1, reach=3, per_step=0)
+    windows = WindowPages(20, 6, page_size=1, reach=3)
     table = np.zeros((3, 20), np.int32)
     table[1, :4] = pages(1, 2, 3, 4)
-    windows.begin(1, pages(), need=3)
+    windows.begin(1, pages())
     windows.attach(pages(1, 2, 3, 4))
     windows.advance(table, np.array([1]), np.array([4]))
     assert windows.available == 4  # two are free, two were left
@@ -52,43 +52,38 @@ def test_a_page_that_was_left_is_taken_when_none_is_free() -> None:
     windows.end(1, table[1, :4])
     assert windows.available == 2
     windows.check_integrity(0)
+    windows.check_pages()
 
 
 def test_copies_revive_a_prefix() -> None:
-    windows = WindowPages(20, 4, page_size=2, reach=2, per_step=0)
+    windows = WindowPages(20, 4, page_size=2, reach=2)
     windows.attach(pages(1, 2))
     windows.detach(pages(1, 2))
-    windows.begin(1, pages(), need=4)
+    windows.begin(1, pages())
     windows.attach(pages(3, 4))
     assert windows.usable(pages(1, 2)) == 0
     windows.end(1, np.arange(6, 10, dtype=np.int32))
     windows.heal(pages(1, 2), pages(3, 4))
     assert windows.usable(pages(1, 2)) == 2 and windows.usable(pages(3, 4)) == 0
     windows.check_integrity(0)
-
-
-def test_room_is_promised_until_a_request_ends() -> None:
-    windows = WindowPages(100, 50, page_size=2, reach=8, per_step=20)
-    assert windows.room == 80
-    windows.begin(1, pages(), need=30)
-    assert windows.room == 50
-    windows.end(1, pages())
-    assert windows.room == 80
+    windows.check_pages()
 
 
 def test_sizes() -> None:
-    """One layer of three keeps all tokens: 10,000 tokens of all three are 15,000 and 5,000."""
+    """A request of 4,096 tokens holds 176 in a window of 128: less than an eighth."""
     found = windows_of()
     assert found is not None and found.reach == 128
     assert found.per_request == 128 + 16 + 32 and found.per_step == 528
-    assert found.ratio == pytest.approx(0.25)
+    uneven = windows_of(chunked_prefill_size=500)
+    assert uneven is not None and uneven.per_step == 528
+    assert found.ratio == 0.125
     size = CacheSize(((100, 200),), found)
-    assert found.tokens(20_000) == 5_000 // 16 * 16
+    assert found.tokens(20_000) == 2_500 // 16 * 16
     assert size.num_bytes(20_000) == 20_000 * 100 + found.tokens(20_000) * 200
-    assert size.tokens_in(10_000 * 300) == pytest.approx(20_000, rel=0.01)
+    assert size.tokens_in(10_000 * 300) == pytest.approx(24_000, rel=0.01)
+    longer = windows_of(window=1024)
+    assert longer is not None and longer.ratio == pytest.approx(1072 / 4096)
     assert found.slots(700) is None  # no more than a step and a request need
-    most = windows_of(max_running_requests=2)
-    assert most is not None and most.tokens(10**6) == 2 * most.per_request + most.per_step
 
 
 @pytest.mark.parametrize(
@@ -96,6 +91,7 @@ def test_sizes() -> None:
     [
         {"window": None},
         {"swa_full_tokens_ratio": 1.0},
+        {"window": 4096},
         {"max_model_len": 150},
         {"chunked_prefill_size": -1},  # a step may be as long as the cache
     ],
@@ -112,7 +108,7 @@ def test_where_all_layers_have_the_same_room(keys: dict[str, Any]) -> None:
 def test_tokens_are_the_most_that_fit(
     stages: list[tuple[int, int]], num_bytes: int, ratio: float
 ) -> None:
-    window = WindowNeed(64, 16, 112, 528, 40, ratio)
+    window = WindowNeed(64, 16, 112, 528, ratio)
     size = CacheSize(tuple(stages), window)
     tokens = size.tokens_in(num_bytes)
     assert size.num_bytes(tokens) <= num_bytes

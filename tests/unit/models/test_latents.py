@@ -6,14 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 import transformers
 from torch import Tensor
 from transformers.models.deepseek_v3 import modeling_deepseek_v3
 
-from engine.attention.cpu_backend import expands_from
 from engine.attention.flashinfer_backend import lack_of_attention
 from engine.checkpoint import model_config
 from engine.checkpoint.layout import AttentionCall, HeadSizes
@@ -23,10 +21,9 @@ from engine.memory_need import MemoryNeed
 from engine.models import recording
 from engine.models.latents import Absorbed, Latents, LatentSizes
 from engine.models.transformers_model import TransformersModel
-from engine.native import library
 from engine.worker.auto_config import make_worker_config
 from tests.support.models import THROUGH_TRANSFORMERS, make_model
-from tests.support.other_architectures import SHARED, assert_same_as_transformers
+from tests.support.other_architectures import assert_same_as_transformers
 from tests.support.step_driver import make_runner
 
 ATTENTION: Any = modeling_deepseek_v3.DeepseekV3Attention
@@ -75,35 +72,6 @@ def test_a_backend_that_knows_latents_gives_the_tokens_of_transformers(
     tmp_path: Path, backend: str
 ) -> None:
     assert_same_as_transformers(deepseek(tmp_path), kernels=backend)
-
-
-@pytest.mark.skipif(library.load() is None, reason="needs the CPU kernels")
-@pytest.mark.parametrize("num_bytes", [1 << 20, 20_000])
-def test_long_chunks_attend_to_keys_and_values_that_are_made_for_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_bytes: int
-) -> None:
-    """All heads at once or not, beside decodes and short chunks."""
-    folder = deepseek(tmp_path, kv_lora_rank=64)
-    call = ModelConfig.from_pretrained(folder).calls[0]
-    assert expands_from(call) == 64 * 32 // (72 + 64 - 24 - 16) + 1 == 22
-    assert expands_from(msgspec.structs.replace(call, k_dim=16, v_dim=8)) is None
-    odd = msgspec.structs.replace(call, latent_of=HeadSizes(4, 25, 16))
-    assert expands_from(odd) is None
-    heads: list[int] = []
-    expand = Latents.expand
-
-    def watch(self: Latents, latents: Tensor, some: slice) -> tuple[Tensor, Tensor]:
-        heads.append(some.stop - some.start)
-        return expand(self, latents, some)
-
-    monkeypatch.setattr(Latents, "expand", watch)
-    monkeypatch.setattr("engine.attention.cpu_backend.EXPANDED_BYTES", num_bytes)
-    runs = [{"chunked_prefill_size": -1}, {"chunked_prefill_size": 32, "warm": [SHARED]}]
-    assert_same_as_transformers(folder, runs, kernels="cpu")
-    assert (max(heads), min(heads)) == ((4, 4) if num_bytes > 20_000 else (3, 1))
-    heads.clear()
-    assert_same_as_transformers(folder, [{"chunked_prefill_size": 16}], kernels="cpu")
-    assert not heads, "chunks were too short"
 
 
 def test_a_backend_without_them_gets_all_keys_and_values(
@@ -174,7 +142,7 @@ def test_scores_and_results_are_those_of_all_heads(rounded: torch.dtype, toleran
     heads, dim, rotated, latent, v_dim, tokens = 3, 6, 4, 8, 5, 7
     torch.manual_seed(0)
     up_keys, up_values = torch.randn(heads, dim, latent), torch.randn(heads, latent, v_dim)
-    latents = Latents(up_keys.to(rounded), up_values.transpose(1, 2).to(rounded))
+    latents = Latents(up_keys.to(rounded), up_values.to(rounded))
     q = torch.randn(tokens, heads, dim + rotated)
     stored = torch.randn(tokens, latent + rotated)
     keys = torch.einsum("hdl,tl->thd", up_keys, stored[:, :latent])
@@ -199,17 +167,12 @@ def test_matrices_are_found_by_what_they_do() -> None:
         def expand_kv(self, latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
             made = latent @ matrix
             keys, values = made.split([6, 5], -1)
-            return torch.cat((keys, rotated.expand(*keys.shape[:-1], -1)), -1), values
+            return torch.cat((keys, rotated.expand(-1, 3, -1, -1)), -1), values
 
     found = Latents.of(Module(), LatentSizes(8, 4), torch.empty(0))
     assert found is not None
     assert torch.equal(found.keys, matrix[..., :6].transpose(1, 2))
-    assert torch.equal(found.values, matrix[..., 6:].transpose(1, 2))
-    given = torch.randn(4, 12)
-    latent, rotated = given.split([8, 4], -1)
-    wanted = Module().expand_kv(latent, rotated)
-    for mine, own in zip(found.expand(given, slice(1, 3)), wanted, strict=True):
-        torch.testing.assert_close(mine, own[1:3].transpose(0, 1))
+    assert torch.equal(found.values, matrix[..., 6:])
     second = found.on_rank(1, 3, 1)
     assert torch.equal(second.values, found.values[1:2])
 
