@@ -25,8 +25,6 @@ from engine.process.folders import cache_folder
 from engine.process.other_process import ask_module
 
 RECORD_TIMEOUT_S = 300.0
-INNER_UNIT = 8
-"""A part of an expert's inner numbers is a multiple of this: kernels read 16 bytes at a time."""
 _RECORDING = "engine.models.recording"
 
 
@@ -266,7 +264,7 @@ class MixtureCut(msgspec.Struct, frozen=True):
     def divides(self, tp_size: int, ep_size: int) -> bool:
         """Whether `tp_size` ranks in `ep_size` groups can have shares of it."""
         ranks = tp_size // ep_size
-        is_inner_fit = ranks == 1 or (self.inner > 0 and self.inner % (ranks * INNER_UNIT) == 0)
+        is_inner_fit = ranks == 1 or (self.inner > 0 and self.inner % ranks == 0)
         return self.num_experts % ep_size == 0 and is_inner_fit
 
     def saved(self, tp_size: int, ep_size: int) -> int:
@@ -397,8 +395,8 @@ class ModelLayout(msgspec.Struct, frozen=True):
             if mixture.inner == 0:
                 return f"an expert of '{mixture.name}' can't be divided over {ranks} ranks"
             return (
-                f"the {mixture.inner} inner numbers of an expert of '{mixture.name}' have no "
-                f"{ranks} parts of whole {INNER_UNIT}s, which kernels need"
+                f"the {mixture.inner} inner numbers of an expert of '{mixture.name}' aren't "
+                f"divided by {ranks}"
             )
         return ""
 

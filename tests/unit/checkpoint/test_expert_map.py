@@ -134,13 +134,22 @@ def test_counts_of_all_replicas_are_added(tmp_path: Path) -> None:
     file = tmp_path / "metrics.txt"
     file.write_text(METRICS)
     assert read_expert_counts(str(file)) == {1: [9, 1000000], 2: [0, 3]}
+    file.write_bytes(METRICS.replace(" 5.0", " 5.0 1790000000000").replace("\n", "\r\n").encode())
+    assert read_expert_counts(str(file)) == {1: [9, 1000000], 2: [0, 3]}
     file.write_text(json.dumps({1: [1, 2], 0: [3, 4]}))
     assert read_expert_counts(str(file)) == {1: [1, 2], 0: [3, 4]}
     for text, words in (
         (METRICS + METRICS.replace('"m"', '"n"'), r"several models \(m, n\)"),
         ("manta_up 1\n", "has no counts of experts"),
-        ('{"a": [1]}', "aren't lists of numbers by layer"),
-        ('{"1": 3}', "aren't lists of numbers by layer"),
+        ('{"a": [1]}', "aren't numbers by layer and expert"),
+        ('{"1": 3}', "layer 1 has no list"),
+        ('{"1": "23"}', "layer 1 has no list"),
+        ('{"1": [-2]}', "-2 is negative"),
+        ('{"1": [1e999]}', "aren't numbers by layer and expert"),
+        (METRICS.replace("5.0", "NaN"), "aren't numbers by layer and expert"),
+        (METRICS.replace('expert="0"', 'expert="-3"'), "no expert -3"),
+        (METRICS.replace('expert="0"', 'expert="999999999999"'), "no expert 999999999999"),
+        (METRICS.replace('expert="0",', ""), "aren't numbers by layer and expert"),
     ):
         file.write_text(text)
         with pytest.raises(ConfigError, match=words):
