@@ -19,9 +19,10 @@ class RayProcesses:
 
     def find(self) -> None:
         """Look for them; call this once Ray runs."""
-        for pid in marked_processes(self._mark):
-            name = _program(pid)
-            if name in NAMES:
+        programs = {pid: _program(pid) for pid in marked_processes(self._mark)}
+        for pid, name in programs.items():
+            # What one of them has just forked still has its name, until it becomes a worker.
+            if name in NAMES and programs.get(_parent(pid)) != name:
                 self._found[name] = pid
 
     def lost(self) -> str:
@@ -33,6 +34,14 @@ class RayProcesses:
                     "it (killed, or out of memory: see dmesg). Start the server again."
                 )
         return ""
+
+
+def _parent(pid: int) -> int:
+    """The number of a process's parent; 0 if the process has ended."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
 
 
 def _program(pid: int) -> str:
