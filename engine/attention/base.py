@@ -48,6 +48,12 @@ class AttentionInputs:
         has_own = self.window_table is not None and self.pool.has_windows[layer.layer_id]
         return self.window_table if has_own else self.req_to_token  # type: ignore[return-value]
 
+    def table_within(self, window: int | None) -> Tensor:
+        """The same of all layers with this window, where none shares keys with others."""
+        if window is None or self.window_table is None:
+            return self.req_to_token
+        return self.window_table
+
     def places(self, layer: AttentionLayer, batch: ForwardBatch) -> Tensor:
         """int64 [T]: where a step's tokens go in a layer."""
         if self.window_table is None or not self.pool.has_windows[layer.layer_id]:

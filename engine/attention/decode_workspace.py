@@ -245,10 +245,7 @@ class DecodeWorkspace:
         )
 
     def _slots(self, row: int, seq_len: int, window: int | None) -> Tensor:
-        table = self.inputs.req_to_token
-        if window is not None and self.inputs.window_table is not None:
-            table = self.inputs.window_table
-        slots = table[row, :seq_len]
+        slots = self.inputs.table_within(window)[row, :seq_len]
         if window is None or seq_len <= window:
             return slots
         # Column c holds the last token t with t % window == c.

@@ -288,9 +288,6 @@ class FlashInferAttentionBackend(AttentionBackend):
     ) -> Tensor:
         """Page numbers int32 [num_pages] on the device, by one copy and one kernel, in layers with
         this window; in the memory of `pages` if captured decodes will read them."""
-        req_to_token = self.inputs.req_to_token
-        if window is not None and self.inputs.window_table is not None:
-            req_to_token = self.inputs.window_table
         if pages is None:
             pages = _GraphPages(
                 *(
@@ -303,7 +300,7 @@ class FlashInferAttentionBackend(AttentionBackend):
             table.upload(pages.packed),
             len(table.kv_lens),
             table.longest,
-            req_to_token,
+            self.inputs.table_within(window),
             self.pool.page_size,
             indices,
         )

@@ -95,8 +95,7 @@ class MHATokenToKVPool:
 
     def window_slots(self, slots: Tensor) -> Tensor:
         """The places of `slots` [N] in layers with windows; of slots behind their windows, any."""
-        if self.window_page is None:
-            return slots
+        assert self.window_page is not None
         size = self.page_size
         places = self.window_page[slots // size] * size + slots % size
         return places.to(slots.dtype)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from engine.kvcache import KVPoolError, RadixCache, ReqToTokenPool, TokenToKVPoolAllocator
 from engine.kvcache.window_pages import WindowPages
@@ -123,11 +124,12 @@ class KVManager:
             return 0
         return min(req.cached_len, self._windows.reach + self.page_size)
 
-    def pass_windows(self, rows: IntArray, lengths: IntArray) -> None:
+    def pass_windows(self, rows: ArrayLike, lengths: ArrayLike) -> None:
         """The steps launched so far compute `lengths` tokens [n] of the requests in `rows` [n], or
         more: what is behind the windows of these can be used for other tokens from now on."""
         if self.window_pages is not None:
-            self.window_pages.advance(self.rows.req_to_token, rows, lengths)
+            table = self.rows.req_to_token
+            self.window_pages.advance(table, np.asarray(rows), np.asarray(lengths))
 
     def take_window_changes(self) -> IntArray | None:
         """`ModelWorkerBatch.window_pages` of the next step."""

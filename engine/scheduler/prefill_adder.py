@@ -195,6 +195,8 @@ class PrefillAdder:
 def window_room(kv: KVManager, ratio: NewTokenRatio, running: Iterable[Req]) -> int:
     """Tokens that layers with windows have left for new requests, less what `running` ones are
     expected to still need."""
+    if kv.window_pages is None:
+        return 0
     ahead = (
         kv.expected_in_windows(r.prompt_len + len(r.output_ids), ratio.reserve(r)) for r in running
     )

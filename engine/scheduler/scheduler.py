@@ -293,7 +293,7 @@ class Scheduler:
             self.kv.pass_windows(decode.rows, decode.seq_lens)
         for req, _, _ in additions:
             self.kv.cache_unfinished(req)
-            self.kv.pass_windows(np.array([req.req_pool_idx]), np.array([req.kv_len]))
+            self.kv.pass_windows([req.req_pool_idx], [req.kv_len])
         running.append(a.req for a in additions if a.last)
         mb.in_flight.append(launched)
         return batch
