@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import psutil
+
 from deploy.start.processes import is_alive, marked_processes
 
 NAMES = {"gcs_server": "GCS (gcs_server)", "raylet": "raylet"}
@@ -39,8 +41,8 @@ class RayProcesses:
 def _parent(pid: int) -> int:
     """The number of a process's parent; 0 if the process has ended."""
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
+        return psutil.Process(pid).ppid()
+    except psutil.Error:
         return 0
 
 
