@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.layers.embedding_table import EmbeddingTable, PackedTable, RowTable
+from engine.layers.grouped import Grouped
 from engine.layers.linear_kernel import (
     Int8Kernel,
     LinearKernel,
@@ -28,6 +29,10 @@ class TensorReader(Protocol):
 
     def get(self, name: str, shape: tuple[int, ...], *, dim: int, start: int, count: int) -> Tensor:
         """See `WeightSource.get`."""
+        ...
+
+    def quantized(self, part: MatrixSlice) -> Grouped | None:
+        """See `WeightSource.quantized`."""
         ...
 
 

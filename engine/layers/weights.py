@@ -14,7 +14,8 @@ from torch import Tensor
 from engine.checkpoint.files import find_weight_files, locate_tensors
 from engine.checkpoint.quantization import refusal, refuse_type, sign_of
 from engine.errors import ConfigError
-from engine.layers.weight_format import PlainFormat, WeightFormat
+from engine.layers.grouped import Grouped
+from engine.layers.weight_format import MatrixSlice, PlainFormat, WeightFormat
 
 
 class WeightSource(ABC):
@@ -45,8 +46,30 @@ class WeightSource(ABC):
     def holds(self, name: str) -> bool:
         """Whether a checkpoint has the tensor `name`. Without a checkpoint there is none."""
 
+    def quantized(self, part: MatrixSlice) -> Grouped | None:
+        """`part` as the checkpoint has it, if it has it quantized in groups and the part cuts
+        through none; None: it is to be had by `get`, in this source's dtype."""
+        return None
 
-class SafetensorsSource(WeightSource):
+
+class CheckpointSource(WeightSource):
+    """The tensors of a model folder."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(dtype, device)
+        self.folder = folder
+
+    @abstractmethod
+    def names(self) -> list[str]:
+        """All tensors that can be read, under the names that transformers saves them by."""
+
+    @abstractmethod
+    def read(self, name: str) -> Tensor:
+        """All of the tensor `name`, on the device: in the type that it has in the file, or in this
+        source's dtype if it is quantized there. Raises `ConfigError` if it is missing."""
+
+
+class SafetensorsSource(CheckpointSource):
     """The *.safetensors files of a Hugging Face model folder, single or sharded.
 
     Files are memory-mapped; only the slices asked for are read, straight to the device, and
@@ -56,8 +79,7 @@ class SafetensorsSource(WeightSource):
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(dtype, device)
-        self.folder = folder
+        super().__init__(folder, dtype, device)
         self._files: dict[str, Any] = {}
         self._file_of = self._find()
 
@@ -84,12 +106,9 @@ class SafetensorsSource(WeightSource):
         return part.to(dtype=self.dtype).contiguous()
 
     def names(self) -> list[str]:
-        """The tensors of the files."""
         return list(self._file_of)
 
     def read(self, name: str) -> Tensor:
-        """All of the tensor `name` of the files, on the device and in the type that it has there.
-        Raises `ConfigError` if it is missing or quantized."""
         whole: Tensor = self._view(name)[...]
         return whole
 

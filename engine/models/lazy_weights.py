@@ -23,7 +23,7 @@ from transformers.core_model_loading import (
 )
 
 from engine.errors import ConfigError
-from engine.layers.weights import DummySource, SafetensorsSource
+from engine.layers.weights import CheckpointSource, DummySource
 
 Group = Any
 """A rule of transformers with what it is to be applied to."""
@@ -33,7 +33,7 @@ class LazyWeights:
     """The weights of `model`, which is built on `meta`; each is read when it is asked for."""
 
     def __init__(
-        self, model: Any, source: SafetensorsSource | DummySource, dtype: torch.dtype
+        self, model: Any, source: CheckpointSource | DummySource, dtype: torch.dtype
     ) -> None:
         """`dtype`: what the model's weights are kept in, unless it wants some in float32."""
         self._model, self._source = model, source
@@ -45,7 +45,7 @@ class LazyWeights:
         self._groups: dict[str, Group] = {}
         self._done: dict[str, Tensor] = {}
         """Tensors whose group was read because of another one."""
-        if isinstance(source, SafetensorsSource):
+        if isinstance(source, CheckpointSource):
             self._match(source.names())
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
@@ -83,7 +83,7 @@ class LazyWeights:
 
     @property
     def _place(self) -> str:
-        return str(self._source.folder) if isinstance(self._source, SafetensorsSource) else ""
+        return str(self._source.folder) if isinstance(self._source, CheckpointSource) else ""
 
     @property
     def _is_dummy(self) -> bool:
@@ -107,7 +107,7 @@ class LazyWeights:
             group.add_tensor(target, name, pattern or name, partial(self._read, name, target))
 
     def _read(self, name: str, target: str) -> Tensor:
-        assert isinstance(self._source, SafetensorsSource)
+        assert isinstance(self._source, CheckpointSource)
         return self._source.read(name).to(self._dtype(target))
 
     def _dtype(self, target: str) -> torch.dtype:

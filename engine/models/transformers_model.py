@@ -31,7 +31,7 @@ from engine.layers.grouped_experts import GroupedExperts
 from engine.layers.linear_kernel import LinearKernel
 from engine.layers.rotary import Angles
 from engine.layers.weight_format import Int8Format, WeightFormat
-from engine.layers.weights import DummySource, SafetensorsSource, WeightSource
+from engine.layers.weights import CheckpointSource, DummySource, WeightSource
 from engine.models.cuts import own_heads
 from engine.models.interfaces import point_at
 from engine.models.latents import latents_of, load_latents
@@ -334,7 +334,7 @@ class TransformersModel:
     def load(
         self, source: WeightSource, progress: Callable[[int, int], None] | None = None
     ) -> None:
-        assert isinstance(source, SafetensorsSource | DummySource)
+        assert isinstance(source, CheckpointSource | DummySource)
         hub = AutoConfig.from_pretrained(self.config.path, trust_remote_code=False)
         given = {} if self.attention_name == _NAME else {"attn_implementation": self.attention_name}
         with torch.device("meta"):
