@@ -100,7 +100,11 @@ def sampling_of(kernels: str) -> str:
 
 
 WEIGHT_FORMATS: Registry[Any] = Registry(
-    "quantization", {"int8": "engine.checkpoint.weight_formats:INT8"}
+    "quantization",
+    {
+        "int8": "engine.checkpoint.weight_formats:INT8",
+        "int4": "engine.checkpoint.weight_formats:INT4",
+    },
 )
 """`WeightForm`s that are not the model's own type."""
 
