@@ -415,3 +415,28 @@ def make_forms() -> dict[str, Form]:
             scale_dtype=torch.uint8,
         ),
     }
+
+
+def write_experts_float4(plain: Path, folder: Path) -> tuple[Path, Path]:
+    """The same as `write` for the mixtures of a gpt-oss in `plain`, as it is published; what the
+    numbers stand for is said by transformers."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    quantized, reference = folder / "quantized", folder / "reference"
+    shutil.copytree(plain, quantized)
+    shutil.copytree(plain, reference)
+    stored, meant = {}, {}
+    for name, tensor in load_file(plain / "model.safetensors").items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            blocks, scales = experts_float4(tensor)
+            stored |= {f"{name}_blocks": blocks.contiguous(), f"{name}_scales": scales.contiguous()}
+            found = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+            meant[name] = found.contiguous()
+        else:
+            stored[name] = meant[name] = tensor
+    save_file(stored, quantized / "model.safetensors", metadata={"format": "pt"})
+    save_file(meant, reference / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((quantized / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (quantized / "config.json").write_text(json.dumps(config))
+    return quantized, reference

@@ -117,7 +117,7 @@ def _scheme(title: str, config: ConfigValues, name: str, group: Any) -> Scheme |
         return None
     weights = ConfigValues(config.path, inner.mapping("weights"), {"type": "int"})
     form = inner.get("format") or config.get("format")
-    if form not in _NUMBERS:
+    if not isinstance(form, str) or form not in _NUMBERS:
         refuse(title, config, f"whose {name} has the format {form}")
     kind, bits = weights.text("type"), weights.size("num_bits")
     known = {

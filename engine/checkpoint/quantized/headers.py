@@ -29,7 +29,7 @@ class TensorHeaders(Mapping[str, TensorHeader]):
     def __init__(
         self, folder: Path, found: Mapping[str, TensorHeader], read: Callable[[str], Any]
     ) -> None:
-        """`read` gives a whole tensor, which has `tolist`."""
+        """`read` gives a whole tensor, of numpy or torch."""
         self.folder = folder
         self._found, self._read = found, read
 
@@ -50,8 +50,8 @@ class TensorHeaders(Mapping[str, TensorHeader]):
         """All numbers of a small tensor of whole numbers."""
         if math.prod(self._found[name].shape) > MAX_CONTENT:
             raise self.error(name, f"has more than {MAX_CONTENT} numbers")
-        found = self._read(name).tolist()
-        return found if isinstance(found, list) else [found]
+        found: list[int] = self._read(name).reshape(-1).tolist()
+        return found
 
     def check(
         self, name: str, of: str, types: Collection[str], shapes: Collection[tuple[int, ...]] = ()

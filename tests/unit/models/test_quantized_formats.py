@@ -16,7 +16,7 @@ from engine.layers.weights import SafetensorsSource
 from engine.protocol.sampling_params import SamplingParams
 from tests.support.engines import engine_for, greedy_reference, load_reference, reference_logprobs
 from tests.support.models import make_model
-from tests.support.quantized import LINEARS, SIZES, make_forms, write
+from tests.support.quantized import LINEARS, SIZES, make_forms, write, write_experts_float4
 
 CPU = torch.device("cpu")
 FORMS = make_forms()
@@ -92,4 +92,54 @@ PROMPT = [3, 50, 7, 120, 9, 11, 200, 45, 6, 18, 77, 31, 90, 14, 2, 160, 33, 8, 2
 def test_tokens_of_a_llama(name: str, plain: Path, tmp_path: Path) -> None:
     quantized, reference = write(plain, FORMS[name], tmp_path)
     with compared(quantized, reference) as compare:
+        compare(PROMPT)
+
+
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [
+        ("ct-w4-zeros", {"tp_size": 2}),
+        ("gptq-order", {"tp_size": 2}),
+        ("awq", {"pp_size": 2}),
+    ],
+)
+def test_ranks_have_their_shares(
+    name: str, split: dict[str, int], plain: Path, tmp_path: Path
+) -> None:
+    quantized, reference = write(plain, FORMS[name], tmp_path)
+    with compared(quantized, reference, **split) as compare:
+        compare(PROMPT)
+
+
+MIXTURE = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "head_dim": 16,
+    **SIZES,
+}
+
+
+def test_a_mixture_through_transformers(tmp_path: Path) -> None:
+    """Its code merges experts, whose matrices are quantized one by one."""
+    plain = make_model(tmp_path / "plain", "Qwen3MoeForCausalLM", **MIXTURE)
+    quantized, reference = write(plain, FORMS["fp8-blocks"], tmp_path)
+    with compared(quantized, reference) as compare:
+        compare(PROMPT)
+
+
+def test_gpt_oss_has_stacked_experts(tmp_path: Path) -> None:
+    sizes = {**SIZES, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}
+    plain = make_model(tmp_path / "plain", "GptOssForCausalLM", sliding_window=24, **sizes)
+    quantized, reference = write_experts_float4(plain, tmp_path)
+    source = SafetensorsSource(quantized, torch.float32, CPU)
+    meant = load_file(reference / "model.safetensors")
+    assert sorted(source.names()) == sorted(meant)
+    for name, wanted in meant.items():
+        assert torch.equal(source.read(name), wanted), name
+        for dim in range(wanted.ndim):
+            place = {"dim": dim, "start": 1, "count": min(wanted.shape[dim] - 1, 41)}
+            part = source.get(name, tuple(wanted.shape), **place)
+            assert torch.equal(part, wanted.narrow(dim, 1, place["count"])), name
+    with compared(quantized, reference, tp_size=2) as compare:
         compare(PROMPT)
