@@ -4,6 +4,7 @@ nothing else: FP8 as DeepSeek, Qwen and others publish it, and FBGEMM's."""
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Self
@@ -127,6 +128,9 @@ def block_of(config: ConfigValues, key: str) -> tuple[int, int]:
     value = config.get(key)
     if value is None:
         return DEFAULT_BLOCK
+    if isinstance(value, str) and re.fullmatch(r"[1-9]\d{0,5}x[1-9]\d{0,5}", value):
+        rows, columns = value.split("x")  # of older versions of compressed-tensors
+        return int(rows), int(columns)
     whole = isinstance(value, list) and all(type(n) is int and n > 0 for n in value)
     if not whole or len(value) != 2:
         raise config.error(key, "two whole numbers above 0")
