@@ -16,9 +16,6 @@ from engine.registry import CHECKPOINT_FORMATS
 MODELOPT_NAME = "hf_quant_config.json"
 """Where ModelOpt describes what it has done, if not in config.json."""
 
-_TYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""Safetensors' names of the types that weights may have."""
-
 _TYPES = {
     "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2",
@@ -81,7 +78,7 @@ def read_format(
     keys = ("quantization_config", "compression_config")
     described = next((place[key] for place in places for key in keys if place.get(key)), None)
     if described is None and modelopt is not None:
-        path = folder / "hf_quant_config.json"
+        path = folder / MODELOPT_NAME
         described = {**modelopt, "quant_method": "modelopt"}
     if described is None:
         return None
@@ -177,6 +174,10 @@ def _details(config: dict[str, Any]) -> list[str]:
     details = []
     if isinstance(config.get("weight_block_size"), list):
         details.append("blocks of " + " x ".join(str(n) for n in config["weight_block_size"]))
+    inner = config.get("quantization")
+    algorithm = (inner if isinstance(inner, dict) else config).get("quant_algo")
+    if isinstance(algorithm, str) and config.get("quant_method"):
+        details.append(algorithm)
     for key in ("format", "fmt", "activation_scheme", "bnb_4bit_quant_type"):
         if isinstance(config.get(key), str):
             details.append(config[key])

@@ -109,9 +109,40 @@ def test_odd_descriptions_are_named(folder: Path, described: dict[str, Any], wor
             read(folder)
 
 
+@pytest.mark.parametrize(
+    ("described", "title"),
+    [
+        (
+            {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
+            "FP8 (blocks of 128 x 128, e4m3)",
+        ),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128}, "AWQ (4 bits)"),
+        ({"quant_method": "gptq", "bits": 8, "group_size": -1}, "GPTQ (8 bits)"),
+        (
+            {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+            "bitsandbytes (nf4, 4 bits)",
+        ),
+        ({"quant_method": "compressed_tensors"}, "compressed-tensors"),
+        ({"quant_method": "fbgemm_fp8"}, "FBGEMM FP8"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "ModelOpt (NVFP4)"),
+        ({"quant_method": "mxfp4"}, "MXFP4"),
+    ],
+)
+def test_what_can_be_read_has_a_title(folder: Path, described: dict[str, Any], title: str) -> None:
+    """Also where the description is that of the text model in a larger one."""
+    config = json.loads((folder / "config.json").read_text())
+    own = {"quantization_config": described}
+    for more in (own, {"text_config": own}):
+        (folder / "config.json").write_text(json.dumps({**config, **more}))
+        quantized = ModelConfig.from_pretrained(folder).quantized
+        assert quantized is not None and quantized.title == title
+
+
 def test_modelopt_has_a_file_of_its_own(folder: Path) -> None:
     (folder / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "INT4_AWQ"}}')
-    with pytest.raises(ConfigError, match=r"ModelOpt, whose algorithm is INT4_AWQ: not supported"):
+    with pytest.raises(
+        ConfigError, match=r"ModelOpt \(INT4_AWQ\), whose algorithm is INT4_AWQ: not supp"
+    ):
         ModelConfig.from_pretrained(folder)
 
 
