@@ -83,6 +83,10 @@ class WeightFormat(ABC):
         ]
         return self.linear(weights[0] if len(weights) == 1 else torch.cat(weights), bias)
 
+    keeps_groups = False
+    """Whether matrices that the checkpoint has quantized in groups stay so (`grouped`). Otherwise
+    they become plain ones of the model's type while they are read."""
+
     def keep(
         self,
         source: TensorReader,
@@ -92,7 +96,19 @@ class WeightFormat(ABC):
     ) -> LinearKernel | None:
         """The kernel of `slices` as the checkpoint has them quantized; None: as plain matrices they
         are to be had. `rows`: with zeros behind a single slice, up to so many."""
-        return None
+        if not self.keeps_groups:
+            return None
+        parts = []
+        for part in slices:
+            found = source.quantized(part)
+            if found is None or not has_kernel(found):
+                return None
+            parts.append(found if rows is None else found.padded(rows))
+        return self.grouped(parts, bias)
+
+    def grouped(self, parts: Sequence[Grouped], bias: Tensor | None) -> LinearKernel:
+        """The kernel of quantized matrices, one below the other, where `keeps_groups`."""
+        raise NotImplementedError
 
     def table(self, kernel: LinearKernel, dtype: torch.dtype) -> EmbeddingTable:
         """The rows, of `dtype`, of what `keep` gave."""
@@ -123,19 +139,9 @@ class NativeFormat(WeightFormat):
     """The model's own type, or what the checkpoint has quantized, multiplied by our kernels on
     CPU."""
 
-    def keep(
-        self,
-        source: TensorReader,
-        slices: Sequence[MatrixSlice],
-        bias: Tensor | None,
-        rows: int | None = None,
-    ) -> LinearKernel | None:
-        parts = []
-        for part in slices:
-            found = source.quantized(part)
-            if found is None or not has_kernel(found):
-                return None
-            parts.append(found if rows is None else found.padded(rows))
+    keeps_groups = True
+
+    def grouped(self, parts: Sequence[Grouped], bias: Tensor | None) -> LinearKernel:
         return GroupedKernel(parts, bias)
 
     def table(self, kernel: LinearKernel, dtype: torch.dtype) -> EmbeddingTable:
