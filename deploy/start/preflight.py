@@ -13,6 +13,7 @@ from deploy.http.access.listening import is_loopback
 from deploy.start.devices import check_devices, draft_model
 from deploy.start.target import Target
 from engine.checkpoint.files import find_weight_files, locate_tensors
+from engine.checkpoint.gguf.folder import is_gguf_folder, open_checkpoint
 from engine.checkpoint.quantization import refuse_quantized_tensors
 from engine.errors import ConfigError
 from engine.tokenizer.loading import check_tokenizer_files
@@ -45,6 +46,9 @@ def check_machine(target: Target) -> list[str]:
 
 def check_weights(folder: Path) -> None:
     """Raise `ConfigError` unless the model folder has all its weights in complete files."""
+    if is_gguf_folder(folder):
+        open_checkpoint(folder)
+        return
     locate_tensors(folder, find_weight_files(folder), partial(_tensors_in, folder))
 
 
