@@ -109,6 +109,9 @@ def model_config(checkpoint: GgufCheckpoint) -> Config:
 def _common(name: str, checkpoint: GgufCheckpoint) -> Config:
     metadata, tensors = checkpoint
     table = _tensor(checkpoint, "token_embd.weight")
+    layers = metadata.size(f"{name}.block_count")
+    if layers > len(tensors):
+        raise metadata.error(f"{name}.block_count", "the number of its layers")
     hidden, heads = metadata.size(f"{name}.embedding_length"), _size(name, metadata, "head_count")
     head_dim = metadata.optional_size(f"{name}.attention.key_length") or max(1, hidden // heads)
     values = metadata.optional_size(f"{name}.attention.value_length")
@@ -126,7 +129,7 @@ def _common(name: str, checkpoint: GgufCheckpoint) -> Config:
         "vocab_size": table.shape[0],
         "hidden_size": hidden,
         "intermediate_size": metadata.optional_size(f"{name}.feed_forward_length") or hidden,
-        "num_hidden_layers": metadata.size(f"{name}.block_count"),
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": metadata.optional_size(f"{name}.attention.head_count_kv") or heads,
         "head_dim": head_dim,

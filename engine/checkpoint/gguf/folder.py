@@ -64,7 +64,7 @@ def model_folder(file: Path) -> Path:
         raise _no_place("there is no home folder") from error
     if (folder / SOURCE_NAME).is_file():
         return folder
-    contents = _contents(read_checkpoint(files))
+    contents = folder_contents(read_checkpoint(files))
     contents[SOURCE_NAME] = msgspec.json.encode(source)
     try:
         _store(folder, contents)
@@ -95,7 +95,9 @@ def open_checkpoint(folder: Path) -> GgufCheckpoint:
     return read_checkpoint(tuple(Path(part.path) for part in source.parts))
 
 
-def _contents(checkpoint: GgufCheckpoint) -> dict[str, bytes]:
+def folder_contents(checkpoint: GgufCheckpoint) -> dict[str, bytes]:
+    """The files of the folder by name, without `SOURCE_NAME`. Raises `ConfigError` if Manta can't
+    read the model."""
     stored_weights(checkpoint)  # raises for tensors that have no place
     tokenizer = read_tokenizer(checkpoint.metadata)
     config = {**model_config(checkpoint), **tokenizer.special_ids}

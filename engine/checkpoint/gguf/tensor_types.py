@@ -58,6 +58,7 @@ OTHER_TYPES = {
     35: "TQ2_0",
     39: "MXFP4",
     40: "NVFP4",
+    41: "Q1_0",
 }
 """What it refuses by name."""
 

@@ -9,6 +9,9 @@ from engine.checkpoint.gguf.checkpoint import GgufCheckpoint
 from engine.checkpoint.gguf.header import GgufTensor
 from engine.errors import ConfigError
 
+MAX_EXPERTS = 4096
+"""Of a layer. The largest models have some hundreds."""
+
 
 class StoredWeight(NamedTuple):
     """How a weight of transformers is made of a tensor in a file."""
@@ -67,6 +70,11 @@ def _weights_of(
         return [(place, stored._replace(shape=(1, *tensor.shape)))]
     if "{}" not in place:
         return [(place, stored)]
+    if tensor.shape[0] > MAX_EXPERTS or len(tensor.shape) < 3:
+        raise ConfigError(
+            f"{checkpoint.metadata.path}: {name!r} has the shape {list(tensor.shape)}, which those "
+            "of experts don't have."
+        )
     shape = tensor.shape[1:]
     return [
         (place.format(number), stored._replace(number=number, shape=shape))
