@@ -36,9 +36,11 @@ _ATTENTION = {
     "attn_k": Target("self_attn.k_proj"),
     "attn_v": Target("self_attn.v_proj"),
     "attn_output": Target("self_attn.o_proj"),
+    "ffn_norm": Target("post_attention_layernorm"),
+}
+_HEAD_NORMS = {
     "attn_q_norm": Target("self_attn.q_norm"),
     "attn_k_norm": Target("self_attn.k_norm"),
-    "ffn_norm": Target("post_attention_layernorm"),
 }
 _DENSE = {
     **_ATTENTION,
@@ -69,6 +71,21 @@ _GEMMA = {
     "post_ffw_norm": Target("post_feedforward_layernorm"),
 }
 
+_QKV = ("attn_q", "attn_k", "attn_v")
+
+_SCALES = (
+    "attention.scale",
+    "attention.clamp_kqv",
+    "attention.max_alibi_bias",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "logit_scale",
+    "residual_scale",
+    "embedding_scale",
+    "expert_weights_scale",
+)
+"""Keys that change what is computed. An architecture that doesn't read them can't have them."""
+
 Config = dict[str, Any]
 
 
@@ -78,11 +95,15 @@ class Architecture:
 
     name: str
     config: Callable[[GgufCheckpoint, Config], Config]
-    """What config.json has beside what all architectures have, which is given."""
+    """Makes config.json of what all architectures have in it, which is given."""
     layer: Mapping[str, Target]
     top: Mapping[str, Target] = field(default_factory=lambda: _TOP)
+    biases: tuple[str, ...] = ()
+    """Tensors of layers that may have a bias beside the weight."""
     norm_offset: float = 0.0
     """What the converter added to weights of norms."""
+    keys: tuple[str, ...] = ()
+    """Of `_SCALES`, with the architecture's name: those that `config` reads."""
     read_elsewhere: tuple[str, ...] = ("rope_freqs.weight",)
     """Tensors that say something of the configuration."""
 
@@ -90,7 +111,8 @@ class Architecture:
 def architecture_of(metadata: ConfigValues) -> Architecture:
     """Raises `ConfigError` if the file's architecture isn't known."""
     name = metadata.text("general.architecture")
-    key = "mixtral" if name == "llama" and metadata.get("llama.expert_count") else name
+    experts = metadata._replace(defaults={"llama.expert_count": 0}).count("llama.expert_count")
+    key = "mixtral" if name == "llama" and experts else name
     if key not in _ARCHITECTURES:
         raise ConfigError(
             f"{metadata.path} holds a model of the architecture {name!r:.80}, which Manta can't "
@@ -102,7 +124,19 @@ def architecture_of(metadata: ConfigValues) -> Architecture:
 
 def model_config(checkpoint: GgufCheckpoint) -> Config:
     """The content of config.json. Raises `ConfigError` if the metadata lacks something."""
-    architecture = architecture_of(checkpoint.metadata)
+    architecture, metadata = architecture_of(checkpoint.metadata), checkpoint.metadata
+    for key in (f"{architecture.name}.{scale}" for scale in _SCALES):
+        if key in architecture.keys:
+            continue
+        value = metadata.get(key)
+        if value is not None and not (isinstance(value, int | float) and value in (0, 1)):
+            raise ConfigError(
+                f"{metadata.path} has the key '{key}', which Manta doesn't know of this "
+                "architecture. Use the model's safetensors checkpoint."
+            )
+    causal = f"{architecture.name}.attention.causal"
+    if metadata.get(causal) is not None and not metadata.flag(causal):
+        raise ConfigError(f"{metadata.path} holds a model that doesn't generate ('{causal}').")
     return architecture.config(checkpoint, _common(architecture.name, checkpoint))
 
 
@@ -150,9 +184,13 @@ def _llama(checkpoint: GgufCheckpoint, common: Config) -> Config:
         **common,
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
-        "attention_bias": "blk.0.attn_q.bias" in checkpoint.tensors,
-        "mlp_bias": "blk.0.ffn_up.bias" in checkpoint.tensors,
+        "attention_bias": _has_bias(checkpoint, "attn_"),
+        "mlp_bias": _has_bias(checkpoint, "ffn_"),
     }
+
+
+def _has_bias(checkpoint: GgufCheckpoint, prefix: str) -> bool:
+    return any(f".{prefix}" in name and name.endswith(".bias") for name in checkpoint.tensors)
 
 
 def _mixtral(checkpoint: GgufCheckpoint, common: Config) -> Config:
@@ -233,18 +271,21 @@ def _gemma2(checkpoint: GgufCheckpoint, common: Config) -> Config:
 
 def _gemma3(checkpoint: GgufCheckpoint, common: Config) -> Config:
     metadata, layers = checkpoint.metadata, common["num_hidden_layers"]
-    parameters = common["rope_parameters"]
+    every = metadata.optional_size("gemma3.attention.sliding_window_pattern") or 6
+    local = "gemma3.rope.freq_base_swa"
+    theta = 10000.0 if metadata.get(local) is None else metadata.number(local)
     return {
         **common,
         "model_type": "gemma3_text",
         "architectures": ["Gemma3ForCausalLM"],
         "sliding_window": metadata.size("gemma3.attention.sliding_window"),
         "layer_types": [
-            "full_attention" if layer % 6 == 5 else "sliding_attention" for layer in range(layers)
+            "full_attention" if (layer + 1) % every == 0 else "sliding_attention"
+            for layer in range(layers)
         ],
         "rope_parameters": {
-            "full_attention": parameters,
-            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": common["rope_parameters"],
+            "sliding_attention": {"rope_type": "default", "rope_theta": theta},
         },
         "query_pre_attn_scalar": _gemma_scale(common, large_layers=62),
         "hidden_activation": "gelu_pytorch_tanh",
@@ -279,7 +320,12 @@ def _tensor(checkpoint: GgufCheckpoint, name: str) -> GgufTensor:
 
 
 _ARCHITECTURES = {
-    "llama": Architecture("llama", _llama, {**_DENSE, **_INTERLEAVED}),
+    "llama": Architecture(
+        "llama",
+        _llama,
+        {**_DENSE, **_INTERLEAVED},
+        biases=(*_QKV, "attn_output", "ffn_gate", "ffn_up", "ffn_down"),
+    ),
     "mixtral": Architecture(
         "llama",
         _mixtral,
@@ -292,10 +338,12 @@ _ARCHITECTURES = {
             "ffn_up_exps": Target("block_sparse_moe.experts.{}.w3"),
         },
     ),
-    "qwen2": Architecture("qwen2", _qwen2, _DENSE),
-    "qwen2moe": Architecture("qwen2moe", _qwen2_moe, {**_ATTENTION, **_EXPERTS, **_SHARED_EXPERT}),
-    "qwen3": Architecture("qwen3", _qwen3, _DENSE),
-    "qwen3moe": Architecture("qwen3moe", _qwen3_moe, {**_ATTENTION, **_EXPERTS}),
+    "qwen2": Architecture("qwen2", _qwen2, _DENSE, biases=_QKV),
+    "qwen2moe": Architecture(
+        "qwen2moe", _qwen2_moe, {**_ATTENTION, **_EXPERTS, **_SHARED_EXPERT}, biases=_QKV
+    ),
+    "qwen3": Architecture("qwen3", _qwen3, {**_DENSE, **_HEAD_NORMS}),
+    "qwen3moe": Architecture("qwen3moe", _qwen3_moe, {**_ATTENTION, **_HEAD_NORMS, **_EXPERTS}),
     "phi3": Architecture(
         "phi3",
         _phi3,
@@ -307,6 +355,12 @@ _ARCHITECTURES = {
         },
         read_elsewhere=("rope_factors_long.weight", "rope_factors_short.weight"),
     ),
-    "gemma2": Architecture("gemma2", _gemma2, _GEMMA, norm_offset=1.0),
-    "gemma3": Architecture("gemma3", _gemma3, _GEMMA, norm_offset=1.0),
+    "gemma2": Architecture(
+        "gemma2",
+        _gemma2,
+        _GEMMA,
+        norm_offset=1.0,
+        keys=("gemma2.attn_logit_softcapping", "gemma2.final_logit_softcapping"),
+    ),
+    "gemma3": Architecture("gemma3", _gemma3, {**_GEMMA, **_HEAD_NORMS}, norm_offset=1.0),
 }

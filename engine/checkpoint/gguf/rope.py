@@ -26,13 +26,16 @@ def rope_parameters(name: str, head_dim: int, checkpoint: GgufCheckpoint) -> dic
     theta = metadata.get(f"{name}.rope.freq_base")
     theta = 10000.0 if theta is None else metadata.number(f"{name}.rope.freq_base")
     found: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
-    kind = metadata.get(f"{name}.rope.scaling.type") or "none"
+    key = f"{name}.rope.scaling.type"
+    kind = "none" if metadata.get(key) is None else metadata.text(key)
     original = metadata.optional_size(f"{name}.rope.scaling.original_context_length")
     if "rope_factors_long.weight" in tensors or "rope_factors_short.weight" in tensors:
         return found | _longrope(name, original, head_dim, checkpoint)
     if kind in ("linear", "yarn"):
         key = f"{name}.rope.scaling.factor"
-        if metadata.get(key) not in (None, 0.0, 1.0):
+        factor = metadata.get(key)
+        is_none = factor is None or (isinstance(factor, int | float) and factor in (0, 1))
+        if not is_none:
             found |= {"rope_type": kind, "factor": metadata.number(key)}
         if kind == "yarn" and original is not None:
             found["original_max_position_embeddings"] = original

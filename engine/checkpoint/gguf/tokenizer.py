@@ -181,7 +181,8 @@ def read_tokenizer(metadata: ConfigValues) -> GgufTokenizer:
 
 def _byte_level(vocabulary: _Vocabulary, architecture: str) -> tuple[Tokenizer, bool]:
     metadata = vocabulary.metadata
-    name = metadata.text("tokenizer.ggml.pre") if metadata.get("tokenizer.ggml.pre") else "(none)"
+    key = "tokenizer.ggml.pre"
+    name = "(none)" if metadata.get(key) is None else metadata.text(key)
     split = SPLITS.get(name)
     if split is None:
         raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 from engine.checkpoint.gguf.architectures import Architecture, architecture_of
@@ -44,13 +45,16 @@ def stored_weights(checkpoint: GgufCheckpoint) -> dict[str, StoredWeight]:
 def _weights_of(
     architecture: Architecture, checkpoint: GgufCheckpoint, name: str, tensor: GgufTensor
 ) -> list[tuple[str, StoredWeight]]:
-    prefix, leaf, suffix = _parts(name)
-    target = architecture.layer.get(leaf) if prefix else architecture.top.get(leaf)
-    if target is None:
+    layer, leaf, suffix = _parts(name)
+    target = (architecture.top if layer is None else architecture.layer).get(leaf)
+    has_place = suffix == ".weight" or (layer is not None and leaf in architecture.biases)
+    count = checkpoint.metadata.size(f"{architecture.name}.block_count")
+    if target is None or not has_place or (layer or 0) >= count:
         raise ConfigError(
             f"{checkpoint.metadata.path} has the tensor {name!r}, which Manta doesn't know of the "
             f"architecture '{architecture.name}'."
         )
+    prefix = "" if layer is None else f"model.layers.{layer}."
     place = f"{prefix}{target.name}{suffix}"
     stored = StoredWeight(tensor, tensor.shape)
     if target.heads:
@@ -82,15 +86,11 @@ def _weights_of(
     ]
 
 
-def _parts(name: str) -> tuple[str, str, str]:
-    """Prefix of the layer in transformers' names ("" outside of layers), what the tensor is, and
-    ".weight" or ".bias"."""
+def _parts(name: str) -> tuple[int | None, str, str]:
+    """The layer, what the tensor is in it, and ".weight" or ".bias"."""
     leaf, dot, kind = name.rpartition(".")
-    suffix = dot + kind
-    if kind not in ("weight", "bias"):
-        leaf, suffix = name, ""
     block, _, rest = leaf.partition(".")
     number, _, inner = rest.partition(".")
-    if block == "blk" and number.isdecimal() and number.isascii() and inner:
-        return f"model.layers.{int(number)}.", inner, suffix
-    return "", leaf, suffix
+    if block == "blk" and re.fullmatch("[0-9]{1,5}", number):
+        return int(number), inner, dot + kind
+    return None, leaf, dot + kind
