@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from engine.checkpoint.wheel_models import WHEEL_MODELS
 from engine.errors import ConfigError
 from engine.process.shipped import shipped_root
 
@@ -119,7 +120,8 @@ def _read(target: str) -> Any:
         except OSError as error:
             raise ConfigError(f"can't be read: {error.strerror}.") from error
     is_config = Path(target).suffix in (".yaml", ".yml")
-    if not is_config and (path is not None or _HUB_ID.fullmatch(target)):
+    is_known = _HUB_ID.fullmatch(target) or target in WHEEL_MODELS
+    if not is_config and (path is not None or is_known):
         return _config_of_model(str(path) if path is not None else target)
     if is_config:
         near = sorted(Path(target).parent.glob("*.yaml"))
@@ -128,7 +130,8 @@ def _read(target: str) -> Any:
         raise ConfigError(f"the file does not exist; there are {others}.")
     raise ConfigError(
         "this is neither a config file, nor a model folder, nor a GGUF file, nor a model of the "
-        "Hugging Face hub (owner/name, or owner/name:Q4_K_M for a GGUF file there)."
+        "Hugging Face hub (owner/name, or owner/name:Q4_K_M for a GGUF file there), nor "
+        f"{', '.join(WHEEL_MODELS)}."
     )
 
 

