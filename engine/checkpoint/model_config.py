@@ -394,7 +394,10 @@ def _read_json(folder: Path, name: str) -> dict[str, Any]:
     except FileNotFoundError as error:
         if any(folder.glob("*.gguf")):
             raise name_the_file(folder) from error
-        raise ConfigError(f"'{folder}' has no {name}; is it a Hugging Face model?") from error
+        raise ConfigError(
+            f"'{folder}' has no {name}; is it a Hugging Face model? (A GGUF file of the hub is "
+            "named as owner/name:Q4_K_M.)"
+        ) from error
     except (ValueError, OSError) as error:
         raise ConfigError(
             f"{folder / name} is not valid JSON: {error}. Download the file again."

@@ -16,8 +16,8 @@ from engine.layers.grouped import Grouped
 from engine.layers.weight_format import MatrixSlice
 from engine.layers.weights import CheckpointSource
 
-_CHUNK_NUMBERS = 1 << 22
-"""That are dequantized at once: their float32 take 16 MiB."""
+CHUNK_NUMBERS = 1 << 19
+"""That are dequantized at once: their float32 take 2 MiB, which caches hold."""
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -103,7 +103,7 @@ class GgufSource(CheckpointSource):
         within = slice(columns.start - wide.start, columns.stop - wide.start)
         shape = (rows.stop - rows.start, columns.stop - columns.start)
         made = torch.empty(shape, dtype=dtype, device=self.device)
-        step = max(1, _CHUNK_NUMBERS // max(1, wide.stop - wide.start))
+        step = max(1, CHUNK_NUMBERS // max(1, wide.stop - wide.start))
         for first in range(rows.start, rows.stop, step):
             chunk = slice(first, min(first + step, rows.stop))
             values = self._numbers(weight, chunk, wide)[:, within]

