@@ -13,6 +13,7 @@ from tests.support.gguf_fuzz import refusals
 from tests.support.models import make_model
 from tests.support.tiny_tokenizers import write_byte_level
 
+SIZES = {"num_hidden_layers": 1, "vocab_size": 430, "hidden_size": 16, "intermediate_size": 16}
 NUM_FILES = 100_000
 LIMIT_S = 0.05
 """Of one file, on average."""
@@ -20,7 +21,7 @@ LIMIT_S = 0.05
 
 @pytest.mark.timeout(3000)
 def test_damaged_files(tmp_path: Path) -> None:
-    model = make_model(tmp_path / "model", "LlamaForCausalLM", num_hidden_layers=1, vocab_size=430)
+    model = make_model(tmp_path / "model", "LlamaForCausalLM", **SIZES)
     tokenizer = write_byte_level(tmp_path / "tokenizer")
     split = {"tokenizer.ggml.pre": "llama-bpe"}
     file = tmp_path / "model.gguf"
