@@ -162,7 +162,8 @@ class EngineConfig(BaseModel):
     """Of embeddings: the last hidden state or the mean of all. auto: what the model's folder says
     (`1_Pooling/config.json`), else last."""
     quantization: Literal["auto", *WEIGHT_FORMATS] = "auto"  # type: ignore[valid-type]
-    """auto: weights are of `dtype`. int8: matrices are made int8 as they are read; CPU only."""
+    """auto: as the checkpoint has them, plain ones in `dtype`. int8, int4: plain matrices are
+    rounded as they are read; CPU only."""
     kv_cache_dtype: Literal["auto", "fp8_e4m3"] = "auto"
     """auto: the model's type."""
     kernels: Literal["auto", *KERNELS] = "auto"  # type: ignore[valid-type]

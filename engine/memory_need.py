@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from engine.checkpoint.files import find_weight_files
 from engine.checkpoint.folder import resolve_model_path
 from engine.checkpoint.layout import AttentionCall, rank_calls, sees_windows
 from engine.checkpoint.model_config import ModelConfig
@@ -273,6 +274,20 @@ class MemoryNeed:
             drafts + stage_bytes(self.model, item, *split, stage, form, groups)
             for stage in range(self.pp_size)
         ]
+
+
+def quantized_line(need: MemoryNeed) -> str:
+    """What becomes of a checkpoint's quantized matrices and how much memory that takes, for who
+    serves it; "" if the checkpoint is plain. Raises `ConfigError` if it has no weights."""
+    form, folder = need.model.quantized, need.model.path
+    if form is None:
+        return ""
+    stored = sum((folder / name).stat().st_size for name in find_weight_files(folder).names)
+    becomes = f"dequantized at load to {need.dtype}"
+    if need.form is not PLAIN:
+        becomes = "dequantized at load and kept as `quantization` says"
+    sizes = f"{need.weights() / GIB:.1f} GiB instead of {stored / GIB:.1f} GiB"
+    return "; ".join((f"{form.title}, {becomes}: {sizes}", *form.notes))
 
 
 def draft_of(model: str | None) -> ModelConfig | None:

@@ -100,9 +100,41 @@ def sampling_of(kernels: str) -> str:
 
 
 WEIGHT_FORMATS: Registry[Any] = Registry(
-    "quantization", {"int8": "engine.checkpoint.weight_formats:INT8"}
+    "quantization",
+    {
+        "int8": "engine.checkpoint.weight_formats:INT8",
+        "int4": "engine.checkpoint.weight_formats:INT4",
+    },
 )
 """`WeightForm`s that are not the model's own type."""
+
+_QUANTIZED = "engine.checkpoint.quantized"
+CHECKPOINT_FORMATS: Registry[Any] = Registry(
+    "quant_method",
+    {
+        "awq": f"{_QUANTIZED}.gptq:Awq",
+        "bitsandbytes": f"{_QUANTIZED}.bitsandbytes:BitsAndBytes",
+        "compressed-tensors": f"{_QUANTIZED}.compressed_tensors:CompressedTensors",
+        "fbgemm-fp8": f"{_QUANTIZED}.scaled:Fbgemm",
+        "finegrained-fp8": f"{_QUANTIZED}.scaled:Fp8",
+        "fp8": f"{_QUANTIZED}.scaled:Fp8",
+        "gptq": f"{_QUANTIZED}.gptq:Gptq",
+        "modelopt": f"{_QUANTIZED}.modelopt:ModelOpt",
+        "mxfp4": f"{_QUANTIZED}.float4:Mxfp4",
+    },
+)
+"""Subclasses of `CheckpointFormat` by the `quant_method` of config.json, with hyphens."""
+
+MATRIX_READERS: Registry[Any] = Registry(
+    "reader",
+    {
+        "scaled": "engine.layers.quantized.scaled:ScaledReader",
+        "packed": "engine.layers.quantized.packed:make_packed_reader",
+        "float4": "engine.layers.quantized.float4:Float4Reader",
+        "codebook": "engine.layers.quantized.codebook:CodebookReader",
+    },
+)
+"""Calls that take a `StoredMatrix` of this reader and `Boxes`, and return a `MatrixReader`."""
 
 SCHEDULE_POLICIES: Registry[Any] = Registry(
     "schedule_policy",

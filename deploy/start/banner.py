@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from deploy.start.devices import weights_line
 from deploy.start.target import Target
 from deploy.start.tls import scheme
 from engine import __version__
@@ -21,6 +22,7 @@ def loading_lines(target: Target, log: Path | None, warnings: list[str]) -> list
         for line in (
             f"manta {__version__}: loading {describe(app)}",
             f"model: {model_line(app.resolved.model)}",
+            *(f"weights: {weights}" for weights in [weights_line(app)] if weights),
         )
     ]
     if log is not None:

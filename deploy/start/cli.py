@@ -71,7 +71,7 @@ def check(options: argparse.Namespace) -> int:
     """`manta check`: everything that `serve` checks, without starting anything."""
     from deploy.start import launch
     from deploy.start.banner import describe
-    from deploy.start.devices import memory_line
+    from deploy.start.devices import memory_line, weights_line
     from deploy.start.target import load_target
     from engine.checkpoint.tried_types import model_line
 
@@ -79,6 +79,8 @@ def check(options: argparse.Namespace) -> int:
     for app in target.applications:
         print(describe(app))
         print(f"model: {model_line(app.resolved.model)}")
+        if weights := weights_line(app):
+            print(f"weights: {weights}")
         cache = app.engine.max_total_tokens
         print(f"longest request: {app.resolved.max_model_len} tokens")
         print(f"KV cache: {f'{cache} tokens' if cache else 'as large as memory allows'}")

@@ -26,6 +26,7 @@ from engine.memory_need import (
     gpu_weights_shortage,
     host_cache_tokens,
     max_cache_tokens,
+    quantized_line,
     shortage,
     split_remedies,
 )
@@ -116,6 +117,12 @@ def memory_line(app: Any) -> str:
         cache = "" if app.engine.max_total_tokens else ", and for the KV cache a part of the rest"
         return f"on CPU it takes about {memory_bytes(app) / GIB:.1f} GiB of memory{cache}"
     return "a simulated device takes no memory for weights and KV cache"
+
+
+def weights_line(app: Any) -> str:
+    """What becomes of an `AppConfig`'s quantized weights, for a person; "" if they are plain."""
+    reads = app.engine.load_format == "auto" and device_of(app) != "simulated"
+    return quantized_line(need_of(app)) if reads else ""
 
 
 def _check_cpu(apps: list[Any]) -> list[str]:

@@ -12,7 +12,8 @@ from typing import Any
 
 from engine.checkpoint.files import name_the_file
 from engine.checkpoint.layout import AttentionCall, ModelLayout, read_layout
-from engine.checkpoint.quantization import refuse_quantized
+from engine.checkpoint.quantization import MODELOPT_NAME, read_format
+from engine.checkpoint.quantized.base import CheckpointFormat
 from engine.checkpoint.values import ConfigValues
 from engine.errors import ConfigError
 from engine.registry import (
@@ -139,6 +140,8 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     layout: ModelLayout | None = None
     """Of a model that transformers' code computes; None: ours does."""
+    quantized: CheckpointFormat | None = None
+    """How the checkpoint's matrices are quantized; None: they are plain."""
 
     @property
     def calls(self) -> tuple[AttentionCall, ...]:
@@ -250,17 +253,18 @@ class ModelConfig:
                 f"{folder}/config.json names its weights in 'transformers_weights', which isn't "
                 "supported; give the file the name model.safetensors and remove the key."
             )
-        modelopt = "hf_quant_config.json"
-        refuse_quantized(
-            folder, config, _read_json(folder, modelopt) if (folder / modelopt).exists() else None
-        )
+        has_modelopt = (folder / MODELOPT_NAME).exists()
+        modelopt = _read_json(folder, MODELOPT_NAME) if has_modelopt else None
+        quantized = read_format(folder, config, modelopt)
         generation: dict[str, Any] = {}
         if (folder / "generation_config.json").exists():
             generation = _read_json(folder, "generation_config.json")
         if architecture is None:
-            return cls._from_layout(folder, read_layout(folder), generation)
-        values = ConfigValues(folder / "config.json", config, _DEFAULTS[architecture])
-        return cls._from_values(folder, architecture, values, generation)
+            model = cls._from_layout(folder, read_layout(folder), generation)
+        else:
+            values = ConfigValues(folder / "config.json", config, _DEFAULTS[architecture])
+            model = cls._from_values(folder, architecture, values, generation)
+        return replace(model, quantized=quantized)
 
     @classmethod
     def _from_layout(

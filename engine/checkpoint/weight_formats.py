@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.errors import ConfigError
 from engine.registry import WEIGHT_FORMATS
@@ -29,14 +29,31 @@ class WeightForm:
 PLAIN = WeightForm(lambda outputs, inputs, item: outputs * inputs * item)
 """Of the configuration's `dtype`."""
 
+_GROUP = 32
+"""Inputs with one scale of float16 (`engine.layers.grouped.GROUP`)."""
+
+
+def _in_groups(bits: int) -> Callable[[int, int, int], int]:
+    def num_bytes(outputs: int, inputs: int, item: int) -> int:
+        if inputs % (_GROUP // 2):
+            return outputs * inputs * item
+        group = _GROUP if inputs % _GROUP == 0 else _GROUP // 2
+        return outputs * (inputs * bits // 8 + inputs // group * 2)
+
+    return num_bytes
+
+
 INT8 = WeightForm(
-    lambda outputs, inputs, item: outputs * (inputs + 4),  # a float32 scale for each output
-    layers="engine.layers.weight_format:Int8Format",
+    _in_groups(8),
+    layers="engine.layers.weight_format:int8_format",
     kernels=("cpu",),
     devices=("cpu",),
     has_own_head=True,
 )
 """A byte for each number; made while a plain checkpoint is read."""
+
+INT4 = replace(INT8, matrix_bytes=_in_groups(4), layers="engine.layers.weight_format:int4_format")
+"""Half a byte for each."""
 
 
 def weight_form(quantization: str) -> WeightForm:

@@ -175,60 +175,29 @@ Tensor pack(const Tensor& weight) {
   return packed;
 }
 
-Tensor pack_int8(const Tensor& weight, at::ScalarType type) {
-  check_cpu(weight);
-  TORCH_CHECK(weight.dim() == 2 && weight.is_contiguous() && weight.scalar_type() == at::kChar,
-              "a weight must be int8 [out, in], contiguous");
-  const int64_t out = weight.size(0), in = weight.size(1);
-  TORCH_CHECK(in % numbers_per_unit(type) == 0, "inputs of 16 bits must be even");
-  Tensor packed = WeightMemory::empty({panels(out) * kernels().panel, in}, weight.options());
-  kernels().pack_int8(type_of(at::empty({0}, type)), weight.data_ptr<int8_t>(), out, in,
-                      packed.data_ptr<int8_t>());
-  return packed;
-}
-
 void check_packed(const Tensor& weight, int64_t out) {
   TORCH_CHECK(weight.dim() == 2, "a weight must be [out, in]");
   TORCH_CHECK(weight.is_contiguous() && weight.size(0) == panels(out) * kernels().panel,
               "the weight is not packed for ", out, " outputs");
 }
 
-Tensor multiply(Form form, const Tensor& x, const Tensor& weight, const c10::optional<Tensor>& scale,
-                const c10::optional<Tensor>& bias, int64_t out, bool as_float) {
-  check_cpu(x, weight, bias ? *bias : x, scale ? *scale : x);
-  check_packed(weight, out);
-  check_rows(x, weight.size(1));
+Tensor linear(const Tensor& x, const Tensor& packed, const c10::optional<Tensor>& bias, int64_t out,
+              bool as_float) {
+  check_cpu(x, packed, bias ? *bias : x);
+  check_packed(packed, out);
+  check_rows(x, packed.size(1));
   TORCH_CHECK(x.size(1) % numbers_per_unit(x.scalar_type()) == 0, "inputs of 16 bits must be even");
-  TORCH_CHECK(form == Form::int8 || weight.scalar_type() == x.scalar_type(), "x is ",
-              x.scalar_type(), " and the weight ", weight.scalar_type());
+  TORCH_CHECK(packed.scalar_type() == x.scalar_type(), "x is ", x.scalar_type(), " and the weight ",
+              packed.scalar_type());
   TORCH_CHECK(!bias || (bias->is_contiguous() && bias->numel() == out &&
                         bias->scalar_type() == x.scalar_type()), "a bias must be like x, [out]");
-  TORCH_CHECK(!scale || (scale->is_contiguous() && scale->numel() == out &&
-                         scale->scalar_type() == at::kFloat), "scales must be float32 [out]");
   Tensor y = at::empty({x.size(0), out}, as_float ? x.options().dtype(at::kFloat) : x.options());
-  const Linear linear{type_of(x), form, x.data_ptr(), x.stride(0), weight.data_ptr(),
-                      scale ? scale->data_ptr<float>() : nullptr, bias ? bias->data_ptr() : nullptr,
-                      y.data_ptr(), out, as_float, x.size(0), x.size(1), out, at::get_num_threads()};
+  const Linear linear{type_of(x), x.data_ptr(), x.stride(0), packed.data_ptr(),
+                      bias ? bias->data_ptr() : nullptr, y.data_ptr(), out, as_float, x.size(0),
+                      x.size(1), out, at::get_num_threads()};
   pybind11::gil_scoped_release release;
   kernels().linear(linear);
   return y;
-}
-
-Tensor linear(const Tensor& x, const Tensor& packed, const c10::optional<Tensor>& bias, int64_t out,
-              bool as_float) {
-  return multiply(Form::packed, x, packed, c10::nullopt, bias, out, as_float);
-}
-
-Tensor linear_int8(const Tensor& x, const Tensor& packed, const Tensor& scale,
-                   const c10::optional<Tensor>& bias, int64_t out, bool as_float) {
-  TORCH_CHECK(packed.scalar_type() == at::kChar, "the weight must be packed int8");
-  return multiply(Form::int8, x, packed, scale, bias, out, as_float);
-}
-
-void check_heads(const Tensor& x, int64_t tokens, int64_t heads, int64_t dim, at::ScalarType type) {
-  TORCH_CHECK(x.dim() == 3 && x.size(0) == tokens && x.size(1) == heads && x.size(2) == dim &&
-                  x.stride(2) == 1 && (x.stride(1) == dim || heads == 1) && x.scalar_type() == type,
-              "q, k and v must be [tokens, heads, dim] with contiguous heads, of one type");
 }
 
 const int64_t* index(const Tensor& x, int64_t size) {
@@ -242,6 +211,126 @@ const int64_t* index_below(const Tensor& x, int64_t size, int64_t end) {
   for (int64_t i = 0; i < size; i++)
     TORCH_CHECK(ids[i] >= 0 && ids[i] < end, "an index is ", ids[i], ", not in [0, ", end, ")");
   return ids;
+}
+
+// A packed matrix of whole numbers, as `GroupedMatrix` says.
+class GroupedWeight {
+ public:
+  // numbers: uint8 [out, in]; scales and mins: [out, in / whole]; codes: int8 [out, in / group].
+  GroupedWeight(const Tensor& numbers, int64_t bits, int64_t center, int64_t group, const Tensor& scales,
+                const c10::optional<Tensor>& scale_codes, const c10::optional<Tensor>& mins,
+                const c10::optional<Tensor>& min_codes)
+      : panel_(kernels().panel) {
+    check_cpu(numbers, scales);
+    TORCH_CHECK(numbers.dim() == 2 && numbers.is_contiguous() && numbers.scalar_type() == at::kByte,
+                "numbers must be uint8 [out, in], contiguous");
+    const int64_t out = numbers.size(0), in = numbers.size(1);
+    TORCH_CHECK(bits == 4 || bits == 5 || bits == 6 || bits == 8, "there are no numbers of ", bits, " bits");
+    TORCH_CHECK(center >= 0 && center < 256, "the center is ", center);
+    TORCH_CHECK(group > 0 && (group == 16 || group % 32 == 0) && in % group == 0 && out > 0 && in > 0,
+                "groups of ", group, " don't divide ", in, " inputs");
+    TORCH_CHECK(scales.dim() == 2 && scales.size(0) == out && scales.size(1) > 0 &&
+                in % scales.size(1) == 0, "scales must be [out, in / whole]");
+    const int64_t whole = in / scales.size(1);
+    TORCH_CHECK(scale_codes ? whole % group == 0 : whole == group, "a scale for ", whole,
+                " inputs doesn't go with groups of ", group);
+    TORCH_CHECK(!mins || (mins->sizes() == scales.sizes() && mins->scalar_type() == scales.scalar_type() &&
+                          scale_codes.has_value() == min_codes.has_value()), "mins must be as scales");
+    for (const auto* codes : {&scale_codes, &min_codes})
+      TORCH_CHECK(!*codes || ((*codes)->scalar_type() == at::kChar && (*codes)->dim() == 2 &&
+                              (*codes)->size(0) == out && (*codes)->size(1) == in / group),
+                  "codes must be int8 [out, in / group]");
+    const int64_t rows = panels(out) * panel_, high = (in + 31) / 32;
+    numbers_ = WeightMemory::empty({rows * (bits == 8 ? in : (in + 7) / 8 * 4)}, numbers.options());
+    if (bits == 5 || bits == 6)
+      high_ = WeightMemory::empty({rows * high * (bits == 6 ? 2 : 1)}, numbers.options().dtype(at::kInt));
+    kernels().pack_numbers(static_cast<int>(bits), numbers.data_ptr<uint8_t>(), out, in,
+                           numbers_.data_ptr<uint8_t>(), high_data());
+    scales_ = in_panels(scales);
+    if (scale_codes) scale_codes_ = in_panels(*scale_codes);
+    if (mins) mins_ = in_panels(*mins);
+    if (min_codes) min_codes_ = in_panels(*min_codes);
+    matrix = {static_cast<int>(bits), static_cast<int32_t>(center), out, in, group, whole,
+              numbers_.data_ptr<uint8_t>(), high_data(), type_of(scales_), scales_.data_ptr(),
+              mins ? mins_.data_ptr() : nullptr,
+              scale_codes ? scale_codes_.data_ptr<int8_t>() : nullptr,
+              min_codes ? min_codes_.data_ptr<int8_t>() : nullptr};
+  }
+
+  void check() const {
+    TORCH_CHECK(panel_ == kernels().panel, "the matrix was packed for another instruction set");
+  }
+
+  int64_t num_bytes() const {
+    int64_t bytes = 0;
+    for (const Tensor* part : {&numbers_, &high_, &scales_, &scale_codes_, &mins_, &min_codes_})
+      if (part->defined()) bytes += static_cast<int64_t>(part->nbytes());
+    return bytes;
+  }
+
+  // Rows `ids` as numbers of the type of the empty tensor `like`.
+  Tensor rows(const Tensor& ids, const Tensor& like) const {
+    check();
+    check_cpu(ids);
+    const int64_t* each = index_below(ids, ids.size(0), matrix.out);
+    Tensor y = at::empty({ids.size(0), matrix.in}, like.options());
+    for (int64_t i = 0; i < ids.size(0); i++)
+      kernels().grouped_row(type_of(y), matrix, each[i],
+                            static_cast<char*>(y.data_ptr()) + i * matrix.in * y.itemsize());
+    return y;
+  }
+
+  GroupedMatrix matrix;
+
+ private:
+  // [out, n] -> [panels][n][panel]
+  Tensor in_panels(const Tensor& values) const {
+    const int64_t out = values.size(0), n = values.size(1), count = panels(out);
+    Tensor padded = at::zeros({count * panel_, n}, values.options());
+    padded.narrow(0, 0, out).copy_(values);
+    Tensor to = WeightMemory::empty({count, n, panel_}, values.options());
+    to.copy_(padded.view({count, panel_, n}).transpose(1, 2));
+    return to;
+  }
+  uint32_t* high_data() {
+    return high_.defined() ? reinterpret_cast<uint32_t*>(high_.data_ptr<int32_t>()) : nullptr;
+  }
+
+  int64_t panel_;
+  Tensor numbers_, high_, scales_, scale_codes_, mins_, min_codes_;
+};
+
+// The matrices multiply the same x; their outputs are side by side.
+Tensor linear_grouped(const Tensor& x, const std::vector<const GroupedWeight*>& weights,
+                      const c10::optional<Tensor>& bias, bool as_float) {
+  check_cpu(x, bias ? *bias : x);
+  TORCH_CHECK(!weights.empty(), "there is no matrix");
+  std::vector<GroupedMatrix> parts;
+  int64_t out = 0;
+  const int64_t in = weights[0]->matrix.in;
+  for (const GroupedWeight* weight : weights) {
+    weight->check();
+    TORCH_CHECK(weight->matrix.in == in, "the matrices differ in their inputs");
+    parts.push_back(weight->matrix);
+    out += weight->matrix.out;
+  }
+  check_rows(x, in);
+  TORCH_CHECK(!bias || (bias->is_contiguous() && bias->numel() == out &&
+                        bias->scalar_type() == x.scalar_type()), "a bias must be like x, [out]");
+  Tensor y = at::empty({x.size(0), out}, as_float ? x.options().dtype(at::kFloat) : x.options());
+  if (x.size(0) == 0) return y;
+  const GroupedLinear linear{type_of(x), x.data_ptr(), x.stride(0), parts.data(),
+                             static_cast<int64_t>(parts.size()), bias ? bias->data_ptr() : nullptr,
+                             y.data_ptr(), out, as_float, x.size(0), in, at::get_num_threads()};
+  pybind11::gil_scoped_release release;
+  kernels().grouped_linear(linear);
+  return y;
+}
+
+void check_heads(const Tensor& x, int64_t tokens, int64_t heads, int64_t dim, at::ScalarType type) {
+  TORCH_CHECK(x.dim() == 3 && x.size(0) == tokens && x.size(1) == heads && x.size(2) == dim &&
+                  x.stride(2) == 1 && (x.stride(1) == dim || heads == 1) && x.scalar_type() == type,
+              "q, k and v must be [tokens, heads, dim] with contiguous heads, of one type");
 }
 
 // Rows `ids` of the matrix [out, in] that `pack` was given.
@@ -569,13 +658,15 @@ PYBIND11_MODULE(manta_cpu_kernels, m) {
   m.def("available", &manta::available, "Instruction sets of this processor, the best first.");
   m.def("use", &manta::use, "Use another one (for tests).");
   m.def("pack", &manta::pack);
-  m.def("pack_int8", [](const at::Tensor& weight, const std::string& type) {
-    TORCH_CHECK(type == "float32" || type == "bfloat16" || type == "float16", "no kernel for ", type);
-    return manta::pack_int8(weight, type == "float32" ? at::kFloat : type == "bfloat16" ? at::kBFloat16 : at::kHalf);
-  });
   m.def("linear", &manta::linear);
-  m.def("linear_int8", &manta::linear_int8);
   m.def("unpack_rows", &manta::unpack_rows);
+  pybind11::class_<manta::GroupedWeight>(m, "GroupedWeight")
+      .def(pybind11::init<const at::Tensor&, int64_t, int64_t, int64_t, const at::Tensor&,
+                          const c10::optional<at::Tensor>&, const c10::optional<at::Tensor>&,
+                          const c10::optional<at::Tensor>&>())
+      .def("rows", &manta::GroupedWeight::rows)
+      .def_property_readonly("num_bytes", &manta::GroupedWeight::num_bytes);
+  m.def("linear_grouped", &manta::linear_grouped);
   m.def("attention", &manta::attention);
   m.def("rms_norm", &manta::rms_norm);
   m.def("add_rms_norm_", &manta::add_rms_norm_);

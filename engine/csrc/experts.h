@@ -47,7 +47,7 @@ void gate_and_up(const Experts& a) {
       __builtin_memcpy(x + row * a.size, from, static_cast<size_t>(a.size) * sizeof(T));
     }
     const char* up = static_cast<const char*>(a.ups[block.expert]);
-    Linear product{a.type, Form::packed, x, a.size, up + first * panel_bytes, nullptr, nullptr, found,
+    Linear product{a.type, x, a.size, up + first * panel_bytes, nullptr, found,
                    2 * width, false, rows, a.size, 2 * width, 1};
     if (whole > 1) product.out = width;
     linear<T>(product);
@@ -71,9 +71,9 @@ void sum_columns(const Experts& a, int64_t first, int64_t width) {
     const ExpertBlock& block = a.blocks[b];
     const int64_t rows = block.end - block.begin;
     float* found = own_rows<float>(own_memory<DownRows>(rows * width));
-    linear<T>({a.type, Form::packed, static_cast<const T*>(a.middle) + block.begin * a.inner, a.inner,
+    linear<T>({a.type, static_cast<const T*>(a.middle) + block.begin * a.inner, a.inner,
                static_cast<const char*>(a.downs[block.expert]) + first / kPanel * panel_bytes, nullptr,
-               nullptr, found, width, true, rows, a.inner, width, 1});
+               found, width, true, rows, a.inner, width, 1});
     for (int64_t row = 0; row < rows; row++) {
       float* sum = sums + a.tokens[block.begin + row] * width;
       const V by = set1(a.by[block.begin + row]);

@@ -2,6 +2,7 @@
 #include "attention.h"
 #include "elementwise.h"
 #include "experts.h"
+#include "grouped.h"
 #include "linear.h"
 #include "norm.h"
 #include "sampling.h"
@@ -22,11 +23,13 @@ const Kernels& kernels() {
       .pack = [](Type type, const void* weight, int64_t out, int64_t in, void* packed) {
         MANTA_BY_TYPE(type, pack<T>(weight, out, in, packed));
       },
-      .pack_int8 = [](Type type, const int8_t* weight, int64_t out, int64_t in, int8_t* packed) {
-        MANTA_BY_TYPE(type, pack_int8<T>(weight, out, in, packed));
-      },
       .linear = [](const Linear& a) { MANTA_BY_TYPE(a.type, linear<T>(a)); },
       .unpack_rows = unpack_rows,
+      .pack_numbers = pack_numbers,
+      .grouped_linear = [](const GroupedLinear& a) { MANTA_BY_TYPE(a.type, grouped_linear<T>(a)); },
+      .grouped_row = [](Type type, const GroupedMatrix& weight, int64_t row, void* y) {
+        MANTA_BY_TYPE(type, grouped_row<T>(weight, row, static_cast<T*>(y)));
+      },
       .attention = [](const Attention& a) { MANTA_BY_TYPE(a.type, attention<T>(a)); },
       .norm = [](const Norm& a) { MANTA_BY_TYPE(a.type, norm<T>(a)); },
       .rope = [](const Rope& a) { MANTA_BY_TYPE(a.type, rope<T>(a)); },

@@ -10,25 +10,46 @@ enum class Type : int { f32, bf16, f16, f8 };
 // The largest heads that attention takes.
 constexpr int64_t kMaxHeadDim = 576;
 
-// How a weight matrix [out, in] lies in memory.
-enum class Form : int {
-  packed,  // panels of kPanel columns: [out / kPanel][in / unit][kPanel] units
-  int8,    // the same, a byte for each number; a scale for each output
-};
-
 // y = x W^T + bias. Strides in elements.
 struct Linear {
   Type type;
-  Form form;
   const void* x;  // [rows, in], stride x_stride
   int64_t x_stride;
-  const void* weight;
-  const float* scale;  // [out], int8 only
+  const void* weight;  // in panels of kPanel columns: [out / kPanel][in / unit][kPanel] units
   const void* bias;    // [out] of `type`, or null
   void* y;             // [rows, out] of `type`, or float if y_float
   int64_t y_stride;
   bool y_float;
   int64_t rows, in, out;
+  int threads;
+};
+
+// A matrix [out, in] of whole numbers in panels; see grouped.h.
+struct GroupedMatrix {
+  int bits;  // of a number: 4, 5, 6 or 8
+  int32_t center;
+  int64_t out, in;
+  int64_t group;  // inputs with one scale: 16, or a multiple of 32
+  int64_t whole;  // inputs of one number in `scales`: `group` or, with codes, more
+  const uint8_t* numbers;
+  const uint32_t* high;  // upper bits, 5 and 6 bits only
+  Type scale_type;
+  const void *scales, *mins;                // [panels][in / whole][kPanel]; mins may be null
+  const int8_t *scale_codes, *min_codes;  // [panels][in / group][kPanel], or null
+};
+
+// y = x W^T + bias for matrices of the same inputs, whose outputs are side by side.
+struct GroupedLinear {
+  Type type;
+  const void* x;  // [rows, in], stride x_stride
+  int64_t x_stride;
+  const GroupedMatrix* parts;
+  int64_t num_parts;
+  const void* bias;  // [out] of `type`, or null
+  void* y;           // [rows, out] of `type`, or float if y_float
+  int64_t y_stride;
+  bool y_float;
+  int64_t rows, in;
   int threads;
 };
 
@@ -147,9 +168,12 @@ struct Logprobs {
 struct Kernels {
   int64_t panel;  // columns of a panel
   void (*pack)(Type type, const void* weight, int64_t out, int64_t in, void* packed);
-  void (*pack_int8)(Type type, const int8_t* weight, int64_t out, int64_t in, int8_t* packed);
   void (*linear)(const Linear&);
   void (*unpack_rows)(const UnpackRows&);
+  void (*pack_numbers)(int bits, const uint8_t* weight, int64_t out, int64_t in, uint8_t* numbers,
+                       uint32_t* high);
+  void (*grouped_linear)(const GroupedLinear&);
+  void (*grouped_row)(Type type, const GroupedMatrix& weight, int64_t row, void* y);
   void (*attention)(const Attention&);
   void (*norm)(const Norm&);
   void (*rope)(const Rope&);

@@ -43,39 +43,16 @@ void pack(const void* weight, int64_t out, int64_t in, void* packed) {
   }
 }
 
-// The same for int8: [in / unit][kPanel / kLanes][numbers of a unit][kLanes].
-template <class T>
-void pack_int8(const int8_t* weight, int64_t out, int64_t in, int8_t* packed) {
-  constexpr int64_t per = kPerUnit<T>, block = 64;  // a block of inputs stays in the L1 cache
-  for (int64_t column = 0; column < panels(out) * kPanel; column += kPanel, packed += kPanel * in) {
-    for (int64_t first = 0; first < in; first += block) {
-      const int64_t end = first + block < in ? first + block : in;
-      for (int64_t n = 0; n < kPanel; n++) {
-        const int8_t* row = column + n < out ? weight + (column + n) * in : nullptr;
-        int8_t* to = packed + n / kLanes * kLanes * per + n % kLanes;
-        for (int64_t k = first; k < end; k++)
-          to[k / per * kPanel * per + k % per * kLanes] = row ? row[k] : int8_t{0};
-      }
-    }
-  }
-}
-
-inline U load_units(const uint32_t* w, const void*) { return loadu(w); }
-template <class T>
-inline auto load_units(const int8_t* w, const T* type) { return load_int8(w, type); }
-
 // Sums of `M` rows of x times one panel, whose units lie `stride` apart from input to input.
-template <class T, int M, int64_t stride = kPanel, class W>
+template <class T, int M, int64_t stride = kPanel>
 inline __attribute__((always_inline)) void multiply(
-    const T* x, int64_t x_stride, const W* panel, int64_t units, V (&sums)[M][kVectors]) {
-  constexpr int64_t kStep = sizeof(W) == 4 ? 1 : kPerUnit<T>;  // elements of W per unit
+    const T* x, int64_t x_stride, const uint32_t* panel, int64_t units, V (&sums)[M][kVectors]) {
   for (int m = 0; m < M; m++)
     for (int v = 0; v < kVectors; v++) sums[m][v] = zero();
   for (int64_t k = 0; k < units; k++) {
-    decltype(load_units(panel, static_cast<const T*>(nullptr))) w[kVectors];
+    U w[kVectors];
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; v++)
-      w[v] = load_units(panel + (k * stride + v * kLanes) * kStep, static_cast<const T*>(nullptr));
+    for (int v = 0; v < kVectors; v++) w[v] = loadu(panel + k * stride + v * kLanes);
 #pragma GCC unroll 8
     for (int m = 0; m < M; m++) {
       const U unit = broadcast_unit(x + m * x_stride + k * kPerUnit<T>);
@@ -86,8 +63,8 @@ inline __attribute__((always_inline)) void multiply(
   }
 }
 
-template <class T, int M, class W>
-void panel_rows(const Linear& a, int64_t row, int64_t column, const W* panel) {
+template <class T, int M>
+void panel_rows(const Linear& a, int64_t row, int64_t column, const uint32_t* panel) {
   const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
   V sums[M][kVectors];
   multiply<T, M>(x, a.x_stride, panel, a.in / kPerUnit<T>, sums);
@@ -96,9 +73,8 @@ void panel_rows(const Linear& a, int64_t row, int64_t column, const W* panel) {
     const int64_t n = a.out - first;
     if (n <= 0) break;
     const V bias = a.bias ? load_part(static_cast<const T*>(a.bias) + first, n) : zero();
-    const V scale = a.scale ? load_part(a.scale + first, n) : set1(1.0f);
     for (int m = 0; m < M; m++) {
-      const V y = fma(sums[m][v], scale, bias);
+      const V y = sums[m][v] + bias;
       const int64_t at = (row + m) * a.y_stride + first;
       if (a.y_float) store_part(static_cast<float*>(a.y) + at, y, n);
       else store_part(static_cast<T*>(a.y) + at, y, n);
@@ -106,18 +82,18 @@ void panel_rows(const Linear& a, int64_t row, int64_t column, const W* panel) {
   }
 }
 
-template <class T, class W, int M = kRows>
-void panel_rest(const Linear& a, int64_t row, int64_t rows, int64_t column, const W* panel) {
+template <class T, int M = kRows>
+void panel_rest(const Linear& a, int64_t row, int64_t rows, int64_t column, const uint32_t* panel) {
   if (rows == M) return panel_rows<T, M>(a, row, column, panel);
-  if constexpr (M > 1) panel_rest<T, W, M - 1>(a, row, rows, column, panel);
+  if constexpr (M > 1) panel_rest<T, M - 1>(a, row, rows, column, panel);
 }
 
-template <class T, class W>
-void panel_block(const Linear& a, int64_t row, int64_t end, int64_t column, const W* panel) {
+template <class T>
+void panel_block(const Linear& a, int64_t row, int64_t end, int64_t column, const uint32_t* panel) {
   // Blocks of nearly equal height: 32 rows as 6 6 5 5 5 5, not as 6 6 6 6 6 2.
   for (int64_t blocks = (end - row + kRows - 1) / kRows; blocks > 0; blocks--) {
     const int64_t rows = (end - row + blocks - 1) / blocks;
-    panel_rest<T, W>(a, row, rows, column, panel);
+    panel_rest<T>(a, row, rows, column, panel);
     row += rows;
   }
 }
@@ -213,17 +189,12 @@ void linear(const Linear& a) {
     const int64_t p = task / blocks, row = task % blocks * kRowBlock;
     const int64_t end = row + kRowBlock < a.rows ? row + kRowBlock : a.rows;
     const int64_t column = p * kPanel;
-    if (a.form == Form::packed) {
-      const uint32_t* panel = static_cast<const uint32_t*>(a.weight) + p * panel_units;
+    const uint32_t* panel = static_cast<const uint32_t*>(a.weight) + p * panel_units;
 #ifdef __AMX_BF16__
-      if constexpr (std::is_same_v<T, bf16>)
-        if (a.in % kAmxInputs == 0) return tile_block(a, row, end, column, panel);
+    if constexpr (std::is_same_v<T, bf16>)
+      if (a.in % kAmxInputs == 0) return tile_block(a, row, end, column, panel);
 #endif
-      panel_block<T>(a, row, end, column, panel);
-    } else {
-      const int8_t* panel = static_cast<const int8_t*>(a.weight) + p * panel_units * kPerUnit<T>;
-      panel_block<T>(a, row, end, column, panel);
-    }
+    panel_block<T>(a, row, end, column, panel);
   });
 }
 

@@ -38,6 +38,21 @@ inline U bits_and(U a, U b) { return _mm512_and_si512(a, b); }
 inline U bits_or(U a, U b) { return _mm512_or_si512(a, b); }
 inline U bits_xor(U a, U b) { return _mm512_xor_si512(a, b); }
 inline U mulu(U a, U b) { return _mm512_mullo_epi32(a, b); }
+inline U subu(U a, U b) { return _mm512_sub_epi32(a, b); }
+inline int32_t sum_lanes(U x) { return _mm512_reduce_add_epi32(x); }
+inline void store_low8(int8_t* p, U x) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x));
+}
+// To each lane's sum the products of its four bytes: unsigned ones of `a`, signed ones of `b` in
+// [-64, 64], so that no pair of products needs more than 16 bits.
+inline U dot_bytes(U sum, U a, U b) {
+#if defined(__AVX512VNNI__)
+  return _mm512_dpbusd_epi32(sum, a, b);
+#else
+  const U pairs = _mm512_maddubs_epi16(a, b);
+  return _mm512_add_epi32(sum, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
+#endif
+}
 inline U sar(U x, int n) { return _mm512_srai_epi32(x, n); }
 inline V as_float(U x) { return _mm512_castsi512_ps(x); }
 inline U as_unit(V x) { return _mm512_castps_si512(x); }
@@ -105,6 +120,21 @@ inline U bits_and(U a, U b) { return _mm256_and_si256(a, b); }
 inline U bits_or(U a, U b) { return _mm256_or_si256(a, b); }
 inline U bits_xor(U a, U b) { return _mm256_xor_si256(a, b); }
 inline U mulu(U a, U b) { return _mm256_mullo_epi32(a, b); }
+inline U subu(U a, U b) { return _mm256_sub_epi32(a, b); }
+inline int32_t sum_lanes(U x) {
+  __m128i a = _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+  a = _mm_add_epi32(a, _mm_shuffle_epi32(a, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(a, _mm_shuffle_epi32(a, 0xb1)));
+}
+inline void store_low8(int8_t* p, U x) {
+  int32_t lanes[8];
+  storeu(lanes, x);
+  for (int i = 0; i < 8; i++) p[i] = static_cast<int8_t>(lanes[i]);
+}
+inline U dot_bytes(U sum, U a, U b) {
+  const U pairs = _mm256_maddubs_epi16(a, b);
+  return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
 inline U sar(U x, int n) { return _mm256_srai_epi32(x, n); }
 inline V as_float(U x) { return _mm256_castsi256_ps(x); }
 inline U as_unit(V x) { return _mm256_castps_si256(x); }
@@ -247,33 +277,6 @@ inline V low_half(U x) {
 inline V mac(V sum, U a, U b, const f16*) {
   sum = fma(low_half(a), low_half(b), sum);
   return fma(low_half(shr(a, 16)), low_half(shr(b, 16)), sum);
-}
-
-// kLanes units of int8 weights. In memory they are kLanes numbers, for types of 16 bits followed by
-// the lanes' second numbers. Each becomes a number of type T, exactly.
-struct Pair { V first, second; };
-inline Pair load_pair(const int8_t* p) {
-  return {to_float(widen8_signed(p)), to_float(widen8_signed(p + kLanes))};
-}
-inline U load_int8(const int8_t* p, const float*) { return as_unit(to_float(widen8_signed(p))); }
-inline Pair load_int8(const int8_t* p, const f16*) { return load_pair(p); }
-#if defined(__AVX512BF16__)
-inline U load_int8(const int8_t* p, const bf16*) {
-  const Pair w = load_pair(p);
-  return bits_or(shr(as_unit(w.first), 16), as_unit(w.second));
-}
-#else
-inline Pair load_int8(const int8_t* p, const bf16*) { return load_pair(p); }
-#endif
-
-// Where `mac` has to make floats of 16 bits, it takes the weights as floats. The sums are the same.
-inline V mac(V sum, U a, Pair b, const bf16*) {
-  sum = fma(as_float(shl(a, 16)), b.first, sum);
-  return fma(as_float(bits_and(a, set1u(0xffff0000))), b.second, sum);
-}
-inline V mac(V sum, U a, Pair b, const f16*) {
-  sum = fma(low_half(a), b.first, sum);
-  return fma(low_half(shr(a, 16)), b.second, sum);
 }
 
 template <class T>

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.layers.linear_kernel import NativeKernel
+from engine.layers.linear_kernel import GroupedKernel, NativeKernel
 
 
 class EmbeddingTable(ABC):
@@ -39,3 +39,14 @@ class PackedTable(EmbeddingTable):
 
     def __call__(self, ids: Tensor) -> Tensor:
         return self.kernel.rows(ids)
+
+
+class GroupedTable(EmbeddingTable):
+    """The rows lie quantized in the panels of our kernel."""
+
+    def __init__(self, kernel: GroupedKernel, like: Tensor) -> None:
+        """Rows are of the type of `like`."""
+        self.kernel, self._like = kernel, like
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        return self.kernel.rows(ids, self._like)

@@ -1,4 +1,4 @@
-"""`Grouped`: a quantized matrix as it lies in a checkpoint, whatever its format there."""
+"""`Grouped`: a quantized matrix, read of a checkpoint in whatever format or made of a plain one."""
 
 from __future__ import annotations
 
@@ -6,6 +6,16 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+GROUP = 32
+"""Inputs with one scale, of a matrix that is quantized here."""
+SMALL_GROUP = 16
+"""The same where 32 doesn't divide the inputs."""
+QUANTIZED_ROWS = 256
+# Rows that are quantized at once: float32 copies of a whole matrix would take too much memory.
+_STEPS = {8: (127.0,), 4: (8.0, 7.5, 7.0, 6.5)}
+"""By bits: how many steps the largest number of a group may be from 0. The best is taken."""
+_MIN_HALF, _MAX_HALF = 2.0**-14, 65504.0
 
 
 @dataclass(frozen=True)
@@ -54,6 +64,67 @@ class Grouped:
         if mins is not None:
             weight -= mins.unsqueeze(-1)
         return weight.view(out, inputs).to(dtype)
+
+
+def can_quantize(inputs: int) -> bool:
+    """Whether groups divide a matrix of so many inputs."""
+    return inputs % SMALL_GROUP == 0 and inputs > 0
+
+
+def quantize(weight: Tensor, bits: int) -> Grouped:
+    """`weight` [out, in] in numbers of 4 or 8 bits, of which the middle one is 0. Groups must divide
+    its inputs (`can_quantize`).
+
+    8 bits: a number is off by half a step at most, which is the group's largest absolute value
+    / 127. 4 bits: by half a step, or one at the upper end; of four steps the one with the least
+    squared error is taken. Scales are float16 where all of a matrix are in its range, else float32.
+    A group that has infinities or NaN gets NaN as its scale, so that they show in its outputs.
+    """
+    out, inputs = weight.shape
+    group = GROUP if inputs % GROUP == 0 else SMALL_GROUP
+    scales = torch.empty((out, inputs // group), dtype=torch.float32)
+    numbers = torch.empty((out, inputs), dtype=torch.uint8)
+    for start in range(0, out, QUANTIZED_ROWS):
+        block = slice(start, start + QUANTIZED_ROWS)
+        rows = weight[block].float().view(-1, inputs // group, group)
+        scales[block] = _scales(rows, bits)
+    known = scales[scales.isfinite() & (scales != 0)].abs()
+    if not len(known) or (known.min() >= _MIN_HALF and known.max() <= _MAX_HALF):
+        scales = scales.half()
+    center = 1 << (bits - 1)
+    for start in range(0, out, QUANTIZED_ROWS):
+        block = slice(start, start + QUANTIZED_ROWS)
+        rows = weight[block].float().view(-1, inputs // group, group)
+        steps = _steps(rows, scales[block].float().unsqueeze(-1), bits)
+        numbers[block] = (steps + center).view(-1, inputs).to(torch.uint8)
+    return Grouped(numbers, bits, center, group, scales)
+
+
+def _scales(rows: Tensor, bits: int) -> Tensor:
+    """[rows, groups] of the best steps for [rows, groups, group]."""
+    place = rows.abs().argmax(-1, keepdim=True)
+    extreme = rows.gather(-1, place).squeeze(-1)
+    if not rows.isfinite().all():
+        extreme = torch.where(rows.isfinite().all(-1), extreme, torch.nan)
+    best = extreme / _STEPS[bits][0]
+    if bits == 8:
+        return best.abs()
+    least = torch.full_like(best, torch.inf)
+    for count in _STEPS[bits]:
+        # Its largest number is the lowest one: there is one more below 0 than above it.
+        scale = (-extreme / count).half().float()
+        error = (_steps(rows, scale.unsqueeze(-1), bits) * scale.unsqueeze(-1) - rows).square()
+        total = error.sum(-1)
+        best = torch.where(total < least, scale, best)
+        least = torch.minimum(total, least)
+    return torch.where(extreme.isfinite(), best, extreme)
+
+
+def _steps(rows: Tensor, scales: Tensor, bits: int) -> Tensor:
+    """The whole numbers nearest to rows / scales; halves are rounded to even."""
+    least = -127.0 if bits == 8 else -float(1 << (bits - 1))
+    quotients = rows / scales.masked_fill(scales == 0, 1.0)
+    return quotients.round_().nan_to_num_(0.0).clamp_(least, float((1 << (bits - 1)) - 1))
 
 
 def _times_codes(values: Tensor, codes: Tensor | None) -> Tensor:

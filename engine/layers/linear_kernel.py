@@ -7,6 +7,7 @@ Which form is fastest depends on its size, its type and the number of rows (docs
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -14,13 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.layers.grouped import Grouped
 from engine.native.library import require_kernels
 
 # Elements up to which a transposed float32 matrix beats the packed one on CPU.
 TRANSPOSED_MAX_NUMEL = 1 << 19
-INT8_MAX = 127
-# Rows that are quantized at once: a float32 copy of a whole matrix would take too much memory.
-QUANTIZED_ROWS = 256
 # The row count that oneDNN packs for; no other was faster when measured for m = 1..512.
 PACK_ROWS = 32
 
@@ -116,48 +115,48 @@ class NativeKernel(LinearKernel):
         return out
 
 
-class Int8Kernel(LinearKernel):
-    """The same with a byte for each weight, made from a plain matrix (`quantize_rows`).
+class GroupedKernel(LinearKernel):
+    """Quantized matrices of one input as they are (`engine/csrc/grouped.h`), one below the other.
 
-    At one row it reads half of bfloat16's bytes. Sums are float32, as those of the plain kernel.
+    Inputs are rounded to 14 bits beside the largest of 128 neighbours, those of float32 to 21. A
+    row's result is the same in any batch, with any number of threads and any instruction set.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, parts: Sequence[Grouped], bias: Tensor | None) -> None:
         self._kernels: Any = require_kernels()
-        self.out_size = weight.shape[0]
-        numbers, self.scale = quantize_rows(weight)
-        dtype = str(weight.dtype).removeprefix("torch.")
-        self.packed: Tensor = self._kernels.pack_int8(numbers, dtype)
+        self.weights = [
+            self._kernels.GroupedWeight(
+                part.numbers,
+                part.bits,
+                part.center,
+                part.group,
+                part.scales,
+                part.scale_codes,
+                part.mins,
+                part.min_codes,
+            )
+            for part in parts
+        ]
         self.bias = bias
 
+    @property
+    def num_bytes(self) -> int:
+        """What the matrices take of memory."""
+        return sum(int(weight.num_bytes) for weight in self.weights)
+
     def __call__(self, x: Tensor) -> Tensor:
-        return self._multiply(x, False)
-
-    def logits(self, x: Tensor) -> Tensor:
-        return self._multiply(x, True)
-
-    def _multiply(self, x: Tensor, as_float: bool) -> Tensor:
-        out: Tensor = self._kernels.linear_int8(
-            x, self.packed, self.scale, self.bias, self.out_size, as_float
-        )
+        out: Tensor = self._kernels.linear_grouped(x, self.weights, self.bias, False)
         return out
 
+    def logits(self, x: Tensor) -> Tensor:
+        out: Tensor = self._kernels.linear_grouped(x, self.weights, self.bias, True)
+        return out
 
-def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 [out, in] and float32 scales [out], whose products are nearest to `weight` [out, in].
-
-    A scale is the row's largest absolute value / 127. Halves are rounded to even. A row that has
-    infinities or NaN gets such a scale, so that they show in its outputs.
-    """
-    numbers = torch.empty(weight.shape, dtype=torch.int8)
-    scale = torch.empty(weight.shape[0], dtype=torch.float32)
-    for start in range(0, weight.shape[0], QUANTIZED_ROWS):
-        block = slice(start, start + QUANTIZED_ROWS)
-        rows = weight[block].float()
-        scale[block] = rows.abs().amax(1) / INT8_MAX
-        divisor = scale[block].masked_fill(scale[block] == 0, 1.0).unsqueeze(1)
-        numbers[block] = (rows / divisor).round_().clamp_(-INT8_MAX, INT8_MAX)
-    return numbers, scale
+    def rows(self, ids: Tensor, like: Tensor) -> Tensor:
+        """Rows of the first matrix, of the type of `like`: int64 [T] -> [T, in]. Raises
+        `RuntimeError` if it has no such row."""
+        out: Tensor = self.weights[0].rows(ids, like)
+        return out
 
 
 def make_linear_kernel(weight: Tensor, bias: Tensor | None) -> LinearKernel:

@@ -8,15 +8,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from engine.layers.embedding_table import EmbeddingTable, PackedTable, RowTable
-from engine.layers.grouped import Grouped
+from engine.layers.grouped import GROUP, SMALL_GROUP, Grouped, can_quantize, quantize
 from engine.layers.linear_kernel import (
-    Int8Kernel,
+    GroupedKernel,
     LinearKernel,
     NativeKernel,
     SharedRowsKernel,
@@ -63,15 +64,18 @@ class TiedMatrix(NamedTuple):
 class WeightFormat(ABC):
     """One way to keep matrices. All layers of a model have the same one."""
 
+    keeps_groups = False
+    """Whether matrices that the checkpoint has quantized in groups stay so (`GroupedKernel`).
+    Otherwise they become plain ones of the model's type while they are read."""
+
     def load(
         self, source: TensorReader, slices: Sequence[MatrixSlice], bias: Tensor | None
     ) -> LinearKernel:
-        """The kernel of `slices`, one below the other, with `bias` [out].
-
-        This is for formats that are made from plain tensors. A format that the checkpoint is in
-        has a method of its own: it turns each slice into slices of its tensors, and raises
-        `ConfigError` where a slice cuts through a group or a packed number.
-        """
+        """The kernel of `slices`, one below the other, with `bias` [out]."""
+        if self.keeps_groups:
+            parts = [part for part in map(source.quantized, slices) if part is not None]
+            if len(parts) == len(slices) and all(map(has_kernel, parts)):
+                return GroupedKernel(parts, bias)
         weights = [
             source.get(
                 f"{part.name}.weight",
@@ -106,7 +110,10 @@ class PlainFormat(WeightFormat):
 
 
 class NativeFormat(WeightFormat):
-    """The model's own type, multiplied by our kernels on CPU."""
+    """The model's own type, or what the checkpoint has quantized, multiplied by our kernels on
+    CPU."""
+
+    keeps_groups = True
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> LinearKernel:
         return NativeKernel(weight, bias)
@@ -117,16 +124,31 @@ class NativeFormat(WeightFormat):
         return TiedMatrix(PackedTable(kernel), kernel)
 
 
-class Int8Format(WeightFormat):
-    """int8 with a scale for each output, made while a plain checkpoint is read; for our kernels.
+class QuantizedFormat(NativeFormat):
+    """Numbers of a few bits with a scale for each 32 neighbouring inputs, made while a plain
+    checkpoint is read (`quantize`); for our kernels. A matrix whose inputs groups don't divide
+    stays plain.
 
-    A scale belongs to a row of the rank's slice. So ranks that own columns have scales of their
-    own, and their sum differs a little from what one rank computes.
+    A group belongs to a row of the rank's slice. So ranks whose columns cut through groups have
+    other ones than a single rank has.
     """
 
+    def __init__(self, bits: int) -> None:
+        self.bits = bits
+
     def linear(self, weight: Tensor, bias: Tensor | None) -> LinearKernel:
-        return Int8Kernel(weight, bias)
+        if not can_quantize(weight.shape[1]):
+            return super().linear(weight, bias)
+        return GroupedKernel([quantize(weight, self.bits)], bias)
 
     def tied(self, weight: Tensor) -> TiedMatrix:
         """The head has a copy: the embedding keeps its exact rows."""
-        return TiedMatrix(RowTable(weight), Int8Kernel(weight, None))
+        return TiedMatrix(RowTable(weight), self.linear(weight, None))
+
+
+def has_kernel(part: Grouped) -> bool:
+    """Whether our kernels multiply by it as it is."""
+    return part.group == SMALL_GROUP or part.group % GROUP == 0
+
+
+int8_format, int4_format = partial(QuantizedFormat, 8), partial(QuantizedFormat, 4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.checkpoint.files import find_weight_files, locate_tensors
-from engine.checkpoint.quantization import refusal, refuse_type, sign_of
+from engine.checkpoint.quantization import format_of, stored_matrices
+from engine.checkpoint.quantized.headers import TensorHeader, TensorHeaders
 from engine.errors import ConfigError
 from engine.layers.grouped import Grouped
+from engine.layers.quantized.base import MatrixReader, make_reader, part_box, whole_box
 from engine.layers.weight_format import MatrixSlice, PlainFormat, WeightFormat
 
 
@@ -47,8 +50,11 @@ class WeightSource(ABC):
         """Whether a checkpoint has the tensor `name`. Without a checkpoint there is none."""
 
     def quantized(self, part: MatrixSlice) -> Grouped | None:
-        """`part` as the checkpoint has it, if it has it quantized in groups and the part cuts
-        through none; None: it is to be had by `get`, in this source's dtype."""
+        """`part` as the checkpoint has it, if it has it as whole numbers in groups that the part
+        can be divided into; None: it is to be had by `get`, in this source's dtype.
+
+        Raises `ConfigError` as `get` does.
+        """
         return None
 
 
@@ -76,12 +82,23 @@ class SafetensorsSource(CheckpointSource):
     converted there: the host never holds a copy of the model. Layers come in the order of the
     files, so that one shard after the other is read. Checkpoints for embedding may lack the prefix
     "model." of names, because they were saved without the output head.
+
+    Quantized matrices go by the names that they have in a plain checkpoint, and are dequantized
+    slice by slice in float32.
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+        """Raises `ConfigError` if files are damaged, or quantized in a way that can't be read."""
         super().__init__(folder, dtype, device)
         self._files: dict[str, Any] = {}
         self._file_of = self._find()
+        files = _Files(self)
+        matrices = stored_matrices(format_of(folder), files.headers(folder))
+        self._quantized: dict[str, MatrixReader[Any]] = {
+            name: make_reader(matrix, files) for name, matrix in matrices.items()
+        }
+        taken = {tensor for matrix in matrices.values() for tensor in matrix.tensors}
+        self._names = [name for name in self._file_of if name not in taken] + list(matrices)
 
     def get(
         self,
@@ -93,45 +110,67 @@ class SafetensorsSource(CheckpointSource):
         count: int | None = None,
     ) -> Tensor:
         name = self._stored(name)
-        view = self._view(name)
-        found = tuple(view.get_shape())
-        if found != shape:
-            raise ConfigError(
-                f"the weight '{name}' in {self.folder} has shape {list(found)}, but config.json "
-                f"asks for {list(shape)}."
-            )
         stop = shape[dim] if count is None else start + count
+        reader = self._quantized.get(name)
+        if reader is not None:
+            self._check(name, reader.matrix.shape, shape)
+            return reader.read(part_box(shape, dim, start, stop), self.dtype).contiguous()
+        view = self.view(name)
+        self._check(name, tuple(view.get_shape()), shape)
         index = (slice(None),) * dim + (slice(start, stop),)
         part: Tensor = view[index]
         return part.to(dtype=self.dtype).contiguous()
 
     def names(self) -> list[str]:
-        return list(self._file_of)
+        return list(self._names)
 
     def read(self, name: str) -> Tensor:
-        whole: Tensor = self._view(name)[...]
+        reader = self._quantized.get(name)
+        if reader is not None:
+            return reader.read(whole_box(reader.matrix.shape), self.dtype)
+        whole: Tensor = self.view(name)[...]
         return whole
 
-    def _view(self, name: str) -> Any:
+    def quantized(self, part: MatrixSlice) -> Grouped | None:
+        name = self._stored(f"{part.name}.weight")
+        reader = self._quantized.get(name)
+        if reader is None:
+            return None
+        shape = part.out_size, part.in_size
+        self._check(name, reader.matrix.shape, shape)
+        return reader.grouped(*part_box(shape, part.dim, part.start, part.start + part.count))
+
+    def holds(self, name: str) -> bool:
+        return self._stored(name) in self._quantized or self._stored(name) in self._file_of
+
+    def view(self, name: str) -> Any:
+        """safetensors' slice of a tensor of the files, from which parts can be read. Raises
+        `ConfigError` if it is missing."""
         if name not in self._file_of:
-            sign = sign_of(name, self._file_of)
-            if sign:
-                raise refusal(f"{self.folder} has quantized weights ({sign}) for '{name}'")
             raise ConfigError(
                 f"the checkpoint in {self.folder} lacks the weight '{name}'; "
                 "is config.json the one that belongs to it?"
             )
-        view = self._open(self._file_of[name]).get_slice(name)
-        refuse_type(self.folder, name, view.get_dtype(), self._file_of)
-        return view
+        return self._open(self._file_of[name]).get_slice(name)
 
-    def holds(self, name: str) -> bool:
-        return self._stored(name) in self._file_of
+    def stored_names(self) -> list[str]:
+        """All tensors of the files, under their names there."""
+        return list(self._file_of)
+
+    def _check(self, name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+        if found != wanted:
+            raise ConfigError(
+                f"the weight '{name}' in {self.folder} has shape {list(found)}, but config.json "
+                f"asks for {list(wanted)}."
+            )
 
     def _stored(self, name: str) -> str:
-        """The name of a tensor in the files."""
+        """The name of a tensor as the files have it."""
         short = name.removeprefix("model.")
-        return short if name not in self._file_of and short in self._file_of else name
+        for known in (self._file_of, self._quantized):
+            if name in known:
+                return name
+        return short if short in self._file_of or short in self._quantized else name
 
     def _find(self) -> dict[str, str]:
         files = find_weight_files(self.folder)
@@ -149,6 +188,32 @@ class SafetensorsSource(CheckpointSource):
                     f"{self.folder / name} can't be read: {error}. Download it again."
                 ) from error
         return self._files[name]
+
+
+class _Files:
+    """What readers of quantized matrices need of a source."""
+
+    def __init__(self, source: SafetensorsSource) -> None:
+        self._source = source
+        self.device = source.device
+
+    def box(self, name: str, box: Sequence[range] | None = None) -> Tensor:
+        """See `Boxes`."""
+        view = self._source.view(name)
+        part: Tensor = view[...] if box is None else view[_index(box)]
+        return part
+
+    def headers(self, folder: Path) -> TensorHeaders:
+        """Those of all tensors."""
+        found = {}
+        for name in self._source.stored_names():
+            view = self._source.view(name)
+            found[name] = TensorHeader(view.get_dtype(), tuple(view.get_shape()))
+        return TensorHeaders(folder, found, self.box)
+
+
+def _index(box: Sequence[range]) -> tuple[slice, ...]:
+    return tuple(slice(part.start, part.stop) for part in box)
 
 
 class DummySource(WeightSource):

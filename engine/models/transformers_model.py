@@ -30,7 +30,7 @@ from engine.layers.fused_ops import FusedOps
 from engine.layers.grouped_experts import GroupedExperts
 from engine.layers.linear_kernel import LinearKernel
 from engine.layers.rotary import Angles
-from engine.layers.weight_format import Int8Format, WeightFormat
+from engine.layers.weight_format import QuantizedFormat, WeightFormat
 from engine.layers.weights import CheckpointSource, DummySource, WeightSource
 from engine.models.cuts import own_heads
 from engine.models.interfaces import point_at
@@ -345,7 +345,7 @@ class TransformersModel:
             self._share.prune(model)
             self._share.fill(model, weights, self.device, progress)
             table = self._tie(model, source.format)
-            has_rounded = isinstance(source.format, Int8Format)
+            has_rounded = isinstance(source.format, QuantizedFormat)
             if not has_rounded:  # before the matrices of latents are packed for nothing
                 self._use_latents(model)
             self._replace_linears(model, source.format)

@@ -29,8 +29,8 @@ _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf1
 ISA_FLAGS = {
     "avx2": _AVX2,
     "avx512": _AVX512,
-    "avx512bf16": (*_AVX512, "-mavx512bf16"),
-    "amx": (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+    "avx512bf16": (*_AVX512, "-mavx512bf16", "-mavx512vnni"),
+    "amx": (*_AVX512, "-mavx512bf16", "-mavx512vnni", "-mamx-tile", "-mamx-bf16"),
 }
 """Flags of each instruction set. The first one is required, the others are optional."""
 KERNEL_FLAGS = ("-O3", *COMMON_FLAGS)

@@ -13,7 +13,13 @@ from engine.checkpoint.weight_formats import weight_form
 from engine.config import EngineConfig, KernelChoice, ResolvedConfig, WorkerConfig
 from engine.device.triton_loader import require_triton
 from engine.errors import ConfigError
-from engine.memory_need import crowding, max_cache_tokens, max_step_tokens, shortage
+from engine.memory_need import (
+    crowding,
+    max_cache_tokens,
+    max_step_tokens,
+    quantized_line,
+    shortage,
+)
 from engine.models.loader import resolve_dtype
 from engine.native import library
 from engine.native.library import require_kernels, without_kernels
@@ -92,6 +98,9 @@ def make_worker_config(
         worker = replace(worker, cuda_graph_max_batch_size=captured_rows(worker))
     if device == "cpu":
         _check_host(worker, share, serving=serving)
+    reads = engine.load_format == "auto" and device != "simulated"
+    if reads and not serving and (told := quantized_line(memory_of(worker))):
+        logger.info("weights: %s", told)
     return replace(worker, num_kv_tokens=_num_kv_tokens(worker, share))
 
 

@@ -1,4 +1,4 @@
-"""Quantized checkpoints are refused by name, whichever way they can be told."""
+"""Quantized checkpoints that can't be read are refused by name, whichever way they can be told."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from deploy.start.preflight import check_weights
 from engine.checkpoint.model_config import ModelConfig
 from engine.errors import ConfigError
 from engine.layers.weights import SafetensorsSource
@@ -42,32 +43,39 @@ def replace(folder: Path, **tensors: torch.Tensor) -> None:
     save_file(weights, folder / "model.safetensors")
 
 
+COMPRESSED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+GROUP = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "group_size": 128}}
+
+
 @pytest.mark.parametrize(
     ("described", "words"),
     [
-        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, "FP8 (dynamic)"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "FP8 (e5m2), with fmt: e5m2"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "AWQ (4 bits), with version: gemv"),
+        ({"quant_method": "awq", "bits": 8, "version": "gemm"}, "with bits: 8"),
+        ({"quant_method": "gptq", "bits": 3}, "GPTQ (3 bits), with bits: 3"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "marlin"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*a": {"bits": 8}}}, "their own"),
+        ({**COMPRESSED, "config_groups": {"a": {**GROUP, "format": "marlin-24"}}}, "marlin-24"),
+        ({**COMPRESSED, "quantization_status": "frozen"}, "frozen"),
+        ({**COMPRESSED, "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24"),
+        ({**COMPRESSED, "transform_config": {"config_groups": {"u": {}}}}, "transform_config"),
         (
-            {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
-            "FP8 (blocks of 128 x 128, e4m3)",
+            {
+                **COMPRESSED,
+                "config_groups": {"a": {**GROUP, "weights": {"num_bits": 3, "type": "int"}}},
+            },
+            "whose a has 3 bits (int, pack-quantized)",
         ),
-        (
-            {"quant_method": "compressed-tensors", "format": "float-quantized"},
-            "compressed-tensors (float-quantized)",
-        ),
-        ({"quant_method": "awq", "bits": 4, "group_size": 128}, "AWQ (4 bits)"),
-        ({"quant_method": "gptq", "bits": 8}, "GPTQ (8 bits)"),
-        (
-            {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
-            "bitsandbytes (nf4, 4 bits)",
-        ),
-        ({"quant_method": "mxfp4"}, "MXFP4"),
-        ({"quant_method": "fbgemm_fp8"}, "FBGEMM FP8"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "ModelOpt"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "W4A8_AWQ"),
+        ({"quant_method": "hqq"}, "HQQ"),
+        ({"quant_method": "auto-round", "bits": 4}, "AutoRound (4 bits)"),
         ({"quant_method": "of_tomorrow"}, "'of_tomorrow'"),
         ({"bits": 4}, "unknown method"),
     ],
 )
 def test_config_names_the_method(folder: Path, described: dict[str, Any], words: str) -> None:
+    """Of what can't be read."""
     for key in ("quantization_config", "compression_config"):
         config = json.loads((folder / "config.json").read_text())
         changed = json.dumps({**config, key: described})
@@ -77,12 +85,64 @@ def test_config_names_the_method(folder: Path, described: dict[str, Any], words:
         for part in (words, "not supported yet", "bfloat16"):
             assert part in str(caught.value), str(caught.value)
         (folder / "config.json").write_text(json.dumps(config))
-    ModelConfig.from_pretrained(folder)
+    assert ModelConfig.from_pretrained(folder).quantized is None
+
+
+@pytest.mark.parametrize(
+    ("described", "words"),
+    [
+        ({"quant_method": "gptq", "bits": 4, "group_size": -2}, "group_size must be a whole"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "group_size must be a whole"),
+        ({"quant_method": "gptq"}, "lacks the key 'bits'"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 0]}, "weight_block_size must be two"),
+        ({"quant_method": "fp8", "weight_block_size": 128}, "weight_block_size must be two"),
+        ({**COMPRESSED, "config_groups": [GROUP]}, "config_groups must be a mapping"),
+        ({**COMPRESSED, "config_groups": {"a": {**GROUP, "targets": ["re:("]}}}, "regular expr"),
+        ({**COMPRESSED, "config_groups": {"a": {**GROUP, "targets": "Linear"}}}, "list of names"),
+    ],
+)
+def test_odd_descriptions_are_named(folder: Path, described: dict[str, Any], words: str) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": described}))
+    for read in (ModelConfig.from_pretrained, check_weights):
+        with pytest.raises(ConfigError, match=words):
+            read(folder)
+
+
+@pytest.mark.parametrize(
+    ("described", "title"),
+    [
+        (
+            {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
+            "FP8 (blocks of 128 x 128, e4m3)",
+        ),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128}, "AWQ (4 bits)"),
+        ({"quant_method": "gptq", "bits": 8, "group_size": -1}, "GPTQ (8 bits)"),
+        (
+            {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+            "bitsandbytes (nf4, 4 bits)",
+        ),
+        ({"quant_method": "compressed_tensors"}, "compressed-tensors"),
+        ({"quant_method": "fbgemm_fp8"}, "FBGEMM FP8"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "ModelOpt (NVFP4)"),
+        ({"quant_method": "mxfp4"}, "MXFP4"),
+    ],
+)
+def test_what_can_be_read_has_a_title(folder: Path, described: dict[str, Any], title: str) -> None:
+    """Also where the description is that of the text model in a larger one."""
+    config = json.loads((folder / "config.json").read_text())
+    own = {"quantization_config": described}
+    for more in (own, {"text_config": own}):
+        (folder / "config.json").write_text(json.dumps({**config, **more}))
+        quantized = ModelConfig.from_pretrained(folder).quantized
+        assert quantized is not None and quantized.title == title
 
 
 def test_modelopt_has_a_file_of_its_own(folder: Path) -> None:
-    (folder / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
-    with pytest.raises(ConfigError, match=r"ModelOpt \(FP8\): not supported yet"):
+    (folder / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "INT4_AWQ"}}')
+    with pytest.raises(
+        ConfigError, match=r"ModelOpt \(INT4_AWQ\), whose algorithm is INT4_AWQ: not supp"
+    ):
         ModelConfig.from_pretrained(folder)
 
 
@@ -112,11 +172,14 @@ def test_modelopt_has_a_file_of_its_own(folder: Path) -> None:
 def test_tensors_give_it_away(folder: Path, tensors: dict[str, torch.Tensor], words: str) -> None:
     """Also where config.json says nothing: a float8 tensor would be read without its scale."""
     replace(folder, **tensors)
-    source = SafetensorsSource(folder, torch.float32, CPU)
-    with pytest.raises(ConfigError) as caught:
-        source.get(NAME, SHAPE)
-    for part in (words, NAME, "not supported yet", "bfloat16"):
-        assert part in str(caught.value), str(caught.value)
+    for read in (
+        lambda: SafetensorsSource(folder, torch.float32, CPU),
+        lambda: check_weights(folder),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            read()
+        for part in (words, NAME, "config.json doesn't describe", "not supported yet", "bfloat16"):
+            assert part in str(caught.value), str(caught.value)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -1,0 +1,1 @@
+"""How checkpoints have quantized matrices in their files. Loads no torch."""

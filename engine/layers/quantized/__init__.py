@@ -1,0 +1,1 @@
+"""Reading quantized matrices of checkpoints, slice by slice."""

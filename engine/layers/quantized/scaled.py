@@ -1,0 +1,49 @@
+"""float8 and int8 with scales."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.checkpoint.quantized.matrices import ScaledMatrix
+from engine.layers.grouped import Grouped
+from engine.layers.quantized.base import Box, MatrixReader, outer
+
+
+class ScaledReader(MatrixReader[ScaledMatrix]):
+    """See `ScaledMatrix`."""
+
+    def dequantized(self, box: Box) -> Tensor:
+        found = self.files.box(self.matrix.numbers, box).float()
+        if self.matrix.zeros is not None:
+            found -= self._by_number(self.matrix.zeros, box)
+        found *= self._by_number(self.matrix.scales, box)
+        return found if self.matrix.factor == 1.0 else found.mul_(self.matrix.factor)
+
+    def grouped(self, rows: range, columns: range) -> Grouped | None:
+        """Of int8 whose scales belong to outputs, or to all."""
+        matrix = self.matrix
+        if len(matrix.shape) != 2 or matrix.zeros or matrix.block[1] < matrix.shape[1]:
+            return None
+        numbers = self.files.box(matrix.numbers, (rows, columns))
+        if numbers.dtype != torch.int8:
+            return None
+        scales = self._by_number(matrix.scales, (rows, range(1)))
+        return Grouped(
+            numbers=(numbers.view(torch.uint8) ^ 128).contiguous(),
+            bits=8,
+            center=128,
+            group=len(columns),
+            scales=(scales.expand(len(rows), 1) * matrix.factor).contiguous(),
+        )
+
+    def _by_number(self, name: str, box: Box) -> Tensor:
+        """float32: the scales or zeros of `box`, along each dimension one or one for each place."""
+        stored = self.files.box(name).float().view(self.matrix.scales_shape)
+        for dim, (part, block) in enumerate(zip(box, self.matrix.block, strict=True)):
+            blocks = outer(part, block)
+            stored = stored.narrow(dim, blocks.start, len(blocks))
+            if len(blocks) > 1 and block > 1:
+                places = torch.arange(part.start, part.stop, device=stored.device) // block
+                stored = stored.index_select(dim, places - blocks.start)
+        return stored
