@@ -4,6 +4,8 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 VENV ?= .venv
 BIN := $(VENV)/bin
 CONFIG ?= configs/llama.yaml
+# A model instead of a configuration: a folder, a GGUF file, a name of the hub, or smollm2.
+MODEL ?=
 # auto: torch with CUDA only where there is an NVIDIA GPU. Or: cpu, cuda.
 TORCH ?= auto
 SUM := $(shell cat pyproject.toml constraints.txt setup.py | cksum | cut -d' ' -f1)
@@ -33,7 +35,7 @@ $(DEV_STAMP): $(BIN)/python
 	touch $@ $(STAMP)
 
 serve: install
-	@exec $(BIN)/manta serve $(CONFIG) $(ARGS)
+	@exec $(BIN)/manta serve $(or $(MODEL),$(CONFIG)) $(ARGS)
 
 # Pure scheduler, cache, sampler, protocol: under a minute.
 test-fast: install-dev

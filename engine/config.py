@@ -408,6 +408,14 @@ class ResolvedConfig:
     pooling: Pooling
     """How embeddings are made."""
 
+    def here(self) -> ResolvedConfig:
+        """The same on this machine: where the model's folder lies that another machine made of a
+        GGUF file, or fetched. Raises `ConfigError` if it can't be had here."""
+        if self.model.path.is_dir():
+            return self
+        folder = resolve_model_path(self.engine.model, self.engine.revision)
+        return replace(self, model=replace(self.model, path=folder))
+
 
 @dataclass(frozen=True)
 class MachineConfig:

@@ -84,11 +84,12 @@ class ServeEngineClient(EngineClient, IngressListener):
         self._engines = engines
         self._ingresses = ingresses
         self._resume = ResumeLimits(server.resume_wait_s, server.max_resumes)
-        self._info = replace(options.info, created=int(time.time()))
+        resolved = options.info.resolved.here()
+        self._info = replace(options.info, resolved=resolved, created=int(time.time()))
         self._resumes: Counter[str] = Counter(dict.fromkeys(RESUMED, 0))
         self._drain = DrainWatch()
         self._inbox = AsyncInbox(node_ip(), self._on_message)
-        model_path = str(options.info.resolved.model.path)
+        model_path = str(resolved.model.path)
         hang_timeout_s, address = server.hang_timeout_s, self._inbox.address
         self._tokenizer = TokenizerLink(model_path, hang_timeout_s, self, server.log_format)
         self._watch = EngineWatch(engines, address, hang_timeout_s, self)

@@ -180,7 +180,8 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
         metavar="CONFIG|MODEL",
         nargs="?",
         default=DEFAULT,
-        help=f"a config file, a model folder, or a hub id as owner/name (default {DEFAULT})",
+        help="a config file, a model folder, a GGUF file, or a hub id as owner/name "
+        f"(default {DEFAULT})",
     )
     parser.add_argument(
         "--haproxy",

@@ -55,7 +55,8 @@ class AppConfig:
     @property
     def model_name(self) -> str:
         """The model's name in the API."""
-        return self.server.served_model_name or self.engine.model.rstrip("/").split("/")[-1]
+        last = self.engine.model.rstrip("/").split("/")[-1]
+        return self.server.served_model_name or last.removesuffix(".gguf")
 
     def model_info(self) -> ModelInfo:
         """The served model. Raises `ConfigError` if one of its files can't be read."""

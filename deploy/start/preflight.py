@@ -14,6 +14,7 @@ from deploy.http.access.listening import is_loopback
 from deploy.start.devices import check_devices, draft_model
 from deploy.start.target import Target
 from engine.checkpoint.files import find_weight_files, locate_tensors
+from engine.checkpoint.gguf.folder import is_gguf_folder, open_checkpoint
 from engine.checkpoint.quantization import format_of, stored_matrices
 from engine.checkpoint.quantized.headers import TensorHeader, TensorHeaders
 from engine.errors import ConfigError
@@ -48,6 +49,9 @@ def check_machine(target: Target) -> list[str]:
 def check_weights(folder: Path) -> None:
     """Raise `ConfigError` unless the model folder has all its weights in complete files, plain or
     quantized in a way that can be read."""
+    if is_gguf_folder(folder):
+        open_checkpoint(folder)
+        return
     headers: dict[str, TensorHeader] = {}
     with ExitStack() as opened:
         files: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""The target of `manta serve`: a config file, a model folder or a hub id."""
+"""The target of `manta serve`: a config file, a model folder, a GGUF file or a hub id."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from engine.checkpoint.wheel_models import WHEEL_MODELS
 from engine.errors import ConfigError
 from engine.process.shipped import shipped_root
 
 DEFAULT = "configs/llama.yaml"
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(:[\w.-]+)?")
 _SIZED_FOR_ITS_MODEL = ("model", "served_model_name", "max_total_tokens")
 """Keys of `DEFAULT` that another model doesn't take over."""
 _APPLICATION_KEYS = {
@@ -109,12 +110,9 @@ def _override(text: str) -> tuple[str, Any]:
 
 def _read(target: str) -> Any:
     path = _find(target)
+    if path is not None and path.suffix == ".gguf" and path.is_file():
+        return _config_of_model(str(path))
     if path is not None and path.is_file():
-        if path.suffix == ".gguf":
-            raise ConfigError(
-                "Manta can't read GGUF files. Use the folder of the model's safetensors checkpoint "
-                "in bfloat16 or float16."
-            )
         try:
             return yaml.safe_load(path.read_text())
         except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -122,7 +120,8 @@ def _read(target: str) -> Any:
         except OSError as error:
             raise ConfigError(f"can't be read: {error.strerror}.") from error
     is_config = Path(target).suffix in (".yaml", ".yml")
-    if not is_config and (path is not None or _HUB_ID.fullmatch(target)):
+    is_known = _HUB_ID.fullmatch(target) or target in WHEEL_MODELS
+    if not is_config and (path is not None or is_known):
         return _config_of_model(str(path) if path is not None else target)
     if is_config:
         near = sorted(Path(target).parent.glob("*.yaml"))
@@ -130,8 +129,9 @@ def _read(target: str) -> Any:
         others = ", ".join(str(file) for file in there[:8])
         raise ConfigError(f"the file does not exist; there are {others}.")
     raise ConfigError(
-        "this is neither a config file, nor a model folder, nor a model of the Hugging Face hub "
-        "(owner/name)."
+        "this is neither a config file, nor a model folder, nor a GGUF file, nor a model of the "
+        "Hugging Face hub (owner/name, or owner/name:Q4_K_M for a GGUF file there), nor "
+        f"{', '.join(WHEEL_MODELS)}."
     )
 
 
@@ -158,6 +158,8 @@ def _find(target: str) -> Path | None:
 
 
 def _absolute(model: str) -> str:
-    """A model folder as an absolute path: the server's processes may run in another folder."""
+    """A model folder or file as an absolute path: the server's processes may run in another
+    folder."""
     found = _find(model)
-    return str(found) if found is not None and found.is_dir() else model
+    is_model = found is not None and (found.is_dir() or found.suffix == ".gguf")
+    return str(found) if is_model else model

@@ -95,10 +95,10 @@ def _read_index(index: Path) -> dict[str, str]:
 
 
 def _no_weights(folder: Path) -> ConfigError:
+    if any(folder.glob("*.gguf")):
+        return name_the_file(folder)
     others = sorted(
-        path.name
-        for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf")
-        for path in folder.glob(pattern)
+        path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern)
     )
     if others:
         return ConfigError(
@@ -108,5 +108,13 @@ def _no_weights(folder: Path) -> ConfigError:
         )
     return ConfigError(
         f"{folder} holds no *.safetensors file. Convert weights of other formats, or download the "
-        "model again."
+        "model again. (A GGUF file of the hub is named as owner/name:Q4_K_M.)"
+    )
+
+
+def name_the_file(folder: Path) -> ConfigError:
+    """The error for a folder that has its weights in GGUF files only."""
+    files = sorted(path.name for path in folder.glob("*.gguf"))
+    return ConfigError(
+        f"{folder} holds GGUF files; set `model` to the one to serve, e.g. {folder / files[0]}."
     )

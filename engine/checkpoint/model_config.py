@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from engine.checkpoint.files import name_the_file
 from engine.checkpoint.layout import AttentionCall, ModelLayout, read_layout
 from engine.checkpoint.quantization import MODELOPT_NAME, read_format
 from engine.checkpoint.quantized.base import CheckpointFormat
@@ -390,17 +391,17 @@ def _read_json(folder: Path, name: str) -> dict[str, Any]:
     if not folder.is_dir():
         raise ConfigError(
             f"model folder '{folder}' does not exist; set `model` to a folder with config.json, "
-            "tokenizer files and *.safetensors, or to a hub id that is in the local cache."
+            "tokenizer files and *.safetensors, to a GGUF file, or to a hub id."
         )
     try:
         content = json.loads((folder / name).read_bytes())
     except FileNotFoundError as error:
         if any(folder.glob("*.gguf")):
-            raise ConfigError(
-                f"{folder} holds GGUF files, which Manta can't read. Use the model's safetensors "
-                "checkpoint in bfloat16 or float16."
-            ) from error
-        raise ConfigError(f"'{folder}' has no {name}; is it a Hugging Face model?") from error
+            raise name_the_file(folder) from error
+        raise ConfigError(
+            f"'{folder}' has no {name}; is it a Hugging Face model? (A GGUF file of the hub is "
+            "named as owner/name:Q4_K_M.)"
+        ) from error
     except (ValueError, OSError) as error:
         raise ConfigError(
             f"{folder / name} is not valid JSON: {error}. Download the file again."

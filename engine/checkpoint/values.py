@@ -8,6 +8,9 @@ from typing import Any, NamedTuple
 
 from engine.errors import ConfigError
 
+MAX_SHOWN_CHARS = 200
+"""Of a value, in an error."""
+
 
 class ConfigValues(NamedTuple):
     """What the file has, and what keys mean that it lacks.
@@ -74,7 +77,10 @@ class ConfigValues(NamedTuple):
 
     def error(self, key: str, wanted: str) -> ConfigError:
         """The error of a value that isn't what is `wanted`."""
-        return ConfigError(f"{self.path}: {key} must be {wanted}, not {self.get(key)!r}.")
+        found = repr(self.get(key))
+        if len(found) > MAX_SHOWN_CHARS:
+            found = f"{found[:MAX_SHOWN_CHARS]}..."
+        return ConfigError(f"{self.path}: {key} must be {wanted}, not {found}.")
 
     def _needed(self, key: str) -> Any:
         value = self.get(key)

@@ -6,9 +6,11 @@ from collections.abc import Callable
 
 import torch
 
+from engine.checkpoint.gguf.folder import is_gguf_folder
 from engine.config import WorkerConfig
 from engine.device.distributed import ParallelState
 from engine.errors import ConfigError
+from engine.layers.gguf_source import GgufSource
 from engine.layers.kernel_set import KernelSet
 from engine.layers.weights import DummySource, SafetensorsSource, WeightSource
 from engine.models.base import Model
@@ -36,14 +38,15 @@ def load_model(
 ) -> Model:
     """The model's stage and shard of `parallel`, with weights.
 
-    `load_format` "auto" reads the folder's safetensors, "dummy" makes random weights from `seed`.
+    `load_format` "auto" reads the folder's checkpoint, "dummy" makes random weights from `seed`.
     `progress(done, total)` is called after each decoder layer. Raises `ConfigError` if the
     checkpoint doesn't fit its config.json.
     """
     dtype = resolve_dtype(config.dtype)
     source: WeightSource
     if config.engine.load_format == "auto":
-        source = SafetensorsSource(config.model.path, dtype, device)
+        reads = GgufSource if is_gguf_folder(config.model.path) else SafetensorsSource
+        source = reads(config.model.path, dtype, device)
     elif config.engine.load_format == "dummy":
         source = DummySource(config.engine.seed, dtype, device)
     else:

@@ -139,7 +139,8 @@ def _load(
 ) -> ModelWorker:
     from engine.worker.factory import make_worker
 
-    return make_worker(config, parallel, trace)
+    here = dataclasses.replace(config, resolved=config.resolved.here())
+    return make_worker(here, parallel, trace)
 
 
 def _turn(

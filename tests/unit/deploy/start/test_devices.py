@@ -454,9 +454,10 @@ def test_a_folder_without_a_tokenizer(tmp_path: Path, machine: dict[str, Any]) -
 
 def test_gguf_is_named(tmp_path: Path) -> None:
     (tmp_path / "model.Q4_K_M.gguf").write_bytes(b"GGUF")
-    for target in (tmp_path, tmp_path / "model.Q4_K_M.gguf"):
-        with pytest.raises(ConfigError, match=r"GGUF.*safetensors"):
-            load_target(str(target), [])
+    with pytest.raises(ConfigError, match=r"set `model` to the one to serve.*Q4_K_M.gguf"):
+        load_target(str(tmp_path), [])
+    with pytest.raises(ConfigError, match="too short for a GGUF file"):
+        load_target(str(tmp_path / "model.Q4_K_M.gguf"), [])
 
 
 def test_quantized_tensors_are_found_before_ray_starts(

@@ -1,0 +1,1 @@
+"""Models in GGUF files: what their headers say, as the files of a Hugging Face model folder."""

@@ -1,0 +1,137 @@
+"""`model_folder`: the files beside the weights of a Hugging Face model folder, made of a GGUF file
+and kept in the user's folder for caches."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import tokenizers
+
+from engine.checkpoint.gguf.architectures import model_config
+from engine.checkpoint.gguf.checkpoint import GgufCheckpoint, part_files, read_checkpoint
+from engine.checkpoint.gguf.tokenizer import read_tokenizer
+from engine.checkpoint.gguf.weights import stored_weights
+from engine.errors import ConfigError
+from engine.process.folders import FOLDER_VARIABLE, cache_folder
+
+SOURCE_NAME = "gguf.json"
+"""The file of a model folder that says where its weights are."""
+_VERSION = 1
+"""Of what is made of a file. Another one makes all folders anew."""
+
+
+class _Part(msgspec.Struct, frozen=True):
+    """A file as it was."""
+
+    path: str
+    size: int
+    mtime_ns: int
+
+    @classmethod
+    def of(cls, path: str) -> _Part:
+        stat = os.stat(path)
+        return cls(path, stat.st_size, stat.st_mtime_ns)
+
+
+class _Source(msgspec.Struct, frozen=True):
+    """The content of `SOURCE_NAME`."""
+
+    parts: tuple[_Part, ...]
+
+
+def model_folder(file: Path) -> Path:
+    """The folder for the GGUF model that `file` is, or is one of the files of.
+
+    Raises `ConfigError` if Manta can't read the model, or has no place for the folder.
+    """
+    files = part_files(Path(os.path.abspath(file)))
+    source = _Source(tuple(_Part.of(str(part)) for part in files))
+    versions = f"{_VERSION} {tokenizers.__version__}"
+    key = hashlib.sha256(versions.encode() + msgspec.json.encode(source)).hexdigest()[:16]
+    name = re.sub(r"[^\w.-]", "_", files[0].stem, flags=re.ASCII)[:64]
+    try:
+        folder = cache_folder() / "gguf" / f"{name}-{key}"
+    except RuntimeError as error:
+        raise _no_place("there is no home folder") from error
+    if (folder / SOURCE_NAME).is_file():
+        return folder
+    contents = folder_contents(read_checkpoint(files))
+    contents[SOURCE_NAME] = msgspec.json.encode(source)
+    try:
+        _store(folder, contents)
+    except OSError as error:
+        raise _no_place(f"{folder.parent} can't be written ({error.strerror})") from error
+    return folder
+
+
+def is_gguf_folder(folder: Path) -> bool:
+    """Whether the weights of a model folder are in a GGUF file."""
+    return (folder / SOURCE_NAME).is_file()
+
+
+def open_checkpoint(folder: Path) -> GgufCheckpoint:
+    """The GGUF model that `folder` was made of. Raises `ConfigError` if its files aren't the same
+    any more."""
+    try:
+        source = msgspec.json.decode((folder / SOURCE_NAME).read_bytes(), type=_Source)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"{folder / SOURCE_NAME} can't be read: {error}. Remove it.") from error
+    for part in source.parts:
+        try:
+            is_same = _Part.of(part.path) == part
+        except OSError as error:
+            raise ConfigError(f"{part.path} can't be read: {error.strerror}.") from error
+        if not is_same:
+            raise ConfigError(f"{part.path} was replaced meanwhile; start again.")
+    return read_checkpoint(tuple(Path(part.path) for part in source.parts))
+
+
+def folder_contents(checkpoint: GgufCheckpoint) -> dict[str, bytes]:
+    """The files of the folder by name, without `SOURCE_NAME`. Raises `ConfigError` if Manta can't
+    read the model."""
+    stored_weights(checkpoint)  # raises for tensors that have no place
+    tokenizer = read_tokenizer(checkpoint.metadata)
+    config = {**model_config(checkpoint), **tokenizer.special_ids}
+    files: dict[str, Any] = {
+        "config.json": config,
+        "generation_config.json": {"eos_token_id": tokenizer.special_ids["eos_token_id"]},
+        "tokenizer_config.json": tokenizer.config,
+    }
+    try:
+        made = {
+            name: json.dumps(content, indent=1, allow_nan=False).encode()
+            for name, content in files.items()
+        }
+    except ValueError as error:  # from allow_nan
+        raise ConfigError(f"{checkpoint.metadata.path} is damaged: {error}.") from error
+    return {**made, "tokenizer.json": tokenizer.json.encode()}
+
+
+def _store(folder: Path, contents: dict[str, bytes]) -> None:
+    """Make the folder, whole or not at all. Another process may make the same one meanwhile."""
+    folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(prefix=".new-", dir=folder.parent))
+    try:
+        for name, content in contents.items():
+            (made / name).write_bytes(content)
+        made.rename(folder)
+    except OSError as error:
+        shutil.rmtree(made, ignore_errors=True)
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+            raise
+
+
+def _no_place(what: str) -> ConfigError:
+    return ConfigError(
+        f"{what}, where Manta keeps what it makes of GGUF files; set {FOLDER_VARIABLE} to a folder "
+        "that can be written."
+    )
