@@ -20,6 +20,8 @@ from engine.native.library import require_kernels
 
 # Elements up to which a transposed float32 matrix beats the packed one on CPU.
 TRANSPOSED_MAX_NUMEL = 1 << 19
+MIN_BITS = 4
+"""Numbers of fewer bits take so many in our kernels."""
 # The row count that oneDNN packs for; no other was faster when measured for m = 1..512.
 PACK_ROWS = 32
 
@@ -127,7 +129,7 @@ class GroupedKernel(LinearKernel):
         self.weights = [
             self._kernels.GroupedWeight(
                 part.numbers,
-                part.bits,
+                max(part.bits, MIN_BITS),
                 part.center,
                 part.group,
                 part.scales,
