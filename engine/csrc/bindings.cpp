@@ -221,7 +221,8 @@ class GroupedWeight {
                 const c10::optional<Tensor>& scale_codes, const c10::optional<Tensor>& mins,
                 const c10::optional<Tensor>& min_codes)
       : panel_(kernels().panel) {
-    check_cpu(numbers, scales);
+    check_cpu(numbers, scales, mins ? *mins : scales, scale_codes ? *scale_codes : scales,
+              min_codes ? *min_codes : scales);
     TORCH_CHECK(numbers.dim() == 2 && numbers.is_contiguous() && numbers.scalar_type() == at::kByte,
                 "numbers must be uint8 [out, in], contiguous");
     const int64_t out = numbers.size(0), in = numbers.size(1);

@@ -22,6 +22,9 @@ struct RowCounts;
 
 template <class T>
 constexpr int kPlanes = sizeof(T) == 4 ? 3 : 2;
+// Rows that registers have room for beside vectors of a panel.
+template <int planes>
+constexpr int kGroupedRows = kLanes == 16 && planes == 2 ? 4 : 2;
 
 // --- x as digits ------------------------------------------------------------------------------
 
@@ -222,11 +225,33 @@ inline __attribute__((always_inline)) void dots_of(const Digits& x, const Groupe
   }
 }
 
+// Asks for the memory of a sub-block's other lanes, which come next.
+template <int kBits, int kWide, int64_t kPart>
+inline void fetch_rest(const GroupedPanel& panel, int64_t part) {
+  constexpr int64_t rows = kPart / kInputsPerUnit / (kBits == 8 ? 1 : 2);
+  const uint8_t* from = panel.numbers + part * rows * kPanel * 4;
+  for (int64_t row = 0; row < rows; row++)
+    for (int64_t lane = kWide * kLanes; lane < kPanel; lane += kLanes)
+      __builtin_prefetch(from + (row * kPanel + lane) * 4, 0, 2);
+}
+
+template <class T>
+void write_sums_as(const GroupedLinear& a, int64_t row, int64_t column, V x, int64_t n) {
+  if (a.bias) x = x + load_part(static_cast<const T*>(a.bias) + column, n);
+  const int64_t at = row * a.y_stride + column;
+  if (a.y_float) store_part(static_cast<float*>(a.y) + at, x, n);
+  else store_part(static_cast<T*>(a.y) + at, x, n);
+}
+inline void write_sums(const GroupedLinear& a, int64_t row, int64_t column, V x, int64_t n) {
+  if (a.type == Type::f32) write_sums_as<float>(a, row, column, x, n);
+  else if (a.type == Type::bf16) write_sums_as<bf16>(a, row, column, x, n);
+  else write_sums_as<f16>(a, row, column, x, n);
+}
+
 // Sums of rows [row, row + M) for the outputs from `lane` on: those of the matrix from `column` on.
-template <class T, int kBits, int M, int kWide, int64_t kPart>
+template <int planes, int kBits, int M, int kWide, int64_t kPart>
 void grouped_rows(const GroupedLinear& a, const Digits& x, const GroupedPanel& panel, int64_t row,
                   int64_t lane, int64_t column) {
-  constexpr int planes = kPlanes<T>;
   const GroupedMatrix& w = panel.of;
   const int8_t* digits = x.digits + row * planes * x.in;
   const int64_t parts = x.in / kPart, per_block = parts / x.blocks;
@@ -245,6 +270,7 @@ void grouped_rows(const GroupedLinear& a, const Digits& x, const GroupedPanel& p
         taken[m] = -w.center * count;
         lower[m] = static_cast<float>(-count);
       }
+      if (kWide < kVectors && lane == 0) fetch_rest<kBits, kWide, kPart>(panel, part);
       V dots[M][kWide];
       dots_of<kBits, planes, M, kWide, kPart>(x, panel, digits, part, lane, taken, dots);
 #pragma GCC unroll 4
@@ -268,55 +294,47 @@ void grouped_rows(const GroupedLinear& a, const Digits& x, const GroupedPanel& p
     }
   }
   for (int v = 0; v < kWide; v++) {
-    const int64_t first = column + v * kLanes;
     const int64_t n = w.out - (panel.index * kPanel + lane + v * kLanes);
     if (n <= 0) break;
-    const V bias = a.bias ? load_part(static_cast<const T*>(a.bias) + first, n) : zero();
-    for (int m = 0; m < M; m++) {
-      const int64_t at = (row + m) * a.y_stride + first;
-      if (a.y_float) store_part(static_cast<float*>(a.y) + at, sums[m][v] + bias, n);
-      else store_part(static_cast<T*>(a.y) + at, sums[m][v] + bias, n);
-    }
+    for (int m = 0; m < M; m++) write_sums(a, row + m, column + v * kLanes, sums[m][v], n);
   }
 }
 
-// Rows that registers have room for, and vectors of a panel beside them.
-constexpr int kManyRows = kLanes == 16 ? 4 : 2;
-
-template <class T, int kBits, int64_t kPart, int M>
+template <int planes, int kBits, int64_t kPart, int M>
 void grouped_wide(const GroupedLinear& a, const Digits& x, const GroupedPanel& panel, int64_t row,
                   int64_t column) {
-  constexpr int kWide = M * kVectors <= 8 && kPlanes<T> == 2 ? kVectors : 2;
+  constexpr int kWide = M * kVectors <= 8 && planes == 2 ? kVectors : 2;
   for (int64_t lane = 0; lane < kPanel; lane += kWide * kLanes)
-    grouped_rows<T, kBits, M, kWide, kPart>(a, x, panel, row, lane, column + lane);
+    grouped_rows<planes, kBits, M, kWide, kPart>(a, x, panel, row, lane, column + lane);
 }
 
-template <class T, int kBits, int64_t kPart, int M>
+template <int planes, int kBits, int64_t kPart, int M = kGroupedRows<planes>>
 void grouped_rest(const GroupedLinear& a, const Digits& x, const GroupedPanel& panel, int64_t row,
                   int64_t rows, int64_t column) {
-  if (rows == M) return grouped_wide<T, kBits, kPart, M>(a, x, panel, row, column);
-  if constexpr (M > 1) grouped_rest<T, kBits, kPart, M - 1>(a, x, panel, row, rows, column);
+  if (rows == M) return grouped_wide<planes, kBits, kPart, M>(a, x, panel, row, column);
+  if constexpr (M > 1) grouped_rest<planes, kBits, kPart, M - 1>(a, x, panel, row, rows, column);
 }
 
-// Rows [row, end) by a panel, at most `M` of them at a time.
-template <class T, int kBits, int64_t kPart, int M>
+// Rows [row, end) by a panel, in blocks of nearly equal height.
+template <int planes, int kBits, int64_t kPart>
 void grouped_block(const GroupedLinear& a, const Digits& x, const GroupedPanel& panel, int64_t row,
                    int64_t end, int64_t column) {
-  for (int64_t blocks = (end - row + M - 1) / M; blocks > 0; blocks--) {
+  constexpr int64_t most = kGroupedRows<planes>;
+  for (int64_t blocks = (end - row + most - 1) / most; blocks > 0; blocks--) {
     const int64_t rows = (end - row + blocks - 1) / blocks;
-    grouped_rest<T, kBits, kPart, M>(a, x, panel, row, rows, column);
+    grouped_rest<planes, kBits, kPart>(a, x, panel, row, rows, column);
     row += rows;
   }
 }
 
-template <class T, int64_t kPart>
+template <int planes, int64_t kPart>
 void grouped_by_bits(const GroupedLinear& a, const Digits& x, const GroupedPanel& panel, int64_t row,
                      int64_t end, int64_t column) {
   switch (panel.of.bits) {
-    case 4: return grouped_block<T, 4, kPart, kManyRows>(a, x, panel, row, end, column);
-    case 5: return grouped_block<T, 5, kPart, kManyRows>(a, x, panel, row, end, column);
-    case 6: return grouped_block<T, 6, kPart, kManyRows>(a, x, panel, row, end, column);
-    default: return grouped_block<T, 8, kPart, kManyRows>(a, x, panel, row, end, column);
+    case 4: return grouped_block<planes, 4, kPart>(a, x, panel, row, end, column);
+    case 5: return grouped_block<planes, 5, kPart>(a, x, panel, row, end, column);
+    case 6: return grouped_block<planes, 6, kPart>(a, x, panel, row, end, column);
+    default: return grouped_block<planes, 8, kPart>(a, x, panel, row, end, column);
   }
 }
 
@@ -341,8 +359,8 @@ void grouped_linear(const GroupedLinear& a) {
     const int64_t row = task % blocks * kRowBlock, end = row + kRowBlock < a.rows ? row + kRowBlock : a.rows;
     const GroupedPanel panel = panel_of(a.parts[part], p);
     column += p * kPanel;
-    if (is_fine) grouped_by_bits<T, 16>(a, x, panel, row, end, column);
-    else grouped_by_bits<T, 32>(a, x, panel, row, end, column);
+    if (is_fine) grouped_by_bits<kPlanes<T>, 16>(a, x, panel, row, end, column);
+    else grouped_by_bits<kPlanes<T>, 32>(a, x, panel, row, end, column);
   });
 }
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from engine.device.distributed import ParallelState
 from engine.layers.embedding_table import EmbeddingTable, RowTable
 from engine.layers.linear_kernel import LinearKernel
+from engine.layers.weight_format import MatrixSlice
 from engine.layers.weights import WeightSource
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,14 @@ class VocabShard:
         weight = source.get(name, (self.vocab_size, hidden_size), dim=0, start=start, count=count)
         return F.pad(weight, (0, 0, 0, self.rows - count)) if count < self.rows else weight
 
+    def keep(self, source: WeightSource, name: str, hidden_size: int) -> LinearKernel | None:
+        """The kernel of the same rows, as the checkpoint has them quantized; None: `load` them."""
+        start = min(self.start, self.vocab_size)
+        count = min(self.end, self.vocab_size) - start
+        matrix = name.removesuffix(".weight")
+        part = MatrixSlice(matrix, self.vocab_size, hidden_size, 0, start, count)
+        return source.format.keep(source, [part], None, self.rows) if count else None
+
 
 class VocabParallelEmbedding:
     """Token ids -> embeddings, the same on every rank."""
@@ -49,7 +58,11 @@ class VocabParallelEmbedding:
         self.shard = VocabShard(vocab_size, parallel)
 
     def load(self, source: WeightSource, name: str) -> None:
-        self.table = RowTable(self.shard.load(source, name, self.hidden_size))
+        kept = self.shard.keep(source, name, self.hidden_size)
+        if kept is not None:
+            self.table = source.format.table(kept, source.dtype)
+        else:
+            self.table = RowTable(self.shard.load(source, name, self.hidden_size))
 
     def load_tied(
         self, source: WeightSource, name: str, head: ParallelLMHead, head_name: str
@@ -59,6 +72,10 @@ class VocabParallelEmbedding:
         Where the checkpoint has another matrix as `head_name`, the head takes that one, whatever
         config.json says: so does transformers.
         """
+        kept = self.shard.keep(source, name, self.hidden_size) if head_name == name else None
+        if kept is not None:
+            self.table, head.kernel = source.format.table(kept, source.dtype), kept
+            return
         weight = self.shard.load(source, name, self.hidden_size)
         if head_name != name:
             own = self.shard.load(source, head_name, self.hidden_size)
@@ -96,8 +113,10 @@ class ParallelLMHead:
         self.shard = VocabShard(vocab_size, parallel)
 
     def load(self, source: WeightSource, name: str) -> None:
-        weight = self.shard.load(source, name, self.hidden_size)
-        self.kernel = source.format.linear(weight, None)
+        kept = self.shard.keep(source, name, self.hidden_size)
+        if kept is None:
+            kept = source.format.linear(self.shard.load(source, name, self.hidden_size), None)
+        self.kernel = kept
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """[N, hidden_size] -> [N, vocab_size], of the model's type or float32. Collective when

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 GROUP = 32
@@ -47,6 +48,24 @@ class Grouped:
         """Outputs and inputs."""
         return self.numbers.shape[0], self.numbers.shape[1]
 
+    def padded(self, out: int) -> Grouped:
+        """With rows of zeros behind it, up to `out` of them."""
+        missing = out - self.shape[0]
+        if not missing:
+            return self
+
+        def more(values: Tensor | None) -> Tensor | None:
+            return None if values is None else F.pad(values, (0, 0, 0, missing))
+
+        return replace(
+            self,
+            numbers=F.pad(self.numbers, (0, 0, 0, missing), value=self.center),
+            scales=F.pad(self.scales, (0, 0, 0, missing)),
+            mins=more(self.mins),
+            scale_codes=more(self.scale_codes),
+            min_codes=more(self.min_codes),
+        )
+
     def group_scales(self) -> Tensor:
         """float32 [out, in / group]"""
         return _times_codes(self.scales, self.scale_codes)
@@ -72,12 +91,13 @@ def can_quantize(inputs: int) -> bool:
 
 
 def quantize(weight: Tensor, bits: int) -> Grouped:
-    """`weight` [out, in] in numbers of 4 or 8 bits, of which the middle one is 0. Groups must divide
+    """`weight` [out, in] in numbers of 4 or 8 bits; the middle one is 0. Groups must divide
     its inputs (`can_quantize`).
 
     8 bits: a number is off by half a step at most, which is the group's largest absolute value
-    / 127. 4 bits: by half a step, or one at the upper end; of four steps the one with the least
-    squared error is taken. Scales are float16 where all of a matrix are in its range, else float32.
+    / 127. 4 bits: the step with the least squared error is taken, of some that leave the largest
+    number 6.5 to 8 steps from 0 and those that fit their numbers best. Scales are float16 where all
+    of a matrix are in its range, else float32.
     A group that has infinities or NaN gets NaN as its scale, so that they show in its outputs.
     """
     out, inputs = weight.shape
@@ -112,12 +132,22 @@ def _scales(rows: Tensor, bits: int) -> Tensor:
     least = torch.full_like(best, torch.inf)
     for count in _STEPS[bits]:
         # Its largest number is the lowest one: there is one more below 0 than above it.
-        scale = (-extreme / count).half().float()
-        error = (_steps(rows, scale.unsqueeze(-1), bits) * scale.unsqueeze(-1) - rows).square()
-        total = error.sum(-1)
-        best = torch.where(total < least, scale, best)
-        least = torch.minimum(total, least)
+        scale = _as_half(-extreme / count)
+        for _ in range(2):
+            steps = _steps(rows, scale.unsqueeze(-1), bits)
+            total = (steps * scale.unsqueeze(-1) - rows).square().sum(-1)
+            best = torch.where(total < least, scale, best)
+            least = torch.minimum(total, least)
+            # Of these steps the scale with the least error.
+            square = steps.square().sum(-1)
+            scale = _as_half((steps * rows).sum(-1) / square.masked_fill(square == 0, 1.0))
     return torch.where(extreme.isfinite(), best, extreme)
+
+
+def _as_half(scales: Tensor) -> Tensor:
+    """Rounded to float16 where they are in its range."""
+    fits = (scales.abs() >= _MIN_HALF) & (scales.abs() <= _MAX_HALF)
+    return torch.where(fits, scales.half().float(), scales)
 
 
 def _steps(rows: Tensor, scales: Tensor, bits: int) -> Tensor:

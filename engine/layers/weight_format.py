@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from engine.layers.embedding_table import EmbeddingTable, PackedTable, RowTable
+from engine.layers.embedding_table import EmbeddingTable, GroupedTable, PackedTable, RowTable
 from engine.layers.grouped import GROUP, SMALL_GROUP, Grouped, can_quantize, quantize
 from engine.layers.linear_kernel import (
     GroupedKernel,
@@ -64,18 +64,13 @@ class TiedMatrix(NamedTuple):
 class WeightFormat(ABC):
     """One way to keep matrices. All layers of a model have the same one."""
 
-    keeps_groups = False
-    """Whether matrices that the checkpoint has quantized in groups stay so (`GroupedKernel`).
-    Otherwise they become plain ones of the model's type while they are read."""
-
     def load(
         self, source: TensorReader, slices: Sequence[MatrixSlice], bias: Tensor | None
     ) -> LinearKernel:
         """The kernel of `slices`, one below the other, with `bias` [out]."""
-        if self.keeps_groups:
-            parts = [part for part in map(source.quantized, slices) if part is not None]
-            if len(parts) == len(slices) and all(map(has_kernel, parts)):
-                return GroupedKernel(parts, bias)
+        kept = self.keep(source, slices, bias)
+        if kept is not None:
+            return kept
         weights = [
             source.get(
                 f"{part.name}.weight",
@@ -87,6 +82,37 @@ class WeightFormat(ABC):
             for part in slices
         ]
         return self.linear(weights[0] if len(weights) == 1 else torch.cat(weights), bias)
+
+    keeps_groups = False
+    """Whether matrices that the checkpoint has quantized in groups stay so (`grouped`). Otherwise
+    they become plain ones of the model's type while they are read."""
+
+    def keep(
+        self,
+        source: TensorReader,
+        slices: Sequence[MatrixSlice],
+        bias: Tensor | None,
+        rows: int | None = None,
+    ) -> LinearKernel | None:
+        """The kernel of `slices` as the checkpoint has them quantized; None: as plain matrices they
+        are to be had. `rows`: with zeros behind a single slice, up to so many."""
+        if not self.keeps_groups:
+            return None
+        parts = []
+        for part in slices:
+            found = source.quantized(part)
+            if found is None or not has_kernel(found):
+                return None
+            parts.append(found if rows is None else found.padded(rows))
+        return self.grouped(parts, bias)
+
+    def grouped(self, parts: Sequence[Grouped], bias: Tensor | None) -> LinearKernel:
+        """The kernel of quantized matrices, one below the other, where `keeps_groups`."""
+        raise NotImplementedError
+
+    def table(self, kernel: LinearKernel, dtype: torch.dtype) -> EmbeddingTable:
+        """The rows, of `dtype`, of what `keep` gave."""
+        raise NotImplementedError
 
     @abstractmethod
     def linear(self, weight: Tensor, bias: Tensor | None) -> LinearKernel:
@@ -114,6 +140,13 @@ class NativeFormat(WeightFormat):
     CPU."""
 
     keeps_groups = True
+
+    def grouped(self, parts: Sequence[Grouped], bias: Tensor | None) -> LinearKernel:
+        return GroupedKernel(parts, bias)
+
+    def table(self, kernel: LinearKernel, dtype: torch.dtype) -> EmbeddingTable:
+        assert isinstance(kernel, GroupedKernel)
+        return GroupedTable(kernel, torch.empty(0, dtype=dtype))
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> LinearKernel:
         return NativeKernel(weight, bias)

@@ -23,6 +23,8 @@ from transformers.core_model_loading import (
 )
 
 from engine.errors import ConfigError
+from engine.layers.grouped import Grouped
+from engine.layers.weight_format import MatrixSlice, has_kernel
 from engine.layers.weights import CheckpointSource, DummySource
 
 Group = Any
@@ -43,6 +45,8 @@ class LazyWeights:
         self._ignored = [re.compile(p) for p in model._keys_to_ignore_on_load_missing or ()]
         self._tied: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", {}))
         self._groups: dict[str, Group] = {}
+        self._origins: dict[str, list[str]] = {}
+        """The checkpoint's tensors that are what the model has, but for their names."""
         self._done: dict[str, Tensor] = {}
         """Tensors whose group was read because of another one."""
         if isinstance(source, CheckpointSource):
@@ -68,6 +72,22 @@ class LazyWeights:
                     f"the checkpoint in {self._place} lacks the weight '{name}'; is config.json "
                     "the one that belongs to it?"
                 )
+
+    def quantized(self, name: str, dim: int, part: range) -> Grouped | None:
+        """`part` along `dim` of the matrix `name` ("X.weight"), as the checkpoint has it quantized;
+        then it counts as read. None: it is to be `read`."""
+        origins = self._origins.get(name, ())
+        if name not in self._groups or len(origins) != 1 or isinstance(self._source, DummySource):
+            return None
+        out_size, in_size = self._wanted[name].shape
+        matrix = origins[0].removesuffix(".weight")
+        found = self._source.quantized(
+            MatrixSlice(matrix, out_size, in_size, dim, part.start, len(part))
+        )
+        if found is not None and has_kernel(found):
+            del self._groups[name]
+            return found
+        return None
 
     def tied_to(self, name: str) -> str | None:
         """The weight that `name` is read as, because the checkpoint lacks it and the two are one;
@@ -103,6 +123,8 @@ class LazyWeights:
             if target not in wanted:
                 continue
             rule = WeightRenaming(name, target) if pattern is None else by_pattern[pattern]
+            if pattern is None:
+                self._origins.setdefault(target, []).append(name)
             group = self._groups.setdefault(target, deepcopy(rule))
             group.add_tensor(target, name, pattern or name, partial(self._read, name, target))
 

@@ -15,6 +15,7 @@ from engine.errors import ConfigError
 from engine.layers.expert_share import ExpertShare
 from engine.models.cuts import localize, take_ranges
 from engine.models.lazy_weights import LazyWeights
+from engine.models.linears import set_groups
 
 
 class Share:
@@ -68,9 +69,12 @@ class Share:
         weights: LazyWeights,
         device: torch.device,
         progress: Callable[[int, int], None] | None = None,
+        *,
+        keeps_groups: bool = False,
     ) -> None:
         """Read the weights of a pruned `model`; `progress(done, total)` after each layer. What no
         checkpoint has, such as frequencies of rotations, is made on the CPU as transformers does.
+        `keeps_groups`: linears of layers keep quantized weights as they are (`groups_of`).
 
         Raises `ConfigError` if the checkpoint doesn't fit.
         """
@@ -92,6 +96,8 @@ class Share:
                     self._keep(model, name, parameter)
         for done, prefix in enumerate(inner, 1):
             own = [name for name in names if name.startswith(prefix) and name not in apart]
+            if keeps_groups:
+                own = [name for name in own if not self._keep_groups(model, weights, name)]
             self._read(model, weights, own)
             if progress is not None:
                 progress(done, len(inner))
@@ -140,6 +146,23 @@ class Share:
     def _read(self, model: Any, weights: LazyWeights, names: list[str]) -> None:
         for name, value in weights.read(names):
             self._keep(model, name, value)
+
+    def _keep_groups(self, model: Any, weights: LazyWeights, name: str) -> bool:
+        """Whether `name` is the weight of a linear that now has it quantized, this rank's part."""
+        owner, _, attribute = name.rpartition(".")
+        linear, cut = model.get_submodule(owner), self._cuts.get(name)
+        if type(linear) is not nn.Linear or attribute != "weight" or owner in self.layout.read:
+            return False
+        dim, ranges = 0, [range(linear.weight.shape[0])]
+        if cut is not None:
+            dim, ranges = cut.dim, cut.ranges(self.parallel.tp_size, self.parallel.tp_rank)
+        if len(ranges) != 1 or name in self._pieces:
+            return False
+        groups = weights.quantized(name, dim, ranges[0])
+        if groups is None:
+            return False
+        set_groups(linear, groups, linear.weight.dtype)
+        return True
 
     def _keep(self, model: Any, name: str, value: Tensor) -> None:
         """Put this rank's part of a parameter or a buffer into the model."""

@@ -28,7 +28,6 @@ from engine.layers.expert_counts import ExpertCounts
 from engine.layers.experts import Experts, is_experts
 from engine.layers.fused_ops import FusedOps
 from engine.layers.grouped_experts import GroupedExperts
-from engine.layers.linear_kernel import LinearKernel
 from engine.layers.rotary import Angles
 from engine.layers.weight_format import QuantizedFormat, WeightFormat
 from engine.layers.weights import CheckpointSource, DummySource, WeightSource
@@ -36,6 +35,7 @@ from engine.models.cuts import own_heads
 from engine.models.interfaces import point_at
 from engine.models.latents import latents_of, load_latents
 from engine.models.lazy_weights import LazyWeights
+from engine.models.linears import Linear, Product
 from engine.models.parts import Chain, TiedEmbedding
 from engine.models.rotations import fix_rotations
 from engine.models.row_cache import cache_argument
@@ -172,83 +172,6 @@ ALL_ATTENTION_FUNCTIONS.register(_NAME, _attention)
 ALL_EXPERTS_FUNCTIONS.register(_NAME, _experts)
 
 
-class _Product:
-    """Linears of one input as one product: the first that is asked computes for all."""
-
-    def __init__(
-        self, linears: list[nn.Linear], form: WeightFormat, kernel: LinearKernel | None = None
-    ) -> None:
-        """`kernel`: what multiplies by them, if there is one already."""
-        self.in_size = linears[0].in_features
-        self.sizes = [linear.out_features for linear in linears]
-        self.out_size = sum(self.sizes)
-        if kernel is None:
-            weights = [linear.weight.data for linear in linears]
-            biases = [linear.bias.data for linear in linears if linear.bias is not None]
-            kernel = form.linear(
-                weights[0] if len(weights) == 1 else torch.cat(weights),
-                torch.cat(biases) if biases else None,
-            )
-        self.kernel = kernel
-        self._input: Tensor | None = None
-        self._parts: tuple[Tensor, ...] = ()
-
-    def whole(self, x: Tensor) -> Tensor:
-        """[..., in_size] of T tokens -> [T, out_size]"""
-        rows = x if x.dim() == 2 else x.reshape(-1, self.in_size)
-        return self.kernel(rows if rows.stride(-1) == 1 else rows.contiguous())
-
-    def part(self, x: Tensor, number: int) -> Tensor:
-        """[..., in_size] -> [..., sizes[number]]"""
-        if len(self.sizes) == 1:
-            found = self.whole(x)
-            return found if x.dim() == 2 else found.view(*x.shape[:-1], self.out_size)
-        if self._input is not x:
-            out = self.whole(x).view(*x.shape[:-1], self.out_size)
-            self._parts = torch.split(out, self.sizes, -1)
-            self._input = x
-        found = self._parts[number]
-        if number == len(self.sizes) - 1:
-            self._input, self._parts = None, ()
-        return found
-
-
-class _Linear(nn.Module):
-    """In place of an `nn.Linear`."""
-
-    def __init__(
-        self,
-        product: _Product,
-        number: int,
-        dtype: torch.dtype,
-        *,
-        sum_over: ParallelState | None = None,
-        gather_from: ParallelState | None = None,
-    ) -> None:
-        """`sum_over`: the ranks that have the other inputs. `gather_from`: those that have the
-        other outputs, which are wanted, too."""
-        super().__init__()
-        self.product, self.number = product, number
-        self.sum_over, self.gather_from = sum_over, gather_from
-        self.in_features, self.out_features = product.in_size, product.sizes[number]
-        self.weight = torch.empty((self.out_features, self.in_features), dtype=dtype, device="meta")
-        """For code that looks at its type or shape."""
-
-    def of_rows(self, x: Tensor) -> Tensor:
-        """[T, in] -> [T, out]"""
-        if self.gather_from is not None or len(self.product.sizes) > 1:
-            return self.forward(x)
-        found = self.product.kernel(x)
-        return found if self.sum_over is None else self.sum_over.all_reduce(found)
-
-    def forward(self, x: Tensor) -> Tensor:
-        found = self.product.part(x, self.number)
-        if self.gather_from is not None:
-            whole = self.gather_from.all_gather_last_dim(found.flatten(0, -2))
-            return whole.view(*found.shape[:-1], -1)
-        return found if self.sum_over is None else self.sum_over.all_reduce(found)
-
-
 class _Positions(Cache):
     """What a model takes for its cache. Attention has the keys; this knows where tokens stand."""
 
@@ -326,7 +249,7 @@ class TransformersModel:
         self._step = _Step(self.attention_layers, parallel, fused)
         self.chain: Chain | None = None
         """In place of the decoder's own forward."""
-        self._head: _Linear | None = None
+        self._head: Linear | None = None
         """What alone makes logits of the decoder's result."""
         self._state_dtype = dtype
         """Of that result: some keep it in float32."""
@@ -343,7 +266,11 @@ class TransformersModel:
         weights = LazyWeights(model, source, self.dtype)
         with torch.no_grad():
             self._share.prune(model)
-            self._share.fill(model, weights, self.device, progress)
+            # Latents are computed with matrices that are taken apart.
+            keeps = source.format.keeps_groups and all(
+                layer.call.latent_of is None for layer in self.attention_layers
+            )
+            self._share.fill(model, weights, self.device, progress, keeps_groups=keeps)
             table = self._tie(model, source.format)
             has_rounded = isinstance(source.format, QuantizedFormat)
             if not has_rounded:  # before the matrices of latents are packed for nothing
@@ -554,7 +481,7 @@ class TransformersModel:
     @torch.inference_mode()
     def _find_head(self) -> None:
         head: Any = self._model.get_output_embeddings()
-        if not self.parallel.is_last_stage or not isinstance(head, _Linear):
+        if not self.parallel.is_last_stage or not isinstance(head, Linear):
             return
         if head.in_features != self.config.hidden_size:
             return
@@ -612,8 +539,8 @@ class TransformersModel:
         if not is_own or name in self._layout.read:
             return None
         table, kernel = form.tied(head.weight.data)
-        product, dtype = _Product([head], form, kernel), head.weight.dtype
-        replace_module(model, head, _Linear(product, 0, dtype))
+        product, dtype = Product([head], form, kernel), head.weight.dtype
+        replace_module(model, head, Linear(product, 0, dtype))
         return table if isinstance(table, PackedTable) else None
 
     @torch.inference_mode()
@@ -647,14 +574,14 @@ class TransformersModel:
                 found = [getattr(module, name, None) for name in names]
                 linears = [child for child in found if type(child) is nn.Linear]
                 if len(linears) == len(names) and _fit(linears):
-                    product, dtype = _Product(linears, form), linears[0].weight.dtype
+                    product, dtype = Product(linears, form), linears[0].weight.dtype
                     for number, name in enumerate(names):
-                        setattr(module, name, _Linear(product, number, dtype))
+                        setattr(module, name, Linear(product, number, dtype))
             for name, child in list(module.named_children()):
                 full, parallel = f"{path}.{name}" if path else name, self.parallel
                 if type(child) is nn.Linear and full not in self._layout.read:
-                    linear = _Linear(
-                        _Product([child], form),
+                    linear = Linear(
+                        Product([child], form),
                         0,
                         child.weight.dtype,
                         sum_over=parallel if self._share.is_row(full) else None,

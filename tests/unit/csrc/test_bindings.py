@@ -21,16 +21,24 @@ def arguments(kernels: Any, binding: str) -> dict[str, Any]:
     weight, x, bias = torch.ones(20, 8), torch.ones(3, 8), torch.ones(20)
     heads = {"q": torch.ones(3, 4, 8), "k": torch.ones(3, 2, 8), "v": torch.ones(3, 2, 8)}
     pool, ints = torch.zeros(32, 2, 8), torch.tensor
-    packed_int8 = kernels.pack_int8(weight.to(torch.int8), "float32")
+    numbers, scales = torch.ones(20, 64, dtype=torch.uint8), torch.ones(20, 2)
+    grouped = kernels.GroupedWeight(numbers, 4, 8, 32, scales, None, None, None)
     by_binding: dict[str, dict[str, Any]] = {
         "use": {"name": kernels.isa()},
         "pack": {"weight": weight},
-        "pack_int8": {"weight": weight.to(torch.int8), "type": "float32"},
+        "GroupedWeight": dict(
+            numbers=numbers,
+            bits=4,
+            center=8,
+            group=32,
+            scales=scales,
+            scale_codes=None,
+            mins=scales.clone(),
+            min_codes=None,
+        ),
+        "linear_grouped": dict(x=torch.ones(3, 64), weights=[grouped], bias=bias, as_float=False),
         "linear": dict(x=x, packed=kernels.pack(weight), bias=bias, out=20, as_float=False),
         "unpack_rows": dict(packed=kernels.pack(weight), ids=ints([19, 0, 7]), out=20),
-        "linear_int8": dict(
-            x=x, packed=packed_int8, scale=bias.clone(), bias=bias, out=20, as_float=False
-        ),
         "attention": dict(
             **heads,
             k_pool=pool,
@@ -96,11 +104,34 @@ WRONG: list[tuple[str, str, Change, str]] = [
     ("pack", "weight", to(F8), "no kernel for Float8_e4m3fn"),
     ("pack", "weight", lambda w: w[:, :7].to(HALF).contiguous(), "must be even"),
     ("pack", "weight", elsewhere, "CPU"),
-    ("pack_int8", "weight", shape(20), r"int8 \[out, in\]"),
-    ("pack_int8", "weight", to(torch.uint8), r"int8 \[out, in\]"),
-    ("pack_int8", "weight", gaps, "contiguous"),
-    ("pack_int8", "weight", elsewhere, "CPU"),
-    ("pack_int8", "type", value("float64"), "no kernel for float64"),
+    ("GroupedWeight", "numbers", shape(20), r"uint8 \[out, in\]"),
+    ("GroupedWeight", "numbers", to(torch.int8), r"uint8 \[out, in\]"),
+    ("GroupedWeight", "numbers", gaps, "contiguous"),
+    ("GroupedWeight", "numbers", elsewhere, "CPU"),
+    ("GroupedWeight", "bits", value(3), "no numbers of 3 bits"),
+    ("GroupedWeight", "center", value(256), "the center is 256"),
+    ("GroupedWeight", "group", value(0), "don't divide 64 inputs"),
+    ("GroupedWeight", "group", value(48), "don't divide 64 inputs"),
+    ("GroupedWeight", "group", value(64), "doesn't go with groups of 64"),
+    ("GroupedWeight", "scales", shape(20, 3), r"\[out, in / whole\]"),
+    ("GroupedWeight", "scales", shape(19, 2), r"\[out, in / whole\]"),
+    ("GroupedWeight", "scales", to(torch.float64), "mins must be as scales"),
+    ("GroupedWeight", "scales", elsewhere, "CPU"),
+    ("GroupedWeight", "mins", shape(20, 1), "mins must be as scales"),
+    ("GroupedWeight", "mins", to(HALF), "mins must be as scales"),
+    ("GroupedWeight", "mins", elsewhere, "CPU"),
+    ("GroupedWeight", "scale_codes", value(torch.ones(20, 2, dtype=torch.int8)), "mins must be"),
+    ("GroupedWeight", "min_codes", value(torch.ones(20, 2, dtype=torch.int8)), "mins must be"),
+    ("linear_grouped", "weights", value([]), "there is no matrix"),
+    ("linear_grouped", "x", shape(64), r"\[rows, 64\]"),
+    ("linear_grouped", "x", shape(3, 65), r"\[rows, 64\].*\[3, 65\]"),
+    ("linear_grouped", "x", gaps, "contiguous last dimension"),
+    ("linear_grouped", "x", elsewhere, "CPU"),
+    ("linear_grouped", "x", to(torch.float64), "a bias must be like x"),
+    ("linear_grouped", "bias", shape(19), r"like x, \[out\]"),
+    ("linear_grouped", "bias", to(HALF), r"like x, \[out\]"),
+    ("linear_grouped", "bias", gaps, r"like x, \[out\]"),
+    ("linear_grouped", "bias", elsewhere, "CPU"),
     ("rms_norm", "x", shape(8), r"\[rows, size\] or \[rows, heads, size\]"),
     ("rms_norm", "x", shape(1, 1, 1, 8), r"\[rows, size\] or \[rows, heads, size\]"),
     ("rms_norm", "x", shape(3, 9), "don't fit"),
@@ -145,26 +176,25 @@ WRONG: list[tuple[str, str, Change, str]] = [
     ("silu_and_mul", "gate_up", to(F8), "no kernel for Float8_e4m3fn"),
     ("silu_and_mul", "gate_up", elsewhere, "CPU"),
 ]
-for linear in ("linear", "linear_int8"):
-    WRONG += [
-        (linear, "out", value(1000), "not packed for 1000"),
-        (linear, "out", value(0), "not packed for 0"),
-        (linear, "packed", shape(20), r"\[out, in\]"),
-        (linear, "packed", lambda w: w[:20], "not packed for 20"),
-        (linear, "packed", row_gaps, "not packed"),
-        (linear, "packed", elsewhere, "CPU"),
-        (linear, "bias", shape(19), r"like x, \[out\]"),
-        (linear, "bias", to(HALF), r"like x, \[out\]"),
-        (linear, "bias", gaps, r"like x, \[out\]"),
-        (linear, "bias", elsewhere, "CPU"),
-    ]
-    WRONG += [
-        (linear, "x", shape(8), r"\[rows, 8\]"),
-        (linear, "x", shape(3, 9), r"\[rows, 8\].*\[3, 9\]"),
-        (linear, "x", shape(1, 3, 8), r"\[rows, 8\]"),
-        (linear, "x", gaps, "contiguous last dimension"),
-        (linear, "x", elsewhere, "CPU"),
-    ]
+WRONG += [
+    ("linear", "out", value(1000), "not packed for 1000"),
+    ("linear", "out", value(0), "not packed for 0"),
+    ("linear", "packed", shape(20), r"\[out, in\]"),
+    ("linear", "packed", lambda w: w[:20], "not packed for 20"),
+    ("linear", "packed", row_gaps, "not packed"),
+    ("linear", "packed", elsewhere, "CPU"),
+    ("linear", "bias", shape(19), r"like x, \[out\]"),
+    ("linear", "bias", to(HALF), r"like x, \[out\]"),
+    ("linear", "bias", gaps, r"like x, \[out\]"),
+    ("linear", "bias", elsewhere, "CPU"),
+]
+WRONG += [
+    ("linear", "x", shape(8), r"\[rows, 8\]"),
+    ("linear", "x", shape(3, 9), r"\[rows, 8\].*\[3, 9\]"),
+    ("linear", "x", shape(1, 3, 8), r"\[rows, 8\]"),
+    ("linear", "x", gaps, "contiguous last dimension"),
+    ("linear", "x", elsewhere, "CPU"),
+]
 WRONG += [
     ("linear", "x", to(HALF), "BFloat16 and the weight Float"),
     ("linear", "packed", to(torch.float64), "x is Float and the weight Double"),
@@ -183,12 +213,6 @@ WRONG += [
     ("unpack_rows", "ids", numbers(0, 20), r"20, not in \[0, 20\)"),
     ("unpack_rows", "ids", numbers(-1, 0), r"-1, not in \[0, 20\)"),
     ("unpack_rows", "ids", elsewhere, "CPU"),
-    ("linear_int8", "packed", to(torch.float32), "packed int8"),
-    ("linear_int8", "x", to(torch.float64), "a bias must be like x"),
-    ("linear_int8", "scale", shape(21), r"float32 \[out\]"),
-    ("linear_int8", "scale", to(torch.float64), r"float32 \[out\]"),
-    ("linear_int8", "scale", gaps, r"float32 \[out\]"),
-    ("linear_int8", "scale", elsewhere, "CPU"),
 ]
 for heads in ("q", "k", "v"):
     wrong_size = "the rows have 3 tokens, q has 2" if heads == "q" else r"\[tokens, heads, dim\]"
@@ -290,7 +314,6 @@ def test_heads_and_types_without_a_kernel(kernels: Any) -> None:
     for product in (
         lambda: kernels.linear(odd, odd, None, 64, False),
         lambda: kernels.unpack_rows(odd, torch.tensor([0]), 64),
-        lambda: kernels.pack_int8(odd.to(torch.int8), "float16"),
     ):
         with pytest.raises(RuntimeError, match="must be even"):
             product()

@@ -119,38 +119,6 @@ def test_linear(
 
 
 @WITH_TYPES
-@examples(30)
-@given(
-    rows=ROWS,
-    out=OUTS,
-    units=UNITS,
-    with_bias=st.booleans(),
-    as_float=st.booleans(),
-    seed=SEEDS,
-)
-def test_linear_int8(
-    kernels: Any,
-    dtype: torch.dtype,
-    rows: int,
-    out: int,
-    units: int,
-    with_bias: bool,
-    as_float: bool,
-    seed: int,
-) -> None:
-    numbers = Numbers(seed)
-    size = in_size(units, dtype)
-    x = numbers.normal((rows, size), dtype)
-    weight = torch.randint(-128, 128, (out, size), generator=numbers.generator, dtype=torch.int8)
-    scale = numbers.normal((out,), torch.float32).abs() / 64
-    bias = numbers.normal((out,), dtype) if with_bias else None
-    packed = kernels.pack_int8(weight, str(dtype).removeprefix("torch."))
-    found = kernels.linear_int8(x, packed, scale, bias, out, as_float)
-    assert found.dtype == (torch.float32 if as_float else dtype)
-    assert_within(found, *reference(x, weight * scale.double().unsqueeze(1), bias))
-
-
-@WITH_TYPES
 @examples(25)
 @given(
     rows=st.one_of(st.integers(2, 14), st.sampled_from([97, 150])),
@@ -165,13 +133,10 @@ def test_a_row_is_the_same_in_any_batch(
     size = in_size(units, dtype)
     x, weight = numbers.normal((rows, size), dtype), numbers.normal((out, size), dtype)
     bias = numbers.normal((out,), dtype)
-    packed, packed_int8 = kernels.pack(weight), weight.mul(40).clamp(-127, 127).to(torch.int8)
-    packed_int8 = kernels.pack_int8(packed_int8, str(dtype).removeprefix("torch."))
-    scale = torch.full((out,), 1 / 40)
+    packed = kernels.pack(weight)
     products = (
         lambda x: kernels.linear(x, packed, bias, out, False),
         lambda x: kernels.linear(x, packed, bias, out, True),
-        lambda x: kernels.linear_int8(x, packed_int8, scale, bias, out, False),
     )
     order, first = numbers.permutation(rows), numbers.permutation(rows)[0]
     for product in products:
