@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from engine.checkpoint.files import find_weight_files
 from engine.checkpoint.folder import resolve_model_path
+from engine.checkpoint.kept import KeptShare, QuantizedFiles
 from engine.checkpoint.layout import AttentionCall, rank_calls, sees_windows
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.weight_formats import PLAIN, WeightForm, weight_form
-from engine.config import EngineConfig, ResolvedConfig
+from engine.config import EngineConfig, KernelChoice, ResolvedConfig
 from engine.errors import ConfigError
 
 GIB = 1 << 30
@@ -45,12 +45,18 @@ def stage_bytes(
     pp_rank: int,
     form: WeightForm = PLAIN,
     ep_size: int | None = None,
+    files: QuantizedFiles | None = None,
 ) -> int:
     """Bytes of one rank's matrices on stage `pp_rank` (norms and biases don't matter here), whose
-    plain numbers have `item` bytes. `ep_size` as in the configuration."""
+    plain numbers have `item` bytes. `ep_size` as in the configuration. `files`: the checkpoint
+    whose quantized matrices our CPU kernels multiply by as they are; None: all become plain."""
+    saved = 0
+    if files is not None:
+        saved = KeptShare(model, files, item, form).saved(tp_size, pp_size, pp_rank)
     if model.layout is not None:
         layers = model.stage_layers(pp_size)[pp_rank]
-        return PLAIN.matrix_bytes(1, model.layout.rank_parameters(tp_size, layers, ep_size), item)
+        numbers = model.layout.rank_parameters(tp_size, layers, ep_size)
+        return PLAIN.matrix_bytes(1, numbers, item) - saved
     layer = sum(form.matrix_bytes(*shape, item) for shape in model.layer_matrices(tp_size))
     num_bytes = len(model.stage_layers(pp_size)[pp_rank]) * layer
     rows, hidden = -(-model.vocab_size // tp_size), model.hidden_size
@@ -59,7 +65,15 @@ def stage_bytes(
         num_bytes += PLAIN.matrix_bytes(rows, hidden, item)
     if is_last and not (is_first and model.tie_word_embeddings and not form.has_own_head):
         num_bytes += form.matrix_bytes(rows, hidden, item)
-    return num_bytes
+    return num_bytes - saved
+
+
+def kept_files(engine: EngineConfig, model: ModelConfig, kernels: str) -> QuantizedFiles | None:
+    """The checkpoint of `model`, if it is one whose quantized matrices stay as they are: those of
+    the CPU do that, of the words that `kernels` may be. Raises `ConfigError` if files are missing
+    or damaged."""
+    reads = engine.load_format == "auto" and engine.device != "simulated"
+    return QuantizedFiles.of(model) if reads and kernels == "cpu" else None
 
 
 @dataclass(frozen=True)
@@ -212,14 +226,22 @@ class MemoryNeed:
     window: WindowNeed | None = None
     ep_size: int | None = None
     """As in the configuration."""
+    files: QuantizedFiles | None = None
+    """The checkpoint, if its quantized matrices stay as they are where that can be."""
+    draft_files: QuantizedFiles | None = None
+    """The same of the draft model."""
 
     @classmethod
-    def of(cls, config: ResolvedConfig, dtype: str, attention_backend: str) -> MemoryNeed:
-        """`dtype` and `attention_backend`: what `auto` has become."""
+    def of(cls, config: ResolvedConfig, dtype: str, kernels: KernelChoice) -> MemoryNeed:
+        """`dtype` and `kernels`: what `auto` has become. Raises `ConfigError` if files of a
+        quantized checkpoint are missing or damaged."""
         engine, drafts = config.engine, config.engine.speculative_config
+        attention_backend = kernels.attention
+        model = config.model.for_backend(attention_backend)
+        draft = draft_of(drafts.model if drafts is not None else None)
         return cls(
-            model=config.model.for_backend(attention_backend),
-            draft=draft_of(drafts.model if drafts is not None else None),
+            model=model,
+            draft=draft,
             dtype=dtype,
             kv_cache_dtype=engine.kv_cache_dtype,
             tp_size=engine.tp_size,
@@ -229,6 +251,8 @@ class MemoryNeed:
             has_copies=attention_backend == "torch",
             window=WindowNeed.of(config),
             ep_size=engine.ep_size,
+            files=kept_files(engine, model, kernels.layers),
+            draft_files=None if draft is None else kept_files(engine, draft, kernels.layers),
         )
 
     @property
@@ -268,10 +292,12 @@ class MemoryNeed:
     def _stages(self) -> list[int]:
         """Weights of a rank of each stage."""
         item, form = TYPE_BYTES[self.dtype], self.form
-        drafts = 0 if self.draft is None else stage_bytes(self.draft, item, 1, 1, 0, form)
+        drafts = 0
+        if self.draft is not None:
+            drafts = stage_bytes(self.draft, item, 1, 1, 0, form, files=self.draft_files)
         split, groups = (self.tp_size, self.pp_size), self.ep_size
         return [
-            drafts + stage_bytes(self.model, item, *split, stage, form, groups)
+            drafts + stage_bytes(self.model, item, *split, stage, form, groups, self.files)
             for stage in range(self.pp_size)
         ]
 
@@ -279,15 +305,31 @@ class MemoryNeed:
 def quantized_line(need: MemoryNeed) -> str:
     """What becomes of a checkpoint's quantized matrices and how much memory that takes, for who
     serves it; "" if the checkpoint is plain. Raises `ConfigError` if it has no weights."""
-    form, folder = need.model.quantized, need.model.path
-    if form is None:
+    files = need.files or QuantizedFiles.of(need.model)
+    if files is None:
         return ""
-    stored = sum((folder / name).stat().st_size for name in find_weight_files(folder).names)
     becomes = f"dequantized at load to {need.dtype}"
     if need.form is not PLAIN:
         becomes = "dequantized at load and kept as `quantization` says"
-    sizes = f"{need.weights() / GIB:.1f} GiB instead of {stored / GIB:.1f} GiB"
-    return "; ".join((f"{form.title}, {becomes}: {sizes}", *form.notes))
+    kept, split = 0, (need.tp_size, need.pp_size)
+    if need.files is not None:
+        share = KeptShare(need.model, files, TYPE_BYTES[need.dtype], need.form)
+        stages = range(need.pp_size)
+        kept = need.tp_size * sum(share.num_bytes(*split, stage) for stage in stages)
+        if share.keeps_all(*split):
+            return "; ".join(
+                (f"{files.title}, kept as it is: {_gib(need.weights())}", *files.notes)
+            )
+    sizes = f"{_gib(need.weights())} instead of {_gib(files.num_bytes)}"
+    if kept:
+        said = f"{files.title}, {_gib(kept)} kept as it is, the rest {becomes}: {sizes}"
+    else:
+        said = f"{files.title}, {becomes}: {sizes}"
+    return "; ".join((said, *files.notes))
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.{1 if num_bytes >= GIB else 2}f} GiB"
 
 
 def draft_of(model: str | None) -> ModelConfig | None:

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import shutil
 import sys
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
-
-from safetensors import SafetensorError, safe_open
 
 from deploy.http.access.listening import is_loopback
 from deploy.start.devices import check_devices, draft_model
 from deploy.start.target import Target
-from engine.checkpoint.files import find_weight_files, locate_tensors
 from engine.checkpoint.gguf.folder import is_gguf_folder, open_checkpoint
 from engine.checkpoint.quantization import format_of, stored_matrices
-from engine.checkpoint.quantized.headers import TensorHeader, TensorHeaders
-from engine.errors import ConfigError
+from engine.checkpoint.tensor_headers import open_headers
 from engine.tokenizer.loading import check_tokenizer_files
 
 SHARED_MEMORY_BYTES = 64 << 20
@@ -52,25 +46,5 @@ def check_weights(folder: Path) -> None:
     if is_gguf_folder(folder):
         open_checkpoint(folder)
         return
-    headers: dict[str, TensorHeader] = {}
-    with ExitStack() as opened:
-        files: dict[str, Any] = {}
-
-        def names_in(name: str) -> list[str]:
-            file = folder / name
-            try:
-                at_hand = opened.enter_context(safe_open(str(file), framework="numpy"))
-                names = list(at_hand.keys())
-                found = {tensor: at_hand.get_slice(tensor) for tensor in names}
-            except (SafetensorError, OSError) as error:
-                raise ConfigError(f"{file} can't be read: {error}. Download it again.") from error
-            files[name] = at_hand
-            for tensor, view in found.items():
-                headers[tensor] = TensorHeader(view.get_dtype(), tuple(view.get_shape()))
-            return names
-
-        file_of = locate_tensors(folder, find_weight_files(folder), names_in)
-        stored_matrices(
-            format_of(folder),
-            TensorHeaders(folder, headers, lambda name: files[file_of[name]].get_tensor(name)),
-        )
+    with open_headers(folder) as headers:
+        stored_matrices(format_of(folder), headers)

@@ -78,13 +78,19 @@ def is_gguf_folder(folder: Path) -> bool:
     return (folder / SOURCE_NAME).is_file()
 
 
+def source_files(folder: Path) -> tuple[Path, ...]:
+    """The GGUF files that a model folder was made of. Raises `ConfigError` if one is missing."""
+    files = tuple(Path(part.path) for part in _read_source(folder).parts)
+    for file in files:
+        if not file.is_file():
+            raise ConfigError(f"{file} can't be read: it is no file any more.")
+    return files
+
+
 def open_checkpoint(folder: Path) -> GgufCheckpoint:
     """The GGUF model that `folder` was made of. Raises `ConfigError` if its files aren't the same
     any more."""
-    try:
-        source = msgspec.json.decode((folder / SOURCE_NAME).read_bytes(), type=_Source)
-    except (OSError, msgspec.DecodeError) as error:
-        raise ConfigError(f"{folder / SOURCE_NAME} can't be read: {error}. Remove it.") from error
+    source = _read_source(folder)
     for part in source.parts:
         try:
             is_same = _Part.of(part.path) == part
@@ -93,6 +99,13 @@ def open_checkpoint(folder: Path) -> GgufCheckpoint:
         if not is_same:
             raise ConfigError(f"{part.path} was replaced meanwhile; start again.")
     return read_checkpoint(tuple(Path(part.path) for part in source.parts))
+
+
+def _read_source(folder: Path) -> _Source:
+    try:
+        return msgspec.json.decode((folder / SOURCE_NAME).read_bytes(), type=_Source)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"{folder / SOURCE_NAME} can't be read: {error}. Remove it.") from error
 
 
 def folder_contents(checkpoint: GgufCheckpoint) -> dict[str, bytes]:

@@ -53,6 +53,10 @@ class TensorHeaders(Mapping[str, TensorHeader]):
         found: list[int] = self._read(name).reshape(-1).tolist()
         return found
 
+    def content(self, name: str) -> Any:
+        """All of the tensor `name`, of numpy or torch, as `read` gives it."""
+        return self._read(name)
+
     def check(
         self, name: str, of: str, types: Collection[str], shapes: Collection[tuple[int, ...]] = ()
     ) -> TensorHeader:

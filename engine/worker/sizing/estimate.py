@@ -15,6 +15,7 @@ from engine.memory_need import (
     MemoryNeed,
     cache_bytes_per_token,
     host_cache_tokens,
+    kept_files,
     stage_bytes,
 )
 from engine.models.loader import resolve_dtype
@@ -23,7 +24,7 @@ from engine.process.host_memory import available_host_bytes
 
 def memory_of(config: WorkerConfig) -> MemoryNeed:
     """What the ranks of the engine take."""
-    return MemoryNeed.of(config.resolved, config.dtype, config.kernels.attention)
+    return MemoryNeed.of(config.resolved, config.dtype, config.kernels)
 
 
 def profile_max_tokens(config: WorkerConfig, engines: int = 1) -> int:
@@ -37,7 +38,8 @@ def stage_weight_bytes(config: WorkerConfig, parallel: ParallelState) -> int:
     """Bytes of one rank's matrices."""
     item, form = resolve_dtype(config.dtype).itemsize, weight_form(config.engine.quantization)
     split = parallel.tp_size, parallel.pp_size, parallel.pp_rank
-    return stage_bytes(config.model, item, *split, form, parallel.ep_size)
+    files = kept_files(config.engine, config.model, config.kernels.layers)
+    return stage_bytes(config.model, item, *split, form, parallel.ep_size, files)
 
 
 def kv_bytes_per_token(config: WorkerConfig, dtype: torch.dtype) -> int:

@@ -96,7 +96,9 @@ def test_the_memory_that_is_calculated_is_that_of_the_backend(tmp_path: Path) ->
     resolved = EngineConfig(model=str(deepseek(tmp_path))).resolve()
     layers = resolved.model.num_layers
     sizes = {
-        backend: MemoryNeed.of(resolved, "float32", backend).per_token()
+        backend: MemoryNeed.of(
+            resolved, "float32", resolved.engine.kernel_choice(backend)
+        ).per_token()
         for backend in ("cpu", "flashinfer")
     }
     assert sizes == {"cpu": layers * 24 * 4, "flashinfer": layers * 160 * 4}

@@ -163,7 +163,9 @@ def test_what_becomes_of_them_is_said(plain: Path, tmp_path: Path) -> None:
 
     def line(folder: Path, **config: Any) -> str:
         engine = EngineConfig(model=str(folder), **config)
-        return quantized_line(MemoryNeed.of(engine.resolve(), "bfloat16", "cpu"))
+        return quantized_line(
+            MemoryNeed.of(engine.resolve(), "bfloat16", engine.kernel_choice("cpu"))
+        )
 
     assert line(reference) == ""
     said = line(quantized)
