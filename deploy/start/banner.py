@@ -11,6 +11,7 @@ from deploy.start.devices import weights_line
 from deploy.start.target import Target
 from deploy.start.tls import scheme
 from engine import __version__
+from engine.checkpoint.gguf.folder import is_gguf_folder
 from engine.checkpoint.tried_types import model_line
 
 
@@ -31,11 +32,13 @@ def loading_lines(target: Target, log: Path | None, warnings: list[str]) -> list
 
 
 def describe(app: Any) -> str:
-    """The model of an `AppConfig`, its folder, and its parallel layout."""
+    """The model of an `AppConfig`, its folder or GGUF file, and its parallel layout."""
     engine, model = app.engine, app.resolved.model
+    # The folder that is made of a GGUF file means nothing to its owner.
+    place = engine.model if is_gguf_folder(model.path) else model.path
     replicas = f"{app.max_replicas} replicas of " if app.max_replicas > 1 else ""
     return (
-        f"{app.model_name} ({model.title}) from {model.path}, {replicas}tp {engine.tp_size} "
+        f"{app.model_name} ({model.title}) from {place}, {replicas}tp {engine.tp_size} "
         f"pp {engine.pp_size}{_groups(app)}, device {engine.device}"
     )
 

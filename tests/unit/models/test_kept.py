@@ -15,6 +15,7 @@ from torch import Tensor
 from engine.config import EngineConfig
 from engine.device.distributed import ParallelState
 from engine.layers.linear_kernel import GroupedKernel
+from engine.memory_need import MemoryNeed, quantized_line
 from engine.models import recording
 from engine.models.loader import load_model
 from engine.worker.auto_config import make_worker_config
@@ -64,30 +65,35 @@ def folders(tmp_path: Path) -> Iterator[None]:
         yield
 
 
-def in_memory(kind: type[Any]) -> dict[int, Any]:
-    gc.collect()
-    return {id(found): found for found in gc.get_objects() if issubclass(type(found), kind)}
-
-
 def taken(config: Any, parallel: ParallelState) -> int:
     """Bytes of the tensors and quantized matrices that a model has."""
-    before = in_memory(Tensor), in_memory(GroupedKernel)
-    model = load_model(config, parallel, CPU)
-    tensors = {key: t for key, t in in_memory(Tensor).items() if key not in before[0]}
-    kernels = {key: k for key, k in in_memory(GroupedKernel).items() if key not in before[1]}
-    storages = {
-        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-        for t in tensors.values()
-        if not t.is_meta and t.layout == torch.strided
-    }
+    gc.collect()
+    gc.freeze()  # what is there before isn't looked at
+    try:
+        model = load_model(config, parallel, CPU)
+        gc.collect()
+        made = gc.get_objects()
+    finally:
+        gc.unfreeze()
+    tensors = {id(found): found for found in made if issubclass(type(found), Tensor)}
+    quantized = sum(found.num_bytes for found in made if type(found) is GroupedKernel)
+    storages: dict[int, int] = {}
+    mapped = {id(tensor._base) for tensor in tensors.values()}
+    for key, tensor in tensors.items():
+        if key not in mapped and not tensor.is_meta and not tensor.is_mkldnn:
+            storage = tensor.untyped_storage()
+            # A part of a tensor in a file, which is mapped, has all of it as its storage.
+            size = min(storage.nbytes(), tensor.numel() * tensor.element_size())
+            place = storage.data_ptr()
+            storages[place] = max(size, storages.get(place, 0))
     packed = sum(t.numel() * t.element_size() for t in tensors.values() if t.is_mkldnn)
     del model
-    return sum(storages.values()) + packed + sum(k.num_bytes for k in kernels.values())
+    return sum(storages.values()) + packed + quantized
 
 
-def assert_is_calculated(model: Path, **keys: Any) -> None:
-    """On the first and last rank, alone and as one of two."""
-    for tp_size, pp_size in SPLITS:
+def assert_is_calculated(model: Path, splits: Any = SPLITS, **keys: Any) -> None:
+    """On each of two stages, on a rank of two, and alone."""
+    for tp_size, pp_size in splits:
         given = {"model": str(model), "tp_size": tp_size, "pp_size": pp_size, **keys}
         config = make_worker_config(EngineConfig(**given, max_model_len=128).resolve())
         for stage in range(pp_size):
@@ -103,23 +109,22 @@ def by_name(tensor: str) -> Kind:
     return Kind.Q8_0 if "token_embd" in tensor else Kind.Q4_K
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("arch", "changes", "kind"),
+    ("arch", "changes", "kind", "dtype"),
     [
-        ("LlamaForCausalLM", {}, Kind.Q4_1),
-        ("LlamaForCausalLM", TIED, by_name),
-        ("Qwen2ForCausalLM", TIED, Kind.Q5_0),
-        ("Phi3ForCausalLM", {}, Kind.Q8_0),
-        ("Gemma3ForCausalLM", GEMMA, Kind.Q5_K),
-        ("Qwen3MoeForCausalLM", EXPERTS, Kind.Q4_0),
+        ("LlamaForCausalLM", {}, Kind.Q4_1, "float32"),
+        ("LlamaForCausalLM", TIED, by_name, "bfloat16"),
+        ("Qwen2ForCausalLM", TIED, Kind.Q5_0, "float32"),
+        ("Phi3ForCausalLM", {}, Kind.Q8_0, "bfloat16"),
+        ("Gemma3ForCausalLM", GEMMA, Kind.Q5_K, "float32"),
+        ("Qwen3MoeForCausalLM", EXPERTS, Kind.Q4_0, "float32"),
     ],
 )
 def test_gguf(arch: str, changes: dict[str, Any], kind: Any, dtype: str, tmp_path: Path) -> None:
     made = make_model(tmp_path / "model", arch, **SIZES, **changes)
     write_gguf(tmp_path / "model.gguf", made, kind)
-    for kernels in ("cpu", "torch"):
-        assert_is_calculated(tmp_path / "model.gguf", dtype=dtype, kernels=kernels)
+    assert_is_calculated(tmp_path / "model.gguf", dtype=dtype, kernels="cpu")
+    assert_is_calculated(tmp_path / "model.gguf", SPLITS[:1], dtype=dtype, kernels="torch")
 
 
 @pytest.mark.parametrize("name", make_forms())
@@ -127,4 +132,22 @@ def test_safetensors(name: str, tmp_path: Path) -> None:
     made = make_model(tmp_path / "model", "LlamaForCausalLM", **SIZES)
     quantized, _ = write(made, make_forms()[name], tmp_path)
     for keys in ({}, {"quantization": "int8"}):
-        assert_is_calculated(quantized, dtype="float32", kernels="cpu", **keys)
+        assert_is_calculated(quantized, SPLITS[:2], dtype="float32", kernels="cpu", **keys)
+
+
+def test_what_is_kept_is_said(tmp_path: Path) -> None:
+    """All of it, a part, or nothing; of GGUF files the types, too."""
+
+    def line(**keys: Any) -> str:
+        engine = EngineConfig(model=str(tmp_path / "model.gguf"), max_model_len=128, **keys)
+        choice = engine.kernel_choice("cpu")
+        return quantized_line(MemoryNeed.of(engine.resolve(), "bfloat16", choice))
+
+    made = make_model(tmp_path / "model", "LlamaForCausalLM", **SIZES)
+    write_gguf(tmp_path / "model.gguf", made, by_name)
+    assert line() == "GGUF (Q4_K, Q6_K, Q8_0), kept as it is: 0.00 GiB"
+    # Half of 256 inputs are half of a block.
+    assert line(tp_size=2).startswith(
+        "GGUF (Q4_K, Q6_K, Q8_0), 0.00 GiB kept as it is, the rest dequantized at load to bfloat16"
+    )
+    assert ", dequantized at load to bfloat16: 0.00 GiB instead of" in line(kernels="torch")

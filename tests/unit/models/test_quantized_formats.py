@@ -168,14 +168,16 @@ def test_what_becomes_of_them_is_said(plain: Path, tmp_path: Path) -> None:
         )
 
     assert line(reference) == ""
-    said = line(quantized)
+    assert line(quantized).startswith("compressed-tensors (int-quantized), kept as it is: ")
+    said = line(quantized, kernels="torch")
     for part in (
         "compressed-tensors (int-quantized), dequantized at load to bfloat16: ",
         "GiB instead of ",
         "activations aren't rounded",
     ):
         assert part in said, said
-    assert "kept as `quantization` says" in line(quantized, quantization="int8")
+    float8, _ = write(plain, FORMS["fp8-blocks"], tmp_path / "float8")
+    assert "kept as `quantization` says" in line(float8, quantization="int8")
 
 
 def test_groups_of_a_cut_are_halved(plain: Path, tmp_path: Path) -> None:

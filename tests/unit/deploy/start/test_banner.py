@@ -13,6 +13,7 @@ from deploy.start.target import load_target
 from engine.checkpoint import model_config
 from engine.config import EngineConfig
 from engine.models.recording import record
+from tests.support.gguf_files import keep_folders_in, write_gguf
 from tests.support.models import THROUGH_TRANSFORMERS, make_model
 
 
@@ -46,3 +47,14 @@ def test_a_map_of_experts_is_found_by_processes_in_another_folder(
     assert app.engine.expert_map == str(tmp_path / "map.json")
     layout = app.resolved.model.layout
     assert layout is not None and layout.mixtures[1].order == (3, 0, 2, 1)
+
+
+def test_it_names_the_gguf_file_that_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep_folders_in(tmp_path / "made", monkeypatch)
+    made = make_model(tmp_path / "model", "LlamaForCausalLM", intermediate_size=64)
+    write_gguf(tmp_path / "model.gguf", made)
+    engine = EngineConfig(model=str(tmp_path / "model.gguf"))
+    app = SimpleNamespace(engine=engine, resolved=engine.resolve(), model_name="m", max_replicas=1)
+    assert f"from {tmp_path / 'model.gguf'}, tp 1" in describe(app)
