@@ -20,6 +20,7 @@ from engine.checkpoint.tried_types import TriedType
 from engine.config import EngineConfig, ResolvedConfig
 from engine.errors import ConfigError
 from engine.layers.experts import is_experts
+from engine.layers.grouped import can_quantize, quantize
 from engine.models import recording
 from engine.protocol.pooling import Pooling
 from engine.protocol.sampling_params import SamplingParams
@@ -256,21 +257,26 @@ def _far(found: Tensor, wanted: Tensor, most: float) -> str:
 
 
 def _rounded(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy whose matrices of linears and experts have 255 values in each row of a scale."""
+    """A copy whose matrices of linears and experts have 255 values in each group of inputs."""
     model = copy.deepcopy(model)
 
-    def to_steps(weight: Tensor, dim: int) -> Tensor:
-        steps = weight.abs().amax(dim, keepdim=True).clamp(min=1e-12) / 127
-        return (weight / steps).round() * steps
+    def to_steps(weight: Tensor) -> Tensor:
+        if not can_quantize(weight.shape[-1]):
+            return weight
+        rows = weight.reshape(-1, weight.shape[-1])
+        return quantize(rows, 8).dequantize(weight.dtype).view(weight.shape)
 
     for module in list(model.modules()):
         if type(module) is torch.nn.Linear:
-            module.weight = torch.nn.Parameter(to_steps(module.weight.data, 1), False)
+            module.weight = torch.nn.Parameter(to_steps(module.weight.data), False)
         elif is_experts(module):
             for weight in module.parameters(recurse=False):
                 if weight.ndim == 3:
-                    dim = 1 if module.is_transposed else 2
-                    weight.data = to_steps(weight.data, dim)
+                    whole = weight.data
+                    if module.is_transposed:
+                        weight.data = to_steps(whole.transpose(1, 2)).transpose(1, 2).contiguous()
+                    else:
+                        weight.data = to_steps(whole)
     return model
 
 
