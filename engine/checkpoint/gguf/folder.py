@@ -48,14 +48,14 @@ class _Source(msgspec.Struct, frozen=True):
     parts: tuple[_Part, ...]
 
 
-def model_folder(file: Path) -> Path:
+def model_folder(file: Path, dtype: str | None = None) -> Path:
     """The folder for the GGUF model that `file` is, or is one of the files of.
 
-    Raises `ConfigError` if Manta can't read the model, or has no place for the folder.
+    `dtype`: what config.json says the model was made in; None: what its tensors tell. Raises `ConfigError` if Manta can't read the model, or has no place for the folder.
     """
     files = part_files(Path(os.path.abspath(file)))
     source = _Source(tuple(_Part.of(str(part)) for part in files))
-    versions = f"{_VERSION} {tokenizers.__version__}"
+    versions = f"{_VERSION} {tokenizers.__version__} {dtype or ''}"
     key = hashlib.sha256(versions.encode() + msgspec.json.encode(source)).hexdigest()[:16]
     name = re.sub(r"[^\w.-]", "_", files[0].stem, flags=re.ASCII)[:64]
     try:
@@ -64,7 +64,7 @@ def model_folder(file: Path) -> Path:
         raise _no_place("there is no home folder") from error
     if (folder / SOURCE_NAME).is_file():
         return folder
-    contents = folder_contents(read_checkpoint(files))
+    contents = folder_contents(read_checkpoint(files), dtype)
     contents[SOURCE_NAME] = msgspec.json.encode(source)
     try:
         _store(folder, contents)
@@ -95,12 +95,14 @@ def open_checkpoint(folder: Path) -> GgufCheckpoint:
     return read_checkpoint(tuple(Path(part.path) for part in source.parts))
 
 
-def folder_contents(checkpoint: GgufCheckpoint) -> dict[str, bytes]:
-    """The files of the folder by name, without `SOURCE_NAME`. Raises `ConfigError` if Manta can't
-    read the model."""
+def folder_contents(checkpoint: GgufCheckpoint, dtype: str | None = None) -> dict[str, bytes]:
+    """The files of the folder by name, without `SOURCE_NAME`. `dtype` as in `model_folder`. Raises
+    `ConfigError` if Manta can't read the model."""
     stored_weights(checkpoint)  # raises for tensors that have no place
     tokenizer = read_tokenizer(checkpoint.metadata)
     config = {**model_config(checkpoint), **tokenizer.special_ids}
+    if dtype is not None:
+        config["dtype"] = dtype
     files: dict[str, Any] = {
         "config.json": config,
         "generation_config.json": {"eos_token_id": tokenizer.special_ids["eos_token_id"]},
