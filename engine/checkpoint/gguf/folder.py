@@ -51,7 +51,8 @@ class _Source(msgspec.Struct, frozen=True):
 def model_folder(file: Path, dtype: str | None = None) -> Path:
     """The folder for the GGUF model that `file` is, or is one of the files of.
 
-    `dtype`: what config.json says the model was made in; None: what its tensors tell. Raises `ConfigError` if Manta can't read the model, or has no place for the folder.
+    `dtype`: what config.json says the model was made in; None: what its tensors tell. Raises
+    `ConfigError` if Manta can't read the model, or has no place for the folder.
     """
     files = part_files(Path(os.path.abspath(file)))
     source = _Source(tuple(_Part.of(str(part)) for part in files))
