@@ -30,7 +30,7 @@ class Tile(NamedTuple):
         return found
 
 
-TILES = (Tile(16, 64, 2, 4), Tile(32, 64, 2, 4), Tile(64, 128, 8, 4))
+TILES = (Tile(16, 64, 2, 4), Tile(32, 64, 4, 4), Tile(64, 128, 8, 4))
 """For up to so many rows; the last one for more, too."""
 
 

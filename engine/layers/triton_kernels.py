@@ -23,6 +23,9 @@ _LANES = tl.constexpr(16)
 _WHOLE4, _WHOLE8, _FLOAT4, _FLOAT8 = (tl.constexpr(kind) for kind in range(4))
 """What codes stand for: `engine.layers.gpu_weight.Kind`."""
 
+_FLOAT4_BF16, _FLOAT4_FP16 = tl.constexpr(2.0**126), tl.constexpr(2.0**14)
+_FLOAT8_BF16, _FLOAT8_FP16 = tl.constexpr(2.0**120), tl.constexpr(2.0**8)
+"""What their bits are multiplied by in the places that these types have for them."""
 _NAN = tl.constexpr(float("nan"))
 
 
@@ -64,11 +67,11 @@ def _decoded(
         # Exponent and mantissa move to where 16 bits have them, those of subnormal numbers too.
         AT4: tl.constexpr = 6 if BF16 else 9
         bits = ((pair & 0x00080008) << 12) | ((pair & 0x00070007) << AT4)
-        found = _half(bits, HIGH, BF16) * (2.0**126 if BF16 else 2.0**14)
+        found = _half(bits, HIGH, BF16) * (_FLOAT4_BF16 if BF16 else _FLOAT4_FP16)
     else:
         AT8: tl.constexpr = 4 if BF16 else 7
         bits = ((pair & 0x00800080) << 8) | ((pair & 0x007F007F) << AT8)
-        found = _half(bits, HIGH, BF16) * (2.0**120 if BF16 else 2.0**8)
+        found = _half(bits, HIGH, BF16) * (_FLOAT8_BF16 if BF16 else _FLOAT8_FP16)
     return found.to(tl.bfloat16 if BF16 else tl.float16)
 
 
