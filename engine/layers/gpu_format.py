@@ -11,6 +11,7 @@ from engine.device.triton_loader import lack_of_triton
 from engine.layers.embedding_table import EmbeddingTable
 from engine.layers.gpu_kernel import GpuKernel
 from engine.layers.gpu_weight import GpuWeight, pack_float8, pack_grouped
+from engine.layers.grouped import Grouped
 from engine.layers.linear_kernel import LinearKernel
 from engine.layers.weight_format import MatrixSlice, PlainFormat, TensorReader, WeightFormat
 
@@ -24,6 +25,8 @@ class GpuFormat(PlainFormat):
 
     Slices that belong together stay quantized if all of them can; otherwise they are dequantized.
     """
+
+    keeps_groups = True
 
     def __init__(self, dtype: torch.dtype) -> None:
         """`dtype`: that of the inputs, float16 or bfloat16."""
@@ -42,6 +45,14 @@ class GpuFormat(PlainFormat):
             if found is None:
                 return None
             weights.append(found)
+        return self._kernel(weights, bias)
+
+    def grouped(self, parts: Sequence[Grouped], bias: Tensor | None) -> LinearKernel:
+        weights = [weight for part in parts if (weight := pack_grouped(part)) is not None]
+        assert len(weights) == len(parts), "groups that have no kernel"
+        return self._kernel(weights, bias)
+
+    def _kernel(self, weights: Sequence[GpuWeight], bias: Tensor | None) -> LinearKernel:
         kernel = GpuKernel(weights, bias)
         kernel.compile(self._dtype)
         return kernel
