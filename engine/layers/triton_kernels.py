@@ -99,7 +99,7 @@ def multiply_codes(
     HAS_MINS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     IS_WHOLE: tl.constexpr,
-    SPLITS: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
     STAGES: tl.constexpr,
@@ -117,7 +117,8 @@ def multiply_codes(
     lanes = tl.arange(0, _LANES)
     has_n, has_m = n < outputs, m < num_rows
     num_chunks = tl.cdiv(inputs, CHUNK)
-    begin, end = split * num_chunks // SPLITS, (split + 1) * num_chunks // SPLITS
+    splits = tl.num_programs(2)
+    begin, end = split * num_chunks // splits, (split + 1) * num_chunks // splits
 
     words_at = words + n[:, None] * _LANES + lanes[None, :]
     x_at = x + m[None, :] * x_row + lanes[:, None]
@@ -153,18 +154,18 @@ def multiply_codes(
             total -= sums * tl.load(mins + n, mask=has_n, other=0.0).to(tl.float32)[:, None]
 
     is_last = True
-    if SPLITS > 1:
+    if IS_SPLIT:
         block = block_m * tl.num_programs(0) + block_n
         inner = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
         size = BLOCK_N * BLOCK_M
         blocks = tl.num_programs(0) * tl.num_programs(1)
         tl.store(partials + (split * blocks + block) * size + inner, total)
         tl.debug_barrier()
-        is_last = tl.atomic_add(arrived + block, 1, sem="acq_rel") == SPLITS - 1
+        is_last = tl.atomic_add(arrived + block, 1, sem="acq_rel") == splits - 1
         if is_last:
             # Whoever comes last adds in the order of the parts.
             total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-            for part in range(SPLITS):
+            for part in range(splits):
                 place = partials + (part * blocks + block) * size + inner
                 total += tl.load(place, cache_modifier=".cg")
             tl.store(arrived + block, 0)
@@ -280,7 +281,7 @@ def multiply(
         HAS_MINS=weight.mins is not None,
         HAS_BIAS=bias is not None,
         IS_WHOLE=inputs % chunk == 0,
-        SPLITS=splits,
+        IS_SPLIT=splits > 1,
         BLOCK_N=tile.outputs,
         BLOCK_M=tile.rows,
         STAGES=tile.stages,

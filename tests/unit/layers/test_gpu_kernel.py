@@ -254,7 +254,7 @@ for kind, bits, center, group, mins in ((0, 4, 8, 128, 0), (0, 4, 8, 32, 1), (1,
             kernels.multiply_codes,
             types | dict(x="*bf16", partials="*fp32", arrived="*i32", num_rows="i32",
                          x_row="i32", out_row="i32"),
-            form | dict(UNIT=unit, HAS_BIAS=False, IS_WHOLE=True, SPLITS=4,
+            form | dict(UNIT=unit, HAS_BIAS=False, IS_WHOLE=True, IS_SPLIT=True,
                         BLOCK_N=tile.outputs, BLOCK_M=tile.rows, STAGES=tile.stages),
             num_warps=tile.warps,
         )
