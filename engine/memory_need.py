@@ -8,10 +8,11 @@ measured (`engine.worker.sizing.kv_sizing`), so only the weights are judged here
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.checkpoint.files import find_weight_files
 from engine.checkpoint.folder import resolve_model_path
+from engine.checkpoint.gguf.folder import file_bytes, is_gguf_folder
 from engine.checkpoint.layout import AttentionCall, rank_calls, sees_windows
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.weight_formats import PLAIN, WeightForm, weight_form
@@ -212,9 +213,15 @@ class MemoryNeed:
     window: WindowNeed | None = None
     ep_size: int | None = None
     """As in the configuration."""
+    keeps_quantized: bool = False
+    """Whether there are kernels for matrices that the checkpoint has quantized."""
+    kept_share: float = 1.0
+    """What weights take at least, beside plain ones (`kept_share`)."""
 
     @classmethod
-    def of(cls, config: ResolvedConfig, dtype: str, attention_backend: str) -> MemoryNeed:
+    def of(
+        cls, config: ResolvedConfig, dtype: str, attention_backend: str, device: str = "cpu"
+    ) -> MemoryNeed:
         """`dtype` and `attention_backend`: what `auto` has become."""
         engine, drafts = config.engine, config.engine.speculative_config
         return cls(
@@ -229,6 +236,8 @@ class MemoryNeed:
             has_copies=attention_backend == "torch",
             window=WindowNeed.of(config),
             ep_size=engine.ep_size,
+            keeps_quantized=keeps_quantized(config, dtype, device, attention_backend),
+            kept_share=kept_share(config, dtype, device),
         )
 
     @property
@@ -269,25 +278,67 @@ class MemoryNeed:
         """Weights of a rank of each stage."""
         item, form = TYPE_BYTES[self.dtype], self.form
         drafts = 0 if self.draft is None else stage_bytes(self.draft, item, 1, 1, 0, form)
-        split, groups = (self.tp_size, self.pp_size), self.ep_size
+        split, groups, share = (self.tp_size, self.pp_size), self.ep_size, self.kept_share
         return [
-            drafts + stage_bytes(self.model, item, *split, stage, form, groups)
+            drafts + int(share * stage_bytes(self.model, item, *split, stage, form, groups))
             for stage in range(self.pp_size)
         ]
+
+
+def keeps_quantized(
+    config: ResolvedConfig, dtype: str, device: str, attention_backend: str = ""
+) -> bool:
+    """Whether quantized matrices stay so, where kernels have their form."""
+    engine = config.engine
+    if engine.load_format != "auto" or engine.quantization != "auto":
+        return False
+    if device == "cuda":
+        return TYPE_BYTES[dtype] == TYPE_BYTES["bfloat16"]
+    return attention_backend == "cpu"
+
+
+def kept_share(config: ResolvedConfig, dtype: str, device: str) -> float:
+    """The bytes of a checkpoint's files beside those of plain matrices of `dtype`, where a GPU
+    keeps what is quantized: weights take so much at least, since not all forms have kernels. 1:
+    nothing stays quantized. Raises `ConfigError` if there are no weights."""
+    model = config.model
+    if device != "cuda" or not keeps_quantized(config, dtype, device):
+        return 1.0
+    if is_gguf_folder(model.path):
+        stored = file_bytes(model.path)
+    elif model.quantized is not None:
+        stored = _stored_bytes(model)
+    else:
+        return 1.0
+    return min(1.0, stored / stage_bytes(model, TYPE_BYTES[dtype], 1, 1, 0))
 
 
 def quantized_line(need: MemoryNeed) -> str:
     """What becomes of a checkpoint's quantized matrices and how much memory that takes, for who
     serves it; "" if the checkpoint is plain. Raises `ConfigError` if it has no weights."""
-    form, folder = need.model.quantized, need.model.path
+    form = need.model.quantized
     if form is None:
         return ""
-    stored = sum((folder / name).stat().st_size for name in find_weight_files(folder).names)
-    becomes = f"dequantized at load to {need.dtype}"
-    if need.form is not PLAIN:
-        becomes = "dequantized at load and kept as `quantization` says"
-    sizes = f"{need.weights() / GIB:.1f} GiB instead of {stored / GIB:.1f} GiB"
-    return "; ".join((f"{form.title}, {becomes}: {sizes}", *form.notes))
+    stored = f"{_stored_bytes(need.model) / GIB:.1f} GiB"
+    plain = replace(need, kept_share=1.0).weights() / GIB
+    becomes = f"dequantized at load to {need.dtype}: {plain:.1f} GiB instead of {stored}"
+    if need.keeps_quantized:
+        becomes = (
+            "kept so where our kernels have the form, otherwise dequantized at load to "
+            f"{need.dtype}: at most {plain:.1f} GiB, {stored} in the files"
+        )
+    elif need.form is not PLAIN:
+        becomes = (
+            "dequantized at load and kept as `quantization` says: "
+            f"{plain:.1f} GiB instead of {stored}"
+        )
+    return "; ".join((f"{form.title}, {becomes}", *form.notes))
+
+
+def _stored_bytes(model: ModelConfig) -> int:
+    """Of the files with the weights."""
+    names = find_weight_files(model.path).names
+    return sum((model.path / name).stat().st_size for name in names)
 
 
 def draft_of(model: str | None) -> ModelConfig | None:

@@ -82,18 +82,28 @@ def is_gguf_folder(folder: Path) -> bool:
 def open_checkpoint(folder: Path) -> GgufCheckpoint:
     """The GGUF model that `folder` was made of. Raises `ConfigError` if its files aren't the same
     any more."""
-    try:
-        source = msgspec.json.decode((folder / SOURCE_NAME).read_bytes(), type=_Source)
-    except (OSError, msgspec.DecodeError) as error:
-        raise ConfigError(f"{folder / SOURCE_NAME} can't be read: {error}. Remove it.") from error
-    for part in source.parts:
+    parts = _parts_of(folder)
+    for part in parts:
         try:
             is_same = _Part.of(part.path) == part
         except OSError as error:
             raise ConfigError(f"{part.path} can't be read: {error.strerror}.") from error
         if not is_same:
             raise ConfigError(f"{part.path} was replaced meanwhile; start again.")
-    return read_checkpoint(tuple(Path(part.path) for part in source.parts))
+    return read_checkpoint(tuple(Path(part.path) for part in parts))
+
+
+def file_bytes(folder: Path) -> int:
+    """Bytes of the files that `folder` was made of. Raises `ConfigError` if it can't say so."""
+    return sum(part.size for part in _parts_of(folder))
+
+
+def _parts_of(folder: Path) -> tuple[_Part, ...]:
+    try:
+        source = msgspec.json.decode((folder / SOURCE_NAME).read_bytes(), type=_Source)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"{folder / SOURCE_NAME} can't be read: {error}. Remove it.") from error
+    return source.parts
 
 
 def folder_contents(checkpoint: GgufCheckpoint, dtype: str | None = None) -> dict[str, bytes]:

@@ -15,6 +15,7 @@ from engine.memory_need import (
     MemoryNeed,
     cache_bytes_per_token,
     host_cache_tokens,
+    kept_share,
     stage_bytes,
 )
 from engine.models.loader import resolve_dtype
@@ -23,7 +24,8 @@ from engine.process.host_memory import available_host_bytes
 
 def memory_of(config: WorkerConfig) -> MemoryNeed:
     """What the ranks of the engine take."""
-    return MemoryNeed.of(config.resolved, config.dtype, config.kernels.attention)
+    kernels = config.kernels.attention
+    return MemoryNeed.of(config.resolved, config.dtype, kernels, config.device)
 
 
 def profile_max_tokens(config: WorkerConfig, engines: int = 1) -> int:
@@ -34,10 +36,11 @@ def profile_max_tokens(config: WorkerConfig, engines: int = 1) -> int:
 
 
 def stage_weight_bytes(config: WorkerConfig, parallel: ParallelState) -> int:
-    """Bytes of one rank's matrices."""
+    """Bytes of one rank's matrices; at least so many, if some stay quantized on a GPU."""
+    share = kept_share(config.resolved, config.dtype, config.device)
     item, form = resolve_dtype(config.dtype).itemsize, weight_form(config.engine.quantization)
     split = parallel.tp_size, parallel.pp_size, parallel.pp_rank
-    return stage_bytes(config.model, item, *split, form, parallel.ep_size)
+    return int(share * stage_bytes(config.model, item, *split, form, parallel.ep_size))
 
 
 def kv_bytes_per_token(config: WorkerConfig, dtype: torch.dtype) -> int:

@@ -161,9 +161,18 @@ def test_what_becomes_of_them_is_said(plain: Path, tmp_path: Path) -> None:
     """With the memory that it takes, and what of the format isn't followed."""
     quantized, reference = write(plain, FORMS["ct-int8"], tmp_path)
 
+    def need(
+        folder: Path,
+        device: str = "cpu",
+        kernels: str = "torch",
+        dtype: str = "bfloat16",
+        **keys: Any,
+    ) -> MemoryNeed:
+        engine = EngineConfig(model=str(folder), **keys)
+        return MemoryNeed.of(engine.resolve(), dtype, kernels, device)
+
     def line(folder: Path, **config: Any) -> str:
-        engine = EngineConfig(model=str(folder), **config)
-        return quantized_line(MemoryNeed.of(engine.resolve(), "bfloat16", "cpu"))
+        return quantized_line(need(folder, **config))
 
     assert line(reference) == ""
     said = line(quantized)
@@ -174,6 +183,13 @@ def test_what_becomes_of_them_is_said(plain: Path, tmp_path: Path) -> None:
     ):
         assert part in said, said
     assert "kept as `quantization` says" in line(quantized, quantization="int8")
+    for place in ({"device": "cuda"}, {"kernels": "cpu"}):
+        assert "kept so where our kernels have the form" in line(quantized, **place)
+    assert "dequantized at load to float32: " in line(quantized, dtype="float32", device="cuda")
+    # A GPU may have room for no more than the files.
+    stored = (quantized / "model.safetensors").stat().st_size
+    assert need(quantized, device="cuda").rank_weights() == pytest.approx(stored, rel=1e-3)
+    assert need(quantized).weights() == need(reference, device="cuda").weights() > stored
 
 
 def test_groups_of_a_cut_are_halved(plain: Path, tmp_path: Path) -> None:
