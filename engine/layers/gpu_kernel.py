@@ -14,9 +14,9 @@ from engine.layers.gpu_tile import TILES, tile_for
 from engine.layers.gpu_weight import GpuWeight, merge
 from engine.layers.linear_kernel import LinearKernel
 
-FUSED_ROWS = 256
-"""Rows up to which codes are multiplied. Of more, the matrix becomes plain for the product: that
-takes a part of the time, and torch's products are faster."""
+FUSED_ROWS = 128
+"""Rows up to which codes are multiplied. Of more, the matrix becomes plain for the product: for 256
+rows that takes two thirds of the time (docs/gpu.md, "Measured")."""
 PLAIN_NUMBERS = 1 << 26
 """Of plain matrices at once."""
 
