@@ -63,7 +63,7 @@ test-triton: install-dev
 	test -d build/triton/triton || $(BIN)/python -m pip install -q --no-deps -c constraints.txt \
 		--target build/triton triton
 	PYTHONPATH=build/triton $(BIN)/python -m pytest -q $(addprefix tests/unit/, \
-		sampling/test_triton_sampling.py attention/test_triton_kernels.py)
+		sampling/test_triton_sampling.py attention/test_triton_kernels.py layers/test_gpu_kernel.py)
 
 # The full token-exact product (architectures x tp x pp x page x chunk x cache x retraction), and
 # that of speculation (models x drafters x drafts x page x tp x pp), and other architectures' ranks.

@@ -8,7 +8,7 @@ measured (`engine.worker.sizing.kv_sizing`), so only the weights are judged here
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.checkpoint.folder import resolve_model_path
 from engine.checkpoint.kept import KeptShare, QuantizedFiles
@@ -68,12 +68,26 @@ def stage_bytes(
     return num_bytes - saved
 
 
-def kept_files(engine: EngineConfig, model: ModelConfig, kernels: str) -> QuantizedFiles | None:
-    """The checkpoint of `model`, if it is one whose quantized matrices stay as they are: those of
-    the CPU do that, of the words that `kernels` may be. Raises `ConfigError` if files are missing
-    or damaged."""
-    reads = engine.load_format == "auto" and engine.device != "simulated"
+def kept_files(
+    engine: EngineConfig, model: ModelConfig, kernels: str, device: str
+) -> QuantizedFiles | None:
+    """The checkpoint of `model`, if quantized matrices of it stay as they are because the `kernels`
+    of the CPU multiply by them. Raises `ConfigError` if files are missing or damaged."""
+    reads = engine.load_format == "auto" and device == "cpu"
     return QuantizedFiles.of(model) if reads and kernels == "cpu" else None
+
+
+def gpu_share(engine: EngineConfig, model: ModelConfig, dtype: str, device: str) -> float:
+    """The bytes of a checkpoint's files beside those of plain matrices of `dtype`, where a GPU
+    keeps what is quantized: weights take so much at least, since not all forms have kernels. 1:
+    nothing stays quantized. Raises `ConfigError` if files are missing or damaged."""
+    keeps = engine.load_format == "auto" and engine.quantization == "auto"
+    if device != "cuda" or not keeps or TYPE_BYTES[dtype] != TYPE_BYTES["bfloat16"]:
+        return 1.0
+    files = QuantizedFiles.of(model)
+    if files is None:
+        return 1.0
+    return min(1.0, files.num_bytes / stage_bytes(model, TYPE_BYTES[dtype], 1, 1, 0))
 
 
 @dataclass(frozen=True)
@@ -230,15 +244,22 @@ class MemoryNeed:
     """The checkpoint, if its quantized matrices stay as they are where that can be."""
     draft_files: QuantizedFiles | None = None
     """The same of the draft model."""
+    gpu_share: float = 1.0
+    """What weights take at least, beside plain ones, where a GPU keeps some quantized."""
 
     @classmethod
-    def of(cls, config: ResolvedConfig, dtype: str, kernels: KernelChoice) -> MemoryNeed:
+    def of(
+        cls, config: ResolvedConfig, dtype: str, kernels: KernelChoice, device: str = "cpu"
+    ) -> MemoryNeed:
         """`dtype` and `kernels`: what `auto` has become. Raises `ConfigError` if files of a
         quantized checkpoint are missing or damaged."""
         engine, drafts = config.engine, config.engine.speculative_config
         attention_backend = kernels.attention
         model = config.model.for_backend(attention_backend)
         draft = draft_of(drafts.model if drafts is not None else None)
+        drafts_from = None
+        if draft is not None:
+            drafts_from = kept_files(engine, draft, kernels.layers, device)
         return cls(
             model=model,
             draft=draft,
@@ -251,8 +272,9 @@ class MemoryNeed:
             has_copies=attention_backend == "torch",
             window=WindowNeed.of(config),
             ep_size=engine.ep_size,
-            files=kept_files(engine, model, kernels.layers),
-            draft_files=None if draft is None else kept_files(engine, draft, kernels.layers),
+            files=kept_files(engine, model, kernels.layers, device),
+            draft_files=drafts_from,
+            gpu_share=gpu_share(engine, model, dtype, device),
         )
 
     @property
@@ -297,8 +319,9 @@ class MemoryNeed:
             drafts = stage_bytes(self.draft, item, 1, 1, 0, form, files=self.draft_files)
         split, groups = (self.tp_size, self.pp_size), self.ep_size
         return [
-            drafts + stage_bytes(self.model, item, *split, stage, form, groups, self.files)
+            drafts + int(self.gpu_share * size)
             for stage in range(self.pp_size)
+            for size in [stage_bytes(self.model, item, *split, stage, form, groups, self.files)]
         ]
 
 
@@ -320,6 +343,13 @@ def quantized_line(need: MemoryNeed) -> str:
             return "; ".join(
                 (f"{files.title}, kept as it is: {_gib(need.weights())}", *files.notes)
             )
+    if need.gpu_share < 1:
+        plain = replace(need, gpu_share=1.0).weights()
+        said = (
+            f"{files.title}, kept so where our kernels have the form, otherwise {becomes}: at most "
+            f"{_gib(plain)}, {_gib(files.num_bytes)} in the files"
+        )
+        return "; ".join((said, *files.notes))
     sizes = f"{_gib(need.weights())} instead of {_gib(files.num_bytes)}"
     if kept:
         said = f"{files.title}, {_gib(kept)} kept as it is, the rest {becomes}: {sizes}"

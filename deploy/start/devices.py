@@ -80,7 +80,7 @@ def need_of(app: Any) -> MemoryNeed:
     if dtype == "auto":
         dtype = app.resolved.model.auto_dtype(device, cpu_has_bfloat16=has_bfloat16())
     best = "flashinfer" if device == "cuda" else "torch" if library.lack() else "cpu"
-    return MemoryNeed.of(app.resolved, dtype, app.engine.kernel_choice(best))
+    return MemoryNeed.of(app.resolved, dtype, app.engine.kernel_choice(best), device)
 
 
 def model_bytes(app: Any) -> int:

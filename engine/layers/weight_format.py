@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.layers.embedding_table import EmbeddingTable, GroupedTable, PackedTable, RowTable
+from engine.layers.float8_groups import Float8Groups
 from engine.layers.grouped import GROUP, SMALL_GROUP, Grouped, can_quantize, quantize
 from engine.layers.linear_kernel import (
     GroupedKernel,
@@ -34,6 +35,10 @@ class TensorReader(Protocol):
 
     def quantized(self, part: MatrixSlice) -> Grouped | None:
         """See `WeightSource.quantized`."""
+        ...
+
+    def float8(self, part: MatrixSlice) -> Float8Groups | None:
+        """See `WeightSource.float8`."""
         ...
 
 
@@ -140,6 +145,11 @@ class NativeFormat(WeightFormat):
     CPU."""
 
     keeps_groups = True
+
+    @classmethod
+    def on(cls, device: torch.device, dtype: torch.dtype) -> NativeFormat:
+        """The format; it is the same for all types."""
+        return cls()
 
     def grouped(self, parts: Sequence[Grouped], bias: Tensor | None) -> LinearKernel:
         return GroupedKernel(parts, bias)

@@ -16,8 +16,9 @@ from engine.checkpoint.files import find_weight_files, locate_tensors
 from engine.checkpoint.quantization import format_of, stored_matrices
 from engine.checkpoint.quantized.headers import TensorHeader, TensorHeaders
 from engine.errors import ConfigError
+from engine.layers.float8_groups import Float8Groups
 from engine.layers.grouped import Grouped
-from engine.layers.quantized.base import MatrixReader, make_reader, part_box, whole_box
+from engine.layers.quantized.base import Box, MatrixReader, make_reader, part_box, whole_box
 from engine.layers.weight_format import MatrixSlice, PlainFormat, WeightFormat
 
 
@@ -55,6 +56,10 @@ class WeightSource(ABC):
 
         Raises `ConfigError` as `get` does.
         """
+        return None
+
+    def float8(self, part: MatrixSlice) -> Float8Groups | None:
+        """The same for float8 numbers."""
         return None
 
 
@@ -132,13 +137,12 @@ class SafetensorsSource(CheckpointSource):
         return whole
 
     def quantized(self, part: MatrixSlice) -> Grouped | None:
-        name = self._stored(f"{part.name}.weight")
-        reader = self._quantized.get(name)
-        if reader is None:
-            return None
-        shape = part.out_size, part.in_size
-        self._check(name, reader.matrix.shape, shape)
-        return reader.grouped(*part_box(shape, part.dim, part.start, part.start + part.count))
+        reader = self._reader_of(part)
+        return None if reader is None else reader.grouped(*_part_of(part))
+
+    def float8(self, part: MatrixSlice) -> Float8Groups | None:
+        reader = self._reader_of(part)
+        return None if reader is None else reader.float8(*_part_of(part))
 
     def holds(self, name: str) -> bool:
         return self._stored(name) in self._quantized or self._stored(name) in self._file_of
@@ -156,6 +160,15 @@ class SafetensorsSource(CheckpointSource):
     def stored_names(self) -> list[str]:
         """All tensors of the files, under their names there."""
         return list(self._file_of)
+
+    def _reader_of(self, part: MatrixSlice) -> MatrixReader[Any] | None:
+        """That of a quantized matrix; None: it is plain. Raises `ConfigError` if it has another
+        shape."""
+        name = self._stored(f"{part.name}.weight")
+        reader = self._quantized.get(name)
+        if reader is not None:
+            self._check(name, reader.matrix.shape, (part.out_size, part.in_size))
+        return reader
 
     def _check(self, name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
         if found != wanted:
@@ -188,6 +201,10 @@ class SafetensorsSource(CheckpointSource):
                     f"{self.folder / name} can't be read: {error}. Download it again."
                 ) from error
         return self._files[name]
+
+
+def _part_of(part: MatrixSlice) -> Box:
+    return part_box((part.out_size, part.in_size), part.dim, part.start, part.start + part.count)
 
 
 class _Files:

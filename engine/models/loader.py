@@ -54,7 +54,7 @@ def load_model(
             f"load_format '{config.engine.load_format}' is not known; use auto or dummy."
         )
     kernels: KernelSet = KERNELS[config.kernels.layers]
-    source.format = kernels.weight_format(config.engine.quantization)
+    source.format = kernels.weight_format(config.engine.quantization, device, dtype)
     build = MODELS[config.model.architecture]
     model: Model = build(
         config.model,

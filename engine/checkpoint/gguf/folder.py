@@ -48,14 +48,15 @@ class _Source(msgspec.Struct, frozen=True):
     parts: tuple[_Part, ...]
 
 
-def model_folder(file: Path) -> Path:
+def model_folder(file: Path, dtype: str | None = None) -> Path:
     """The folder for the GGUF model that `file` is, or is one of the files of.
 
-    Raises `ConfigError` if Manta can't read the model, or has no place for the folder.
+    `dtype`: what config.json says the model was made in; None: what its tensors tell. Raises
+    `ConfigError` if Manta can't read the model, or has no place for the folder.
     """
     files = part_files(Path(os.path.abspath(file)))
     source = _Source(tuple(_Part.of(str(part)) for part in files))
-    versions = f"{_VERSION} {tokenizers.__version__}"
+    versions = f"{_VERSION} {tokenizers.__version__} {dtype or ''}"
     key = hashlib.sha256(versions.encode() + msgspec.json.encode(source)).hexdigest()[:16]
     name = re.sub(r"[^\w.-]", "_", files[0].stem, flags=re.ASCII)[:64]
     try:
@@ -64,7 +65,7 @@ def model_folder(file: Path) -> Path:
         raise _no_place("there is no home folder") from error
     if (folder / SOURCE_NAME).is_file():
         return folder
-    contents = folder_contents(read_checkpoint(files))
+    contents = folder_contents(read_checkpoint(files), dtype)
     contents[SOURCE_NAME] = msgspec.json.encode(source)
     try:
         _store(folder, contents)
@@ -78,42 +79,45 @@ def is_gguf_folder(folder: Path) -> bool:
     return (folder / SOURCE_NAME).is_file()
 
 
-def source_files(folder: Path) -> tuple[Path, ...]:
-    """The GGUF files that a model folder was made of. Raises `ConfigError` if one is missing."""
-    files = tuple(Path(part.path) for part in _read_source(folder).parts)
-    for file in files:
-        if not file.is_file():
-            raise ConfigError(f"{file} can't be read: it is no file any more.")
-    return files
-
-
 def open_checkpoint(folder: Path) -> GgufCheckpoint:
     """The GGUF model that `folder` was made of. Raises `ConfigError` if its files aren't the same
     any more."""
-    source = _read_source(folder)
-    for part in source.parts:
+    parts = _parts_of(folder)
+    for part in parts:
         try:
             is_same = _Part.of(part.path) == part
         except OSError as error:
             raise ConfigError(f"{part.path} can't be read: {error.strerror}.") from error
         if not is_same:
             raise ConfigError(f"{part.path} was replaced meanwhile; start again.")
-    return read_checkpoint(tuple(Path(part.path) for part in source.parts))
+    return read_checkpoint(tuple(Path(part.path) for part in parts))
 
 
-def _read_source(folder: Path) -> _Source:
+def source_files(folder: Path) -> tuple[Path, ...]:
+    """The GGUF files that a model folder was made of. Raises `ConfigError` if one is missing."""
+    files = tuple(Path(part.path) for part in _parts_of(folder))
+    for file in files:
+        if not file.is_file():
+            raise ConfigError(f"{file} can't be read: it is no file any more.")
+    return files
+
+
+def _parts_of(folder: Path) -> tuple[_Part, ...]:
     try:
-        return msgspec.json.decode((folder / SOURCE_NAME).read_bytes(), type=_Source)
+        source = msgspec.json.decode((folder / SOURCE_NAME).read_bytes(), type=_Source)
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(f"{folder / SOURCE_NAME} can't be read: {error}. Remove it.") from error
+    return source.parts
 
 
-def folder_contents(checkpoint: GgufCheckpoint) -> dict[str, bytes]:
-    """The files of the folder by name, without `SOURCE_NAME`. Raises `ConfigError` if Manta can't
-    read the model."""
+def folder_contents(checkpoint: GgufCheckpoint, dtype: str | None = None) -> dict[str, bytes]:
+    """The files of the folder by name, without `SOURCE_NAME`. `dtype` as in `model_folder`. Raises
+    `ConfigError` if Manta can't read the model."""
     stored_weights(checkpoint)  # raises for tensors that have no place
     tokenizer = read_tokenizer(checkpoint.metadata)
     config = {**model_config(checkpoint), **tokenizer.special_ids}
+    if dtype is not None:
+        config["dtype"] = dtype
     files: dict[str, Any] = {
         "config.json": config,
         "generation_config.json": {"eos_token_id": tokenizer.special_ids["eos_token_id"]},

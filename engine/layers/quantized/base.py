@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.checkpoint.quantized.matrices import StoredMatrix
+from engine.layers.float8_groups import Float8Groups
 from engine.layers.grouped import Grouped
 from engine.registry import MATRIX_READERS
 
@@ -42,6 +43,10 @@ class MatrixReader(ABC, Generic[M]):
     def grouped(self, rows: range, columns: range) -> Grouped | None:
         """The same part of a matrix of two dimensions as whole numbers; None if it isn't such, or
         if the part cuts through groups."""
+        return None
+
+    def float8(self, rows: range, columns: range) -> Float8Groups | None:
+        """The same for float8 numbers (e4m3)."""
         return None
 
     def read(self, box: Box, dtype: torch.dtype) -> Tensor:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from engine.checkpoint.quantized.matrices import ScaledMatrix
+from engine.layers.float8_groups import Float8Groups
 from engine.layers.grouped import Grouped
 from engine.layers.quantized.base import Box, MatrixReader, outer
+
+LEAST_GROUP = 16
+"""Inputs of the smallest group of float8 numbers."""
 
 
 class ScaledReader(MatrixReader[ScaledMatrix]):
@@ -36,6 +42,24 @@ class ScaledReader(MatrixReader[ScaledMatrix]):
             group=len(columns),
             scales=(scales.expand(len(rows), 1) * matrix.factor).contiguous(),
         )
+
+    def float8(self, rows: range, columns: range) -> Float8Groups | None:
+        """A part that cuts through blocks has them halved, down to `LEAST_GROUP` inputs."""
+        matrix, block = self.matrix, self.matrix.block[-1]
+        if len(matrix.shape) != 2 or matrix.zeros:
+            return None
+        group = len(columns)
+        if len(outer(columns, block)) > 1:
+            group = math.gcd(block, columns.start, len(columns))
+            if group < min(block, LEAST_GROUP):
+                return None
+        numbers = self.files.box(matrix.numbers, (rows, columns))
+        if numbers.dtype != torch.float8_e4m3fn:
+            return None
+        scales = self._by_number(matrix.scales, (rows, columns))
+        places = slice(None, None, group) if scales.shape[1] > 1 else slice(None)
+        scales = scales[:, places].expand(len(rows), -1) * matrix.factor
+        return Float8Groups(numbers.contiguous(), group, scales.contiguous())
 
     def _by_number(self, name: str, box: Box) -> Tensor:
         """float32: the scales or zeros of `box`, along each dimension one or one for each place."""

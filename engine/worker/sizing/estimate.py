@@ -14,6 +14,7 @@ from engine.device.distributed import ParallelState
 from engine.memory_need import (
     MemoryNeed,
     cache_bytes_per_token,
+    gpu_share,
     host_cache_tokens,
     kept_files,
     stage_bytes,
@@ -24,7 +25,7 @@ from engine.process.host_memory import available_host_bytes
 
 def memory_of(config: WorkerConfig) -> MemoryNeed:
     """What the ranks of the engine take."""
-    return MemoryNeed.of(config.resolved, config.dtype, config.kernels)
+    return MemoryNeed.of(config.resolved, config.dtype, config.kernels, config.device)
 
 
 def profile_max_tokens(config: WorkerConfig, engines: int = 1) -> int:
@@ -35,11 +36,13 @@ def profile_max_tokens(config: WorkerConfig, engines: int = 1) -> int:
 
 
 def stage_weight_bytes(config: WorkerConfig, parallel: ParallelState) -> int:
-    """Bytes of one rank's matrices."""
+    """Bytes of one rank's matrices; at least so many, if some stay quantized on a GPU."""
     item, form = resolve_dtype(config.dtype).itemsize, weight_form(config.engine.quantization)
     split = parallel.tp_size, parallel.pp_size, parallel.pp_rank
-    files = kept_files(config.engine, config.model, config.kernels.layers)
-    return stage_bytes(config.model, item, *split, form, parallel.ep_size, files)
+    engine, model = config.engine, config.model
+    files = kept_files(engine, model, config.kernels.layers, config.device)
+    share = gpu_share(engine, model, config.dtype, config.device)
+    return int(share * stage_bytes(model, item, *split, form, parallel.ep_size, files))
 
 
 def kv_bytes_per_token(config: WorkerConfig, dtype: torch.dtype) -> int:

@@ -349,15 +349,19 @@ def test_any_plain_checkpoint_is_quantized(
 
 
 def test_formats_by_name() -> None:
-    assert type(KERNELS["cpu"].weight_format("auto")) is NativeFormat
-    assert type(KERNELS["torch"].weight_format("auto")) is PlainFormat
+    def form(kernels: str, quantization: str, dtype: torch.dtype = torch.float32) -> WeightFormat:
+        made: WeightFormat = KERNELS[kernels].weight_format(quantization, CPU, dtype)
+        return made
+
+    assert type(form("cpu", "auto")) is NativeFormat
+    assert type(form("torch", "auto", torch.bfloat16)) is PlainFormat
     for bits in (4, 8):
-        made = KERNELS["cpu"].weight_format(f"int{bits}")
+        made = form("cpu", f"int{bits}")
         assert isinstance(made, QuantizedFormat) and made.bits == bits
     with pytest.raises(ConfigError, match="needs kernels: auto or cpu, not torch"):
         check_form("int8", "kernels", "torch")
     with pytest.raises(ConfigError, match="quantization 'int3' is unknown; choose one of int8"):
-        KERNELS["cpu"].weight_format("int3")
+        form("cpu", "int3")
 
 
 @pytest.mark.parametrize(

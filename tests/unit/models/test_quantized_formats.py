@@ -161,15 +161,23 @@ def test_what_becomes_of_them_is_said(plain: Path, tmp_path: Path) -> None:
     """With the memory that it takes, and what of the format isn't followed."""
     quantized, reference = write(plain, FORMS["ct-int8"], tmp_path)
 
+    def need(
+        folder: Path,
+        device: str = "cpu",
+        kernels: str = "torch",
+        dtype: str = "bfloat16",
+        **keys: Any,
+    ) -> MemoryNeed:
+        engine = EngineConfig(model=str(folder), **keys)
+        return MemoryNeed.of(engine.resolve(), dtype, engine.kernel_choice(kernels), device)
+
     def line(folder: Path, **config: Any) -> str:
-        engine = EngineConfig(model=str(folder), **config)
-        return quantized_line(
-            MemoryNeed.of(engine.resolve(), "bfloat16", engine.kernel_choice("cpu"))
-        )
+        return quantized_line(need(folder, **config))
 
     assert line(reference) == ""
-    assert line(quantized).startswith("compressed-tensors (int-quantized), kept as it is: ")
-    said = line(quantized, kernels="torch")
+    kept = line(quantized, kernels="cpu")
+    assert kept.startswith("compressed-tensors (int-quantized), kept as it is: ")
+    said = line(quantized)
     for part in (
         "compressed-tensors (int-quantized), dequantized at load to bfloat16: ",
         "GiB instead of ",
@@ -177,7 +185,13 @@ def test_what_becomes_of_them_is_said(plain: Path, tmp_path: Path) -> None:
     ):
         assert part in said, said
     float8, _ = write(plain, FORMS["fp8-blocks"], tmp_path / "float8")
-    assert "kept as `quantization` says" in line(float8, quantization="int8")
+    assert "kept as `quantization` says" in line(float8, kernels="cpu", quantization="int8")
+    assert "kept so where our kernels have the form" in line(quantized, device="cuda")
+    assert "dequantized at load to float32: " in line(quantized, dtype="float32", device="cuda")
+    # A GPU may have room for no more than the files.
+    stored = (quantized / "model.safetensors").stat().st_size
+    assert need(quantized, device="cuda").rank_weights() == pytest.approx(stored, rel=1e-3)
+    assert need(quantized).weights() == need(reference, device="cuda").weights() > stored
 
 
 def test_groups_of_a_cut_are_halved(plain: Path, tmp_path: Path) -> None:

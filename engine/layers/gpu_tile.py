@@ -1,0 +1,39 @@
+"""`Tile`: what a program of the product with quantized matrices computes (`triton_kernels`)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from engine.layers.gpu_weight import GpuWeight
+
+PROGRAMS = 1024
+"""Programs that keep a GPU's memory busy: inputs aren't split for more."""
+LEAST_CHUNKS = 4
+"""Chunks of the inputs that a part has at least for every 16 rows: its sums go through memory."""
+
+
+class Tile(NamedTuple):
+    """Its size, and how it is computed."""
+
+    rows: int
+    outputs: int
+    warps: int
+    stages: int
+    """Chunks of the inputs that are on their way at once."""
+
+    def splits(self, weight: GpuWeight) -> int:
+        """Parts that inputs are divided into, a power of two that depends on the matrix alone."""
+        programs, chunks = -(-weight.shape[0] // self.outputs), weight.words.shape[0]
+        found, least = 1, LEAST_CHUNKS * -(-self.rows // 16)
+        while 2 * found * programs <= PROGRAMS and chunks // (2 * found) >= least:
+            found *= 2
+        return found
+
+
+TILES = (Tile(16, 64, 2, 4), Tile(32, 64, 4, 4), Tile(64, 128, 8, 4))
+"""For up to so many rows; the last one for more, too."""
+
+
+def tile_for(num_rows: int) -> Tile:
+    """The tile of a product of so many rows."""
+    return next((tile for tile in TILES if num_rows <= tile.rows), TILES[-1])
