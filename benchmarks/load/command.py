@@ -61,6 +61,8 @@ class Target:
     timeout_s: float = 600.0
     extra_body: Mapping[str, object] = field(default_factory=dict)
     """Further fields of every request."""
+    keeps_connections: bool = True
+    """Whether a connection is used again. Some servers close an idle one just then."""
 
     def body(self, prompt: Prompt, output_len: int) -> dict[str, object]:
         """A streaming request for `output_len` tokens; extensions are sent only where in use."""
@@ -112,7 +114,7 @@ async def _measure(
     expected_tokens = load.output_len if target.ignore_eos else None
     bodies = [target.body(prompt, load.output_len) for prompt in make_prompts(load, seed)]
     async with aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0),
+        connector=aiohttp.TCPConnector(limit=0, force_close=not target.keeps_connections),
         timeout=aiohttp.ClientTimeout(total=target.timeout_s),
         headers=_headers(),
     ) as session:

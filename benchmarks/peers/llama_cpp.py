@@ -52,7 +52,7 @@ WARMUP_REQUESTS = 4
 SAME = (
     "the GGUF file, cores, number of compute threads, prompts of random token ids, greedy "
     f"sampling, exact output length, at most {MAX_RUNNING} running requests of {MAX_MODEL_LEN} "
-    "tokens, client on the same cores, streaming /v1/completions"
+    "tokens, client on the same cores, streaming /v1/completions, a new connection each time"
 )
 DIFFERENT = (
     "llama.cpp computes in float32 with inputs of matrices rounded to 8 bits, and keeps keys and "
@@ -190,7 +190,7 @@ def measure_server(
     name = f"{file.stem} {contender.name} #{number + 1}"
     print(f"starting {name}", file=sys.stderr, flush=True)
     with start(file, contender, tools, args) as server:
-        target = Target(server.base_url, file.stem)
+        target = Target(server.base_url, file.stem, keeps_connections=False)
         for concurrency in args.concurrency:
             load = Workload(
                 num_prompts=max(args.num_prompts, 2 * concurrency),
