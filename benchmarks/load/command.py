@@ -311,6 +311,12 @@ def parse_arguments(argv: list[str], starts_server: bool = False) -> argparse.Na
         action="store_true",
         help="ask for token ids in chunks (Manta, vLLM): first tokens that are no text yet count",
     )
+    add(
+        "--new-connections",
+        dest="keeps_connections",
+        action="store_false",
+        help="a connection for each request",
+    )
     add("--temperature", type=float, default=0.0)
     add(
         "--extra-body",

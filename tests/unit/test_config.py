@@ -80,7 +80,7 @@ LLAMA = str(ROOT / "configs" / "llama.yaml")
         ({"device": "tpu"}, ["device", "tpu"]),
         ({"attention_backend": "xformers"}, ["attention_backend", "flashinfer"]),
         ({"kv_cache_dtype": "int4"}, ["kv_cache_dtype", "fp8_e4m3"]),
-        ({"quantization": "int4"}, ["quantization", "'auto' or 'int8'"]),
+        ({"quantization": "int3"}, ["quantization", "'auto', 'int8' or 'int4'"]),
         ({"quantization": "int8", "device": "cuda"}, ["quantization int8", "device: cpu"]),
         ({"quantization": "int8", "device": "simulated"}, ["device: cpu", "not simulated"]),
         (
