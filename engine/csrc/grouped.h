@@ -182,12 +182,13 @@ inline V scales_at(const GroupedPanel& panel, const void* scales, const int8_t* 
 
 // --- products ---------------------------------------------------------------------------------
 
-// The dot products of a sub-block, [M][kWide], less the center's share where they are whole numbers:
-// always but for float32.
+// The dot products of a sub-block, [M][kWide], less the center's share: `taken` as whole numbers, or
+// `share` for float32, whose sums times a center don't fit 32 bits.
 template <int kBits, int planes, int M, int kWide, int64_t kPart>
 inline __attribute__((always_inline)) void dots_of(const Digits& x, const GroupedPanel& panel,
                                                    const int8_t* digits, int64_t part, int64_t lane,
-                                                   const int32_t* taken, V (&to)[M][kWide]) {
+                                                   const int32_t* taken, const float* share,
+                                                   V (&to)[M][kWide]) {
   constexpr int64_t units = kPart / kInputsPerUnit;
   U found[planes][M][kWide];
   for (int m = 0; m < M; m++)
@@ -219,7 +220,7 @@ inline __attribute__((always_inline)) void dots_of(const Digits& x, const Groupe
         to[m][v] = to_float(addu(shl(found[1][m][v], 7), found[0][m][v]));
       } else {
         to[m][v] = fma(to_float(addu(shl(found[2][m][v], 7), found[1][m][v])), set1(128.0f),
-                       to_float(found[0][m][v])) + set1(static_cast<float>(taken[m]));
+                       to_float(found[0][m][v])) + set1(share[m]);
       }
     }
   }
@@ -264,15 +265,16 @@ void grouped_rows(const GroupedLinear& a, const Digits& x, const GroupedPanel& p
       for (int v = 0; v < kWide; v++) inner[m][v] = zero();
     for (int64_t part = b * per_block; part < (b + 1) * per_block; part++) {
       int32_t taken[M];
-      float lower[M];
+      float lower[M], share[M];
       for (int m = 0; m < M; m++) {
         const int32_t count = x.counts[(row + m) * parts + part];
-        taken[m] = -w.center * count;
+        taken[m] = planes == 2 ? -w.center * count : 0;
         lower[m] = static_cast<float>(-count);
+        share[m] = static_cast<float>(w.center) * lower[m];
       }
       if (kWide < kVectors && lane == 0) fetch_rest<kBits, kWide, kPart>(panel, part);
       V dots[M][kWide];
-      dots_of<kBits, planes, M, kWide, kPart>(x, panel, digits, part, lane, taken, dots);
+      dots_of<kBits, planes, M, kWide, kPart>(x, panel, digits, part, lane, taken, share, dots);
 #pragma GCC unroll 4
       for (int v = 0; v < kWide; v++) {
         const int64_t at = lane + v * kLanes;

@@ -185,6 +185,16 @@ def test_kernel_multiplies_by_the_quantized_weight(
         assert torch.allclose(found.float(), wanted.float(), rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("bits", [4, 5, 6, 8])
+def test_large_inputs_of_one_sign(isa: str, dtype: torch.dtype, bits: int) -> None:
+    """Their sums times a center are the largest numbers there are."""
+    part = grouped(40, 256, bits, 32, mins=False, codes=False)
+    for value in (1.0, 1.99, -1.99):
+        x = torch.full((3, 256), value, dtype=dtype)
+        assert_product(GroupedKernel([part], None).logits(x), x, part.dequantize(torch.float32))
+
+
 def test_matrices_of_one_input_are_one_product(isa: str) -> None:
     """Of different bits, groups and sizes."""
     parts = [
