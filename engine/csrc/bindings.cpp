@@ -303,7 +303,7 @@ class GroupedWeight {
 
 // The matrices multiply the same x; their outputs are side by side.
 Tensor linear_grouped(const Tensor& x, const std::vector<const GroupedWeight*>& weights,
-                      const c10::optional<Tensor>& bias, bool as_float) {
+                      const c10::optional<Tensor>& bias, bool short_inputs, bool as_float) {
   check_cpu(x, bias ? *bias : x);
   TORCH_CHECK(!weights.empty(), "there is no matrix");
   std::vector<GroupedMatrix> parts;
@@ -320,7 +320,7 @@ Tensor linear_grouped(const Tensor& x, const std::vector<const GroupedWeight*>& 
                         bias->scalar_type() == x.scalar_type()), "a bias must be like x, [out]");
   Tensor y = at::empty({x.size(0), out}, as_float ? x.options().dtype(at::kFloat) : x.options());
   if (x.size(0) == 0) return y;
-  const GroupedLinear linear{type_of(x), x.data_ptr(), x.stride(0), parts.data(),
+  const GroupedLinear linear{type_of(x), x.data_ptr(), x.stride(0), short_inputs, parts.data(),
                              static_cast<int64_t>(parts.size()), bias ? bias->data_ptr() : nullptr,
                              y.data_ptr(), out, as_float, x.size(0), in, at::get_num_threads()};
   pybind11::gil_scoped_release release;

@@ -1,10 +1,11 @@
 // y = x W^T + bias, where W is whole numbers of 4, 5, 6 or 8 bits with a scale for each group of
 // neighbouring inputs: weight = scale * (number - center) - minimum.
 //
-// A row's numbers become whole numbers, too: 14 bits for 16-bit types and 21 for float32, with a
-// power of two as the scale of each block of inputs. In base 128 they are two or three planes of
-// digits in [-64, 64]. So a block's sums are exact in int32 and the same with any instruction set;
-// they are scaled and added as float32, block after block. A row's result is the same in any batch.
+// A row's numbers become whole numbers, too, with a scale for each block of inputs. As precise as the
+// type they have 14 bits for 16-bit types and 21 for float32: in base 128 two or three planes of
+// digits in [-64, 64], and the scale is a power of two. Or they have 8 bits in one plane. So a block's
+// sums are exact in int32 and the same with any instruction set; they are scaled and added as float32,
+// block after block. A row's result is the same in any batch.
 #pragma once
 
 #include "linear.h"
@@ -13,7 +14,7 @@ namespace manta::MANTA_ISA {
 
 constexpr int64_t kInputsPerUnit = 4;  // bytes in a lane
 constexpr int64_t kHighUnits = 8;      // whose upper bits lie together
-constexpr int64_t kScaled = 128;        // inputs of x with one scale, where it divides them
+constexpr int64_t kScaled = 128;  // inputs of x with one scale, where it divides them; not in one plane
 constexpr int64_t kDigitRows = 8;      // that a thread takes at a time
 
 struct RowDigits;
@@ -22,9 +23,11 @@ struct RowCounts;
 
 template <class T>
 constexpr int kPlanes = sizeof(T) == 4 ? 3 : 2;
+constexpr float kMostDigit = 127.0f;    // of one plane
+constexpr float kLeastScaled = 1e-30f;  // smaller numbers are 0 in one plane
 // Rows that registers have room for beside vectors of a panel.
 template <int planes>
-constexpr int kGroupedRows = kLanes == 16 && planes == 2 ? 4 : 2;
+constexpr int kGroupedRows = kLanes == 16 ? (planes == 1 ? 6 : planes == 2 ? 4 : 2) : 2;
 
 // --- x as digits ------------------------------------------------------------------------------
 
@@ -36,9 +39,28 @@ struct Digits {
   int64_t in, blocks;
 };
 
-template <class T>
+// The scale that makes numbers up to `most` whole ones, and its inverse.
+template <int planes>
+void scale_for(float most, float& scale, float& inverse) {
+  if constexpr (planes == 1) {
+    const bool is_any = most >= kLeastScaled;
+    scale = is_any ? most / kMostDigit : 0.0f;
+    inverse = is_any ? kMostDigit / most : 0.0f;
+  } else {
+    constexpr int kBits = planes == 3 ? 19 : 12;
+    uint32_t exponent;
+    std::memcpy(&exponent, &most, 4);
+    exponent >>= 23;
+    if (exponent < 40) exponent = 40;
+    if (exponent > 254) exponent = 254;
+    const uint32_t scale_bits = (exponent - kBits) << 23, inverse_bits = (254 + kBits - exponent) << 23;
+    std::memcpy(&scale, &scale_bits, 4);
+    std::memcpy(&inverse, &inverse_bits, 4);
+  }
+}
+
+template <class T, int planes>
 void make_digits(const T* x, int64_t part, int64_t row, const Digits& to) {
-  constexpr int planes = kPlanes<T>, kBits = planes == 3 ? 19 : 12;
   const U magnitude = set1u(0x7fffffff);
   const int64_t block = to.in / to.blocks;
   int8_t* digits = to.digits + row * planes * to.in;
@@ -50,16 +72,8 @@ void make_digits(const T* x, int64_t part, int64_t row, const Digits& to) {
       largest = max(largest, as_float(bits_and(as_unit(v), magnitude)));
       poison = fma(v, zero(), poison);  // NaN, if a number is no finite one
     }
-    const float most = max_lane(largest);
-    uint32_t exponent;
-    std::memcpy(&exponent, &most, 4);
-    exponent >>= 23;
-    if (exponent < 40) exponent = 40;
-    if (exponent > 254) exponent = 254;
-    const uint32_t scale_bits = (exponent - kBits) << 23, inverse_bits = (254 + kBits - exponent) << 23;
     float scale, inverse;
-    std::memcpy(&scale, &scale_bits, 4);
-    std::memcpy(&inverse, &inverse_bits, 4);
+    scale_for<planes>(max_lane(largest), scale, inverse);
     for (int64_t first = begin; first < begin + block; first += part) {
       U count = set1u(0);
       for (int64_t i = first; i < first + part; i += kLanes) {
@@ -78,17 +92,16 @@ void make_digits(const T* x, int64_t part, int64_t row, const Digits& to) {
   }
 }
 
-template <class T>
+template <class T, int planes>
 Digits digits_of(const GroupedLinear& a, int64_t part) {
-  constexpr int64_t planes = kPlanes<T>;
-  const int64_t block = a.in % kScaled == 0 ? kScaled : part, blocks = a.in / block;
+  const int64_t block = planes > 1 && a.in % kScaled == 0 ? kScaled : part, blocks = a.in / block;
   Digits to{reinterpret_cast<int8_t*>(own_memory<RowDigits>(a.rows * planes * a.in / 4)),
             reinterpret_cast<float*>(own_memory<RowScales>(a.rows * blocks)),
             reinterpret_cast<int32_t*>(own_memory<RowCounts>(a.rows * (a.in / part))), a.in, blocks};
   const bool small = a.rows * a.in < kAloneUnits;
   run_ranges(a.rows, kDigitRows, small ? 1 : a.threads, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; row++)
-      make_digits<T>(static_cast<const T*>(a.x) + row * a.x_stride, part, row, to);
+      make_digits<T, planes>(static_cast<const T*>(a.x) + row * a.x_stride, part, row, to);
   });
   return to;
 }
@@ -194,29 +207,33 @@ inline __attribute__((always_inline)) void dots_of(const Digits& x, const Groupe
   for (int m = 0; m < M; m++)
     for (int v = 0; v < kWide; v++)
       for (int plane = 0; plane < planes; plane++)
-        found[plane][m][v] = set1u(plane == 0 && planes == 2 ? static_cast<uint32_t>(taken[m]) : 0);
+        found[plane][m][v] = set1u(plane == 0 && planes < 3 ? static_cast<uint32_t>(taken[m]) : 0);
 #pragma GCC unroll 8
   for (int64_t u = 0; u < units; u++) {
     const int64_t k = part * units + u;
     U unit[kWide];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int v = 0; v < kWide; v++)
       unit[v] = unit_at<kBits>(panel.numbers, panel.high, k, lane + v * kLanes);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int m = 0; m < M; m++) {
 #pragma GCC unroll 3
       for (int plane = 0; plane < planes; plane++) {
         const U digit = broadcast_unit(digits + (m * planes + plane) * x.in + k * kInputsPerUnit);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int v = 0; v < kWide; v++)
-          found[plane][m][v] = dot_bytes(found[plane][m][v], unit[v], digit);
+          found[plane][m][v] = planes == 1 && kBits == 8
+                                   ? dot_full_bytes(found[plane][m][v], unit[v], digit)
+                                   : dot_bytes(found[plane][m][v], unit[v], digit);
       }
     }
   }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int m = 0; m < M; m++) {
     for (int v = 0; v < kWide; v++) {
-      if constexpr (planes == 2) {
+      if constexpr (planes == 1) {
+        to[m][v] = to_float(found[0][m][v]);
+      } else if constexpr (planes == 2) {
         to[m][v] = to_float(addu(shl(found[1][m][v], 7), found[0][m][v]));
       } else {
         to[m][v] = fma(to_float(addu(shl(found[2][m][v], 7), found[1][m][v])), set1(128.0f),
@@ -268,28 +285,28 @@ void grouped_rows(const GroupedLinear& a, const Digits& x, const GroupedPanel& p
       float lower[M], share[M];
       for (int m = 0; m < M; m++) {
         const int32_t count = x.counts[(row + m) * parts + part];
-        taken[m] = planes == 2 ? -w.center * count : 0;
+        taken[m] = planes < 3 ? -w.center * count : 0;
         lower[m] = static_cast<float>(-count);
         share[m] = static_cast<float>(w.center) * lower[m];
       }
       if (kWide < kVectors && lane == 0) fetch_rest<kBits, kWide, kPart>(panel, part);
       V dots[M][kWide];
       dots_of<kBits, planes, M, kWide, kPart>(x, panel, digits, part, lane, taken, share, dots);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int v = 0; v < kWide; v++) {
         const int64_t at = lane + v * kLanes;
         const V scale = scales_at(panel, w.scales, w.scale_codes, part * kPart, at);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int m = 0; m < M; m++) inner[m][v] = fma(dots[m][v], scale, inner[m][v]);
         if (w.mins) {
           const V least = scales_at(panel, w.mins, w.min_codes, part * kPart, at);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
           for (int m = 0; m < M; m++)
             inner[m][v] = fma(least, set1(lower[m]), inner[m][v]);
         }
       }
     }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int m = 0; m < M; m++) {
       const V scale = set1(x.scales[(row + m) * x.blocks + b]);
       for (int v = 0; v < kWide; v++) sums[m][v] = fma(inner[m][v], scale, sums[m][v]);
@@ -305,7 +322,7 @@ void grouped_rows(const GroupedLinear& a, const Digits& x, const GroupedPanel& p
 template <int planes, int kBits, int64_t kPart, int M>
 void grouped_wide(const GroupedLinear& a, const Digits& x, const GroupedPanel& panel, int64_t row,
                   int64_t column) {
-  constexpr int kWide = M * kVectors <= 8 && planes == 2 ? kVectors : 2;
+  constexpr int kWide = M * kVectors <= 8 && planes < 3 ? kVectors : 2;
   for (int64_t lane = 0; lane < kPanel; lane += kWide * kLanes)
     grouped_rows<planes, kBits, M, kWide, kPart>(a, x, panel, row, lane, column + lane);
 }
@@ -341,8 +358,8 @@ void grouped_by_bits(const GroupedLinear& a, const Digits& x, const GroupedPanel
 }
 
 // The matrices of one input, side by side in y.
-template <class T>
-void grouped_linear(const GroupedLinear& a) {
+template <class T, int planes>
+void grouped_products(const GroupedLinear& a) {
   bool is_fine = false;
   int64_t num_panels = 0, macs = 0;
   for (int64_t i = 0; i < a.num_parts; i++) {
@@ -350,9 +367,9 @@ void grouped_linear(const GroupedLinear& a) {
     num_panels += panels(a.parts[i].out);
     macs += a.rows * a.in * a.parts[i].out;
   }
-  const Digits x = digits_of<T>(a, is_fine ? 16 : 32);
+  const Digits x = digits_of<T, planes>(a, is_fine ? 16 : 32);
   const int64_t blocks = (a.rows + kRowBlock - 1) / kRowBlock;
-  run_tasks(num_panels * blocks, macs < kAloneMacs ? 1 : a.threads, [&](int64_t task) {
+  run_shares(num_panels * blocks, macs < kAloneMacs ? 1 : a.threads, [&](int64_t task) {
     int64_t p = task / blocks, part = 0, column = 0;
     for (; p >= panels(a.parts[part].out); part++) {
       p -= panels(a.parts[part].out);
@@ -361,9 +378,15 @@ void grouped_linear(const GroupedLinear& a) {
     const int64_t row = task % blocks * kRowBlock, end = row + kRowBlock < a.rows ? row + kRowBlock : a.rows;
     const GroupedPanel panel = panel_of(a.parts[part], p);
     column += p * kPanel;
-    if (is_fine) grouped_by_bits<kPlanes<T>, 16>(a, x, panel, row, end, column);
-    else grouped_by_bits<kPlanes<T>, 32>(a, x, panel, row, end, column);
+    if (is_fine) grouped_by_bits<planes, 16>(a, x, panel, row, end, column);
+    else grouped_by_bits<planes, 32>(a, x, panel, row, end, column);
   });
+}
+
+template <class T>
+void grouped_linear(const GroupedLinear& a) {
+  if (a.short_inputs) return grouped_products<T, 1>(a);
+  grouped_products<T, kPlanes<T>>(a);
 }
 
 // Rows of a matrix as floats of type T.

@@ -43,6 +43,7 @@ struct GroupedLinear {
   Type type;
   const void* x;  // [rows, in], stride x_stride
   int64_t x_stride;
+  bool short_inputs;  // x in 8 bits, instead of as precise as its type
   const GroupedMatrix* parts;
   int64_t num_parts;
   const void* bias;  // [out] of `type`, or null

@@ -185,7 +185,7 @@ void linear(const Linear& a) {
   const int64_t blocks = (a.rows + kRowBlock - 1) / kRowBlock;
   const bool small = a.rows * a.in * a.out < kAloneMacs;
   const int64_t panel_units = a.in / kPerUnit<T> * kPanel;
-  run_tasks(num_panels * blocks, small ? 1 : a.threads, [&](int64_t task) {
+  run_shares(num_panels * blocks, small ? 1 : a.threads, [&](int64_t task) {
     const int64_t p = task / blocks, row = task % blocks * kRowBlock;
     const int64_t end = row + kRowBlock < a.rows ? row + kRowBlock : a.rows;
     const int64_t column = p * kPanel;

@@ -53,6 +53,15 @@ inline U dot_bytes(U sum, U a, U b) {
   return _mm512_add_epi32(sum, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
 #endif
 }
+// The same where b is in [-127, 127]: the other one needs it in [-64, 64], or a below 128.
+inline U dot_full_bytes(U sum, U a, U b) {
+#if defined(__AVX512VNNI__)
+  return _mm512_dpbusd_epi32(sum, a, b);
+#else
+  const U highest = _mm512_set1_epi8(static_cast<char>(0x80));
+  return dot_bytes(dot_bytes(sum, _mm512_andnot_si512(highest, a), b), _mm512_and_si512(highest, a), b);
+#endif
+}
 inline U sar(U x, int n) { return _mm512_srai_epi32(x, n); }
 inline V as_float(U x) { return _mm512_castsi512_ps(x); }
 inline U as_unit(V x) { return _mm512_castps_si512(x); }
@@ -134,6 +143,10 @@ inline void store_low8(int8_t* p, U x) {
 inline U dot_bytes(U sum, U a, U b) {
   const U pairs = _mm256_maddubs_epi16(a, b);
   return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+inline U dot_full_bytes(U sum, U a, U b) {
+  const U highest = _mm256_set1_epi8(static_cast<char>(0x80));
+  return dot_bytes(dot_bytes(sum, _mm256_andnot_si256(highest, a), b), _mm256_and_si256(highest, a), b);
 }
 inline U sar(U x, int n) { return _mm256_srai_epi32(x, n); }
 inline V as_float(U x) { return _mm256_castsi256_ps(x); }

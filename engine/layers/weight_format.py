@@ -92,6 +92,9 @@ class WeightFormat(ABC):
     """Whether matrices that the checkpoint has quantized in groups stay so (`grouped`). Otherwise
     they become plain ones of the model's type while they are read."""
 
+    short_inputs = False
+    """Whether inputs of products with quantized matrices become 8 bits, on CPU."""
+
     def keep(
         self,
         source: TensorReader,
@@ -152,7 +155,7 @@ class NativeFormat(WeightFormat):
         return cls()
 
     def grouped(self, parts: Sequence[Grouped], bias: Tensor | None) -> LinearKernel:
-        return GroupedKernel(parts, bias)
+        return GroupedKernel(parts, bias, self.short_inputs)
 
     def table(self, kernel: LinearKernel, dtype: torch.dtype) -> EmbeddingTable:
         assert isinstance(kernel, GroupedKernel)
@@ -182,7 +185,7 @@ class QuantizedFormat(NativeFormat):
     def linear(self, weight: Tensor, bias: Tensor | None) -> LinearKernel:
         if not can_quantize(weight.shape[1]):
             return super().linear(weight, bias)
-        return GroupedKernel([quantize(weight, self.bits)], bias)
+        return self.grouped([quantize(weight, self.bits)], bias)
 
     def tied(self, weight: Tensor) -> TiedMatrix:
         """The head has a copy: the embedding keeps its exact rows."""
