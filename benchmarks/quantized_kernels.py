@@ -1,8 +1,9 @@
 """Products with quantized matrices on CPU, beside those of the model's own type: microseconds.
 
 A matrix of 4096 x 1024 by 1 to 256 rows of bfloat16 (float32 where the CPU doesn't multiply it).
-Several matrices take turns, so that they don't stay in the nearest caches. The least time of some
-repeats counts, because other programs only ever add to it.
+Inputs are as precise as their type, and with 8 bits. Several matrices take turns, so that they
+don't stay in the nearest caches. The least time of some repeats counts, because other programs only
+ever add to it.
 
 ok: with 4 bits, one row takes at most half of the time of bfloat16.
 
@@ -93,10 +94,12 @@ def main() -> None:
         generator = torch.Generator().manual_seed(seed)
         return NativeKernel(torch.randn(OUT, INPUTS, generator=generator).to(dtype), None)
 
-    def make(form: tuple[int, int, bool, bool]) -> Callable[[int], LinearKernel]:
-        return lambda seed: GroupedKernel([matrix(*form, seed)], None)
+    def make(form: tuple[int, int, bool, bool], short: bool) -> Callable[[int], LinearKernel]:
+        return lambda seed: GroupedKernel([matrix(*form, seed)], None, short)
 
-    makers = {plain: make_plain, **{name: make(form) for name, form in FORMS.items()}}
+    makers = {plain: make_plain}
+    for ending, short in (("", False), (", 8-bit inputs", True)):
+        makers |= {f"{name}{ending}": make(form, short) for name, form in FORMS.items()}
     times: dict[str, dict[int, float]] = {}
     for name, maker in makers.items():
         kernels = [maker(seed) for seed in range(COPIES)]

@@ -164,6 +164,9 @@ class EngineConfig(BaseModel):
     quantization: Literal["auto", *WEIGHT_FORMATS] = "auto"  # type: ignore[valid-type]
     """auto: as the checkpoint has them, plain ones in `dtype`. int8, int4: plain matrices are
     rounded as they are read; CPU only."""
+    activation_quantization: Literal["auto", "none", "int8"] = "auto"
+    """Inputs of products with quantized weights, by the kernels for CPUs. none: as precise as
+    `dtype`. int8: 8 bits with a scale for each 32. auto: int8, but none in float32."""
     kv_cache_dtype: Literal["auto", "fp8_e4m3"] = "auto"
     """auto: the model's type."""
     kernels: Literal["auto", *KERNELS] = "auto"  # type: ignore[valid-type]
@@ -287,6 +290,17 @@ class EngineConfig(BaseModel):
                     "torch."
                 )
         check_form(self.quantization, "device", device)
+        if self.activation_quantization == "int8" and device != "cpu":
+            raise ConfigError(
+                f"activation_quantization int8 needs device: cpu, not {device}; set it, or leave "
+                "activation_quantization out."
+            )
+
+    def has_short_activations(self, dtype: str) -> bool:
+        """Whether inputs of products with quantized weights have 8 bits. `dtype`: the model's."""
+        if self.activation_quantization == "auto":
+            return dtype != "float32"
+        return self.activation_quantization == "int8"
 
     def resolve(self) -> ResolvedConfig:
         """Read the model's config and check every size against it. Raises `ConfigError`."""

@@ -120,10 +120,10 @@ class NativeKernel(LinearKernel):
 class GroupedKernel(LinearKernel):
     """Quantized matrices of one input as they are (`engine/csrc/grouped.h`), one below the other.
 
-    Inputs are rounded to 14 bits beside the largest of 128 neighbours, those of float32 to 21. With
-    `short_inputs` they are rounded to 8 bits beside the largest of 32 (of 16 where a matrix has such
-    groups), which takes half the time. A row's result is the same in any batch, with any number of
-    threads and any instruction set.
+    Inputs are rounded to 14 bits beside the largest of 128 neighbours, those of float32 to 21.
+    With `short_inputs` they are rounded to 8 bits beside the largest of 32 (of 16 where a matrix
+    has such groups), which takes half the time. A row's result is the same in any batch, with any
+    number of threads and any instruction set.
     """
 
     def __init__(

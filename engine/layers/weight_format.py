@@ -93,7 +93,8 @@ class WeightFormat(ABC):
     they become plain ones of the model's type while they are read."""
 
     short_inputs = False
-    """Whether inputs of products with quantized matrices become 8 bits, on CPU."""
+    """Whether inputs of products with quantized matrices have 8 bits, on CPU
+    (`activation_quantization`)."""
 
     def keep(
         self,

@@ -55,6 +55,7 @@ def load_model(
         )
     kernels: KernelSet = KERNELS[config.kernels.layers]
     source.format = kernels.weight_format(config.engine.quantization, device, dtype)
+    source.format.short_inputs = config.engine.has_short_activations(config.dtype)
     build = MODELS[config.model.architecture]
     model: Model = build(
         config.model,

@@ -176,6 +176,11 @@ def _kernels(engine: EngineConfig, model: ModelConfig, dtype: str, device: str) 
             f"quantization {engine.quantization} has no kernels for this model's sizes. "
             "quantization: auto runs without it."
         )
+    if engine.activation_quantization == "int8" and choice.layers != "cpu":
+        raise ConfigError(
+            f"activation_quantization int8 needs kernels: cpu, and this model runs with kernels: "
+            f"{choice.layers}. activation_quantization: auto runs without it."
+        )
     return choice
 
 

@@ -82,6 +82,10 @@ LLAMA = str(ROOT / "configs" / "llama.yaml")
         ({"kv_cache_dtype": "int4"}, ["kv_cache_dtype", "fp8_e4m3"]),
         ({"quantization": "int3"}, ["quantization", "'auto', 'int8' or 'int4'"]),
         ({"quantization": "int8", "device": "cuda"}, ["quantization int8", "device: cpu"]),
+        (
+            {"activation_quantization": "int8", "device": "cuda"},
+            ["activation_quantization int8", "device: cpu"],
+        ),
         ({"quantization": "int8", "device": "simulated"}, ["device: cpu", "not simulated"]),
         (
             {"quantization": "int8", "attention_backend": "torch"},

@@ -45,6 +45,13 @@ def stage_weight_bytes(config: WorkerConfig, parallel: ParallelState) -> int:
     return int(share * stage_bytes(model, item, *split, form, parallel.ep_size, files))
 
 
+def plain_weight_bytes(config: WorkerConfig, parallel: ParallelState) -> int:
+    """The same if they all were plain, of the model's type."""
+    split = parallel.tp_size, parallel.pp_size, parallel.pp_rank
+    item = resolve_dtype(config.dtype).itemsize
+    return stage_bytes(config.model, item, *split, ep_size=parallel.ep_size)
+
+
 def kv_bytes_per_token(config: WorkerConfig, dtype: torch.dtype) -> int:
     """Bytes of one token in a KV cache of `dtype`, on the worker that holds most layers."""
     return cache_bytes_per_token(

@@ -36,7 +36,9 @@ def arguments(kernels: Any, binding: str) -> dict[str, Any]:
             mins=scales.clone(),
             min_codes=None,
         ),
-        "linear_grouped": dict(x=torch.ones(3, 64), weights=[grouped], bias=bias, short_inputs=False, as_float=False),
+        "linear_grouped": dict(
+            x=torch.ones(3, 64), weights=[grouped], bias=bias, short_inputs=False, as_float=False
+        ),
         "linear": dict(x=x, packed=kernels.pack(weight), bias=bias, out=20, as_float=False),
         "unpack_rows": dict(packed=kernels.pack(weight), ids=ints([19, 0, 7]), out=20),
         "attention": dict(

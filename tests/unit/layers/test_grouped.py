@@ -91,21 +91,37 @@ def grouped(
     )
 
 
-def assert_product(found: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
-    """`found` is x W^T + bias but for float32's rounding, that of x beside the largest of its 128
-    neighbours, and that of the result."""
+def assert_product(
+    found: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    is_exact: bool = False,
+) -> None:
+    """`found` is x W^T + bias but for float32's rounding, that of the result and, unless x
+    `is_exact`, that of x beside the largest of its 128 neighbours."""
     x, weight = x.double(), weight.double()
     expected, size = x @ weight.t(), x.abs() @ weight.abs().t()
     if bias is not None:
         expected, size = expected + bias.double(), size + bias.double().abs()
     slack = torch.zeros_like(size)
-    if found.dtype != torch.float32 or bias is None or bias.dtype != torch.float32:
+    if not is_exact and (found.dtype != torch.float32 or bias is None or bias.dtype != found.dtype):
         for begin in range(0, x.shape[1], 128):
             part = slice(begin, begin + 128)
             largest = x[:, part].abs().amax(1, keepdim=True)
             slack += largest * weight[:, part].abs().sum(1) * 2.0**-13
     rounding = torch.finfo(found.dtype).eps * expected.abs()
     assert ((found.double() - expected).abs() <= size * F32_ERROR + slack + rounding).all()
+
+
+def in_8_bits(x: Tensor, size: int) -> Tensor:
+    """float64: x as products with `short_inputs` see it, each `size` neighbours with one scale."""
+    parts = x.float().view(len(x), -1, size)
+    most = parts.abs().amax(-1, keepdim=True)
+    inverse = torch.full_like(most, 127.0) / most  # `127.0 / most` is rounded twice
+    numbers = torch.where(most > 0, (parts * inverse).round(), 0.0)
+    return (numbers.double() * (most / 127.0).double()).view(x.shape)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -187,6 +203,40 @@ def test_kernel_multiplies_by_the_quantized_weight(
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("bits", [4, 5, 6, 8])
+@pytest.mark.parametrize(("group", "mins", "codes"), GROUPS)
+def test_inputs_of_8_bits(
+    isa: str, dtype: torch.dtype, bits: int, group: int, mins: bool, codes: bool
+) -> None:
+    """Exactly the numbers that they are rounded to, also at both ends of each byte."""
+    for out, inputs, rows in ((1, group, 1), (37, 3 * group, 2), (64, 128, 7), (131, 384, 33)):
+        part = grouped(out, inputs, bits, group, mins=mins, codes=codes, seed=rows)
+        part.numbers[0] = (1 << bits) - 1
+        numbers = Numbers(rows)
+        bias = numbers.normal((out,), torch.float32) if rows != 2 else None
+        x = numbers.with_gap((rows, inputs), dtype, 8)
+        x[0] = -x[0].abs().max()
+        size = 16 if group == 16 else 32
+        kernel = GroupedKernel([part], None if bias is None else bias.to(dtype), True)
+        weight = part.dequantize(torch.float64)
+        assert_product(kernel.logits(x), in_8_bits(x, size), weight, kernel.bias, is_exact=True)
+        assert kernel(x).dtype == dtype
+
+
+def test_odd_inputs_of_8_bits(isa: str) -> None:
+    """Zeros, numbers that are nearly 0 beside others, the largest, and what is not finite."""
+    part = grouped(70, 64, 8, 32, mins=False, codes=False)
+    kernel, weight = GroupedKernel([part], None, True), part.dequantize(torch.float64)
+    x = torch.zeros(6, 64)
+    x[1, 3], x[1, 40], x[2], x[3] = 1e-38, 1.0, 1e-31, 3e38
+    x[4, 5], x[5, 63] = torch.inf, torch.nan
+    found = kernel.logits(x)
+    assert (found[[0, 2]] == 0).all() and found[[4, 5]].isnan().all()
+    assert torch.allclose(found[1].double(), weight[:, 40], rtol=1e-6)
+    assert found[3].isfinite().any()  # sums of the others are beyond float32
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("bits", [4, 5, 6, 8])
 def test_large_inputs_of_one_sign(isa: str, dtype: torch.dtype, bits: int) -> None:
     """Their sums times a center are the largest numbers there are."""
     part = grouped(40, 256, bits, 32, mins=False, codes=False)
@@ -207,12 +257,15 @@ def test_matrices_of_one_input_are_one_product(isa: str) -> None:
     assert_product(found, x, torch.cat([part.dequantize(torch.float32) for part in parts]), bias)
 
 
+@pytest.mark.parametrize("short_inputs", [False, True])
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("bits", [4, 6, 8])
-def test_a_row_has_the_same_bits_in_any_batch(isa: str, dtype: torch.dtype, bits: int) -> None:
+def test_a_row_has_the_same_bits_in_any_batch(
+    isa: str, dtype: torch.dtype, bits: int, short_inputs: bool
+) -> None:
     numbers = Numbers(5)
     part = grouped(300, 512, bits, 32, mins=bits == 4, codes=False)
-    kernel = GroupedKernel([part], numbers.normal((300,), dtype))
+    kernel = GroupedKernel([part], numbers.normal((300,), dtype), short_inputs)
     x = numbers.normal((200, 512), dtype)
     whole = kernel(x)
     for count in (1, 2, 3, 4, 5, 7, 13, 32, 96, 97, 199):
@@ -221,13 +274,17 @@ def test_a_row_has_the_same_bits_in_any_batch(isa: str, dtype: torch.dtype, bits
                 assert same_bits(kernel(x[-count:]), whole[-count:])
 
 
+@pytest.mark.parametrize("short_inputs", [False, True])
+@pytest.mark.parametrize("bits", [5, 8])
 @pytest.mark.parametrize("dtype", TYPES)
-def test_all_instruction_sets_give_the_same_bits(kernels: Any, dtype: torch.dtype) -> None:
-    part = grouped(70, 256, 5, 32, mins=True, codes=True)
+def test_all_instruction_sets_give_the_same_bits(
+    kernels: Any, dtype: torch.dtype, bits: int, short_inputs: bool
+) -> None:
+    part = grouped(70, 256, bits, 32, mins=True, codes=True)
     x, before, found = Numbers(6).normal((9, 256), dtype), kernels.isa(), []
     for name in kernels.available():
         kernels.use(name)
-        found.append(GroupedKernel([part], None).logits(x))
+        found.append(GroupedKernel([part], None, short_inputs).logits(x))
     kernels.use(before)
     assert all(same_bits(each, found[0]) for each in found)
 

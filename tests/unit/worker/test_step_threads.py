@@ -99,3 +99,15 @@ def test_the_estimate_grows_with_all_that_a_step_reads_or_multiplies(folder: Pat
     assert steps.estimate_s(64, 10) == pytest.approx(2 * steps.estimate_s(32, 10))
     more = steps.estimate_s(1, 1_010) - steps.estimate_s(1, 10)
     assert more == pytest.approx(1_000 * runner.kv_bytes_per_token / 20e9)
+
+
+def test_rounded_weights_are_read_faster_and_multiplied_as_plain_ones(folder: Path) -> None:
+    runner = make_runner(str(folder))
+
+    def estimate(quantization: str, tokens: int) -> float:
+        config = make_config(folder, quantization=quantization)
+        steps = StepThreads(config, runner.parallel, runner.kv_bytes_per_token)
+        return steps.estimate_s(tokens, 0)
+
+    assert estimate("int4", 1) < estimate("int8", 1) < estimate("auto", 1)
+    assert estimate("int4", 64) == estimate("int8", 64) == estimate("auto", 64)
