@@ -14,6 +14,7 @@ from engine.layers.gguf_source import GgufSource
 from engine.layers.kernel_set import KernelSet
 from engine.layers.weights import DummySource, SafetensorsSource, WeightSource
 from engine.models.base import Model
+from engine.process.host_memory import give_back_freed
 from engine.registry import KERNELS, MODELS
 
 _DTYPES = {
@@ -66,4 +67,5 @@ def load_model(
         kernels.fused_ops(device, dtype),
     )
     model.load(source, progress)
+    give_back_freed()  # parts of the file that became something else
     return model

@@ -6,9 +6,11 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 from openai import OpenAI
 
+from benchmarks.common import REPO_ROOT
 from tests.support.launches import SMALL, Started, started
 
 CITY = {
@@ -143,3 +145,37 @@ def test_a_long_conversation_is_read_from_the_cache(client: OpenAI) -> None:
         )
         assert alone.choices[0].message.content == text
         messages.append({"role": "assistant", "content": text})
+
+
+def test_facts_as_the_evaluation_harness_asks(server: Started) -> None:
+    """As lm-evaluation-harness' `local-completions`: the likeliest of some answers, by the echoed
+    prompts' log-probabilities. It counts 20 right ones of 40, and so does transformers."""
+
+    def post(path: str, **body: Any) -> Any:
+        reply = httpx.post(f"{server.url}{path}", json=body, timeout=60)
+        assert reply.status_code == 200, reply.text
+        return reply.json()
+
+    def encode(text: str) -> list[int]:
+        ids: list[int] = post("/tokenize", prompt=text, add_special_tokens=False)["tokens"]
+        return ids
+
+    facts = REPO_ROOT / "benchmarks" / "lm_eval_task" / "facts.jsonl"
+    given = [json.loads(line) for line in facts.read_text().splitlines()]
+    right = 0
+    for fact in given:
+        context = f"Question: {fact['question']}\nAnswer:"
+        prompts = [encode(f"{context} {choice}") for choice in fact["choices"]]
+        begin = len(encode(context))
+        asked = {"temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
+        choices = post("/v1/completions", model="smollm2", prompt=prompts, **asked)["choices"]
+        assert [choice["index"] for choice in choices] == list(range(len(prompts)))
+        scores = []
+        for choice, prompt in zip(choices, prompts, strict=True):
+            found, tops = (choice["logprobs"][key] for key in ("token_logprobs", "top_logprobs"))
+            assert len(found) == len(tops) == len(prompt) + 1
+            pairs = zip(found[begin:-1], tops[begin:-1], strict=True)
+            assert all(own <= max(top.values()) for own, top in pairs)
+            scores.append(sum(found[begin:-1]))
+        right += scores.index(max(scores)) == fact["answer"]
+    assert len(given) == 40 and 18 <= right <= 22

@@ -83,6 +83,46 @@ def write_gguf(
     return beside
 
 
+def write_random_gguf(file: Path, config: dict[str, Any], kind: Kind) -> None:
+    """Write a Llama of random blocks: a large one takes neither time nor memory. `config` is what
+    config.json would say; `kind` has one scale for a block, in its first two bytes."""
+    writer = gguf.GGUFWriter(file, "llama")
+    for key, value in (_config_keys("llama", config) | _tokenizer_keys(None, config)).items():
+        if value is not None:
+            _add(writer, key, value)
+    hidden, inner, vocab = (
+        config[key] for key in ("hidden_size", "intermediate_size", "vocab_size")
+    )
+    keys = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
+    matrices = {
+        "attn_q": (hidden, hidden),
+        "attn_k": (keys, hidden),
+        "attn_v": (keys, hidden),
+        "attn_output": (hidden, hidden),
+        "ffn_gate": (inner, hidden),
+        "ffn_up": (inner, hidden),
+        "ffn_down": (hidden, inner),
+    }
+    shapes: dict[str, tuple[int, ...]] = {"token_embd": (vocab, hidden), "output": (vocab, hidden)}
+    for layer in range(config["num_hidden_layers"]):
+        named = matrices | {"attn_norm": (hidden,), "ffn_norm": (hidden,)}
+        shapes |= {f"blk.{layer}.{name}": shape for name, shape in named.items()}
+    shapes["output_norm"] = (hidden,)
+    numbers, size = gguf.GGML_QUANT_SIZES[kind]
+    generator = np.random.default_rng(0)
+    for name, shape in shapes.items():
+        if len(shape) == 1:
+            writer.add_tensor(f"{name}.weight", np.ones(shape, np.float32))
+            continue
+        blocks = generator.integers(0, 256, (shape[0], shape[1] // numbers, size), np.uint8)
+        blocks[:, :, :2] = np.array([0.002], "<f2").view(np.uint8)
+        writer.add_tensor(f"{name}.weight", blocks.reshape(shape[0], -1), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def _tensors(
     arch: gguf.MODEL_ARCH, config: dict[str, Any], weights: dict[str, np.ndarray]
 ) -> Iterator[tuple[str, np.ndarray, Callable[[np.ndarray], dict[str, torch.Tensor]]]]:
