@@ -17,6 +17,8 @@ from tests.support.gguf_files import keep_folders_in, write_random_gguf
 from tests.support.load_memory import Taken
 
 MIB = 1 << 20
+BUFFERS = 32 * MIB
+"""Those of a step, more with more threads."""
 SMALL: dict[str, Any] = {
     "model_type": "llama",
     "hidden_size": 256,
@@ -70,7 +72,7 @@ def test_four_bits_stay_four_bits(dtype: str, files: tuple[Path, Path]) -> None:
     taken = taken_by(files, "kernels=cpu", f"dtype={dtype}")
     assert taken.weights == pytest.approx(NUMBERS * 4.5 / 8, rel=0.01)
     most = 1.15 * (taken.weights + taken.cache)
-    assert taken.loaded <= most and taken.used <= most, taken
+    assert taken.loaded <= most and taken.used <= most + BUFFERS, taken
     allowed = 1.5 * taken.weights + taken.cache + 64 * MIB
     assert allowed < 2 * NUMBERS, "a 16-bit copy wouldn't be seen"
     (file,) = source_files(files[1])
