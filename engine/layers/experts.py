@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,9 +10,21 @@ from torch import Tensor, nn
 
 from engine.layers.expert_counts import ExpertCounts
 from engine.layers.expert_share import ExpertShare
-from engine.layers.linear_kernel import NativeKernel
+from engine.layers.linear_kernel import LinearKernel, NativeKernel
 from engine.layers.weight_format import WeightFormat
 from engine.native.library import require_kernels
+
+_KERNELS = "manta_kernels"
+
+
+def set_kernels(module: Any, name: str, kernels: Sequence[LinearKernel]) -> None:
+    """Give a mixture its parameter `name` as the products of each expert of the rank. What stands
+    for it is of its type, takes no memory, and is zero."""
+    nothing = torch.zeros((), dtype=getattr(module, name).dtype).expand(len(kernels), 1, 1)
+    weight = nn.Parameter(nothing, False)
+    weight._is_hf_initialized = True  # type: ignore[attr-defined]
+    setattr(module, name, weight)
+    setattr(module, _KERNELS, {**getattr(module, _KERNELS, {}), name: list(kernels)})
 
 
 class Experts:
@@ -24,13 +37,17 @@ class Experts:
     """
 
     def __init__(self, module: Any, form: WeightFormat, share: ExpertShare) -> None:
-        """The module's matrices, which are those of `share`, are taken from it."""
+        """The module's matrices or products (`set_kernels`), which are those of `share`, are taken
+        from it."""
         self._module, self.share = module, share
         self.counts: ExpertCounts | None = None
         """Set: added to by whoever calls, but by a `Mixture` itself."""
         up = "gate_up_proj" if module.has_gate else "up_proj"
-        self._up = [self._kernel(up, number, form) for number in range(share.count)]
-        self._down = [self._kernel("down_proj", number, form) for number in range(share.count)]
+        made: dict[str, list[LinearKernel]] = module.__dict__.pop(_KERNELS, {})
+        self._up, self._down = (
+            made.get(name) or [self._kernel(name, number, form) for number in range(share.count)]
+            for name in (up, "down_proj")
+        )
         for name in (up, "down_proj"):
             setattr(module, name, None)
         self.weights = self._in_one_call()
@@ -43,9 +60,11 @@ class Experts:
         ups = [up.packed for up in self._up if isinstance(up, NativeKernel) and up.bias is None]
         downs = [down.packed for down in self._down if isinstance(down, NativeKernel)]
         norm = getattr(module, "has_post_expert_norm", False)  # older versions lack it
-        if len(ups) < len(self._up) or not module.has_gate or module.has_bias or norm:
+        if min(len(ups), len(downs)) < self.share.count:
             return None
-        inner = self._up[0].out_size // 2
+        if not module.has_gate or module.has_bias or norm:
+            return None
+        inner = downs[0].shape[1]
         generator = torch.Generator().manual_seed(0)
         sample = (torch.randn((8, 2 * inner), generator=generator) * 8).to(ups[0].dtype)
         kernels = require_kernels()
@@ -55,7 +74,7 @@ class Experts:
             return None
         return kernels.ExpertWeights(ups, downs, inner)
 
-    def _kernel(self, name: str, number: int, form: WeightFormat) -> Any:
+    def _kernel(self, name: str, number: int, form: WeightFormat) -> LinearKernel:
         weight = getattr(self._module, name).data[number]
         if self._module.is_transposed:
             weight = weight.t()
