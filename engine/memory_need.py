@@ -52,7 +52,7 @@ def stage_bytes(
     whose quantized matrices our CPU kernels multiply by as they are; None: all become plain."""
     saved = 0
     if files is not None:
-        saved = KeptShare(model, files, item, form).saved(tp_size, pp_size, pp_rank)
+        saved = KeptShare(model, files, item, form, ep_size).saved(tp_size, pp_size, pp_rank)
     if model.layout is not None:
         layers = model.stage_layers(pp_size)[pp_rank]
         numbers = model.layout.rank_parameters(tp_size, layers, ep_size)
@@ -336,7 +336,7 @@ def quantized_line(need: MemoryNeed) -> str:
         becomes = "dequantized at load and kept as `quantization` says"
     kept, split = 0, (need.tp_size, need.pp_size)
     if need.files is not None:
-        share = KeptShare(need.model, files, TYPE_BYTES[need.dtype], need.form)
+        share = KeptShare(need.model, files, TYPE_BYTES[need.dtype], need.form, need.ep_size)
         stages = range(need.pp_size)
         kept = need.tp_size * sum(share.num_bytes(*split, stage) for stage in stages)
         if share.keeps_all(*split):

@@ -18,6 +18,7 @@ import numpy as np
 from engine.checkpoint.files import find_weight_files
 from engine.checkpoint.gguf.folder import is_gguf_folder, open_checkpoint, source_files
 from engine.checkpoint.gguf.weights import StoredWeight, stored_weights
+from engine.checkpoint.layout import ModelLayout
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.quantization import format_of, stored_matrices
 from engine.checkpoint.quantized.headers import TensorHeaders
@@ -39,10 +40,14 @@ _SMALL_GROUP, _GROUP = 16, 32
 """Inputs of a group that kernels have: so many, or a multiple of the second."""
 _TYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _LAYER = re.compile(r"(?:^|\.)(\w+)\.(\d+)\.")
+_EXPERT = re.compile(r".*\.experts\.(?:\d+\.(\w+)\.weight|(\w+_proj))")
+"""A matrix of a mixture: of one expert, or those of all, stacked."""
+_DOWN = ("down_proj", "w2", "fc2")
+"""Those behind the gate."""
 
 
 class KeptMatrix(NamedTuple):
-    """A matrix that can stay as the checkpoint has it."""
+    """A matrix that can stay as the checkpoint has it, or a stack of them."""
 
     outputs: int
     inputs: int
@@ -50,6 +55,8 @@ class KeptMatrix(NamedTuple):
     """Of each number in our kernels, with its part of scales and minima."""
     unit: int
     """A rank's inputs must be a multiple of it."""
+    stacked: int = 1
+    """Matrices in the stack."""
 
 
 class FileStamp(NamedTuple):
@@ -154,6 +161,11 @@ class _Sizes:
 
     def kept(self, matrix: StoredMatrix) -> KeptMatrix | None:
         """None: it is dequantized."""
+        if isinstance(matrix, Float4Matrix) and len(matrix.shape) == 3:
+            count, outputs, inputs = matrix.shape
+            if matrix.is_transposed:
+                outputs, inputs = inputs, outputs
+            return KeptMatrix(outputs, inputs, 5 / 8 + 4 / matrix.block, matrix.block, count)
         if len(matrix.shape) != 2:
             return None
         outputs, inputs = matrix.shape
@@ -217,6 +229,8 @@ class KeptShare:
     files: QuantizedFiles
     item: int
     form: WeightForm = PLAIN
+    ep_size: int | None = None
+    """As in the configuration."""
 
     def num_bytes(self, tp_size: int, pp_size: int, pp_rank: int) -> int:
         """Of what a rank of stage `pp_rank` keeps."""
@@ -246,6 +260,7 @@ class KeptShare:
             share = self._share(match[1], int(match[2]), rest, kept, tp_size)
             if share is not None:
                 found[name] = self._sized(kept, *share)
+        self._drop_experts(found)
         for names in _TOGETHER:
             self._drop_alone(found, names)
         if self.model.layout is None:
@@ -267,7 +282,11 @@ class KeptShare:
         layout = self.model.layout
         if layout is None:
             return self._own_share(rest, kept, tp_size)
-        if "experts." in rest or parent != layout.layers.rpartition(".")[2]:
+        if parent != layout.layers.rpartition(".")[2]:
+            return None
+        if _EXPERT.fullmatch(f".{rest}"):
+            return self._expert_share(layout, layer, rest, kept, tp_size)
+        if kept.stacked > 1:
             return None
         name = f"{layout.layers}.{layer}.{rest}"
         if name.removesuffix(".weight") in layout.read or any(
@@ -284,6 +303,23 @@ class KeptShare:
             return size, kept.inputs
         return None if size % kept.unit else (kept.outputs, size)
 
+    def _expert_share(
+        self, layout: ModelLayout, layer: int, rest: str, kept: KeptMatrix, tp_size: int
+    ) -> tuple[int, int] | None:
+        """The same of experts. A rank has some of them: what it has of all is said as the outputs
+        that it has of each in the mean."""
+        name = f"{layout.layers}.{layer}."
+        mixture = next((one for one in layout.mixtures if one.name.startswith(name)), None)
+        match = _EXPERT.fullmatch(f".{rest}")
+        if mixture is None or match is None:
+            return None
+        groups = layout.expert_groups(tp_size, self.ep_size)
+        ranks = tp_size // groups
+        if (match[1] or match[2]) not in _DOWN:
+            return kept.stacked * kept.outputs // tp_size, kept.inputs
+        inputs = kept.inputs // ranks
+        return None if inputs % kept.unit else (kept.stacked * kept.outputs // groups, inputs)
+
     def _own_share(self, rest: str, kept: KeptMatrix, tp_size: int) -> tuple[int, int] | None:
         """The same of our own models."""
         matrix = rest.split(".")[-2]
@@ -294,6 +330,20 @@ class KeptShare:
             heads = self.model.num_kv_heads
             return kept.outputs * self.model.local_kv_heads(tp_size) // heads, kept.inputs
         return kept.outputs // tp_size, kept.inputs
+
+    def _drop_experts(self, found: dict[str, _Sized]) -> None:
+        """Of the experts of a layer all are kept, or none: take out those of which others aren't,
+        before the gate or behind it."""
+        sides: dict[tuple[str, bool], list[str]] = {}
+        for name in self.files.names:
+            if match := _EXPERT.fullmatch(name):
+                owner = name.rpartition(".experts.")[0]
+                is_down = (match[1] or match[2]) in _DOWN
+                sides.setdefault((owner, is_down), []).append(name)
+        for names in sides.values():
+            if not all(name in self.files.kept for name in names):
+                for name in names:
+                    found.pop(name, None)
 
     def _drop_alone(self, found: dict[str, _Sized], names: tuple[str, ...]) -> None:
         """Of the matrices `names` of a module, which form one product, take out those whose

@@ -8,17 +8,20 @@
 #pragma once
 
 #include "elementwise.h"
+#include "grouped.h"
 #include "linear.h"
 
 namespace manta::MANTA_ISA {
 
 constexpr int64_t kSumBytes = 1 << 19;  // of a thread's sums, if more than a panel of them: L2
 constexpr int64_t kTasksPerThread = 2;
+constexpr int64_t kAloneSums = 1 << 14;  // so few are added by one thread
 
 struct GatheredRows;
 struct GateAndUp;
 struct DownRows;
 struct ExpertSums;
+struct Middle;
 
 template <class T>
 T* own_rows(uint32_t* memory) { return reinterpret_cast<T*>(memory); }
@@ -101,6 +104,44 @@ void experts(const Experts& a) {
     const int64_t first = task * each * kPanel;
     sum_columns<T>(a, first, at_most(each * kPanel, a.size - first));
   });
+}
+
+// Quantized experts: block after block, each product by all threads. Some columns of the sums belong
+// to one thread, as above.
+template <class T>
+void grouped_experts(const GroupedExperts& a) {
+  constexpr int64_t unit = static_cast<int64_t>(sizeof(uint32_t) / sizeof(T));
+  for (int64_t b = 0; b < a.num_blocks; b++) {
+    const ExpertBlock& block = a.blocks[b];
+    const int64_t rows = block.end - block.begin;
+    T* x = own_rows<T>(own_memory<GatheredRows>(divided_up(rows * a.size, unit)));
+    T* found = own_rows<T>(own_memory<GateAndUp>(divided_up(rows * 2 * a.inner, unit)));
+    T* middle = own_rows<T>(own_memory<Middle>(divided_up(rows * a.inner, unit)));
+    float* downs = own_rows<float>(own_memory<DownRows>(rows * a.size));
+    for (int64_t row = 0; row < rows; row++) {
+      const T* from = static_cast<const T*>(a.x) + a.tokens[block.begin + row] * a.x_stride;
+      __builtin_memcpy(x + row * a.size, from, static_cast<size_t>(a.size) * sizeof(T));
+    }
+    const GroupedParts &up = a.ups[block.expert], &down = a.downs[block.expert];
+    grouped_linear<T>({a.type, x, a.size, a.short_inputs, up.parts, up.count, nullptr, found,
+                       2 * a.inner, false, rows, a.size, a.threads});
+    silu_mul<T>({a.type, found, middle, rows, a.inner, a.inner, a.threads});
+    grouped_linear<T>({a.type, middle, a.inner, a.short_inputs, down.parts, down.count, nullptr, downs,
+                       a.size, true, rows, a.inner, a.threads});
+    const int64_t all = rows * a.size;
+    run_tasks(panels(a.size), all < kAloneSums ? 1 : a.threads, [&](int64_t panel) {
+      const int64_t first = panel * kPanel, width = at_most(kPanel, a.size - first);
+      for (int64_t row = 0; row < rows; row++) {
+        float* sum = a.y + a.tokens[block.begin + row] * a.size + first;
+        const float* part = downs + row * a.size + first;
+        const V by = set1(a.by[block.begin + row]);
+        for (int64_t i = 0; i < width; i += kLanes) {
+          const int64_t n = width - i;
+          store_part(sum + i, fma(by, load_part(part + i, n), load_part(sum + i, n)), n);
+        }
+      }
+    });
+  }
 }
 
 }  // namespace manta::MANTA_ISA

@@ -35,6 +35,7 @@ const Kernels& kernels() {
       .rope = [](const Rope& a) { MANTA_BY_TYPE(a.type, rope<T>(a)); },
       .silu_mul = [](const SiluMul& a) { MANTA_BY_TYPE(a.type, silu_mul<T>(a)); },
       .experts = [](const Experts& a) { MANTA_BY_TYPE(a.type, experts<T>(a)); },
+      .grouped_experts = [](const GroupedExperts& a) { MANTA_BY_TYPE(a.type, grouped_experts<T>(a)); },
       .sample = sample,
       .logprobs = logprobs,
   };

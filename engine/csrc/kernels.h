@@ -137,6 +137,28 @@ struct Experts {
   int threads;
 };
 
+// Quantized matrices one below the other.
+struct GroupedParts {
+  const GroupedMatrix* parts;
+  int64_t count;
+};
+
+// The same for quantized experts. The sums are added to `y`.
+struct GroupedExperts {
+  Type type;
+  const void* x;  // [num_tokens, size], stride x_stride
+  int64_t x_stride;
+  bool short_inputs;                 // see GroupedLinear
+  const GroupedParts *ups, *downs;  // of each expert [2 * inner, size] and [size, inner]
+  const ExpertBlock* blocks;         // in the order of the experts
+  int64_t num_blocks;
+  const int64_t* tokens;  // [rows]: a sorted row's token
+  const float* by;        // [rows]: its expert's weight
+  float* y;               // [num_tokens, size], contiguous
+  int64_t size, inner;
+  int threads;
+};
+
 // How a row's token is chosen, as in engine/sampling/features/draw.py.
 enum class Draw : int8_t { greedy, full, nucleus, top_k };
 
@@ -180,6 +202,7 @@ struct Kernels {
   void (*rope)(const Rope&);
   void (*silu_mul)(const SiluMul&);
   void (*experts)(const Experts&);
+  void (*grouped_experts)(const GroupedExperts&);
   void (*sample)(const Sample&);
   void (*logprobs)(const Logprobs&);
 };

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,9 +10,21 @@ from torch import Tensor, nn
 
 from engine.layers.expert_counts import ExpertCounts
 from engine.layers.expert_share import ExpertShare
-from engine.layers.linear_kernel import NativeKernel
+from engine.layers.linear_kernel import GroupedKernel, LinearKernel, NativeKernel
 from engine.layers.weight_format import WeightFormat
 from engine.native.library import require_kernels
+
+_KERNELS = "manta_kernels"
+
+
+def set_kernels(module: Any, name: str, kernels: Sequence[LinearKernel]) -> None:
+    """Give a mixture its parameter `name` as the products of each expert of the rank. What stands
+    for it is of its type, takes no memory, and is zero."""
+    nothing = torch.zeros((), dtype=getattr(module, name).dtype).expand(len(kernels), 1, 1)
+    weight = nn.Parameter(nothing, False)
+    weight._is_hf_initialized = True  # type: ignore[attr-defined]
+    setattr(module, name, weight)
+    setattr(module, _KERNELS, {**getattr(module, _KERNELS, {}), name: list(kernels)})
 
 
 class Experts:
@@ -24,38 +37,57 @@ class Experts:
     """
 
     def __init__(self, module: Any, form: WeightFormat, share: ExpertShare) -> None:
-        """The module's matrices, which are those of `share`, are taken from it."""
+        """The module's matrices or products (`set_kernels`), which are those of `share`, are taken
+        from it."""
         self._module, self.share = module, share
         self.counts: ExpertCounts | None = None
         """Set: added to by whoever calls, but by a `Mixture` itself."""
         up = "gate_up_proj" if module.has_gate else "up_proj"
-        self._up = [self._kernel(up, number, form) for number in range(share.count)]
-        self._down = [self._kernel("down_proj", number, form) for number in range(share.count)]
+        dtype = getattr(module, up).dtype
+        made: dict[str, list[LinearKernel]] = module.__dict__.pop(_KERNELS, {})
+        self._up, self._down = (
+            made.get(name) or [self._kernel(name, number, form) for number in range(share.count)]
+            for name in (up, "down_proj")
+        )
         for name in (up, "down_proj"):
             setattr(module, name, None)
-        self.weights = self._in_one_call()
+        self.weights = self._in_one_call(dtype)
         """All matrices for one call of our kernels; None: each expert is multiplied on its own."""
 
-    def _in_one_call(self) -> Any:
+    def _in_one_call(self, dtype: torch.dtype) -> Any:
         """For experts in our kernels' form whose gate is silu(gate) * up, gate first, as random
         input shows."""
         module = self._module
-        ups = [up.packed for up in self._up if isinstance(up, NativeKernel) and up.bias is None]
-        downs = [down.packed for down in self._down if isinstance(down, NativeKernel)]
         norm = getattr(module, "has_post_expert_norm", False)  # older versions lack it
-        if len(ups) < len(self._up) or not module.has_gate or module.has_bias or norm:
+        weights = None if not module.has_gate or module.has_bias or norm else self._weights()
+        if weights is None:
             return None
-        inner = self._up[0].out_size // 2
         generator = torch.Generator().manual_seed(0)
-        sample = (torch.randn((8, 2 * inner), generator=generator) * 8).to(ups[0].dtype)
+        sample = (torch.randn((8, 2 * weights.inner), generator=generator) * 8).to(dtype)
         kernels = require_kernels()
         with torch.no_grad():
             wanted, found = module._apply_gate(sample), kernels.silu_and_mul(sample)
         if wanted.shape != found.shape or not torch.allclose(wanted, found, atol=1e-2, rtol=1e-2):
             return None
-        return kernels.ExpertWeights(ups, downs, inner)
+        return weights
 
-    def _kernel(self, name: str, number: int, form: WeightFormat) -> Any:
+    def _weights(self) -> Any:
+        """All matrices; None: some are plain, and some are quantized."""
+        kernels, count = require_kernels(), self.share.count
+        ups = [up.packed for up in self._up if isinstance(up, NativeKernel)]
+        downs = [down.packed for down in self._down if isinstance(down, NativeKernel)]
+        if len(ups) == len(downs) == count:
+            return kernels.ExpertWeights(ups, downs, downs[0].shape[1])
+        both = [
+            [kernel for kernel in side if isinstance(kernel, GroupedKernel)]
+            for side in (self._up, self._down)
+        ]
+        if not all(len(side) == count for side in both):
+            return None
+        short = both[0][0].short_inputs
+        return kernels.ExpertWeights(*([one.weights for one in side] for side in both), short)
+
+    def _kernel(self, name: str, number: int, form: WeightFormat) -> LinearKernel:
         weight = getattr(self._module, name).data[number]
         if self._module.is_transposed:
             weight = weight.t()

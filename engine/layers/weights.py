@@ -79,6 +79,13 @@ class CheckpointSource(WeightSource):
         """All of the tensor `name`, on the device: in the type that it has in the file, or in this
         source's dtype if it is quantized there. Raises `ConfigError` if it is missing."""
 
+    def quantized_of(
+        self, part: MatrixSlice, number: int, *, is_transposed: bool
+    ) -> Grouped | None:
+        """As `quantized`, of one of the matrices that are stacked as the tensor `part.name`,
+        [matrices, out, in], or [matrices, in, out] if `is_transposed`."""
+        return None
+
 
 class SafetensorsSource(CheckpointSource):
     """The *.safetensors files of a Hugging Face model folder, single or sharded.
@@ -139,6 +146,17 @@ class SafetensorsSource(CheckpointSource):
     def quantized(self, part: MatrixSlice) -> Grouped | None:
         reader = self._reader_of(part)
         return None if reader is None else reader.grouped(*_part_of(part))
+
+    def quantized_of(
+        self, part: MatrixSlice, number: int, *, is_transposed: bool
+    ) -> Grouped | None:
+        reader = self._quantized.get(self._stored(part.name))
+        if reader is None or getattr(reader.matrix, "is_transposed", False) != is_transposed:
+            return None
+        sizes = (part.out_size, part.in_size)
+        found, wanted = reader.matrix.shape, sizes[::-1] if is_transposed else sizes
+        self._check(part.name, found, (*found[:-2], *wanted))
+        return reader.grouped_of(number, *_part_of(part))
 
     def float8(self, part: MatrixSlice) -> Float8Groups | None:
         reader = self._reader_of(part)

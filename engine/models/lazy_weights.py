@@ -7,7 +7,7 @@ the checkpoint's names alone; a tensor is then read and converted with the other
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
     WeightConverter,
     WeightRenaming,
     dot_natural_key,
@@ -47,6 +49,8 @@ class LazyWeights:
         self._groups: dict[str, Group] = {}
         self._origins: dict[str, list[str]] = {}
         """The checkpoint's tensors that are what the model has, but for their names."""
+        self._stacks: dict[str, dict[str, list[str]]] = {}
+        """The checkpoint's tensors that rules merge to what the model has, by pattern."""
         self._done: dict[str, Tensor] = {}
         """Tensors whose group was read because of another one."""
         if isinstance(source, CheckpointSource):
@@ -89,6 +93,46 @@ class LazyWeights:
             return found
         return None
 
+    def quantized_expert(
+        self, name: str, number: int, rows: Sequence[range], columns: range, *, is_transposed: bool
+    ) -> list[Grouped] | None:
+        """`rows` and `columns` of an expert's matrix [out, in], from top to bottom, as they are
+        quantized in the checkpoint. The model has all experts' matrices as `name`, [experts, out,
+        in], or [experts, in, out] if `is_transposed`. None: they are to be `read`."""
+        source = self._source
+        if name not in self._groups or isinstance(source, DummySource):
+            return None
+        _, *sizes = self._wanted[name].shape
+        out_size, in_size = sizes[::-1] if is_transposed else sizes
+        is_whole = columns == range(in_size)
+        if not is_whole and list(rows) != [range(out_size)]:
+            return None
+        origins = self._origins.get(name, ())
+        beside = list(origins[:1]) if len(origins) == 1 else self._merged(name, number)
+        if not beside or out_size % len(beside) or (is_transposed and not origins):
+            return None
+        height, found = out_size // len(beside), []
+        for part in rows:
+            for place, origin in enumerate(beside):
+                start = max(part.start - place * height, 0)
+                stop = min(part.stop - place * height, height)
+                if start >= stop:
+                    continue
+                along = (0, start, stop - start) if is_whole else (1, columns.start, len(columns))
+                matrix = MatrixSlice(origin.removesuffix(".weight"), height, in_size, *along)
+                if origins:
+                    groups = source.quantized_of(matrix, number, is_transposed=is_transposed)
+                else:
+                    groups = source.quantized(matrix)
+                if groups is None or not has_kernel(groups):
+                    return None
+                found.append(groups)
+        return found
+
+    def drop(self, name: str) -> None:
+        """Count `name` as read."""
+        del self._groups[name]
+
     def tied_to(self, name: str) -> str | None:
         """The weight that `name` is read as, because the checkpoint lacks it and the two are one;
         None: `name` is read itself."""
@@ -109,6 +153,25 @@ class LazyWeights:
     def _is_dummy(self) -> bool:
         return isinstance(self._source, DummySource)
 
+    def _merged(self, name: str, number: int) -> list[str]:
+        """The checkpoint's matrices that lie one below the other in an expert's part of `name`; []
+        if it isn't made so."""
+        rule, stacks = self._groups[name], self._stacks.get(name, {})
+        if not isinstance(rule, WeightConverter) or list(rule.target_patterns)[1:]:
+            return []
+        lists = [stacks.get(pattern, []) for pattern in rule.source_patterns]
+        merge, *rest = rule.operations
+        is_merged = type(merge) is MergeModulelist and merge.dim == 0
+        if len(lists) > 1:
+            is_merged &= len(rest) == 1 and type(rest[0]) is Concatenate and rest[0].dim == 1
+        else:
+            is_merged &= not rest
+        count = len(self._wanted[name])
+        if not is_merged or any(len(names) != count for names in lists):
+            return []
+        found = [names[number] for names in lists]
+        return found if all(origin.endswith(".weight") for origin in found) else []
+
     def _match(self, names: Iterable[str]) -> None:
         """Put the checkpoint's tensors into groups, as transformers' own loading does."""
         rules = get_model_conversion_mapping(self._model)
@@ -125,6 +188,8 @@ class LazyWeights:
             rule = WeightRenaming(name, target) if pattern is None else by_pattern[pattern]
             if pattern is None:
                 self._origins.setdefault(target, []).append(name)
+            else:
+                self._stacks.setdefault(target, {}).setdefault(pattern, []).append(name)
             group = self._groups.setdefault(target, deepcopy(rule))
             group.add_tensor(target, name, pattern or name, partial(self._read, name, target))
 

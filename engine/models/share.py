@@ -13,6 +13,9 @@ from engine.checkpoint.layout import Cut, MixtureCut, ModelLayout, Part, rank_ca
 from engine.device.distributed import ParallelState
 from engine.errors import ConfigError
 from engine.layers.expert_share import ExpertShare
+from engine.layers.experts import is_experts, set_kernels
+from engine.layers.linear_kernel import LinearKernel
+from engine.layers.weight_format import WeightFormat
 from engine.models.cuts import localize, take_ranges
 from engine.models.lazy_weights import LazyWeights
 from engine.models.linears import set_groups
@@ -71,10 +74,12 @@ class Share:
         progress: Callable[[int, int], None] | None = None,
         *,
         keeps_groups: bool = False,
+        experts_form: WeightFormat | None = None,
     ) -> None:
         """Read the weights of a pruned `model`; `progress(done, total)` after each layer. What no
         checkpoint has, such as frequencies of rotations, is made on the CPU as transformers does.
         `keeps_groups`: linears of layers keep quantized weights as they are (`groups_of`).
+        `experts_form`: experts keep them, too, as products of this form (`set_kernels`).
 
         Raises `ConfigError` if the checkpoint doesn't fit.
         """
@@ -98,7 +103,14 @@ class Share:
             own = [name for name in names if name.startswith(prefix) and name not in apart]
             if keeps_groups:
                 own = [name for name in own if not self._keep_groups(model, weights, name)]
+            experts = []
+            if experts_form is not None:
+                experts = [name for name in own if _is_of_experts(model, name)]
+                own = [name for name in own if name not in experts]
             self._read(model, weights, own)
+            for name in experts:  # their biases are there
+                if not self._keep_experts(model, weights, name, experts_form):
+                    self._read(model, weights, [name])
             if progress is not None:
                 progress(done, len(inner))
         for linear in model.modules():
@@ -164,6 +176,32 @@ class Share:
         set_groups(linear, groups, linear.weight.dtype)
         return True
 
+    def _keep_experts(
+        self, model: Any, weights: LazyWeights, name: str, form: WeightFormat | None
+    ) -> bool:
+        """Whether a mixture now has its parameter `name` as products with quantized matrices, those
+        of the rank's experts and its part of each."""
+        owner, _, attribute = name.rpartition(".")
+        module: Any = model.get_submodule(owner)
+        shape, pieces = getattr(module, attribute).shape, dict(self._pieces.get(name, ()))
+        numbers, first, second = (pieces.get(dim, [range(size)]) for dim, size in enumerate(shape))
+        rows, columns = (second, first) if module.is_transposed else (first, second)
+        if form is None or name in self._cuts or len(columns) != 1:
+            return False
+        biases: Any = getattr(module, f"{attribute}_bias") if module.has_bias else None
+        kernels: list[LinearKernel] = []
+        for number in (number for run in numbers for number in run):
+            parts = weights.quantized_expert(
+                name, number, rows, columns[0], is_transposed=module.is_transposed
+            )
+            if parts is None:
+                return False
+            bias = None if biases is None else biases.data[len(kernels)].contiguous()
+            kernels.append(form.grouped(parts, bias))
+        weights.drop(name)
+        set_kernels(module, attribute, kernels)
+        return True
+
     def _keep(self, model: Any, name: str, value: Tensor) -> None:
         """Put this rank's part of a parameter or a buffer into the model."""
         owner, _, attribute = name.rpartition(".")
@@ -220,6 +258,13 @@ class NoHead(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = _no_weight()
+
+
+def _is_of_experts(model: Any, name: str) -> bool:
+    """Whether it is the matrices of a mixture."""
+    owner, _, attribute = name.rpartition(".")
+    module = model.get_submodule(owner)
+    return is_experts(module) and attribute in ("gate_up_proj", "up_proj", "down_proj")
 
 
 def _runs(numbers: list[int]) -> list[range]:

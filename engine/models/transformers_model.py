@@ -270,7 +270,15 @@ class TransformersModel:
             keeps = source.format.keeps_groups and all(
                 layer.call.latent_of is None for layer in self.attention_layers
             )
-            self._share.fill(model, weights, self.device, progress, keeps_groups=keeps)
+            packs_experts = source.format.keeps_groups and self.device.type == "cpu"
+            self._share.fill(
+                model,
+                weights,
+                self.device,
+                progress,
+                keeps_groups=keeps,
+                experts_form=source.format if packs_experts else None,
+            )
             table = self._tie(model, source.format)
             has_rounded = isinstance(source.format, QuantizedFormat)
             if not has_rounded:  # before the matrices of latents are packed for nothing

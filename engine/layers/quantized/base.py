@@ -45,6 +45,11 @@ class MatrixReader(ABC, Generic[M]):
         if the part cuts through groups."""
         return None
 
+    def grouped_of(self, number: int, rows: range, columns: range) -> Grouped | None:
+        """The same of one of stacked matrices, of which `rows` are outputs, whichever way they
+        lie."""
+        return None
+
     def float8(self, rows: range, columns: range) -> Float8Groups | None:
         """The same for float8 numbers (e4m3)."""
         return None

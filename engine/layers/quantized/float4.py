@@ -31,16 +31,30 @@ class Float4Reader(MatrixReader[Float4Matrix]):
 
     def grouped(self, rows: range, columns: range) -> Grouped | None:
         """In steps of half a scale, which is exact."""
-        matrix, block = self.matrix, self.matrix.block
-        is_cut = bool(columns.start % block or columns.stop % block)
-        if len(matrix.shape) != 2 or matrix.is_transposed or is_cut:
+        matrix = self.matrix
+        if len(matrix.shape) != 2 or matrix.is_transposed:
             return None
-        numbers, scales = self._read((rows,), outer(columns, block))
+        return self._grouped((rows,), columns)
+
+    def grouped_of(self, number: int, rows: range, columns: range) -> Grouped | None:
+        if len(self.matrix.shape) != 3:
+            return None
+        return self._grouped((range(number, number + 1), rows), columns)
+
+    def _grouped(self, rows: Box, columns: range) -> Grouped | None:
+        block = self.matrix.block
+        if columns.start % block or columns.stop % block:
+            return None
+        numbers, scales = self._read(rows, outer(columns, block))
         steps = [int(2 * value) for value in _VALUES]
         places = [_CENTER + step for step in steps] + [_CENTER - step for step in steps]
         table = torch.tensor(places, dtype=torch.uint8, device=numbers.device)
         return Grouped(
-            look_up(table, numbers.flatten(1)), _BITS, _CENTER, block, (scales / 2).contiguous()
+            look_up(table, numbers.flatten(0, -3).flatten(1)),
+            _BITS,
+            _CENTER,
+            block,
+            (scales / 2).flatten(0, -2).contiguous(),
         )
 
     def _read(self, rows: Box, blocks: range) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,7 @@ by expert."""
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,12 +19,14 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from engine.device.distributed import ParallelState
 from engine.layers.expert_counts import ExpertCounts
 from engine.layers.expert_share import ExpertShare
-from engine.layers.experts import Experts, Mixture
+from engine.layers.experts import Experts, Mixture, set_kernels
 from engine.layers.grouped_experts import GroupedExperts
-from engine.layers.weight_format import NativeFormat, PlainFormat
+from engine.layers.linear_kernel import GroupedKernel, NativeKernel
+from engine.layers.weight_format import NativeFormat, PlainFormat, QuantizedFormat
 from engine.models.cuts import take_ranges
 from engine.models.mixture_cuts import mixture_cut
-from tests.support.kernels import load_kernels, torch_threads
+from engine.native.compiler import ISA_FLAGS
+from tests.support.kernels import instruction_set, load_kernels, torch_threads
 
 ALL = ExpertShare(range(6), 6, ParallelState.single())
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_local_experts": 6}
@@ -156,6 +159,75 @@ def test_one_call_is_the_same_sum(dtype: torch.dtype, threads: int) -> None:
                 for i in range(tokens)
             ]
             assert all(torch.equal(row, found[i : i + 1]) for i, row in enumerate(alone))
+
+
+@pytest.fixture(params=tuple(ISA_FLAGS))
+def every_isa(request: pytest.FixtureRequest) -> Iterator[None]:
+    with instruction_set(request.param):
+        yield
+
+
+@pytest.mark.usefixtures("every_isa")
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_quantized_experts_are_one_call(dtype: torch.dtype, bits: int) -> None:
+    """Their sums are those of experts by themselves, whatever else is in the batch."""
+    module, form = make("gated", dtype), QuantizedFormat(bits)
+    fused, apart = (Experts(copy.deepcopy(module), form, ALL) for _ in range(2))
+    assert all(type(kernel) is GroupedKernel for kernel in (*fused._up, *fused._down))
+    assert fused.weights is not None
+    apart.weights = None
+    for tokens in (0, 1, 7, 600):  # more than a block of an expert
+        hidden, chosen, weights = routes(tokens, dtype)
+        chosen[tokens // 2 :, 1] = 6  # no expert's number
+        found, wanted = fused(hidden, chosen, weights), apart(hidden, chosen, weights)
+        tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+        torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance)
+        for threads in (1, 2):
+            with torch_threads(threads):
+                again = fused(hidden[: tokens // 2], chosen[: tokens // 2], weights[: tokens // 2])
+            assert torch.equal(again, found[: tokens // 2])
+        mixture = Mixture(torch.randn(6, 32).to(dtype), 2, True, fused)
+        assert mixture.forward(hidden).shape == hidden.shape
+
+
+def test_quantized_and_plain_experts_are_multiplied_apart() -> None:
+    """As where a rank's part of what is behind the gates cuts through groups."""
+    load_kernels()
+    module = make("gated", torch.float32)
+    wanted = Experts(copy.deepcopy(module), QuantizedFormat(8), ALL)
+    form = QuantizedFormat(8)
+    set_kernels(module, "gate_up_proj", [form.linear(w, None) for w in module.gate_up_proj.data])
+    mixed = Experts(module, NativeFormat(), ALL)
+    assert mixed.weights is None and type(mixed._down[0]) is NativeKernel
+    given = routes(9, torch.float32)
+    torch.testing.assert_close(mixed(*given), wanted(*given), atol=0.05, rtol=0.05)
+
+
+def test_the_kernel_refuses_quantized_experts_that_do_not_fit() -> None:
+    kernels = load_kernels()
+
+    def matrix(out: int, inputs: int) -> list[Any]:
+        kernel = QuantizedFormat(8).linear(torch.ones(out, inputs), None)
+        assert isinstance(kernel, GroupedKernel)
+        return kernel.weights
+
+    ups, downs = [matrix(64, 32)], [matrix(32, 32)]
+    by = kernels.ExpertWeights(ups, downs, False)
+    assert by.inner == 32
+    chosen, weights = torch.zeros(3, 1, dtype=torch.long), torch.ones(3, 1)
+    assert kernels.experts(torch.ones(3, 32), chosen, weights, by).shape == (3, 32)
+    with pytest.raises(RuntimeError, match=r"x must be \[rows, 32\]"):
+        kernels.experts(torch.ones(3, 48), chosen, weights, by)
+    with pytest.raises(RuntimeError, match="there are 1 ups and 2 downs"):
+        kernels.ExpertWeights(ups, downs * 2, False)
+    with pytest.raises(RuntimeError, match="experts have no matrices"):
+        kernels.ExpertWeights([[]], downs, False)
+    for wrong in ([matrix(32, 32)], [matrix(64, 32) * 2]):
+        with pytest.raises(RuntimeError, match="expert 0 has other sizes"):
+            kernels.ExpertWeights(wrong, downs, False)
+    with pytest.raises(RuntimeError, match="expert 1 has other sizes"):
+        kernels.ExpertWeights(ups * 2, [*downs, matrix(32, 48)], False)
 
 
 @pytest.mark.parametrize("normalized", [True, False])

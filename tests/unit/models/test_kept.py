@@ -23,7 +23,7 @@ from engine.worker.sizing.estimate import stage_weight_bytes
 from tests.support.gguf_files import keep_folders_in, write_gguf
 from tests.support.kernels import load_kernels
 from tests.support.models import make_model
-from tests.support.quantized import make_forms, write
+from tests.support.quantized import make_forms, write, write_experts_float4
 
 SIZES: dict[str, Any] = {
     "hidden_size": 256,
@@ -97,7 +97,7 @@ def assert_is_calculated(model: Path, splits: Any = SPLITS, **keys: Any) -> None
         given = {"model": str(model), "tp_size": tp_size, "pp_size": pp_size, **keys}
         config = make_worker_config(EngineConfig(**given, max_model_len=128).resolve())
         for stage in range(pp_size):
-            parallel = ParallelState(0, tp_size, stage, pp_size)
+            parallel = ParallelState(0, tp_size, stage, pp_size, ep_size=keys.get("ep_size"))
             calculated, real = stage_weight_bytes(config, parallel), taken(config, parallel)
             assert calculated == pytest.approx(real, rel=0.15), (tp_size, pp_size, stage, keys)
 
@@ -118,6 +118,7 @@ def by_name(tensor: str) -> Kind:
         ("Phi3ForCausalLM", {}, Kind.Q8_0, "bfloat16"),
         ("Gemma3ForCausalLM", GEMMA, Kind.Q5_K, "float32"),
         ("Qwen3MoeForCausalLM", EXPERTS, Kind.Q4_0, "float32"),
+        ("MixtralForCausalLM", {"num_local_experts": 4}, by_name, "bfloat16"),
     ],
 )
 def test_gguf(arch: str, changes: dict[str, Any], kind: Any, dtype: str, tmp_path: Path) -> None:
@@ -133,6 +134,23 @@ def test_safetensors(name: str, tmp_path: Path) -> None:
     quantized, _ = write(made, make_forms()[name], tmp_path)
     for keys in ({}, {"quantization": "int8"}):
         assert_is_calculated(quantized, SPLITS[:2], dtype="float32", kernels="cpu", **keys)
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq", "ct-w4", "gptq-order", "fp8-blocks"])
+def test_experts(name: str, tmp_path: Path) -> None:
+    """Whole ones, and parts of them."""
+    made = make_model(tmp_path / "model", "Qwen3MoeForCausalLM", **SIZES, **EXPERTS)
+    quantized, _ = write(made, make_forms()[name], tmp_path)
+    assert_is_calculated(quantized, SPLITS[:2], dtype="float32", kernels="cpu")
+    assert_is_calculated(quantized, SPLITS[1:2], dtype="float32", kernels="cpu", ep_size=1)
+
+
+def test_stacked_experts(tmp_path: Path) -> None:
+    keys = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 64}
+    made = make_model(tmp_path / "model", "GptOssForCausalLM", **SIZES, **keys)
+    quantized, _ = write_experts_float4(made, tmp_path)
+    assert_is_calculated(quantized, dtype="float32", kernels="cpu")
+    assert_is_calculated(quantized, SPLITS[1:2], dtype="float32", kernels="cpu", ep_size=1)
 
 
 def test_what_is_kept_is_said(tmp_path: Path) -> None:
