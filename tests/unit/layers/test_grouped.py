@@ -440,7 +440,7 @@ def test_predictions_of_the_carried_model_agree(
     """benchmarks/quality.py publishes this for more positions."""
     dtype = "bfloat16" if kernels.isa() in ("avx512bf16", "amx") else "float32"
     before = predictions(str(CARRIED), 1500, dtype=dtype, kernels="cpu")
-    quality = compare(str(CARRIED), dtype, form, before)
+    quality = compare(str(CARRIED), dtype, form, "auto", before)
     assert quality.positions == 1500
     assert quality.agreement >= agreement
     assert quality.logprob_difference < difference
