@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from engine.checkpoint.model_config import ModelConfig
@@ -322,3 +323,11 @@ def changed(config: WorkerConfig, **changes: Any) -> WorkerConfig:
     changes.setdefault("kernels", engine.kernel_choice(config.kernels.layers))
     resolved = replace(config.resolved, engine=engine, **of_resolved)
     return replace(config, resolved=resolved, **{k: changes[k] for k in changes if k in own})
+
+
+def leave_ranks_alone(patch: pytest.MonkeyPatch) -> None:
+    """Ranks that are loaded here have no others: what these would add is not there."""
+    patch.setattr(ParallelState, "all_reduce", lambda self, x: x)
+    patch.setattr(
+        ParallelState, "all_gather_last_dim", lambda self, x: torch.cat([x] * self.tp_size, -1)
+    )

@@ -22,7 +22,7 @@ from engine.worker.auto_config import make_worker_config
 from tests.support.engines import engine_for, greedy_reference, load_reference, reference_logprobs
 from tests.support.gguf_files import keep_folders_in, write_gguf
 from tests.support.kernels import load_kernels
-from tests.support.models import make_model
+from tests.support.models import leave_ranks_alone, make_model
 from tests.support.quantized import make_forms, write, write_experts_float4
 
 CPU = torch.device("cpu")
@@ -53,13 +53,7 @@ def folders(tmp_path: Path) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         keep_folders_in(tmp_path / "made", patch)
         patch.setattr("engine.checkpoint.model_config.read_layout", recording.record)
-        # Ranks that are loaded here have no others.
-        patch.setattr(ParallelState, "all_reduce", lambda self, x: x)
-        patch.setattr(
-            ParallelState,
-            "all_gather_last_dim",
-            lambda self, x: torch.cat([x] * self.tp_size, -1),
-        )
+        leave_ranks_alone(patch)
         yield
 
 
