@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.checkpoint.layout import AttentionCall, sees_windows
+from engine.device.huge_pages import zeros_in_huge_pages
 from engine.errors import ConfigError
 
 _FP8 = torch.float8_e4m3fn
@@ -80,12 +81,11 @@ class MHATokenToKVPool:
             if call.kv_of is not None:
                 self._layers.append(self._layers[call.kv_of])
                 continue
-            keys = torch.zeros((rows, call.num_kv_heads, call.k_dim), dtype=dtype, device=device)
+            keys = _zeros((rows, call.num_kv_heads, call.k_dim), dtype, device)
             if call.latent_of is not None:
                 values = keys[..., : call.v_dim]
             else:
-                shape = (rows, call.num_kv_heads, call.v_dim)
-                values = torch.zeros(shape, dtype=dtype, device=device)
+                values = _zeros((rows, call.num_kv_heads, call.v_dim), dtype, device)
             self._layers.append(LayerKV(keys, values))
 
     def change_windows(self, pages: Tensor, window_pages: Tensor) -> None:
@@ -138,3 +138,9 @@ class MHATokenToKVPool:
 def _to_fp8(x: Tensor) -> Tensor:
     """`x` as float8. It is clamped first: the conversion makes NaN of numbers beyond the range."""
     return x.clamp(-_FP8_MAX, _FP8_MAX).to(_FP8)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type == "cpu":
+        return zeros_in_huge_pages(shape, dtype)
+    return torch.zeros(shape, dtype=dtype, device=device)

@@ -73,10 +73,11 @@ struct Attend {
     const int64_t units = a.k_dim / kPerUnit<C>;
     for (int64_t j = 0; j < kBlock; j += kLanes) {
       if (j >= keys.count) break;
+      const P* rows[kLanes];
+      for (int i = 0; i < kLanes; i++)
+        rows[i] = pool + keys.slots[j + i < keys.count ? j + i : keys.count - 1] * key_stride;
       transpose_units(units, tile.keys + j, kBlock, [&](int i, int64_t first) {
-        const int64_t key = j + i < keys.count ? j + i : keys.count - 1;
-        const P* row = pool + keys.slots[key] * key_stride + first * kPerUnit<C>;
-        return read_units<C>(row, a.k_dim - first * kPerUnit<C>);
+        return read_units<C>(rows[i] + first * kPerUnit<C>, a.k_dim - first * kPerUnit<C>);
       });
     }
   }
@@ -201,24 +202,26 @@ struct Attend {
 #pragma GCC unroll 4
       for (int v = 0; v < N; v++)
         sums[m][v] = load(tile.sums[row + m] + d + v * kLanes) * set1(tile.fade[row + m]);
-    const int64_t left = a.v_dim - d;
-    for (int64_t j = keys.first; j < keys.count; j++) {
-      const Q* value = values + offset(j, d);
-      V numbers[N];
-      if (left >= N * kLanes) {
+    const int64_t left = a.v_dim - d, count = keys.count;
+    const float* weights = tile.scores[row];
+    const auto add = [&](auto whole) {
+      for (int64_t j = keys.first; j < count; j++) {
+        const Q* value = values + offset(j, d);
+        V numbers[N];
 #pragma GCC unroll 4
-        for (int v = 0; v < N; v++) numbers[v] = load_as_float(value + v * kLanes);
-      } else {
         for (int v = 0; v < N; v++)
-          numbers[v] = v * kLanes < left ? load_part(value + v * kLanes, left - v * kLanes) : zero();
-      }
+          numbers[v] = whole.value ? load_as_float(value + v * kLanes)
+              : v * kLanes < left  ? load_part(value + v * kLanes, left - v * kLanes)
+                                   : zero();
 #pragma GCC unroll 8
-      for (int m = 0; m < M; m++) {
-        const V weight = set1(tile.scores[row + m][j]);
+        for (int m = 0; m < M; m++) {
+          const V weight = set1(weights[m * kBlock + j]);
 #pragma GCC unroll 4
-        for (int v = 0; v < N; v++) sums[m][v] = fma(weight, numbers[v], sums[m][v]);
+          for (int v = 0; v < N; v++) sums[m][v] = fma(weight, numbers[v], sums[m][v]);
+        }
       }
-    }
+    };
+    left >= N * kLanes ? add(std::true_type()) : add(std::false_type());
 #pragma GCC unroll 8
     for (int m = 0; m < M; m++)
 #pragma GCC unroll 4
@@ -240,11 +243,15 @@ struct Attend {
     if (keys.copied)
       return add_values<M>(tile, row, keys, tile.values[0],
                            [](int64_t j, int64_t d) { return j * kMaxDim + d; });
-    const P* pool = values_of(head);
-    add_values<M>(tile, row, keys, pool, [&](int64_t j, int64_t d) {
-      fetch(heads, ahead);
-      return keys.slots[j] * value_stride + d;
+    // Copies, which the compiler keeps in registers: nothing that is written can change them.
+    const int32_t* slots = keys.slots;
+    const int64_t stride = value_stride;
+    Ahead here = ahead;
+    add_values<M>(tile, row, keys, values_of(head), [&](int64_t j, int64_t d) {
+      fetch(heads, here);
+      return slots[j] * stride + d;
     });
+    ahead = here;
   }
 
   template <class F, int M = kRows>
@@ -271,21 +278,23 @@ struct Attend {
   // Software prefetch of the next piece of keys and of values. It runs one block ahead, beside each
   // key: in bursts it would stall. In the order of the memory: then the processor's own follows.
   void fetch(Heads heads, Ahead& ahead) const {
-    if (ahead.key >= ahead.count) return;
-    const int64_t slot = ahead.slots[ahead.key];
-    const P* key = keys_of(heads.first) + slot * key_stride;
-    const P* value = values_of(heads.first) + slot * value_stride;
-    const char* k = reinterpret_cast<const char*>(key + ahead.piece * ahead.key_size);
-    const char* v = reinterpret_cast<const char*>(value + ahead.piece * kPanel);
-    for (int64_t b = 0; b < ahead.key_size * static_cast<int64_t>(sizeof(P)); b += 64)
-      __builtin_prefetch(k + b, 0, 2);
-    if (!in_keys)
-      for (int64_t b = 0; b < kPanel * static_cast<int64_t>(sizeof(P)); b += 64)
-        __builtin_prefetch(v + b, 0, 2);
-    if (++ahead.piece == ahead.pieces) {
-      ahead.piece = 0;
-      ahead.key++;
+    if (ahead.pieces == 0) {
+      if (ahead.count == 0) return;
+      ahead.count--;
+      const int64_t slot = *ahead.slots++;
+      ahead.key = reinterpret_cast<const char*>(keys_of(heads.first) + slot * key_stride);
+      ahead.value = reinterpret_cast<const char*>(values_of(heads.first) + slot * value_stride);
+      ahead.pieces = ahead.slot_pieces;
     }
+    constexpr int64_t kBytes = kPanel * sizeof(P);
+#pragma GCC unroll 4
+    for (int64_t b = 0; b < kBytes; b += 64) __builtin_prefetch(ahead.key + b, 0, 2);
+    if (!in_keys)
+#pragma GCC unroll 4
+      for (int64_t b = 0; b < kBytes; b += 64) __builtin_prefetch(ahead.value + b, 0, 2);
+    ahead.key += kBytes;
+    ahead.value += kBytes;
+    ahead.pieces--;
   }
 
   const int32_t* slots_of(const Step& step) const {
@@ -315,8 +324,7 @@ struct Attend {
       Keys keys{slots, key < low ? low - key : 0, left < kBlock ? left : kBlock};
       Ahead ahead = next;
       if (left > kBlock) ahead = {slots + kBlock, left < 2 * kBlock ? left - kBlock : kBlock};
-      ahead.pieces = (heads.count * a.v_dim + kPanel - 1) / kPanel;
-      ahead.key_size = heads.count * a.k_dim / ahead.pieces;
+      ahead.slot_pieces = (heads.count * a.v_dim + kPanel - 1) / kPanel;
       for (int64_t h = 0; h < heads.count; h++) {
         const int64_t row = h * rows, head = heads.first + h;
         read_keys(keys, head, tile);

@@ -47,8 +47,8 @@ struct Heads {
 struct Ahead {
   const int32_t* slots = nullptr;
   int64_t count = 0;
-  int64_t key = 0, piece = 0;  // where it stands
-  int64_t pieces = 1, key_size = 0;  // pieces of a slot, and elements of a key's
+  int64_t slot_pieces = 1, pieces = 0;  // of a slot, and how many of this one are left
+  const char *key = nullptr, *value = nullptr;  // the next piece of either
 };
 
 // A block's keys by their slots. No query of the step sees those before `first`: their values may be

@@ -339,10 +339,15 @@ inline __attribute__((always_inline)) void transpose_units(
     int64_t units, uint32_t* to, int64_t stride, Read read) {
   for (int64_t first = 0; first < units; first += kLanes) {
     V block[kLanes];
+#pragma GCC unroll 16
     for (int i = 0; i < kLanes; i++) block[i] = read(i, first);
     transpose(block);
-    const int64_t n = units - first < kLanes ? units - first : kLanes;
-    for (int64_t i = 0; i < n; i++) storeu(to + (first + i) * stride, as_unit(block[i]));
+    if (units - first >= kLanes) {
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; i++) storeu(to + (first + i) * stride, as_unit(block[i]));
+    } else {
+      for (int64_t i = 0; i < units - first; i++) storeu(to + (first + i) * stride, as_unit(block[i]));
+    }
   }
 }
 
