@@ -73,6 +73,10 @@ class AttentionBackend(ABC):
     supports_sampled_queries: ClassVar[bool] = False
     """Whether `forward_sampled` works."""
 
+    can_be_recorded: ClassVar[bool] = False
+    """Whether calls of `forward` may be repeated for other steps of the same shape: they read the
+    step from the arrays of the batch that `init_forward` got."""
+
     rotates: ClassVar[bool] = False
     """Whether `forward_rotating` works."""
 

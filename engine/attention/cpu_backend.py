@@ -51,6 +51,7 @@ class CpuAttentionBackend(AttentionBackend):
     """One call for all rows of a step, extend and decode, straight from the pool."""
 
     supports_sampled_queries = True
+    can_be_recorded = True
 
     def __init__(self, inputs: AttentionInputs) -> None:
         """Raises `ConfigError` if the library of kernels is not there."""

@@ -25,6 +25,14 @@ namespace {
 
 using at::Tensor;
 
+}  // namespace
+}  // namespace manta
+
+#include "recording.h"
+
+namespace manta {
+namespace {
+
 struct Isa {
   const char* name;
   bool here;  // whether this processor has it
@@ -99,6 +107,13 @@ const Kernels& kernels() {
 std::string isa() {
   kernels();
   return chosen->name;
+}
+
+// `args` for as many threads as torch has now.
+template <class Args>
+Args on_threads(Args args) {
+  args.threads = at::get_num_threads();
+  return args;
 }
 
 // Of numbers that are computed with; 8 bits are for pools only.
@@ -191,12 +206,11 @@ Tensor linear(const Tensor& x, const Tensor& packed, const c10::optional<Tensor>
               packed.scalar_type());
   TORCH_CHECK(!bias || (bias->is_contiguous() && bias->numel() == out &&
                         bias->scalar_type() == x.scalar_type()), "a bias must be like x, [out]");
-  Tensor y = at::empty({x.size(0), out}, as_float ? x.options().dtype(at::kFloat) : x.options());
+  Tensor y = Recording::empty({x.size(0), out}, as_float ? x.options().dtype(at::kFloat) : x.options());
   const Linear linear{type_of(x), x.data_ptr(), x.stride(0), packed.data_ptr(),
                       bias ? bias->data_ptr() : nullptr, y.data_ptr(), out, as_float, x.size(0),
-                      x.size(1), out, at::get_num_threads()};
-  pybind11::gil_scoped_release release;
-  kernels().linear(linear);
+                      x.size(1), out, 0};
+  Recording::run_long([=] { kernels().linear(on_threads(linear)); }, {&x, &packed, bias ? &*bias : &x});
   return y;
 }
 
@@ -206,10 +220,14 @@ const int64_t* index(const Tensor& x, int64_t size) {
   return x.data_ptr<int64_t>();
 }
 
-const int64_t* index_below(const Tensor& x, int64_t size, int64_t end) {
-  const int64_t* ids = index(x, size);
+void check_below(const int64_t* ids, int64_t size, int64_t end) {
   for (int64_t i = 0; i < size; i++)
     TORCH_CHECK(ids[i] >= 0 && ids[i] < end, "an index is ", ids[i], ", not in [0, ", end, ")");
+}
+
+const int64_t* index_below(const Tensor& x, int64_t size, int64_t end) {
+  const int64_t* ids = index(x, size);
+  check_below(ids, size, end);
   return ids;
 }
 
@@ -318,13 +336,17 @@ Tensor linear_grouped(const Tensor& x, const std::vector<const GroupedWeight*>& 
   check_rows(x, in);
   TORCH_CHECK(!bias || (bias->is_contiguous() && bias->numel() == out &&
                         bias->scalar_type() == x.scalar_type()), "a bias must be like x, [out]");
-  Tensor y = at::empty({x.size(0), out}, as_float ? x.options().dtype(at::kFloat) : x.options());
+  Tensor y = Recording::empty({x.size(0), out}, as_float ? x.options().dtype(at::kFloat) : x.options());
   if (x.size(0) == 0) return y;
-  const GroupedLinear linear{type_of(x), x.data_ptr(), x.stride(0), short_inputs, parts.data(),
+  const GroupedLinear linear{type_of(x), x.data_ptr(), x.stride(0), short_inputs, nullptr,
                              static_cast<int64_t>(parts.size()), bias ? bias->data_ptr() : nullptr,
-                             y.data_ptr(), out, as_float, x.size(0), in, at::get_num_threads()};
-  pybind11::gil_scoped_release release;
-  kernels().grouped_linear(linear);
+                             y.data_ptr(), out, as_float, x.size(0), in, 0};
+  auto call = [linear, parts = std::move(parts)] {
+    GroupedLinear now = on_threads(linear);
+    now.parts = parts.data();
+    kernels().grouped_linear(now);
+  };
+  Recording::run_long(std::move(call), {&x, bias ? &*bias : &x});
   return y;
 }
 
@@ -393,20 +415,24 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor
   TORCH_CHECK(table.scalar_type() == at::kInt && table.is_contiguous() && table.dim() == 2,
               "the table must be int32 [rows, positions]");
   const int64_t batch = requests.numel();
-  Tensor out = at::empty({tokens, heads * v_dim}, q.options());
+  Tensor out = Recording::empty({tokens, heads * v_dim}, q.options());
   const bool in_8_bits = k_pool.scalar_type() == at::kFloat8_e4m3fn;
   const Attention args{type_of(q), in_8_bits ? Type::f8 : type_of(k_pool), q.data_ptr(),
                        k.data_ptr(), v.data_ptr(), q.stride(0), k.stride(0), v.stride(0),
                        out.data_ptr(), k_pool.data_ptr(), v_pool.data_ptr(),
-                       index_below(slots, new_tokens, k_pool.size(0)), table.data_ptr<int32_t>(),
-                       table.size(1), index_below(requests, batch, table.size(0)),
-                       index(starts, batch + 1), index(lengths, batch), new_tokens, batch, heads,
-                       kv_heads, k_dim, v_dim, window, chunk, static_cast<float>(scale),
-                       static_cast<float>(softcap), sinks ? sinks->data_ptr<float>() : nullptr,
-                       at::get_num_threads()};
-  check_steps(args.starts, args.lengths, batch, tokens, table.size(1));
-  pybind11::gil_scoped_release release;
-  kernels().attention(args);
+                       index(slots, new_tokens), table.data_ptr<int32_t>(), table.size(1),
+                       index(requests, batch), index(starts, batch + 1), index(lengths, batch),
+                       new_tokens, batch, heads, kv_heads, k_dim, v_dim, window, chunk,
+                       static_cast<float>(scale), static_cast<float>(softcap),
+                       sinks ? sinks->data_ptr<float>() : nullptr, 0};
+  const auto call = [args, tokens, end = k_pool.size(0), rows = table.size(0)] {
+    check_below(args.slots, args.new_tokens, end);
+    check_below(args.requests, args.batch, rows);
+    check_steps(args.starts, args.lengths, args.batch, tokens, args.table_width);
+    kernels().attention(on_threads(args));
+  };
+  Recording::run_long(call, {&q, &k, &v, &k_pool, &v_pool, &slots, &table, &requests, &starts,
+                             &lengths, sinks ? &*sinks : &q});
   return out;
 }
 
@@ -416,10 +442,10 @@ Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
   const int64_t size = x.size(-1), heads = x.dim() == 3 ? x.size(1) : 1;
   TORCH_CHECK(x.stride(-1) == 1 && weight.is_contiguous() && weight.numel() == size &&
                   weight.scalar_type() == x.scalar_type(), "x and the weight don't fit");
-  Tensor y = at::empty(x.sizes(), x.options());
-  kernels().norm({type_of(x), x.data_ptr(), x.stride(0), x.dim() == 3 ? x.stride(1) : 0, nullptr,
-                  weight.data_ptr(), y.data_ptr(), x.size(0), heads, size, static_cast<float>(eps),
-                  at::get_num_threads()});
+  Tensor y = Recording::empty(x.sizes(), x.options());
+  const Norm norm{type_of(x), x.data_ptr(), x.stride(0), x.dim() == 3 ? x.stride(1) : 0, nullptr,
+                  weight.data_ptr(), y.data_ptr(), x.size(0), heads, size, static_cast<float>(eps), 0};
+  Recording::run([=] { kernels().norm(on_threads(norm)); }, {&x, &weight});
   return y;
 }
 
@@ -430,9 +456,9 @@ void add_rms_norm_(const Tensor& x, const Tensor& residual, const Tensor& weight
                   x.sizes() == residual.sizes() && residual.scalar_type() == x.scalar_type() &&
                   weight.is_contiguous() && weight.numel() == x.size(1) &&
                   weight.scalar_type() == x.scalar_type(), "x, residual and weight don't fit");
-  kernels().norm({type_of(x), x.data_ptr(), x.stride(0), 0, residual.data_ptr(), weight.data_ptr(),
-                  x.data_ptr(), x.size(0), 1, x.size(1), static_cast<float>(eps),
-                  at::get_num_threads()});
+  const Norm norm{type_of(x), x.data_ptr(), x.stride(0), 0, residual.data_ptr(), weight.data_ptr(),
+                  x.data_ptr(), x.size(0), 1, x.size(1), static_cast<float>(eps), 0};
+  Recording::run([=] { kernels().norm(on_threads(norm)); }, {&x, &residual, &weight});
 }
 
 void rotate_(const Tensor& positions, const Tensor& q, const Tensor& k, const Tensor& cos_sin) {
@@ -442,9 +468,13 @@ void rotate_(const Tensor& positions, const Tensor& q, const Tensor& k, const Te
     TORCH_CHECK(cos_sin.scalar_type() == at::kFloat && cos_sin.is_contiguous() &&
                     cos_sin.dim() == 2 && cos_sin.size(1) == x.size(2),
                 "cos_sin must be float32 [positions, dim]");
-    kernels().rope({type_of(x), x.data_ptr(), x.stride(0), x.stride(1),
-                    index_below(positions, x.size(0), cos_sin.size(0)), cos_sin.data_ptr<float>(),
-                    x.size(0), x.size(1), x.size(2)});
+    const Rope rope{type_of(x), x.data_ptr(), x.stride(0), x.stride(1), index(positions, x.size(0)),
+                    cos_sin.data_ptr<float>(), x.size(0), x.size(1), x.size(2)};
+    const auto call = [rope, end = cos_sin.size(0)] {
+      check_below(rope.positions, rope.tokens, end);
+      kernels().rope(rope);
+    };
+    Recording::run(call, {&x, &positions, &cos_sin});
   }
 }
 
@@ -453,9 +483,9 @@ Tensor silu_and_mul(const Tensor& gate_up) {
   TORCH_CHECK(gate_up.dim() == 2 && gate_up.is_contiguous() && gate_up.size(1) % 2 == 0,
               "gate_up must be [rows, 2 * size], contiguous");
   const int64_t size = gate_up.size(1) / 2;
-  Tensor y = at::empty({gate_up.size(0), size}, gate_up.options());
-  kernels().silu_mul({type_of(gate_up), gate_up.data_ptr(), y.data_ptr(), y.size(0), size, size,
-                      at::get_num_threads()});
+  Tensor y = Recording::empty({gate_up.size(0), size}, gate_up.options());
+  const SiluMul mul{type_of(gate_up), gate_up.data_ptr(), y.data_ptr(), y.size(0), size, size, 0};
+  Recording::run([=] { kernels().silu_mul(on_threads(mul)); }, {&gate_up});
   return y;
 }
 
@@ -524,6 +554,14 @@ PYBIND11_MODULE(manta_cpu_kernels, m) {
   m.def("isa", &manta::isa, "The instruction set in use.");
   m.def("available", &manta::available, "Instruction sets of this processor, the best first.");
   m.def("use", &manta::use, "Use another one (for tests).");
+  pybind11::class_<manta::Recording, std::shared_ptr<manta::Recording>>(m, "Recording")
+      .def(pybind11::init<>())
+      .def("begin", &manta::Recording::begin)
+      .def("end", &manta::Recording::end)
+      .def("replay", &manta::Recording::replay)
+      .def_property_readonly("others", &manta::Recording::others)
+      .def_property_readonly("num_calls", &manta::Recording::num_calls)
+      .def_property_readonly("num_bytes", &manta::Recording::num_bytes);
   m.def("pack", &manta::pack);
   m.def("linear", &manta::linear);
   m.def("unpack_rows", &manta::unpack_rows);

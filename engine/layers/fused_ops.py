@@ -52,6 +52,10 @@ class CpuOps(FusedOps):
         """Raises `ConfigError` if the library is not there."""
         self._kernels: Any = require_kernels()
 
+    def new_recording(self) -> Any:
+        """An empty `Recording` (engine/csrc/recording.h) for calls of the library's kernels."""
+        return self._kernels.Recording()
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         out: Tensor = self._kernels.rms_norm(x, weight, eps)
         return out

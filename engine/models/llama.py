@@ -15,11 +15,12 @@ from engine.device.distributed import ParallelState
 from engine.layers.activation import SiluAndMul
 from engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from engine.layers.expert_counts import ExpertCounts
-from engine.layers.fused_ops import FusedOps
+from engine.layers.fused_ops import CpuOps, FusedOps
 from engine.layers.layernorm import RMSNorm
 from engine.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from engine.layers.rotary import RotaryEmbedding, StepRope
 from engine.layers.weights import WeightSource
+from engine.models.recorded_decodes import RecordedDecodes
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -187,6 +188,9 @@ class LlamaModel:
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, fused)
         self.head = ParallelLMHead(*size, parallel) if parallel.is_last_stage else None
+        self.recorded: RecordedDecodes | None = None
+        if self.layers and isinstance(fused, CpuOps) and parallel.tp_size == 1:
+            self.recorded = RecordedDecodes(self._run_layers, fused)
 
     def load(
         self, source: WeightSource, progress: Callable[[int, int], None] | None = None
@@ -239,6 +243,21 @@ class LlamaModel:
             hidden = hidden.clone()  # the caller owns it; fused norms add to it in place
         if hidden is None:
             raise ValueError("a later pipeline stage needs the previous stage's hidden states")
+        if self.recorded is not None and not only_sampled:
+            done = self.recorded(hidden, batch, backend)
+            if done is not None:
+                return done
+        hidden, residual = self._run_layers(hidden, batch, backend, only_sampled)
+        return hidden if residual is None else hidden.add_(residual)
+
+    def _run_layers(
+        self,
+        hidden: Tensor,
+        batch: ForwardBatch,
+        backend: AttentionBackend,
+        only_sampled: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The output and the residual behind the last layer, as `DecoderLayer` returns them."""
         rope = self.rotary.lookup(batch.positions, self.dtype)
         residual: Tensor | None = None
         for layer in self.layers:
@@ -248,7 +267,7 @@ class LlamaModel:
             )
             if batch.mark is not None:
                 batch.mark()
-        return hidden if residual is None else hidden.add_(residual)
+        return hidden, residual
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         """The norm behind the last layer: [N, hidden] -> [N, hidden], new. Last stage only."""

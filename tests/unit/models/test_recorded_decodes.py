@@ -1,0 +1,106 @@
+"""Decodes on CPU run as recordings, and give what the layers give one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.models.recorded_decodes import MAX_ROWS, RecordedDecodes
+from engine.protocol.sampling_params import SamplingParams
+from engine.protocol.step import GenerationBatchResult
+from engine.worker.step_queue import StepQueue
+from engine.worker.tp_worker import TpModelWorker
+from tests.support.kernels import torch_threads
+from tests.support.models import make_model
+from tests.support.worker_driver import Steps, drain, make_worker, params, run_step
+
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", {}),
+    "biases": ("Qwen2ForCausalLM", {}),
+    "norms": ("Qwen3ForCausalLM", {"tie_word_embeddings": True}),
+    "window": ("MistralForCausalLM", {"sliding_window": 7}),
+}
+TARGETS = (1, 3, 3, 5, 2, 7, 7, 7, 1, 1, 4, 24, 24, 24, 2, 2)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    with torch_threads(1):
+        yield
+
+
+def worker_of(folder: Path, dtype: str = "float32") -> TpModelWorker:
+    return make_worker(folder, dtype=dtype, attention_backend="cpu")
+
+
+def recorded_of(worker: TpModelWorker) -> RecordedDecodes:
+    recorded = worker.runner.model.recorded  # type: ignore[attr-defined]
+    assert isinstance(recorded, RecordedDecodes)
+    return recorded
+
+
+def results(worker: TpModelWorker, seed: int = 0) -> list[GenerationBatchResult]:
+    steps, queue, found = Steps(params, seed=seed), StepQueue(worker), []
+    for target in TARGETS:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            found += run_step(queue, steps.next(target)[0], None)
+    return found + drain(queue)
+
+
+def same(ours: list[GenerationBatchResult], theirs: list[GenerationBatchResult]) -> bool:
+    return len(ours) == len(theirs) and all(
+        (a.step, list(a.next_token_ids), str(a.logprobs))
+        == (b.step, list(b.next_token_ids), str(b.logprobs))
+        for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_are_the_same(kind: str, dtype: str, tmp_path: Path) -> None:
+    arch, changes = KINDS[kind]
+    folder = make_model(tmp_path / "model", arch, vocab_size=211, **changes)
+    worker, plain = worker_of(folder, dtype), worker_of(folder, dtype)
+    recorded_of(plain).lack = "switched off by the test"
+    assert same(results(worker), results(plain))
+    assert {1, 2, 3, 7, 24} <= set(recorded_of(worker).sizes) and not recorded_of(worker).lack
+    assert not recorded_of(plain).sizes
+
+
+def test_another_kv_cache(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model", "LlamaForCausalLM", vocab_size=211)
+    worker = worker_of(folder)
+    results(worker, seed=1)
+    assert recorded_of(worker).sizes
+    worker.runner.resize_kv_cache(worker.num_kv_tokens)
+    assert same(results(worker), results(worker_of(folder)))
+
+
+def test_layers_that_use_torch_run_as_they_are(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model", "LlamaForCausalLM", vocab_size=211)
+    worker, plain = worker_of(folder), worker_of(folder)
+    for each in (worker, plain):
+        mlp = each.runner.model.layers[0].mlp  # type: ignore[attr-defined]
+        act = mlp.act
+        mlp.act = lambda x, act=act: act(x).sigmoid()
+    recorded_of(plain).lack = "switched off by the test"
+    assert same(results(worker), results(plain))
+    assert recorded_of(worker).lack == "the layers use aten::sigmoid"
+    assert not recorded_of(worker).sizes
+
+
+def test_larger_batches_run_as_they_are(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model", "LlamaForCausalLM", vocab_size=211)
+    rows = MAX_ROWS + 2
+    worker = make_worker(folder, attention_backend="cpu", max_running_requests=rows)
+    greedy = Steps(lambda _: SamplingParams(temperature=0.0), max_requests=rows)
+    queue = StepQueue(worker)
+    for _ in range(12):
+        run_step(queue, greedy.next(rows)[0], None)
+    drain(queue)
+    assert not set(recorded_of(worker).sizes) & {rows, rows - 1}
