@@ -42,13 +42,15 @@ test-fast: install-dev
 	$(BIN)/python -m pytest -q $(addprefix tests/unit/,scheduler kvcache sampling protocol speculative \
 		test_layout.py)
 
-# All tests that start no server: some four minutes on 2 cores.
+# All tests that start no server, each file in one of two processes: some eight minutes on 2 cores.
+# The kernels are built before: that takes minutes, which no test's time limit allows for.
 test-unit: install-dev
-	$(BIN)/python -m pytest tests/unit benchmarks/tests -q
+	-$(BIN)/python -m engine.native.build
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/unit benchmarks/tests -q
 
-# Everything that needs nothing but Python, real processes included: at most 15 minutes.
-test: install-dev
-	$(BIN)/python -m pytest tests benchmarks/tests -q --ignore=tests/extended --ignore=tests/chaos \
+# Everything that needs nothing but Python, real processes included, one test at a time.
+test: test-unit
+	$(BIN)/python -m pytest tests -q --ignore=tests/unit --ignore=tests/extended --ignore=tests/chaos \
 		--ignore=tests/models
 
 # What takes longer or needs more: a clean environment, Debian packages. Installs what it needs.

@@ -17,12 +17,14 @@ SAMPLING = "tests/unit/scheduler/test_overlap_sampling.py"
 DRAFTS = "tests/unit/speculative/test_draft_pitfalls.py"
 WINDOWS = "tests/unit/kvcache/test_window_pages.py"
 GRAPHS = "tests/unit/worker/test_decode_graphs.py"
+RECORDED = "tests/unit/models/test_recorded_decodes.py"
 
 COMMITTER = "engine/scheduler/committer.py"
 DELAYED_SAMPLE = "engine/scheduler/delayed_sample.py"
 FUTURE_MAP = "engine/worker/future_map.py"
 GRAMMAR = "engine/constraints/grammar.py"
 PENALTIES = "engine/sampling/features/penalties.py"
+RECORDED_DECODES = "engine/models/recorded_decodes.py"
 REQUESTS = "engine/scheduler/requests.py"
 RUNNING_BATCH = "engine/scheduler/running_batch.py"
 SCHEDULER = "engine/scheduler/scheduler.py"
@@ -442,5 +444,30 @@ MUTATIONS = [
             "_padded(batch.out_cache_loc, size, 0)",
             "_padded(batch.out_cache_loc, size, 576)",
         ),
+    ),
+    # Recorded decodes
+    *(
+        mutation(
+            RECORDED, "test_tokens_are_the_same", "same", Edit(RECORDED_DECODES, guard, "pass")
+        )
+        for guard in (
+            "self.hidden.copy_(hidden)",
+            "mine.positions.copy_(batch.positions)",
+            "mine.out_cache_loc.copy_(batch.out_cache_loc)",
+            "mine.req_pool_indices_cpu[:] = batch.req_pool_indices_cpu",
+            "mine.seq_lens_cpu[:] = batch.seq_lens_cpu",
+        )
+    ),
+    mutation(
+        RECORDED,
+        "test_another_kv_cache",
+        "same",
+        Edit(RECORDED_DECODES, "backend is not self._backend", "self._backend is None"),
+    ),
+    mutation(
+        RECORDED,
+        "test_layers_that_use_torch_run_as_they_are",
+        "same",
+        Edit(RECORDED_DECODES, "if calls.others:", "if False:"),
     ),
 ]
