@@ -280,6 +280,11 @@ class GroupedWeight {
     TORCH_CHECK(panel_ == kernels().panel, "the matrix was packed for another instruction set");
   }
 
+  void keep() const {
+    for (const Tensor* part : {&numbers_, &high_, &scales_, &scale_codes_, &mins_, &min_codes_})
+      Recording::keep(*part);
+  }
+
   int64_t num_bytes() const {
     int64_t bytes = 0;
     for (const Tensor* part : {&numbers_, &high_, &scales_, &scale_codes_, &mins_, &min_codes_})
@@ -329,6 +334,7 @@ Tensor linear_grouped(const Tensor& x, const std::vector<const GroupedWeight*>& 
   const int64_t in = weights[0]->matrix.in;
   for (const GroupedWeight* weight : weights) {
     weight->check();
+    weight->keep();
     TORCH_CHECK(weight->matrix.in == in, "the matrices differ in their inputs");
     parts.push_back(weight->matrix);
     out += weight->matrix.out;

@@ -49,6 +49,13 @@ class Recording : public std::enable_shared_from_this<Recording> {
     return current ? current->take(sizes, options) : at::empty(sizes, options);
   }
 
+  // Keeps the memory of a tensor as long as the thread's recording, if there is one. (Its own is there
+  // anyway: a tensor in it that it kept would keep the recording.)
+  static void keep(const Tensor& tensor) {
+    if (current && tensor.defined() && !current->owns(tensor.storage().data()))
+      current->kept_.push_back(tensor);
+  }
+
   // Makes a call, and notes it. `of`: the tensors whose memory it uses.
   template <class F>
   static void run(F call, std::initializer_list<const Tensor*> of) {
@@ -71,8 +78,7 @@ class Recording : public std::enable_shared_from_this<Recording> {
   static void note(F call, std::initializer_list<const Tensor*> of) {
     if (!current) return;
     current->calls_.push_back(std::move(call));
-    for (const Tensor* tensor : of)
-      if (!current->owns(tensor->data_ptr())) current->kept_.push_back(*tensor);
+    for (const Tensor* tensor : of) keep(*tensor);
   }
 
   static std::unique_ptr<at::ObserverContext> saw(const at::RecordFunction& function) {

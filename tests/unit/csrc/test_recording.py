@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -105,6 +107,22 @@ def test_what_it_uses_is_kept(kernels: Any) -> None:
     assert same_bits(x, expected) and hidden.shape == (ROWS, SIZE)
     del recording
     assert same_bits(x, expected)
+
+
+def test_a_recording_ends_with_its_last_tensor(kernels: Any) -> None:
+    freed: list[int] = []
+    numbers = np.ones(8, np.float32)
+    weakref.finalize(numbers, freed.append, 1)
+    weight = torch.from_numpy(numbers)
+    recording = kernels.Recording()
+    recording.begin()
+    x = kernels.rms_norm(torch.ones(2, 8), weight, 1e-5)
+    y = kernels.rms_norm(x[:0], weight, 1e-5)  # has no memory, but its storage is the recording's
+    recording.end()
+    del numbers, weight, recording, x
+    assert not freed and y.shape == (0, 8)
+    del y
+    assert freed
 
 
 def test_operators_of_torch_are_named(kernels: Any) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import mmap
 import re
 from pathlib import Path
 
 import pytest
 import torch
 
+from engine.device import huge_pages
 from engine.device.huge_pages import zeros_in_huge_pages
 
 SMAPS = Path("/proc/self/smaps")
@@ -42,3 +44,13 @@ def test_small_ones_are_of_torch() -> None:
     made = zeros_in_huge_pages((3, 0, 64), torch.float32)
     assert made.shape == (3, 0, 64)
     assert not zeros_in_huge_pages((3, 64), torch.bfloat16).any()
+
+
+def test_a_kernel_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mmap(mmap.mmap):
+        def madvise(self, *_: int) -> None:
+            raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(huge_pages.mmap, "mmap", Mmap)
+    made = zeros_in_huge_pages((70_000, 3, 64), torch.bfloat16)
+    assert made.shape == (70_000, 3, 64) and not made.any()
