@@ -1,8 +1,9 @@
 """Products with quantized matrices on one GPU, beside those of bfloat16.
 
-Matrices have the shapes of an 8B. Each product is repeated over so many matrices that they can't
-stay in the card's cache, in one CUDA graph, so that the host doesn't count. What fails is a note
-beside the other figures, which are written nevertheless. Under a minute on an H200:
+Matrices have the shapes of an 8B, and of the experts of two mixtures. Each product is repeated over
+so many matrices that they can't stay in the card's cache, in one CUDA graph, so that the host
+doesn't count. What fails is a note beside the other figures, which are written nevertheless. Under
+a minute on an H200:
 
     python benchmarks/gpu_quantized.py --save
     python benchmarks/gpu_quantized.py --sweep --save           # other tiles, too
@@ -29,6 +30,7 @@ from torch import Tensor
 from benchmarks.common import REPO_ROOT, finish, print_table, save_result
 from benchmarks.gpu_bench.card import describe, release, seconds_per_call
 from benchmarks.load.arguments import positive
+from engine.layers.gpu_experts import GpuExperts
 from engine.layers.gpu_kernel import FUSED_ROWS, GpuKernel
 from engine.layers.gpu_tile import TILES, Tile
 from engine.layers.gpu_weight import LANES, GpuWeight, Kind
@@ -40,6 +42,8 @@ ROWS = (1, 16, 64, 256, 2048)
 CACHE_BYTES = 1 << 28
 """More than the largest GPUs keep."""
 MAX_COPIES = 16
+ROUTINGS = 8
+"""Of a mixture, one after the other: each has other experts."""
 SECONDS = 0.02
 """Of a measurement."""
 SWEPT = (
@@ -66,6 +70,27 @@ FORMS = {
     "8 bits, by output": Form(Kind.WHOLE8, 0, 128),
     "FP8, groups of 128": Form(Kind.FLOAT8, 128, 0),
 }
+
+
+class MixtureShape(NamedTuple):
+    """One of the two products of each expert."""
+
+    name: str
+    experts: int
+    per_token: int
+    outputs: int
+    inputs: int
+
+
+MIXTURES = (
+    MixtureShape("gpt-oss-20b, up", 32, 4, 5760, 2880),
+    MixtureShape("Qwen3-30B-A3B, up", 128, 8, 1536, 2048),
+    MixtureShape("Qwen3-30B-A3B, down", 128, 8, 2048, 768),
+)
+EXPERT_FORMS = {
+    "float4, groups of 32": Form(Kind.FLOAT4, 32, 0),
+    "FP8, groups of 128": FORMS["FP8, groups of 128"],
+}
 T = TypeVar("T")
 DENSE, TINYGEMM = "bfloat16", "torch's 4 bits"
 
@@ -78,6 +103,7 @@ class Report:
     budget_s: float
     started_at: float = field(default_factory=time.monotonic)
     rows: list[dict[str, object]] = field(default_factory=list)
+    mixtures: list[dict[str, object]] = field(default_factory=list)
     sweep: list[dict[str, object]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -169,6 +195,10 @@ def main(argv: list[str] | None = None) -> bool:
     for shape in shapes:
         measure_shape(shape, rows, report)
         release(device)
+    tiny = MixtureShape("tiny", 4, 2, 64, 256)
+    for mixture in [tiny] if args.quick else MIXTURES:
+        measure_mixture(mixture, rows, report)
+        release(device)
     if args.sweep:
         for shape in shapes[1:3] or shapes:
             sweep(shape, rows, report)
@@ -178,6 +208,7 @@ def main(argv: list[str] | None = None) -> bool:
     figures: dict[str, object] = {
         "card": describe(device),
         "products": report.rows,
+        "mixtures": report.mixtures,
         "sweep": report.sweep,
         "notes": report.notes,
         "seconds": time.monotonic() - report.started_at,
@@ -262,16 +293,65 @@ def make_kernel(form: Form, shape: tuple[int, int], device: torch.device) -> Gpu
     return GpuKernel([make_weight(form, shape, device)], None)
 
 
-def make_weight(form: Form, shape: tuple[int, int], device: torch.device) -> GpuWeight:
+def make_weight(
+    form: Form, shape: tuple[int, int], device: torch.device, matrices: int = 1
+) -> GpuWeight:
     """Random numbers and scales."""
     outputs, inputs = shape
-    chunks = -(-inputs // form.kind.chunk)
+    chunks = -(-inputs // form.kind.chunk) * matrices
     words = torch.randint(-(2**31), 2**31, (chunks, outputs, LANES), device=device)
     if form.kind is Kind.FLOAT8:
         words &= 0x77777777  # without the two codes that are no numbers
-    groups = inputs // form.group if form.group else 1
-    scales = torch.rand((groups, outputs), device=device).half() * 0.01
-    return GpuWeight(form.kind, words.int(), inputs, form.center, form.group, scales, None)
+    groups = -(-inputs // form.group) if form.group else 1
+    scales = torch.rand((groups * matrices, outputs), device=device).half() * 0.01
+    parts = form.kind, words.int(), inputs, form.center, form.group, scales, None, matrices
+    return GpuWeight(*parts)
+
+
+def measure_mixture(mixture: MixtureShape, tokens: Sequence[int], report: Report) -> None:
+    """Products of rows with their experts, in bfloat16 and in `EXPERT_FORMS`."""
+    device, shape = report.device, (mixture.outputs, mixture.inputs)
+    # Their values don't matter: as few random numbers as possible.
+    dense = torch.empty((mixture.experts, *shape), device=device, dtype=torch.bfloat16)
+    dense.copy_(torch.randn(shape, device=device))
+    packed = {
+        name: GpuExperts(make_weight(form, shape, device, mixture.experts), None)
+        for name, form in EXPERT_FORMS.items()
+    }
+    for num_tokens in tokens:
+        x = torch.randn(num_tokens * mixture.per_token, mixture.inputs, device=device).bfloat16()
+        ends = [routing(mixture, num_tokens).to(device) for _ in range(ROUTINGS)]
+        runs: dict[str, Callable[[int], object]] = {DENSE: partial(dense_experts, dense, x, ends)}
+        runs |= {name: partial(packed_experts, made, x, ends) for name, made in packed.items()}
+        for name, run in runs.items():
+            what = f"{mixture.name}, {name}, {num_tokens} tokens"
+            seconds = report.time_of(what, run, ROUTINGS)
+            report.mixtures.append(
+                {
+                    "mixture": mixture.name,
+                    "matrix": name,
+                    "experts": mixture.experts,
+                    "per_token": mixture.per_token,
+                    "outputs": mixture.outputs,
+                    "inputs": mixture.inputs,
+                    "tokens": num_tokens,
+                    "us": None if seconds is None else seconds * 1e6,
+                }
+            )
+
+
+def routing(mixture: MixtureShape, num_tokens: int) -> Tensor:
+    """Where each expert's rows end, when every token goes to some at random."""
+    chosen = torch.rand(num_tokens, mixture.experts).argsort(1)[:, : mixture.per_token]
+    return chosen.flatten().bincount(minlength=mixture.experts).cumsum(0).int()
+
+
+def dense_experts(matrices: Tensor, x: Tensor, ends: list[Tensor], number: int) -> None:
+    F.grouped_mm(x, matrices.transpose(1, 2), offs=ends[number])
+
+
+def packed_experts(experts: GpuExperts, x: Tensor, ends: list[Tensor], number: int) -> None:
+    experts(x, ends[number])
 
 
 def tinygemm(shape: tuple[int, int], report: Report) -> list[tuple[Tensor, Tensor]]:
@@ -334,6 +414,16 @@ def print_report(report: Report) -> None:
     ]
     print("microseconds of a product")
     print_table(["matrix", "rows", *names], cells)
+    mixtures: dict[tuple[object, object], dict[str, object]] = {}
+    for row in report.mixtures:
+        cells_of = mixtures.setdefault((row["mixture"], row["tokens"]), {})
+        cells_of[str(row["matrix"])] = row["us"]
+    names = [DENSE, *EXPERT_FORMS]
+    print("\nmicroseconds of a product of all experts")
+    print_table(
+        ["mixture", "tokens", *names],
+        [[*place, *map(found.get, names)] for place, found in mixtures.items()],
+    )
     if report.sweep:
         print("\nother tiles (rows, outputs, warps, stages)")
         keys = ["tile", "parts", "outputs", "inputs", "rows", "us"]

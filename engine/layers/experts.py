@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,14 +16,21 @@ from engine.native.library import require_kernels
 _KERNELS = "manta_kernels"
 
 
-def set_kernels(module: Any, name: str, kernels: Sequence[LinearKernel]) -> None:
-    """Give a mixture its parameter `name` as the products of each expert of the rank. What stands
-    for it is of its type, takes no memory, and is zero."""
+def set_kernels(module: Any, name: str, kernels: Any) -> None:
+    """Give a mixture its parameter `name` as products with each expert of the rank, which a
+    `WeightFormat` made (`experts`). What stands for it is of its type, takes no memory, and is
+    zero."""
     nothing = torch.zeros((), dtype=getattr(module, name).dtype).expand(len(kernels), 1, 1)
     weight = nn.Parameter(nothing, False)
     weight._is_hf_initialized = True  # type: ignore[attr-defined]
     setattr(module, name, weight)
-    setattr(module, _KERNELS, {**getattr(module, _KERNELS, {}), name: list(kernels)})
+    setattr(module, _KERNELS, {**getattr(module, _KERNELS, {}), name: kernels})
+
+
+def take_kernels(module: Any) -> dict[str, Any]:
+    """What `set_kernels` gave, by name; the module loses them."""
+    made: dict[str, Any] = module.__dict__.pop(_KERNELS, {})
+    return made
 
 
 class Experts:
@@ -44,7 +50,7 @@ class Experts:
         """Set: added to by whoever calls, but by a `Mixture` itself."""
         up = "gate_up_proj" if module.has_gate else "up_proj"
         dtype = getattr(module, up).dtype
-        made: dict[str, list[LinearKernel]] = module.__dict__.pop(_KERNELS, {})
+        made: dict[str, list[LinearKernel]] = take_kernels(module)
         self._up, self._down = (
             made.get(name) or [self._kernel(name, number, form) for number in range(share.count)]
             for name in (up, "down_proj")

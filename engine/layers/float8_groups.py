@@ -1,4 +1,4 @@
-"""`Float8Groups`: a matrix of float8 numbers as checkpoints have it."""
+"""`Float8Groups`: a matrix of float8 numbers as checkpoints have it, and `Quantized`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from engine.layers.grouped import Grouped
 
 
 @dataclass(frozen=True)
@@ -45,3 +47,7 @@ class Float8Groups:
         weight = self.numbers.float().view(outputs, -1, self.group)
         weight *= self.scales.float().unsqueeze(-1)
         return weight.view(outputs, inputs).to(dtype)
+
+
+Quantized = Grouped | Float8Groups
+"""A matrix, or a part of one, as a checkpoint has it."""

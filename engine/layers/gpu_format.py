@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from engine.device.triton_loader import lack_of_triton
 from engine.layers.embedding_table import EmbeddingTable
+from engine.layers.float8_groups import Quantized
+from engine.layers.gpu_experts import GpuExperts
 from engine.layers.gpu_kernel import GpuKernel
-from engine.layers.gpu_weight import GpuWeight, pack_float8, pack_grouped
-from engine.layers.grouped import Grouped
+from engine.layers.gpu_weight import can_pack, pack
 from engine.layers.linear_kernel import LinearKernel
-from engine.layers.weight_format import MatrixSlice, PlainFormat, TensorReader, WeightFormat
+from engine.layers.weight_format import PlainFormat, WeightFormat
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 LEAST_CAPABILITY = (8, 0)
@@ -26,36 +27,27 @@ class GpuFormat(PlainFormat):
     Slices that belong together stay quantized if all of them can; otherwise they are dequantized.
     """
 
-    keeps_groups = True
+    keeps_groups = keeps_float8 = True
 
     def __init__(self, dtype: torch.dtype) -> None:
         """`dtype`: that of the inputs, float16 or bfloat16."""
         self._dtype = dtype
 
-    def keep(
-        self,
-        source: TensorReader,
-        slices: Sequence[MatrixSlice],
-        bias: Tensor | None,
-        rows: int | None = None,
-    ) -> LinearKernel | None:
-        weights = []
-        for part in slices:
-            found = packed(source, part, rows)
-            if found is None:
-                return None
-            weights.append(found)
-        return self._kernel(weights, bias)
+    def can_keep(self, part: Quantized) -> bool:
+        return can_pack(part)
 
-    def grouped(self, parts: Sequence[Grouped], bias: Tensor | None) -> LinearKernel:
-        weights = [weight for part in parts if (weight := pack_grouped(part)) is not None]
-        assert len(weights) == len(parts), "groups that have no kernel"
-        return self._kernel(weights, bias)
-
-    def _kernel(self, weights: Sequence[GpuWeight], bias: Tensor | None) -> LinearKernel:
-        kernel = GpuKernel(weights, bias)
+    def grouped(self, parts: Sequence[Quantized], bias: Tensor | None) -> LinearKernel:
+        kernel = GpuKernel([pack(part) for part in parts], bias)
         kernel.compile(self._dtype)
         return kernel
+
+    def experts(
+        self, parts: Iterable[Sequence[Quantized] | None], bias: Tensor | None
+    ) -> GpuExperts | None:
+        found = GpuExperts.of(parts, bias)
+        if found is not None:
+            found.compile(self._dtype)
+        return found
 
     def table(self, kernel: LinearKernel, dtype: torch.dtype) -> EmbeddingTable:
         assert isinstance(kernel, GpuKernel)
@@ -70,16 +62,6 @@ class GpuTable(EmbeddingTable):
 
     def __call__(self, ids: Tensor) -> Tensor:
         return self.kernel.rows(ids, self._dtype)
-
-
-def packed(source: TensorReader, part: MatrixSlice, rows: int | None = None) -> GpuWeight | None:
-    """`part` as the kernels have it, with zeros behind it up to `rows`; None: it must become plain.
-    Raises `ConfigError`."""
-    numbers = source.quantized(part)
-    if numbers is not None:
-        return pack_grouped(numbers.padded(rows or numbers.shape[0]))
-    floats = source.float8(part)
-    return None if floats is None else pack_float8(floats.padded(rows or floats.shape[0]))
 
 
 def format_on(device: torch.device, dtype: torch.dtype) -> WeightFormat:

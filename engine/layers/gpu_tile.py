@@ -8,6 +8,8 @@ from engine.layers.gpu_weight import GpuWeight
 
 PROGRAMS = 1024
 """Programs that keep a GPU's memory busy: inputs aren't split for more."""
+EXPERTS = 4
+"""Of a mixture, have tokens at least, for the same purpose."""
 LEAST_CHUNKS = 4
 """Chunks of the inputs that a part has at least for every 16 rows: its sums go through memory."""
 
@@ -21,9 +23,16 @@ class Tile(NamedTuple):
     stages: int
     """Chunks of the inputs that are on their way at once."""
 
+    def blocks(self, num_rows: int, matrices: int) -> int:
+        """Of rows, at most, when `num_rows` are divided among matrices."""
+        if matrices == 1:
+            return -(-num_rows // self.rows)
+        return min(num_rows, matrices) + num_rows // self.rows
+
     def splits(self, weight: GpuWeight) -> int:
         """Parts that inputs are divided into, a power of two that depends on the matrix alone."""
-        programs, chunks = -(-weight.shape[0] // self.outputs), weight.words.shape[0]
+        programs, chunks = -(-weight.shape[0] // self.outputs), weight.chunks
+        programs *= min(weight.matrices, EXPERTS)
         found, least = 1, LEAST_CHUNKS * -(-self.rows // 16)
         while 2 * found * programs <= PROGRAMS and chunks // (2 * found) >= least:
             found *= 2

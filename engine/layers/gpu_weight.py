@@ -9,7 +9,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from engine.layers.float8_groups import Float8Groups
+from engine.layers.float8_groups import Float8Groups, Quantized
 from engine.layers.grouped import Grouped
 
 LANES = 16
@@ -58,10 +58,18 @@ class GpuWeight:
     """[groups, out]: float16, bfloat16 or float32."""
     mins: Tensor | None
     """The same, or None: all are 0."""
+    matrices: int = 1
+    """So many of the same shape lie one behind the other along the first dimensions of `words`,
+    `scales` and `mins`: those of a mixture's experts."""
+
+    @property
+    def chunks(self) -> int:
+        """Of the inputs of a matrix."""
+        return self.words.shape[0] // self.matrices
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Outputs and inputs."""
+        """Outputs and inputs of a matrix."""
         return self.words.shape[1], self.inputs
 
     @property
@@ -71,16 +79,27 @@ class GpuWeight:
         return sum(tensor.nbytes for tensor in tensors)
 
 
-def pack_grouped(part: Grouped) -> GpuWeight | None:
-    """`part` as the kernels have it, or None: its groups aren't multiples of `LANES` inputs.
+def can_pack(part: Quantized) -> bool:
+    """Whether the kernels can have `part`: its groups are multiples of `LANES` inputs, and float8
+    numbers are numbers (not NaN)."""
+    if part.group % LANES and part.group != part.shape[1]:
+        return False
+    if isinstance(part, Grouped):
+        return part.bits <= 8
+    return not bool((part.numbers.view(torch.uint8) & 0x7F == 0x7F).any())
 
-    Numbers of 2 bits take 4, those of 5 and 6 bits 8, but for the steps of a float4. float32 scales
-    and minima of groups are rounded to float16 where that has their range.
+
+def pack(part: Quantized) -> GpuWeight:
+    """`part`, which `can_pack`, as the kernels have it."""
+    return _pack_grouped(part) if isinstance(part, Grouped) else _pack_float8(part)
+
+
+def _pack_grouped(part: Grouped) -> GpuWeight:
+    """Numbers of 2 bits take 4, those of 5 and 6 bits 8, but for the steps of a float4. float32
+    scales and minima of groups are rounded to float16 where that has their range.
     """
     inputs = part.shape[1]
     is_whole = part.group == inputs
-    if part.bits > 8 or (part.group % LANES and not is_whole):
-        return None
     mins = part.group_mins()
     scales = part.scales if part.scale_codes is None else part.group_scales()
     numbers, center, kind = part.numbers, part.center, Kind.WHOLE4
@@ -102,13 +121,10 @@ def pack_grouped(part: Grouped) -> GpuWeight | None:
     )
 
 
-def pack_float8(part: Float8Groups) -> GpuWeight | None:
-    """The same of float8 numbers; None, too, if some aren't numbers (NaN)."""
+def _pack_float8(part: Float8Groups) -> GpuWeight:
     inputs = part.shape[1]
     is_whole = part.group == inputs
     codes = part.numbers.view(torch.uint8)
-    if (part.group % LANES and not is_whole) or bool((codes & 0x7F == 0x7F).any()):
-        return None
     words, scales = _words(codes, Kind.FLOAT8), part.scales.t().contiguous()
     return GpuWeight(Kind.FLOAT8, words, inputs, 0, 0 if is_whole else part.group, scales, None)
 
@@ -122,6 +138,27 @@ def merge(weights: Sequence[GpuWeight]) -> list[GpuWeight]:
         else:
             found.append(weight)
     return found
+
+
+def stack(weights: Sequence[GpuWeight]) -> GpuWeight | None:
+    """Matrices of one shape as one weight; None: their numbers stand for other things."""
+    first, scales = weights[0], [weight.scales for weight in weights]
+    forms = {(one.kind, one.center, one.group, one.words.shape) for one in weights}
+    if len(forms) > 1:
+        return None
+    mins = None
+    if any(one.mins is not None for one in weights):
+        mins = [torch.zeros_like(one.scales) if one.mins is None else one.mins for one in weights]
+    return GpuWeight(
+        first.kind,
+        torch.cat([one.words for one in weights]),
+        first.inputs,
+        first.center,
+        first.group,
+        _of_one_type(scales),
+        None if mins is None else _of_one_type(mins),
+        len(weights),
+    )
 
 
 def _form(weight: GpuWeight) -> tuple[object, ...]:
@@ -165,6 +202,13 @@ def _float4_codes(part: Grouped) -> Tensor | None:
                 table[number] = signed
     codes = table.to(part.numbers.device)[part.numbers.int()]
     return None if bool((codes == 255).any()) else codes
+
+
+def _of_one_type(values: list[Tensor]) -> Tensor:
+    """One behind the other, in float32 if their types differ."""
+    if len({one.dtype for one in values}) > 1:
+        values = [one.float() for one in values]
+    return torch.cat(values)
 
 
 def _narrowed(values: Tensor) -> Tensor:

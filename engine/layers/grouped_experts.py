@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,19 +11,23 @@ from torch import Tensor
 
 from engine.layers.expert_counts import ExpertCounts
 from engine.layers.expert_share import ExpertShare
+from engine.layers.experts import take_kernels
+from engine.layers.gpu_experts import GpuExperts
 
 
 class GroupedExperts:
     """`Experts` on CUDA: the same module and arguments, two products for all experts.
 
     Which tokens an expert has stays on the device, so that a step can be captured in a graph and
-    launched ahead. Sums have a fixed order. (torch has kernels for bfloat16; other types wait for
-    the device in each product, and can't be captured.)
+    launched ahead. Sums have a fixed order. (Of plain matrices, torch has kernels for bfloat16;
+    other types wait for the device in each product, and can't be captured.)
     """
 
     def __init__(self, module: Any, share: ExpertShare) -> None:
-        """The module's matrices are those of `share`."""
+        """The module's matrices or products (`set_kernels`) are those of `share`."""
         self._module, self._share = module, share
+        self.packed: Mapping[str, GpuExperts] = take_kernels(module)
+        """Matrices that are quantized, by name."""
         self.counts: ExpertCounts | None = None
         """Set: added to by whoever calls."""
         self._up_name = "gate_up_proj" if module.has_gate else "up_proj"
@@ -50,6 +55,9 @@ class GroupedExperts:
 
     def _product(self, name: str, rows: Tensor, experts: Tensor, ends: Tensor) -> Tensor:
         """`rows` [T * k, in], sorted by expert, by their experts' matrices: [T * k, out]."""
+        packed = self.packed.get(name)
+        if packed is not None:
+            return packed(rows, ends)
         matrices: Tensor = getattr(self._module, name)
         if not self._module.is_transposed:
             matrices = matrices.transpose(1, 2)

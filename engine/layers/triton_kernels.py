@@ -85,6 +85,8 @@ def multiply_codes(
     out,
     partials,
     arrived,
+    ends,
+    experts,
     num_rows,
     x_row,
     out_row,
@@ -103,6 +105,7 @@ def multiply_codes(
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
     STAGES: tl.constexpr,
+    EXPERTS: tl.constexpr,
 ):
     """A program for `BLOCK_N` outputs of `BLOCK_M` rows and a part of the inputs; see `multiply`.
 
@@ -115,8 +118,32 @@ def multiply_codes(
     n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
     m = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
     lanes = tl.arange(0, _LANES)
-    has_n, has_m = n < outputs, m < num_rows
     num_chunks = tl.cdiv(inputs, CHUNK)
+    last_row = num_rows
+    if EXPERTS != 0:
+        # Whose rows are in this block: blocks of an expert begin with its first row.
+        numbers = tl.arange(0, EXPERTS)
+        stops = tl.load(ends + numbers, mask=numbers < experts, other=0)
+        starts = tl.load(ends + numbers - 1, mask=(numbers > 0) & (numbers < experts), other=0)
+        blocks_of = tl.where(numbers < experts, tl.cdiv(stops - starts, BLOCK_M), 0)
+        upto = tl.cumsum(blocks_of, 0)
+        expert = tl.sum((upto <= block_m).to(tl.int32), 0)
+        if expert >= experts:
+            return
+        is_it = numbers == expert
+        first_block = tl.sum(tl.where(is_it, upto - blocks_of, 0), 0)
+        m += tl.sum(tl.where(is_it, starts, 0), 0) - first_block * BLOCK_M
+        last_row = tl.sum(tl.where(is_it, stops, 0), 0)
+        words += expert.to(tl.int64) * num_chunks * outputs * _LANES
+        by_expert = expert * outputs
+        if HAS_BIAS:
+            bias += by_expert
+        if GROUP != 0:
+            by_expert *= tl.cdiv(inputs, GROUP)
+        scales += by_expert
+        if HAS_MINS:
+            mins += by_expert
+    has_n, has_m = n < outputs, m < last_row
     splits = tl.num_programs(2)
     begin, end = split * num_chunks // splits, (split + 1) * num_chunks // splits
 
@@ -244,15 +271,20 @@ def multiply(
     arrived: Tensor,
     tile: Tile,
     splits: int,
+    ends: Tensor | None = None,
 ) -> None:
     """out = x W^T + bias by one kernel.
 
     x [N, in] and out [N, out] of float16 or bfloat16 may have gaps between rows; N > 0. The inputs
     are divided into `splits` parts, whose sums are added in their order. `arrived`: int32, a 0 for
     each block of outputs and rows, 0 again afterwards: calls that use it must follow each other.
+
+    With `ends`, int32 [matrices], rows are sorted by their matrix: those of the first end at
+    `ends[0]`, and so on. `bias` is [matrices, out] then. Rows behind the last end stay as they are.
     """
     num_rows, (outputs, inputs) = len(x), weight.shape
-    grid = triton.cdiv(outputs, tile.outputs), triton.cdiv(num_rows, tile.rows), splits
+    blocks = tile.blocks(num_rows, weight.matrices)
+    grid = triton.cdiv(outputs, tile.outputs), blocks, splits
     partials = arrived
     if splits > 1:
         size = grid[0] * grid[1] * splits * tile.rows * tile.outputs
@@ -267,6 +299,8 @@ def multiply(
         out,
         partials,
         arrived,
+        ends,
+        weight.matrices,
         num_rows,
         x.stride(0),
         out.stride(0),
@@ -285,6 +319,7 @@ def multiply(
         BLOCK_N=tile.outputs,
         BLOCK_M=tile.rows,
         STAGES=tile.stages,
+        EXPERTS=0 if ends is None else triton.next_power_of_2(weight.matrices),
         num_warps=tile.warps,
     )
 

@@ -6,16 +6,16 @@ What they take of memory is calculated in `engine.memory_need`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from engine.layers.embedding_table import EmbeddingTable, GroupedTable, PackedTable, RowTable
-from engine.layers.float8_groups import Float8Groups
+from engine.layers.float8_groups import Float8Groups, Quantized
 from engine.layers.grouped import GROUP, SMALL_GROUP, Grouped, can_quantize, quantize
 from engine.layers.linear_kernel import (
     GroupedKernel,
@@ -92,6 +92,9 @@ class WeightFormat(ABC):
     """Whether matrices that the checkpoint has quantized in groups stay so (`grouped`). Otherwise
     they become plain ones of the model's type while they are read."""
 
+    keeps_float8 = False
+    """The same of matrices of float8 numbers, in groups or not."""
+
     short_inputs = False
     """Whether inputs of products with quantized matrices have 8 bits, on CPU
     (`activation_quantization`)."""
@@ -109,14 +112,36 @@ class WeightFormat(ABC):
             return None
         parts = []
         for part in slices:
-            found = source.quantized(part)
-            if found is None or not has_kernel(found):
+            found = self.part(source, part)
+            if found is None:
                 return None
             parts.append(found if rows is None else found.padded(rows))
         return self.grouped(parts, bias)
 
-    def grouped(self, parts: Sequence[Grouped], bias: Tensor | None) -> LinearKernel:
-        """The kernel of quantized matrices, one below the other, where `keeps_groups`."""
+    def part(self, source: TensorReader, part: MatrixSlice) -> Quantized | None:
+        """`part` as the checkpoint has it quantized, if it can stay so."""
+        if not self.keeps_groups:
+            return None
+        found: Quantized | None = source.quantized(part)
+        if found is None and self.keeps_float8:
+            found = source.float8(part)
+        return found if found is not None and self.can_keep(found) else None
+
+    def can_keep(self, part: Quantized) -> bool:
+        """Whether kernels multiply by `part` as it is, where `keeps_groups`."""
+        raise NotImplementedError
+
+    def grouped(self, parts: Sequence[Quantized], bias: Tensor | None) -> LinearKernel:
+        """The kernel of quantized matrices that `can_keep`, one below the other."""
+        raise NotImplementedError
+
+    def experts(
+        self, parts: Iterable[Sequence[Quantized] | None], bias: Tensor | None
+    ) -> Any | None:
+        """Products of a mixture with quantized matrices that `can_keep`: for each expert those
+        that lie one below the other, and its row of `bias` [experts, out]. None: they are to be
+        plain, as when `parts` has a None. What else it is, the class of the mixture knows
+        (`engine.layers.experts`, `engine.layers.grouped_experts`)."""
         raise NotImplementedError
 
     def table(self, kernel: LinearKernel, dtype: torch.dtype) -> EmbeddingTable:
@@ -155,8 +180,23 @@ class NativeFormat(WeightFormat):
         """The format; it is the same for all types."""
         return cls()
 
-    def grouped(self, parts: Sequence[Grouped], bias: Tensor | None) -> LinearKernel:
-        return GroupedKernel(parts, bias, self.short_inputs)
+    def can_keep(self, part: Quantized) -> bool:
+        return isinstance(part, Grouped) and has_kernel(part)
+
+    def grouped(self, parts: Sequence[Quantized], bias: Tensor | None) -> LinearKernel:
+        groups = [part for part in parts if isinstance(part, Grouped)]
+        return GroupedKernel(groups, bias, self.short_inputs)
+
+    def experts(
+        self, parts: Iterable[Sequence[Quantized] | None], bias: Tensor | None
+    ) -> list[LinearKernel] | None:
+        kernels: list[LinearKernel] = []
+        for own in parts:
+            if own is None:
+                return None
+            mine = None if bias is None else bias[len(kernels)].contiguous()
+            kernels.append(self.grouped(own, mine))
+        return kernels
 
     def table(self, kernel: LinearKernel, dtype: torch.dtype) -> EmbeddingTable:
         assert isinstance(kernel, GroupedKernel)

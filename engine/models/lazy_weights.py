@@ -25,8 +25,8 @@ from transformers.core_model_loading import (
 )
 
 from engine.errors import ConfigError
-from engine.layers.grouped import Grouped
-from engine.layers.weight_format import MatrixSlice, has_kernel
+from engine.layers.float8_groups import Quantized
+from engine.layers.weight_format import MatrixSlice
 from engine.layers.weights import CheckpointSource, DummySource
 
 Group = Any
@@ -77,7 +77,7 @@ class LazyWeights:
                     "the one that belongs to it?"
                 )
 
-    def quantized(self, name: str, dim: int, part: range) -> Grouped | None:
+    def quantized(self, name: str, dim: int, part: range) -> Quantized | None:
         """`part` along `dim` of the matrix `name` ("X.weight"), as the checkpoint has it quantized;
         then it counts as read. None: it is to be `read`."""
         origins = self._origins.get(name, ())
@@ -85,17 +85,15 @@ class LazyWeights:
             return None
         out_size, in_size = self._wanted[name].shape
         matrix = origins[0].removesuffix(".weight")
-        found = self._source.quantized(
-            MatrixSlice(matrix, out_size, in_size, dim, part.start, len(part))
-        )
-        if found is not None and has_kernel(found):
+        piece = MatrixSlice(matrix, out_size, in_size, dim, part.start, len(part))
+        found = self._source.format.part(self._source, piece)
+        if found is not None:
             del self._groups[name]
-            return found
-        return None
+        return found
 
     def quantized_expert(
         self, name: str, number: int, rows: Sequence[range], columns: range, *, is_transposed: bool
-    ) -> list[Grouped] | None:
+    ) -> list[Quantized] | None:
         """`rows` and `columns` of an expert's matrix [out, in], from top to bottom, as they are
         quantized in the checkpoint. The model has all experts' matrices as `name`, [experts, out,
         in], or [experts, in, out] if `is_transposed`. None: they are to be `read`."""
@@ -111,7 +109,8 @@ class LazyWeights:
         beside = list(origins[:1]) if len(origins) == 1 else self._merged(name, number)
         if not beside or out_size % len(beside) or (is_transposed and not origins):
             return None
-        height, found = out_size // len(beside), []
+        height = out_size // len(beside)
+        found: list[Quantized] = []
         for part in rows:
             for place, origin in enumerate(beside):
                 start = max(part.start - place * height, 0)
@@ -120,12 +119,15 @@ class LazyWeights:
                     continue
                 along = (0, start, stop - start) if is_whole else (1, columns.start, len(columns))
                 matrix = MatrixSlice(origin.removesuffix(".weight"), height, in_size, *along)
+                groups: Quantized | None
                 if origins:
                     groups = source.quantized_of(matrix, number, is_transposed=is_transposed)
+                    if groups is None or not source.format.can_keep(groups):
+                        return None
                 else:
-                    groups = source.quantized(matrix)
-                if groups is None or not has_kernel(groups):
-                    return None
+                    groups = source.format.part(source, matrix)
+                    if groups is None:
+                        return None
                 found.append(groups)
         return found
 

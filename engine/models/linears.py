@@ -6,25 +6,26 @@ import torch
 from torch import Tensor, nn
 
 from engine.device.distributed import ParallelState
-from engine.layers.grouped import Grouped
+from engine.layers.float8_groups import Quantized
 from engine.layers.linear_kernel import LinearKernel
 from engine.layers.weight_format import WeightFormat
 
 _GROUPS = "manta_groups"
 
 
-def set_groups(linear: nn.Linear, groups: Grouped, dtype: torch.dtype) -> None:
+def set_groups(linear: nn.Linear, groups: Quantized, dtype: torch.dtype) -> None:
     """Give `linear` its weight as `groups`. What stands for it is of its shape and of `dtype`,
     takes no memory, and is all zeros."""
-    weight = nn.Parameter(torch.zeros((), dtype=dtype).expand(groups.shape), False)
+    nothing = torch.zeros((), dtype=dtype, device=groups.numbers.device)
+    weight = nn.Parameter(nothing.expand(groups.shape), False)
     weight._is_hf_initialized = True  # type: ignore[attr-defined]
     linear.weight = weight
     setattr(linear, _GROUPS, groups)
 
 
-def groups_of(linear: nn.Linear) -> Grouped | None:
+def groups_of(linear: nn.Linear) -> Quantized | None:
     """What `set_groups` gave."""
-    found: Grouped | None = getattr(linear, _GROUPS, None)
+    found: Quantized | None = getattr(linear, _GROUPS, None)
     return found
 
 

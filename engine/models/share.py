@@ -14,7 +14,6 @@ from engine.device.distributed import ParallelState
 from engine.errors import ConfigError
 from engine.layers.expert_share import ExpertShare
 from engine.layers.experts import is_experts, set_kernels
-from engine.layers.linear_kernel import LinearKernel
 from engine.layers.weight_format import WeightFormat
 from engine.models.cuts import localize, take_ranges
 from engine.models.lazy_weights import LazyWeights
@@ -73,13 +72,13 @@ class Share:
         device: torch.device,
         progress: Callable[[int, int], None] | None = None,
         *,
-        keeps_groups: bool = False,
-        experts_form: WeightFormat | None = None,
+        form: WeightFormat | None = None,
+        keeps_linears: bool = False,
     ) -> None:
         """Read the weights of a pruned `model`; `progress(done, total)` after each layer. What no
         checkpoint has, such as frequencies of rotations, is made on the CPU as transformers does.
-        `keeps_groups`: linears of layers keep quantized weights as they are (`groups_of`).
-        `experts_form`: experts keep them, too, as products of this form (`set_kernels`).
+        `form`: experts keep quantized matrices as they are, as its products (`set_kernels`), and
+        with `keeps_linears` linears of layers, too (`groups_of`).
 
         Raises `ConfigError` if the checkpoint doesn't fit.
         """
@@ -101,15 +100,15 @@ class Share:
                     self._keep(model, name, parameter)
         for done, prefix in enumerate(inner, 1):
             own = [name for name in names if name.startswith(prefix) and name not in apart]
-            if keeps_groups:
+            if keeps_linears:
                 own = [name for name in own if not self._keep_groups(model, weights, name)]
             experts = []
-            if experts_form is not None:
+            if form is not None:
                 experts = [name for name in own if _is_of_experts(model, name)]
                 own = [name for name in own if name not in experts]
             self._read(model, weights, own)
             for name in experts:  # their biases are there
-                if not self._keep_experts(model, weights, name, experts_form):
+                if form is None or not self._keep_experts(model, weights, name, form):
                     self._read(model, weights, [name])
             if progress is not None:
                 progress(done, len(inner))
@@ -177,7 +176,7 @@ class Share:
         return True
 
     def _keep_experts(
-        self, model: Any, weights: LazyWeights, name: str, form: WeightFormat | None
+        self, model: Any, weights: LazyWeights, name: str, form: WeightFormat
     ) -> bool:
         """Whether a mixture now has its parameter `name` as products with quantized matrices, those
         of the rank's experts and its part of each."""
@@ -186,18 +185,21 @@ class Share:
         shape, pieces = getattr(module, attribute).shape, dict(self._pieces.get(name, ()))
         numbers, first, second = (pieces.get(dim, [range(size)]) for dim, size in enumerate(shape))
         rows, columns = (second, first) if module.is_transposed else (first, second)
-        if form is None or name in self._cuts or len(columns) != 1:
+        if name in self._cuts or len(columns) != 1:
             return False
-        biases: Any = getattr(module, f"{attribute}_bias") if module.has_bias else None
-        kernels: list[LinearKernel] = []
-        for number in (number for run in numbers for number in run):
-            parts = weights.quantized_expert(
-                name, number, rows, columns[0], is_transposed=module.is_transposed
-            )
-            if parts is None:
-                return False
-            bias = None if biases is None else biases.data[len(kernels)].contiguous()
-            kernels.append(form.grouped(parts, bias))
+        bias: Any = getattr(module, f"{attribute}_bias") if module.has_bias else None
+        kernels = form.experts(
+            (
+                weights.quantized_expert(
+                    name, number, rows, columns[0], is_transposed=module.is_transposed
+                )
+                for run in numbers
+                for number in run
+            ),
+            None if bias is None else bias.data,
+        )
+        if kernels is None:
+            return False
         weights.drop(name)
         set_kernels(module, attribute, kernels)
         return True

@@ -270,14 +270,13 @@ class TransformersModel:
             keeps = source.format.keeps_groups and all(
                 layer.call.latent_of is None for layer in self.attention_layers
             )
-            packs_experts = source.format.keeps_groups and self.device.type == "cpu"
             self._share.fill(
                 model,
                 weights,
                 self.device,
                 progress,
-                keeps_groups=keeps,
-                experts_form=source.format if packs_experts else None,
+                form=source.format if source.format.keeps_groups else None,
+                keeps_linears=keeps,
             )
             table = self._tie(model, source.format)
             has_rounded = isinstance(source.format, QuantizedFormat)

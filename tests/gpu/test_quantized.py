@@ -15,13 +15,30 @@ from safetensors.torch import load_file
 from engine.device.flashinfer_loader import flashinfer_installed
 from engine.device.triton_loader import lack_of_triton
 from engine.layers.gpu_kernel import FUSED_ROWS, GpuKernel
+from engine.layers.grouped_experts import GroupedExperts
 from engine.protocol.sampling_params import SamplingParams
 from engine.worker.step_queue import StepQueue
 from tests.support.engines import engine_for, load_reference, reference_logprobs
-from tests.support.gpu_weights import Case, check_product, meant, rows_for
+from tests.support.gpu_weights import (
+    Case,
+    check_experts,
+    check_product,
+    ends_of,
+    experts_of,
+    meant,
+    rows_for,
+)
 from tests.support.gpu_workers import graph_attention, no_sync
 from tests.support.models import make_model
-from tests.support.quantized import LINEARS, Form, float8_whole, gptq, write
+from tests.support.quantized import (
+    LINEARS,
+    Form,
+    float8_whole,
+    gptq,
+    make_forms,
+    write,
+    write_experts_float4,
+)
 from tests.support.worker_driver import Steps, make_worker
 
 DEVICE = torch.device("cuda")
@@ -104,12 +121,71 @@ def test_products_are_captured_and_never_wait() -> None:
             assert torch.equal(captured, kernel(x))
 
 
+@pytest.mark.parametrize("case", [CASES[0], CASES[1], CASES[3], CASES[4]], ids=str)
+def test_products_of_experts(case: Case) -> None:
+    """In all tiles, with experts that have no rows."""
+    for counts in ((0, 0, 1, 0), (3, 0, 17, 40), (0, 300, 1, 5), (400, 500, 200, 3)):
+        check_experts(experts_of(case, 4, DEVICE, torch.bfloat16), counts, torch.bfloat16)
+
+
+def test_products_of_experts_are_captured_and_never_wait() -> None:
+    """Which expert has which rows is the graph's input."""
+    experts = experts_of(CASES[3], 4, DEVICE)
+    experts.compile(torch.bfloat16)
+    for num_rows in (1, 16, 200):
+        x = rows_for(experts.weight, num_rows, torch.bfloat16).contiguous()
+        ends = ends_of((0, num_rows, 0, 0), DEVICE)
+        with no_sync():
+            experts(x, ends)
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            captured = experts(x, ends)
+        for most in (0, num_rows // 2, num_rows):
+            x.copy_(torch.randn_like(x))
+            ends.copy_(ends_of((0, most, 0, num_rows - most), DEVICE))
+            graph.replay()
+            assert torch.equal(captured, experts(x, ends))
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_engines_stay_near_the_dequantized_model(name: str, plain: Path, tmp_path: Path) -> None:
     """With FlashInfer and CUDA graphs; prompts are longer and shorter than graphs are wide."""
+    check_engine(*write(plain, FORMS[name], tmp_path))
+
+
+MODEL = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 64, "num_hidden_layers": 2}
+QWEN = {**MODEL, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+
+
+@pytest.mark.parametrize("name", ["fp8-blocks", "gptq", "mxfp4"])
+def test_mixtures_keep_their_experts(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the checkpoint has them, and their steps are captured."""
+    made: list[GroupedExperts] = []
+    plain_init = GroupedExperts.__init__
+    monkeypatch.setattr(
+        GroupedExperts,
+        "__init__",
+        lambda self, *args: (made.append(self), plain_init(self, *args))[1],
+    )
+    if name == "mxfp4":
+        plain = make_model(tmp_path / "plain", "GptOssForCausalLM", **MODEL, num_local_experts=8)
+        written = write_experts_float4(plain, tmp_path)
+    else:
+        plain = make_model(tmp_path / "plain", "Qwen3MoeForCausalLM", **QWEN)
+        written = write(plain, make_forms()[name], tmp_path)
+    check_engine(*written)
+    assert len(made) == 2
+    for mixture in made:
+        assert sorted(mixture.packed) == ["down_proj", "gate_up_proj"]
+
+
+def check_engine(quantized: Path, reference: Path) -> None:
+    """Log-probabilities of what the engine says are near those of the dequantized model."""
     if not flashinfer_installed():
         pytest.skip("needs flashinfer-python")
-    quantized, reference = write(plain, FORMS[name], tmp_path)
     model = load_reference(reference)
     params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, logprobs=1)
     prompts = [PROMPT, PROMPT[:5], PROMPT[4:20]]

@@ -3,14 +3,16 @@ interpreter runs them, and for tests/gpu."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from engine.layers.float8_groups import Float8Groups
+from engine.layers.gpu_experts import GpuExperts
 from engine.layers.gpu_kernel import GpuKernel
-from engine.layers.gpu_weight import LANES, GpuWeight, Kind, pack_float8, pack_grouped
+from engine.layers.gpu_weight import LANES, GpuWeight, Kind, can_pack, pack
 from engine.layers.grouped import Grouped
 
 FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -63,9 +65,8 @@ class Case:
     def weight(self, device: torch.device, seed: int = 0) -> GpuWeight:
         """The same as the kernels have it."""
         source = self.source(seed)
-        found = pack_grouped(source) if isinstance(source, Grouped) else pack_float8(source)
-        assert found is not None
-        return to_device(found, device)
+        assert can_pack(source)
+        return to_device(pack(source), device)
 
 
 CASES = (
@@ -91,8 +92,7 @@ def to_device(weight: GpuWeight, device: torch.device) -> GpuWeight:
     """`weight` there."""
     mins = None if weight.mins is None else weight.mins.to(device)
     words, scales = weight.words.to(device), weight.scales.to(device)
-    parts = weight.inputs, weight.center, weight.group, scales, mins
-    return GpuWeight(weight.kind, words, *parts)
+    return replace(weight, words=words, scales=scales, mins=mins)
 
 
 def meant(weight: GpuWeight) -> Tensor:
@@ -134,15 +134,72 @@ def check_product(
     assert found.shape == (num_rows, kernel.out_size)
     if not num_rows:
         return found
-    exact, rows = torch.cat([meant(weight) for weight in kernel.weights]), x.cpu().double()
+    _check(x, kernel.weights, kernel.bias, found, is_plain=is_plain)
+    return found
+
+
+def _check(
+    x: Tensor, weights: Sequence[GpuWeight], bias: Tensor | None, found: Tensor, *, is_plain: bool
+) -> None:
+    exact, rows = torch.cat([meant(weight) for weight in weights]), x.cpu().double()
     wanted, sizes = rows @ exact.t(), rows.abs() @ exact.abs().t()
-    for weight in kernel.weights:
+    for weight in weights:
         if weight.mins is not None:  # they are taken off sums of positive numbers
             sizes = sizes + 2 * rows.abs().sum(1, keepdim=True) * float(weight.mins.abs().max())
-    if kernel.bias is not None:
-        wanted = wanted + kernel.bias.cpu().double()
-    allowed = SUMS + (ROUNDING[dtype] if is_plain else 0.0)
+    if bias is not None:
+        wanted = wanted + bias.cpu().double()
+    rounding = ROUNDING[found.dtype]
+    allowed = SUMS + (rounding if is_plain else 0.0)
     error = (found.cpu().double() - wanted).abs()
-    worst = (error - ROUNDING[dtype] * wanted.abs() - allowed * sizes).max()
+    worst = (error - rounding * wanted.abs() - allowed * sizes).max()
     assert float(worst) <= 1e-7, float(worst)
+
+
+def experts_of(
+    case: Case, count: int, device: torch.device, bias: torch.dtype | None = None
+) -> GpuExperts:
+    """Matrices of `case` with other numbers each, with a bias of this type."""
+    made = GpuExperts.of([[case.source(seed)] for seed in range(count)], None)
+    assert made is not None
+    beside = None if bias is None else torch.randn(count, case.outputs, device=device).to(bias)
+    return GpuExperts(to_device(made.weight, device), beside)
+
+
+def ends_of(counts: Sequence[int], device: torch.device) -> Tensor:
+    """Where the rows of each expert end."""
+    return torch.tensor(counts).cumsum(0).int().to(device)
+
+
+def expert_of(experts: GpuExperts, number: int) -> GpuWeight:
+    """One of its matrices."""
+    weight, count = experts.weight, len(experts)
+
+    def own(values: Tensor) -> Tensor:
+        return values.chunk(count)[number]
+
+    mins = None if weight.mins is None else own(weight.mins)
+    found = replace(weight, words=own(weight.words), scales=own(weight.scales), mins=mins)
+    return replace(found, matrices=1)
+
+
+def meant_by(experts: GpuExperts, x: Tensor, counts: Sequence[int]) -> Tensor:
+    """float64: the products of rows that are sorted by expert, without a bias."""
+    rows = x[: sum(counts)].cpu().double().split(list(counts))
+    return torch.cat(
+        [own @ meant(expert_of(experts, number)).t() for number, own in enumerate(rows)]
+    )
+
+
+def check_experts(experts: GpuExperts, counts: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """As `check_product`, with `counts` rows of each expert, and some behind them."""
+    x = rows_for(experts.weight, sum(counts) + 3, dtype)
+    found = experts(x, ends_of(counts, x.device))
+    assert found.dtype == dtype and found.shape == (len(x), experts.weight.shape[0])
+    start = 0
+    for number, count in enumerate(counts):
+        here = slice(start, start + count)
+        bias = None if experts.bias is None else experts.bias[number]
+        if count:
+            _check(x[here], [expert_of(experts, number)], bias, found[here], is_plain=False)
+        start = here.stop
     return found

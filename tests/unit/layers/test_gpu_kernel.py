@@ -24,7 +24,7 @@ from engine.layers.float8_groups import Float8Groups  # noqa: E402
 from engine.layers.gpu_format import GpuFormat, GpuTable, format_on  # noqa: E402
 from engine.layers.gpu_kernel import FUSED_ROWS, GpuKernel  # noqa: E402
 from engine.layers.gpu_tile import TILES, Tile  # noqa: E402
-from engine.layers.gpu_weight import Kind, pack_float8, pack_grouped  # noqa: E402
+from engine.layers.gpu_weight import Kind, can_pack, pack  # noqa: E402
 from engine.layers.grouped import Grouped  # noqa: E402
 from engine.layers.linear import MergedColumnParallelLinear, RowParallelLinear  # noqa: E402
 from engine.layers.weight_format import PlainFormat  # noqa: E402
@@ -133,11 +133,12 @@ def test_packed_numbers_are_those_of_the_checkpoint(case: Case) -> None:
 
 def test_what_has_no_kernel_is_left() -> None:
     numbers, scales = torch.zeros(4, 48, dtype=torch.uint8), torch.ones(4, 2)
-    assert pack_grouped(Grouped(numbers, 4, 8, 24, scales)) is None
+    assert not can_pack(Grouped(numbers, 4, 8, 24, scales))
     floats = torch.ones(4, 48).to(torch.float8_e4m3fn)
-    assert pack_float8(Float8Groups(floats, 24, scales)) is None
+    assert not can_pack(Float8Groups(floats, 24, scales))
+    assert can_pack(Float8Groups(floats, 48, scales[:, :1]))
     floats[1, 3] = torch.nan
-    assert pack_float8(Float8Groups(floats, 48, scales[:, :1])) is None
+    assert not can_pack(Float8Groups(floats, 48, scales[:, :1]))
 
 
 def test_scales_keep_their_range() -> None:
@@ -145,8 +146,8 @@ def test_scales_keep_their_range() -> None:
     for factor, dtype in ((1.0, torch.float16), (1e-7, torch.float32), (1e6, torch.float32)):
         scales = torch.rand(4, 2) + 1.0
         part = Grouped(torch.ones(4, 64, dtype=torch.uint8), 4, 8, 32, scales * factor)
-        weight = pack_grouped(part)
-        assert weight is not None and weight.scales.dtype == dtype
+        weight = pack(part)
+        assert weight.scales.dtype == dtype
 
 
 def test_like_matrices_are_one() -> None:
@@ -214,6 +215,7 @@ def test_layers_of_checkpoints(name: str, rank: int | None, source_of) -> None: 
 
 _COMPILE = """
 import subprocess, sys, tempfile
+from itertools import product
 from pathlib import Path
 import triton
 from triton.backends.compiler import GPUTarget
@@ -249,12 +251,13 @@ for kind, bits, center, group, mins in ((0, 4, 8, 128, 0), (0, 4, 8, 32, 1), (1,
     if mins:
         types["mins"] = "*fp16"
     unit = min(group or 512 // bits, 512 // bits)
-    for tile in TILES:
+    for tile, experts in product(TILES, (0, 128) if kind in (0, 2) else (0,)):
+        mixed = dict(ends="*i32", experts="i32") if experts else {}
         compile(
             kernels.multiply_codes,
-            types | dict(x="*bf16", partials="*fp32", arrived="*i32", num_rows="i32",
-                         x_row="i32", out_row="i32"),
-            form | dict(UNIT=unit, HAS_BIAS=False, IS_WHOLE=True, IS_SPLIT=True,
+            types | mixed | dict(x="*bf16", partials="*fp32", arrived="*i32", num_rows="i32",
+                                 x_row="i32", out_row="i32"),
+            form | dict(UNIT=unit, HAS_BIAS=False, IS_WHOLE=True, IS_SPLIT=True, EXPERTS=experts,
                         BLOCK_N=tile.outputs, BLOCK_M=tile.rows, STAGES=tile.stages),
             num_warps=tile.warps,
         )
@@ -273,5 +276,5 @@ def test_kernels_compile_for_hopper_and_keep_to_registers(tmp_path: Path) -> Non
     command = [sys.executable, "-W", "ignore", "-c", _COMPILE]
     printed = subprocess.check_output(command, env=env, text=True)
     stacks = re.findall(r"\bREG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", printed)
-    assert len(stacks) == 5 * (len(TILES) + 1)
+    assert len(stacks) == 5 * (len(TILES) + 1) + 3 * len(TILES)
     assert all(int(stack) == int(local) == 0 for _, stack, local in stacks), printed
