@@ -583,7 +583,7 @@ PYBIND11_MODULE(manta_cpu_kernels, m) {
   m.def("add_rms_norm_", &manta::add_rms_norm_);
   m.def("rotate_", &manta::rotate_);
   m.def("silu_and_mul", &manta::silu_and_mul);
-  pybind11::class_<manta::ExpertWeights>(m, "ExpertWeights")
+  pybind11::class_<manta::ExpertWeights, std::shared_ptr<manta::ExpertWeights>>(m, "ExpertWeights")
       .def(pybind11::init<std::vector<at::Tensor>, std::vector<at::Tensor>, int64_t>())
       .def(pybind11::init<std::vector<std::vector<manta::GroupedWeight>>,
                           std::vector<std::vector<manta::GroupedWeight>>, bool>())

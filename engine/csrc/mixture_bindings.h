@@ -94,10 +94,10 @@ void check_hidden(const Tensor& hidden, const ExpertWeights& by) {
               "hidden has another type than the experts");
 }
 
-// Of each token the sum of its `k` experts, `numbers` and `factors` [tokens, k]. A number that is no
-// expert's adds nothing.
-Tensor sum_experts(const Tensor& hidden, const int64_t* numbers, const float* factors, int64_t k,
-                   const ExpertWeights& by) {
+// `out` = of each token the sum of its `k` experts, `numbers` and `factors` [tokens, k]. A number that
+// is no expert's adds nothing.
+void sum_experts(const Tensor& hidden, const int64_t* numbers, const float* factors, int64_t k,
+                 const ExpertWeights& by, const Tensor& out) {
   const int64_t all = hidden.size(0) * k;
   std::vector<int64_t> starts(by.count + 1, 0);
   for (int64_t i = 0; i < all; i++)
@@ -122,30 +122,36 @@ Tensor sum_experts(const Tensor& hidden, const int64_t* numbers, const float* fa
                                by.grouped_ups.data(), by.grouped_downs.data(), blocks.data(),
                                static_cast<int64_t>(blocks.size()), tokens.data(), weights.data(),
                                sums.data_ptr<float>(), by.size, by.inner, at::get_num_threads()});
-    return sums.to(hidden.scalar_type());
+    out.copy_(sums);
+    return;
   }
-  Tensor out = at::empty({hidden.size(0), by.size}, hidden.options());
-  if (blocks.empty()) return out.zero_();
+  if (blocks.empty()) {
+    out.zero_();
+    return;
+  }
   const Tensor middle = at::empty({rows, by.inner}, hidden.options());
   kernels().experts({type_of(hidden), hidden.data_ptr(), hidden.stride(0), by.up_data.data(),
                      by.down_data.data(), blocks.data(), static_cast<int64_t>(blocks.size()),
                      tokens.data(), weights.data(), middle.data_ptr(), out.data_ptr(), hidden.size(0),
                      by.size, by.inner, at::get_num_threads()});
-  return out;
 }
 
 // The same for the `chosen` experts int64 [tokens, k], by `weights` float32 [tokens, k].
 Tensor experts(const Tensor& hidden, const Tensor& chosen, const Tensor& weights,
-               const ExpertWeights& by) {
-  check_hidden(hidden, by);
+               const std::shared_ptr<ExpertWeights>& by) {
+  check_hidden(hidden, *by);
   check_cpu(chosen, weights);
   TORCH_CHECK(chosen.dim() == 2 && chosen.size(0) == hidden.size(0) && chosen.is_contiguous() &&
                   chosen.scalar_type() == at::kLong, "chosen must be int64 [tokens, k], contiguous");
   TORCH_CHECK(weights.sizes() == chosen.sizes() && weights.is_contiguous() &&
                   weights.scalar_type() == at::kFloat,
               "weights must be float32 [tokens, k], contiguous");
-  pybind11::gil_scoped_release release;
-  return sum_experts(hidden, chosen.data_ptr<int64_t>(), weights.data_ptr<float>(), chosen.size(1), by);
+  Tensor out = Recording::empty({hidden.size(0), by->size}, hidden.options());
+  const auto call = [by, k = chosen.size(1), numbers = chosen.data_ptr<int64_t>(),
+                     factors = weights.data_ptr<float>(), x = Recording::view(hidden),
+                     y = Recording::view(out)] { sum_experts(x, numbers, factors, k, *by, y); };
+  Recording::run_long(call, {&hidden, &chosen, &weights});
+  return out;
 }
 
 // The `k` largest of `logits`, of equal ones the first, and their parts of the softmax.
@@ -174,8 +180,9 @@ void weigh_best(const float* logits, int64_t count, int64_t k, bool normalized, 
 // Logits and weights are rounded to the type of `hidden`. `counts` int64 [at least routes]: the
 // tokens of each route are added to them.
 Tensor mixture(const Tensor& hidden, const Tensor& router, int64_t routes, int64_t k, bool normalized,
-               const Tensor& places, const c10::optional<Tensor>& counts, const ExpertWeights& by) {
-  check_hidden(hidden, by);
+               const Tensor& places, const c10::optional<Tensor>& counts,
+               const std::shared_ptr<ExpertWeights>& by) {
+  check_hidden(hidden, *by);
   TORCH_CHECK(k > 0 && k <= routes, "there are ", routes, " routes, not ", k);
   TORCH_CHECK(places.scalar_type() == at::kLong && places.is_contiguous() &&
                   places.device().is_cpu() && places.numel() == routes,
@@ -183,22 +190,30 @@ Tensor mixture(const Tensor& hidden, const Tensor& router, int64_t routes, int64
   TORCH_CHECK(!counts || (counts->scalar_type() == at::kLong && counts->is_contiguous() &&
                           counts->device().is_cpu() && counts->numel() >= routes),
               "counts must be int64 [routes] or more, contiguous");
-  const Tensor logits = linear(hidden, router, c10::nullopt, routes, false).to(at::kFloat);
-  pybind11::gil_scoped_release release;
-  const Tensor chosen = at::empty({hidden.size(0), k}, logits.options());
-  std::vector<int64_t> numbers(chosen.numel());
-  at::parallel_for(0, hidden.size(0), kRoutedTokens, [&](int64_t begin, int64_t end) {
-    for (int64_t token = begin; token < end; token++) {
-      int64_t* best = numbers.data() + token * k;
-      weigh_best(logits.data_ptr<float>() + token * routes, routes, k, normalized, best,
-                 chosen.data_ptr<float>() + token * k);
-    }
-  });
-  if (counts)
-    for (const int64_t number : numbers) counts->data_ptr<int64_t>()[number]++;
-  for (int64_t& number : numbers) number = places.data_ptr<int64_t>()[number];
-  const Tensor rounded = chosen.to(hidden.scalar_type()).to(at::kFloat);
-  return sum_experts(hidden, numbers.data(), rounded.data_ptr<float>(), k, by);
+  const Tensor logits = linear(hidden, router, c10::nullopt, routes, false);
+  Tensor out = Recording::empty({hidden.size(0), by->size}, hidden.options());
+  const auto call = [by, routes, k, normalized, place_of = places.data_ptr<int64_t>(),
+                     sums = counts ? counts->data_ptr<int64_t>() : nullptr,
+                     by_route = Recording::view(logits), x = Recording::view(hidden),
+                     y = Recording::view(out)] {
+    const Tensor rows = by_route.to(at::kFloat);
+    const Tensor chosen = at::empty({x.size(0), k}, rows.options());
+    std::vector<int64_t> numbers(chosen.numel());
+    at::parallel_for(0, x.size(0), kRoutedTokens, [&](int64_t begin, int64_t end) {
+      for (int64_t token = begin; token < end; token++) {
+        int64_t* best = numbers.data() + token * k;
+        weigh_best(rows.data_ptr<float>() + token * routes, routes, k, normalized, best,
+                   chosen.data_ptr<float>() + token * k);
+      }
+    });
+    if (sums)
+      for (const int64_t number : numbers) sums[number]++;
+    for (int64_t& number : numbers) number = place_of[number];
+    const Tensor rounded = chosen.to(x.scalar_type()).to(at::kFloat);
+    sum_experts(x, numbers.data(), rounded.data_ptr<float>(), k, *by, y);
+  };
+  Recording::run_long(call, {&hidden, &logits, &places, counts ? &*counts : &places});
+  return out;
 }
 
 }  // namespace

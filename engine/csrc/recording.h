@@ -59,7 +59,7 @@ class Recording : public std::enable_shared_from_this<Recording> {
   // Makes a call, and notes it. `of`: the tensors whose memory it uses.
   template <class F>
   static void run(F call, std::initializer_list<const Tensor*> of) {
-    call();
+    within(call);
     note(std::move(call), of);
   }
 
@@ -68,12 +68,27 @@ class Recording : public std::enable_shared_from_this<Recording> {
   static void run_long(F call, std::initializer_list<const Tensor*> of) {
     {
       pybind11::gil_scoped_release release;
-      call();
+      within(call);
     }
     note(std::move(call), of);
   }
 
+  // A tensor of the same memory, for a call: one that kept its memory would keep the recording.
+  static Tensor view(const Tensor& tensor) {
+    return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(), tensor.options());
+  }
+
  private:
+  // What torch's operators do within a call belongs to it.
+  template <class F>
+  static void within(const F& call) {
+    struct Mark {
+      Mark() { is_within = true; }
+      ~Mark() { is_within = false; }
+    } mark;
+    call();
+  }
+
   template <class F>
   static void note(F call, std::initializer_list<const Tensor*> of) {
     if (!current) return;
@@ -82,6 +97,7 @@ class Recording : public std::enable_shared_from_this<Recording> {
   }
 
   static std::unique_ptr<at::ObserverContext> saw(const at::RecordFunction& function) {
+    if (is_within) return nullptr;
     const auto schema = function.operator_schema();
     bool is_view = schema && !schema->returns().empty();
     if (is_view)
@@ -122,6 +138,7 @@ class Recording : public std::enable_shared_from_this<Recording> {
   static constexpr size_t kLine = 64;
   static constexpr std::align_val_t kAlign{kLine};
   static thread_local Recording* current;
+  static thread_local bool is_within;
   std::vector<std::function<void()>> calls_;
   std::vector<Tensor> kept_;
   std::mutex lock_;
@@ -133,6 +150,7 @@ class Recording : public std::enable_shared_from_this<Recording> {
 };
 
 thread_local Recording* Recording::current = nullptr;
+thread_local bool Recording::is_within = false;
 
 }  // namespace
 }  // namespace manta

@@ -15,7 +15,7 @@ from engine.device.distributed import ParallelState
 from engine.layers.activation import SiluAndMul
 from engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from engine.layers.expert_counts import ExpertCounts
-from engine.layers.fused_ops import CpuOps, FusedOps
+from engine.layers.fused_ops import FusedOps
 from engine.layers.layernorm import RMSNorm
 from engine.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from engine.layers.rotary import RotaryEmbedding, StepRope
@@ -189,8 +189,8 @@ class LlamaModel:
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, fused)
         self.head = ParallelLMHead(*size, parallel) if parallel.is_last_stage else None
         self.recorded: RecordedDecodes | None = None
-        if self.layers and isinstance(fused, CpuOps) and parallel.tp_size == 1:
-            self.recorded = RecordedDecodes(self._run_layers, fused)
+        if self.layers:
+            self.recorded = RecordedDecodes.of(self._run_layers, fused, parallel)
 
     def load(
         self, source: WeightSource, progress: Callable[[int, int], None] | None = None
@@ -246,7 +246,7 @@ class LlamaModel:
         if self.recorded is not None and not only_sampled:
             done = self.recorded(hidden, batch, backend)
             if done is not None:
-                return done
+                return done[0].add_(done[1])
         hidden, residual = self._run_layers(hidden, batch, backend, only_sampled)
         return hidden if residual is None else hidden.add_(residual)
 

@@ -219,15 +219,28 @@ class Chain:
     def __call__(self, ids: Tensor, positions: Tensor, hidden: Tensor | None) -> Tensor:
         """Of tokens `ids` [T] at `positions` [T], or what an earlier stage made of them, `hidden`
         [T, hidden]: [T, hidden], or of the step's sampled tokens alone."""
+        return self.end(*self.run(self.begin(ids, hidden), positions))
+
+    def begin(self, ids: Tensor, hidden: Tensor | None) -> Tensor:
+        """[T, hidden] before the layers, new."""
+        found: Tensor = self._embedding(ids) if hidden is None else hidden.clone()  # type: ignore
+        return found
+
+    def run(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The output and the residual behind the last layer, which aren't added yet, for x
+        [T, hidden], which is overwritten."""
         step = self._step
         step.calls = 0
-        x: Tensor = self._embedding(ids) if hidden is None else hidden.clone()  # type: ignore
         angles = None if self._angles is None else (positions, self._angles)
         residual: Tensor | None = None
         for layer in self._layers:
             rows = step.sampled if layer.is_last else None
             x, residual = layer.compute(x, residual, angles, rows)
         assert residual is not None
+        return x, residual
+
+    def end(self, x: Tensor, residual: Tensor) -> Tensor:
+        """The same added, and behind the final norm if there is one; both are overwritten."""
         norm = self._norm
         if norm is None or len(x) == 0:
             return x.add_(residual)

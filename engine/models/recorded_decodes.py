@@ -17,7 +17,8 @@ from torch import Tensor
 
 from engine.attention.base import AttentionBackend
 from engine.attention.forward_batch import ForwardBatch
-from engine.layers.fused_ops import CpuOps
+from engine.device.distributed import ParallelState
+from engine.layers.fused_ops import CpuOps, FusedOps
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ class _Recorded:
     output: Tensor
     residual: Tensor
 
-    def fill(self, hidden: Tensor, batch: ForwardBatch) -> None:
+    def fill(self, hidden: Tensor, batch: ForwardBatch, backend: AttentionBackend) -> None:
         """Take the input of another step of as many rows."""
         self.hidden.copy_(hidden)
         mine = self.batch
@@ -49,10 +50,21 @@ class _Recorded:
         mine.out_cache_loc.copy_(batch.out_cache_loc)
         mine.req_pool_indices_cpu[:] = batch.req_pool_indices_cpu
         mine.seq_lens_cpu[:] = batch.seq_lens_cpu
+        if mine.window_loc is not None:
+            mine.window_loc.copy_(backend.inputs.pool.window_slots(mine.out_cache_loc))
 
 
 class RecordedDecodes:
     """The layers of one model's stage."""
+
+    @classmethod
+    def of(
+        cls, run: RunLayers, kernels: FusedOps | None, parallel: ParallelState
+    ) -> RecordedDecodes | None:
+        """None: `run` doesn't compute with our kernels on CPU, or waits for other ranks."""
+        if not isinstance(kernels, CpuOps) or parallel.tp_size > 1:
+            return None
+        return cls(run, kernels)
 
     def __init__(self, run: RunLayers, kernels: CpuOps) -> None:
         """`kernels`: those that `run` computes with."""
@@ -70,8 +82,9 @@ class RecordedDecodes:
 
     def __call__(
         self, hidden: Tensor, batch: ForwardBatch, backend: AttentionBackend
-    ) -> Tensor | None:
-        """What the layers make of `hidden` [T, size], a new tensor. None: they must be run.
+    ) -> tuple[Tensor, Tensor] | None:
+        """What the layers make of `hidden` [T, size], as `RunLayers` has it: a new tensor, and one
+        that the next call overwrites. None: they must be run.
 
         `backend.init_forward` must have been called for `batch`.
         """
@@ -85,11 +98,13 @@ class RecordedDecodes:
         recorded = self._recorded.get(size)
         if recorded is None:
             return self._record(hidden, batch, backend)
-        recorded.fill(hidden, batch)
+        recorded.fill(hidden, batch, backend)
         recorded.calls.replay()
-        return recorded.output + recorded.residual
+        return recorded.output.clone(), recorded.residual
 
-    def _record(self, hidden: Tensor, batch: ForwardBatch, backend: AttentionBackend) -> Tensor:
+    def _record(
+        self, hidden: Tensor, batch: ForwardBatch, backend: AttentionBackend
+    ) -> tuple[Tensor, Tensor]:
         """Run the layers for this step, and keep what they call."""
         own = replace(
             batch,
@@ -100,6 +115,8 @@ class RecordedDecodes:
             token_starts_cpu=np.arange(batch.batch_size + 1),
             window_loc=None,
         )
+        if backend.inputs.window_table is not None:
+            own.window_loc = backend.inputs.pool.window_slots(own.out_cache_loc)
         hidden = hidden.clone()
         calls = self._kernels.new_recording()
         backend.init_forward(own)
@@ -114,4 +131,4 @@ class RecordedDecodes:
             logger.debug("decodes are not recorded: %s", self.lack)
         else:
             self._recorded[batch.batch_size] = _Recorded(calls, own, hidden, output, residual)
-        return output + residual
+        return output.clone(), residual

@@ -37,6 +37,7 @@ from engine.models.latents import latents_of, load_latents
 from engine.models.lazy_weights import LazyWeights
 from engine.models.linears import Linear, Product
 from engine.models.parts import Chain, TiedEmbedding
+from engine.models.recorded_decodes import RecordedDecodes
 from engine.models.rotations import fix_rotations
 from engine.models.row_cache import cache_argument
 from engine.models.share import Share, replace_module
@@ -249,6 +250,8 @@ class TransformersModel:
         self._step = _Step(self.attention_layers, parallel, fused)
         self.chain: Chain | None = None
         """In place of the decoder's own forward."""
+        self.recorded: RecordedDecodes | None = None
+        """Steps of the chain."""
         self._head: Linear | None = None
         """What alone makes logits of the decoder's result."""
         self._state_dtype = dtype
@@ -351,13 +354,32 @@ class TransformersModel:
         skips = only_sampled and self.skips_unread
         step.sampled = batch.logits_rows if skips else None
         if self.chain is not None:
-            states = self.chain(batch.input_ids, batch.positions, hidden)
+            states = self._chained(self.chain, batch, backend, hidden)
         else:
             states = self._states(self._run(batch.input_ids, batch.positions, hidden))
             step.hidden = None
         if step.calls != len(step.layers):
             raise RuntimeError(f"{step.calls} of {len(step.layers)} attention calls were made")
         return states.index_select(0, batch.logits_rows) if only_sampled and not skips else states
+
+    def _chained(
+        self, chain: Chain, batch: ForwardBatch, backend: AttentionBackend, hidden: Tensor | None
+    ) -> Tensor:
+        step, x = self._step, chain.begin(batch.input_ids, hidden)
+        if self.recorded is not None and step.sampled is None:
+            done = self.recorded(x, batch, backend)
+            if done is not None:
+                step.calls = len(step.layers)
+                return chain.end(*done)
+        return chain.end(*chain.run(x, batch.positions))
+
+    def _run_chain(
+        self, hidden: Tensor, batch: ForwardBatch, backend: AttentionBackend
+    ) -> tuple[Tensor, Tensor]:
+        """The layers, for `RecordedDecodes`."""
+        assert self.chain is not None
+        self._step.backend, self._step.batch = backend, batch
+        return self.chain.run(hidden, batch.positions)
 
     def _find_decoder(self) -> None:
         """Find the module before the head, and how it takes a step's tokens. Raises `ConfigError`
@@ -484,6 +506,8 @@ class TransformersModel:
         self.skips_unread = takeover.skips_unread
         if self._decoder.first_position == 0:
             self.chain = takeover.chain
+        if self.chain is not None:
+            self.recorded = RecordedDecodes.of(self._run_chain, fused, self.parallel)
 
     @torch.inference_mode()
     def _find_head(self) -> None:

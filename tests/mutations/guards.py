@@ -460,6 +460,16 @@ MUTATIONS = [
     ),
     mutation(
         RECORDED,
+        "test_layers_with_windows_have_their_own_places",
+        "same",
+        Edit(
+            RECORDED_DECODES,
+            "mine.window_loc.copy_(backend.inputs.pool.window_slots(mine.out_cache_loc))",
+            "pass",
+        ),
+    ),
+    mutation(
+        RECORDED,
         "test_another_kv_cache",
         "same",
         Edit(RECORDED_DECODES, "backend is not self._backend", "self._backend is None"),

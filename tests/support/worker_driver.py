@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from engine.device.distributed import ParallelState
@@ -187,6 +188,32 @@ class Steps:
         ]
         req.done = end
         return slots
+
+
+class WindowedSteps(Steps):
+    """Says which page layers with windows have of each page that is used for the first time."""
+
+    def __init__(self, make_params: MakeParams, num_window_pages: int, *, seed: int = 0) -> None:
+        super().__init__(make_params, seed=seed)
+        self._free = list(range(num_window_pages, 0, -1))
+        self._known: set[int] = set()
+
+    @classmethod
+    def of(cls, worker: TpModelWorker, make_params: MakeParams, *, seed: int = 0) -> WindowedSteps:
+        """For the pages of a worker's layers with windows, which are fewer than those of others."""
+        pool = worker.runner.kv_pool
+        near = {pool.get(i).k.shape[0] for i, sees in enumerate(pool.has_windows) if sees}
+        assert len(near) == 1 and max(near) < pool.num_slots // 2 + 9
+        return cls(make_params, max(near) // pool.page_size - 1, seed=seed)
+
+    def next(self, target: int) -> tuple[ModelWorkerBatch, list[LiveReq]]:
+        batch, reqs = super().next(target)
+        new = sorted({*(batch.out_cache_loc // self.page_size).tolist()} - self._known)
+        self._known.update(new)
+        if new:
+            pages = [new, [self._free.pop() for _ in new]]
+            batch = msgspec.structs.replace(batch, window_pages=np.array(pages, np.int32))
+        return batch, reqs
 
 
 def run_step(

@@ -9,26 +9,38 @@ from typing import Any
 import pytest
 import torch
 
+from engine.models import recording
 from engine.models.recorded_decodes import MAX_ROWS, RecordedDecodes
 from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.step import GenerationBatchResult
 from engine.worker.step_queue import StepQueue
 from engine.worker.tp_worker import TpModelWorker
 from tests.support.kernels import torch_threads
-from tests.support.models import make_model
-from tests.support.worker_driver import Steps, drain, make_worker, params, run_step
+from tests.support.models import THROUGH_TRANSFORMERS, leave_ranks_alone, make_model
+from tests.support.worker_driver import (
+    Steps,
+    WindowedSteps,
+    drain,
+    make_worker,
+    params,
+    run_step,
+)
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {}),
     "biases": ("Qwen2ForCausalLM", {}),
     "norms": ("Qwen3ForCausalLM", {"tie_word_embeddings": True}),
     "window": ("MistralForCausalLM", {"sliding_window": 7}),
+    # Through the code of transformers:
+    **{name: THROUGH_TRANSFORMERS[name] for name in ("smollm3", "mixtral", "qwen3_moe")},
 }
 TARGETS = (1, 3, 3, 5, 2, 7, 7, 7, 1, 1, 4, 24, 24, 24, 2, 2)
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("engine.checkpoint.model_config.read_layout", recording.record)
+    leave_ranks_alone(monkeypatch)
     with torch_threads(1):
         yield
 
@@ -43,8 +55,11 @@ def recorded_of(worker: TpModelWorker) -> RecordedDecodes:
     return recorded
 
 
-def results(worker: TpModelWorker, seed: int = 0) -> list[GenerationBatchResult]:
-    steps, queue, found = Steps(params, seed=seed), StepQueue(worker), []
+def results(
+    worker: TpModelWorker, seed: int = 0, steps: Steps | None = None
+) -> list[GenerationBatchResult]:
+    queue, found = StepQueue(worker), []
+    steps = steps or Steps(params, seed=seed)
     for target in TARGETS:
         for threads in (1, 2):
             torch.set_num_threads(threads)
@@ -70,6 +85,35 @@ def test_tokens_are_the_same(kind: str, dtype: str, tmp_path: Path) -> None:
     assert same(results(worker), results(plain))
     assert {1, 2, 3, 7, 24} <= set(recorded_of(worker).sizes) and not recorded_of(worker).lack
     assert not recorded_of(plain).sizes
+
+
+def test_layers_with_windows_have_their_own_places(tmp_path: Path) -> None:
+    """Those of a recording are found anew for each step."""
+    arch, changes = KINDS["window"]
+    folder = make_model(tmp_path / "model", arch, vocab_size=211, **changes)
+    workers = [
+        make_worker(folder, attention_backend="cpu", swa_full_tokens_ratio=0.5) for _ in range(2)
+    ]
+    recorded_of(workers[1]).lack = "switched off by the test"
+    ours, theirs = (results(worker, steps=WindowedSteps.of(worker, params)) for worker in workers)
+    assert same(ours, theirs)
+    assert {1, 3, 7, 24} <= set(recorded_of(workers[0]).sizes)
+
+
+def test_experts_tokens_are_counted(tmp_path: Path) -> None:
+    """In recorded steps, too."""
+    arch, changes = KINDS["qwen3_moe"]
+    folder = make_model(tmp_path / "model", arch, vocab_size=211, **changes)
+    worker = make_worker(folder, attention_backend="cpu", enable_expert_metrics=True)
+    steps, queue, tokens = Steps(params), StepQueue(worker), 0
+    for target in TARGETS:
+        batch, _ = steps.next(target)
+        tokens += len(batch.input_ids)
+        run_step(queue, batch, None)
+    drain(queue)
+    assert {1, 3, 7} <= set(recorded_of(worker).sizes)
+    found = worker.expert_tokens()
+    assert found and all(sum(layer) == 2 * tokens for layer in list(found.values())[:-1])
 
 
 def test_another_kv_cache(tmp_path: Path) -> None:

@@ -42,7 +42,14 @@ from tests.support.fake_graphs import (
 from tests.support.models import THROUGH_TRANSFORMERS, make_model
 from tests.support.other_architectures import made_when_asked, with_layers
 from tests.support.verify_steps import ints, verify_batch
-from tests.support.worker_driver import LiveReq, MakeParams, Steps, drain, make_worker, run_step
+from tests.support.worker_driver import (
+    MakeParams,
+    Steps,
+    WindowedSteps,
+    drain,
+    make_worker,
+    run_step,
+)
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
 
@@ -479,24 +486,6 @@ def test_code_of_transformers_is_captured(
     assert pair.backend.replayed > 20
 
 
-class WindowedSteps(Steps):
-    """Says which page layers with windows have of each page that is used for the first time."""
-
-    def __init__(self, num_window_pages: int) -> None:
-        super().__init__(greedy, seed=2)
-        self._free = list(range(num_window_pages, 0, -1))
-        self._known: set[int] = set()
-
-    def next(self, target: int) -> tuple[ModelWorkerBatch, list[LiveReq]]:
-        batch, reqs = super().next(target)
-        new = sorted({*(batch.out_cache_loc // self.page_size).tolist()} - self._known)
-        self._known.update(new)
-        if new:
-            pages = [new, [self._free.pop() for _ in new]]
-            batch = msgspec.structs.replace(batch, window_pages=np.array(pages, np.int32))
-        return batch, reqs
-
-
 @pytest.mark.parametrize("name", ["cohere2", "gemma3"])
 def test_layers_with_windows_have_their_own_places(
     tmp_path_factory: pytest.TempPathFactory, name: str
@@ -505,11 +494,8 @@ def test_layers_with_windows_have_their_own_places(
         backend = RecordedGraphs()
         keys = {"swa_full_tokens_ratio": 0.5}
         graphs = make_worker(folders[name], graph_backend=backend, max_batch_size=8, **keys)
-        pool = graphs.runner.kv_pool
-        near = {pool.get(i).k.shape[0] for i, sees in enumerate(pool.has_windows) if sees}
-        assert len(near) == 1 and max(near) < pool.num_slots // 2 + 9
         pair = Pair(graphs, make_worker(folders[name]), backend)
-        steps = WindowedSteps(max(near) // pool.page_size - 1)
+        steps = WindowedSteps.of(graphs, greedy, seed=2)
         compare(pair, steps, [1, 1, 3, 3, 5, 5, 5, 8, 8, 2, 1, *[4] * 20])
     assert backend.replayed > 20
 
