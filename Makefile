@@ -60,13 +60,14 @@ test-extended: install-dev
 	$(BIN)/python -m tests.mutations -q
 	$(MAKE) test-triton
 
-# Our kernels for GPUs, by Triton's interpreter, and compiled for Hopper: some two minutes. Triton (a
+# Our kernels for GPUs, by Triton's interpreter, and compiled for Hopper: some four minutes. Triton (a
 # gigabyte) is put beside the environment.
 test-triton: install-dev
 	test -d build/triton/triton || $(BIN)/python -m pip install -q --no-deps -c constraints.txt \
 		--target build/triton triton
 	PYTHONPATH=build/triton $(BIN)/python -m pytest -q $(addprefix tests/unit/, \
-		sampling/test_triton_sampling.py attention/test_triton_kernels.py layers/test_gpu_kernel.py)
+		sampling/test_triton_sampling.py attention/test_triton_kernels.py \
+		layers/test_gpu_kernel.py layers/test_gpu_experts.py)
 
 # The full token-exact product (architectures x tp x pp x page x chunk x cache x retraction), and
 # that of speculation (models x drafters x drafts x page x tp x pp), and other architectures' ranks.

@@ -2,10 +2,12 @@
 
 The engine is `LLM` in this process. The bare loop calls the kernels of `engine/csrc/` layer by
 layer on prepared tensors and takes the argmax. Both take turns. The loop is also timed kernel by
-kernel, which shows where a step's time goes.
+kernel, which shows where a step's time goes. Beside a decode stands how long its weights and cached
+tokens take to be read from memory, at the rate at which torch adds up a large tensor in this run.
 
     python benchmarks/cpu_step.py                         # the 88 M Llama, one thread
     python benchmarks/cpu_step.py --threads 1,2 --save
+    python benchmarks/cpu_step.py --model smollm2-q8_0.gguf --threads 1,2 --save
     python benchmarks/cpu_step.py --impls --save          # transformers' code beside our own
 
 With `--impls` there is no bare loop: two engines take turns, one with Manta's code of the model and
@@ -37,6 +39,7 @@ from torch import Tensor  # noqa: E402
 from benchmarks.common import PEERS, REPO_ROOT, finish, print_table, save_result  # noqa: E402
 from benchmarks.peers import models  # noqa: E402
 from engine.device.distributed import ParallelState  # noqa: E402
+from engine.layers.linear_kernel import GroupedKernel  # noqa: E402
 from engine.llm import LLM  # noqa: E402
 from engine.models.llama import LlamaModel  # noqa: E402
 from engine.native.library import require_kernels  # noqa: E402
@@ -53,6 +56,7 @@ PROMPT_LEN = 256
 OUTPUT_LEN = 64
 CHUNK = 512
 CHUNKS = 4
+READ_BYTES = 1 << 30
 
 Op = tuple[str, Callable[[], object]]
 
@@ -66,6 +70,8 @@ class BareLoop:
         kernels: Any = require_kernels()
         runner = worker.runner
         config = model.config
+        self.num_bytes = _bytes_read(model, worker, rows * length)
+        """Of weights and cached tokens that a decode reads."""
         tokens = rows * queries
         pages = -(-length // PAGE_SIZE)
         for row in range(rows):
@@ -139,6 +145,31 @@ def _next_tokens(model: LlamaModel, hidden: Tensor) -> object:
     return model.compute_logits(hidden).numpy().argmax(-1)
 
 
+def _bytes_read(model: LlamaModel, worker: TpModelWorker, cached: int) -> int:
+    """By a decode: all matrices but the embedding, and the keys and values of `cached` tokens."""
+    kernels: list[Any] = [model.head.kernel]  # type: ignore[union-attr]
+    for layer in model.layers:
+        attention, mlp = layer.attention, layer.mlp
+        kernels += [kind.kernel for kind in (attention.qkv, attention.o, mlp.gate_up, mlp.down)]
+    weights = sum(
+        kernel.num_bytes if isinstance(kernel, GroupedKernel) else kernel.packed.nbytes
+        for kernel in kernels
+    )
+    pools = [worker.runner.kv_pool.get(layer.layer_id) for layer in model.attention_layers]
+    return weights + cached * sum(pool.k[0].nbytes + pool.v[0].nbytes for pool in pools)
+
+
+def read_rate() -> float:
+    """Bytes a second at which all threads read memory: the best of some passes."""
+    numbers = torch.ones(READ_BYTES // 4)
+    times = []
+    for _ in range(8):
+        started = time.perf_counter()
+        numbers.sum()
+        times.append(time.perf_counter() - started)
+    return numbers.nbytes / min(times)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -178,6 +209,7 @@ def main() -> None:
     names = ["step", "threads", "native_ms", "transformers_ms", "ratio"]
     if not args.impls:
         names[2:4] = ["engine_ms", "bare_ms"]
+        names.append("memory_ms")
     print_table(
         [*(name.replace("_", " ") for name in names), *([] if args.impls else ["by kernel, ms"])],
         [
@@ -187,6 +219,8 @@ def main() -> None:
     )
     ok = all(r["ratio"] <= r.get("limit", LIMIT) for r in rows)
     name = "cpu-step-impls" if args.impls else "cpu-step"
+    if args.model:
+        name += f"-{Path(model).stem}"
     figures = {
         "benchmark": name,
         "model": Path(model).name,
@@ -203,6 +237,7 @@ def compare(llm: LLM, threads: int, batches: list[int], rounds: int) -> list[dic
     worker = TpModelWorker(make_worker_config(llm.config.resolve()), ParallelState.single())
     model = worker.runner.model
     middle = PROMPT_LEN + OUTPUT_LEN // 2
+    rate = read_rate()
     steps: list[tuple[str, Callable[[], float], list[BareLoop]]] = [
         (
             f"decode of {n}",
@@ -235,6 +270,8 @@ def compare(llm: LLM, threads: int, batches: list[int], rounds: int) -> list[dic
                 "engine_ms": engine_ms,
                 "bare_ms": bare_ms,
                 "ratio": engine_ms / bare_ms,
+                "memory_ms": loops[0].num_bytes / rate * 1e3 if len(loops) == 1 else None,
+                "read_bytes_per_s": rate,
                 "parts_ms": parts,
             }
         )

@@ -12,10 +12,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from gguf import GGMLQuantizationType as Kind
 
 from benchmarks.common import REPO_ROOT
 from engine.native.machine import SWITCH, unsuitable_platform, unsuitable_processor
+from tests.support.gguf_files import write_gguf
 from tests.support.kernels import EXAMPLES_VARIABLE
+from tests.support.models import make_model
 
 SANITIZERS = "-fsanitize=address,undefined -fno-sanitize-recover=undefined"
 TESTS = ("tests/unit/csrc", "tests/unit/sampling/test_cpu_sampling.py")
@@ -34,6 +37,15 @@ rows = ints([7, 6]), table, ints([0]), ints([0, 2]), ints([2])
 print(kernels.attention(x, x, x, pool, pool.clone(), *rows, 1.0, 0, 0, 0.0, None).shape)
 """
 """The caller must see to it that the table's slots are in the pool, which has 8."""
+FUZZ = """
+from pathlib import Path
+import torch
+from tests.support.gguf_fuzz import products
+torch.set_num_threads(1)
+print(products(Path({file!r}), range({num_files})))
+"""
+GGUF_KINDS = {"attn_q": Kind.Q4_0, "attn_k": Kind.Q4_1, "attn_v": Kind.Q5_1, "ffn_up": Kind.F16}
+"""By a part of the names of tensors."""
 
 
 def runtime(compiler: str, name: str) -> str | None:
@@ -102,6 +114,21 @@ def test_the_kernels_stay_within_their_tensors(sanitized: Sanitized) -> None:
     status, output = sanitized.run("-m", "pytest", *options, *tests)
     assert status == 0, output
     assert " passed" in output
+
+
+@pytest.mark.timeout(BUILD_LIMIT_S + TEST_LIMIT_S)
+@pytest.mark.parametrize("num_files", [2_000, pytest.param(100_000, marks=pytest.mark.full_chaos)])
+def test_damaged_gguf_files_reach_nothing_else(
+    sanitized: Sanitized, num_files: int, tmp_path: Path
+) -> None:
+    """Whatever numbers they have, the kernels multiply by them. (Reading them is Python's work.)"""
+    sizes = {"num_hidden_layers": 1, "vocab_size": 70, "hidden_size": 64, "intermediate_size": 64}
+    model = make_model(tmp_path / "model", "LlamaForCausalLM", **sizes)
+    write_gguf(tmp_path / "model.gguf", model, lambda name: GGUF_KINDS.get(name[6:12], Kind.Q8_0))
+    code = FUZZ.format(file=str(tmp_path / "model.gguf"), num_files=num_files)
+    status, output = sanitized.run("-c", code)
+    assert status == 0, output
+    assert int(output.split()[-1]) > num_files // 20, output
 
 
 @pytest.mark.timeout(BUILD_LIMIT_S + TEST_LIMIT_S)

@@ -5,10 +5,16 @@ from __future__ import annotations
 import random
 import tracemalloc
 from pathlib import Path
+from unittest.mock import patch
+
+import torch
 
 from engine.checkpoint.gguf.checkpoint import read_checkpoint
 from engine.checkpoint.gguf.folder import folder_contents
 from engine.errors import ConfigError
+from engine.layers import gguf_source
+from engine.layers.linear_kernel import GroupedKernel, NativeKernel
+from engine.layers.weight_format import MatrixSlice, has_kernel
 
 _EDGES = (0, 1, 2, 7, 8, 9, 255, 2**31 - 1, 2**31, 2**32 - 1, 2**62, 2**63 - 1, 2**63, 2**64 - 1)
 """Numbers that sizes and counts are replaced by."""
@@ -55,6 +61,43 @@ def refusals(file: Path, seeds: range) -> int:
         except BaseException as error:
             raise AssertionError(f"seed {seed}") from error
     return refused
+
+
+def products(file: Path, seeds: range) -> int:
+    """How many of the damaged copies of `file` become matrices that our kernels multiply by."""
+    data, multiplied = file.read_bytes(), 0
+    spoiled = file.with_name("damaged.gguf")
+    for seed in seeds:
+        spoiled.write_bytes(damaged(data, seed))
+        try:
+            with patch.object(
+                gguf_source, "open_checkpoint", lambda _: read_checkpoint((spoiled,))
+            ):
+                source = gguf_source.GgufSource(file.parent, torch.float32, torch.device("cpu"))
+            for name in source.names():
+                _multiply(source, name)
+            multiplied += 1
+        except ConfigError:
+            continue
+        except BaseException as error:
+            raise AssertionError(f"seed {seed}") from error
+    return multiplied
+
+
+def _multiply(source: gguf_source.GgufSource, name: str) -> None:
+    plain = source.read(name)
+    if plain.dim() != 2 or not plain.numel():
+        return
+    outputs, inputs = plain.shape
+    piece = MatrixSlice(name.removesuffix(".weight"), outputs, inputs, 0, 0, outputs)
+    groups = source.quantized(piece)
+    x = torch.ones(2, inputs)
+    if groups is not None and has_kernel(groups):
+        kernel = GroupedKernel([groups], None)
+        kernel(x)
+        kernel.rows(torch.tensor([0, outputs - 1]), x)
+    else:
+        NativeKernel(plain, None)(x)
 
 
 def peak_bytes(file: Path) -> int:
