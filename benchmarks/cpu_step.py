@@ -107,7 +107,7 @@ class BareLoop:
                     partial(
                         kernels.attention,
                         *(q, k, v, pool.k, pool.v, slots, runner.req_to_token),
-                        *(requests, starts, lengths, attention.layer.scale, 0),
+                        *(requests, starts, lengths, attention.layer.call.scale, 0, 0, 0.0, None),
                     ),
                 ),
                 ("linear", partial(attention.o.kernel, out)),
@@ -170,7 +170,7 @@ def read_rate() -> float:
     return numbers.nbytes / min(times)
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -181,7 +181,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--impls", action="store_true", help="transformers' code beside ours")
     parser.add_argument("--save", action="store_true", help="write the result")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     model = args.model or str(models.build("llama-88m", PEERS / "models" / "llama-88m"))
     rows: list[dict[str, Any]] = []
     for threads in map(int, args.threads.split(",")):
