@@ -20,6 +20,7 @@ constexpr int64_t kDigitRows = 8;      // that a thread takes at a time
 struct RowDigits;
 struct RowScales;
 struct RowCounts;
+struct RowTakes;
 
 template <class T>
 constexpr int kPlanes = sizeof(T) == 4 ? 3 : 2;
@@ -31,11 +32,12 @@ constexpr int kGroupedRows = kLanes == 16 ? (planes == 1 ? 6 : planes == 2 ? 4 :
 
 // --- x as digits ------------------------------------------------------------------------------
 
-// Of all rows: digits [rows][planes][in], scales [rows][blocks], sums of numbers [rows][parts].
+// Of all rows: digits [rows][planes][in], scales [rows][blocks], sums of numbers [rows][parts], below 0
+// in place of above.
 struct Digits {
   int8_t* digits;
   float* scales;
-  int32_t* counts;
+  float* lower;
   int64_t in, blocks;
 };
 
@@ -64,7 +66,7 @@ void make_digits(const T* x, int64_t part, int64_t row, const Digits& to) {
   const U magnitude = set1u(0x7fffffff);
   const int64_t block = to.in / to.blocks;
   int8_t* digits = to.digits + row * planes * to.in;
-  int32_t* counts = to.counts + row * (to.in / part);
+  float* lower = to.lower + row * (to.in / part);
   for (int64_t begin = 0; begin < to.in; begin += block) {
     V largest = zero(), poison = zero();
     for (int64_t i = begin; i < begin + block; i += kLanes) {
@@ -86,7 +88,7 @@ void make_digits(const T* x, int64_t part, int64_t row, const Digits& to) {
         }
         store_low8(digits + (planes - 1) * to.in + i, number);
       }
-      counts[first / part] = sum_lanes(count);
+      lower[first / part] = static_cast<float>(-sum_lanes(count));
     }
     to.scales[row * to.blocks + begin / block] = scale + sum(poison);
   }
@@ -97,7 +99,7 @@ Digits digits_of(const GroupedLinear& a, int64_t part) {
   const int64_t block = planes > 1 && a.in % kScaled == 0 ? kScaled : part, blocks = a.in / block;
   Digits to{reinterpret_cast<int8_t*>(own_memory<RowDigits>(a.rows * planes * a.in / 4)),
             reinterpret_cast<float*>(own_memory<RowScales>(a.rows * blocks)),
-            reinterpret_cast<int32_t*>(own_memory<RowCounts>(a.rows * (a.in / part))), a.in, blocks};
+            reinterpret_cast<float*>(own_memory<RowCounts>(a.rows * (a.in / part))), a.in, blocks};
   const bool small = a.rows * a.in < kAloneUnits;
   run_ranges(a.rows, kDigitRows, small ? 1 : a.threads, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; row++)
@@ -181,33 +183,66 @@ inline V load_scales(Type type, const void* scales, int64_t at) {
   return load_as_float(static_cast<const float*>(scales) + at);
 }
 
-// Scales (or minima) of kLanes outputs from `lane` on, for inputs from `input` on.
-inline V scales_at(const GroupedPanel& panel, const void* scales, const int8_t* codes, int64_t input,
-                   int64_t lane) {
+// Where the scales of a panel's sub-block are: of its larger group, and of its group.
+struct ScalePlace {
+  int64_t whole, group;
+};
+
+inline ScalePlace place_of(const GroupedPanel& panel, int64_t input) {
   const GroupedMatrix& w = panel.of;
-  const int64_t wholes = w.in / w.whole;
-  const V scale = load_scales(w.scale_type, scales,
-                              (panel.index * wholes + input / w.whole) * kPanel + lane);
+  return {(panel.index * (w.in / w.whole) + input / w.whole) * kPanel,
+          (panel.index * (w.in / w.group) + input / w.group) * kPanel};
+}
+
+// The places of one sub-block after the other: divisions take longer than its products.
+class ScalePlaces {
+ public:
+  ScalePlaces(const GroupedPanel& panel, int64_t part) : at(place_of(panel, 0)) {
+    whole_ = whole_left_ = panel.of.whole / part;
+    group_ = group_left_ = panel.of.group / part;
+  }
+
+  void next() {
+    if (--whole_left_ == 0) {
+      whole_left_ = whole_;
+      at.whole += kPanel;
+    }
+    if (--group_left_ == 0) {
+      group_left_ = group_;
+      at.group += kPanel;
+    }
+  }
+
+  ScalePlace at;
+
+ private:
+  int64_t whole_, group_, whole_left_, group_left_;
+};
+
+// Scales (or minima) of kLanes outputs from `lane` on.
+inline V scales_at(const GroupedPanel& panel, const void* scales, const int8_t* codes,
+                   const ScalePlace& at, int64_t lane) {
+  const V scale = load_scales(panel.of.scale_type, scales, at.whole + lane);
   if (codes == nullptr) return scale;
-  const int64_t at = (panel.index * (w.in / w.group) + input / w.group) * kPanel + lane;
-  return scale * to_float(widen8_signed(codes + at));
+  return scale * to_float(widen8_signed(codes + at.group + lane));
 }
 
 // --- products ---------------------------------------------------------------------------------
 
-// The dot products of a sub-block, [M][kWide], less the center's share: `taken` as whole numbers, or
-// `share` for float32, whose sums times a center don't fit 32 bits.
+// The dot products of a sub-block, [M][kWide], less the center's share: of each row a whole number of
+// `taken`, or `share` for float32, whose sums times a center don't fit 32 bits.
 template <int kBits, int planes, int M, int kWide, int64_t kPart>
 inline __attribute__((always_inline)) void dots_of(const Digits& x, const GroupedPanel& panel,
                                                    const int8_t* digits, int64_t part, int64_t lane,
-                                                   const int32_t* taken, const float* share,
+                                                   const int32_t* taken, int64_t parts,
+                                                   const float* share,
                                                    V (&to)[M][kWide]) {
   constexpr int64_t units = kPart / kInputsPerUnit;
   U found[planes][M][kWide];
   for (int m = 0; m < M; m++)
     for (int v = 0; v < kWide; v++)
       for (int plane = 0; plane < planes; plane++)
-        found[plane][m][v] = set1u(plane == 0 && planes < 3 ? static_cast<uint32_t>(taken[m]) : 0);
+        found[plane][m][v] = plane == 0 && planes < 3 ? broadcast_unit(taken + m * parts) : set1u(0);
 #pragma GCC unroll 8
   for (int64_t u = 0; u < units; u++) {
     const int64_t k = part * units + u;
@@ -268,11 +303,14 @@ inline void write_sums(const GroupedLinear& a, int64_t row, int64_t column, V x,
 
 // Sums of rows [row, row + M) for the outputs from `lane` on: those of the matrix from `column` on.
 template <int planes, int kBits, int M, int kWide, int64_t kPart>
-void grouped_rows(const GroupedLinear& a, const Digits& x, const GroupedPanel& panel, int64_t row,
-                  int64_t lane, int64_t column) {
+void grouped_rows(const GroupedLinear& a, const Digits& x, const GroupedPanel& panel,
+                  const int32_t* taken, int64_t row, int64_t lane, int64_t column) {
   const GroupedMatrix& w = panel.of;
   const int8_t* digits = x.digits + row * planes * x.in;
-  const int64_t parts = x.in / kPart, per_block = parts / x.blocks;
+  const int64_t parts = x.in / kPart, per_block = planes == 1 ? 1 : parts / x.blocks;
+  const float* lower = x.lower + row * parts;
+  ScalePlaces places(panel, kPart);
+  taken += row * parts;
   V sums[M][kWide];
   for (int m = 0; m < M; m++)
     for (int v = 0; v < kWide; v++) sums[m][v] = zero();
@@ -280,29 +318,26 @@ void grouped_rows(const GroupedLinear& a, const Digits& x, const GroupedPanel& p
     V inner[M][kWide];
     for (int m = 0; m < M; m++)
       for (int v = 0; v < kWide; v++) inner[m][v] = zero();
-    for (int64_t part = b * per_block; part < (b + 1) * per_block; part++) {
-      int32_t taken[M];
-      float lower[M], share[M];
-      for (int m = 0; m < M; m++) {
-        const int32_t count = x.counts[(row + m) * parts + part];
-        taken[m] = planes < 3 ? -w.center * count : 0;
-        lower[m] = static_cast<float>(-count);
-        share[m] = static_cast<float>(w.center) * lower[m];
-      }
+    for (int64_t part = b * per_block; part < (b + 1) * per_block; part++, places.next()) {
+      float share[M] = {};
+      if constexpr (planes == 3)
+        for (int m = 0; m < M; m++)
+          share[m] = static_cast<float>(w.center) * lower[m * parts + part];
       if (kWide < kVectors && lane == 0) fetch_rest<kBits, kWide, kPart>(panel, part);
       V dots[M][kWide];
-      dots_of<kBits, planes, M, kWide, kPart>(x, panel, digits, part, lane, taken, share, dots);
+      dots_of<kBits, planes, M, kWide, kPart>(x, panel, digits, part, lane, taken + part, parts, share,
+                                              dots);
 #pragma GCC unroll 8
       for (int v = 0; v < kWide; v++) {
         const int64_t at = lane + v * kLanes;
-        const V scale = scales_at(panel, w.scales, w.scale_codes, part * kPart, at);
+        const V scale = scales_at(panel, w.scales, w.scale_codes, places.at, at);
 #pragma GCC unroll 8
         for (int m = 0; m < M; m++) inner[m][v] = fma(dots[m][v], scale, inner[m][v]);
         if (w.mins) {
-          const V least = scales_at(panel, w.mins, w.min_codes, part * kPart, at);
+          const V least = scales_at(panel, w.mins, w.min_codes, places.at, at);
 #pragma GCC unroll 8
           for (int m = 0; m < M; m++)
-            inner[m][v] = fma(least, set1(lower[m]), inner[m][v]);
+            inner[m][v] = fma(least, set1(lower[m * parts + part]), inner[m][v]);
         }
       }
     }
@@ -320,41 +355,61 @@ void grouped_rows(const GroupedLinear& a, const Digits& x, const GroupedPanel& p
 }
 
 template <int planes, int kBits, int64_t kPart, int M>
-void grouped_wide(const GroupedLinear& a, const Digits& x, const GroupedPanel& panel, int64_t row,
-                  int64_t column) {
+void grouped_wide(const GroupedLinear& a, const Digits& x, const GroupedPanel& panel,
+                  const int32_t* taken, int64_t row, int64_t column) {
   constexpr int kWide = M * kVectors <= 8 && planes < 3 ? kVectors : 2;
   for (int64_t lane = 0; lane < kPanel; lane += kWide * kLanes)
-    grouped_rows<planes, kBits, M, kWide, kPart>(a, x, panel, row, lane, column + lane);
+    grouped_rows<planes, kBits, M, kWide, kPart>(a, x, panel, taken, row, lane, column + lane);
 }
 
 template <int planes, int kBits, int64_t kPart, int M = kGroupedRows<planes>>
-void grouped_rest(const GroupedLinear& a, const Digits& x, const GroupedPanel& panel, int64_t row,
-                  int64_t rows, int64_t column) {
-  if (rows == M) return grouped_wide<planes, kBits, kPart, M>(a, x, panel, row, column);
-  if constexpr (M > 1) grouped_rest<planes, kBits, kPart, M - 1>(a, x, panel, row, rows, column);
+void grouped_rest(const GroupedLinear& a, const Digits& x, const GroupedPanel& panel,
+                  const int32_t* taken, int64_t row, int64_t rows, int64_t column) {
+  if (rows == M) return grouped_wide<planes, kBits, kPart, M>(a, x, panel, taken, row, column);
+  if constexpr (M > 1)
+    grouped_rest<planes, kBits, kPart, M - 1>(a, x, panel, taken, row, rows, column);
 }
 
 // Rows [row, end) by a panel, in blocks of nearly equal height.
 template <int planes, int kBits, int64_t kPart>
-void grouped_block(const GroupedLinear& a, const Digits& x, const GroupedPanel& panel, int64_t row,
-                   int64_t end, int64_t column) {
+void grouped_block(const GroupedLinear& a, const Digits& x, const GroupedPanel& panel,
+                   const int32_t* taken, int64_t row, int64_t end, int64_t column) {
   constexpr int64_t most = kGroupedRows<planes>;
   for (int64_t blocks = (end - row + most - 1) / most; blocks > 0; blocks--) {
     const int64_t rows = (end - row + blocks - 1) / blocks;
-    grouped_rest<planes, kBits, kPart>(a, x, panel, row, rows, column);
+    grouped_rest<planes, kBits, kPart>(a, x, panel, taken, row, rows, column);
     row += rows;
   }
 }
 
 template <int planes, int64_t kPart>
-void grouped_by_bits(const GroupedLinear& a, const Digits& x, const GroupedPanel& panel, int64_t row,
-                     int64_t end, int64_t column) {
+void grouped_by_bits(const GroupedLinear& a, const Digits& x, const GroupedPanel& panel,
+                     const int32_t* taken, int64_t row, int64_t end, int64_t column) {
   switch (panel.of.bits) {
-    case 4: return grouped_block<planes, 4, kPart>(a, x, panel, row, end, column);
-    case 5: return grouped_block<planes, 5, kPart>(a, x, panel, row, end, column);
-    case 6: return grouped_block<planes, 6, kPart>(a, x, panel, row, end, column);
-    default: return grouped_block<planes, 8, kPart>(a, x, panel, row, end, column);
+    case 4: return grouped_block<planes, 4, kPart>(a, x, panel, taken, row, end, column);
+    case 5: return grouped_block<planes, 5, kPart>(a, x, panel, taken, row, end, column);
+    case 6: return grouped_block<planes, 6, kPart>(a, x, panel, taken, row, end, column);
+    default: return grouped_block<planes, 8, kPart>(a, x, panel, taken, row, end, column);
   }
+}
+
+// For each matrix what its center takes off the products of each sub-block of the rows, [rows][parts];
+// neighbours with one center share it.
+inline const int32_t* const* takes_of(const GroupedLinear& a, const Digits& x, int64_t num_takes) {
+  auto** takes = reinterpret_cast<const int32_t**>(
+      own_memory<RowTakes>(2 * a.num_parts + a.num_parts * num_takes));
+  auto* next = reinterpret_cast<int32_t*>(takes + a.num_parts);
+  for (int64_t i = 0; i < a.num_parts; i++) {
+    const int32_t center = a.parts[i].center;
+    if (i > 0 && center == a.parts[i - 1].center) {
+      takes[i] = takes[i - 1];
+      continue;
+    }
+    for (int64_t n = 0; n < num_takes; n++) next[n] = center * static_cast<int32_t>(x.lower[n]);
+    takes[i] = next;
+    next += num_takes;
+  }
+  return takes;
 }
 
 // The matrices of one input, side by side in y.
@@ -367,7 +422,9 @@ void grouped_products(const GroupedLinear& a) {
     num_panels += panels(a.parts[i].out);
     macs += a.rows * a.in * a.parts[i].out;
   }
-  const Digits x = digits_of<T, planes>(a, is_fine ? 16 : 32);
+  const int64_t unit = is_fine ? 16 : 32;
+  const Digits x = digits_of<T, planes>(a, unit);
+  const auto* takes = takes_of(a, x, planes < 3 ? a.rows * (a.in / unit) : 0);
   const int64_t blocks = (a.rows + kRowBlock - 1) / kRowBlock;
   run_shares(num_panels * blocks, macs < kAloneMacs ? 1 : a.threads, [&](int64_t task) {
     int64_t p = task / blocks, part = 0, column = 0;
@@ -378,8 +435,8 @@ void grouped_products(const GroupedLinear& a) {
     const int64_t row = task % blocks * kRowBlock, end = row + kRowBlock < a.rows ? row + kRowBlock : a.rows;
     const GroupedPanel panel = panel_of(a.parts[part], p);
     column += p * kPanel;
-    if (is_fine) grouped_by_bits<planes, 16>(a, x, panel, row, end, column);
-    else grouped_by_bits<planes, 32>(a, x, panel, row, end, column);
+    if (is_fine) grouped_by_bits<planes, 16>(a, x, panel, takes[part], row, end, column);
+    else grouped_by_bits<planes, 32>(a, x, panel, takes[part], row, end, column);
   });
 }
 
@@ -406,8 +463,9 @@ void grouped_row(const GroupedMatrix& w, int64_t id, T* y) {
     }
     storeu(bytes, unit);
     const int64_t input = k * kInputsPerUnit;
-    store(scale, scales_at(panel, w.scales, w.scale_codes, input, lane));
-    if (w.mins) store(least, scales_at(panel, w.mins, w.min_codes, input, lane));
+    const ScalePlace at = place_of(panel, input);
+    store(scale, scales_at(panel, w.scales, w.scale_codes, at, lane));
+    if (w.mins) store(least, scales_at(panel, w.mins, w.min_codes, at, lane));
     float values[kLanes] = {};
     for (int i = 0; i < 4; i++)
       values[i] = static_cast<float>(bytes[4 * place + i] - w.center) * scale[place] - least[place];
