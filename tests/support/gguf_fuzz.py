@@ -97,7 +97,7 @@ def _multiply(source: gguf_source.GgufSource, name: str) -> None:
         kernel(x)
         kernel.rows(torch.tensor([0, outputs - 1]), x)
     else:
-        NativeKernel(plain, None)(x)
+        NativeKernel(plain, None)(x.to(plain.dtype))
 
 
 def peak_bytes(file: Path) -> int:
