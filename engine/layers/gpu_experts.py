@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.layers.float8_groups import Quantized
-from engine.layers.gpu_tile import TILES, Tile, tile_for
+from engine.layers.gpu_tile import TILES, Tile, places_for, tile_for
 from engine.layers.gpu_weight import GpuWeight, merge, pack, stack
 
 SPLIT_ROWS = 1024
@@ -31,11 +31,7 @@ class GpuExperts:
         self._kernels: Any = import_module("engine.layers.triton_kernels")
         self.weight = weight
         self.bias = None if bias is None else bias.contiguous()
-        blocks = (
-            -(-weight.shape[0] // tile.outputs) * tile.blocks(SPLIT_ROWS, weight.matrices)
-            for tile in TILES
-        )
-        self._arrived = torch.zeros(max(blocks), dtype=torch.int32, device=weight.words.device)
+        self._arrived = places_for(weight, SPLIT_ROWS)
 
     @classmethod
     def of(

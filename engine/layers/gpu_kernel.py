@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.layers.gpu_tile import TILES, tile_for
+from engine.layers.gpu_tile import TILES, places_for, tile_for
 from engine.layers.gpu_weight import GpuWeight, merge
 from engine.layers.linear_kernel import LinearKernel
 
@@ -37,7 +37,7 @@ class GpuKernel(LinearKernel):
         self.weights = merge(weights)
         self.out_size = sum(weight.shape[0] for weight in self.weights)
         self.bias = bias
-        self._arrived = [_places(weight) for weight in self.weights]
+        self._arrived = [places_for(weight, FUSED_ROWS) for weight in self.weights]
 
     @property
     def num_bytes(self) -> int:
@@ -102,9 +102,3 @@ class GpuKernel(LinearKernel):
         if len(ids):
             self._kernels.decode(weight, out, ids=ids)
         return out
-
-
-def _places(weight: GpuWeight) -> Tensor:
-    """Zeros for all blocks of outputs and rows of a product."""
-    counts = [-(-weight.shape[0] // tile.outputs) * -(-FUSED_ROWS // tile.rows) for tile in TILES]
-    return torch.zeros(max(counts), dtype=torch.int32, device=weight.words.device)

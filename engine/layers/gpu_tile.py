@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 from engine.layers.gpu_weight import GpuWeight
 
 PROGRAMS = 1024
@@ -41,6 +44,16 @@ class Tile(NamedTuple):
 
 TILES = (Tile(16, 64, 2, 4), Tile(32, 64, 4, 4), Tile(64, 128, 8, 4))
 """For up to so many rows; the last one for more, too."""
+
+
+def places_for(weight: GpuWeight, num_rows: int) -> Tensor:
+    """Zeros for all blocks of outputs and rows of a product of up to `num_rows`: `arrived` of
+    `triton_kernels.multiply`."""
+    counts = [
+        -(-weight.shape[0] // tile.outputs) * tile.blocks(num_rows, weight.matrices)
+        for tile in TILES
+    ]
+    return torch.zeros(max(counts), dtype=torch.int32, device=weight.words.device)
 
 
 def tile_for(num_rows: int) -> Tile:

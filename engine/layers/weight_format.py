@@ -185,6 +185,7 @@ class NativeFormat(WeightFormat):
 
     def grouped(self, parts: Sequence[Quantized], bias: Tensor | None) -> LinearKernel:
         groups = [part for part in parts if isinstance(part, Grouped)]
+        assert len(groups) == len(parts), "parts that have no kernel"
         return GroupedKernel(groups, bias, self.short_inputs)
 
     def experts(

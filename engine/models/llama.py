@@ -243,11 +243,10 @@ class LlamaModel:
             hidden = hidden.clone()  # the caller owns it; fused norms add to it in place
         if hidden is None:
             raise ValueError("a later pipeline stage needs the previous stage's hidden states")
+        done: tuple[Tensor, Tensor | None] | None = None
         if self.recorded is not None and not only_sampled:
             done = self.recorded(hidden, batch, backend)
-            if done is not None:
-                return done[0].add_(done[1])
-        hidden, residual = self._run_layers(hidden, batch, backend, only_sampled)
+        hidden, residual = done or self._run_layers(hidden, batch, backend, only_sampled)
         return hidden if residual is None else hidden.add_(residual)
 
     def _run_layers(

@@ -14,10 +14,12 @@ from engine.device.distributed import ParallelState
 from engine.errors import ConfigError
 from engine.layers.expert_share import ExpertShare
 from engine.layers.experts import is_experts, set_kernels
-from engine.layers.weight_format import WeightFormat
+from engine.layers.weight_format import PlainFormat, WeightFormat
 from engine.models.cuts import localize, take_ranges
 from engine.models.lazy_weights import LazyWeights
 from engine.models.linears import set_groups
+
+_PLAIN = PlainFormat()
 
 
 class Share:
@@ -72,13 +74,13 @@ class Share:
         device: torch.device,
         progress: Callable[[int, int], None] | None = None,
         *,
-        form: WeightFormat | None = None,
+        form: WeightFormat = _PLAIN,
         keeps_linears: bool = False,
     ) -> None:
         """Read the weights of a pruned `model`; `progress(done, total)` after each layer. What no
         checkpoint has, such as frequencies of rotations, is made on the CPU as transformers does.
-        `form`: experts keep quantized matrices as they are, as its products (`set_kernels`), and
-        with `keeps_linears` linears of layers, too (`groups_of`).
+        If `form` keeps groups, experts keep quantized matrices as they are, as its products
+        (`set_kernels`), and with `keeps_linears` linears of layers, too (`groups_of`).
 
         Raises `ConfigError` if the checkpoint doesn't fit.
         """
@@ -103,12 +105,12 @@ class Share:
             if keeps_linears:
                 own = [name for name in own if not self._keep_groups(model, weights, name)]
             experts = []
-            if form is not None:
+            if form.keeps_groups:
                 experts = [name for name in own if _is_of_experts(model, name)]
                 own = [name for name in own if name not in experts]
             self._read(model, weights, own)
             for name in experts:  # their biases are there
-                if form is None or not self._keep_experts(model, weights, name, form):
+                if not self._keep_experts(model, weights, name, form):
                     self._read(model, weights, [name])
             if progress is not None:
                 progress(done, len(inner))

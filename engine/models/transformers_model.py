@@ -278,7 +278,7 @@ class TransformersModel:
                 weights,
                 self.device,
                 progress,
-                form=source.format if source.format.keeps_groups else None,
+                form=source.format,
                 keeps_linears=keeps,
             )
             table = self._tie(model, source.format)
@@ -365,13 +365,11 @@ class TransformersModel:
     def _chained(
         self, chain: Chain, batch: ForwardBatch, backend: AttentionBackend, hidden: Tensor | None
     ) -> Tensor:
-        step, x = self._step, chain.begin(batch.input_ids, hidden)
+        step, x, done = self._step, chain.begin(batch.input_ids, hidden), None
         if self.recorded is not None and step.sampled is None:
             done = self.recorded(x, batch, backend)
-            if done is not None:
-                step.calls = len(step.layers)
-                return chain.end(*done)
-        return chain.end(*chain.run(x, batch.positions))
+            step.calls = len(step.layers)
+        return chain.end(*(done or chain.run(x, batch.positions)))
 
     def _run_chain(
         self, hidden: Tensor, batch: ForwardBatch, backend: AttentionBackend

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import patch
 
@@ -48,12 +49,21 @@ def damaged(data: bytes, seed: int) -> bytes:
 
 def refusals(file: Path, seeds: range) -> int:
     """How many of the damaged copies of `file` are refused. Anything but a sentence fails."""
+    return _refusals(file, seeds, lambda spoiled: folder_contents(read_checkpoint((spoiled,))))
+
+
+def products(file: Path, seeds: range) -> int:
+    """How many of them become matrices that our kernels multiply by; the others are refused."""
+    return len(seeds) - _refusals(file, seeds, _multiply_all)
+
+
+def _refusals(file: Path, seeds: range, use: Callable[[Path], object]) -> int:
     data, refused = file.read_bytes(), 0
     spoiled = file.with_name("damaged.gguf")
     for seed in seeds:
         spoiled.write_bytes(damaged(data, seed))
         try:
-            folder_contents(read_checkpoint((spoiled,)))
+            use(spoiled)
         except ConfigError as error:
             sentence = str(error)
             assert str(spoiled) in sentence and len(sentence) < 1000, (seed, sentence)
@@ -63,25 +73,11 @@ def refusals(file: Path, seeds: range) -> int:
     return refused
 
 
-def products(file: Path, seeds: range) -> int:
-    """How many of the damaged copies of `file` become matrices that our kernels multiply by."""
-    data, multiplied = file.read_bytes(), 0
-    spoiled = file.with_name("damaged.gguf")
-    for seed in seeds:
-        spoiled.write_bytes(damaged(data, seed))
-        try:
-            with patch.object(
-                gguf_source, "open_checkpoint", lambda _: read_checkpoint((spoiled,))
-            ):
-                source = gguf_source.GgufSource(file.parent, torch.float32, torch.device("cpu"))
-            for name in source.names():
-                _multiply(source, name)
-            multiplied += 1
-        except ConfigError:
-            continue
-        except BaseException as error:
-            raise AssertionError(f"seed {seed}") from error
-    return multiplied
+def _multiply_all(file: Path) -> None:
+    with patch.object(gguf_source, "open_checkpoint", lambda _: read_checkpoint((file,))):
+        source = gguf_source.GgufSource(file.parent, torch.float32, torch.device("cpu"))
+    for name in source.names():
+        _multiply(source, name)
 
 
 def _multiply(source: gguf_source.GgufSource, name: str) -> None:
