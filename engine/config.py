@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from engine.checkpoint.adapter import PeftAdapter, check_adapter_name
 from engine.checkpoint.expert_map import ExpertMap
 from engine.checkpoint.folder import resolve_model_path
 from engine.checkpoint.generation_defaults import read_generation_defaults
@@ -184,6 +186,15 @@ class EngineConfig(BaseModel):
     """Running requests per micro-batch; None: max_running_requests / micro-batches."""
     speculative_config: SpeculativeConfig | None = None
     """Drafts of the next tokens, several of which a step may confirm; None: one token a step."""
+    lora_adapters: dict[str, str] = Field(default_factory=dict)
+    """LoRA adapters that clients may name as their model: name and folder of each."""
+    lora_folder: str | None = None
+    """A folder whose folders are such adapters, too; each is read when it is first asked for."""
+    max_loras: int = Field(4, ge=1, le=256)
+    """Adapters whose requests run at once."""
+    max_cpu_loras: int | None = Field(None, ge=1)
+    """Adapters in the host's memory; None: 16, or as many as are listed or run at once."""
+    max_lora_rank: int = Field(64, ge=1, le=1024)
     queue_timeout_s: float | None = Field(None, gt=0)
     """A request that waits longer than this ends with 503."""
     request_timeout_s: float | None = Field(None, gt=0)
@@ -207,6 +218,16 @@ class EngineConfig(BaseModel):
             layers if attention == "auto" else attention,
             sampling_of(layers) if sampling == "auto" else sampling,
         )
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether requests may have adapters."""
+        return bool(self.lora_adapters) or self.lora_folder is not None
+
+    @property
+    def max_held_loras(self) -> int:
+        """Adapters in the host's memory."""
+        return self.max_cpu_loras or max(16, self.max_loras, len(self.lora_adapters))
 
     @property
     def world_size(self) -> int:
@@ -267,6 +288,18 @@ class EngineConfig(BaseModel):
                 "worker has a part of all; leave it out, or set tp_size and ep_size above 1."
             )
         return replace(model, layout=ExpertMap.read(path).place(layout, groups))
+
+    def _check_adapters(self) -> None:
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            raise ConfigError(
+                f"max_cpu_loras ({self.max_cpu_loras}) is below max_loras ({self.max_loras}): what "
+                "runs is in the host's memory, too; raise it or leave it out."
+            )
+        for name, folder in self.lora_adapters.items():
+            check_adapter_name(name)
+            PeftAdapter.open(Path(folder)).check_rank(self.max_lora_rank)
+        if self.lora_folder is not None and not Path(self.lora_folder).is_dir():
+            raise ConfigError(f"lora_folder {self.lora_folder} is no folder; correct it.")
 
     def check_device(self, device: str) -> None:
         """Raise `ConfigError` if a key needs another device than `device`, which may be what
@@ -404,6 +437,7 @@ class EngineConfig(BaseModel):
                     "go back in; leave speculative_config out."
                 )
             self._check_draft_model(self.speculative_config, model, max_len)
+        self._check_adapters()
         pooling = read_pooling(model.path) if self.pooling == "auto" else self.pooling
         engine = self
         if model.keeps_states:  # where a cached prefix ends, no state was kept

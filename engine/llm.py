@@ -15,15 +15,17 @@ import numpy.typing as npt
 import torch
 from tqdm import tqdm
 
+from engine.checkpoint.adapter_catalog import AdapterCatalog
 from engine.config import EngineConfig, WorkerConfig, load_config
 from engine.constraints.guard import GrammarGuard
-from engine.errors import EngineDeadError, RequestError
+from engine.errors import ConfigError, EngineDeadError, RequestError
 from engine.executor.base import Executor
 from engine.executor.in_process import InProcessExecutor
 from engine.executor.worker_thread import ThreadExecutor
 from engine.grammars.model_compiler import make_grammar_compiler
 from engine.loop.engine_core import EngineCore
 from engine.process.interrupts import HeldInterrupts
+from engine.protocol.adapters import AdapterRef
 from engine.protocol.messages import AbortRequest, AddRequest, StepOutputs
 from engine.protocol.pooling import (
     FloatArray,
@@ -147,6 +149,7 @@ class LLM:
         scheduler = Scheduler(scheduler_config, grammars)
         self._guard = GrammarGuard(resolved.model.path) if self.tokenizer else None
         self.core = EngineCore(scheduler, executor)
+        self._adapters = AdapterCatalog.of(self.config)
         self._rng = random.Random()
         self._next_rid = 0
 
@@ -155,17 +158,20 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        lora: str | Sequence[str | None] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Complete prompts (texts or token ids). Returns outputs in the order of `prompts`.
 
-        `sampling_params` is one for all or one per prompt. Raises `RequestError` for the first
-        prompt or parameter that can't be served, before anything runs. Ctrl-C ends it after the
-        steps that run (`HeldInterrupts`); the object can be used afterwards.
+        `lora`: names of adapters, one for all or one per prompt (None: the model as it is); see
+        `lora_adapters` and `lora_folder`. `sampling_params` is one for all or one per prompt.
+        Raises `RequestError` for the first prompt or parameter that can't be served, before
+        anything runs. Ctrl-C ends it after the steps that run (`HeldInterrupts`); the object can be
+        used afterwards.
         """
         texts, batch = self._encode(prompts)
         params = self._per_prompt(sampling_params, len(batch))
-        return self._run(texts, batch, params, use_tqdm)
+        return self._run(texts, batch, params, use_tqdm, self._adapters_of(lora, len(batch)))
 
     def embed(
         self,
@@ -277,6 +283,7 @@ class LLM:
         prompts: list[list[int]],
         params: list[SamplingParams],
         use_tqdm: bool,
+        adapters: Sequence[AdapterRef | None] | None = None,
     ) -> list[RequestOutput]:
         for ids, p in zip(prompts, params, strict=True):
             p.verify(self.vocab_size)
@@ -290,7 +297,8 @@ class LLM:
             RequestOutput(text, ids, [CompletionOutput(i) for i in range(p.n)])
             for text, ids, p in zip(texts, prompts, params, strict=True)
         ]
-        running, requests = self._sequences(results, params, detokenizer)
+        chosen = [None] * len(prompts) if adapters is None else adapters
+        running, requests = self._sequences(results, params, chosen, detokenizer)
         self._drive(requests, lambda out: self._absorb(out, detokenizer, running), use_tqdm)
         return results
 
@@ -359,13 +367,15 @@ class LLM:
         self,
         results: list[RequestOutput],
         params: list[SamplingParams],
+        adapters: Sequence[AdapterRef | None],
         detokenizer: DetokenizerManager | None,
     ) -> tuple[dict[int, _Running], list[AddRequest]]:
         """A request for every sequence of the results, and the sequences by rid."""
         running: dict[int, _Running] = {}
         requests: list[AddRequest] = []
-        for result, p in zip(results, params, strict=True):
+        for result, p, adapter in zip(results, params, adapters, strict=True):
             ids = result.prompt_token_ids
+            namespace = "" if adapter is None else adapter.namespace()
             for sequence, copy in zip(
                 result.outputs, p.copies(lambda: self._rng.getrandbits(63)), strict=True
             ):
@@ -374,9 +384,35 @@ class LLM:
                 running[rid] = _Running(result, sequence)
                 if detokenizer is not None:
                     detokenizer.add(Register(0, "", rid, copy, len(ids), ids, [], True))
-                tokens = TokenSequence(np.asarray(ids, np.int32), copy)
+                tokens = TokenSequence(
+                    np.asarray(ids, np.int32), copy, namespace=namespace, adapter=adapter
+                )
                 requests.append(AddRequest(rid=rid, sequence=tokens))
         return running, requests
+
+    def _adapters_of(
+        self, lora: str | Sequence[str | None] | None, count: int
+    ) -> list[AdapterRef | None]:
+        names = [lora] * count if lora is None or isinstance(lora, str) else list(lora)
+        if len(names) != count:
+            raise RequestError(f"{len(names)} names of adapters for {count} prompts", "lora")
+        found: dict[str | None, AdapterRef | None] = {None: None}
+        for name in names:
+            if name not in found:
+                found[name] = self._adapter(name)
+        return [found[name] for name in names]
+
+    def _adapter(self, name: str | None) -> AdapterRef | None:
+        if self._adapters is None:
+            raise RequestError("this engine has no lora_adapters and no lora_folder", "lora")
+        try:
+            ref = self._adapters.find(name or "")
+        except ConfigError as error:
+            raise RequestError(str(error), "lora") from error
+        if ref is None:
+            known = ", ".join(self._adapters.names())
+            raise RequestError(f"there is no adapter '{name}' ({known})", "lora", status=404)
+        return ref
 
     def _per_prompt(
         self, params: SamplingParams | Sequence[SamplingParams] | None, count: int

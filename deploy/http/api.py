@@ -85,15 +85,16 @@ def build_api(
 
     @app.get("/v1/models")
     async def list_models() -> Response:
-        model = _describe_model(client_provider().model_info)
-        ends = {"first_id": model["id"], "last_id": model["id"], "has_more": False}
-        return _json({"object": "list", "data": [model], **ends})
+        info = client_provider().model_info
+        models = [_describe_model(info, name) for name in info.names]
+        ends = {"first_id": models[0]["id"], "last_id": models[-1]["id"], "has_more": False}
+        return _json({"object": "list", "data": models, **ends})
 
     @app.get("/v1/models/{model:path}")
     async def retrieve_model(model: str) -> Response:
         info = client_provider().model_info
         check_model(model or "(none)", info)
-        return _json(_describe_model(info))
+        return _json(_describe_model(info, model))
 
     answer = SharedAnswer[EngineHealth](HEALTH_FRESH_S)
 
@@ -229,19 +230,19 @@ class RequestIdMiddleware:
         await self._app(scope, receive, send_with_id)
 
 
-def _describe_model(info: ModelInfo) -> dict[str, Any]:
-    """The model as OpenAI's clients read it, and as Anthropic's do."""
+def _describe_model(info: ModelInfo, name: str) -> dict[str, Any]:
+    """The model or an adapter as OpenAI's clients read it, and as Anthropic's do."""
     created = datetime.fromtimestamp(info.created, UTC)
     return {
-        "id": info.name,
+        "id": name,
         "object": "model",
         "created": info.created,
         "owned_by": "manta",
         "root": info.name,
-        "parent": None,
+        "parent": None if name == info.name else info.name,
         "max_model_len": info.resolved.max_model_len,
         "type": "model",
-        "display_name": info.name,
+        "display_name": name,
         "created_at": created.isoformat().replace("+00:00", "Z"),
         "lifecycle": "active",
         "max_input_tokens": info.resolved.max_model_len,

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, TypedDict
 from weakref import WeakSet
 
 from deploy.http.aborts import Abort
+from engine.checkpoint.adapter_catalog import AdapterCatalog
 from engine.config import ResolvedConfig
 from engine.constraints import ConstraintSpec
 from engine.protocol.sequence import TokenSequence
@@ -36,6 +37,13 @@ class ModelInfo:
     """How it writes tool calls, a word of `TOOL_FORMATS`; "": it calls no tools."""
     reasoning_format: str = ""
     """How its outputs begin with reasoning, a word of `REASONING_FORMATS`; "": they don't."""
+    adapters: AdapterCatalog | None = None
+    """What requests may name instead of the model; None: it has none."""
+
+    @property
+    def names(self) -> list[str]:
+        """The model's, then those of its adapters."""
+        return [self.name, *(() if self.adapters is None else self.adapters.names())]
 
 
 class Spending(NamedTuple):

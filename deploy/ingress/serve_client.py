@@ -40,6 +40,7 @@ from deploy.routing import make_policy
 from deploy.serve_state.drain_watch import DrainWatch
 from deploy.serve_state.replica_states import ServeStates, replicas_lost
 from engine.actors.ray_types import node_ip
+from engine.checkpoint.adapter_catalog import AdapterCatalog
 from engine.constraints import ConstraintSpec
 from engine.constraints.guard import GrammarGuard
 from engine.errors import EngineDeadError, RequestError
@@ -85,7 +86,12 @@ class ServeEngineClient(EngineClient, IngressListener):
         self._ingresses = ingresses
         self._resume = ResumeLimits(server.resume_wait_s, server.max_resumes)
         resolved = options.info.resolved.here()
-        self._info = replace(options.info, resolved=resolved, created=int(time.time()))
+        self._info = replace(
+            options.info,
+            resolved=resolved,
+            created=int(time.time()),
+            adapters=AdapterCatalog.of(resolved.engine),
+        )
         self._resumes: Counter[str] = Counter(dict.fromkeys(RESUMED, 0))
         self._drain = DrainWatch()
         self._inbox = AsyncInbox(node_ip(), self._on_message)

@@ -50,7 +50,13 @@ class AppConfig:
             )
         if scaling is not None and server.num_replicas != 1:
             raise ConfigError("set either num_replicas or autoscaling, not both.")
-        return cls(server, engine, engine.resolve())
+        config = cls(server, engine, engine.resolve())
+        if config.model_name in engine.lora_adapters:
+            raise ConfigError(
+                f"lora_adapters names an adapter '{config.model_name}', as the model itself is "
+                "called; call it otherwise, or set served_model_name."
+            )
+        return config
 
     @property
     def model_name(self) -> str:

@@ -114,6 +114,8 @@ class ForwardBatch:
     first."""
     timing: StepTiming | None = None
     """The step's time on the device; begins when the stage has its inputs."""
+    adapters: Tensor | None = None
+    """int32 [T]: the slot of each token's adapter, -1 for none. None: no token has one."""
     mark: Callable[[], None] | None = None
     """Called behind each layer: shows that the device goes on with a long step."""
 
@@ -155,6 +157,7 @@ class ForwardBatch:
             prompt_logits_lines=[],
             pooled=None,
             window_loc=None,
+            adapters=None if self.adapters is None else self.adapters[token],
         )
 
     @classmethod

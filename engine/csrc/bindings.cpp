@@ -498,6 +498,7 @@ Tensor silu_and_mul(const Tensor& gate_up) {
 }  // namespace
 }  // namespace manta
 
+#include "adapter_bindings.h"
 #include "mixture_bindings.h"
 
 namespace manta {
@@ -590,6 +591,11 @@ PYBIND11_MODULE(manta_cpu_kernels, m) {
       .def_readonly("inner", &manta::ExpertWeights::inner);
   m.def("experts", &manta::experts);
   m.def("mixture", &manta::mixture);
+  pybind11::class_<manta::AdapterWeights, std::shared_ptr<manta::AdapterWeights>>(m, "AdapterWeights")
+      .def(pybind11::init<int64_t, std::vector<int64_t>, int64_t>())
+      .def("set", &manta::AdapterWeights::set)
+      .def("clear", &manta::AdapterWeights::clear);
+  m.def("adapt_", &manta::adapt_);
   m.def("sample", &manta::sample);
   m.def("logprobs", &manta::logprobs);
 }

@@ -1,4 +1,5 @@
 // Compiled once for each instruction set, with MANTA_ISA as its name.
+#include "adapters.h"
 #include "attention.h"
 #include "elementwise.h"
 #include "experts.h"
@@ -36,6 +37,7 @@ const Kernels& kernels() {
       .silu_mul = [](const SiluMul& a) { MANTA_BY_TYPE(a.type, silu_mul<T>(a)); },
       .experts = [](const Experts& a) { MANTA_BY_TYPE(a.type, experts<T>(a)); },
       .grouped_experts = [](const GroupedExperts& a) { MANTA_BY_TYPE(a.type, grouped_experts<T>(a)); },
+      .adapt = [](const Adapted& a) { MANTA_BY_TYPE(a.type, adapt<T>(a)); },
       .sample = sample,
       .logprobs = logprobs,
   };

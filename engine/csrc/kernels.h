@@ -159,6 +159,34 @@ struct GroupedExperts {
   int threads;
 };
 
+// What an adapter adds to some neighbouring outputs: `out` of them from `start` on.
+struct AdapterPart {
+  int64_t rank;  // 0: nothing
+  const void* a;  // [rank, in]
+  const void* b;  // [rank, out]
+  int64_t start, out;
+};
+
+// Up to 4 rows of one adapter, whose parts are those of one linear.
+struct AdapterBlock {
+  const AdapterPart* parts;
+  int64_t num_parts;
+  int count;
+  int64_t rows[4];
+};
+
+// y += x A^T B, with the A and B of each row's adapter; x, y, A and B are of `type`.
+struct Adapted {
+  Type type;
+  const void* x;  // [rows, in], stride x_stride
+  int64_t x_stride, in;
+  void* y;  // [rows, ...], stride y_stride
+  int64_t y_stride;
+  const AdapterBlock* blocks;
+  int64_t num_blocks;
+  int threads;
+};
+
 // How a row's token is chosen, as in engine/sampling/features/draw.py.
 enum class Draw : int8_t { greedy, full, nucleus, top_k };
 
@@ -203,6 +231,7 @@ struct Kernels {
   void (*silu_mul)(const SiluMul&);
   void (*experts)(const Experts&);
   void (*grouped_experts)(const GroupedExperts&);
+  void (*adapt)(const Adapted&);
   void (*sample)(const Sample&);
   void (*logprobs)(const Logprobs&);
 };

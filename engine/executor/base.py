@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+from engine.protocol.adapters import AdapterLoaded, DropAdapter, LoadAdapter
 from engine.protocol.step import GenerationBatchResult, ModelWorkerBatch, SampleMasks
 
 
@@ -27,10 +28,19 @@ class Executor(ABC):
 
     @abstractmethod
     def wait(self, timeout_s: float | None) -> GenerationBatchResult | None:
-        """Result of the oldest step; None if it isn't there in time (None = wait for ever).
+        """Result of the oldest step; None if it isn't there in time (None = wait for ever) or, if
+        there is a time, an adapter came first.
 
         Raises `EngineDeadError` if a worker is lost or a step failed.
         """
+
+    def order(self, message: LoadAdapter | DropAdapter) -> None:
+        """Let all workers read or forget an adapter. Raises `EngineDeadError`."""
+        raise TypeError(f"{type(self).__name__} takes no adapters")
+
+    def take_loaded(self) -> list[AdapterLoaded]:
+        """Adapters that all workers have, or one of them can't have, since the last call."""
+        return []
 
     def expert_tokens(self) -> dict[int, list[int]]:
         """By decoder layer: how many tokens each expert got, as far as is known here; {} if that

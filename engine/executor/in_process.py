@@ -5,8 +5,10 @@ from __future__ import annotations
 from engine.config import WorkerConfig
 from engine.device.distributed import ParallelState
 from engine.executor.base import Executor
+from engine.protocol.adapters import AdapterLoaded, DropAdapter, LoadAdapter
 from engine.protocol.step import GenerationBatchResult, ModelWorkerBatch, SampleMasks
 from engine.trace import StageSpan, TraceRing
+from engine.worker.base import apply_order
 from engine.worker.factory import make_worker
 from engine.worker.step_queue import StepQueue
 
@@ -25,6 +27,12 @@ class InProcessExecutor(Executor):
 
     def sample(self, masks: SampleMasks) -> None:
         self._steps.apply(masks)
+
+    def order(self, message: LoadAdapter | DropAdapter) -> None:
+        apply_order(self.worker, message)
+
+    def take_loaded(self) -> list[AdapterLoaded]:
+        return self.worker.take_loaded()
 
     def wait(self, timeout_s: float | None) -> GenerationBatchResult | None:
         return self._steps.take_oldest()

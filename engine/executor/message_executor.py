@@ -8,6 +8,7 @@ from typing import NamedTuple
 from engine.errors import EngineDeadError
 from engine.executor.base import Executor
 from engine.protocol import encoding, messages
+from engine.protocol.adapters import AdapterLoaded, DropAdapter, LoadAdapter
 from engine.protocol.messages import ExpertTokens, WorkerReady
 from engine.protocol.step import GenerationBatchResult, ModelWorkerBatch, SampleMasks
 from engine.protocol.transport import Inbox, Outbox
@@ -34,6 +35,9 @@ class MessageExecutor(Executor):
         self.outboxes = [Outbox(address) for address in workers.addresses]
         self._lost = dead
         self._expert_tokens: dict[int, list[int]] = {}
+        self._answers: dict[str, list[AdapterLoaded]] = {}
+        """By digest of an adapter that is being read: of the ranks that have answered."""
+        self._loaded: list[AdapterLoaded] = []
 
     def launch(self, batch: ModelWorkerBatch) -> None:
         self._send(batch)
@@ -53,6 +57,11 @@ class MessageExecutor(Executor):
             if isinstance(result, ExpertTokens):
                 self._expert_tokens |= result.by_layer
                 continue
+            if isinstance(result, AdapterLoaded):
+                self._note(result)
+                if timeout_s is None:
+                    continue
+                return None  # a request may run now
             lost = self._lost()
             if lost:
                 raise EngineDeadError(lost)
@@ -64,7 +73,22 @@ class MessageExecutor(Executor):
         """Of the last reports, which come once a second while steps run, and once behind them."""
         return dict(self._expert_tokens)
 
-    def _send(self, message: ModelWorkerBatch | SampleMasks) -> None:
+    def order(self, message: LoadAdapter | DropAdapter) -> None:
+        self._send(message)
+
+    def take_loaded(self) -> list[AdapterLoaded]:
+        found, self._loaded = self._loaded, []
+        return found
+
+    def _note(self, answer: AdapterLoaded) -> None:
+        answers = self._answers.setdefault(answer.digest, [])
+        answers.append(answer)
+        if len(answers) == len(self.outboxes):
+            del self._answers[answer.digest]
+            failed = [one for one in answers if one.error]
+            self._loaded.append(failed[0] if failed else answer)
+
+    def _send(self, message: ModelWorkerBatch | SampleMasks | LoadAdapter | DropAdapter) -> None:
         frames = encoding.encode(message)
         for outbox in self.outboxes:
             outbox.send_frames(type(message), frames)

@@ -16,12 +16,14 @@ from engine.config import WorkerConfig
 from engine.device.distributed import ParallelState
 from engine.errors import EngineDeadError
 from engine.executor.base import Executor
+from engine.protocol.adapters import AdapterLoaded, DropAdapter, LoadAdapter
 from engine.protocol.step import GenerationBatchResult, ModelWorkerBatch, SampleMasks
 from engine.trace import StageSpan, TraceRing
-from engine.worker.base import ModelWorker
+from engine.worker.base import ModelWorker, apply_order
 from engine.worker.factory import make_worker
 from engine.worker.step_queue import StepQueue
 
+_Message = ModelWorkerBatch | SampleMasks | LoadAdapter | DropAdapter
 STOP_TIMEOUT_S = 10.0
 """How long a stop waits for the step that runs. The thread ends after it in any case."""
 
@@ -64,6 +66,13 @@ class ThreadExecutor(Executor):
         self._check()
         self._thread.messages.put(masks)
 
+    def order(self, message: LoadAdapter | DropAdapter) -> None:
+        self._check()
+        self._thread.messages.put(message)
+
+    def take_loaded(self) -> list[AdapterLoaded]:
+        return self._thread.take_loaded()
+
     def wait(self, timeout_s: float | None) -> GenerationBatchResult | None:
         """As in `Executor`. With no step in flight it returns None at once."""
         self._check()
@@ -103,9 +112,7 @@ class _WorkerThread(threading.Thread):
 
     def __init__(self, config: WorkerConfig, trace: TraceRing[StageSpan]) -> None:
         super().__init__(name="manta-worker", daemon=True)
-        self.messages: queue.SimpleQueue[ModelWorkerBatch | SampleMasks | None] = (
-            queue.SimpleQueue()
-        )
+        self.messages: queue.SimpleQueue[_Message | None] = queue.SimpleQueue()
         """None wakes the thread to see that it shall stop."""
         self.results: queue.SimpleQueue[int | GenerationBatchResult | BaseException] = (
             queue.SimpleQueue()
@@ -128,12 +135,19 @@ class _WorkerThread(threading.Thread):
         self.worker, steps = worker, StepQueue(worker)
         self.results.put(worker.num_kv_tokens)
         while (message := self.messages.get()) is not None and not self._stopping:
-            if isinstance(message, ModelWorkerBatch):
-                steps.launch(message)
-            else:
-                steps.apply(message)
+            match message:
+                case ModelWorkerBatch():
+                    steps.launch(message)
+                case SampleMasks():
+                    steps.apply(message)
+                case _:
+                    apply_order(worker, message)
             for result in steps.take_ready():
                 self.results.put(result)
+
+    def take_loaded(self) -> list[AdapterLoaded]:
+        """Any thread may ask."""
+        return [] if self.worker is None else self.worker.take_loaded()
 
     def ask_to_stop(self) -> None:
         """Let the thread end after the step that runs. Takes no lock: a collector may call it."""

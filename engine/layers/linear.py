@@ -7,6 +7,7 @@ from torch import Tensor
 
 from engine.checkpoint.model_config import ModelConfig
 from engine.device.distributed import ParallelState
+from engine.layers.adapted import AdaptedLinears, Projection
 from engine.layers.linear_kernel import LinearKernel
 from engine.layers.weight_format import MatrixSlice
 from engine.layers.weights import WeightSource
@@ -21,6 +22,8 @@ class MergedColumnParallelLinear:
     """
 
     kernel: LinearKernel
+    slices: list[MatrixSlice]
+    """What was loaded."""
 
     def __init__(
         self,
@@ -50,7 +53,12 @@ class MergedColumnParallelLinear:
             if self.bias:
                 biases.append(source.get(f"{prefix}.bias", (size,), start=start, count=local))
         bias = torch.cat(biases) if biases else None
+        self.slices = slices
         self.kernel = source.format.load(source, slices, bias)
+
+    def adapt(self, linears: AdaptedLinears) -> None:
+        """Let it have adapters."""
+        linears.adapt(self, [_projection(part) for part in self.slices])
 
     def __call__(self, x: Tensor) -> Tensor:
         """[N, in_size] -> [N, sum(local_sizes)]"""
@@ -82,6 +90,8 @@ class RowParallelLinear:
     """A projection whose inputs are split over the ranks; the partial results are summed."""
 
     kernel: LinearKernel
+    part: MatrixSlice
+    """What was loaded."""
 
     def __init__(self, in_size: int, out_size: int, bias: bool, parallel: ParallelState) -> None:
         self.in_size = in_size
@@ -93,12 +103,21 @@ class RowParallelLinear:
     def load(self, source: WeightSource, prefix: str) -> None:
         """Read this rank's columns."""
         start = self.parallel.tp_rank * self.local_size
-        part = MatrixSlice(prefix, self.out_size, self.in_size, 1, start, self.local_size)
+        self.part = MatrixSlice(prefix, self.out_size, self.in_size, 1, start, self.local_size)
         bias: Tensor | None = None
         if self.bias and self.parallel.tp_rank == 0:  # added once, not once per rank
             bias = source.get(f"{prefix}.bias", (self.out_size,))
-        self.kernel = source.format.load(source, [part], bias)
+        self.kernel = source.format.load(source, [self.part], bias)
+
+    def adapt(self, linears: AdaptedLinears) -> None:
+        """Let it have adapters: each rank adds what its inputs make, before the sum."""
+        linears.adapt(self, [_projection(self.part)])
 
     def __call__(self, x: Tensor) -> Tensor:
         """[N, in_size / tp_size] -> [N, out_size], the same on every rank."""
         return self.parallel.all_reduce(self.kernel(x))
+
+
+def _projection(part: MatrixSlice) -> Projection:
+    own = range(part.start, part.start + part.count)
+    return Projection(part.name, part.out_size, part.in_size, part.dim, (own,))

@@ -23,6 +23,9 @@ from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.stats import SchedulerStats, imbalance
 from engine.trace import StepSpan, TraceRing
 
+LOADING_POLL_S = 0.002
+"""Sleep of a caller without sockets while nothing runs and an adapter is being read."""
+
 
 class EngineCore:
     """Drives one engine. It owns the clock and has no sockets."""
@@ -45,10 +48,13 @@ class EngineCore:
     def launch_ready(self) -> int:
         """Send every step that may be launched now; returns how many were."""
         self._record()
+        self._note_adapters()
         count = 0
         while True:
             started = self.clock()
             batch = self.scheduler.next_batch(started)
+            for order in self.scheduler.take_orders():
+                self.executor.order(order)
             if batch is None:
                 return count
             self.executor.launch(batch)
@@ -78,6 +84,8 @@ class EngineCore:
         self.launch_ready()
         if not self.process_one():
             self.scheduler.on_idle()
+            if self.scheduler.adapters is not None and self.scheduler.adapters.is_loading:
+                time.sleep(LOADING_POLL_S)
         self._record()
         return self.scheduler.take_outputs()
 
@@ -89,6 +97,11 @@ class EngineCore:
             expert_tokens_total=by_layer,
             expert_imbalance={layer: imbalance(tokens) for layer, tokens in by_layer.items()},
         )
+
+    def _note_adapters(self) -> None:
+        if self.scheduler.adapters is not None:
+            for answer in self.executor.take_loaded():
+                self.scheduler.adapter_loaded(answer)
 
     def _send_masks(self) -> None:
         for masks in self.scheduler.take_masks():

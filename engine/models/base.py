@@ -10,6 +10,7 @@ from torch import Tensor
 
 from engine.attention.base import AttentionBackend, AttentionLayer
 from engine.attention.forward_batch import ForwardBatch
+from engine.layers.adapted import AdaptedLinears
 from engine.layers.expert_counts import ExpertCounts
 from engine.layers.weights import WeightSource
 
@@ -41,6 +42,9 @@ class Model(Protocol):
     def allocate(self, num_rows: int) -> None:
         """Make room for what the model keeps of requests beside keys and values; their rows are
         below `num_rows`. Call this once, behind `load`."""
+
+    def adapt(self, linears: AdaptedLinears) -> None:
+        """Let the linears of this stage's layers have adapters. Call this once, behind `load`."""
 
     def forward(
         self,

@@ -13,6 +13,7 @@ from engine.checkpoint.layout import rank_calls
 from engine.checkpoint.model_config import ModelConfig
 from engine.device.distributed import ParallelState
 from engine.layers.activation import SiluAndMul
+from engine.layers.adapted import AdaptedLinears
 from engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from engine.layers.expert_counts import ExpertCounts
 from engine.layers.fused_ops import FusedOps
@@ -125,6 +126,12 @@ class DecoderLayer:
         self.post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, fused)
         self.mlp = MLP(config, parallel, fused)
 
+    @property
+    def linears(self) -> tuple[MergedColumnParallelLinear | RowParallelLinear, ...]:
+        """All matrices of the layer."""
+        attention, mlp = self.attention, self.mlp
+        return attention.qkv, attention.o, mlp.gate_up, mlp.down
+
     def load(self, source: WeightSource, prefix: str) -> None:
         self.input_norm.load(source, f"{prefix}.input_layernorm.weight")
         self.attention.load(source, f"{prefix}.self_attn")
@@ -222,6 +229,11 @@ class LlamaModel:
 
     def allocate(self, num_rows: int) -> None:
         """Keys and values are all that it keeps."""
+
+    def adapt(self, linears: AdaptedLinears) -> None:
+        for layer in self.layers:
+            for linear in layer.linears:
+                linear.adapt(linears)
 
     def forward(
         self,

@@ -18,11 +18,12 @@ from torch import Tensor
 from engine.attention.base import AttentionBackend
 from engine.attention.forward_batch import ForwardBatch
 from engine.device.distributed import ParallelState
+from engine.layers.adapted import MAX_RECORDED
 from engine.layers.fused_ops import CpuOps, FusedOps
 
 logger = logging.getLogger(__name__)
 
-MAX_ROWS = 32
+MAX_ROWS = MAX_RECORDED
 """Of a batch that is recorded. With more rows the kernels take so long that nothing is gained."""
 
 RunLayers = Callable[[Tensor, ForwardBatch, AttentionBackend], tuple[Tensor, Tensor | None]]
@@ -70,7 +71,8 @@ class RecordedDecodes:
         """`kernels`: those that `run` computes with."""
         self._run = run
         self._kernels = kernels
-        self._recorded: dict[int, _Recorded] = {}
+        self._recorded: dict[tuple[int, bool], _Recorded] = {}
+        """By batch size, and whether lines have adapters."""
         self._backend: AttentionBackend | None = None
         self.lack = ""
         """Why nothing is recorded; "" if nothing is in the way."""
@@ -78,7 +80,7 @@ class RecordedDecodes:
     @property
     def sizes(self) -> list[int]:
         """Batch sizes that were recorded, ascending."""
-        return sorted(self._recorded)
+        return sorted({size for size, _ in self._recorded})
 
     def __call__(
         self, hidden: Tensor, batch: ForwardBatch, backend: AttentionBackend
@@ -95,7 +97,7 @@ class RecordedDecodes:
         if backend is not self._backend:  # another KV cache
             self._recorded.clear()
             self._backend = backend
-        recorded = self._recorded.get(size)
+        recorded = self._recorded.get((size, batch.adapters is not None))
         if recorded is None:
             return self._record(hidden, batch, backend)
         recorded.fill(hidden, batch, backend)
@@ -130,5 +132,6 @@ class RecordedDecodes:
             self.lack = f"the layers use {', '.join(sorted(calls.others))}"
             logger.debug("decodes are not recorded: %s", self.lack)
         else:
-            self._recorded[batch.batch_size] = _Recorded(calls, own, hidden, output, residual)
+            recorded = _Recorded(calls, own, hidden, output, residual)
+            self._recorded[batch.batch_size, batch.adapters is not None] = recorded
         return output.clone(), residual

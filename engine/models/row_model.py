@@ -56,6 +56,8 @@ class RowModel(TransformersModel):
         def begin(part: ForwardBatch) -> None:
             backend.init_forward(part)
             step.backend, step.batch = backend, part
+            if self._linears is not None:
+                self._linears.step.begin(part.adapters)
             if part.mark is not None:
                 part.mark()
 

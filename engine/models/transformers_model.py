@@ -23,6 +23,7 @@ from engine.attention.forward_batch import ForwardBatch
 from engine.checkpoint.model_config import ModelConfig
 from engine.device.distributed import ParallelState
 from engine.errors import ConfigError
+from engine.layers.adapted import AdaptedLinears, Projection
 from engine.layers.embedding_table import PackedTable
 from engine.layers.expert_counts import ExpertCounts
 from engine.layers.experts import Experts, is_experts
@@ -47,6 +48,12 @@ _NAME = "manta"
 _CAUSAL: Any = AutoModelForCausalLM
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Linears of one module that read one input."""
+_ADAPTED = frozenset(
+    ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj",
+     "gate_up_proj", "query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h", "out_proj",
+     "fc1", "fc2", "c_attn", "c_fc", "c_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa")
+)  # fmt: skip
+"""Linears of layers that adapters may change."""
 
 
 @dataclass
@@ -256,6 +263,7 @@ class TransformersModel:
         """What alone makes logits of the decoder's result."""
         self._state_dtype = dtype
         """Of that result: some keep it in float32."""
+        self._linears: AdaptedLinears | None = None
 
     def load(
         self, source: WeightSource, progress: Callable[[int, int], None] | None = None
@@ -334,6 +342,41 @@ class TransformersModel:
 
     def allocate(self, num_rows: int) -> None:
         """Keys and values are all that it keeps."""
+
+    def adapt(self, linears: AdaptedLinears) -> None:
+        self._linears = linears
+        inside = f"{self._layout.layers}." if self._layout.layers else ""
+        by_product: dict[Product, list[tuple[int, str, Linear]]] = {}
+        for name, module in self._model.named_modules():
+            known = name.startswith(inside) and name.rpartition(".")[2] in _ADAPTED
+            if known and isinstance(module, Linear) and module.gather_from is None:
+                by_product.setdefault(module.product, []).append((module.number, name, module))
+        for product, found in by_product.items():
+            parts = [self._projection(name, linear) for _, name, linear in sorted(found)]
+            linears.adapt(product, parts)
+        if not self.plans_attention:
+            numbers = torch.arange(6, device=self.device)
+            received = self._received(numbers)
+            linears.keep_those_called(lambda: self._trial(numbers, received), len(numbers))
+
+    @torch.inference_mode()
+    def _trial(self, numbers: Tensor, received: Tensor | None) -> None:
+        """Compute tokens at their numbers, with an attention that looks at each alone."""
+        self._step.backend = self._step.batch = None
+        ids = numbers % self.config.vocab_size
+        if self.chain is not None:
+            self.chain(ids, numbers, received)
+        else:
+            self._run(ids, numbers, received)
+
+    def _projection(self, name: str, linear: Linear) -> Projection:
+        out_size, in_size = linear.out_features, linear.in_features
+        dim, ranges = self._share.part(name, out_size)
+        own, whole = sum(map(len, ranges)), self._share.whole_size(name)
+        sizes = [out_size, in_size]
+        assert sizes[dim] == own, f"{name}: this rank has {sizes[dim]} of {own}"
+        sizes[dim] = own if whole is None else whole
+        return Projection(name, sizes[0], sizes[1], dim, ranges)
 
     @property
     def decoder(self) -> nn.Module:

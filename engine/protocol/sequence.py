@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
+from engine.protocol.adapters import AdapterRef
 from engine.protocol.pooling import Pooling
 from engine.protocol.sampling_params import SamplingParams
 
@@ -35,12 +36,14 @@ class TokenSequence(msgspec.Struct, omit_defaults=True):
     """For logs."""
     priority: int = 0
     namespace: str = ""
-    """Of the prefix cache: what its API key and `cache_salt` say."""
+    """Of the prefix cache: what its adapter, its API key and `cache_salt` say."""
     key: KeyLimits | None = None
     """None if the server has no keys."""
     pooling: Pooling | None = None
     """Set if an embedding of the prompt is wanted and no tokens; `params` don't matter then."""
     prediction_ids: np.ndarray | None = None
     """int32 [n]: the output that the client expects, as drafts."""
+    adapter: AdapterRef | None = None
+    """None: the model as it is."""
     return_token_ids: bool = False
     """Every token's delta is needed at once, even if it adds no text."""

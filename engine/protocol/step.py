@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from engine.protocol.adapters import AdapterSlot
 from engine.protocol.sampling_params import SamplingParams
 
 IntArray = np.ndarray[Any, np.dtype[np.int32]]
@@ -156,6 +157,10 @@ class ModelWorkerBatch(msgspec.Struct, array_like=True):
     on (`engine.kvcache.window_pages`). None: nothing changed."""
     drafts_wanted: int = 0
     """The most drafts of each sampled line's next step that the result shall bring."""
+    adapters: np.ndarray | None = None
+    """int32 [B]: the slot of each line's adapter, -1 for none. None: no line has one."""
+    adapter_slots: list[AdapterSlot] | None = None
+    """Slots that have another adapter from this step on."""
 
     @property
     def sampled_lines(self) -> Int64Array:

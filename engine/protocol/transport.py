@@ -24,7 +24,7 @@ import zmq
 from zmq.utils import z85
 
 from engine.errors import EngineDeadError
-from engine.protocol import encoding, local_socket, messages, step, tokenizer_messages
+from engine.protocol import adapters, encoding, local_socket, messages, step, tokenizer_messages
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +66,9 @@ KINDS: tuple[type[Any], ...] = (
     tokenizer_messages.TextOutputs,
     messages.IngressMetrics,
     messages.ExpertTokens,
+    adapters.LoadAdapter,
+    adapters.DropAdapter,
+    adapters.AdapterLoaded,
 )
 """All kinds of messages; the place of one is its code."""
 _CODES = {kind: code for code, kind in enumerate(KINDS)}

@@ -20,6 +20,7 @@ from engine.protocol.step import (
     RowParams,
     RowSpeculation,
 )
+from engine.scheduler.adapters import AdapterTable
 from engine.scheduler.kv_manager import KVManager
 from engine.scheduler.micro_batch import LaunchedStep
 from engine.scheduler.prefill_adder import Addition
@@ -76,6 +77,7 @@ def build_batch(
     *,
     send_tokens: bool,
     whole_steps: bool = False,
+    adapters: AdapterTable | None = None,
 ) -> tuple[ModelWorkerBatch, LaunchedStep]:
     """The step of `additions`, then of the lines of `decode`, and what the scheduler keeps of it.
 
@@ -108,6 +110,10 @@ def build_batch(
         late=None if decodes is None else decodes.late,
         window_pages=kv.take_window_changes(),
     )
+    if adapters is not None:
+        batch.adapter_slots = adapters.take_changes()
+        if not adapters.is_empty:
+            batch.adapters = _adapters_of_lines([] if chunks is None else chunks.reqs, decode)
     running = [] if decode is None else decode.reqs
     if chunks is None:
         launched = LaunchedStep(step, running, running, lines.rids, lines.readers)
@@ -223,6 +229,14 @@ def _speculation(req: Req) -> RowSpeculation:
     sequence = req.sequence
     namespace = f"{req.key_name}\n{sequence.namespace}"
     return RowSpeculation(req.prompt_len + req.max_new_tokens, namespace, sequence.prediction_ids)
+
+
+def _adapters_of_lines(chunks: Sequence[Req], decode: RunningBatch | None) -> IntArray | None:
+    """`ModelWorkerBatch.adapters` of a step of these lines."""
+    found = _ints([req.adapter_slot for req in chunks])
+    if decode is not None:
+        found = np.concatenate([found, decode.adapters])
+    return found if (found >= 0).any() else None
 
 
 def _next_ids(reqs: Sequence[Req], num_lines: int) -> IntArray | None:

@@ -76,7 +76,7 @@ class PrefillAdder:
         self.rem_window_total = window_room(kv, ratio, running) - decode_need
         self.rem_window_now = kv.room_now - decode_need
         self.additions: list[Addition] = []
-        self._owners: set[tuple[int, bytes]] = set()
+        self._owners: set[tuple[int, str, bytes]] = set()
 
     def reserve(self, req: Req) -> None:
         """Keep the room that the rest of a partly launched request needs. Call it before requests
@@ -175,12 +175,12 @@ class PrefillAdder:
         """A middle chunk ends at a page boundary, so that its pages can be shared."""
         return (start + num) // self.kv.page_size * self.kv.page_size - start
 
-    def _key(self, req: Req, start: int) -> tuple[int, bytes] | None:
+    def _key(self, req: Req, start: int) -> tuple[int, str, bytes] | None:
         window = max(SHARE_WINDOW, self.kv.page_size)
         ahead = req.fill_ids[start : start + window]
         if not self.kv.enable_prefix_cache or len(ahead) < window or req.needs_whole_prompt:
             return None
-        return (id(req.last_node), ahead.tobytes())
+        return (id(req.last_node), req.sequence.namespace, ahead.tobytes())
 
     def _own(self, req: Req, start: int) -> None:
         key = self._key(req, start)

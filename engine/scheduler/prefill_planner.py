@@ -73,6 +73,8 @@ class PrefillPlanner:
     def plan(self, mb: MicroBatch, step: int, now: float) -> list[Addition]:
         """Rows of the next step, which comes after step number `step`, at time `now`."""
         requests = self._requests
+        if requests.adapters is not None:
+            requests.adapters.give_slots()
         full = step < requests.full_until
         if requests.chunked is not None and self._held_up is not None:
             self._make_way(requests.chunked, self._held_up)
@@ -133,7 +135,7 @@ class PrefillPlanner:
             self._end_waiting(round_)
             return
         if share not in round_.queues:
-            round_.queues[share] = _in_order(share.waiting, self._policy, self._kv.match)
+            round_.queues[share] = self._in_order(share)
         req = next(round_.queues[share], None)
         if req is None:
             round_.turns.remove(share)
@@ -215,6 +217,13 @@ class PrefillPlanner:
         needed = self._kv.expected_in_windows(0, len(req.fill_ids) + self._ratio.reserve(req))
         return needed - window_room(self._kv, self._ratio, running) if needed else 0
 
+    def _in_order(self, share: KeyShare) -> Iterator[Req]:
+        """Waiting requests of a key that may run, in the order of the policy."""
+        adapters, queue = self._requests.adapters, share.waiting
+        if adapters is not None and not adapters.is_empty:
+            queue = [req for req in queue if adapters.may_run(req)]
+        return _in_order(queue, self._policy, self._kv.match)
+
     def _nothing_runs(self) -> bool:
         return all(not m.in_flight and len(m.running) == 0 for m in self._requests.micro_batches)
 
@@ -222,7 +231,8 @@ class PrefillPlanner:
         """No row is free: let some key's next request push out less important ones of the key."""
         if self._config.engine.enable_priority_preemption:
             for share in self._shares.ready():
-                if self._preempt_for(next(_in_order(share.waiting, self._policy, self._kv.match))):
+                req = next(self._in_order(share), None)
+                if req is not None and self._preempt_for(req):
                     return
 
     def _preempt_for(self, req: Req) -> bool:

@@ -68,6 +68,8 @@ class Req:
     """Prompt + output at the last admission: what prefill has to put into the cache."""
     req_pool_idx: int = 0
     """Row of `ReqToTokenPool`; 0 = none (row 0 is padding)."""
+    adapter_slot: int = -1
+    """Slot of its adapter while it has a row; -1: it has none."""
     cached_len: int = 0
     kv_len: int = 0
     alloc_len: int = 0

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from engine.protocol.adapters import AdapterLoaded
 from engine.protocol.messages import FinishedReq
+from engine.scheduler.adapters import AdapterTable
 from engine.scheduler.key_shares import KeyShares
 from engine.scheduler.kv_manager import KVManager
 from engine.scheduler.micro_batch import MicroBatch
@@ -26,11 +28,14 @@ class Requests:
         micro_batches: Sequence[MicroBatch],
         outputs: OutputCollector,
         stats: SchedulerStats,
+        adapters: AdapterTable | None = None,
     ) -> None:
+        """`adapters`: None if requests can't have any."""
         self.kv = kv
         self.micro_batches = micro_batches
         self._outputs = outputs
         self.stats = stats
+        self.adapters = adapters
         self.by_key: dict[tuple[str, int], Req] = {}
         """All requests by (reply_to, rid)."""
         self.shares = KeyShares()
@@ -47,6 +52,8 @@ class Requests:
         """Put a new request into the waiting queue."""
         self.by_key[(req.reply_to, req.rid)] = req
         self.shares.add(req)
+        if self.adapters is not None:
+            self.adapters.wait(req)
 
     @property
     def waiting(self) -> list[Req]:
@@ -63,6 +70,9 @@ class Requests:
             req.num_cached = min(req.cached_len, req.prompt_len)
             req.queue_s = now - req.arrival
         self.shares.admit(req)
+        if self.adapters is not None:
+            req.adapter_slot = self.adapters.slot_of(req)
+            self.adapters.run(req)
 
     def end(self, req: Req, told: FinishedReq | None) -> None:
         """Decide that a request has ended. `told` is what its reader gets, None if nothing.
@@ -83,6 +93,14 @@ class Requests:
         self._leave_batch(req)
         self.end(req, told)
         self.let_go(req)
+
+    def adapter_loaded(self, answer: AdapterLoaded) -> None:
+        """Workers have read an adapter; if they couldn't, its requests end."""
+        assert self.adapters is not None
+        for req in self.adapters.loaded(answer):
+            told = req.finish("error", message=answer.error, status=400, param="model")
+            self.end_now(req, told)
+        self.full_until = 0
 
     def end_embedded(self, reqs: Sequence[Req], embeddings: Sequence[bytes]) -> None:
         """End the requests whose embeddings [len(reqs)] have come; "" is one that failed."""
@@ -150,5 +168,16 @@ class Requests:
             self.shares.wait(req)
         if held_row:
             self.shares.release(req)
+        if self.adapters is not None:
+            self._update(self.adapters, req, held_row=held_row)
         if req.status is ReqStatus.FINISHED:
             del self.by_key[(req.reply_to, req.rid)]
+
+    def _update(self, adapters: AdapterTable, req: Req, *, held_row: bool) -> None:
+        req.adapter_slot = -1
+        if held_row:
+            adapters.release(req)
+        if req.status is ReqStatus.FINISHED:
+            adapters.forget(req)
+        else:
+            adapters.wait(req)

@@ -34,6 +34,10 @@ _DRAFT_COLUMNS: Mapping[str, Callable[[Req], int]] = {
     "planned": lambda req: 0,
 }
 """Those of an engine that speculates, besides."""
+_ADAPTER_COLUMNS: Mapping[str, Callable[[Req], int]] = {
+    "adapters": lambda req: req.adapter_slot,
+}
+"""Those of an engine whose requests may have adapters."""
 
 
 class ForcedDrafts(NamedTuple):
@@ -55,9 +59,13 @@ class RunningBatch:
     for the most. Slots behind a rejected draft stay with the row: the next step writes there again.
     """
 
-    def __init__(self, speculates: bool = False) -> None:
+    def __init__(self, speculates: bool = False, has_adapters: bool = False) -> None:
         self.speculates = speculates
-        self._columns = {**_COLUMNS, **_DRAFT_COLUMNS} if speculates else _COLUMNS
+        self._columns = {
+            **_COLUMNS,
+            **(_DRAFT_COLUMNS if speculates else {}),
+            **(_ADAPTER_COLUMNS if has_adapters else {}),
+        }
         self.reqs: list[Req] = []
         self.rows: IntArray = _NONE
         """int32 [B]: rows of `ReqToTokenPool`."""
@@ -70,6 +78,8 @@ class RunningBatch:
         self.rids: Int64Array = np.zeros(0, np.int64)
         self.readers: IntArray = _NONE
         """int32 [B]: `Req.reader_no`."""
+        self.adapters: IntArray = _NONE
+        """int32 [B]: slots of the lines' adapters, -1 for none; not kept if there are none."""
         self.most: IntArray = _NONE
         """int32 [B]: tokens in the KV cache if every draft in flight is accepted."""
         self.alloc: IntArray = _NONE

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from engine.constraints.grammar_compiler import GrammarCompiler
+from engine.protocol.adapters import AdapterLoaded, DropAdapter, LoadAdapter
 from engine.protocol.messages import AbortRequest, AddRequest, FinishedReq, StepOutputs
 from engine.protocol.step import (
     ForcedRun,
@@ -27,6 +28,7 @@ from engine.protocol.step import (
     SampleMasks,
 )
 from engine.registry import SCHEDULE_POLICIES
+from engine.scheduler.adapters import AdapterTable
 from engine.scheduler.admission import make_req
 from engine.scheduler.balance import rebalance
 from engine.scheduler.batch_builder import build_batch
@@ -69,10 +71,22 @@ class Scheduler:
         self.delayed = DelayedSamples(config.vocab_size)
         self.stats = SchedulerStats(kv_total_tokens=self.kv.total_size)
         self.micro_batches = [
-            MicroBatch(i, RunningBatch(config.engine.speculative_config is not None))
+            MicroBatch(
+                i,
+                RunningBatch(
+                    config.engine.speculative_config is not None, config.engine.has_adapters
+                ),
+            )
             for i in range(config.num_micro_batches)
         ]
-        self.requests = Requests(self.kv, self.micro_batches, self.outputs, self.stats)
+        self.adapters: AdapterTable | None = None
+        """Set if requests may have adapters."""
+        if config.engine.has_adapters:
+            engine = config.engine
+            self.adapters = AdapterTable(engine.max_loras, engine.max_held_loras)
+        self.requests = Requests(
+            self.kv, self.micro_batches, self.outputs, self.stats, self.adapters
+        )
         policy = SCHEDULE_POLICIES[config.engine.schedule_policy]()
         self.prefill = PrefillPlanner(self.requests, config, policy, self.ratio, self.sizer)
         self.committer = Committer(self.requests, self.outputs, self.delayed, self.stats)
@@ -168,6 +182,14 @@ class Scheduler:
         """(reply_to, message) pairs since the last call."""
         return self.outputs.take(self._step)
 
+    def take_orders(self) -> list[LoadAdapter | DropAdapter]:
+        """For all workers, to be sent before the steps. Call after `next_batch`."""
+        return [] if self.adapters is None else self.adapters.take_orders()
+
+    def adapter_loaded(self, answer: AdapterLoaded) -> None:
+        """All workers have an adapter that `take_orders` told them to read, or one can't."""
+        self.requests.adapter_loaded(answer)
+
     def take_masks(self) -> list[SampleMasks]:
         """Masks of delayed steps that can be sampled now, to be sent after the steps.
 
@@ -187,7 +209,8 @@ class Scheduler:
         for mb in self.micro_batches:
             mb.running.sync_lens()
         reqs = self.requests.by_key.values()
-        return self.kv.check(reqs) or self.requests.shares.check(reqs)
+        adapters = None if self.adapters is None else self.adapters.check()
+        return self.kv.check(reqs) or self.requests.shares.check(reqs) or adapters
 
     def on_idle(self) -> None:
         """Look for leaks of KV memory; log, count and repair them. Call when there is no work."""
@@ -280,6 +303,7 @@ class Scheduler:
             decode,
             send_tokens=self._send_tokens,
             whole_steps=self._lookahead == 1,
+            adapters=self.adapters,
         )
         if self.draft_length is not None and self._lookahead == 1:
             batch.drafts_wanted = self.draft_length.most

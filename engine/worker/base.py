@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from engine.protocol.adapters import AdapterLoaded, AdapterRef, DropAdapter, LoadAdapter
 from engine.protocol.step import GenerationBatchResult, ModelWorkerBatch, SampleMasks
 
 
@@ -62,7 +63,31 @@ class ModelWorker(ABC):
         wait for the device."""
         return {}
 
+    def load_adapter(self, adapter: AdapterRef) -> None:
+        """Begin to read an adapter into the host's memory; `take_loaded` says when it is there."""
+        raise TypeError(f"{type(self).__name__} takes no adapters")
+
+    def take_loaded(self) -> list[AdapterLoaded]:
+        """Of the adapters that were read since the last call."""
+        return []
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether adapters are being read."""
+        return False
+
+    def drop_adapter(self, digest: str) -> None:  # noqa: B027 (most workers have none)
+        """Forget an adapter that no step will use."""
+
     def device_progress(self) -> DeviceProgress:
         """Any thread may ask. A device whose work is done when the call returns has none of its
         own."""
         return DeviceProgress(0.0, is_busy=False)
+
+
+def apply_order(worker: ModelWorker, message: LoadAdapter | DropAdapter) -> None:
+    """Let a worker do what the scheduler says of an adapter."""
+    if isinstance(message, LoadAdapter):
+        worker.load_adapter(message.adapter)
+    else:
+        worker.drop_adapter(message.digest)

@@ -16,6 +16,7 @@ from engine.config import WorkerConfig
 from engine.device.distributed import ParallelState
 from engine.device.queue import make_queue
 from engine.errors import ConfigError
+from engine.layers.adapted import AdaptedLinears
 from engine.memory_need import CacheSize, WindowNeed
 from engine.models.load_progress import LoadProgress
 from engine.models.loader import load_model
@@ -90,6 +91,12 @@ class ModelRunner:
         if meter is not None:
             meter.loaded()
         self.model.allocate(config.engine.max_running_requests + 1)
+        self.adapted: AdaptedLinears | None = None
+        """Set if requests may have adapters. Those of a draft model have none."""
+        if config.engine.has_adapters and table is None:
+            is_native = config.kernels.layers == "cpu"
+            self.adapted = AdaptedLinears(config.engine.max_loras, is_native)
+            self.model.adapt(self.adapted)
         shape = (
             config.engine.max_running_requests + 1,
             config.max_model_len + config.engine.page_size,
@@ -153,7 +160,11 @@ class ModelRunner:
         update = self.table_update(batch, inputs)
         *tensors, cells, locs = self.queue.upload([*inputs, *update])
         self.write_table(cells, locs)
-        return ForwardBatch.on_device(batch, inputs, StepInputs(*tensors), starts)
+        forward = ForwardBatch.on_device(batch, inputs, StepInputs(*tensors), starts)
+        if batch.adapters is not None and self.adapted is not None:
+            slots = np.repeat(batch.adapters, batch.query_lens).astype(np.int32, copy=False)
+            forward.adapters = self.adapted.rows(slots, self.device)
+        return forward
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> ForwardOutput | None:
@@ -177,6 +188,8 @@ class ModelRunner:
             and not batch.prompt_logits_lines
             and (batch.pooled is None or len(batch.pooled.mean) == 0)
         )
+        if self.adapted is not None:
+            self.adapted.step.begin(batch.adapters, batch.logits_rows if only_sampled else None)
         if batch.num_long:  # only such a step may take a device seconds
             batch.mark = self.queue.mark
         hidden = self.model.forward(batch, self.attention, received, only_sampled=only_sampled)

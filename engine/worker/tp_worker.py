@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -15,11 +16,13 @@ from engine.config import WorkerConfig
 from engine.device.clock import StepTiming
 from engine.device.distributed import ParallelState
 from engine.device.pinned import to_device
+from engine.protocol.adapters import AdapterLoaded, AdapterRef
 from engine.protocol.step import Int64Array, ModelWorkerBatch, SampleMasks
 from engine.sampling.draft_check import draft_check
 from engine.sampling.sampler import SampledTokens, Sampler
 from engine.sampling.state import SamplingState
 from engine.trace import StageSpan, TraceRing
+from engine.worker.adapter_bank import AdapterBank
 from engine.worker.base import DeviceProgress, LaunchedForward, ModelWorker, PendingResult
 from engine.worker.future_map import FutureMap
 from engine.worker.graphs.backend import CudaGraphBackend, GraphBackend
@@ -89,6 +92,19 @@ class TpModelWorker(ModelWorker):
         self._threads: StepThreads | None = None
         if config.device == "cpu":
             self._threads = StepThreads(config, parallel, self.runner.kv_bytes_per_token)
+        self._bank: AdapterBank | None = None
+        if self.runner.adapted is not None:
+            stage = config.model.stage_layers(parallel.pp_size)[parallel.pp_rank]
+            self._bank = AdapterBank(
+                self.runner.adapted,
+                stage,
+                config.model.num_layers,
+                self.runner.dtype,
+                self.runner.device,
+                parallel.rank,
+            )
+            for name, folder in config.engine.lora_adapters.items():
+                self._bank.check(name, Path(folder))
         self.graphs: DecodeGraphs | None = None
         self._speculation: Speculation | None = None
         self._trace: TraceRing[StageSpan] | None = None
@@ -135,6 +151,22 @@ class TpModelWorker(ModelWorker):
     def expert_tokens(self) -> dict[int, list[int]]:
         with self.queue.stream():
             return {layer: c.tokens() for layer, c in self.runner.expert_counts.items()}
+
+    def load_adapter(self, adapter: AdapterRef) -> None:
+        if self._bank is None:
+            raise ValueError("this engine takes no adapters")
+        self._bank.load(adapter)
+
+    def take_loaded(self) -> list[AdapterLoaded]:
+        return [] if self._bank is None else self._bank.take_loaded()
+
+    @property
+    def is_loading(self) -> bool:
+        return self._bank is not None and self._bank.is_loading
+
+    def drop_adapter(self, digest: str) -> None:
+        if self._bank is not None:
+            self._bank.drop(digest)
 
     def device_progress(self) -> DeviceProgress:
         return DeviceProgress(*self.queue.marks_passed())
@@ -193,6 +225,8 @@ class TpModelWorker(ModelWorker):
     def _forward(self, batch: ModelWorkerBatch) -> LaunchedForward | None:
         if self._speculation is not None:
             batch = self._speculation.begin(batch)
+        if batch.adapter_slots and self._bank is not None:
+            self._bank.fill(batch.adapter_slots)
         for item in batch.new_rows:
             if item.params.prompt_logprobs is None:
                 self._prompt_logprobs.pop(item.row, None)

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 from engine.config import WorkerConfig
 from engine.errors import EngineDeadError
 from engine.process.log_lines import LogFormat, formatter_of
+from engine.protocol.adapters import DropAdapter, LoadAdapter
 from engine.protocol.messages import Shutdown, WorkerReady
 from engine.protocol.step import GenerationBatchResult, ModelWorkerBatch, SampleMasks
 from engine.protocol.transport import Inbox, Outbox
 from engine.trace import StageSpan, TraceRing
-from engine.worker.base import ModelWorker
+from engine.worker.base import ModelWorker, apply_order
 from engine.worker.expert_report import ExpertReport
 from engine.worker.step_beat import StepBeat
 from engine.worker.step_queue import StepQueue
@@ -33,6 +34,8 @@ logger = logging.getLogger(__name__)
 INIT_TIMEOUT_S = 1800.0
 """Timeout of joining the group and of every later call: one rank may take much longer than another
 to load its weights. The process that started the ranks notices a dead rank, not this timeout."""
+LOADING_POLL_S = 0.005
+"""Longest sleep while an adapter is being read."""
 SPIN_S = 200e-6
 """A sleeping thread wakes up late by about this, so the last part of a wait is spent polling."""
 
@@ -164,7 +167,10 @@ def _turn(
         left_s = steps.seconds_left()
         beat.rest(waits_for_device=left_s is not None)
         report_s = None if report is None else report.send_due()
-        message = _receive(inbox, _sooner(left_s, report_s))
+        for loaded in steps.worker.take_loaded():
+            failures.send(loaded)
+        loading_s = LOADING_POLL_S if steps.worker.is_loading else None
+        message = _receive(inbox, _sooner(_sooner(left_s, report_s), loading_s))
         if message is not None:
             beat.progressed()
             beat.work()
@@ -179,6 +185,8 @@ def _turn(
             case SampleMasks():
                 step = message.step
                 steps.apply(message)
+            case LoadAdapter() | DropAdapter():
+                apply_order(steps.worker, message)
             case Shutdown():
                 return False
             case _:

@@ -16,6 +16,7 @@ from engine.executor.base import Executor
 from engine.grammars.model_compiler import make_grammar_compiler
 from engine.llm import make_executor
 from engine.loop.engine_core import EngineCore
+from engine.protocol.adapters import AdapterRef
 from engine.protocol.messages import AbortRequest, AddRequest
 from engine.protocol.pooling import Pooling
 from engine.protocol.sampling_params import SamplingParams
@@ -56,6 +57,7 @@ class Engine:
         stop_after: dict[int, int] | None = None,
         pooling: Sequence[Pooling | None] = (),
         resumed: Sequence[Sequence[int]] = (),
+        adapters: Sequence[AdapterRef | None] = (),
         kv_tokens: int = KV_TOKENS,
         **scheduler: Any,
     ) -> list[list[int]]:
@@ -63,8 +65,8 @@ class Engine:
         `retract_every` n, every nth step sends a running request back to the queue. `stop_after`
         has, by prompt, the number of tokens after which the client ends it, as a stop string
         would. `pooling` has, by prompt, how it is pooled, if it is. `resumed` has, by prompt, the
-        output that it had elsewhere. The scheduler uses `kv_tokens`
-        of the KV cache."""
+        output that it had elsewhere; `adapters` has its adapter, if it has one. The scheduler uses
+        `kv_tokens` of the KV cache."""
         engine = self.config.model_copy(update=scheduler)
         resolved = engine.resolve()
         config = SchedulerConfig(resolved, kv_tokens)
@@ -88,6 +90,9 @@ class Engine:
             p = params if isinstance(params, SamplingParams) else params[i]
             request = _request(i, ids, p)
             request.sequence.pooling = pooling[i] if pooling else None
+            if adapters and (adapter := adapters[i]) is not None:
+                request.sequence.adapter = adapter
+                request.sequence.namespace = adapter.namespace()
             if resumed and len(resumed[i]):
                 request.output_ids = np.array(resumed[i], np.int32)
             core.scheduler.add(request, core.clock())

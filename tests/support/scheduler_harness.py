@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from engine.constraints import ConstraintSpec
+from engine.protocol.adapters import AdapterRef
 from engine.protocol.messages import FinishedReq
 from engine.protocol.pooling import Pooling
 from engine.protocol.sampling_params import SamplingParams
@@ -111,6 +112,7 @@ class Harness:
         choices: list[list[int]] | None = None,
         ignore_eos: bool = False,
         key: KeyLimits | None = None,
+        adapter: AdapterRef | None = None,
         **params: Any,
     ) -> None:
         """Queue a request; `choices` constrain it."""
@@ -139,8 +141,9 @@ class Harness:
                     **params,
                 ),
                 priority=priority,
-                namespace=salt,
+                namespace=salt if adapter is None else adapter.namespace(salt),
                 key=key,
+                adapter=adapter,
                 output_ids=np.asarray(out[:resume], np.int32) if resume else None,
             ),
             self.now,

@@ -249,6 +249,7 @@ class CountTokensRequest(Strict):
         tools, management = self.tool_use(info), self.context_management
         return ChatRequest(
             id=request_id,
+            model=self.model,
             given_id=request_id.removeprefix("msg_"),
             params=SamplingParams(),
             max_tokens=None,  # clients send their usual number: it is reduced to what fits

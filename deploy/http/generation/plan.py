@@ -32,12 +32,15 @@ from deploy.http.generation.thinking import behind, thinking_of_chat, thinking_o
 from deploy.http.parsers.reasoning_format import REASONING_FORMATS, ReasoningFormat
 from deploy.options import ServerOptions
 from engine.constraints.grammar_payload import Thinking
-from engine.errors import RequestError
+from engine.errors import ConfigError, RequestError
+from engine.protocol.adapters import AdapterRef
 from engine.protocol.sampling_params import MODEL_DEFAULTS, SamplingParams, check_prompt
 from engine.protocol.sequence import TokenSequence
 
 MAX_TOKEN_CHARS = 256
 """No vocabulary known has longer tokens (Llama 3 and GPT-4 reach 128 spaces)."""
+MAX_NAMES = 8
+"""Of models, in an error."""
 MAX_REPORTED_LOGPROBS = 100_000
 """Log-probabilities of one request: some 20 MB in the ingress."""
 
@@ -178,14 +181,36 @@ def _reasoning_format(info: ModelInfo) -> ReasoningFormat | None:
 
 
 def check_model(name: str, info: ModelInfo) -> None:
-    """Raise `RequestError` (404) unless `name` is the served model's or left out."""
-    if name and name != info.name:
-        raise RequestError(
-            f"The model `{name[:200]}` does not exist; this server has `{info.name}`.",
-            "model",
-            status=404,
-            code="model_not_found",
-        )
+    """Raise `RequestError` (404) unless `name` is the served model's, an adapter's or left out."""
+    if name and name != info.name and name not in info.names:
+        raise _no_model(name, info)
+
+
+def _no_model(name: str, info: ModelInfo) -> RequestError:
+    names = info.names
+    shown = ", ".join(f"`{known}`" for known in names[:MAX_NAMES])
+    more = len(names) - MAX_NAMES
+    others = f", and {more} more (GET /v1/models)" if more > 0 else ""
+    return RequestError(
+        f"The model `{name[:200]}` does not exist; this server has {shown}{others}.",
+        "model",
+        status=404,
+        code="model_not_found",
+    )
+
+
+async def _adapter(name: str, info: ModelInfo) -> AdapterRef | None:
+    """The adapter that a request names, as it is now. Raises `RequestError` if it can't be had."""
+    if info.adapters is None or name in ("", info.name):
+        return None
+    try:
+        # It may read a large file.
+        found = await asyncio.to_thread(info.adapters.find, name)
+    except ConfigError as error:
+        raise RequestError(str(error), "model") from error
+    if found is None:  # its folder was removed
+        raise _no_model(name, info)
+    return found
 
 
 def check_text_length(num_chars: int, info: ModelInfo, field: str) -> None:
@@ -391,6 +416,9 @@ async def _plan(
     if key is not None:
         priority = key.priority(request.priority)
         namespace, limits = key.namespace(request.cache_salt), key.limits
+    adapter = await _adapter(request.model, info)
+    if adapter is not None:
+        namespace = adapter.namespace(namespace)
     bad_words_ids = await _bad_words_ids(client, request.bad_words)
     prediction_ids: np.ndarray | None = None
     if request.prediction and info.resolved.engine.speculative_config is not None:
@@ -433,13 +461,15 @@ async def _plan(
                     limits,
                     request.pooling,
                     prediction_ids,
+                    adapter,
                     request.delivery.token_ids,
                 )
             )
     if len(sequences) > 1:
         for index, sequence in enumerate(sequences):
             sequence.request_id = f"{request.id}-{index}"
-    return Plan(request, int(time.time()), info.name, sequences, aborts, reading)
+    name = info.name if adapter is None else adapter.name
+    return Plan(request, int(time.time()), name, sequences, aborts, reading)
 
 
 async def _bad_words_ids(client: EngineClient, words: list[str]) -> list[list[int]]:

@@ -79,6 +79,8 @@ class GenerationRequest:
 
     id: str
     """The reply's id."""
+    model: str = ""
+    """As the client names it: the served model, one of its adapters, or "" for the former."""
     given_id: str = ""
     """The id that the client knows the request by, where it has another one."""
     params: SamplingParams

@@ -72,6 +72,7 @@ class PooledFields(Strict):
         pooling: Pooling = info.resolved.pooling
         request = TextRequest(
             id=request_id,
+            model=self.model,
             given_id=request_id.partition("-")[2],
             params=SamplingParams(temperature=0.0),
             max_tokens=0,

@@ -298,6 +298,7 @@ class GenerationFields(Strict):
             truncation = Truncation(self.truncate_prompt_tokens, self.truncation_side)
         return {
             "id": request_id,
+            "model": self.model,
             "given_id": request_id.partition("-")[2],
             "params": self.sampling_params(logprobs, prompt_logprobs, info.sampling_defaults),
             "delivery": Delivery(self.stream, self.stream_interval, self.return_token_ids),

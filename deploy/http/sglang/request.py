@@ -77,7 +77,6 @@ class GenerateFields(Strict):
         "image_data": ([], ""),
         "video_data": ([], ""),
         "audio_data": ([], ""),
-        "lora_path": ("",),
         "lora_id": ("",),
         "session_params": ({},),
         "custom_logit_processor": ("",),
@@ -112,6 +111,8 @@ class GenerateFields(Strict):
     stream: bool = False
     priority: int = Field(0, ge=-_MAX_INT, le=_MAX_INT)
     """A higher number is served sooner."""
+    lora_path: str = Field("", max_length=256)
+    """Name of an adapter."""
     extra_key: str = Field("", max_length=1024)
     """Cached prefixes are shared only between requests with the same key."""
 
@@ -194,6 +195,7 @@ class GenerateFields(Strict):
             names=FieldNames(prompt, "max_new_tokens"),
             delivery=Delivery(self.stream, self.each_sampling[0].stream_interval),
             priority=-self.priority,
+            model=self.lora_path,
             cache_salt=self.extra_key,
             prompts=self.prompts,
             each=each,

@@ -134,7 +134,10 @@ class DecodeGraphs:
         return sorted(self._graphs)
 
     def size_for(self, batch: ModelWorkerBatch) -> int | None:
-        """The captured size that `batch` can run with; None: it must run eagerly."""
+        """The captured size that `batch` can run with; None: it must run eagerly, as lines with
+        adapters do."""
+        if batch.adapters is not None:
+            return None
         tokens = len(batch.input_ids)
         size = smallest_fitting(self._graphs, tokens) if tokens else None
         return size if size is not None and runs_as_decodes(batch) else None

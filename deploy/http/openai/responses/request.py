@@ -174,6 +174,7 @@ class ResponsesRequest(Strict):
             forget_thoughts(messages)
         return ChatRequest(
             id=request_id,
+            model=self.model,
             given_id=request_id.removeprefix("resp_"),
             params=self._sampling_params(info),
             max_tokens=self.max_output_tokens,

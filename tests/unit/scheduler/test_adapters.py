@@ -1,0 +1,203 @@
+"""Adapters in the scheduler: slots, turns, loads; whatever comes and goes."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.protocol.adapters import AdapterLoaded, AdapterRef, LoadAdapter
+from engine.protocol.messages import AbortRequest
+from engine.protocol.step import ModelWorkerBatch
+from tests.support.scheduler_harness import MODE_IDS, MODES, Harness, prompt
+
+
+def ref(number: int) -> AdapterRef:
+    return AdapterRef(f"a{number}", f"digest{number}", f"/adapters/{number}")
+
+
+class AdapterHarness(Harness):
+    """Workers that read adapters after a while, and check that each step has the right ones."""
+
+    def __init__(self, *, delay: int = 0, broken: frozenset[str] = frozenset(), **more: Any):
+        super().__init__(lora_folder="somewhere", **more)
+        self.delay, self.broken = delay, broken
+        self.held: set[str] = set()
+        self.slots: dict[int, str] = {}
+        self.loading: list[tuple[int, str]] = []
+        self.loads: list[str] = []
+        self.turn = 0
+        self.most_held = 0
+        launch = self.worker.launch
+
+        def checked(batch: ModelWorkerBatch) -> None:
+            self.check_batch(batch)
+            launch(batch)
+
+        self.worker.launch = checked  # type: ignore[method-assign]
+
+    def check_batch(self, batch: ModelWorkerBatch) -> None:
+        for item in batch.adapter_slots or ():
+            assert item.digest in self.held, "a slot gets an adapter that isn't there"
+            self.slots[item.slot] = item.digest
+        assert all(slot < self.config.engine.max_loras for slot in self.slots)
+        by_row = {r.req_pool_idx: r for r in self.scheduler.requests.by_key.values()}
+        for line, row in enumerate(batch.req_pool_indices.tolist()):
+            adapter = by_row[row].sequence.adapter
+            slot = -1 if batch.adapters is None else int(batch.adapters[line])
+            found = self.slots[slot] if slot >= 0 else None
+            assert found == (None if adapter is None else adapter.digest)
+
+    def launch(self) -> bool:
+        self.turn += 1
+        for due, digest in list(self.loading):
+            if due <= self.turn:
+                self.loading.remove((due, digest))
+                error = "it is broken" if digest in self.broken else ""
+                if not error:
+                    self.held.add(digest)
+                self.scheduler.adapter_loaded(AdapterLoaded(0, digest, error))
+        launched = super().launch()
+        for order in self.scheduler.take_orders():
+            if isinstance(order, LoadAdapter):
+                assert order.adapter.digest not in self.held
+                self.loads.append(order.adapter.digest)
+                self.loading.append((self.turn + self.delay, order.adapter.digest))
+            else:
+                self.held.discard(order.digest)
+        self.most_held = max(self.most_held, len(self.held) + len(self.loading))
+        return launched
+
+    def run_all(self) -> None:
+        """`run`, though nothing may be launched while adapters are read."""
+        for _ in range(5000):
+            if not self.step() and self.scheduler.is_idle:
+                break
+            self.check()
+        else:
+            pytest.fail("no end in sight")
+        self.check_done()
+
+
+@pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=25, deadline=None)
+def test_whatever_comes(mode: dict[str, Any], seed: int) -> None:
+    """Requests of more adapters than slots and memory come, go and are retracted: each step has the
+    adapters of its lines, and all requests end."""
+    rng = random.Random(seed)
+    harness = AdapterHarness(
+        delay=rng.randrange(4),
+        broken=frozenset({"digest9"}),
+        max_loras=rng.randrange(1, 4),
+        max_cpu_loras=rng.randrange(3, 6),
+        num_kv_tokens=rng.choice([128, 256]),
+        schedule_policy=rng.choice(["lpm", "fcfs", "priority"]),
+        enable_priority_preemption=False,
+        **mode,
+    )
+    shared = prompt(rng, 12)
+    for rid in range(rng.randrange(5, 40)):
+        number = rng.choice([None, 0, 0, 0, 1, 2, 3, 4, 5, 6, 9])
+        tokens = shared[: rng.randrange(12)] + prompt(rng, rng.randrange(1, 20))
+        adapter = None if number is None else ref(number)
+        harness.add(rid, tokens, rng.randrange(1, 12), adapter=adapter)
+        for _ in range(rng.randrange(3)):
+            harness.step()
+            harness.check()
+        running = [r for m in harness.scheduler.micro_batches for r in m.running.reqs]
+        if running and rng.random() < 0.2:
+            harness.scheduler.requests.retract(rng.choice(running))
+        if rng.random() < 0.1:
+            victim = ("c", rng.randrange(rid + 1))
+            if victim not in harness.finished:
+                harness.aborted.add(victim)
+                harness.scheduler.abort(AbortRequest(rid=victim[1], reply_to="c"))
+    harness.run_all()
+    failed = {key for key, end in harness.finished.items() if end.reason == "error"}
+    for key in failed:
+        assert harness.finished[key].message == "it is broken"
+        assert harness.finished[key].status == 400
+    assert harness.most_held <= harness.config.engine.max_held_loras
+    assert harness.scheduler.adapters is not None
+    assert harness.scheduler.adapters.is_empty
+
+
+def test_no_adapter_waits_for_ever() -> None:
+    """Two adapters have all slots and get new requests all the time; a third one gets its turn."""
+    harness = AdapterHarness(max_loras=2)
+    rid = 0
+    for _ in range(4):
+        for number in (0, 1):
+            harness.add(rid, [1, 2, 3], 8, adapter=ref(number))
+            rid += 1
+    for _ in range(3):
+        harness.step()
+    harness.add(1000, [4, 5, 6], 4, adapter=ref(2))
+    for _ in range(60):
+        for number in (0, 1):
+            harness.add(rid, [1, 2, 3], 8, adapter=ref(number))
+            rid += 1
+        harness.step()
+        if ("c", 1000) in harness.finished:
+            break
+    else:
+        pytest.fail("the third adapter waits for ever")
+
+
+def test_those_behind_go_on() -> None:
+    """A request whose adapter has no slot holds up neither the model's own nor a running one's."""
+    harness = AdapterHarness(max_loras=1, schedule_policy="fcfs")
+    harness.add(0, [1, 2, 3], 40, adapter=ref(0))
+    for _ in range(4):
+        harness.step()
+    harness.add(1, [1, 2, 4], 4, adapter=ref(1))
+    harness.add(2, [1, 2, 5], 4)
+    for _ in range(12):
+        harness.step()
+    assert ("c", 2) in harness.finished
+    assert ("c", 1) not in harness.finished
+    harness.run_all()
+    assert ("c", 1) in harness.finished
+
+
+def test_reading_runs_beside_steps() -> None:
+    harness = AdapterHarness(delay=30)
+    harness.add(0, [1, 2, 3], 4, adapter=ref(0))
+    harness.add(1, [1, 2, 3], 8)
+    for _ in range(12):
+        harness.step()
+    assert ("c", 1) in harness.finished
+    assert ("c", 0) not in harness.finished
+    harness.run_all()
+
+
+def test_a_prefix_is_one_adapters() -> None:
+    """Equal prompts with other adapters share nothing; with another version of it neither."""
+    harness = AdapterHarness(max_loras=4)
+    tokens = list(range(1, 17))
+    new = AdapterRef("a0", "digest0b", "/adapters/0")
+    for rid, adapter in enumerate([None, ref(0), ref(1), new, ref(0), None]):
+        harness.add(rid, tokens, 3, adapter=adapter)
+        harness.run_all()
+    assert [harness.cached["c", rid] for rid in range(6)] == [0, 0, 0, 0, 12, 12]
+
+
+def test_a_broken_adapter_is_tried_again() -> None:
+    harness = AdapterHarness(broken=frozenset({"digest9"}))
+    for rid in range(2):
+        harness.add(rid, [1, 2, 3], 4, adapter=ref(9))
+        harness.run_all()
+        assert harness.finished["c", rid].status == 400
+    assert harness.loads == ["digest9"] * 2
+
+
+def test_the_least_recently_used_leaves_memory() -> None:
+    harness = AdapterHarness(max_loras=1, max_cpu_loras=2)
+    for rid, number in enumerate([0, 1, 0, 2, 0, 1]):
+        harness.add(rid, [1, 2, 3], 4, adapter=ref(number))
+        harness.run_all()
+    assert harness.loads == ["digest0", "digest1", "digest2", "digest1"]
