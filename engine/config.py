@@ -190,6 +190,8 @@ class EngineConfig(BaseModel):
     """LoRA adapters that clients may name as their model: name and folder of each."""
     lora_folder: str | None = None
     """A folder whose folders are such adapters, too; each is read when it is first asked for."""
+    lora_load_folders: list[str] = Field(default_factory=list)
+    """Folders below which adapters may lie that clients load by HTTP; empty: they may load none."""
     max_loras: int = Field(4, ge=1, le=256)
     """Adapters whose requests run at once."""
     max_cpu_loras: int | None = Field(None, ge=1)
@@ -222,7 +224,7 @@ class EngineConfig(BaseModel):
     @property
     def has_adapters(self) -> bool:
         """Whether requests may have adapters."""
-        return bool(self.lora_adapters) or self.lora_folder is not None
+        return bool(self.lora_adapters or self.lora_load_folders) or self.lora_folder is not None
 
     @property
     def max_held_loras(self) -> int:
@@ -298,8 +300,12 @@ class EngineConfig(BaseModel):
         for name, folder in self.lora_adapters.items():
             check_adapter_name(name)
             PeftAdapter.open(Path(folder)).check_rank(self.max_lora_rank)
-        if self.lora_folder is not None and not Path(self.lora_folder).is_dir():
-            raise ConfigError(f"lora_folder {self.lora_folder} is no folder; correct it.")
+        named = [("lora_load_folders", folder) for folder in self.lora_load_folders]
+        if self.lora_folder is not None:
+            named.append(("lora_folder", self.lora_folder))
+        for key, folder in named:
+            if not Path(folder).is_dir():
+                raise ConfigError(f"{key}: {folder} is no folder of this machine; correct it.")
 
     def check_device(self, device: str) -> None:
         """Raise `ConfigError` if a key needs another device than `device`, which may be what

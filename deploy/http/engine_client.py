@@ -16,6 +16,7 @@ from deploy.http.aborts import Abort
 from engine.checkpoint.adapter_catalog import AdapterCatalog
 from engine.config import ResolvedConfig
 from engine.constraints import ConstraintSpec
+from engine.errors import RequestError
 from engine.protocol.sequence import TokenSequence
 from engine.protocol.tokenizer_messages import Conversation, TextDelta
 from engine.trace import RoleTrace
@@ -190,6 +191,16 @@ class EngineClient(ABC):
     async def flush_cache(self) -> list[str]:
         """Empty the prefix cache of every engine replica without requests. Returns what kept the
         others from it, in words."""
+
+    async def load_adapter(self, name: str, path: str, *, replace: bool) -> list[str]:
+        """Serve the adapter in the folder `path` as `name`, everywhere and from now on. Without
+        `replace` there must be none of this name. Returns what is wrong with replicas that don't
+        have it yet, in words. Raises `RequestError`."""
+        raise RequestError("this server loads no adapters", status=403)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Serve it no more; requests that run with it go on. Raises `RequestError`."""
+        raise RequestError("this server loads no adapters", status=403)
 
     @abstractmethod
     async def check_generate(self, timeout_s: float) -> EngineHealth:

@@ -58,6 +58,11 @@ def build_ingress(settings: ApiSettings) -> Any:
             # From the start: this ingress may get the key's next request.
             _state(self).quotas.hear(ingress, report)
 
+        async def hear_adapters(self) -> None:
+            # Another ingress has loaded or unloaded one.
+            if self._client is not None:
+                await self._client.refresh_adapters()
+
         async def __del__(self) -> None:
             if self._client is not None:
                 self._client.stop()

@@ -27,6 +27,7 @@ from deploy.http.engine_client import (
     PlainFamily,
     SpendingReport,
 )
+from deploy.ingress.adapter_board import AdapterBoard, HeadStore
 from deploy.ingress.attempt import Attempts
 from deploy.ingress.engine_watch import EngineWatch
 from deploy.ingress.listener import IngressListener
@@ -43,9 +44,10 @@ from engine.actors.ray_types import node_ip
 from engine.checkpoint.adapter_catalog import AdapterCatalog
 from engine.constraints import ConstraintSpec
 from engine.constraints.guard import GrammarGuard
-from engine.errors import EngineDeadError, RequestError
+from engine.errors import ConfigError, EngineDeadError, RequestError
 from engine.protocol import tokenizer_messages as tm
 from engine.protocol.async_inbox import AsyncInbox
+from engine.protocol.encoding import encode_inline
 from engine.protocol.messages import IngressMetrics, KVEvents, KVSnapshot, Pong, RequestTaken
 from engine.protocol.sequence import TokenSequence
 from engine.protocol.tokenizer_messages import TextDelta
@@ -54,6 +56,8 @@ from engine.trace import RoleTrace, unpack
 logger = logging.getLogger(__name__)
 
 ANSWER_TIMEOUT_S = 5.0
+LOAD_TIMEOUT_S = 120.0
+"""An engine replica has this time to read an adapter that is loaded by hand."""
 HEALTH_TIMEOUT_S = 0.8
 """A replica counts as unwell if it doesn't say in this time that it is well."""
 
@@ -92,6 +96,12 @@ class ServeEngineClient(EngineClient, IngressListener):
             created=int(time.time()),
             adapters=AdapterCatalog.of(resolved.engine),
         )
+        self._adapters: AdapterBoard | None = None
+        """Set if adapters may be loaded by hand."""
+        if self._info.adapters is not None and self._info.adapters.loads:
+            application = serve.get_replica_context().app_name
+            model = resolved.engine.model
+            self._adapters = AdapterBoard(self._info.adapters, application, model, HeadStore())
         self._resumes: Counter[str] = Counter(dict.fromkeys(RESUMED, 0))
         self._drain = DrainWatch()
         self._inbox = AsyncInbox(node_ip(), self._on_message)
@@ -119,6 +129,7 @@ class ServeEngineClient(EngineClient, IngressListener):
         except BaseException:
             client.stop()
             raise
+        await client.refresh_adapters()
         client._watch.start()
         loop = asyncio.get_running_loop()
         client._leaving = loop.create_task(client._end_streams_in_time())
@@ -205,6 +216,48 @@ class ServeEngineClient(EngineClient, IngressListener):
 
     async def flush_cache(self) -> list[str]:
         return _complaints(await self._ask_engines("flush_cache", ANSWER_TIMEOUT_S))
+
+    async def refresh_adapters(self) -> None:
+        """Learn which adapters were loaded by hand."""
+        if self._adapters is not None:
+            await asyncio.to_thread(self._adapters.refresh)
+
+    async def load_adapter(self, name: str, path: str, *, replace: bool) -> list[str]:
+        board, catalog = self._adapters, self._info.adapters
+        if board is None or catalog is None:
+            raise _loads_nothing()
+        await asyncio.to_thread(board.refresh)
+        if name == self._info.name or (name in catalog.loaded and not replace):
+            raise RequestError(
+                f"'{name}' is served already; unload it, or set load_inplace", "lora_name"
+            )
+        try:
+            catalog.check_name(name)
+        except ConfigError as error:
+            raise RequestError(str(error), "lora_name") from error
+        try:
+            ref = await asyncio.to_thread(catalog.take, name, path)
+        except ConfigError as error:
+            raise RequestError(str(error), "lora_path") from error
+        asked = await self._ask_engines("load_adapter", LOAD_TIMEOUT_S, encode_inline(ref))
+        refusals = [reply[1] for reply in asked if isinstance(reply, tuple) and reply[1]]
+        if refusals:  # it is the same on all
+            raise RequestError(refusals[0], "lora_path")
+        await asyncio.to_thread(board.add, ref)
+        await _ask_all(self._ingresses, "hear_adapters", ANSWER_TIMEOUT_S)
+        return _complaints([reply for reply in asked if isinstance(reply, BaseException)])
+
+    async def unload_adapter(self, name: str) -> None:
+        board, catalog = self._adapters, self._info.adapters
+        if board is None or catalog is None:
+            raise _loads_nothing()
+        await asyncio.to_thread(board.refresh)
+        if name not in catalog.loaded:
+            raise RequestError(
+                f"there is no adapter '{name[:200]}' that was loaded", "lora_name", status=404
+            )
+        await asyncio.to_thread(board.remove, name)
+        await _ask_all(self._ingresses, "hear_adapters", ANSWER_TIMEOUT_S)
 
     async def check_generate(self, timeout_s: float) -> EngineHealth:
         health = await self.health()
@@ -331,6 +384,13 @@ async def _ask_all(handle: Any, method: str, timeout_s: float, *args: Any) -> li
     except (TimeoutError, RayServeException) as error:
         raise EngineDeadError(f"no answer to {method}: {type(error).__name__}") from error
     return answers
+
+
+def _loads_nothing() -> RequestError:
+    return RequestError(
+        "this server loads no adapters: set lora_load_folders to the folders that they may lie in",
+        status=403,
+    )
 
 
 def _complaints(replies: list[Any]) -> list[str]:

@@ -30,6 +30,7 @@ from engine.actors.ray_types import node_ip
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError, EngineDrainingError
 from engine.protocol import encoding
+from engine.protocol.adapters import AdapterPrepared, AdapterRef
 from engine.protocol.async_inbox import AsyncInbox
 from engine.protocol.messages import (
     AbortRequest,
@@ -187,6 +188,13 @@ class EngineReplica:
         await self.start()
         return _replica_name(), await self._calls.flush_cache()
 
+    async def load_adapter(self, adapter: bytes) -> tuple[str, str]:
+        """Have the workers read an `AdapterRef`. Returns the replica's name, and why they can't (""
+        if they have it)."""
+        await self.start()
+        ref = encoding.decode([adapter], AdapterRef)
+        return _replica_name(), await self._calls.prepare_adapter(ref)
+
     async def check_generate(self, timeout_s: float) -> tuple[str, str]:
         """Generate a token. Returns the replica's name, and what is wrong if none came in time ("":
         one came, or the engine went on with other requests, or its queue is full)."""
@@ -238,7 +246,7 @@ class EngineReplica:
         match message:
             case RequestsDone():
                 self._open.end(message.rids)
-            case CacheFlushed() | StepOutputs():
+            case CacheFlushed() | AdapterPrepared() | StepOutputs():
                 self._calls.answered(message)
             case Ping():
                 self._heard(message.reply_to)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from engine.protocol.adapters import AdapterPrepared, AdapterRef, PrepareAdapter
 from engine.protocol.messages import (
     AbortRequest,
     AddRequest,
@@ -37,6 +38,13 @@ class SchedulerCalls:
         answer: CacheFlushed = await self._ask(number, FlushCache(number, self._address))
         return answer.refusal
 
+    async def prepare_adapter(self, adapter: AdapterRef) -> str:
+        """Have the workers read an adapter. Returns why they can't; "" if they have it."""
+        number = next(self._numbers)
+        question = PrepareAdapter(number, self._address, adapter)
+        answer: AdapterPrepared = await self._ask(number, question)
+        return answer.error
+
     async def generate_token(self) -> FinishedReq:
         """Run a request of one token through the engine. Returns its end."""
         number = next(self._numbers)
@@ -50,16 +58,16 @@ class SchedulerCalls:
             raise
         return end
 
-    def answered(self, message: CacheFlushed | StepOutputs) -> None:
+    def answered(self, message: CacheFlushed | AdapterPrepared | StepOutputs) -> None:
         """Take what the scheduler sent. Answers that nobody waits for any more are dropped."""
         match message:
-            case CacheFlushed():
+            case CacheFlushed() | AdapterPrepared():
                 self._resolve(message.call, message)
             case StepOutputs():
                 for end in message.finished:
                     self._resolve(end.rid, end)
 
-    async def _ask(self, number: int, question: FlushCache | AddRequest) -> Any:
+    async def _ask(self, number: int, question: FlushCache | PrepareAdapter | AddRequest) -> Any:
         future = self._open[number] = asyncio.get_running_loop().create_future()
         try:
             self._scheduler.send(question)
@@ -67,7 +75,7 @@ class SchedulerCalls:
         finally:
             del self._open[number]
 
-    def _resolve(self, number: int, answer: CacheFlushed | FinishedReq) -> None:
+    def _resolve(self, number: int, answer: CacheFlushed | AdapterPrepared | FinishedReq) -> None:
         future = self._open.get(number)
         if future is not None and not future.done():
             future.set_result(answer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -19,6 +20,7 @@ class Keys(Protocol):
 
     lora_adapters: dict[str, str]
     lora_folder: str | None
+    lora_load_folders: list[str]
     max_lora_rank: int
 
     @property
@@ -28,11 +30,21 @@ class Keys(Protocol):
 
 class AdapterCatalog:
     """Those that are listed have the version that they had at the start. Those of a folder are read
-    when they are asked for, and again when their files have changed."""
+    when they are asked for, and again when their files have changed. Those that were loaded by hand
+    stay as they were then."""
 
-    def __init__(self, listed: dict[str, str], folder: str | None, max_rank: int) -> None:
+    def __init__(
+        self,
+        listed: dict[str, str],
+        folder: str | None,
+        max_rank: int,
+        load_folders: Sequence[str] = (),
+    ) -> None:
         """Raises `ConfigError` if a listed adapter can't be served."""
         self._max_rank = max_rank
+        self._load_folders = [Path(at) for at in load_folders]
+        self.loaded: dict[str, AdapterRef] = {}
+        """By name, those loaded by hand; whoever keeps them sets this."""
         self._folder = None if folder is None else Path(folder)
         self._refs = {name: take_adapter(name, Path(at), max_rank) for name, at in listed.items()}
         self._seen: dict[str, tuple[_Signature, AdapterRef]] = {}
@@ -42,12 +54,39 @@ class AdapterCatalog:
         """Those of a configuration; None if requests can't have any. Raises `ConfigError`."""
         if not engine.has_adapters:
             return None
-        return cls(engine.lora_adapters, engine.lora_folder, engine.max_lora_rank)
+        return cls(
+            engine.lora_adapters,
+            engine.lora_folder,
+            engine.max_lora_rank,
+            engine.lora_load_folders,
+        )
+
+    @property
+    def loads(self) -> bool:
+        """Whether adapters may be loaded by hand."""
+        return bool(self._load_folders)
+
+    def check_name(self, name: str) -> None:
+        """Raise `ConfigError` if no adapter can be loaded by hand as `name`."""
+        check_adapter_name(name)
+        if name in self._refs or name in self._in_folder():
+            raise ConfigError(
+                f"the configuration has an adapter '{name}'; call this one otherwise."
+            )
+
+    def take(self, name: str, path: str) -> AdapterRef:
+        """The adapter at `path`, to be loaded by hand as `name`. It may read a file of any size.
+        Raises `ConfigError` if the path isn't allowed or it can't be served."""
+        folder = Path(path)
+        within = next((at for at in self._load_folders if _lies_in(folder, at)), None)
+        if within is None:
+            raise ConfigError("adapters of this path may not be loaded (lora_load_folders).")
+        return take_adapter(name, folder, self._max_rank, within)
 
     def find(self, name: str) -> AdapterRef | None:
         """The adapter `name`; None if there is none. Raises `ConfigError` if it can't be served. It
         may read a file of any size."""
-        listed = self._refs.get(name)
+        listed = self._refs.get(name) or self.loaded.get(name)
         if listed is not None or self._folder is None or name not in self._in_folder():
             return listed
         folder = self._folder / name
@@ -62,7 +101,7 @@ class AdapterCatalog:
 
     def names(self) -> list[str]:
         """All names, sorted."""
-        return sorted({*self._refs, *self._in_folder()})
+        return sorted({*self._refs, *self.loaded, *self._in_folder()})
 
     def _in_folder(self) -> set[str]:
         if self._folder is None:
@@ -76,6 +115,11 @@ class AdapterCatalog:
                 continue
             found.add(name)
         return found
+
+
+def _lies_in(folder: Path, within: Path) -> bool:
+    """Whether `folder` is below `within`, wherever links and ".." lead."""
+    return folder.is_absolute() and folder.resolve().is_relative_to(within.resolve())
 
 
 def _signature(folder: Path) -> _Signature:

@@ -2,6 +2,7 @@
 
 engine replicas      --AddRequest, AbortRequest, ReaderGone-->  here
 engine replicas      --FlushCache-->  here  --CacheFlushed-->  engine replicas
+engine replicas      --PrepareAdapter-->  here  --AdapterPrepared-->  engine replicas
 here  --ModelWorkerBatch-->  workers  --GenerationBatchResult-->  here
 here  --StepOutputs, one per step-->  each reader (tokenizer)
 here  --RequestsDone-->  each owner (engine replica)
@@ -19,6 +20,7 @@ from engine.constraints.grammar_compiler import GrammarCompiler
 from engine.executor.message_executor import MessageExecutor, ReadyWorkers
 from engine.kvcache.kv_publisher import KVPublisher
 from engine.loop.engine_core import EngineCore
+from engine.protocol.adapters import AdapterPrepared, PrepareAdapter
 from engine.protocol.messages import (
     AbortRequest,
     AddRequest,
@@ -138,6 +140,8 @@ class SchedulerRole:
                     self._drop_reader(message.reply_to)
                 case FlushCache():
                     self._flushes.append(message)
+                case PrepareAdapter():
+                    self._prepare_adapter(message)
                 case SubscribeKVEvents():
                     self._publisher.subscribe(message)
                 case UnsubscribeKVEvents():
@@ -148,6 +152,12 @@ class SchedulerRole:
                     raise TypeError(f"a scheduler can't take a {type(message).__name__}")
         for request, arrival in self._held.take() if self._held else ():
             core.scheduler.add(request, arrival)
+
+    def _prepare_adapter(self, message: PrepareAdapter) -> None:
+        def tell(error: str) -> None:
+            self._send(message.reply_to, AdapterPrepared(message.call, error))
+
+        self.scheduler.prepare_adapter(message.adapter, tell)
 
     def _flush_cache(self) -> None:
         """Empty the prefix cache, unless there are requests. Those that have ended don't count: the

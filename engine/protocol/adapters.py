@@ -1,6 +1,7 @@
 """Adapters (LoRA, Hu et al. 2021) as the roles name them, and the messages about them.
 
 scheduler  --LoadAdapter, DropAdapter-->  every worker  --AdapterLoaded-->  scheduler
+engine replica  --PrepareAdapter-->  scheduler  --AdapterPrepared-->  engine replica
 """
 
 from __future__ import annotations
@@ -49,3 +50,19 @@ class AdapterSlot(msgspec.Struct, array_like=True):
 
     slot: int
     digest: str
+
+
+class PrepareAdapter(msgspec.Struct, array_like=True):
+    """Let the workers read an adapter before a request needs it; answered by `AdapterPrepared` at
+    `reply_to`."""
+
+    call: int
+    reply_to: str
+    adapter: AdapterRef
+
+
+class AdapterPrepared(msgspec.Struct, array_like=True):
+    """The workers have the adapter, or, if `error` isn't empty, can't have it."""
+
+    call: int
+    error: str = ""

@@ -69,6 +69,8 @@ KINDS: tuple[type[Any], ...] = (
     adapters.LoadAdapter,
     adapters.DropAdapter,
     adapters.AdapterLoaded,
+    adapters.PrepareAdapter,
+    adapters.AdapterPrepared,
 )
 """All kinds of messages; the place of one is its code."""
 _CODES = {kind: code for code, kind in enumerate(KINDS)}

@@ -10,6 +10,8 @@ for ever.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -42,16 +44,18 @@ class _Entry:
     waiting: dict[Req, int] = field(default_factory=dict)
     """Their numbers, in the order of their arrival."""
     num_running: int = 0
+    is_prepared: bool = False
+    """Somebody wants it to be read, though no request asks for it yet."""
     used: int = 0
     """When it was used last."""
 
     @property
-    def oldest(self) -> int:
-        return min(self.waiting.values())
+    def oldest(self) -> float:
+        return min(self.waiting.values(), default=math.inf)
 
     @property
     def is_idle(self) -> bool:
-        return not self.num_running and not self.waiting
+        return not self.num_running and not self.waiting and not self.is_prepared
 
 
 class AdapterTable:
@@ -66,6 +70,8 @@ class AdapterTable:
         self._changes: list[AdapterSlot] = []
         self._numbers: dict[Req, int] = {}
         self._count = self._clock = 0
+        self._prepared: dict[str, list[Callable[[str], None]]] = {}
+        """By digest: who is told when the adapter is there, or why it isn't."""
         self._contended = False
         """Whether an adapter that the workers have waits for a slot."""
         self.loads_total = self.evictions_total = 0
@@ -106,6 +112,19 @@ class AdapterTable:
             if entry.state is _State.WANTED and entry.is_idle:
                 del self._entries[entry.ref.digest]
 
+    def prepare(self, ref: AdapterRef, tell: Callable[[str], None]) -> None:
+        """Have an adapter read before a request needs it. `tell("")` is called when it is there,
+        with a reason if it can't be had."""
+        entry = self._entries.get(ref.digest)
+        if entry is not None and entry.state is _State.READY:
+            tell("")
+            return
+        if entry is None:
+            entry = self._entries[ref.digest] = _Entry(ref)
+        entry.is_prepared = True
+        self._prepared.setdefault(ref.digest, []).append(tell)
+        self._touch(entry)
+
     # The planner asks
 
     def may_run(self, req: Req) -> bool:
@@ -134,15 +153,16 @@ class AdapterTable:
     def give_slots(self) -> None:
         """Order what is lacking, and give free slots to adapters whose requests wait. Called before
         requests are chosen."""
-        if not self._numbers:
+        if not self._numbers and not self._prepared:
             return
-        asked = [entry for entry in self._entries.values() if entry.waiting]
+        asked = [entry for entry in self._entries.values() if entry.waiting or entry.is_prepared]
         for entry in sorted((e for e in asked if e.state is _State.WANTED), key=lambda e: e.oldest):
             if not self._make_place():
                 break
             entry.state = _State.LOADING
             self._orders.append(LoadAdapter(entry.ref))
-        claims = [e for e in asked if e.state is _State.READY and e.slot is None]
+        ready = (e for e in asked if e.state is _State.READY and e.slot is None)
+        claims = [entry for entry in ready if entry.waiting]
         if claims and not self._contended:
             for entry in self._entries.values():
                 entry.last_number = self._count
@@ -170,6 +190,9 @@ class AdapterTable:
     def loaded(self, answer: AdapterLoaded) -> list[Req]:
         """Workers have an adapter, or can't have it: the requests that have to end then."""
         entry = self._entries[answer.digest]
+        entry.is_prepared = False
+        for tell in self._prepared.pop(answer.digest, ()):
+            tell(answer.error)
         if not answer.error:
             entry.state = _State.READY
             self.loads_total += 1

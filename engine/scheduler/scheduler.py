@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
 
 from engine.constraints.grammar_compiler import GrammarCompiler
-from engine.protocol.adapters import AdapterLoaded, DropAdapter, LoadAdapter
+from engine.protocol.adapters import AdapterLoaded, AdapterRef, DropAdapter, LoadAdapter
 from engine.protocol.messages import AbortRequest, AddRequest, FinishedReq, StepOutputs
 from engine.protocol.step import (
     ForcedRun,
@@ -185,6 +185,13 @@ class Scheduler:
     def take_orders(self) -> list[LoadAdapter | DropAdapter]:
         """For all workers, to be sent before the steps. Call after `next_batch`."""
         return [] if self.adapters is None else self.adapters.take_orders()
+
+    def prepare_adapter(self, adapter: AdapterRef, tell: Callable[[str], None]) -> None:
+        """Have an adapter read before a request needs it; see `AdapterTable.prepare`."""
+        if self.adapters is None:
+            tell("this engine takes no adapters")
+        else:
+            self.adapters.prepare(adapter, tell)
 
     def adapter_loaded(self, answer: AdapterLoaded) -> None:
         """All workers have an adapter that `take_orders` told them to read, or one can't."""

@@ -16,6 +16,7 @@ import torch
 from engine.attention.forward_batch import step_inputs
 from engine.config import WorkerConfig
 from engine.device.distributed import ParallelState
+from engine.protocol.adapters import AdapterLoaded, AdapterRef
 from engine.protocol.step import GenerationBatchResult, IntArray, ModelWorkerBatch, SampleMasks
 from engine.speculative.step_filler import StepFiller
 from engine.trace import StageSpan, TraceRing
@@ -101,6 +102,7 @@ class SimulatedWorker(ModelWorker):
         ids = np.arange(config.model.vocab_size, dtype=np.int32)
         self._ordinary = ids[~np.isin(ids, config.model.eos_token_ids)]
         self._hidden_size = config.model.hidden_size
+        self._loaded: list[AdapterLoaded] = []
         self._scripts: ScriptedReplies | None = None
         if self.device.script_token_id is not None:
             end = config.model.eos_token_ids[0]
@@ -115,6 +117,14 @@ class SimulatedWorker(ModelWorker):
             )
             agree = parallel.check_equal if parallel.tp_size > 1 else None
             self.filler = StepFiller(drafter, rows, agree)
+
+    def load_adapter(self, adapter: AdapterRef) -> None:
+        """It is there at once, and changes nothing."""
+        self._loaded.append(AdapterLoaded(self.parallel.rank, adapter.digest))
+
+    def take_loaded(self) -> list[AdapterLoaded]:
+        loaded, self._loaded = self._loaded, []
+        return loaded
 
     def forward(self, batch: ModelWorkerBatch) -> LaunchedForward | None:
         if self.filler is not None:

@@ -1,6 +1,7 @@
 """OpenAI's API and vLLM's additions to it, as the application takes them up."""
 
 from deploy.http.dialect import Dialect
+from deploy.http.openai.adapters import LoadAdapterRoute, UnloadAdapterRoute
 from deploy.http.openai.chat import ChatEndpoint
 from deploy.http.openai.completions import CompletionEndpoint
 from deploy.http.openai.embeddings import EmbeddingEndpoint
@@ -20,6 +21,8 @@ OPENAI = Dialect(
         ScoreEndpoint,
         TokenizeRoute,
         DetokenizeRoute,
+        LoadAdapterRoute,
+        UnloadAdapterRoute,
     ),
     error_reply=openai_error,
     error=Error,
