@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections import deque
+from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,6 +18,10 @@ CHUNK_TOKENS = 2048
 STEP_MS = 8.0
 STEP_MS_PER_DECODE = 0.02
 MAX_DECODES = 1024
+MAX_ADAPTERS = 8
+"""In a replica's memory."""
+LOAD_S = 0.2
+"""That reading an adapter takes; one is read at a time, beside the steps."""
 
 
 class _NoSlots(TokenToKVPoolAllocator):
@@ -44,17 +48,17 @@ class CacheModel:
         self.tree = RadixCache(_NoSlots(), PAGE_SIZE, enable_events=enable_events)
         self._slots = np.zeros(0, dtype=np.int32)
 
-    def match(self, prompt: Tokens) -> tuple[int, TreeNode]:
+    def match(self, prompt: Tokens, adapter: str = "") -> tuple[int, TreeNode]:
         """Cached tokens of a prompt, without its last, which the engine always computes; and the
         node."""
-        found = self.tree.match_prefix(prompt[:-1])
+        found = self.tree.match_prefix(prompt[:-1], adapter)
         return len(found.indices), found.last_node
 
-    def insert(self, tokens: Tokens) -> None:
+    def insert(self, tokens: Tokens, adapter: str = "") -> None:
         """Add the tokens that are missing, then evict down to the size."""
         if len(self._slots) < len(tokens):
             self._slots = np.zeros(2 * len(tokens), dtype=np.int32)
-        self.tree.insert(tokens, self._slots)
+        self.tree.insert(tokens, self._slots, adapter)
         over = self.tree.total_size - self.cache_tokens
         if over > 0:
             self.tree.evict(over)
@@ -83,6 +87,8 @@ class RunRecord:
 class Replica:
     """First come, first served chunked prefill; decodes share steps. Driven by the simulator.
 
+    Nobody waits for an adapter of another request.
+
     u uncached tokens take u * (1/40 + (8 + 0.02 R) / 2048) ms with R decodes running: chunks
     of 2,048 tokens at 40 tokens/ms, each with a step's overhead. A decode step takes
     8 + 0.02 R ms, and 51.2 ms more while there's prefill. (The figures are of the order of
@@ -95,6 +101,11 @@ class Replica:
         self.cache = CacheModel(cache_tokens, enable_events=enable_events)
         self.queue: deque[RunRecord] = deque()
         self.prefilling: RunRecord | None = None
+        self.adapters: OrderedDict[str, float] = OrderedDict()
+        """Adapters in memory by name, with the time at which each has been read."""
+        self.num_loads = 0
+        self._in_use: Counter[str] = Counter()
+        self._reads_until = 0.0
         self.busy_s: list[tuple[float, float]] = []
         self.version = 0
         self._node: TreeNode | None = None
@@ -103,14 +114,47 @@ class Replica:
         self._steps = 0.0
         self._at = 0.0
 
+    def add(self, record: RunRecord, now: float) -> None:
+        """A request comes; its adapter is read behind those that are being read."""
+        self.queue.append(record)
+        adapter = record.request.adapter
+        if not adapter:
+            return
+        self._in_use[adapter] += 1
+        if adapter not in self.adapters:
+            self.num_loads += 1
+            self._reads_until = max(self._reads_until, now) + LOAD_S
+            self.adapters[adapter] = self._reads_until
+        self.adapters.move_to_end(adapter)
+        while len(self.adapters) > MAX_ADAPTERS:
+            idle = next((name for name in self.adapters if not self._in_use[name]), None)
+            if idle is None:
+                break
+            del self.adapters[idle]
+
+    def next_read(self, now: float) -> float | None:
+        """When the next adapter has been read that a request waits for."""
+        waiting = (self.adapters[r.request.adapter] for r in self.queue if r.request.adapter)
+        return min((at for at in waiting if at > now), default=None)
+
+    def _take(self, now: float) -> RunRecord | None:
+        """The first request whose adapter is there."""
+        for at, record in enumerate(self.queue):
+            if self.adapters.get(record.request.adapter, 0.0) <= now:
+                del self.queue[at]
+                return record
+        return None
+
     def try_prefill(self, now: float) -> float | None:
         """Start the next prefill if there is one. Returns the time of its end in seconds."""
         if self.prefilling or not self.queue or len(self._decodes) >= MAX_DECODES:
             return None
         self._advance(now)
-        record = self.queue.popleft()
+        record = self._take(now)
+        if record is None:
+            return None
         record.started = now
-        record.cached_tokens, self._node = self.cache.match(record.prompt)
+        record.cached_tokens, self._node = self.cache.match(record.prompt, record.request.adapter)
         self.cache.tree.inc_lock_ref(self._node)
         self.prefilling = record
         overhead = STEP_MS + STEP_MS_PER_DECODE * len(self._decodes)
@@ -126,7 +170,7 @@ class Replica:
         self._advance(now)
         self.prefilling = None
         record.first_token = now
-        self.cache.insert(record.prompt)
+        self.cache.insert(record.prompt, record.request.adapter)
         record.prompt = record.prompt[:0].copy()
         self.cache.tree.dec_lock_ref(self._node)
         steps = len(record.request.output) - 1
@@ -141,7 +185,8 @@ class Replica:
         while self._decodes and self._decodes[0][0] <= self._steps + 1e-6:
             record = heapq.heappop(self._decodes)[2]
             record.finished = now
-            self.cache.insert(record.request.whole())
+            self._in_use[record.request.adapter] -= 1
+            self.cache.insert(record.request.whole(), record.request.adapter)
             ended.append(record)
         return ended
 

@@ -9,12 +9,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.routing_sim.policies import POLICIES
-from benchmarks.routing_sim.replica import Replica, RunRecord
+from benchmarks.routing_sim.policies.multiplexed import RayMultiplexedPolicy
+from benchmarks.routing_sim.replica import MAX_ADAPTERS, Replica, RunRecord
 from benchmarks.routing_sim.trace import PAGE_SIZE, Trace, TraceRequest
 from deploy.routing import ApplyResult, RouteRequest, RoutingPolicy, find_policy, make_policy
+from deploy.routing.adapter_book import AdapterBook
 from engine.protocol.messages import KVEvent
 
 NOTICE_S = 0.005
+TELL_S = 0.1
+"""Between two reports of a replica's multiplexed models in Ray Serve
+(PUSH_MULTIPLEXED_MODEL_IDS_INTERVAL_S)."""
 
 
 class SimClock:
@@ -60,7 +65,8 @@ class _Kind(enum.IntEnum):
     FINISH_NOTICE = 3
     PREFILL_END = 4
     DECODE_END = 5
-    ARRIVAL = 6
+    ADAPTER_READ = 6
+    ARRIVAL = 7
 
 
 class Simulator:
@@ -106,6 +112,8 @@ class Simulator:
                 if version == replica.version:
                     self._end_decodes(replica)
                     self._go_on(replica)
+            case _Kind.ADAPTER_READ, Replica():
+                self._go_on(what)
             case _Kind.DISPATCH_REPORT, (RouteRequest() as route, str() as name):
                 self._router_of[int(route.request_id)].on_dispatched(route, name)
             case _Kind.FIRST_TOKEN_NOTICE, RunRecord():
@@ -128,7 +136,7 @@ class Simulator:
             policy = self._random.choice(self.policies)
         prompt = request.prompt()
         hashes = request.page_hashes()
-        route = RouteRequest(str(request.number), prompt, PAGE_SIZE, hashes)
+        route = RouteRequest(str(request.number), prompt, PAGE_SIZE, hashes, request.adapter)
         name = policy.choose(route)
         self._router_of[request.number] = policy
         delay = self.scenario.report_delay_s
@@ -139,7 +147,7 @@ class Simulator:
         replica = self.replicas[int(name)]
         record = RunRecord(request, replica.number, prompt)
         self.records.append(record)
-        replica.queue.append(record)
+        replica.add(record, self.clock.now)
         self._go_on(replica)
 
     def _go_on(self, replica: Replica) -> None:
@@ -149,6 +157,8 @@ class Simulator:
         end = replica.try_prefill(now)
         if end is not None:
             self._push(end, _Kind.PREFILL_END, replica)
+        elif not replica.prefilling and (read := replica.next_read(now)) is not None:
+            self._push(read, _Kind.ADAPTER_READ, replica)
         replica.version += 1
         next_end = replica.next_end(now)
         if next_end is not None:
@@ -169,10 +179,20 @@ class Simulator:
         self._count += 1
         heapq.heappush(self._heap, (at, kind, self._count, what))
 
+    def _known_to_ray(self, name: str) -> list[str]:
+        """The adapters that a replica has told Serve of: those that have been read."""
+        read = self.replicas[int(name)].adapters.items()
+        return [adapter for adapter, at in read if at + TELL_S <= self.clock.now]
+
     def _policy(self, number: int) -> RoutingPolicy:
         scenario = self.scenario
         word = POLICIES[scenario.policy]
         policy = make_policy(word, self.clock, seed=1000 * scenario.seed + number)
         for replica in self.replicas:
             policy.add_replica(str(replica.number))
+        policy.adapters = AdapterBook(MAX_ADAPTERS, MAX_ADAPTERS)
+        for slot in range(len(self.replicas)):
+            policy.adapters.add(slot)
+        if isinstance(policy, RayMultiplexedPolicy):
+            policy.held = self._known_to_ray
         return policy

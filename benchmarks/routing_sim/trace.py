@@ -27,6 +27,7 @@ class TraceRequest:
         segments: the prompt in pieces, which requests share.
         output: tokens that the replica will emit.
         counted: it arrives in the measured window.
+        adapter: the adapter that it asks for; "" is none.
     """
 
     arrival: float
@@ -34,6 +35,7 @@ class TraceRequest:
     output: Tokens
     number: int = -1
     counted: bool = False
+    adapter: str = ""
     num_prompt: int = field(init=False)
     _hashes: NDArray[np.uint64] | None = field(default=None, repr=False)
 
@@ -55,7 +57,7 @@ class TraceRequest:
     def page_hashes(self) -> NDArray[np.uint64]:
         """The engine's own hashes, computed once for all policies that see this trace."""
         if self._hashes is None:
-            self._hashes = hash_pages(self.prompt(), PAGE_SIZE)
+            self._hashes = hash_pages(self.prompt(), PAGE_SIZE, self.adapter)
         return self._hashes
 
 

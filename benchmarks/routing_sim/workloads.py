@@ -48,6 +48,18 @@ def tenants(rng: Rng, rate: float, seconds: float) -> list[TraceRequest]:
     ]
 
 
+def adapters(rng: Rng, rate: float, seconds: float) -> list[TraceRequest]:
+    """64 adapters, Zipf 1.0, each with three system prompts of 500 to 2,000 tokens."""
+    prompts = [[_tokens(rng, int(rng.integers(500, 2001))) for _ in range(3)] for _ in range(64)]
+    chosen = _zipf(rng, len(prompts))
+    found = []
+    for at in _poisson(rng, rate, 0.0, seconds):
+        number = chosen()
+        segments = (prompts[number][int(rng.integers(3))], _tail(rng))
+        found.append(TraceRequest(at, segments, _output(rng), adapter=f"a{number}"))
+    return found
+
+
 def burst(rng: Rng, rate: float, seconds: float) -> list[TraceRequest]:
     """Tenants; for 20 s, half of the requests begin with a new prompt of 8,000 tokens.
 

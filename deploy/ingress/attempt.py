@@ -220,8 +220,9 @@ class Attempt:
         add = progress.add_request(self.rid, self._reply_to)
         actor = ""
         if attempts.router is not None:
+            adapter = "" if sequence.adapter is None else sequence.adapter.digest
             actor, add.page_hashes = attempts.router.route(
-                self.rid, input_of(sequence.prompt_ids, add.output_ids), sequence.namespace
+                self.rid, input_of(sequence.prompt_ids, add.output_ids), sequence.namespace, adapter
             )
         self._call = attempts.call_engine(encoding.encode_inline(add), actor)
         self._call.add_done_callback(self._on_call_end)

@@ -38,6 +38,7 @@ from deploy.ingress.resume import RESUMED, AttemptLostError, Loss, Progress, Res
 from deploy.ingress.tokenizer_link import TokenizerLink
 from deploy.options import ServerOptions
 from deploy.routing import make_policy
+from deploy.routing.adapter_book import AdapterBook
 from deploy.serve_state.drain_watch import DrainWatch
 from deploy.serve_state.replica_states import ServeStates, replicas_lost
 from engine.actors.ray_types import node_ip
@@ -372,6 +373,8 @@ def _make_router(options: IngressOptions, address: str, watch: EngineWatch) -> R
         time.monotonic,
         sample_every=max(1, HASHES_EVERY_TOKENS // page_size),
     )
+    engine = options.info.resolved.engine
+    policy.adapters = AdapterBook(engine.max_loras, engine.max_held_loras)
     return ReplicaRouter(policy, page_size, address, watch)
 
 

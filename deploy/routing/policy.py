@@ -9,6 +9,7 @@ from typing import ClassVar, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from deploy.routing.adapter_book import AdapterBook
 from deploy.routing.load_book import LoadBook
 from deploy.routing.prefix_index import PrefixIndex
 from deploy.routing.replica_slots import ReplicaSlots
@@ -45,6 +46,7 @@ class RoutingPolicy(ABC):
         self.slots = slots
         self.index = index
         self.loads = LoadBook(clock)
+        self.adapters = AdapterBook()
         self.clock = clock
         self.seed = seed
 
@@ -59,14 +61,18 @@ class RoutingPolicy(ABC):
     def add_replica(self, replica: str) -> None:
         """A replica has appeared; its cache is taken to be empty."""
         if replica not in self.slots:
-            self.loads.add(self.slots.add(replica))
+            slot = self.slots.add(replica)
+            self.loads.add(slot)
+            self.adapters.add(slot)
             self.index.add(replica)
 
     def remove_replica(self, replica: str) -> None:
         """A replica has gone. From now on notices about its requests are ignored."""
         if replica in self.slots:
             self.index.forget(replica)
-            self.loads.remove(self.slots.remove(replica))
+            slot = self.slots.remove(replica)
+            self.loads.remove(slot)
+            self.adapters.remove(slot)
 
     def on_dispatched(self, request: RouteRequest, replica: str) -> None:
         """The request goes to this replica, which may be another than the chosen one. Raises
@@ -79,6 +85,7 @@ class RoutingPolicy(ABC):
             )
             uncached -= min(matched, request.reusable_pages) * request.page_size
         self.loads.dispatched(request.request_id, slot, uncached)
+        self.adapters.dispatched(request.request_id, slot, request.adapter)
 
     def on_first_token(self, request_id: str) -> None:
         """The request's prefill is done. Unknown requests are ignored."""
@@ -89,6 +96,7 @@ class RoutingPolicy(ABC):
     def on_finished(self, request_id: str) -> None:
         """The request is done, cancelled or lost. Unknown requests are ignored."""
         self.loads.finished(request_id)
+        self.adapters.finished(request_id)
         if self.uses_index:
             self.index.cancel(request_id)
 

@@ -38,7 +38,7 @@ class PrefixAwareWeights:
 class PrefixAwarePolicy(RoutingPolicy):
     """The replica with the least score, in tokens:
 
-        score = w / s * missing + queued + 64 * in_flight
+        score = w / s * missing + queued + 64 * in_flight + adapter
         w     = min(8, 2 + shortest queue / 1000)
         s     = 1 + waiting / holders
 
@@ -49,6 +49,11 @@ class PrefixAwarePolicy(RoutingPolicy):
 
     in_flight: unfinished requests of the replica. Without them decodes would pile up where
     prompts are short.
+
+    adapter: 8,000 where the request's adapter has to be read first, as much again where another
+    one has to leave memory for it, and 2,048 where it has to wait for a slot (`AdapterBook`). So
+    requests with an adapter gather where it is, and a hot one spreads once the queue there costs
+    more.
 
     w: the price of computing a token again. When every queue is long, the fleet can't afford work
     that is done twice, so the price is higher.
@@ -84,6 +89,8 @@ class PrefixAwarePolicy(RoutingPolicy):
         queued = loads.remaining()
         load = loads.inflight * self.weights.inflight_tokens
         load += queued
+        if request.adapter:
+            load += self.adapters.cost(request.adapter, len(load))
         load = self._open_to(load, exclude)
         idlest = loads.least(load)
         match = self.index.match(request.page_hashes[: request.reusable_pages])

@@ -21,16 +21,23 @@ class RouteRequest:
     page_size: int
     """Tokens per page, the same at every replica."""
     page_hashes: NDArray[np.uint64]
-    """[num_pages]: the hash of each whole page, by `engine.kvcache.hash_pages`. It starts from the
-    cache_salt: equal tokens under another salt are other pages."""
+    """[num_pages]: the hash of each whole page, by `engine.kvcache.hash_pages`. It starts from
+    adapter and cache_salt: equal tokens under others are other pages."""
+    adapter: str = ""
+    """Digest of its adapter; "": it has none."""
 
     @classmethod
     def from_tokens(
-        cls, request_id: str, token_ids: NDArray[np.int32], page_size: int, namespace: str = ""
+        cls,
+        request_id: str,
+        token_ids: NDArray[np.int32],
+        page_size: int,
+        namespace: str = "",
+        adapter: str = "",
     ) -> RouteRequest:
         """Hash the pages, which takes about 0.3 µs each. This is done once for a request."""
         hashes = hash_pages(token_ids, page_size, namespace)
-        return cls(request_id, token_ids, page_size, hashes)
+        return cls(request_id, token_ids, page_size, hashes, adapter)
 
     @property
     def num_tokens(self) -> int:

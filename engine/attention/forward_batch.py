@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.device.adapter_rows import AdapterRows
 from engine.device.clock import StepTiming
 from engine.device.pinned import to_device
 from engine.protocol.step import Int64Array, ModelWorkerBatch, PooledLines
@@ -114,8 +115,10 @@ class ForwardBatch:
     first."""
     timing: StepTiming | None = None
     """The step's time on the device; begins when the stage has its inputs."""
-    adapters: Tensor | None = None
-    """int32 [T]: the slot of each token's adapter, -1 for none. None: no token has one."""
+    adapters: AdapterRows | None = None
+    """Those of the T tokens; None: no token has one."""
+    sampled_adapters: AdapterRows | None = None
+    """Those of `logits_rows`, where these are not all tokens."""
     mark: Callable[[], None] | None = None
     """Called behind each layer: shows that the device goes on with a long step."""
 
@@ -157,7 +160,7 @@ class ForwardBatch:
             prompt_logits_lines=[],
             pooled=None,
             window_loc=None,
-            adapters=None if self.adapters is None else self.adapters[token],
+            adapters=None if self.adapters is None else self.adapters.part(token),
         )
 
     @classmethod

@@ -13,14 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from engine.device.pinned import to_device
+from engine.device.adapter_rows import AdapterRows
 from engine.errors import ConfigError
 from engine.layers.linear_kernel import LinearKernel
 from engine.native.library import require_kernels
+from engine.protocol.step import IntArray
 
 
 @dataclass(frozen=True)
@@ -63,27 +63,25 @@ class StepAdapters:
     """Which rows of the step that runs have which adapter: slots, -1 for none."""
 
     def __init__(self) -> None:
-        self._slots: dict[int, Tensor] = {}
+        self._rows: dict[int, AdapterRows] = {}
 
     @property
     def is_active(self) -> bool:
         """Whether a row of the step has an adapter."""
-        return bool(self._slots)
+        return bool(self._rows)
 
-    def begin(self, slots: Tensor | None, sampled: Tensor | None = None) -> None:
-        """A step comes with `slots`, int32 [T], of its tokens; None: no token has an adapter.
-        `sampled`: int64 [N], the tokens that a last layer may compute alone, fewer than T."""
-        self._slots = {}
-        if slots is not None:
-            self._slots[len(slots)] = slots
-            if sampled is not None:
-                self._slots[len(sampled)] = slots.index_select(0, sampled)
+    def begin(self, rows: AdapterRows | None, sampled: AdapterRows | None = None) -> None:
+        """A step comes with its T tokens' adapters; None: no token has one. `sampled`: those of the
+        N tokens that a last layer may compute alone, if these are fewer than T."""
+        self._rows = {} if rows is None else {len(rows): rows}
+        if rows is not None and sampled is not None:
+            self._rows[len(sampled)] = sampled
 
-    def of_rows(self, count: int) -> Tensor:
-        """int32 [count]: slots of what a linear is given."""
-        found = self._slots.get(count)
+    def of_rows(self, count: int) -> AdapterRows:
+        """The adapters of what a linear is given."""
+        found = self._rows.get(count)
         if found is None:
-            raise ValueError(f"a linear was given {count} rows, and the step has {[*self._slots]}")
+            raise ValueError(f"a linear was given {count} rows, and the step has {[*self._rows]}")
         return found
 
 
@@ -95,7 +93,7 @@ class Adapters(ABC):
         """Put an adapter into a slot: what it has of each projection."""
 
     @abstractmethod
-    def add(self, y: Tensor, x: Tensor, slots: Tensor) -> None:
+    def add(self, y: Tensor, x: Tensor, rows: AdapterRows) -> None:
         """Add to y [N, out], in place, what the adapters of the rows make of x [N, in]."""
 
 
@@ -110,8 +108,8 @@ class NativeAdapters(Adapters):
         first, second = ([None if part is None else part[i] for part in parts] for i in (0, 1))
         self._weights.set(slot, first, second)
 
-    def add(self, y: Tensor, x: Tensor, slots: Tensor) -> None:
-        self._kernels.adapt_(y, x, slots, self._weights)
+    def add(self, y: Tensor, x: Tensor, rows: AdapterRows) -> None:
+        self._kernels.adapt_(y, x, rows.slots, self._weights)
 
 
 class TorchAdapters(Adapters):
@@ -124,19 +122,17 @@ class TorchAdapters(Adapters):
     def set(self, slot: int, parts: Sequence[Factors | None]) -> None:
         self._parts[slot] = tuple(parts)
 
-    def add(self, y: Tensor, x: Tensor, slots: Tensor) -> None:
-        for slot, parts in enumerate(self._parts):
+    def add(self, y: Tensor, x: Tensor, rows: AdapterRows) -> None:
+        for slot, mine in rows.groups:
+            parts, start = self._parts[slot], 0
             if not any(part is not None for part in parts):
                 continue
-            rows = (slots == slot).nonzero().flatten()
-            if len(rows) == 0:
-                continue
-            mine, start = x.index_select(0, rows), 0
+            given = x.index_select(0, mine)
             for size, part in zip(self._sizes, parts, strict=True):
                 if part is not None:
                     a, b = part
-                    more = (mine @ a.t()) @ b
-                    y.narrow(1, start, size).index_add_(0, rows, more.to(y.dtype))
+                    more = (given @ a.t()) @ b
+                    y.narrow(1, start, size).index_add_(0, mine, more.to(y.dtype))
                 start += size
 
 
@@ -219,15 +215,13 @@ class AdaptedLinears:
         for _, kernel in self._kernels:
             kernel.set(slot, factors)
 
-    def rows(self, slots: np.ndarray, device: torch.device) -> Tensor:
-        """Slots int32 [T] for `StepAdapters.begin`. On CPU all steps of as many tokens have the
-        same memory, as recorded decodes need."""
-        if device.type != "cpu":
-            return to_device(slots, device)
-        if len(slots) > MAX_RECORDED:
-            return torch.from_numpy(slots)
+    def rows(self, slots: IntArray, device: torch.device) -> AdapterRows:
+        """Of slots int32 [T]. On CPU all steps of as many tokens have the same memory, as recorded
+        decodes need."""
+        if device.type != "cpu" or len(slots) > MAX_RECORDED:
+            return AdapterRows.of(slots, device)
         own = self._rows.setdefault(len(slots), torch.empty(len(slots), dtype=torch.int32))
-        return own.copy_(torch.from_numpy(slots))
+        return AdapterRows(slots, own.copy_(torch.from_numpy(slots)))
 
     def check(self, name: str, in_size: int, out_size: int) -> None:
         """Raise `ConfigError` if an adapter can't have matrices of these sizes for `name`."""

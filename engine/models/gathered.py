@@ -75,7 +75,7 @@ class GatheredModel(TransformersModel):
             cache.begin(inputs.req_to_token[row, :total], before[line])
             ids, positions = batch.input_ids[tokens], batch.positions[tokens]
             if self._linears is not None:
-                own = None if batch.adapters is None else batch.adapters[tokens]
+                own = None if batch.adapters is None else batch.adapters.part(tokens)
                 self._linears.step.begin(own)
             found.append(self._states(self._compute(ids, positions, cache)))
             if batch.mark is not None:

@@ -202,6 +202,21 @@ class AdapterTable:
         del self._entries[answer.digest]
         return list(entry.waiting)
 
+    @property
+    def num_held(self) -> int:
+        """Adapters in the workers' host memory."""
+        return sum(entry.state is _State.READY for entry in self._entries.values())
+
+    @property
+    def num_running(self) -> int:
+        """Adapters that have a slot."""
+        return sum(entry.slot is not None for entry in self._entries.values())
+
+    @property
+    def num_blocked(self) -> int:
+        """Requests whose adapter has no slot."""
+        return sum(len(e.waiting) for e in self._entries.values() if e.slot is None)
+
     def check(self) -> str | None:
         """What is wrong, or None: a slot is free or one adapter's, and who waits is known."""
         held = [entry.slot for entry in self._entries.values() if entry.slot is not None]

@@ -234,6 +234,12 @@ class Scheduler:
     def snapshot_stats(self) -> SchedulerStats:
         """A copy of the statistics, with gauges as they are now."""
         waiting = self.requests.waiting
+        if self.adapters is not None:
+            self.stats.adapters_held = self.adapters.num_held
+            self.stats.adapters_running = self.adapters.num_running
+            self.stats.adapter_waiting_requests = self.adapters.num_blocked
+            self.stats.adapter_loads_total = self.adapters.loads_total
+            self.stats.adapter_evictions_total = self.adapters.evictions_total
         return msgspec.structs.replace(
             self.stats,
             num_waiting=len(waiting),

@@ -30,6 +30,15 @@ class SchedulerStats(msgspec.Struct):
     spec_decode_accepted_tokens_total: int = 0
     spec_decode_accepted_per_position_total: list[int] = msgspec.field(default_factory=list)
     """By place of the draft in its step."""
+    adapters_held: int = 0
+    """Adapters in the workers' host memory."""
+    adapters_running: int = 0
+    """Those that have a slot."""
+    adapter_waiting_requests: int = 0
+    """Requests that wait for a slot for their adapter, or until it is read."""
+    adapter_loads_total: int = 0
+    adapter_evictions_total: int = 0
+    """Adapters that left the host's memory for others."""
     expert_tokens_total: dict[int, list[int]] = msgspec.field(default_factory=dict)
     """By decoder layer, of each expert, if they are counted."""
     expert_imbalance: dict[int, float] = msgspec.field(default_factory=dict)

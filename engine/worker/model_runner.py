@@ -164,6 +164,8 @@ class ModelRunner:
         if batch.adapters is not None and self.adapted is not None:
             slots = np.repeat(batch.adapters, batch.query_lens).astype(np.int32, copy=False)
             forward.adapters = self.adapted.rows(slots, self.device)
+            if len(inputs.logits_rows) < len(slots):
+                forward.sampled_adapters = forward.adapters.take(inputs.logits_rows)
         return forward
 
     @torch.inference_mode()
@@ -189,7 +191,8 @@ class ModelRunner:
             and (batch.pooled is None or len(batch.pooled.mean) == 0)
         )
         if self.adapted is not None:
-            self.adapted.step.begin(batch.adapters, batch.logits_rows if only_sampled else None)
+            last = batch.sampled_adapters if only_sampled else None
+            self.adapted.step.begin(batch.adapters, last)
         if batch.num_long:  # only such a step may take a device seconds
             batch.mark = self.queue.mark
         hidden = self.model.forward(batch, self.attention, received, only_sampled=only_sampled)

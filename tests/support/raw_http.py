@@ -7,6 +7,7 @@ import socket
 OPEN = {"/health", "/docs/assets/{name}", "/chat", "/status", "/pages/{name}"}
 ADMIN = {
     "/metrics", "/debug/trace", "/debug/status", "/docs", "/openapi.json", "/flush_cache",
+    "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
     "/server_info", "/get_server_info",
 }  # fmt: skip
 USER = {

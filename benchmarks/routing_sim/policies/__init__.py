@@ -14,6 +14,7 @@ POLICIES: Final[Mapping[str, str]] = MappingProxyType(
         "least_tokens": f"{__name__}.least_tokens:LeastTokensPolicy",
         "consistent_hash": f"{__name__}.consistent_hash:ConsistentHashPolicy",
         "bounded_consistent_hash": f"{__name__}.consistent_hash:BoundedConsistentHashPolicy",
+        "ray_multiplexed": f"{__name__}.multiplexed:RayMultiplexedPolicy",
         "ray_prefix_tree": f"{__name__}.text_tree:RayPrefixTreePolicy",
         "sglang_prefix_tree": f"{__name__}.text_tree:SGLangPrefixTreePolicy",
     }

@@ -71,18 +71,19 @@ def taken(config: Any, parallel: ParallelState) -> int:
         gc.unfreeze()
     tensors = {id(found): found for found in made if issubclass(type(found), Tensor)}
     quantized = sum(found.num_bytes for found in made if type(found) is GroupedKernel)
-    storages: dict[int, int] = {}
+    storages: dict[int, dict[int, int]] = {}
     mapped = {id(tensor._base) for tensor in tensors.values()}
     for key, tensor in tensors.items():
         if key not in mapped and not tensor.is_meta and not tensor.is_mkldnn:
             storage = tensor.untyped_storage()
-            # A part of a tensor in a file, which is mapped, has all of it as its storage.
+            # A part of a tensor in a file, which is mapped, has all of it as its storage; so have
+            # the matrices of experts that lie one behind the other.
             size = min(storage.nbytes(), tensor.numel() * tensor.element_size())
-            place = storage.data_ptr()
-            storages[place] = max(size, storages.get(place, 0))
+            parts = storages.setdefault(storage.data_ptr(), {})
+            parts[tensor.data_ptr()] = max(size, parts.get(tensor.data_ptr(), 0))
     packed = sum(t.numel() * t.element_size() for t in tensors.values() if t.is_mkldnn)
     del model
-    return sum(storages.values()) + packed + quantized
+    return sum(sum(parts.values()) for parts in storages.values()) + packed + quantized
 
 
 def assert_is_calculated(model: Path, splits: Any = SPLITS, **keys: Any) -> None:

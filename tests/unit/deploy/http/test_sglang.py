@@ -344,7 +344,7 @@ def test_other_fields() -> None:
             },
             "token_ids_logprob",
         ),
-        ({"text": "a", "lora_path": "x"}, "lora_path"),
+        ({"text": "a", "lora_id": "x"}, "lora_id"),
         ({"text": "a", "image_data": "x"}, "image_data"),
         ({"text": "a", "input_embeds": [[1.0]]}, "input_embeds"),
         ({"text": "a", "return_hidden_states": True}, "return_hidden_states"),
