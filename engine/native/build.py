@@ -3,8 +3,9 @@
     python -m engine.native.build                            # into the cache
     python -m engine.native.build --into engine/native/lib   # into the package, to be shipped
 
-`kernels.cpp` is compiled once for each instruction set that the compiler knows. The library chooses
-among them when it runs, so it fits every processor of this architecture that has the first set.
+`kernels.cpp` is compiled once for each instruction set: for the cache for those that this processor
+has, to be shipped for all that the compiler knows. The library chooses among them when it runs, so
+one that is shipped fits every processor of this architecture that has the first set.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from engine.native.key import (
     source_files,
     tool_key,
 )
-from engine.native.machine import unsuitable_platform
+from engine.native.machine import instruction_sets, unsuitable_platform
 from engine.native.progress import Progress
 
 logger = logging.getLogger(__name__)
@@ -55,15 +56,17 @@ _RETRY = "run `python -m engine.native.build` to try again"
 _TAIL_LINES = 40
 
 
-def build(source_dir: Path = SOURCE_DIR, *, retry: bool = False) -> Path:
-    """The library's file in the cache, compiled first if it isn't there.
+def build(source_dir: Path = SOURCE_DIR, *, retry: bool = False, for_all: bool = False) -> Path:
+    """The library's file in the cache, compiled first if it isn't there: for this processor, or
+    `for_all`.
 
     Raises `BuildError`. A build that has failed within the last hour isn't tried again, unless
     `retry` says so.
     """
     torch = installed_torch()
     compiler = find_compiler()
-    entry = cache_entry(library_stem(source_dir, torch), compiler)
+    wanted = list(ISA_FLAGS) if for_all else instruction_sets(ISA_FLAGS)
+    entry = cache_entry(library_stem(source_dir, torch), compiler, wanted)
     if entry.library.is_file():
         return entry.library
     _check_tools(compiler, torch)
@@ -74,7 +77,7 @@ def build(source_dir: Path = SOURCE_DIR, *, retry: bool = False) -> Path:
             if failure is not None:
                 raise failure
             if not entry.library.is_file():
-                _build_noting(entry, compiler, torch, source_dir)
+                _build_noting(entry, compiler, torch, source_dir, wanted)
     except OSError as error:
         raise unwritable(entry.folder, error) from error
     return entry.library
@@ -83,7 +86,7 @@ def build(source_dir: Path = SOURCE_DIR, *, retry: bool = False) -> Path:
 def build_into(folder: Path, source_dir: Path = SOURCE_DIR) -> Path:
     """The library's file in `folder`, under the name by which it is shipped; libraries of other
     versions there are removed. Raises `BuildError`."""
-    built = build(source_dir, retry=True)
+    built = build(source_dir, retry=True, for_all=True)
     target = folder / f"{library_stem(source_dir, installed_torch())}.so"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -98,9 +101,11 @@ def build_into(folder: Path, source_dir: Path = SOURCE_DIR) -> Path:
     return target
 
 
-def cache_entry(stem: str, compiler: Compiler) -> CacheEntry:
-    """The place in the cache of the library that `compiler` makes. Raises `BuildError`."""
-    return CacheEntry(cache_folder(), f"{stem}-{tool_key(compiler)}")
+def cache_entry(stem: str, compiler: Compiler, wanted: Sequence[str] | None = None) -> CacheEntry:
+    """The place in the cache of the library that `compiler` makes for the `wanted` instruction
+    sets, by default this processor's. Raises `BuildError`."""
+    sets = instruction_sets(ISA_FLAGS) if wanted is None else wanted
+    return CacheEntry(cache_folder(), f"{stem}-{tool_key(compiler, sets)}")
 
 
 def _check_tools(compiler: Compiler, torch: Torch) -> None:
@@ -113,10 +118,12 @@ def _check_tools(compiler: Compiler, torch: Torch) -> None:
         )
 
 
-def _build_noting(entry: CacheEntry, compiler: Compiler, torch: Torch, source_dir: Path) -> None:
+def _build_noting(
+    entry: CacheEntry, compiler: Compiler, torch: Torch, source_dir: Path, wanted: Sequence[str]
+) -> None:
     with entry.work_folder() as folder:
         try:
-            entry.store(_compile(compiler, torch, source_dir, folder))
+            entry.store(_compile(compiler, torch, source_dir, folder, wanted))
         except BuildError as error:
             entry.note_failure(error)
             raise
@@ -128,11 +135,13 @@ def _build_noting(entry: CacheEntry, compiler: Compiler, torch: Torch, source_di
             _keep_output(folder, entry.log)
 
 
-def _compile(compiler: Compiler, torch: Torch, source_dir: Path, folder: Path) -> Path:
+def _compile(
+    compiler: Compiler, torch: Torch, source_dir: Path, folder: Path, wanted: Sequence[str]
+) -> Path:
     """Compile and link in `folder`. Raises `BuildError` and `CommandFailed`."""
     deadline = time.monotonic() + LIMIT_S
-    instruction_sets = compiler.instruction_sets(folder)
-    commands = _compilations(compiler, torch, source_dir, folder, instruction_sets)
+    known = compiler.instruction_sets(folder, wanted)
+    commands = _compilations(compiler, torch, source_dir, folder, known)
     progress = Progress(str(compiler), len(commands))
     result = "couldn't build"
     try:
@@ -150,7 +159,7 @@ def _compile(compiler: Compiler, torch: Torch, source_dir: Path, folder: Path) -
 
 
 def _compilations(
-    compiler: Compiler, torch: Torch, source_dir: Path, folder: Path, instruction_sets: list[str]
+    compiler: Compiler, torch: Torch, source_dir: Path, folder: Path, known: list[str]
 ) -> list[Command]:
     """The longest, which is that of the bindings, first."""
 
@@ -162,15 +171,13 @@ def _compilations(
         words = (*compiler.command, *flags, *places, *ends)
         return Command(name, words, folder / f"{name}.txt")
 
-    left_out = [isa for isa in ISA_FLAGS if isa not in instruction_sets]
-    if left_out:
-        logger.info("%s doesn't know %s: left out", compiler, ", ".join(left_out))
+    left_out = [isa for isa in ISA_FLAGS if isa not in known]
     without = [f"-DMANTA_WITHOUT_{isa.upper()}" for isa in left_out]
     bindings = [*BINDING_FLAGS, *_torch_flags(), f"-isystem{_python_headers()}", *without]
     commands = [command(source_dir / BINDINGS, "", bindings)]
     for source in source_files(source_dir):
         if source.suffix == ".cpp" and source.name != BINDINGS:
-            for isa in instruction_sets:
+            for isa in known:
                 flags = [*KERNEL_FLAGS, *ISA_FLAGS[isa], f"-DMANTA_ISA={isa}"]
                 commands.append(command(source, f".{isa}", flags))
     return commands

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shlex
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from engine.native.errors import BuildError, NoCompilerError
+
+logger = logging.getLogger(__name__)
 
 NAMES = ("g++", "c++", "clang++")
 """Where `$CXX` is not set, the first of these that runs."""
@@ -79,10 +83,12 @@ class Compiler(NamedTuple):
     def is_clang(self) -> bool:
         return "clang" in self.version.lower()
 
-    def instruction_sets(self, folder: Path) -> list[str]:
-        """The keys of `ISA_FLAGS` that the compiler and its assembler know. `folder` may be
-        written to. Raises `BuildError` if the first isn't among them."""
-        known = [isa for isa in ISA_FLAGS if self._knows(isa, folder)]
+    def instruction_sets(self, folder: Path, wanted: Sequence[str]) -> list[str]:
+        """Those of `wanted`, keys of `ISA_FLAGS`, that the compiler and its assembler know.
+        `folder` may be written to. Raises `BuildError` if the first isn't among them."""
+        known = [isa for isa in wanted if self._knows(isa, folder)]
+        if left_out := [isa for isa in wanted if isa not in known]:
+            logger.info("%s doesn't know %s: left out", self, ", ".join(left_out))
         required = next(iter(ISA_FLAGS))
         if required not in known:
             raise BuildError(f"{self} can't compile C++20 for {required.upper()}", ADVICE)

@@ -11,7 +11,7 @@ import os
 import platform
 import re
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -65,10 +65,11 @@ def library_stem(source_dir: Path, torch: Torch) -> str:
     return f"{MODULE}-{torch.version}-{abi}-{_digest(parts)[:16]}"
 
 
-def tool_key(compiler: Compiler) -> str:
-    """A hash over the compiler and the C library, which has to be at least as new where the library
-    is loaded: home folders may be shared by machines."""
-    return _digest([compiler.version, os.confstr("CS_GNU_LIBC_VERSION") or ""])[:8]
+def tool_key(compiler: Compiler, instruction_sets: Sequence[str]) -> str:
+    """A hash over the compiler, the library's instruction sets, and the C library, which has to be
+    at least as new where the library is loaded: home folders may be shared by machines."""
+    libc = os.confstr("CS_GNU_LIBC_VERSION") or ""
+    return _digest([compiler.version, libc, *instruction_sets])[:8]
 
 
 def _digest(parts: Iterable[str | bytes]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 SWITCH = "MANTA_CPU_KERNELS"
@@ -12,6 +13,13 @@ SWITCH = "MANTA_CPU_KERNELS"
 CPU_INFO = Path("/proc/cpuinfo")
 NEEDED_FLAGS = ("avx2", "fma", "f16c")
 """What a processor must have, in the words of /proc/cpuinfo."""
+_AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq")
+ISA_NEEDS = {
+    "avx512": _AVX512,
+    "avx512bf16": (*_AVX512, "avx512_bf16"),
+    "amx": (*_AVX512, "avx512_bf16", "amx_tile", "amx_bf16"),
+}
+"""What the instruction sets of `engine.native.compiler.ISA_FLAGS` need, in the same words."""
 BFLOAT16_FLAGS = ("avx512_bf16", "amx_tile")
 
 
@@ -33,6 +41,12 @@ def unsuitable_processor() -> str:
     flags = processor_flags()
     missing = [f"no {flag.upper()}" for flag in NEEDED_FLAGS if flag not in flags]
     return f"this processor has {' and '.join(missing)}" if missing else ""
+
+
+def instruction_sets(known: Iterable[str]) -> list[str]:
+    """Those of `known` that this processor may have; all if it doesn't tell."""
+    flags = processor_flags()
+    return [isa for isa in known if not flags or flags.issuperset(ISA_NEEDS.get(isa, ()))]
 
 
 def has_bfloat16() -> bool:

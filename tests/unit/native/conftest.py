@@ -20,6 +20,12 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
+def all_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process builds as for a processor with every instruction set."""
+    monkeypatch.setattr("engine.native.build.instruction_sets", list)
+
+
+@pytest.fixture
 def sources(tmp_path: Path) -> Path:
     return write_sources(tmp_path / "sources")
 

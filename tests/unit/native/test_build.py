@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from engine.native import build as build_module
-from engine.native import key
+from engine.native import key, machine
 from engine.native.build import build, build_into, main
 from engine.native.compiler import COMMON_FLAGS, ISA_FLAGS, find_compiler
 from engine.native.compiler import Compiler as Found
@@ -57,6 +57,7 @@ def test_a_library_is_built_once(sources: Path, cache: Path, compiler: Compiler)
 
 
 @needs_compiler
+@pytest.mark.usefixtures("all_sets")
 def test_each_file_has_its_flags(sources: Path, compiler: Compiler) -> None:
     build(sources)
     (bindings,) = compiler.calls("bindings.cpp")
@@ -83,6 +84,7 @@ def test_the_library_does_not_say_where_it_was_compiled(sources: Path) -> None:
 
 
 @needs_compiler
+@pytest.mark.usefixtures("all_sets")
 def test_an_old_compiler_leaves_a_set_out(
     sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,6 +94,42 @@ def test_an_old_compiler_leaves_a_set_out(
     (bindings,) = old.calls("bindings.cpp")
     assert "-DMANTA_WITHOUT_AVX512BF16" in bindings and "-DMANTA_WITHOUT_AVX512 " not in bindings
     assert not old.calls("-DMANTA_ISA=avx512bf16") and old.calls("-DMANTA_ISA=avx512 ")
+
+
+@needs_compiler
+def test_only_this_processors_sets_are_compiled(
+    sources: Path, cache: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is shipped has all; the two don't take each other's place."""
+    monkeypatch.setattr("engine.native.build.instruction_sets", lambda known: list(known)[:2])
+    library = build(sources)
+    assert [isa for isa in ISA_FLAGS if compiler.calls(f"-DMANTA_ISA={isa} ")] == [
+        "avx2",
+        "avx512",
+    ]
+    (bindings,) = compiler.calls("bindings.cpp")
+    assert "-DMANTA_WITHOUT_AVX512BF16" in bindings and "-DMANTA_WITHOUT_AMX" in bindings
+    build_into(cache / "shipped", sources)
+    assert compiler.calls("-DMANTA_ISA=amx ")
+    assert build(sources) == library and len(libraries(cache)) == 3
+
+
+@pytest.mark.parametrize(
+    ("flags", "sets"),
+    [
+        ("avx2 fma f16c", ["avx2"]),
+        ("avx2 avx512f avx512bw avx512vl avx512dq", ["avx2", "avx512"]),
+        ("avx2 avx512f avx512bw avx512vl avx512dq avx512_bf16", ["avx2", "avx512", "avx512bf16"]),
+        (
+            "avx2 avx512f avx512bw avx512vl avx512dq avx512_bf16 amx_tile amx_bf16",
+            list(ISA_FLAGS),
+        ),
+        ("", list(ISA_FLAGS)),  # it doesn't tell
+    ],
+)
+def test_sets_of_a_processor(flags: str, sets: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "processor_flags", lambda: frozenset(flags.split()))
+    assert machine.instruction_sets(ISA_FLAGS) == sets
 
 
 @needs_compiler
@@ -274,7 +312,8 @@ def test_two_processes_build_once(
     assert said[0][0] == said[1][0]
     assert compiler.links == 1 and len(compiler.calls("bindings.cpp")) == 1
     (builder,) = [words for _, words in said if "building the CPU kernels with g++" in words]
-    assert "5 files" in builder and "built the CPU kernels in" in builder
+    count = 1 + len(machine.instruction_sets(ISA_FLAGS))
+    assert f"{count} files" in builder and "built the CPU kernels in" in builder
     assert sum("waiting for another process" in words for _, words in said) == 1
 
 
@@ -325,7 +364,7 @@ def test_the_name_changes_with_what_matters(sources: Path, monkeypatch: pytest.M
     (sources / "README.md").write_text("no source")
     assert key.library_stem(sources, torch_here) == names[-1]
     old, new = (Found(("g++",), f"g++ {number}") for number in (11, 12))
-    assert key.tool_key(old) != key.tool_key(new)
+    assert key.tool_key(old, ()) != key.tool_key(new, ())
 
 
 # The command
@@ -339,7 +378,7 @@ def test_the_shipped_form_replaces_older_ones(sources: Path, tmp_path: Path) -> 
     shipped = build_into(folder, sources)
     assert list(folder.iterdir()) == [shipped]
     assert shipped.stem == key.library_stem(sources, key.installed_torch())
-    assert shipped.read_bytes() == build(sources).read_bytes()
+    assert shipped.read_bytes() == build(sources, for_all=True).read_bytes()
 
 
 @needs_compiler

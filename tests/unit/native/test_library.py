@@ -13,6 +13,7 @@ import pytest
 from benchmarks.common import REPO_ROOT
 from engine.native import library, machine
 from engine.native.build import build, build_into
+from engine.native.compiler import ISA_FLAGS
 from engine.native.key import installed_torch, library_stem
 from engine.native.library import KernelLibrary
 from tests.support.native_sources import Compiler, needs_compiler
@@ -65,7 +66,7 @@ def test_it_is_built_and_loaded_once(
         thread.join()
     module = kernels.load()
     assert module is not None and loaded == [module] * 4
-    assert module.sets() == "avx2 avx512 avx512bf16 amx"
+    assert module.sets() == " ".join(machine.instruction_sets(ISA_FLAGS))
     assert kernels.reason == "" and not warnings(caplog) and compiler.links == 1
     assert KernelLibrary(sources).load() is not None and compiler.links == 1
 

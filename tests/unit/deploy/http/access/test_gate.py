@@ -93,7 +93,8 @@ def test_keys_and_roles(server: Server, header: str) -> None:
     assert ask(server.port, raw("GET", "/nothing", header))[0] == 404
     for path in sorted(ADMIN):
         assert ask(server.port, raw("GET", path, header))[0] == 403
-        assert ask(server.port, raw("GET", path, header.replace("user", "admin")))[0] == 200
+        status = ask(server.port, raw("GET", path, header.replace("user", "admin")))[0]
+        assert status in (200, 405)  # some are for POST only
     assert ask(server.port, raw("GET", "/health"))[0] == 200
     status, script = ask(server.port, raw("GET", "/docs/assets/swagger-ui-bundle.js"))
     assert status == 200 and len(script) > 100_000
