@@ -181,7 +181,7 @@ def _read_shapes(folder: Path) -> dict[str, dict[str, tuple[int, int]]]:
                 if match is None:
                     raise ConfigError(
                         f"{file} has the tensor '{_shown(name)}', which is no matrix of LoRA on a "
-                        "linear."
+                        "layer's linear; embeddings and the output head can't have any."
                     )
                 if len(shape) != 2 or min(shape) < 1 or numbers not in _NUMBERS:
                     raise ConfigError(

@@ -19,10 +19,15 @@ WINDOWS = "tests/unit/kvcache/test_window_pages.py"
 GRAPHS = "tests/unit/worker/test_decode_graphs.py"
 RECORDED = "tests/unit/models/test_recorded_decodes.py"
 
+ADAPTERS = "tests/unit/scheduler/test_adapters.py"
+
+ADAPTER_REF = "engine/protocol/adapters.py"
+ADAPTER_TABLE = "engine/scheduler/adapters.py"
 COMMITTER = "engine/scheduler/committer.py"
 DELAYED_SAMPLE = "engine/scheduler/delayed_sample.py"
 FUTURE_MAP = "engine/worker/future_map.py"
 GRAMMAR = "engine/constraints/grammar.py"
+PLANNER = "engine/scheduler/prefill_planner.py"
 PENALTIES = "engine/sampling/features/penalties.py"
 RECORDED_DECODES = "engine/models/recorded_decodes.py"
 REQUESTS = "engine/scheduler/requests.py"
@@ -479,5 +484,31 @@ MUTATIONS = [
         "test_layers_that_use_torch_run_as_they_are",
         "same",
         Edit(RECORDED_DECODES, "if calls.others:", "if False:"),
+    ),
+    # Adapters
+    mutation(
+        ADAPTERS,
+        "test_no_adapter_waits_for_ever",
+        "waits for ever",
+        Edit(ADAPTER_TABLE, "return not self._contended or", "return True or"),
+        raises=pytest.fail.Exception,
+    ),
+    mutation(
+        ADAPTERS,
+        "test_a_prefix_is_one_adapters",
+        "assert",
+        Edit(ADAPTER_REF, "{self.digest}\\n{inner}", "{self.name}\\n{inner}"),
+    ),
+    mutation(
+        ADAPTERS,
+        "test_the_least_recently_used_leaves_memory",
+        "digest",
+        Edit(ADAPTER_TABLE, "if len(held) < self._max_held:", "if True:"),
+    ),
+    mutation(
+        ADAPTERS,
+        "test_those_behind_go_on",
+        "digest0",
+        Edit(PLANNER, "if adapters is not None and not adapters.is_empty:", "if False:"),
     ),
 ]
