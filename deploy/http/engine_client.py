@@ -41,6 +41,10 @@ class ModelInfo:
     adapters: AdapterCatalog | None = None
     """What requests may name instead of the model; None: it has none."""
 
+    def has(self, name: str) -> bool:
+        """Whether requests may name this model so, or one of its adapters."""
+        return name == self.name or (self.adapters is not None and self.adapters.holds(name))
+
     @property
     def names(self) -> list[str]:
         """The model's, then those of its adapters."""

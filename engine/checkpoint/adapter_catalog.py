@@ -69,7 +69,7 @@ class AdapterCatalog:
     def check_name(self, name: str) -> None:
         """Raise `ConfigError` if no adapter can be loaded by hand as `name`."""
         check_adapter_name(name)
-        if name in self._refs or name in self._in_folder():
+        if name in self._refs or self._is_in_folder(name):
             raise ConfigError(
                 f"the configuration has an adapter '{name}'; call this one otherwise."
             )
@@ -87,7 +87,7 @@ class AdapterCatalog:
         """The adapter `name`; None if there is none. Raises `ConfigError` if it can't be served. It
         may read a file of any size."""
         listed = self._refs.get(name) or self.loaded.get(name)
-        if listed is not None or self._folder is None or name not in self._in_folder():
+        if listed is not None or self._folder is None or not self._is_in_folder(name):
             return listed
         folder = self._folder / name
         try:
@@ -99,22 +99,28 @@ class AdapterCatalog:
             known = self._seen[name] = now, take_adapter(name, folder, self._max_rank, self._folder)
         return known[1]
 
-    def names(self) -> list[str]:
-        """All names, sorted."""
-        return sorted({*self._refs, *self.loaded, *self._in_folder()})
+    def holds(self, name: str) -> bool:
+        """Whether there is an adapter `name`, whatever it is worth."""
+        return name in self._refs or name in self.loaded or self._is_in_folder(name)
 
-    def _in_folder(self) -> set[str]:
-        if self._folder is None:
-            return set()
-        found = set()
-        for file in self._folder.glob(f"*/{CONFIG_NAME}"):
-            name = file.parent.name
-            try:
-                check_adapter_name(name)
-            except ConfigError:  # nobody can ask for it
-                continue
-            found.add(name)
-        return found
+    def names(self) -> list[str]:
+        """All names, sorted. It reads the folder."""
+        files = () if self._folder is None else self._folder.glob(f"*/{CONFIG_NAME}")
+        found = {file.parent.name for file in files}
+        return sorted({*self._refs, *self.loaded, *filter(_can_be_named, found)})
+
+    def _is_in_folder(self, name: str) -> bool:
+        if self._folder is None or "/" in name or not _can_be_named(name):
+            return False
+        return (self._folder / name / CONFIG_NAME).is_file()
+
+
+def _can_be_named(name: str) -> bool:
+    try:
+        check_adapter_name(name)
+    except ConfigError:
+        return False
+    return True
 
 
 def _lies_in(folder: Path, within: Path) -> bool:

@@ -74,8 +74,7 @@ class AdapterBank:
     def fill(self, slots: Iterable[AdapterSlot]) -> None:
         """Put adapters into slots, behind the steps launched so far."""
         for item in slots:
-            factors = {name: self._placed(*pair) for name, pair in self._host[item.digest].items()}
-            self._linears.set(item.slot, factors)
+            self._linears.set(item.slot, self._host[item.digest])
 
     def close(self) -> None:
         """Stop reading."""
@@ -119,10 +118,6 @@ class AdapterBank:
     def _prepared(self, a: Tensor, b: Tensor) -> Factors:
         a, b = a.to(self._dtype).contiguous(), b.t().to(self._dtype).contiguous()
         return (a.pin_memory(), b.pin_memory()) if self._device.type == "cuda" else (a, b)
-
-    def _placed(self, a: Tensor, b: Tensor) -> Factors:
-        """On the device; on CPU a slot has the very tensors."""
-        return a.to(self._device, non_blocking=True), b.to(self._device, non_blocking=True)
 
     def _is_elsewhere(self, name: str) -> bool:
         """Whether another pipeline stage may have a linear."""

@@ -88,15 +88,19 @@ class ModelRunner:
         self.expert_counts = self.model.count_experts() if counts else {}
         """By decoder layer."""
         self._pooler = Pooler(self.model.final_norm)
-        if meter is not None:
-            meter.loaded()
-        self.model.allocate(config.engine.max_running_requests + 1)
         self.adapted: AdaptedLinears | None = None
         """Set if requests may have adapters. Those of a draft model have none."""
         if config.engine.has_adapters and table is None:
-            is_native = config.kernels.layers == "cpu"
-            self.adapted = AdaptedLinears(config.engine.max_loras, is_native)
+            self.adapted = AdaptedLinears(
+                config.engine.max_loras,
+                config.engine.max_lora_rank,
+                torch.empty(0, dtype=self.dtype, device=self.device),
+                is_native=config.kernels.layers == "cpu",
+            )
             self.model.adapt(self.adapted)
+        if meter is not None:
+            meter.loaded()
+        self.model.allocate(config.engine.max_running_requests + 1)
         shape = (
             config.engine.max_running_requests + 1,
             config.max_model_len + config.engine.page_size,

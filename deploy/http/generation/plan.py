@@ -182,7 +182,7 @@ def _reasoning_format(info: ModelInfo) -> ReasoningFormat | None:
 
 def check_model(name: str, info: ModelInfo) -> None:
     """Raise `RequestError` (404) unless `name` is the served model's, an adapter's or left out."""
-    if name and name != info.name and name not in info.names:
+    if name and not info.has(name):
         raise _no_model(name, info)
 
 
