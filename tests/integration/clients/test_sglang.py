@@ -176,8 +176,8 @@ def test_structured_output(base: str, constraint: dict[str, str]) -> None:
 
 
 def test_errors(base: str) -> None:
-    bad = httpx.post(f"{base}/generate", json={"text": "a", "lora_path": "x"}, timeout=30)
-    assert bad.status_code == 400 and "lora_path" in bad.json()["error"]["message"]
+    bad = httpx.post(f"{base}/generate", json={"text": "a", "lora_id": "x"}, timeout=30)
+    assert bad.status_code == 400 and "lora_id" in bad.json()["error"]["message"]
     sampling = {"json_schema": '{"type": 5}'}
     bad = httpx.post(
         f"{base}/generate", json={"text": "a", "sampling_params": sampling}, timeout=30
