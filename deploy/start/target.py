@@ -98,6 +98,21 @@ def _mapping(parent: dict[str, Any], key: str) -> dict[str, Any]:
     return value
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that stands twice in one mapping. (Plain YAML would take the last.)"""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        twice = next((key for n, key in enumerate(keys) if key in keys[:n] and key != "<<"), None)
+        if twice is not None:
+            line = node.start_mark.line + 1
+            raise ConfigError(
+                f"the key '{twice}' stands twice in the mapping that begins in line {line}; remove "
+                "one."
+            )
+        return super().construct_mapping(node, deep)
+
+
 def _override(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals:
@@ -114,7 +129,7 @@ def _read(target: str) -> Any:
         return _config_of_model(str(path))
     if path is not None and path.is_file():
         try:
-            return yaml.safe_load(path.read_text())
+            return yaml.load(path.read_text(), _Loader)
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise ConfigError(f"not valid YAML: {error}") from error
         except OSError as error:

@@ -105,6 +105,9 @@ def test_broken_yaml_is_named(tmp_path: Path) -> None:
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="not valid YAML"):
         load_target(str(path), [])
+    path.write_text("http_options:\n  port: 1\napplications: []\nhttp_options:\n  port: 2\n")
+    with pytest.raises(ConfigError, match="'http_options' stands twice"):
+        load_target(str(path), [])
 
 
 @pytest.mark.parametrize(
