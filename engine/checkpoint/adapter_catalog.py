@@ -83,10 +83,14 @@ class AdapterCatalog:
             raise ConfigError("adapters of this path may not be loaded (lora_load_folders).")
         return take_adapter(name, folder, self._max_rank, within)
 
+    def at_hand(self, name: str) -> AdapterRef | None:
+        """The adapter `name` if no file has to be read for it."""
+        return self._refs.get(name) or self.loaded.get(name)
+
     def find(self, name: str) -> AdapterRef | None:
         """The adapter `name`; None if there is none. Raises `ConfigError` if it can't be served. It
         may read a file of any size."""
-        listed = self._refs.get(name) or self.loaded.get(name)
+        listed = self.at_hand(name)
         if listed is not None or self._folder is None or not self._is_in_folder(name):
             return listed
         folder = self._folder / name

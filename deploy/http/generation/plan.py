@@ -204,8 +204,9 @@ async def _adapter(name: str, info: ModelInfo) -> AdapterRef | None:
     if info.adapters is None or name in ("", info.name):
         return None
     try:
-        # It may read a large file.
-        found = await asyncio.to_thread(info.adapters.find, name)
+        found = info.adapters.at_hand(name)
+        if found is None:  # it may read a large file
+            found = await asyncio.to_thread(info.adapters.find, name)
     except ConfigError as error:
         raise RequestError(str(error), "model") from error
     if found is None:  # its folder was removed
