@@ -148,10 +148,14 @@ def test_death_of_a_compilation_costs_its_grammar_alone(
     guard = fake(timeout_s=0.3)
     guard.check(GOOD)
     pid = pid_of(guard)
-    began = time.monotonic()
-    with pytest.raises(RequestError, match=words) as refused:
-        guard.check(structured.regex(what))
-    assert time.monotonic() - began < ANSWER_S
+    for _ in range(20):
+        began = time.monotonic()
+        with pytest.raises(RequestError) as refused:
+            guard.check(structured.regex(what))
+        assert time.monotonic() - began < ANSWER_S
+        if refused.value.status != 503:  # the machine was too busy to tell: no verdict
+            break
+    refused.match(words)
     assert (refused.value.status, refused.value.param) == (400, "constraint")
     guard.check(structured.regex("good"))
     assert pid_of(guard) == pid, "the tokenizer need not be loaded again"
