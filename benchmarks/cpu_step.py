@@ -20,7 +20,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -307,13 +307,21 @@ def compare_impls(
     return results
 
 
-def engine_decode(llm: LLM, batch: int) -> float:
-    """Median seconds from one result to the next while `batch` rows decode."""
+def engine_decode(
+    llm: LLM,
+    batch: int,
+    *,
+    prompt_len: int = PROMPT_LEN,
+    output_len: int = OUTPUT_LEN,
+    lora: Sequence[str] | None = None,
+) -> float:
+    """Median seconds from one result to the next while `batch` rows decode, with the adapters
+    `lora` [batch] if any."""
     rng = np.random.default_rng()
-    prompts = [rng.integers(5, llm.vocab_size, PROMPT_LEN).tolist() for _ in range(batch)]
-    params = SamplingParams(temperature=0.0, max_tokens=OUTPUT_LEN, ignore_eos=True)
-    llm.generate(prompts, params, use_tqdm=False)
-    spans = llm.core.trace.snapshot(OUTPUT_LEN // 2)
+    prompts = [rng.integers(5, llm.vocab_size, prompt_len).tolist() for _ in range(batch)]
+    params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
+    llm.generate(prompts, params, lora=lora, use_tqdm=False)
+    spans = llm.core.trace.snapshot(output_len // 2)
     ends = [s.received_at for s in spans if s.mode == "decode" and s.num_rows == batch]
     return statistics.median(b - a for a, b in pairwise(ends))
 

@@ -14,7 +14,6 @@ import json
 import statistics
 import sys
 import tempfile
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +23,14 @@ from engine.process.openmp import set_wait_policy
 
 set_wait_policy()
 
-import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
 from benchmarks.common import PEERS, REPO_ROOT, finish, print_table, save_result  # noqa: E402
+from benchmarks.cpu_step import engine_decode  # noqa: E402
 from benchmarks.peers import models  # noqa: E402
 from engine.checkpoint.model_config import ModelConfig  # noqa: E402
 from engine.llm import LLM  # noqa: E402
-from engine.protocol.sampling_params import SamplingParams  # noqa: E402
 
 RESULTS = REPO_ROOT / "benchmarks" / "results"
 LIMITS = {0: 1.02, 1: 1.15, 8: 1.35}
@@ -71,16 +69,10 @@ def write_adapter(folder: Path, model: ModelConfig, rank: int, seed: int) -> Pat
 
 
 def decode_ms(llm: LLM, rows: int, adapters: int) -> float:
-    """Median milliseconds from one result to the next while `rows` lines decode, which have so many
-    adapters in turn."""
-    rng = np.random.default_rng()
-    prompts = [rng.integers(5, llm.vocab_size, PROMPT_LEN).tolist() for _ in range(rows)]
+    """Milliseconds of a decode of `rows` lines, which have so many adapters in turn."""
     names = [f"a{n % adapters}" for n in range(rows)] if adapters else None
-    params = SamplingParams(temperature=0.0, max_tokens=OUTPUT_LEN, ignore_eos=True)
-    llm.generate(prompts, params, lora=names, use_tqdm=False)
-    spans = llm.core.trace.snapshot(OUTPUT_LEN // 2)
-    ends = [s.received_at for s in spans if s.mode == "decode" and s.num_rows == rows]
-    return statistics.median(b - a for a, b in pairwise(ends)) * 1e3
+    sizes = {"prompt_len": PROMPT_LEN, "output_len": OUTPUT_LEN}
+    return engine_decode(llm, rows, lora=names, **sizes) * 1e3
 
 
 def main(argv: list[str] | None = None) -> None:

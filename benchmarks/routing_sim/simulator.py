@@ -188,11 +188,9 @@ class Simulator:
         scenario = self.scenario
         word = POLICIES[scenario.policy]
         policy = make_policy(word, self.clock, seed=1000 * scenario.seed + number)
+        policy.adapters = AdapterBook(MAX_ADAPTERS, MAX_ADAPTERS)
         for replica in self.replicas:
             policy.add_replica(str(replica.number))
-        policy.adapters = AdapterBook(MAX_ADAPTERS, MAX_ADAPTERS)
-        for slot in range(len(self.replicas)):
-            policy.adapters.add(slot)
         if isinstance(policy, RayMultiplexedPolicy):
             policy.held = self._known_to_ray
         return policy

@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
 import pytest
-import torch
 
 from benchmarks import cpu_step
 from benchmarks.common import REPO_ROOT
-from tests.support.kernels import load_kernels
 
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    load_kernels()
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("own_threads")
 
 
 @pytest.mark.parametrize("impls", [False, True])

@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks import lora, lora_queue, lora_routing
 from benchmarks.common import REPO_ROOT
 from engine.process.folders import FOLDER_VARIABLE
-from tests.support.kernels import load_kernels
 
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    load_kernels()
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("own_threads")
 
 
 def rows_of(

@@ -52,13 +52,13 @@ class AdapterBoard:
 
     def __init__(self, catalog: AdapterCatalog, application: str, model: str, store: Store) -> None:
         """Of the `application` that serves `model`; those of another model don't count."""
-        self._catalog, self._store = catalog, store
+        self.catalog, self._store = catalog, store
         self._prefix = f"manta/adapters/{application}/{model}/"
 
     def refresh(self) -> None:
         """Learn what has been loaded and unloaded."""
         found = self._store.read_all(self._prefix)
-        self._catalog.loaded = {
+        self.catalog.loaded = {
             key.removeprefix(self._prefix): encoding.decode([value], AdapterRef)
             for key, value in found.items()
         }

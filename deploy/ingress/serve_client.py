@@ -223,11 +223,19 @@ class ServeEngineClient(EngineClient, IngressListener):
         if self._adapters is not None:
             await asyncio.to_thread(self._adapters.refresh)
 
+    async def _refreshed_board(self) -> AdapterBoard:
+        if self._adapters is None:
+            raise RequestError(
+                "this server loads no adapters: set lora_load_folders to the folders that they may "
+                "lie in",
+                status=403,
+            )
+        await self.refresh_adapters()
+        return self._adapters
+
     async def load_adapter(self, name: str, path: str, *, replace: bool) -> list[str]:
-        board, catalog = self._adapters, self._info.adapters
-        if board is None or catalog is None:
-            raise _loads_nothing()
-        await asyncio.to_thread(board.refresh)
+        board = await self._refreshed_board()
+        catalog = board.catalog
         if name == self._info.name or (name in catalog.loaded and not replace):
             raise RequestError(
                 f"'{name}' is served already; unload it, or set load_inplace", "lora_name"
@@ -249,11 +257,8 @@ class ServeEngineClient(EngineClient, IngressListener):
         return _complaints([reply for reply in asked if isinstance(reply, BaseException)])
 
     async def unload_adapter(self, name: str) -> None:
-        board, catalog = self._adapters, self._info.adapters
-        if board is None or catalog is None:
-            raise _loads_nothing()
-        await asyncio.to_thread(board.refresh)
-        if name not in catalog.loaded:
+        board = await self._refreshed_board()
+        if name not in board.catalog.loaded:
             raise RequestError(
                 f"there is no adapter '{name[:200]}' that was loaded", "lora_name", status=404
             )
@@ -387,13 +392,6 @@ async def _ask_all(handle: Any, method: str, timeout_s: float, *args: Any) -> li
     except (TimeoutError, RayServeException) as error:
         raise EngineDeadError(f"no answer to {method}: {type(error).__name__}") from error
     return answers
-
-
-def _loads_nothing() -> RequestError:
-    return RequestError(
-        "this server loads no adapters: set lora_load_folders to the folders that they may lie in",
-        status=403,
-    )
 
 
 def _complaints(replies: list[Any]) -> list[str]:

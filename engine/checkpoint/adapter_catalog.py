@@ -4,28 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 from engine.checkpoint.adapter import CONFIG_NAME, WEIGHTS_NAME, check_adapter_name
 from engine.checkpoint.adapter_store import take_adapter
+from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.protocol.adapters import AdapterRef
 
 _Signature = tuple[tuple[int, int, int], ...]
 """(inode, size, mtime) of an adapter's files."""
-
-
-class Keys(Protocol):
-    """Those of `engine.config.EngineConfig` that are about adapters."""
-
-    lora_adapters: dict[str, str]
-    lora_folder: str | None
-    lora_load_folders: list[str]
-    max_lora_rank: int
-
-    @property
-    def has_adapters(self) -> bool:
-        """Whether requests may have adapters."""
 
 
 class AdapterCatalog:
@@ -50,7 +37,7 @@ class AdapterCatalog:
         self._seen: dict[str, tuple[_Signature, AdapterRef]] = {}
 
     @classmethod
-    def of(cls, engine: Keys) -> AdapterCatalog | None:
+    def of(cls, engine: EngineConfig) -> AdapterCatalog | None:
         """Those of a configuration; None if requests can't have any. Raises `ConfigError`."""
         if not engine.has_adapters:
             return None

@@ -6,7 +6,6 @@ is copied first, checked, and read from the copy from then on.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import shutil
@@ -16,7 +15,7 @@ from pathlib import Path
 
 from engine.checkpoint.adapter import CONFIG_NAME, WEIGHTS_NAME, PeftAdapter
 from engine.errors import ConfigError
-from engine.process.folders import FOLDER_VARIABLE, cache_folder
+from engine.process.folders import FOLDER_VARIABLE, cache_folder, move_into_place
 from engine.protocol.adapters import AdapterRef
 
 KEEP_S = 7 * 24 * 3600.0
@@ -46,7 +45,8 @@ def take_adapter(name: str, folder: Path, max_rank: int, within: Path | None = N
         # Of the copy, which nobody changes.
         PeftAdapter.open(made).check_rank(max_rank)
         ref = AdapterRef(name, digest.hexdigest()[:32], str(folder))
-        _keep(made, place / ref.digest)
+        move_into_place(made, place / ref.digest)
+        _touch(place / ref.digest)
     except OSError as error:
         raise _no_place(error) from error
     finally:
@@ -91,16 +91,6 @@ def _copy(file: Path, to: Path, digest: hashlib._Hash) -> int:
             digest.update(block)
             size += len(block)
     return size
-
-
-def _keep(made: Path, copy: Path) -> None:
-    """Another process may keep the same one meanwhile."""
-    try:
-        made.rename(copy)
-    except OSError as error:
-        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-            raise
-        _touch(copy)
 
 
 def _touch(copy: Path) -> None:

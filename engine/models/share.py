@@ -130,22 +130,13 @@ class Share:
         alone = ExpertShare(range(num_experts), num_experts, ParallelState.single())
         return self._shares.get(name, alone)
 
-    def part(self, linear: str, out_size: int) -> tuple[int, tuple[range, ...]]:
-        """What this rank has of the weight of a linear: along which dimension, and which of it.
-        `out_size`: its outputs here, if it isn't divided."""
-        cut = self._cuts.get(f"{linear}.weight")
-        if cut is None:
-            return 0, (range(out_size),)
-        return cut.dim, tuple(cut.ranges(self.parallel.tp_size, self.parallel.tp_rank))
-
-    def whole_size(self, linear: str) -> int | None:
-        """Of the whole weight along that dimension; None: it isn't divided."""
-        cut = self._cuts.get(f"{linear}.weight")
-        return None if cut is None else sum(part.size for part in cut.parts)
+    def cut(self, linear: str) -> Cut | None:
+        """How ranks divide a linear's weight; None: each has all of it."""
+        return self._cuts.get(f"{linear}.weight")
 
     def is_row(self, linear: str) -> bool:
         """Whether ranks have parts of this linear's inputs, so that their results are added."""
-        cut = self._cuts.get(f"{linear}.weight")
+        cut = self.cut(linear)
         return cut is not None and cut.dim == 1
 
     def is_gathered(self, linear: str) -> bool:

@@ -370,13 +370,14 @@ class TransformersModel:
             self._run(ids, numbers, received)
 
     def _projection(self, name: str, linear: Linear) -> Projection:
-        out_size, in_size = linear.out_features, linear.in_features
-        dim, ranges = self._share.part(name, out_size)
-        own, whole = sum(map(len, ranges)), self._share.whole_size(name)
-        sizes = [out_size, in_size]
-        assert sizes[dim] == own, f"{name}: this rank has {sizes[dim]} of {own}"
-        sizes[dim] = own if whole is None else whole
-        return Projection(name, sizes[0], sizes[1], dim, ranges)
+        sizes, cut = [linear.out_features, linear.in_features], self._share.cut(name)
+        if cut is None:
+            return Projection(name, sizes[0], sizes[1], 0, (range(sizes[0]),))
+        ranges = tuple(cut.ranges(self.parallel.tp_size, self.parallel.tp_rank))
+        own = sum(map(len, ranges))
+        assert sizes[cut.dim] == own, f"{name}: this rank has {sizes[cut.dim]} of {own}"
+        sizes[cut.dim] = sum(part.size for part in cut.parts)
+        return Projection(name, sizes[0], sizes[1], cut.dim, ranges)
 
     @property
     def decoder(self) -> nn.Module:

@@ -30,14 +30,12 @@ class _State(Enum):
     """A request asks for it, and the workers don't have it yet."""
     LOADING = "loading"
     READY = "ready"
-    FAILED = "failed"
 
 
 @dataclass(eq=False)
 class _Entry:
     ref: AdapterRef
     state: _State = _State.WANTED
-    error: str = ""
     slot: int | None = None
     last_number: int = 0
     """While others wait for a slot, it takes requests up to this number."""
@@ -197,7 +195,6 @@ class AdapterTable:
             entry.state = _State.READY
             self.loads_total += 1
             return []
-        entry.state, entry.error = _State.FAILED, answer.error
         self._orders.append(DropAdapter(answer.digest))  # other ranks may have it
         del self._entries[answer.digest]
         return list(entry.waiting)

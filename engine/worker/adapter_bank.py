@@ -76,11 +76,6 @@ class AdapterBank:
         for item in slots:
             self._linears.set(item.slot, self._host[item.digest])
 
-    def close(self) -> None:
-        """Stop reading."""
-        if self._threads is not None:
-            self._threads.shutdown(wait=True, cancel_futures=True)
-
     def check(self, name: str, folder: Path) -> None:
         """Raise `ConfigError` if the adapter in `folder`, called `name`, isn't one of this model.
         Its numbers aren't read."""

@@ -31,9 +31,12 @@ class JsonRoute(Route):
             given = await parse_body(body, self.body)
         key = request.scope["state"].get("key")
         answer = await self._answer(self.client_provider(), given, key)
+        return self._response(answer)
+
+    def _response(self, answer: Any) -> Response:
         return Response(encode_json(answer), media_type="application/json")
 
     @abstractmethod
-    async def _answer(self, client: EngineClient, given: Any, key: ApiKey | None) -> dict[str, Any]:
+    async def _answer(self, client: EngineClient, given: Any, key: ApiKey | None) -> Any:
         """The reply to `given`, whose type is `body`. `key`: None if the server has no keys. Raises
         `RequestError`."""

@@ -1,21 +1,15 @@
 """`/v1/load_lora_adapter` and `/v1/unload_lora_adapter`, as vLLM has them."""
 
 # No `from __future__ import annotations`: pydantic reads the annotations of the request.
-from typing import Any
-
 from pydantic import Field
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
-from deploy.http.body import Strict, parse_body
-from deploy.http.dialect import Route
+from deploy.http.access.api_key import ApiKey
+from deploy.http.body import Strict
 from deploy.http.engine_client import EngineClient
-from deploy.http.generation.endpoint import (
-    CLIENT_GONE,
-    check_content_type,
-    check_same_site,
-    read_body,
-)
+from deploy.http.generation.endpoint import check_same_site
+from deploy.http.generation.json_route import JsonRoute
 
 
 class LoadAdapterFields(Strict):
@@ -36,7 +30,7 @@ class UnloadAdapterFields(Strict):
     """Means nothing here."""
 
 
-class _AdapterRoute(Route):
+class _AdapterRoute(JsonRoute):
     """A route of administrators that answers with a sentence."""
 
     for_admins = True
@@ -45,18 +39,10 @@ class _AdapterRoute(Route):
 
     async def handle(self, request: Request) -> Response:
         check_same_site(request.headers)
-        check_content_type(request.headers)
-        try:
-            body = await read_body(request, self.settings.server)
-        except ClientDisconnect:
-            return Response(status_code=CLIENT_GONE)
-        assert self.body is not None
-        given = await parse_body(body, self.body)
-        said = await self._act(self.client_provider(), given)
-        return Response(f"{said}\n", media_type="text/plain")
+        return await super().handle(request)
 
-    async def _act(self, client: EngineClient, given: Any) -> str:
-        raise NotImplementedError
+    def _response(self, answer: str) -> Response:
+        return Response(f"{answer}\n", media_type="text/plain")
 
 
 class LoadAdapterRoute(_AdapterRoute):
@@ -70,7 +56,9 @@ class LoadAdapterRoute(_AdapterRoute):
     )
     body = LoadAdapterFields
 
-    async def _act(self, client: EngineClient, given: LoadAdapterFields) -> str:
+    async def _answer(
+        self, client: EngineClient, given: LoadAdapterFields, key: ApiKey | None
+    ) -> str:
         lacking = await client.load_adapter(
             given.lora_name, given.lora_path, replace=given.load_inplace
         )
@@ -89,6 +77,8 @@ class UnloadAdapterRoute(_AdapterRoute):
     description = "As vLLM's. Requests that run with the adapter go on to their ends."
     body = UnloadAdapterFields
 
-    async def _act(self, client: EngineClient, given: UnloadAdapterFields) -> str:
+    async def _answer(
+        self, client: EngineClient, given: UnloadAdapterFields, key: ApiKey | None
+    ) -> str:
         await client.unload_adapter(given.lora_name)
         return f"Success: LoRA adapter '{given.lora_name}' removed successfully."

@@ -3,7 +3,6 @@ and kept in the user's folder for caches."""
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -24,7 +23,7 @@ from engine.checkpoint.gguf.tokenizer import read_tokenizer
 from engine.checkpoint.gguf.weights import stored_weights
 from engine.checkpoint.values import ConfigValues
 from engine.errors import ConfigError
-from engine.process.folders import FOLDER_VARIABLE, cache_folder
+from engine.process.folders import FOLDER_VARIABLE, cache_folder, move_into_place
 
 SOURCE_NAME = "gguf.json"
 """The file of a model folder that says where its weights are."""
@@ -168,11 +167,9 @@ def _store(folder: Path, contents: dict[str, bytes]) -> None:
     try:
         for name, content in contents.items():
             (made / name).write_bytes(content)
-        made.rename(folder)
-    except OSError as error:
+        move_into_place(made, folder)
+    finally:
         shutil.rmtree(made, ignore_errors=True)
-        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-            raise
 
 
 def _no_place(what: str) -> ConfigError:

@@ -71,16 +71,6 @@ class AdapterHarness(Harness):
         self.most_held = max(self.most_held, len(self.held) + len(self.loading))
         return launched
 
-    def run_all(self) -> None:
-        """`run`, though nothing may be launched while adapters are read."""
-        for _ in range(5000):
-            if not self.step() and self.scheduler.is_idle:
-                break
-            self.check()
-        else:
-            pytest.fail("no end in sight")
-        self.check_done()
-
 
 @pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
 @given(seed=st.integers(0, 2**32))
@@ -116,7 +106,7 @@ def test_whatever_comes(mode: dict[str, Any], seed: int) -> None:
             if victim not in harness.finished:
                 harness.aborted.add(victim)
                 harness.scheduler.abort(AbortRequest(rid=victim[1], reply_to="c"))
-    harness.run_all()
+    harness.run()
     failed = {key for key, end in harness.finished.items() if end.reason == "error"}
     for key in failed:
         assert harness.finished[key].message == "it is broken"
@@ -160,7 +150,7 @@ def test_those_behind_go_on() -> None:
         harness.step()
     assert ("c", 2) in harness.finished
     assert ("c", 1) not in harness.finished
-    harness.run_all()
+    harness.run()
     assert ("c", 1) in harness.finished
 
 
@@ -172,7 +162,7 @@ def test_reading_runs_beside_steps() -> None:
         harness.step()
     assert ("c", 1) in harness.finished
     assert ("c", 0) not in harness.finished
-    harness.run_all()
+    harness.run()
 
 
 def test_a_prefix_is_one_adapters() -> None:
@@ -182,7 +172,7 @@ def test_a_prefix_is_one_adapters() -> None:
     new = AdapterRef("a0", "digest0b", "/adapters/0")
     for rid, adapter in enumerate([None, ref(0), ref(1), new, ref(0), None]):
         harness.add(rid, tokens, 3, adapter=adapter)
-        harness.run_all()
+        harness.run()
     assert [harness.cached["c", rid] for rid in range(6)] == [0, 0, 0, 0, 12, 12]
 
 
@@ -190,7 +180,7 @@ def test_a_broken_adapter_is_tried_again() -> None:
     harness = AdapterHarness(broken=frozenset({"digest9"}))
     for rid in range(2):
         harness.add(rid, [1, 2, 3], 4, adapter=ref(9))
-        harness.run_all()
+        harness.run()
         assert harness.finished["c", rid].status == 400
     assert harness.loads == ["digest9"] * 2
 
@@ -199,5 +189,5 @@ def test_the_least_recently_used_leaves_memory() -> None:
     harness = AdapterHarness(max_loras=1, max_cpu_loras=2)
     for rid, number in enumerate([0, 1, 0, 2, 0, 1]):
         harness.add(rid, [1, 2, 3], 4, adapter=ref(number))
-        harness.run_all()
+        harness.run()
     assert harness.loads == ["digest0", "digest1", "digest2", "digest1"]
