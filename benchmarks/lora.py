@@ -31,6 +31,7 @@ from benchmarks.cpu_step import engine_decode  # noqa: E402
 from benchmarks.peers import models  # noqa: E402
 from engine.checkpoint.model_config import ModelConfig  # noqa: E402
 from engine.llm import LLM  # noqa: E402
+from engine.protocol.sampling_params import SamplingParams  # noqa: E402
 
 RESULTS = REPO_ROOT / "benchmarks" / "results"
 LIMITS = {0: 1.02, 1: 1.15, 8: 1.35}
@@ -111,6 +112,8 @@ def main(argv: list[str] | None = None) -> None:
             "max_lora_rank": args.rank,
         }
         with LLM(model, **config) as plain, LLM(model, **config, **more) as adapted:
+            once = SamplingParams(temperature=0.0, max_tokens=1)
+            adapted.generate([[5]] * len(adapters), once, lora=list(adapters), use_tqdm=False)
             for batch in map(int, args.rows.split(",")):
                 rows += compare(plain, adapted, batch, args.rounds)
     print_table(

@@ -54,8 +54,8 @@ class AdapterBank:
 
     def take_loaded(self) -> list[AdapterLoaded]:
         """Of the adapters that were read since the last call. One that can't be had costs its
-        requests, not the engine."""
-        done = [digest for digest, future in self._loading.items() if future.done()]
+        requests, not the engine. Another thread than that of `load` may ask."""
+        done = [digest for digest, future in list(self._loading.items()) if future.done()]
         found = []
         for digest in done:
             future = self._loading.pop(digest)
