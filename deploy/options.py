@@ -7,6 +7,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from engine.process.log_lines import LogFormat
 
+ENGINE, INGRESS = "engine", "ingress"
+"""Names of the deployments. With several models those of the engines have a model's name, too."""
 Quantity = Annotated[float, Field(gt=0)]
 
 

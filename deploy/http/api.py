@@ -25,9 +25,8 @@ from deploy.http.anthropic.dialect import ANTHROPIC
 from deploy.http.body import encode_json
 from deploy.http.dialect import RouteParts
 from deploy.http.docs_page import ASSETS, add_docs
-from deploy.http.engine_client import EngineClient, EngineHealth, ModelInfo
+from deploy.http.engine_client import EngineHealth, ModelInfo
 from deploy.http.errors import ErrorReply, failure_of
-from deploy.http.generation.plan import check_model
 from deploy.http.header_guard import REQUEST_ID
 from deploy.http.metrics import ServerMetrics
 from deploy.http.old_clients import OldClients
@@ -36,6 +35,7 @@ from deploy.http.openai.errors import openai_error
 from deploy.http.openapi import DocumentedApi
 from deploy.http.pages.pages import ASSETS as PAGE_ASSETS
 from deploy.http.pages.pages import PAGES, add_pages
+from deploy.http.served_models import ServedModels, overall
 from deploy.http.settings import ApiSettings
 from deploy.http.sglang.dialect import SGLANG
 from deploy.http.slash_end import SlashEnd
@@ -52,9 +52,9 @@ DIALECTS = (OPENAI, ANTHROPIC, SGLANG)
 
 
 def build_api(
-    client_provider: Callable[[], EngineClient], settings: ApiSettings | None = None
+    models_provider: Callable[[], ServedModels], settings: ApiSettings | None = None
 ) -> FastAPI:
-    """Build the application. It asks `client_provider` at each request, so it can be built before
+    """Build the application. It asks `models_provider` at each request, so it can be built before
     there is a client. Ray Serve can ship it (`serve.ingress(build_api(...))`); each process then
     has metrics of its own.
     """
@@ -72,7 +72,7 @@ def build_api(
 
     kinds = [(kind, dialect.error_reply) for dialect in DIALECTS for kind in dialect.routes]
     for kind, error_reply in kinds:
-        route = kind(RouteParts(client_provider, metrics, settings, quotas, error_reply))
+        route = kind(RouteParts(models_provider, metrics, settings, quotas, error_reply))
         for path, method in itertools.product(kind.paths, kind.methods):
             app.add_api_route(
                 path,
@@ -85,41 +85,42 @@ def build_api(
 
     @app.get("/v1/models")
     async def list_models() -> Response:
-        info = client_provider().model_info
-        models = [_describe_model(info, name) for name in info.names]
+        infos = [client.model_info for client in models_provider()]
+        models = [_describe_model(info, name) for info in infos for name in info.names]
         ends = {"first_id": models[0]["id"], "last_id": models[-1]["id"], "has_more": False}
         return _json({"object": "list", "data": models, **ends})
 
     @app.get("/v1/models/{model:path}")
     async def retrieve_model(model: str) -> Response:
-        info = client_provider().model_info
-        check_model(model or "(none)", info)
-        return _json(_describe_model(info, model))
+        client = models_provider().of(model or "(none)")
+        return _json(_describe_model(client.model_info, model))
 
-    answer = SharedAnswer[EngineHealth](HEALTH_FRESH_S)
+    answer = SharedAnswer[dict[str, EngineHealth]](HEALTH_FRESH_S)
 
     @app.get("/health")
     @app.get("/ping")
-    async def health() -> Response:
+    async def health(model: Annotated[str, Query()] = "") -> Response:
         try:
-            state = await answer.get(client_provider().health)
+            models = models_provider()
+            name = models.of(model).model_info.name if model else ""
+            states = await answer.get(models.health)
+        except RequestError:  # there is no such model
+            raise
         except Exception as exception:  # not started, or lost: both mean "not healthy"
             return _json({"status": "unavailable", "detail": type(exception).__name__}, 503)
-        if state.ok:
-            return _json({"status": "ok"})
-        return _json({"status": "unavailable", "detail": state.detail}, 503)
+        return _health_reply({name: states[name]} if name else states)
 
     @app.get("/metrics")
     async def scrape() -> Response:
-        text = await metrics.render(client_provider)
+        text = await metrics.render(models_provider)
         return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
     @app.get("/debug/trace")
     async def trace(last: Annotated[int, Query(ge=1, le=CAPACITY)] = 2000) -> Response:
-        engines = await client_provider().trace(last)
+        engines = await models_provider().trace(last)
         return StreamingResponse(_gently(chrome_trace_json(engines)), media_type="application/json")
 
-    status = StatusProbe(client_provider, metrics)
+    status = StatusProbe(models_provider, metrics)
 
     @app.get("/debug/status")
     async def show_status() -> Response:
@@ -228,6 +229,17 @@ class RequestIdMiddleware:
             await send(message)
 
         await self._app(scope, receive, send_with_id)
+
+
+def _health_reply(states: dict[str, EngineHealth]) -> Response:
+    """503 unless every model is served; of several, each is told."""
+    state = overall(states)
+    body: dict[str, Any] = {"status": "ok" if state.ok else "unavailable"}
+    if not state.ok:
+        body["detail"] = state.detail
+    if len(states) > 1:
+        body["models"] = {name: "ok" if s.ok else s.detail for name, s in states.items()}
+    return _json(body, 200 if state.ok else 503)
 
 
 def _describe_model(info: ModelInfo, name: str) -> dict[str, Any]:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
 from deploy.http.access.quotas import Quotas
-from deploy.http.engine_client import EngineClient
 from deploy.http.errors import ErrorReply
 from deploy.http.metrics import ServerMetrics
+from deploy.http.served_models import ServedModels
 from deploy.http.settings import ApiSettings
 from engine.errors import RequestError
 
@@ -21,7 +21,7 @@ from engine.errors import RequestError
 class RouteParts(NamedTuple):
     """What routes share."""
 
-    client_provider: Callable[[], EngineClient]
+    models_provider: Callable[[], ServedModels]
     """Asked at each request."""
     metrics: ServerMetrics
     settings: ApiSettings
@@ -52,7 +52,11 @@ class Route(ABC):
     """Statuses of failures."""
 
     def __init__(self, parts: RouteParts) -> None:
-        self.client_provider, self.metrics, self.settings, self.quotas, self.error_reply = parts
+        self.models_provider, self.metrics, self.settings, self.quotas, self.error_reply = parts
+
+    def model_named(self, given: Any) -> str:
+        """The name of the model in a request, whose type is `body`; "" if it names none."""
+        return str(getattr(given, "model", ""))
 
     @abstractmethod
     async def handle(self, request: Request) -> Response:

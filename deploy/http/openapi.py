@@ -59,6 +59,7 @@ def complete_document(document: dict[str, Any], dialects: Sequence[Dialect]) -> 
     for path in ("/health", "/ping"):
         paths[path]["get"]["responses"] = {
             "200": {"description": "Requests can be served.", "content": health},
+            **_errors(refs[replies.Error], (404,)),
             "503": {"description": "They can't be served.", "content": health},
         }
     paths["/metrics"]["get"]["responses"] = {

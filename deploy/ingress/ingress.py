@@ -11,7 +11,8 @@ from deploy.http.access.listening import check_listening
 from deploy.http.api import build_api
 from deploy.http.engine_client import SpendingReport
 from deploy.http.settings import ApiSettings
-from deploy.ingress.serve_client import IngressOptions, ServeEngineClient
+from deploy.ingress.ingress_models import IngressModels
+from deploy.ingress.serve_client import IngressOptions
 from deploy.options import ServerOptions
 from deploy.serve_state import serve_log
 from deploy.serve_state.http_host import http_host
@@ -20,39 +21,39 @@ from deploy.serve_state.http_host import http_host
 def build_ingress(settings: ApiSettings) -> Any:
     """The ingress class, ready for `serve.deployment`."""
 
-    @serve.ingress(build_api(ServeEngineClient.current, settings))
+    @serve.ingress(build_api(IngressModels.current, settings))
     class Ingress:
-        def __init__(self, engines: Any, options: IngressOptions) -> None:
-            serve_log.set_up(options.server.log_level, options.server.log_format)
+        def __init__(self, engines: list[Any], options: list[IngressOptions]) -> None:
+            self._server = server = options[0].server
+            serve_log.set_up(server.log_level, server.log_format)
             self._engines = engines
             self._options = options
-            self._client: ServeEngineClient | None = None
+            self._models: IngressModels | None = None
 
         async def check_health(self) -> None:
-            # Serve calls this before the replica takes traffic: the first call starts the client
+            # Serve calls this before the replica takes traffic: the first call starts the clients
             # in the loop that the handlers run in.
-            if self._client is None:
-                await asyncio.to_thread(_check_listening, self._options.server)
+            if self._models is None:
+                await asyncio.to_thread(_check_listening, self._server)
                 here = serve.get_replica_context()
                 ingresses = serve.get_deployment_handle(here.deployment, here.app_name)
-                self._client = await ServeEngineClient.create(
-                    self._engines, ingresses, self._options
-                )
+                self._models = await IngressModels.create(self._engines, ingresses, self._options)
                 # Ray leaves a large heap. Collecting it later would delay all streams.
                 gc.collect()
                 gc.freeze()
-            self._client.check()
+            self._models.check()
 
         async def abort(self, request_id: str | None, owner: str | None) -> None:
             # Any ingress asks all of them: a request is in one, and nobody knows in which.
-            if self._client is not None:
-                self._client.abort_here(request_id, owner)
+            if self._models is not None:
+                self._models.abort_here(request_id, owner)
 
         async def metrics(self, asker: str, number: int) -> str | None:
             # The ingress that a scrape reaches asks all of them, itself too.
-            if self._client is None:
+            if self._models is None:
                 return None
-            return self._client.tell_metrics(asker, number, _state(self).metrics.report)
+            report = _state(self).metrics.report(self._models)
+            return self._models.tell_metrics(asker, number, report)
 
         async def hear_spending(self, ingress: str, report: SpendingReport) -> None:
             # From the start: this ingress may get the key's next request.
@@ -60,12 +61,12 @@ def build_ingress(settings: ApiSettings) -> Any:
 
         async def hear_adapters(self) -> None:
             # Another ingress has loaded or unloaded one.
-            if self._client is not None:
-                await self._client.refresh_adapters()
+            if self._models is not None:
+                await self._models.refresh_adapters()
 
         async def __del__(self) -> None:
-            if self._client is not None:
-                self._client.stop()
+            if self._models is not None:
+                self._models.stop()
             tracing = _state(self).tracing
             if tracing is not None:
                 await asyncio.to_thread(tracing.close)

@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from ray import serve
 from ray.serve.exceptions import RayServeException
@@ -36,7 +36,7 @@ from deploy.ingress.replica_board import ReplicaBoard
 from deploy.ingress.replica_router import ReplicaRouter
 from deploy.ingress.resume import RESUMED, AttemptLostError, Loss, Progress, ResumeLimits
 from deploy.ingress.tokenizer_link import TokenizerLink
-from deploy.options import ServerOptions
+from deploy.options import ENGINE, ServerOptions
 from deploy.routing import make_policy
 from deploy.routing.adapter_book import AdapterBook
 from deploy.serve_state.drain_watch import DrainWatch
@@ -69,18 +69,18 @@ HASHES_EVERY_TOKENS = 16
 
 @dataclass(frozen=True)
 class IngressOptions:
-    """What an ingress must know of the application."""
+    """What an ingress must know of a model that it serves."""
 
     server: ServerOptions
     info: ModelInfo
     routing_policy: str = ""
     """How replicas are chosen; "" leaves it to Serve."""
+    deployment: str = ENGINE
+    """Of its engines."""
 
 
 class ServeEngineClient(EngineClient, IngressListener):
-    """One per ingress replica; owns its tokenizer actor."""
-
-    _current: ClassVar[ServeEngineClient | None] = None
+    """One per ingress replica and model; owns its tokenizer actor."""
 
     def __init__(self, engines: Any, ingresses: Any, options: IngressOptions) -> None:
         """`engines` and `ingresses` are Serve's handles. Use `create`, which also starts the
@@ -113,8 +113,11 @@ class ServeEngineClient(EngineClient, IngressListener):
         self._router = _make_router(options, address, self._watch)
         self._attempts = Attempts(self._tokenizer, engines, self._watch, address, self._router)
         self._exchange = MetricsExchange(ingresses, address)
-        self._serve_states = ServeStates()
-        self._board = ReplicaBoard(self._ask_engines, self._watch, self._serve_states)
+        self._deployment = options.deployment
+        self._serve_states = ServeStates(options.deployment)
+        self._board = ReplicaBoard(
+            self._ask_engines, self._watch, self._serve_states, options.deployment
+        )
         self._guard = GrammarGuard(model_path)
         self._leaving: asyncio.Task[None] | None = None
 
@@ -122,7 +125,7 @@ class ServeEngineClient(EngineClient, IngressListener):
     async def create(
         cls, engines: Any, ingresses: Any, options: IngressOptions
     ) -> ServeEngineClient:
-        """Make the client of this process and start it. Raises the error that keeps the tokenizer
+        """Make the client of a model and start it. Raises the error that keeps the tokenizer
         from starting."""
         client = cls(engines, ingresses, options)
         try:
@@ -134,15 +137,7 @@ class ServeEngineClient(EngineClient, IngressListener):
         client._watch.start()
         loop = asyncio.get_running_loop()
         client._leaving = loop.create_task(client._end_streams_in_time())
-        cls._current = client
         return client
-
-    @classmethod
-    def current(cls) -> ServeEngineClient:
-        """The client of this process. Raises `EngineDeadError` until there is one."""
-        if cls._current is None:
-            raise EngineDeadError("the server is still starting")
-        return cls._current
 
     def stop(self) -> None:
         """Stop the tokenizer, the grammar guard and the watch, and close the inbox."""
@@ -297,7 +292,7 @@ class ServeEngineClient(EngineClient, IngressListener):
             logger.debug("Serve's controller doesn't answer: %s", type(error).__name__)
             quiet = [name for name, heard in self._watch.actors.items() if not heard]
             return "; ".join(f"{name} is silent" for name in quiet)
-        return replicas_lost(deployments, num_engines)
+        return replicas_lost(deployments, num_engines, self._deployment)
 
     async def stats(self) -> list[dict[str, float]]:
         answers = await self._ask_engines("stats", ANSWER_TIMEOUT_S)
@@ -306,11 +301,9 @@ class ServeEngineClient(EngineClient, IngressListener):
     async def ingress_metrics(self, timeout_s: float) -> IngressReports:
         return await self._exchange.gather(timeout_s)
 
-    def tell_metrics(
-        self, asker: str, number: int, report: Callable[[EngineClient], list[PlainFamily]]
-    ) -> str:
+    def tell_metrics(self, asker: str, number: int, report: list[PlainFamily]) -> str:
         """Send what this ingress measured to the inbox `asker`. Returns this ingress' name."""
-        self._exchange.answer(asker, number, self.ingress, report(self))
+        self._exchange.answer(asker, number, self.ingress, report)
         return self.ingress
 
     async def trace(self, last: int) -> dict[str, list[RoleTrace]]:

@@ -55,7 +55,7 @@ class DrainWatch:
 def listed_as_stopping() -> bool:
     """Whether this replica is one that the controller stops, or has stopped."""
     context = serve.get_replica_context()
-    deployment = deployment_states().get(context.deployment)
+    deployment = deployment_states(context.deployment).get(context.deployment)
     if deployment is None:
         return True
     return deployment.states.get(context.replica_id.unique_id, "STOPPING") == "STOPPING"

@@ -13,9 +13,9 @@ from ray.serve._private.long_poll import LongPollNamespace
 from ray.serve.context import _get_global_client
 from ray.serve.generated.serve_pb2 import DeploymentStatusInfo as DeploymentStatusInfoProto
 
+from deploy.options import ENGINE, INGRESS
 from engine.process.shared_answer import SharedAnswer
 
-DEPLOYMENTS = ("engine", "ingress")
 _BROKEN = ("UNHEALTHY", "DEPLOY_FAILED")
 _SCALING = ("UPSCALING", "DOWNSCALING")
 _COMING = ("STARTING", "UPDATING", "RECOVERING")
@@ -36,18 +36,22 @@ class ServeStates:
     """Asks the controller, in a thread and one question at a time: a controller that hangs would
     otherwise take a thread for each question. Use from one event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, engine: str = ENGINE) -> None:
+        self._engine = engine
         self._answer = SharedAnswer[dict[str, DeploymentState]](0.0)
 
     async def ask(self, timeout_s: float) -> dict[str, DeploymentState]:
-        """This application's deployments by name. Raises what the controller raises, `TimeoutError`
+        """What `deployment_states` tells. Raises what the controller raises, `TimeoutError`
         if it doesn't answer in time."""
         async with asyncio.timeout(timeout_s):
-            return await self._answer.get(lambda: asyncio.to_thread(deployment_states))
+            return await self._answer.get(
+                lambda: asyncio.to_thread(deployment_states, self._engine)
+            )
 
 
-def deployment_states() -> dict[str, DeploymentState]:
-    """Blocks for a call to the controller, or for a few.
+def deployment_states(engine: str = ENGINE) -> dict[str, DeploymentState]:
+    """The ingress and the deployment `engine` by name, as far as they exist. Blocks for a call to
+    the controller, or for a few.
 
     From the moment of a `serve deploy` until the new application is built, and after one that was
     refused, Serve lists no deployments in the application, although the old ones go on. Then each
@@ -57,25 +61,31 @@ def deployment_states() -> dict[str, DeploymentState]:
     name = serve.get_replica_context().app_name
     app = client.get_serve_details()["applications"].get(name)
     listed: Mapping[str, Any] = {} if app is None else app["deployments"]
-    found = {deployment: _listed(told) for deployment, told in listed.items()}
-    for deployment in DEPLOYMENTS:
-        if deployment not in found:
+    found: dict[str, DeploymentState] = {}
+    for deployment in (engine, INGRESS):
+        if deployment in listed:
+            found[deployment] = _listed(listed[deployment])
+        else:
             state = _unlisted(client, DeploymentID(name=deployment, app_name=name))
             if state is not None:
                 found[deployment] = state
     return found
 
 
-def replicas_lost(deployments: Mapping[str, DeploymentState], num_engines: int) -> str:
+def replicas_lost(
+    deployments: Mapping[str, DeploymentState], num_engines: int, engine: str = ENGINE
+) -> str:
     """Which replicas are lost, in words; "" if none is.
 
-    `num_engines` engine replicas are known to live. A replica that comes or goes because their
-    number changes is no loss.
+    `num_engines` replicas of the deployment `engine` are known to live. A replica that comes or
+    goes because their number changes is no loss.
     """
-    gone = [f"{name}: Serve has deleted it" for name in DEPLOYMENTS if name not in deployments]
+    gone = [
+        f"{name}: Serve has deleted it" for name in (engine, INGRESS) if name not in deployments
+    ]
     lost = [f"{name}: {why}" for name, d in deployments.items() if (why := _lost(d))]
-    engine = deployments.get("engine")
-    running = 0 if engine is None else list(engine.states.values()).count("RUNNING")
+    state = deployments.get(engine)
+    running = 0 if state is None else list(state.states.values()).count("RUNNING")
     if running > num_engines:
         lost.append(f"{running - num_engines} of {running} engine replicas are gone")
     return "; ".join([*gone, *lost])
@@ -90,10 +100,12 @@ class EngineTarget(NamedTuple):
     """Serve's word for the state of each replica, by the replica's name."""
 
 
-def engine_target(deployments: Mapping[str, DeploymentState]) -> EngineTarget | None:
+def engine_target(
+    deployments: Mapping[str, DeploymentState], engine: str = ENGINE
+) -> EngineTarget | None:
     """How many engine replicas there should be, and which there are; None if there is no engine."""
-    engine = deployments.get("engine")
-    return None if engine is None else EngineTarget(engine.target, engine.states)
+    state = deployments.get(engine)
+    return None if state is None else EngineTarget(state.target, state.states)
 
 
 def _listed(told: Mapping[str, Any]) -> DeploymentState:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from deploy.http.access.options import check_access
 from deploy.http.engine_client import ModelInfo
 from deploy.http.parsers.detection import check_parsers, reasoning_format_of, tool_format_of
 from deploy.http.tracing.options import check_tracing
-from deploy.options import ServerOptions
+from deploy.options import ENGINE, ServerOptions
 from deploy.replica.autoscaling import EngineLoadPolicy
 from deploy.routing import find_policy
 from engine.config import EngineConfig, ResolvedConfig, load_config
@@ -20,13 +21,44 @@ _CPU_PER_ACTOR = 0.02
 (`cpu_threads`), and a two-core machine must still hold DP x TP x PP."""
 
 
+_OF_A_MODEL = frozenset(
+    (
+        *("served_model_name", "num_replicas", "autoscaling", "routing_policy"),
+        *("max_ongoing_requests", "tool_call_parser", "reasoning_parser"),
+        *("allow_request_chat_templates", "engine_resources", "worker_resources"),
+    )
+)
+"""Keys of `ServerOptions` that each of several models may have its own of."""
+
+
 class AppConfig:
-    """Everything that one application needs, checked."""
+    """A model of an application, and all that serves it, checked."""
 
     def __init__(self, server: ServerOptions, engine: EngineConfig, resolved: ResolvedConfig):
         self.server = server
         self.engine = engine
         self.resolved = resolved
+        self.deployment = ENGINE
+        """Of its engines."""
+        self.num_neighbours = 0
+        """Engines of the application's other models, which may be on the same machines."""
+
+    @classmethod
+    def models_from_args(cls, args: dict[str, Any]) -> list[AppConfig]:
+        """Check `args` of a config file, with or without `models`. Raises `ConfigError`."""
+        if not isinstance(args, dict) or "models" not in args:
+            return [cls.from_args(args)]
+        shared = {key: value for key, value in args.items() if key != "models"}
+        found = [cls.from_args(given) for given in _model_args(args["models"], shared)]
+        _check_names(found)
+        for app in found:
+            app.deployment = f"{ENGINE}-{_slug(app.model_name)}"
+            app.num_neighbours = sum(
+                other.max_replicas
+                for other in found
+                if other is not app and not other.server.engine_resources
+            )
+        return found
 
     @classmethod
     def from_args(cls, args: dict[str, Any]) -> AppConfig:
@@ -87,7 +119,7 @@ class AppConfig:
     def engines_per_node(self) -> int:
         """Engines that share a machine's cores and memory: all, unless custom resources place
         them."""
-        return 1 if self.server.engine_resources else self.max_replicas
+        return 1 if self.server.engine_resources else self.max_replicas + self.num_neighbours
 
     @property
     def routing_policy(self) -> str:
@@ -127,3 +159,53 @@ class AppConfig:
     def cpu_per_actor(self) -> float:
         """Logical CPUs that each small actor reserves."""
         return _CPU_PER_ACTOR
+
+
+def _model_args(models: Any, shared: dict[str, Any]) -> list[dict[str, Any]]:
+    """The arguments of each model: its own, and those that all share. Raises `ConfigError`."""
+    if not isinstance(models, list) or not models or not all(isinstance(m, dict) for m in models):
+        raise ConfigError("`models` must be a list, with the keys of one model in each entry.")
+    if "model" in shared or "served_model_name" in shared:
+        raise ConfigError(
+            "with `models`, `model` and served_model_name belong into the entries of the list."
+        )
+    for given in models:
+        if not isinstance(given.get("model"), str):
+            raise ConfigError("each entry of `models` needs a `model`.")
+        wrong = sorted(given.keys() & ServerOptions.model_fields.keys() - _OF_A_MODEL)
+        if wrong:
+            raise ConfigError(
+                f"{wrong[0]} is the same for all models: set it beside `models`, not in an entry."
+            )
+    return [{**shared, **given} for given in models]
+
+
+def _check_names(models: list[AppConfig]) -> None:
+    """Raise `ConfigError` if it isn't clear which model a request or a deployment is for."""
+    seen: dict[str, str] = {}
+    for app in models:
+        for name in (app.model_name, *app.engine.lora_adapters):
+            if name in seen:
+                raise ConfigError(
+                    f"two of `models` serve '{name}'; set served_model_name, or call the adapter "
+                    "otherwise."
+                )
+            seen[name] = name
+    slugs = [_slug(app.model_name) for app in models]
+    for app, slug in zip(models, slugs, strict=True):
+        if slugs.count(slug) > 1:
+            raise ConfigError(
+                f"the name '{app.model_name}' differs from another model's in signs alone; set "
+                "served_model_name."
+            )
+    folders = [app.engine.lora_folder for app in models if app.engine.lora_folder is not None]
+    if len(set(folders)) < len(folders):
+        raise ConfigError(
+            "two of `models` have the same lora_folder; a name there doesn't tell which model it "
+            "is for. Give each a folder of its own."
+        )
+
+
+def _slug(name: str) -> str:
+    """A model's name as a part of a deployment's."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", name)

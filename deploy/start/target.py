@@ -30,7 +30,7 @@ _APPLICATION_KEYS = {
 
 
 class Target(NamedTuple):
-    """A checked Serve config, and the checked arguments of each of its applications."""
+    """A checked Serve config, and the checked arguments of each model of its applications."""
 
     config: dict[str, Any]
     applications: list[Any]
@@ -80,12 +80,20 @@ def load_target(
             )
         args = _mapping(app, "args")
         args.update(map(_override, overrides))
-        if isinstance(args.get("model"), str):
-            args["model"] = _absolute(args["model"])
-        if isinstance(args.get("expert_map"), str):
-            args["expert_map"] = os.path.abspath(os.path.expanduser(args["expert_map"]))
-        applications.append(AppConfig.from_args(args))
+        models = args.get("models")
+        for given in [args, *(models if isinstance(models, list) else [])]:
+            if isinstance(given, dict):
+                _make_absolute(given)
+        applications += AppConfig.models_from_args(args)
     return Target(config, applications)
+
+
+def _make_absolute(args: dict[str, Any]) -> None:
+    """The server's processes may run in another folder."""
+    if isinstance(args.get("model"), str):
+        args["model"] = _absolute(args["model"])
+    if isinstance(args.get("expert_map"), str):
+        args["expert_map"] = os.path.abspath(os.path.expanduser(args["expert_map"]))
 
 
 def _mapping(parent: dict[str, Any], key: str) -> dict[str, Any]:
@@ -173,8 +181,7 @@ def _find(target: str) -> Path | None:
 
 
 def _absolute(model: str) -> str:
-    """A model folder or file as an absolute path: the server's processes may run in another
-    folder."""
+    """A model folder or file as an absolute path."""
     found = _find(model)
     is_model = found is not None and (found.is_dir() or found.suffix == ".gguf")
     return str(found) if is_model else model

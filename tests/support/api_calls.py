@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 
 from deploy.http.api import build_api
+from deploy.http.served_models import ServedModels
 from deploy.http.settings import ApiSettings
 from tests.support.fake_client import FakeEngineClient
 
@@ -30,7 +31,7 @@ def call(
     """One request to a fresh application in this process."""
 
     async def run() -> httpx.Response:
-        app = build_api(lambda: client, api_settings)
+        app = build_api(lambda: ServedModels(client), api_settings)
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
             reply = await http.request(method, path, **options)

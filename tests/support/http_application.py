@@ -12,6 +12,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from deploy.http.api import build_api
+from deploy.http.served_models import ServedModels
 from deploy.http.settings import ApiSettings
 from deploy.options import ServerOptions
 from tests.support.fake_client import FakeEngineClient
@@ -33,7 +34,7 @@ class Server:
         settings = settings or ApiSettings(
             ServerOptions(max_body_bytes=2**20, stream_stall_timeout_s=0.5)
         )
-        app = layer(build_api(lambda: client, settings))
+        app = layer(build_api(lambda: ServedModels(client), settings))
         self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
         self._thread = threading.Thread(
             target=lambda: asyncio.run(self._server.serve(sockets=[self.socket]))

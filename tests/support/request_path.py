@@ -18,7 +18,8 @@ from deploy.http.api import build_api
 from deploy.http.generation.endpoint import Endpoint
 from deploy.ingress import engine_watch, serve_client, tokenizer_link
 from deploy.ingress.engine_watch import EngineWatch
-from deploy.ingress.serve_client import IngressOptions, ServeEngineClient
+from deploy.ingress.ingress_models import IngressModels
+from deploy.ingress.serve_client import IngressOptions
 from deploy.options import ServerOptions
 from deploy.replica import engine_replica
 from deploy.replica.engine_replica import EngineReplica
@@ -183,14 +184,14 @@ def files_of_a_request(
         replica = EngineReplica(EngineConfig(model=model_path), 1, server)
         info = model_info("m", 64, VOCAB, path=model_path, page_size=4)
         options = IngressOptions(server, info, routing_policy)
-        client = await ServeEngineClient.create(_Handle(replica), None, options)
+        models = await IngressModels.create([_Handle(replica)], None, [options])
         # The replica introduces itself and answers the ping that this starts; both are done.
         await _until(lambda: len(heard) >= 2)
         try:
-            await _request(build_api(ServeEngineClient.current), body, arrived)
+            await _request(build_api(IngressModels.current), body, arrived)
             await _until(lambda: not len(replica._open))
         finally:
-            client.stop()
+            models.stop()
             await replica.__del__()
 
     inbox, results, worker = Inbox(HOST), Inbox(HOST), Inbox(HOST)

@@ -15,6 +15,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from deploy.http.metrics import RequestTracker, ServerMetrics, Work
+from deploy.http.served_models import ServedModels
 from engine.protocol.tokenizer_messages import TextDelta
 from engine.scheduler.stats import SchedulerStats
 from tests.support.fake_client import FakeEngineClient
@@ -70,9 +71,7 @@ def exported() -> dict[str, set[str]]:
     tracker.work = Work(time.perf_counter(), 1, [8])
     tracker.delta(0, TextDelta(1, "x", [1], 1, "stop", None, 3, 2))
     tracker.end(200)
-    with metrics.in_flight.labels("completions").track_inprogress():
-        pass
-    text = asyncio.run(metrics.render(lambda: client)).decode()
+    text = asyncio.run(metrics.render(lambda: ServedModels(client))).decode()
     found: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -162,7 +161,7 @@ def test_the_metrics_page_names_every_metric() -> None:
     page = (ROOT / "docs/metrics.md").read_text()
     named = set(re.findall(r"`((?:manta|vllm)[_:][a-z0-9_:]+)`", page))
     metrics, client = ServerMetrics("vllm"), Busy()
-    text = asyncio.run(metrics.render(lambda: client)).decode()
+    text = asyncio.run(metrics.render(lambda: ServedModels(client))).decode()
     families = set(re.findall(r"^# TYPE (\S+)", text, re.MULTILINE))
     own = {name for name in families if not name.startswith("manta_engine_")}
     assert own - named == set()

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from deploy.http.api import build_api
+from deploy.http.served_models import ServedModels
 from tests.recorded import record
 from tests.recorded.recorder import Recorder
 from tests.support.answering_client import AnsweringClient, minimal
@@ -58,7 +59,7 @@ def test_the_layer_keeps_what_came_once_and_names_what_failed() -> None:
     client = AnsweringClient()
 
     async def run() -> None:
-        app = recorder(build_api(lambda: client))
+        app = recorder(build_api(lambda: ServedModels(client)))
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
             for body in ({"prompt": "a"}, {"prompt": "a"}, {"prompt": "a", "frobnicate": 1}):

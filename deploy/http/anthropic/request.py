@@ -30,7 +30,7 @@ from deploy.http.body import (
     type_of,
 )
 from deploy.http.engine_client import EngineClient, ModelInfo
-from deploy.http.generation.plan import check_model, check_text_length, sampling_params
+from deploy.http.generation.plan import check_text_length, sampling_params
 from deploy.http.generation.request import (
     ChatRequest,
     Delivery,
@@ -243,7 +243,6 @@ class CountTokensRequest(Strict):
 
     def translate(self, request_id: str, info: ModelInfo) -> ChatRequest:
         """The request that this stands for. Raises `RequestError`."""
-        check_model(self.model, info)
         num_chars = sum(message.num_chars for message in self.messages)
         check_text_length(num_chars + len(text_of(self.system)), info, "messages")
         tools, management = self.tool_use(info), self.context_management

@@ -134,15 +134,14 @@ class GenerationResponse(Response):
         tracker = RequestTracker(metrics, name, "" if key is None else key.name)
         incoming = Incoming(self._request_id, tracker, key)
         status = CLIENT_GONE
-        with metrics.in_flight.labels(name).track_inprogress():
-            try:
-                status = await self._answer(scope, receive, send, incoming)
-            except (ClientDisconnect, OSError):
-                pass  # no client is left to answer; counted as CLIENT_GONE
-            finally:
-                tracker.end(status)
-                if self._trace is not None:
-                    self._trace.end(status, tracker)
+        try:
+            status = await self._answer(scope, receive, send, incoming)
+        except (ClientDisconnect, OSError):
+            pass  # no client is left to answer; counted as CLIENT_GONE
+        finally:
+            tracker.end(status)
+            if self._trace is not None:
+                self._trace.end(status, tracker)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, incoming: Incoming) -> int:
         try:
@@ -173,8 +172,10 @@ class GenerationResponse(Response):
         ticket, quotas, key = None, self._endpoint.quotas, incoming.key
         try:
             try:
-                client = self._endpoint.client_provider()
+                models = self._endpoint.models_provider()
                 given = await parse_body(body, self._endpoint.body)
+                client = models.of(self._endpoint.model_named(given))
+                incoming.tracker.serve(models.label(client))
                 generation = await self._endpoint.prepare(client, given, incoming)
                 if key is not None and key.tokens_per_minute is not None:
                     quotas.share(client)

@@ -21,16 +21,18 @@ class JsonRoute(Route):
     errors: ClassVar[tuple[int, ...]] = (400, 404, 408, 413, 415, 500, 503)
 
     async def handle(self, request: Request) -> Response:
-        given = None
-        if self.body is not None:
+        if self.body is None:
+            given, name = None, request.query_params.get("model", "")
+        else:
             check_content_type(request.headers)
             try:
                 body = await read_body(request, self.settings.server)
             except ClientDisconnect:
                 return Response(status_code=CLIENT_GONE)
             given = await parse_body(body, self.body)
+            name = self.model_named(given)
         key = request.scope["state"].get("key")
-        answer = await self._answer(self.client_provider(), given, key)
+        answer = await self._answer(self.models_provider().of(name), given, key)
         return self._response(answer)
 
     def _response(self, answer: Any) -> Response:

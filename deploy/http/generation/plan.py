@@ -30,6 +30,7 @@ from deploy.http.generation.request import (
 )
 from deploy.http.generation.thinking import behind, thinking_of_chat, thinking_of_text
 from deploy.http.parsers.reasoning_format import REASONING_FORMATS, ReasoningFormat
+from deploy.http.served_models import no_model
 from deploy.options import ServerOptions
 from engine.constraints.grammar_payload import Thinking
 from engine.errors import ConfigError, RequestError
@@ -39,8 +40,6 @@ from engine.protocol.sequence import TokenSequence
 
 MAX_TOKEN_CHARS = 256
 """No vocabulary known has longer tokens (Llama 3 and GPT-4 reach 128 spaces)."""
-MAX_NAMES = 8
-"""Of models, in an error."""
 MAX_REPORTED_LOGPROBS = 100_000
 """Log-probabilities of one request: some 20 MB in the ingress."""
 
@@ -180,25 +179,6 @@ def _reasoning_format(info: ModelInfo) -> ReasoningFormat | None:
     return REASONING_FORMATS[info.reasoning_format] if info.reasoning_format else None
 
 
-def check_model(name: str, info: ModelInfo) -> None:
-    """Raise `RequestError` (404) unless `name` is the served model's, an adapter's or left out."""
-    if name and not info.has(name):
-        raise _no_model(name, info)
-
-
-def _no_model(name: str, info: ModelInfo) -> RequestError:
-    names = info.names
-    shown = ", ".join(f"`{known}`" for known in names[:MAX_NAMES])
-    more = len(names) - MAX_NAMES
-    others = f", and {more} more (GET /v1/models)" if more > 0 else ""
-    return RequestError(
-        f"The model `{name[:200]}` does not exist; this server has {shown}{others}.",
-        "model",
-        status=404,
-        code="model_not_found",
-    )
-
-
 async def _adapter(name: str, info: ModelInfo) -> AdapterRef | None:
     """The adapter that a request names, as it is now. Raises `RequestError` if it can't be had."""
     if info.adapters is None or name in ("", info.name):
@@ -210,7 +190,7 @@ async def _adapter(name: str, info: ModelInfo) -> AdapterRef | None:
     except ConfigError as error:
         raise RequestError(str(error), "model") from error
     if found is None:  # its folder was removed
-        raise _no_model(name, info)
+        raise no_model(name, info.names)
     return found
 
 

@@ -11,6 +11,7 @@ from deploy.http.engine_client import EngineClient, PlainFamily
 from deploy.http.metrics.engine_stats import EngineStats
 from deploy.http.metrics.exposition import Family, exposition, joined, label_text, scalar
 from deploy.http.metrics.vllm_names import engine_families
+from deploy.http.served_models import ServedModels
 from engine.process.shared_answer import SharedAnswer
 
 logger = logging.getLogger(__name__)
@@ -25,7 +26,8 @@ UNKNOWN = "unknown"
 class Others(NamedTuple):
     """What the other processes said."""
 
-    engines: EngineStats
+    engines: list[EngineStats]
+    """By model."""
     ingresses: dict[str, list[PlainFamily]]
     """By name, maybe with the ingress that asked."""
     silent: list[str]
@@ -41,37 +43,40 @@ class Scrape:
         self._known: set[str] = set()
         """Ingresses that have answered, until all that Serve knows have answered without them."""
 
-    async def text(self, client: EngineClient, own: list[PlainFamily], *, with_vllm: bool) -> bytes:
+    async def text(self, models: ServedModels, own: list[PlainFamily], *, with_vllm: bool) -> bytes:
         """The whole answer. `own`: what the ingress of this process measured."""
-        others = await self._answer.get(lambda: self._ask(client))
-        model = label_text({"model_name": client.model_info.name})
+        others = await self._answer.get(lambda: self._ask(models))
+        labels = [label_text({"model_name": client.model_info.name}) for client in models]
+        here, server = models.first.ingress, labels[0] if len(models) == 1 else ""
         families: list[Family | PlainFamily] = [*own]
         for name, report in others.ingresses.items():
-            if name != client.ingress:
+            if name != here:
                 families += report
         up = dict.fromkeys(others.silent, 0.0) | dict.fromkeys(others.ingresses, 1.0)
-        up[client.ingress] = 1.0
+        up[here] = 1.0
         families.append(
             scalar(
                 "manta_ingress_up",
                 "gauge",
                 "1 if the ingress answered this scrape, so that its metrics are in it.",
                 [
-                    (joined(label_text({"ingress": name}), model), value)
+                    (joined(label_text({"ingress": name}), server), value)
                     for name, value in sorted(up.items())
                 ],
             )
         )
-        families += others.engines.families(model)
-        if with_vllm:
-            families += engine_families(others.engines, model)
+        for stats, model in zip(others.engines, labels, strict=True):
+            families += stats.families(model)
+            if with_vllm:
+                families += engine_families(stats, model)
         return exposition(families)
 
-    async def _ask(self, client: EngineClient) -> Others:
+    async def _ask(self, models: ServedModels) -> Others:
         engines, (ingresses, silent) = await asyncio.gather(
-            _engine_stats(client), self._ingresses(client)
+            asyncio.gather(*[_engine_stats(client) for client in models]),
+            self._ingresses(models.first),
         )
-        return Others(EngineStats(engines), ingresses, silent)
+        return Others([EngineStats(stats) for stats in engines], ingresses, silent)
 
     async def _ingresses(
         self, client: EngineClient

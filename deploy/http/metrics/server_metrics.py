@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Literal
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
-from prometheus_client.core import Metric
+from prometheus_client import CollectorRegistry, Counter
 
 from deploy.http.engine_client import EngineClient, PlainFamily
-from deploy.http.metrics.exposition import Family, joined, label_text, sample, scalar
-from deploy.http.metrics.histogram import COPIES, TOKENS, HistogramFamily
+from deploy.http.metrics.exposition import Family, joined, label_text, scalar
+from deploy.http.metrics.request_metrics import RequestMetrics, plain_families
 from deploy.http.metrics.scrape import Scrape
-from deploy.http.metrics.vllm_names import ingress_families
+from deploy.http.served_models import ServedModels
 
 MetricsNames = Literal["manta", "vllm"]
 REFUSALS = ("unauthorized", "forbidden", "misdirected")
@@ -25,160 +24,76 @@ class ServerMetrics:
     def __init__(self, names: MetricsNames = "manta") -> None:
         """`names` "vllm": vLLM's names stand beside Manta's."""
         self._names = names
+        self._endpoints: list[str] = []
+        self._by_model: dict[str, RequestMetrics] = {}
         self._registry = CollectorRegistry()
-        self.requests = self._counter(
-            "manta_requests",
-            "Requests by final HTTP status; 499: the client left.",
-            "endpoint",
-            "status",
-        )
-        self.sequences = self._counter(
-            "manta_sequences",
-            "Finished sequences (choices) by finish_reason.",
-            "endpoint",
-            "finish_reason",
-        )
-        self.prompt_tokens = self._counter(
-            "manta_prompt_tokens", "Prompt tokens of sequences that began."
-        )
-        self.cached_prompt_tokens = self._counter(
-            "manta_cached_prompt_tokens",
-            "Of manta_prompt_tokens those found in the prefix cache.",
-        )
-        self.generation_tokens = self._counter("manta_generation_tokens", "Generated tokens.")
-        self.in_flight = Gauge(
-            "manta_requests_in_flight",
-            "Requests received and not yet answered in full.",
-            ["endpoint"],
+        self._refusals = Counter(
+            "manta_refusals",
+            "Requests refused before they reached an endpoint.",
+            ["reason"],
             registry=self._registry,
-        )
-        self.key_requests = self._counter(
-            "manta_key_requests", "Requests of an API key by final HTTP status.", "key", "status"
-        )
-        self.key_prompt_tokens = self._counter(
-            "manta_key_prompt_tokens", "Prompt tokens of an API key's sequences.", "key"
-        )
-        self.key_generation_tokens = self._counter(
-            "manta_key_generation_tokens", "Generated tokens of an API key's sequences.", "key"
-        )
-        self._refusals = self._counter(
-            "manta_refusals", "Requests refused before they reached an endpoint.", "reason"
         )
         for reason in REFUSALS:
             self._refusals.labels(reason)
-        self._add_histograms()
         self._scrape = Scrape()
 
-    def _add_histograms(self) -> None:
-        self._histograms: list[HistogramFamily] = []
-        self.time_to_first_token = self._histogram(
-            "manta_time_to_first_token_seconds",
-            "From a request's arrival to a sequence's first delta.",
-        )
-        self.inter_token_latency = self._histogram(
-            "manta_inter_token_latency_seconds", "Between tokens of a sequence."
-        )
-        self.e2e_latency = self._histogram(
-            "manta_e2e_request_latency_seconds",
-            "From a request's arrival to the end of its answer, if the status is 200.",
-        )
-        self._by_endpoint = tuple(self._histograms)
-        self.queue_time = self._histogram(
-            "manta_queue_time_seconds",
-            "Of a sequence in the scheduler's queue, until it was first admitted.",
-        )
-        self.prefill_time = self._histogram(
-            "manta_prefill_time_seconds", "From a sequence's first admission to its first delta."
-        )
-        self.decode_time = self._histogram(
-            "manta_decode_time_seconds", "From a sequence's first delta to its last."
-        )
-        self.inference_time = self._histogram(
-            "manta_inference_time_seconds", "Prefill time and decode time of a sequence."
-        )
-        self.time_per_output_token = self._histogram(
-            "manta_time_per_output_token_seconds",
-            "Decode time of a sequence, by its output tokens after the first delta.",
-        )
-        self.sequence_prompt_tokens = self._histogram(
-            "manta_sequence_prompt_tokens", "Prompt tokens of finished sequences.", TOKENS
-        )
-        self.sequence_generation_tokens = self._histogram(
-            "manta_sequence_generation_tokens", "Generated tokens of finished sequences.", TOKENS
-        )
-        self.max_generation_tokens = self._histogram(
-            "manta_max_generation_tokens", "Tokens of a prompt's longest completion.", TOKENS
-        )
-        self.params_max_tokens = self._histogram(
-            "manta_params_max_tokens", "Tokens that a prompt's completions may have.", TOKENS
-        )
-        self.params_n = self._histogram("manta_params_n", "Completions of a prompt.", COPIES)
-        for histogram in self._histograms:
-            if histogram not in self._by_endpoint:
-                histogram.series()
+    def of(self, model: str) -> RequestMetrics:
+        """Of the requests for one of several models, by `ServedModels.label`. "": of those whose
+        model isn't known; where only one is served, of all requests."""
+        found = self._by_model.get(model)
+        if found is None:
+            found = self._by_model[model] = RequestMetrics()
+            for endpoint in self._endpoints:
+                found.add_endpoint(endpoint)
+        return found
 
     def add_endpoint(self, endpoint: str) -> None:
         """Export the endpoint's latencies from now on, also while there are none."""
-        for histogram in self._by_endpoint:
-            histogram.series(endpoint)
+        self._endpoints.append(endpoint)
+        for requests in self._by_model.values():
+            requests.add_endpoint(endpoint)
 
     def refused(self, reason: str) -> None:
         """A request was refused before it reached an endpoint. `reason`: a word of `REFUSALS`."""
         self._refusals.labels(reason).inc()
 
-    def report(self, client: EngineClient) -> list[PlainFamily]:
-        """What this process measured, for the ingress that answers a scrape."""
-        return [(f.name, f.kind, f.help, f.samples) for f in self._families(client)]
+    @property
+    def num_in_flight(self) -> float:
+        """Requests received and not yet answered in full."""
+        gauges = [requests.in_flight for requests in self._by_model.values()]
+        return sum(s.value for gauge in gauges for m in gauge.collect() for s in m.samples)
 
-    async def render(self, client_provider: Callable[[], EngineClient]) -> bytes:
+    def report(self, models: ServedModels) -> list[PlainFamily]:
+        """What this process measured, for the ingress that answers a scrape."""
+        return [(f.name, f.kind, f.help, f.samples) for f in self._families(models)]
+
+    async def render(self, models_provider: Callable[[], ServedModels]) -> bytes:
         """The metrics of all ingresses and engines in Prometheus' text format. Raises
         `EngineDeadError` while the server is still starting."""
-        client = client_provider()
-        return await self._scrape.text(client, self.report(client), with_vllm=self._has_vllm)
+        models = models_provider()
+        return await self._scrape.text(models, self.report(models), with_vllm=self._has_vllm)
 
     @property
     def _has_vllm(self) -> bool:
         return self._names == "vllm"
 
-    def _families(self, client: EngineClient) -> list[Family]:
-        common = label_text({"model_name": client.model_info.name, "ingress": client.ingress})
-        found = [_family(metric, common) for metric in self._registry.collect()]
-        found.append(_resumes(client.resumes, common))
-        found += [histogram.family(common) for histogram in self._histograms]
-        if self._has_vllm:
-            found += ingress_families(self._histograms, self._finished(), common)
-        return found
-
-    def _finished(self) -> dict[str, float]:
-        """Sequences of all endpoints by finish reason."""
-        counts: dict[str, float] = {}
-        for metric in self.sequences.collect():
-            for entry in metric.samples:
-                if entry.name.endswith("_total"):
-                    reason = entry.labels["finish_reason"]
-                    counts[reason] = counts.get(reason, 0.0) + entry.value
-        return counts
-
-    def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
-        return Counter(name, help_text, labels, registry=self._registry)
-
-    def _histogram(
-        self, name: str, help_text: str, bounds: tuple[float, ...] = ()
-    ) -> HistogramFamily:
-        made = HistogramFamily(name, help_text, *([bounds] if bounds else []))
-        self._histograms.append(made)
-        return made
+    def _families(self, models: ServedModels) -> list[Family]:
+        found: list[Family] = []
+        for client in models:
+            labels = _labels(client.model_info.name, client)
+            requests = self.of(models.label(client))
+            found += requests.families(labels, with_vllm=self._has_vllm, has_finished=True)
+            found.append(_resumes(client.resumes, labels))
+        unnamed = _labels("", models.first)
+        if len(models) == 1:
+            unnamed = labels
+        else:
+            found += self.of("").families(unnamed, with_vllm=False, has_finished=False)
+        return found + plain_families(self._registry, unnamed)
 
 
-def _family(metric: Metric, common: str) -> Family:
-    """A counter or gauge of prometheus_client in text, without the times of its creation."""
-    name = f"{metric.name}_total" if metric.type == "counter" else metric.name
-    lines = [
-        sample(entry.name, joined(label_text(entry.labels), common), entry.value)
-        for entry in metric.samples
-        if entry.name == name
-    ]
-    return Family(name, metric.type, metric.documentation, "".join(lines))
+def _labels(model: str, client: EngineClient) -> str:
+    return label_text({"model_name": model, "ingress": client.ingress})
 
 
 def _resumes(by_cause: Mapping[str, int], common: str) -> Family:

@@ -10,6 +10,7 @@ from deploy.http.body import Strict
 from deploy.http.engine_client import EngineClient
 from deploy.http.generation.endpoint import check_same_site
 from deploy.http.generation.json_route import JsonRoute
+from engine.errors import RequestError
 
 
 class LoadAdapterFields(Strict):
@@ -18,6 +19,8 @@ class LoadAdapterFields(Strict):
     lora_name: str = Field(min_length=1, max_length=256)
     lora_path: str = Field(min_length=1, max_length=4096)
     """Folder of the adapter on the server, absolute."""
+    base_model: str = Field("", max_length=512)
+    """Name of the model that it is for. May be left out: then it is the first."""
     load_inplace: bool = False
     """Take the place of an adapter of this name. Running streams end on the one they began with."""
 
@@ -56,9 +59,15 @@ class LoadAdapterRoute(_AdapterRoute):
     )
     body = LoadAdapterFields
 
+    def model_named(self, given: LoadAdapterFields) -> str:
+        return given.base_model
+
     async def _answer(
         self, client: EngineClient, given: LoadAdapterFields, key: ApiKey | None
     ) -> str:
+        holder = self.models_provider().find(given.lora_name)
+        if holder not in (None, client):
+            raise RequestError(f"'{given.lora_name}' is served for another model", "lora_name")
         lacking = await client.load_adapter(
             given.lora_name, given.lora_path, replace=given.load_inplace
         )
@@ -76,6 +85,10 @@ class UnloadAdapterRoute(_AdapterRoute):
     paths = ("/v1/unload_lora_adapter",)
     description = "As vLLM's. Requests that run with the adapter go on to their ends."
     body = UnloadAdapterFields
+
+    def model_named(self, given: UnloadAdapterFields) -> str:
+        is_served = self.models_provider().find(given.lora_name) is not None
+        return given.lora_name if is_served else ""
 
     async def _answer(
         self, client: EngineClient, given: UnloadAdapterFields, key: ApiKey | None

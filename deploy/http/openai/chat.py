@@ -11,7 +11,7 @@ from deploy.http.body import MAX_MESSAGES, Effort, FreeObject, Strict, encode_js
 from deploy.http.engine_client import EngineClient, ModelInfo
 from deploy.http.generation.endpoint import Endpoint
 from deploy.http.generation.generation import Generation, Output
-from deploy.http.generation.plan import check_model, check_text_length, plan_chat
+from deploy.http.generation.plan import check_text_length, plan_chat
 from deploy.http.generation.request import ChatRequest, FieldNames, Incoming
 from deploy.http.openai.generation import OpenAIGeneration
 from deploy.http.openai.logprobs import LogprobStyle, chat_logprobs, prompt_logprobs
@@ -149,7 +149,6 @@ class ChatEndpoint(Endpoint):
 
 def translate(given: ChatCompletionRequest, request_id: str, info: ModelInfo) -> ChatRequest:
     """The request that a body stands for. Raises `RequestError`."""
-    check_model(given.model, info)
     check_text_length(sum(len(m.text) for m in given.messages), info, "messages")
     prediction = "" if given.prediction is None else given.prediction.text
     check_text_length(len(prediction), info, "prediction")

@@ -10,7 +10,7 @@ from deploy.http.body import encode_json, refusal
 from deploy.http.engine_client import EngineClient, ModelInfo
 from deploy.http.generation.endpoint import Endpoint
 from deploy.http.generation.generation import Generation, Output
-from deploy.http.generation.plan import Plan, check_model, plan_texts
+from deploy.http.generation.plan import Plan, plan_texts
 from deploy.http.generation.request import FieldNames, Incoming, TextRequest
 from deploy.http.metrics import RequestTracker
 from deploy.http.openai.generation import OpenAIGeneration
@@ -80,7 +80,6 @@ class CompletionEndpoint(Endpoint):
     ) -> Generation[Any]:
         request_id = f"cmpl-{fields.request_id or incoming.id}"
         request = translate(fields, request_id, client.model_info)
-        check_model(fields.model, client.model_info)
         plan = await plan_texts(client, self.settings.server, request, incoming.key)
         echoes = await _echoes(client, fields, plan) if fields.echo else []
         return CompletionGeneration(client, fields, plan, incoming.tracker, echoes)

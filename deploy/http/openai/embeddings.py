@@ -13,7 +13,7 @@ from deploy.http.engine_client import EngineClient
 from deploy.http.generation.embedding import EmbeddingGeneration
 from deploy.http.generation.endpoint import Endpoint
 from deploy.http.generation.generation import Generation
-from deploy.http.generation.plan import Plan, check_model, plan_texts
+from deploy.http.generation.plan import Plan, plan_texts
 from deploy.http.generation.request import Delivery, FieldNames, Incoming, TextRequest, Truncation
 from deploy.http.openai.generation import usage
 from deploy.http.openai.replies import Embeddings
@@ -36,7 +36,7 @@ class PooledFields(Strict):
     }
 
     model: str = ""
-    """May be left out: only one model is served."""
+    """Of the model or an adapter; left out: the first that is served."""
     truncate_prompt_tokens: int | None = Field(None, ge=-1, le=_MAX_INT)
     truncation_side: Literal["left", "right"] = "left"
     add_special_tokens: bool = True
@@ -65,7 +65,6 @@ class PooledFields(Strict):
     ) -> Plan:
         """The plan that embeds the prompts of the field `name`. Raises `RequestError`."""
         info = client.model_info
-        check_model(self.model, info)
         truncation = None
         if self.truncate_prompt_tokens is not None:
             truncation = Truncation(self.truncate_prompt_tokens, self.truncation_side)

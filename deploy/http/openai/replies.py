@@ -315,6 +315,8 @@ class Health(_Shape):
 
     status: Literal["ok", "unavailable"]
     detail: str | None = None
+    models: dict[str, str] | None = None
+    """Of several: "ok", or what is wrong."""
 
 
 class Version(_Shape):

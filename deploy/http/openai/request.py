@@ -224,7 +224,7 @@ class GenerationFields(Strict):
     ignored: ClassVar[frozenset[str]] = IGNORED
 
     model: str = ""
-    """May be left out: only one model is served."""
+    """Of the model or an adapter; left out: the first that is served."""
     n: int = documented(1, minimum=1, maximum=MAX_N)
     max_tokens: int | None = Field(None, ge=0, le=_MAX_INT)
     min_tokens: int = documented(0, minimum=0, maximum=_MAX_INT)

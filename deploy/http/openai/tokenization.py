@@ -9,7 +9,7 @@ from deploy.http.access.api_key import ApiKey
 from deploy.http.body import MAX_MESSAGES, FreeObject, Strict, refusal
 from deploy.http.engine_client import EngineClient
 from deploy.http.generation.json_route import JsonRoute
-from deploy.http.generation.plan import check_model, check_text_length
+from deploy.http.generation.plan import check_text_length
 from deploy.http.openai.messages import ChatMessage
 from deploy.http.openai.request import TokenIds
 from deploy.http.openai.tools import Tool, tool_use
@@ -92,7 +92,6 @@ class TokenizeRoute(JsonRoute):
         self, client: EngineClient, request: TokenizeRequest, key: ApiKey | None
     ) -> dict[str, Any]:
         info = client.model_info
-        check_model(request.model, info)
         if request.messages is not None:
             num_chars = sum(len(message.text) for message in request.messages)
             check_text_length(num_chars, info, "messages")
@@ -130,6 +129,5 @@ class DetokenizeRoute(JsonRoute):
         self, client: EngineClient, request: DetokenizeRequest, key: ApiKey | None
     ) -> dict[str, Any]:
         info = client.model_info
-        check_model(request.model, info)
         check_token_ids("tokens", request.tokens, info.resolved.model.vocab_size)
         return {"prompt": await client.decode(request.tokens)}

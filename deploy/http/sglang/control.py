@@ -78,7 +78,7 @@ class FlushCacheRoute(Route):
 
     async def handle(self, request: Request) -> Response:
         check_same_site(request.headers)
-        refusals = await self.client_provider().flush_cache()
+        refusals = await self.models_provider().flush_cache()
         if refusals:
             raise RequestError(f"Not every cache was flushed: {'; '.join(refusals)}.")
         return Response("Cache flushed.\n", media_type="text/plain")
@@ -103,7 +103,7 @@ class HealthGenerateRoute(JsonRoute):
     async def _answer(
         self, client: EngineClient, given: None, key: ApiKey | None
     ) -> dict[str, Any]:
-        health = await client.check_generate(HEALTH_TIMEOUT_S)
+        health = await self.models_provider().check_generate(HEALTH_TIMEOUT_S)
         if not health.ok:
             raise RequestError(health.detail, status=503)
         return {"status": "ok"}

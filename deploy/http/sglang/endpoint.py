@@ -26,6 +26,9 @@ class GenerateEndpoint(Endpoint):
     events = (GeneratedChunk, SGLangError)
     done = "[DONE]"
 
+    def model_named(self, given: GenerateFields) -> str:
+        return given.lora_path
+
     async def prepare(
         self,
         client: EngineClient,

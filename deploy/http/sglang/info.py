@@ -19,7 +19,7 @@ class ModelInfoRoute(JsonRoute):
     methods = ("GET",)
     description = "As SGLang's `GET /model_info`."
     reply = SGLangModelInfo
-    errors = (500, 503)
+    errors = (404, 500, 503)
 
     async def _answer(
         self, client: EngineClient, given: None, key: ApiKey | None
@@ -47,7 +47,7 @@ class ServerInfoRoute(JsonRoute):
     description = "As SGLang's `GET /server_info`."
     for_admins = True
     reply = SGLangServerInfo
-    errors = (500, 503)
+    errors = (404, 500, 503)
 
     async def _answer(
         self, client: EngineClient, given: None, key: ApiKey | None

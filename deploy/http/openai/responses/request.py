@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from deploy.http.body import Effort, FreeObject, Strict, refusal
 from deploy.http.engine_client import ModelInfo
-from deploy.http.generation.plan import check_model, check_text_length, sampling_params
+from deploy.http.generation.plan import check_text_length, sampling_params
 from deploy.http.generation.request import (
     ChatRequest,
     Delivery,
@@ -164,7 +164,6 @@ class ResponsesRequest(Strict):
 
     def translate(self, request_id: str, info: ModelInfo) -> ChatRequest:
         """The request that this stands for. Raises `RequestError`."""
-        check_model(self.model, info)
         check_text_length(num_chars(self.input) + len(self.instructions or ""), info, "input")
         head = [{"role": "system", "content": self.instructions}] if self.instructions else []
         tools = self._tool_use(info)

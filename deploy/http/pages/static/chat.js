@@ -44,6 +44,8 @@ function Chat() {
   const [news, setNews] = useState("");
   const stop = useRef(null);
   const [isOpen, setOpen] = useState(false);
+  const [models, setModels] = useState([]);
+  const [model, setModel] = useState("");
   const box = useRef(null);
   const end = useRef(null);
 
@@ -51,6 +53,11 @@ function Chat() {
     const onKey = (event) => event.key === "Escape" && stop.current?.abort();
     addEventListener("keydown", onKey);
     return () => removeEventListener("keydown", onKey);
+  }, []);
+  useEffect(() => {
+    call("v1/models") // a wrong key is told when something is sent
+      .then((reply) => reply.json())
+      .then(({ data }) => setModels(data.map((m) => m.id)), () => {});
   }, []);
   useEffect(() => end.current?.scrollIntoView({ block: "nearest" }), [turns]);
 
@@ -75,12 +82,13 @@ function Chat() {
     draw();
     let ended = "Answer complete";
     try {
-      const model = (await (await call("v1/models")).json()).data[0].id;
+      const served = (await (await call("v1/models")).json()).data.map((m) => m.id);
+      setModels(served);
       const messages = before.map(({ role, content }) => ({ role, content }));
       if (system.trim()) messages.unshift({ role: "system", content: system });
       const chosen = Object.entries(settings).filter(([, value]) => value !== "");
       const body = {
-        model,
+        model: served.includes(model) ? model : served[0],
         messages,
         stream: true,
         stream_options: { include_usage: true, continuous_usage_stats: true },
@@ -144,6 +152,11 @@ function Chat() {
       <h1>Chat</h1>
       <details class="settings">
         <summary>Settings</summary>
+        ${models.length > 1 && html`<label>Model
+          <select value=${model || models[0]} onChange=${(e) => setModel(e.target.value)}>
+            ${models.map((name) => html`<option value=${name}>${name}</option>`)}
+          </select>
+        </label>`}
         <label>System prompt
           <textarea rows="2" value=${system} onInput=${(e) => setSystem(e.target.value)}></textarea>
         </label>

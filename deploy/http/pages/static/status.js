@@ -92,27 +92,38 @@ function Status() {
       ${error && html`<p class="error" role="alert">${error}</p>`}
       <p class="unseen" role="status">${news}</p>
       ${status && html`
-        <p class="figures">${status.model}, Manta ${status.version},
+        <p class="figures">${status.models.map((m) => m.model).join(", ")}, Manta ${status.version},
           ${" "}${new Date(status.time * 1000).toLocaleTimeString()}</p>
-        <section aria-labelledby="engines"><h2 id="engines">Engines</h2>
-          ${status.replicas.length === 0 && html`<p>There is no engine yet.</p>`}
-          <ul class="replicas">${status.replicas.map(
+        ${status.models.map((m, i) => html`
+        <section aria-labelledby=${`engines${i}`}><h2 id=${`engines${i}`}>${titleOf(status, m)}</h2>
+          ${m.replicas.length === 0 && html`<p>There is no engine yet.</p>`}
+          <ul class="replicas">${m.replicas.map(
             (r) => html`<${Replica} key=${r.place} replica=${r} rate=${rates[r.replica] ?? null} />`,
-          )}</ul></section>
+          )}</ul></section>`)}
         <section aria-labelledby="ingresses"><h2 id="ingresses">Ingresses</h2>
           <ul class="plain">${status.ingresses.map((row) => html`<${Ingress} row=${row} />`)}
-          ${status.tokenizer_wrong && html`<li class="wrong">tokenizer: ${status.tokenizer_wrong}</li>`}</ul></section>`}
+          ${status.models.map((m) => m.tokenizer_wrong
+            && html`<li class="wrong">tokenizer: ${m.tokenizer_wrong}</li>`)}</ul></section>`}
       <${Timeline} />
     </main>`;
+}
+
+// The heading of a model's engines.
+function titleOf(status, model) {
+  return status.models.length > 1 ? `Engines of ${model.model}` : "Engines";
+}
+
+function replicasOf(status) {
+  return status.models.flatMap((m) => m.replicas.map((r) => ({ ...r, id: `${m.model} ${r.place}` })));
 }
 
 // Tokens per second of each replica between two looks.
 function ratesOf(before, now) {
   if (!before) return {};
-  const old = new Map(before.replicas.map((r) => [r.replica, r.stats]));
+  const old = new Map(replicasOf(before).map((r) => [r.replica, r.stats]));
   const seconds = now.time - before.time;
   const rates = {};
-  for (const { replica, stats } of now.replicas) {
+  for (const { replica, stats } of replicasOf(now)) {
     const then = old.get(replica);
     if (then && stats && seconds > 0) {
       rates[replica] = Math.max(0, stats.generation_tokens_total - then.generation_tokens_total) / seconds;
@@ -124,9 +135,10 @@ function ratesOf(before, now) {
 // What a screen reader should say: which engines have changed their state.
 function changes(before, now) {
   if (!before) return "";
-  const old = new Map(before.replicas.map((r) => [r.place, r.state]));
-  const changed = now.replicas.filter((r) => old.has(r.place) && old.get(r.place) !== r.state);
-  return changed.map((r) => `Engine ${r.place} is ${WORDS[r.state]}.`).join(" ");
+  const old = new Map(replicasOf(before).map((r) => [r.id, r.state]));
+  const changed = replicasOf(now).filter((r) => old.has(r.id) && old.get(r.id) !== r.state);
+  const named = (r) => (now.models.length > 1 ? r.id : r.place);
+  return changed.map((r) => `Engine ${named(r)} is ${WORDS[r.state]}.`).join(" ");
 }
 
 render(html`<${Status} />`, document.getElementById("page"));

@@ -2,58 +2,29 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
 from starlette.testclient import TestClient
 
 from deploy.http.api import build_api
+from deploy.http.served_models import ServedModels
 from engine.checkpoint.adapter_catalog import AdapterCatalog
 from engine.errors import RequestError
 from engine.process.folders import FOLDER_VARIABLE
 from tests.support.fake_client import FakeEngineClient
-
-
-def write(folder: Path) -> str:
-    folder.mkdir(parents=True)
-    prefix = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
-    tensors = {f"{prefix}{side}.weight": np.ones((4, 4), np.float32) for side in "AB"}
-    save_file(tensors, folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4}))
-    return str(folder)
-
-
-class LoadingClient(FakeEngineClient):
-    """Notes what it is told to load."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[Any, ...]] = []
-        self.lacking: list[str] = []
-        self.refusal: RequestError | None = None
-
-    async def load_adapter(self, name: str, path: str, *, replace: bool) -> list[str]:
-        self.calls.append((name, path, replace))
-        if self.refusal is not None:
-            raise self.refusal
-        return self.lacking
-
-    async def unload_adapter(self, name: str) -> None:
-        self.calls.append((name,))
+from tests.support.loading_client import CALLS, LoadingClient, write_adapter
 
 
 @pytest.fixture
 def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LoadingClient:
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "cache"))
     made = LoadingClient()
-    listed = {"sql": write(tmp_path / "sql")}
-    write(tmp_path / "folder" / "tenant")
+    listed = {"sql": write_adapter(tmp_path / "sql")}
+    write_adapter(tmp_path / "folder" / "tenant")
     catalog = AdapterCatalog(listed, str(tmp_path / "folder"), 64)
     made._info = replace(made._info, adapters=catalog)
     return made
@@ -61,18 +32,8 @@ def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LoadingClient:
 
 @pytest.fixture
 def http(client: LoadingClient) -> Iterator[TestClient]:
-    with TestClient(build_api(lambda: client)) as made:
+    with TestClient(build_api(lambda: ServedModels(client))) as made:
         yield made
-
-
-CALLS: dict[str, dict[str, Any]] = {
-    "/v1/completions": {"prompt": "a", "max_tokens": 2},
-    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
-    "/v1/responses": {"input": "a", "max_output_tokens": 16},
-    "/v1/messages": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
-    "/v1/embeddings": {"input": "a"},
-    "/generate": {"text": "a", "sampling_params": {"max_new_tokens": 2}},
-}
 
 
 @pytest.mark.parametrize("path", CALLS)
@@ -175,7 +136,7 @@ def test_a_page_of_another_site_loads_nothing(http: TestClient, client: LoadingC
 
 
 def test_a_server_that_loads_nothing() -> None:
-    with TestClient(build_api(FakeEngineClient)) as http:
+    with TestClient(build_api(lambda: ServedModels(FakeEngineClient()))) as http:
         for path in (LOAD, UNLOAD):
             more = {"lora_path": "/x"} if path == LOAD else {}
             reply = http.post(path, json={"lora_name": "x", **more})

@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from deploy.http.api import build_api
+from deploy.http.served_models import ServedModels
 from tests.support.scripted_client import ScriptedClient
 from tests.unit.tokenizer.call_templates import TEMPLATES
 from tests.unit.tokenizer.chat_shapes import QWEN
@@ -460,7 +461,7 @@ def test_conversations_go_on(kind: type[Dialect], is_stream: bool) -> None:
     async def run() -> None:
         for number, model in enumerate(MODELS):
             client = ScriptedClient(make_tokenizer("byte_level", model.template), model.tool_format)
-            transport = httpx.ASGITransport(build_api(lambda: client))  # noqa: B023
+            transport = httpx.ASGITransport(build_api(lambda: ServedModels(client)))  # noqa: B023
             async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
                 for seed in range(number, NUM_CONVERSATIONS, len(MODELS)):
                     dialect = kind(random.Random(seed))

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from deploy.http.api import build_api
+from deploy.http.served_models import ServedModels
 from engine.errors import EngineDeadError, RequestError
 from engine.protocol.tokenizer_messages import TextDelta
 from tests.support.api_calls import call, error_of, post
@@ -289,7 +290,7 @@ def test_all_texts_run_at_once_and_end_with_their_client(path: str, body: dict[s
     client.hang_at = 0
 
     async def run() -> None:
-        transport = httpx.ASGITransport(build_api(lambda: client))
+        transport = httpx.ASGITransport(build_api(lambda: ServedModels(client)))
         async with httpx.AsyncClient(transport=transport, base_url="http://manta") as http:
             asking = asyncio.ensure_future(http.post(path, json=body))
             while len(client.started) < 3:
@@ -313,7 +314,7 @@ def test_only_prompt_tokens_are_counted() -> None:
     client.num_cached = 1
 
     async def run() -> str:
-        transport = httpx.ASGITransport(build_api(lambda: client))
+        transport = httpx.ASGITransport(build_api(lambda: ServedModels(client)))
         async with httpx.AsyncClient(transport=transport, base_url="http://manta") as http:
             assert (await http.post(EMBEDDINGS, json={"input": ["ab", "c"]})).is_success
             return (await http.get("/metrics")).text

@@ -10,6 +10,7 @@ import pytest
 
 from deploy.http.api import build_api
 from deploy.http.header_guard import IMPORT_PATH, HeaderGuard
+from deploy.http.served_models import ServedModels
 from deploy.http.settings import ApiSettings
 from tests.support.api_calls import COMPLETIONS
 from tests.support.fake_client import FakeEngineClient
@@ -19,7 +20,9 @@ def ask(headers: dict[str, bytes], guarded: bool = True) -> httpx.Response:
     """A completion through what Serve puts around an application, the guard outside of it."""
     from ray.serve._private.http_util import _apply_middlewares, call_function_from_import_path
 
-    api = build_api(FakeEngineClient, ApiSettings(add_request_id_header=False))
+    api = build_api(
+        lambda: ServedModels(FakeEngineClient()), ApiSettings(add_request_id_header=False)
+    )
     guard = call_function_from_import_path(IMPORT_PATH) if guarded else []
     app = _apply_middlewares(_served(api), guard)
 

@@ -13,6 +13,7 @@ import pytest
 from deploy.http import body as body_module
 from deploy.http.api import build_api
 from deploy.http.engine_client import EngineHealth
+from deploy.http.served_models import ServedModels
 from deploy.http.settings import ApiSettings
 from deploy.options import ServerOptions
 from tests.support.api_calls import CHAT, COMPLETIONS, USER, call, error_of, post
@@ -119,7 +120,7 @@ def test_many_who_ask_for_health_ask_the_engines_once(monkeypatch: pytest.Monkey
     client = Client()
 
     async def run() -> list[int]:
-        transport = httpx.ASGITransport(build_api(lambda: client))
+        transport = httpx.ASGITransport(build_api(lambda: ServedModels(client)))
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
             first = await asyncio.gather(*(http.get("/health") for _ in range(50)))
             again = await http.get("/ping")

@@ -13,6 +13,7 @@ import pytest
 
 from deploy.http.api import build_api
 from deploy.http.openai import replies
+from deploy.http.served_models import ServedModels
 from deploy.http.settings import ApiSettings
 from deploy.options import ServerOptions
 from engine.errors import EngineDeadError, RequestError
@@ -374,7 +375,7 @@ def test_a_trace_of_megabytes_lets_the_streams_go_on() -> None:
 
     async def run() -> int:
         nonlocal turns
-        transport = httpx.ASGITransport(build_api(lambda: client))
+        transport = httpx.ASGITransport(build_api(lambda: ServedModels(client)))
         async with httpx.AsyncClient(transport=transport, base_url="http://manta") as http:
             asking = asyncio.ensure_future(http.get(f"/debug/trace?last={CAPACITY}"))
             while not asking.done():
@@ -450,7 +451,7 @@ def test_metrics() -> None:
     client.num_cached = 3
 
     async def run() -> str:
-        transport = httpx.ASGITransport(build_api(lambda: client))
+        transport = httpx.ASGITransport(build_api(lambda: ServedModels(client)))
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
             await http.post(COMPLETIONS, json={"prompt": "abc", "n": 2, "max_tokens": 5})
             await http.post(CHAT, json={"messages": [USER], "max_tokens": 4, "stream": True})

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from deploy.http.api import build_api
 from deploy.http.openai.chat import ChatCompletionRequest
 from deploy.http.openai.completions import CompletionRequest
+from deploy.http.served_models import ServedModels
 from deploy.http.settings import ApiSettings
 from deploy.options import ServerOptions
 from tests.support.api_calls import CHAT, COMPLETIONS, JSON, USER, call, error_of, events, post
@@ -224,7 +225,7 @@ def test_bad_input_is_refused_by_name_and_the_server_goes_on() -> None:
     wrong = []
 
     async def run() -> None:
-        transport = httpx.ASGITransport(build_api(lambda: client))
+        transport = httpx.ASGITransport(build_api(lambda: ServedModels(client)))
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
             for path, fields, status, param in BAD:
                 base = {"prompt": "x"} if path == COMPLETIONS else {"messages": [USER]}
@@ -361,7 +362,9 @@ class Prober:
 
     def __init__(self) -> None:
         self.client = FakeEngineClient(max_model_len=40)
-        transport = httpx.ASGITransport(build_api(lambda: self.client), raise_app_exceptions=False)
+        transport = httpx.ASGITransport(
+            build_api(lambda: ServedModels(self.client)), raise_app_exceptions=False
+        )
         self._http = httpx.AsyncClient(transport=transport, base_url="http://test")
         self.statuses: set[int] = set()
 

@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from deploy.http.api import build_api
+from deploy.http.served_models import ServedModels
 from engine.errors import EngineDeadError, RequestError
 from tests.support.api_calls import COMPLETIONS
 from tests.support.fake_client import FakeEngineClient, expected_ids, expected_text
@@ -176,7 +177,7 @@ def test_cancelling_the_handler_frees_its_sequences(stream: bool, n: int) -> Non
     body = json.dumps({"prompt": "x", "max_tokens": 9, "stream": stream, "n": n}).encode()
 
     async def run() -> None:
-        app = build_api(lambda: client)
+        app = build_api(lambda: ServedModels(client))
         received = iter([{"type": "http.request", "body": body, "more_body": False}])
 
         async def receive() -> Any:
@@ -219,7 +220,7 @@ def test_a_receive_that_fails_is_a_client_that_left() -> None:
         sent.append(message)
 
     async def run() -> None:
-        await build_api(lambda: client)(dict(SCOPE), receive, send)
+        await build_api(lambda: ServedModels(client))(dict(SCOPE), receive, send)
 
     asyncio.run(run())
     assert (len(client.aborted), client.open, sent) == (1, 0, [])

@@ -8,6 +8,7 @@ from starlette.routing import Route
 
 from benchmarks.common import REPO_ROOT
 from deploy.http.api import build_api
+from deploy.http.served_models import ServedModels
 from tests.support.fake_client import FakeEngineClient
 
 HELPERS = {("GET", "/docs/assets/{}"), ("GET", "/pages/{}")}
@@ -25,7 +26,7 @@ def test_docs_name_every_route() -> None:
     }
     served = {
         (method, re.sub(r"\{.*\}", "{}", route.path))
-        for route in build_api(FakeEngineClient).routes
+        for route in build_api(lambda: ServedModels(FakeEngineClient())).routes
         if isinstance(route, Route)
         for method in route.methods or ()
         if method != "HEAD"

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from deploy.http.api import build_api
+from deploy.http.served_models import ServedModels
 from deploy.http.sglang import replies
 from engine.constraints import ConstraintSpec
 from engine.errors import RequestError
@@ -377,7 +378,9 @@ def during(
     """The replies to requests that are aborted once all of them wait."""
 
     async def run() -> list[httpx.Response]:
-        transport = httpx.ASGITransport(build_api(lambda: client), raise_app_exceptions=False)
+        transport = httpx.ASGITransport(
+            build_api(lambda: ServedModels(client)), raise_app_exceptions=False
+        )
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
             calls = [asyncio.create_task(http.post(path, json=body)) for path, body in requests]
             for _ in range(200):

@@ -678,7 +678,7 @@ def test_a_controller_that_hangs_takes_one_thread(
 ) -> None:
     gate, asked = threading.Event(), []
 
-    def slow() -> dict[str, DeploymentState]:
+    def slow(engine: str) -> dict[str, DeploymentState]:
         asked.append(1)
         gate.wait(20)
         return {}

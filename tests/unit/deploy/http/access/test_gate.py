@@ -12,6 +12,7 @@ import pytest
 from starlette.routing import Route
 
 from deploy.http.api import access_rules, build_api
+from deploy.http.served_models import ServedModels
 from deploy.http.settings import ApiSettings
 from deploy.options import ServerOptions
 from tests.support.api_keys import entry, write_keys
@@ -43,7 +44,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 def test_every_route_has_a_level() -> None:
     """A new route is for admins until somebody says otherwise, here and in the code."""
-    app = build_api(FakeEngineClient)
+    app = build_api(lambda: ServedModels(FakeEngineClient()))
     rules = access_rules(app)
     found: dict[str, set[str]] = {"open": set(), "user": set(), "admin": set()}
     for route in app.routes:

@@ -11,6 +11,7 @@ import pytest
 
 from deploy.http.access import key_file
 from deploy.http.api import build_api
+from deploy.http.served_models import ServedModels
 from deploy.http.settings import ApiSettings
 from deploy.options import ServerOptions
 from tests.support.api_calls import CHAT, COMPLETIONS, USER, call
@@ -90,7 +91,7 @@ def test_without_keys_nothing_changes() -> None:
 def test_quota(keys: ApiSettings) -> None:
     async def check() -> None:
         client = FakeEngineClient()
-        transport = httpx.ASGITransport(build_api(lambda: client, keys))
+        transport = httpx.ASGITransport(build_api(lambda: ServedModels(client), keys))
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
 
             async def ask(path: str, name: str = "few", **more: Any) -> httpx.Response:
@@ -116,7 +117,7 @@ def test_a_key_aborts_its_own(keys: ApiSettings) -> None:
     async def check() -> None:
         client = FakeEngineClient()
         client.hang_at = 1
-        transport = httpx.ASGITransport(build_api(lambda: client, keys))
+        transport = httpx.ASGITransport(build_api(lambda: ServedModels(client), keys))
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
 
             async def generate(name: str, rid: str) -> httpx.Response:
@@ -154,7 +155,7 @@ def test_a_removed_key(keys: ApiSettings, monkeypatch: pytest.MonkeyPatch) -> No
     async def check() -> None:
         client = FakeEngineClient()
         client.step_s = 0.01
-        transport = httpx.ASGITransport(build_api(lambda: client, keys))
+        transport = httpx.ASGITransport(build_api(lambda: ServedModels(client), keys))
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
             body = {**BODIES[COMPLETIONS], "max_tokens": 30, "stream": True, "seed": 1}
             stream = asyncio.create_task(http.post(COMPLETIONS, json=body, headers=bearer("a")))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from deploy.http.metrics import RequestTracker, ServerMetrics, Work
 from deploy.http.metrics.vllm_names import HISTOGRAMS
+from deploy.http.served_models import ServedModels
 from engine.protocol.tokenizer_messages import TextDelta
 from tests.support.fake_client import FakeEngineClient
 from tests.support.metrics_text import values
@@ -18,7 +19,7 @@ from tests.support.metrics_text import values
 
 def rendered(metrics: ServerMetrics) -> dict[str, float]:
     client = FakeEngineClient()
-    return values(asyncio.run(metrics.render(lambda: client)).decode())
+    return values(asyncio.run(metrics.render(lambda: ServedModels(client))).decode())
 
 
 def delta(num_output: int, finish: str | None = None, queue_s: float = 0.0) -> TextDelta:

@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from deploy.http.engine_client import EngineClient, IngressReports, PlainFamily
 from deploy.http.metrics import RequestTracker, ServerMetrics, Work, scrape
+from deploy.http.served_models import ServedModels
 from engine.errors import EngineDeadError
 from engine.protocol.tokenizer_messages import TextDelta
 from tests.support.fake_client import FakeEngineClient
@@ -53,7 +54,7 @@ def counted(requests: int) -> ServerMetrics:
 
 
 def render(metrics: ServerMetrics, client: EngineClient) -> str:
-    return asyncio.run(metrics.render(lambda: client)).decode()
+    return asyncio.run(metrics.render(lambda: ServedModels(client))).decode()
 
 
 def samples(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
@@ -76,7 +77,10 @@ def up(text: str) -> dict[str, float]:
 
 def test_every_series_of_every_ingress_stands_once() -> None:
     client, other = OneOfMany("a"), OneOfMany("b")
-    client.others = {"b": counted(3).report(other), "a": counted(9).report(client)}
+    client.others = {
+        "b": counted(3).report(ServedModels(other)),
+        "a": counted(9).report(ServedModels(client)),
+    }
     found = samples(render(counted(2), client))
     assert all(dict(labels)["model_name"] == "fake" for _, labels in found)
     requests = {
@@ -95,10 +99,10 @@ def test_scrapes_share_a_gathering(monkeypatch: pytest.MonkeyPatch) -> None:
     client, metrics = OneOfMany(), counted(0)
 
     async def run() -> None:
-        await asyncio.gather(*(metrics.render(lambda: client) for _ in range(20)))
+        await asyncio.gather(*(metrics.render(lambda: ServedModels(client)) for _ in range(20)))
         assert client.num_asked == 1
         metrics.refused("forbidden")
-        text = (await metrics.render(lambda: client)).decode()
+        text = (await metrics.render(lambda: ServedModels(client))).decode()
         assert client.num_asked == 1
         assert values(text)['manta_refusals_total{reason="forbidden"}'] == 1
 
@@ -111,8 +115,8 @@ def test_one_that_gives_up_does_not_end_the_scrape_of_others() -> None:
 
     async def run() -> None:
         metrics = counted(1)
-        first = asyncio.create_task(metrics.render(lambda: client))
-        second = asyncio.create_task(metrics.render(lambda: client))
+        first = asyncio.create_task(metrics.render(lambda: ServedModels(client)))
+        second = asyncio.create_task(metrics.render(lambda: ServedModels(client)))
         await asyncio.sleep(0)
         first.cancel()
         assert b"manta_engine_num_running{" in await second
@@ -124,7 +128,7 @@ def test_one_that_gives_up_does_not_end_the_scrape_of_others() -> None:
 def test_silent_ingresses_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scrape, "FRESH_S", -1.0)
     client, metrics = OneOfMany("a"), counted(1)
-    client.others = {"b": counted(1).report(OneOfMany("b"))}
+    client.others = {"b": counted(1).report(ServedModels(OneOfMany("b")))}
     assert up(render(metrics, client)) == {"a": 1, "b": 1}
     b, client.others, client.num_silent = client.others, {}, 1
     assert up(render(metrics, client)) == {"a": 1, "b": 0}
@@ -145,7 +149,7 @@ def test_no_error_hides_what_is_measured_here() -> None:
 
 
 def test_there_are_no_metrics_before_there_is_a_client() -> None:
-    def starting() -> EngineClient:
+    def starting() -> ServedModels:
         raise EngineDeadError("the server is still starting")
 
     with pytest.raises(EngineDeadError, match="starting"):

@@ -12,6 +12,7 @@ import yaml
 
 from deploy.http.api import access_rules, build_api
 from deploy.http.pages.pages import ASSETS, PAGES
+from deploy.http.served_models import ServedModels
 from deploy.http.settings import ApiSettings
 from deploy.options import ServerOptions
 from tests.support.api_calls import call
@@ -67,7 +68,7 @@ def test_the_wheel_has_the_files() -> None:
 
 
 def test_pages_need_no_key_and_the_status_an_admins() -> None:
-    rules = access_rules(build_api(FakeEngineClient))
+    rules = access_rules(build_api(lambda: ServedModels(FakeEngineClient())))
     assert {rules.level("GET", path) for path in [*PAGES, ASSETS + "chat.js"]} == {"open"}
     assert rules.level("POST", "/chat") != "open"
     assert rules.level("GET", "/debug/status") == "admin"
@@ -75,8 +76,9 @@ def test_pages_need_no_key_and_the_status_an_admins() -> None:
 
 def test_status_of_engines_and_ingresses() -> None:
     body = call(FakeEngineClient(), "GET", "/debug/status").json()
-    assert body["target_replicas"] == 1
-    (replica,) = body["replicas"]
+    (model,) = body["models"]
+    assert (model["model"], model["target_replicas"]) == ("fake", 1)
+    (replica,) = model["replicas"]
     assert (replica["place"], replica["state"]) == (1, "serving")
     assert replica["roles"] == [{"role": "worker 0", "pid": 7, "wrong": ""}]
     (ingress,) = body["ingresses"]

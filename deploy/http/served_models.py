@@ -1,0 +1,97 @@
+"""`ServedModels`: the models behind one API, each behind a client of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+from deploy.http.engine_client import EngineClient, EngineHealth
+from engine.errors import RequestError
+from engine.trace import RoleTrace
+
+MAX_NAMES = 8
+"""Of models, in an error."""
+
+
+class ServedModels:
+    """One client for each base model, in the order of the configuration. Requests that name no
+    model get the first."""
+
+    def __init__(self, *clients: EngineClient) -> None:
+        self._clients = clients
+
+    def __iter__(self) -> Iterator[EngineClient]:
+        return iter(self._clients)
+
+    def __len__(self) -> int:
+        return len(self._clients)
+
+    @property
+    def first(self) -> EngineClient:
+        """Also the one to ask for what concerns the whole server."""
+        return self._clients[0]
+
+    def label(self, client: EngineClient) -> str:
+        """The model's name where several are served, else ""."""
+        return client.model_info.name if len(self) > 1 else ""
+
+    def find(self, name: str) -> EngineClient | None:
+        """The client whose model is called so, or one of its adapters."""
+        for client in self:
+            if client.model_info.name == name:
+                return client
+        return next((client for client in self if client.model_info.has(name)), None)
+
+    def of(self, name: str) -> EngineClient:
+        """As `find`; "" finds the first. Raises `RequestError` (404) if there is none."""
+        found = self.find(name) if name else self.first
+        if found is None:
+            raise no_model(name, [known for client in self for known in client.model_info.names])
+        return found
+
+    async def health(self) -> dict[str, EngineHealth]:
+        """Of each model, by its name. Never raises."""
+        return self._by_name(await asyncio.gather(*[client.health() for client in self]))
+
+    async def check_generate(self, timeout_s: float) -> EngineHealth:
+        """As `EngineClient.check_generate`, of all models."""
+        asked = [client.check_generate(timeout_s) for client in self]
+        return overall(self._by_name(await asyncio.gather(*asked)))
+
+    async def flush_cache(self) -> list[str]:
+        """As `EngineClient.flush_cache`, of all models."""
+        found = await asyncio.gather(*[client.flush_cache() for client in self])
+        return [refusal for refusals in found for refusal in refusals]
+
+    async def trace(self, last: int) -> dict[str, list[RoleTrace]]:
+        """What the roles of each engine replica did in their last steps, by model and replica."""
+        found = await asyncio.gather(*[client.trace(last) for client in self])
+        return {
+            f"{self.label(client)} {replica}".lstrip(): roles
+            for client, replicas in zip(self, found, strict=True)
+            for replica, roles in replicas.items()
+        }
+
+    def _by_name(self, states: list[EngineHealth]) -> dict[str, EngineHealth]:
+        return {c.model_info.name: state for c, state in zip(self, states, strict=True)}
+
+
+def overall(states: dict[str, EngineHealth]) -> EngineHealth:
+    """Well if all models are; else it says which aren't."""
+    wrong = {name: state.detail for name, state in states.items() if not state.ok}
+    if len(states) == 1:
+        return EngineHealth(not wrong, "".join(wrong.values()))
+    return EngineHealth(not wrong, "; ".join(f"{name}: {why}" for name, why in wrong.items()))
+
+
+def no_model(name: str, names: list[str]) -> RequestError:
+    """The error for a model that isn't one of `names`."""
+    shown = ", ".join(f"`{known}`" for known in names[:MAX_NAMES])
+    more = len(names) - MAX_NAMES
+    others = f", and {more} more (GET /v1/models)" if more > 0 else ""
+    return RequestError(
+        f"The model `{name[:200]}` does not exist; this server has {shown}{others}.",
+        "model",
+        status=404,
+        code="model_not_found",
+    )
