@@ -224,7 +224,12 @@ class EngineConfig(BaseModel):
     @property
     def has_adapters(self) -> bool:
         """Whether requests may have adapters."""
-        return bool(self.lora_adapters or self.lora_load_folders) or self.lora_folder is not None
+        return bool(self.lora_adapters) or self.takes_more_adapters
+
+    @property
+    def takes_more_adapters(self) -> bool:
+        """Whether requests may have adapters that aren't listed."""
+        return bool(self.lora_load_folders) or self.lora_folder is not None
 
     @property
     def max_held_loras(self) -> int:

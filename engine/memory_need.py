@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+from engine.checkpoint.adapter import adapter_bytes
 from engine.checkpoint.folder import resolve_model_path
 from engine.checkpoint.kept import KeptShare, QuantizedFiles
 from engine.checkpoint.layout import AttentionCall, rank_calls, sees_windows
@@ -246,6 +248,9 @@ class MemoryNeed:
     """The same of the draft model."""
     gpu_share: float = 1.0
     """What weights take at least, beside plain ones, where a GPU keeps some quantized."""
+    adapters: int = 0
+    """Of the host, by all ranks together: the LoRA adapters that it holds at once, as far as they
+    are known."""
 
     @classmethod
     def of(
@@ -275,6 +280,7 @@ class MemoryNeed:
             files=kept_files(engine, model, kernels.layers, device),
             draft_files=drafts_from,
             gpu_share=gpu_share(engine, model, dtype, device),
+            adapters=held_adapters(engine) if device == "cpu" else 0,
         )
 
     @property
@@ -307,9 +313,9 @@ class MemoryNeed:
         return self.cache().per_token
 
     def stated(self, max_total_tokens: int | None) -> int:
-        """Weights and states of all ranks, and their KV cache if its size is stated."""
+        """Weights, adapters and states of all ranks, and their KV cache if its size is stated."""
         rank = self.states() + self.cache().num_bytes(max_total_tokens or 0)
-        return self.weights() + self.num_ranks * rank
+        return self.weights() + self.adapters + self.num_ranks * rank
 
     def _stages(self) -> list[int]:
         """Weights of a rank of each stage."""
@@ -408,12 +414,27 @@ def max_step_tokens(engine: EngineConfig, max_model_len: int) -> int:
     return max(budget, rows + engine.page_size)
 
 
-def shortage(needed: int, free: int) -> str:
-    """What to tell where an engine needs `needed` bytes of a host that has `free`."""
+def held_adapters(engine: EngineConfig) -> int:
+    """Bytes of the LoRA adapters that an engine holds at once: of the largest that are listed. If
+    `max_cpu_loras` asks for more, those to come count as the largest of them. Raises
+    `ConfigError`."""
+    sizes = sorted(map(adapter_bytes, map(Path, engine.lora_adapters.values())), reverse=True)
+    del sizes[engine.max_held_loras :]
+    if sizes and engine.max_cpu_loras is not None and engine.takes_more_adapters:
+        sizes += [sizes[0]] * (engine.max_cpu_loras - len(sizes))
+    return sum(sizes)
+
+
+def shortage(needed: int, free: int, adapters: int = 0) -> str:
+    """What to tell where an engine needs `needed` bytes of a host that has `free`. `adapters`: what
+    of that is for adapters."""
+    first = ""
+    if adapters >= GIB // 20:
+        first = f"{adapters / GIB:.1f} GiB of that are for adapters: lower max_cpu_loras. "
     return (
         f"this needs about {needed / GIB:.1f} GiB of memory, and {free / GIB:.1f} GiB are free. "
-        "Lower max_total_tokens or num_replicas, set a smaller dtype or model, or end other "
-        "programs."
+        f"{first}Lower max_total_tokens or num_replicas, set a smaller dtype or model, or end "
+        "other programs."
     )
 
 

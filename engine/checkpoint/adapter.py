@@ -116,6 +116,14 @@ class PeftAdapter:
         )
 
 
+def adapter_bytes(folder: Path) -> int:
+    """Size of an adapter's matrices. Raises `ConfigError` if they aren't there."""
+    try:
+        return (folder / WEIGHTS_NAME).stat().st_size
+    except OSError as error:
+        raise ConfigError(f"{folder / WEIGHTS_NAME} can't be read: {error.strerror}.") from error
+
+
 def _read_config(folder: Path) -> ConfigValues:
     file = folder / CONFIG_NAME
     if not folder.is_dir():

@@ -125,8 +125,9 @@ def _check_host(config: WorkerConfig, share: int, *, serving: bool) -> None:
     if serving:
         rank = need.rank_weights() + need.states()
         needed = rank + need.cache().num_bytes(config.num_kv_tokens or 0)
+        needed += need.adapters // need.num_ranks
     if needed > free:
-        raise ConfigError(shortage(needed, free))
+        raise ConfigError(shortage(needed, free, need.adapters))
     told = crowding(config.engine.world_size * share, num_cores())
     if told and not serving:
         logger.warning("%s", told)

@@ -110,7 +110,7 @@ def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Sanitized:
 def test_the_kernels_stay_within_their_tensors(sanitized: Sanitized) -> None:
     tests = [name for name in TESTS if (REPO_ROOT / name).exists()]
     # Nothing that is captured is left of a process that a sanitizer ends.
-    options = ["-q", "-x", "--capture=sys", "-p", "no:cacheprovider"]
+    options = ["-q", "-x", "--capture=sys", "-p", "no:cacheprovider", "-n", "2"]
     status, output = sanitized.run("-m", "pytest", *options, *tests)
     assert status == 0, output
     assert " passed" in output

@@ -144,7 +144,7 @@ def test_every_operation_is_here(api: OpenApiSchema) -> None:
 
 @pytest.mark.parametrize(("method", "path"), OPERATIONS)
 def test_some_requests(api: OpenApiSchema, method: str, path: str) -> None:
-    run(api, method, path, 240 if path in GENERATING else 60 if method == "POST" else 20)
+    run(api, method, path, 120 if path in GENERATING else 40 if method == "POST" else 10)
 
 
 @pytest.mark.full_chaos

@@ -78,7 +78,7 @@ class Case:
 
     def llm(self, **keys: Any) -> LLM:
         values = dict(max_total_tokens=2048, max_model_len=256, dtype="float32", cpu_threads=1)
-        return LLM(str(self.model), lora_adapters=self.adapters, **{**values, **keys})
+        return LLM(str(self.model), **{"lora_adapters": self.adapters, **values, **keys})
 
     def check(self, retract_every: int = 0, resume: int = 0, **keys: Any) -> Engine:
         """Twice, so that the second time there are cached prefixes. The engine, stopped."""
@@ -178,16 +178,20 @@ def test_ranks(case: Callable[[str], Case], kind: str, keys: dict[str, Any]) -> 
     case(kind).check(**keys)
 
 
-def test_a_batch_equals_solo_runs(case: Callable[[str], Case]) -> None:
-    """32 rows over four adapters and the base, sampled: each as if it were alone."""
+def test_a_batch_equals_solo_runs(case: Callable[[str], Case], tmp_path: Path) -> None:
+    """32 rows over eight adapters and the base, sampled: each as if it were alone."""
     mine = case("llama")
-    names = [[None, *mine.adapters][n % 5] for n in range(32)]
+    more = {
+        name: str(make_adapter(tmp_path / name, mine.merged[None], rank=3 * seed, seed=seed))
+        for seed, name in enumerate("efgh", 5)
+    }
+    names = [[None, *mine.adapters, *more][n % 9] for n in range(32)]
     prompts = [mine.prompts[n % len(mine.prompts)] for n in range(32)]
     params = [
         SamplingParams(temperature=0.9, seed=n, max_tokens=MAX_NEW, ignore_eos=True)
         for n in range(32)
     ]
-    with mine.llm() as llm:
+    with mine.llm(lora_adapters={**mine.adapters, **more}, max_loras=8) as llm:
         together = llm.generate(prompts, params, lora=names, use_tqdm=False)
         alone = [
             llm.generate([ids], given, lora=name, use_tqdm=False)[0]

@@ -20,33 +20,35 @@ from benchmarks.common import REPO_ROOT
 from benchmarks.servers import ManagedServer
 from tests.support.adapters import make_adapter
 from tests.support.engines import load_reference
-from tests.support.http_server import manta, streams
+from tests.support.http_server import manta, metric, streams, wait_idle
 from tests.support.processes import actor_pids, launch_mark
 
 MODEL = REPO_ROOT / "models" / "manta-small"
-NAMES = ("manta-small", "one", "two", "hot")
+LISTED = tuple(f"a{n}" for n in range(8))
+NAMES = ("manta-small", *LISTED, "hot")
+STREAMS = 32
 TOKENS = 60
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Adapters: "one" and "two" listed, others to be loaded."""
+    """Adapters: those listed, and two to be loaded."""
     at = tmp_path_factory.mktemp("adapters")
     model = load_reference(MODEL)
-    for seed, name in enumerate(("one", "two", "hot", "new")):
+    for seed, name in enumerate((*LISTED, "hot", "new")):
         make_adapter(at / name, model, rank=4 + 2 * seed, seed=seed, size=0.8)
     return at
 
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[ManagedServer]:
-    listed = {name: str(folder / name) for name in ("one", "two")}
+    listed = {name: str(folder / name) for name in LISTED}
     with manta(
         num_replicas=2,
         dtype="float32",
         lora_adapters=listed,
         lora_load_folders=[str(folder)],
-        max_loras=2,
+        max_loras=4,
     ) as running:
         yield running
 
@@ -98,10 +100,10 @@ def run(bodies: list[dict[str, Any]], url: str, then: Callable[[], object] = boo
 def test_the_official_client(url: str) -> None:
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
     parents = {m.id: m.parent for m in client.models.list()}  # type: ignore[attr-defined]
-    assert parents == {"manta-small": None, "one": "manta-small", "two": "manta-small"}
-    assert client.models.retrieve("one").id == "one"
+    assert parents == {"manta-small": None, **dict.fromkeys(LISTED, "manta-small")}
+    assert client.models.retrieve("a1").id == "a1"
     texts = set()
-    for name in ("manta-small", "one", "two"):
+    for name in ("manta-small", "a0", "a1"):
         reply = client.chat.completions.create(
             model=name,
             messages=[{"role": "user", "content": "Say it"}],
@@ -111,16 +113,16 @@ def test_the_official_client(url: str) -> None:
         assert reply.model == name
         texts.add(reply.choices[0].message.content)
     assert len(texts) == 3
-    with pytest.raises(openai.NotFoundError, match="`one`"):
+    with pytest.raises(openai.NotFoundError, match="`a1`"):
         client.completions.create(model="none", prompt="x")
 
 
 def test_a_dying_engine_breaks_no_stream(server: ManagedServer, url: str, folder: Path) -> None:
     """Each stream ends as it would have, on the version that it began with."""
     assert load(url, "hot", folder / "hot").status_code == 200
-    bodies = [body(NAMES[n % 4], n) for n in range(16)]
+    bodies = [body(NAMES[n % 10], n) for n in range(STREAMS)]
     alone = [run([one], url)[0] for one in bodies]
-    assert len({tuple(ids) for ids in alone}) == 16
+    assert len({tuple(ids) for ids in alone}) == STREAMS
     assert run(bodies, url) == alone
 
     def kill() -> None:
@@ -134,11 +136,17 @@ def test_a_dying_engine_breaks_no_stream(server: ManagedServer, url: str, folder
 
     assert run(bodies, url, replace) == alone
     again = run(bodies, url)
-    assert [a == b for a, b in zip(again, alone, strict=True)] == [n % 4 != 3 for n in range(16)]
+    assert [a == b for a, b in zip(again, alone, strict=True)] == [
+        n % 10 != 9 for n in range(STREAMS)
+    ]
     assert run(bodies, url, lambda: unload(url, "hot")) == again
-    assert names(url) == ["manta-small", "one", "two"]
-    reply = httpx.post(f"{url}/v1/completions", json=bodies[3], timeout=30)
+    assert names(url) == ["manta-small", *LISTED]
+    reply = httpx.post(f"{url}/v1/completions", json=bodies[9], timeout=30)
     assert reply.status_code == 404
+    wait_idle(url, 30)
+    # Leaks are looked for whenever an engine has nothing to do.
+    assert metric(url, "manta_engine_kv_leaks_total") == 0
+    assert metric(url, "manta_engine_adapters_running") == 0
 
 
 def test_what_was_loaded_outlives_the_ingress(
@@ -156,7 +164,7 @@ def test_what_was_loaded_outlives_the_ingress(
     deadline = time.monotonic() + 90
     while True:
         try:
-            if names(url) == ["manta-small", "kept", "one", "two"]:
+            if names(url) == ["manta-small", *LISTED, "kept"]:
                 break
         except (httpx.HTTPError, ValueError, KeyError):
             pass  # the new one is starting
@@ -184,13 +192,13 @@ def test_hostile_loads(url: str, folder: Path, tmp_path: Path) -> None:
         (("x", folder / "odd"), "can't be read"),
         (("x", wide), "max_lora_rank"),
         (("../x", folder / "hot"), "name"),
-        (("one", folder / "hot"), "otherwise"),
+        (("a1", folder / "hot"), "otherwise"),
         (("manta-small", folder / "hot"), "already"),
     ]
     for given, says in cases:
         reply = load(url, *given)
         assert reply.status_code == 400, reply.text
         assert says in reply.json()["error"]["message"]
-    assert unload(url, "one").status_code == 404
-    assert names(url) == ["manta-small", "one", "two"]
-    assert run([body("two", 5)], url)[0]
+    assert unload(url, "a1").status_code == 404
+    assert names(url) == ["manta-small", *LISTED]
+    assert run([body("a2", 5)], url)[0]

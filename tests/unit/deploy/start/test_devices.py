@@ -21,6 +21,8 @@ from engine.memory_need import GIB, MemoryNeed, cache_bytes_per_token, crowding,
 from engine.native import library
 from engine.worker import auto_config
 from engine.worker.auto_config import make_worker_config
+from tests.support.adapters import make_adapter
+from tests.support.engines import load_reference
 from tests.support.source_files import ROOT
 
 SMALL = str(ROOT / "models" / "manta-small")
@@ -232,6 +234,26 @@ def test_a_cpu_without_bfloat16_needs_twice_as_much(
     judged(model)
     monkeypatch.setattr(devices, "has_bfloat16", lambda: False)
     assert re.search(SHORT, refused(model))
+
+
+def test_adapters_in_the_hosts_memory_count(tmp_path: Path, machine: dict[str, Any]) -> None:
+    folder = make_adapter(tmp_path / "a", load_reference(ROOT / SMALL), rank=16)
+    size = (folder / "adapter_model.safetensors").stat().st_size
+    listed = f"lora_adapters={{a: {folder}, b: {folder}}}"
+    common = ["device=cpu", "max_total_tokens=4096"]
+
+    def taken(*overrides: str) -> int:
+        (app,) = load_target(SMALL, [*common, *overrides]).applications
+        return devices.model_bytes(app)
+
+    plain = taken()
+    assert taken(listed) == plain + 2 * size
+    assert taken(listed, "max_cpu_loras=9") == plain + 2 * size, "there are no others"
+    assert taken(listed, "max_loras=1", "max_cpu_loras=1") == plain + size
+    others = [listed, f"lora_folder={tmp_path}", "max_cpu_loras=9000"]
+    assert taken(*others) == plain + 9000 * size
+    machine["free"] = 4 << 30
+    assert "for adapters: lower max_cpu_loras" in refused(SMALL, *common, *others)
 
 
 def test_a_draft_model_counts(tmp_path: Path, machine: dict[str, Any]) -> None:
