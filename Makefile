@@ -67,7 +67,7 @@ test-triton: install-dev
 		--target build/triton triton
 	PYTHONPATH=build/triton $(BIN)/python -m pytest -q $(addprefix tests/unit/, \
 		sampling/test_triton_sampling.py attention/test_triton_kernels.py \
-		layers/test_gpu_kernel.py layers/test_gpu_experts.py)
+		layers/test_gpu_kernel.py layers/test_gpu_experts.py layers/test_triton_adapters.py)
 
 # The full token-exact product (architectures x tp x pp x page x chunk x cache x retraction), and
 # that of speculation (models x drafters x drafts x page x tp x pp), and other architectures' ranks.

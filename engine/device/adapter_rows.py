@@ -20,6 +20,8 @@ class AdapterRows:
     """int32 [rows]"""
     slots: Tensor
     """The same on the device."""
+    is_captured: bool = False
+    """Whether this is what a graph reads: then `slots` alone will be as they are in a replay."""
     _groups: list[tuple[int, Tensor]] | None = None
 
     @classmethod

@@ -11,7 +11,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -137,31 +136,6 @@ class TorchAdapters(Adapters):
                 start += size
 
 
-class SlottedAdapters(TorchAdapters):
-    """The same in memory that is taken beforehand, of a device that has none left later."""
-
-    def __init__(
-        self, in_size: int, sizes: Sequence[int], num_slots: int, max_rank: int, like: Tensor
-    ) -> None:
-        """Matrices of up to `max_rank`, of the type and on the device of `like`."""
-        super().__init__(in_size, sizes, num_slots)
-        self._a = [like.new_zeros((num_slots, max_rank, in_size)) for _ in sizes]
-        self._b = [like.new_zeros((num_slots, max_rank, size)) for size in sizes]
-
-    def set(self, slot: int, parts: Sequence[Factors | None]) -> None:
-        placed: list[Factors | None] = []
-        for part, a, b in zip(parts, self._a, self._b, strict=True):
-            if part is None:
-                placed.append(None)
-                continue
-            rank = len(part[0])
-            mine = a[slot, :rank], b[slot, :rank]
-            for here, given in zip(mine, part, strict=True):
-                here.copy_(given, non_blocking=True)
-            placed.append(mine)
-        super().set(slot, placed)
-
-
 class HasKernel(Protocol):
     """A linear of the model."""
 
@@ -202,14 +176,11 @@ MakeAdapters = Callable[[int, Sequence[int], int], Adapters]
 class AdaptedLinears:
     """The linears of a model's stage that may have adapters."""
 
-    def __init__(self, num_slots: int, max_rank: int, like: Tensor, *, is_native: bool) -> None:
-        """Of a model whose numbers are of the type and on the device of `like`; `is_native`: our
-        kernels compute it."""
+    def __init__(self, num_slots: int, make: MakeAdapters) -> None:
+        """`make` is given a linear's input size, the sizes of its outputs, and `num_slots`."""
         self.num_slots = num_slots
         self.step = StepAdapters()
-        self._make: MakeAdapters = NativeAdapters if is_native else TorchAdapters
-        if like.device.type == "cuda":
-            self._make = partial(SlottedAdapters, max_rank=max_rank, like=like)
+        self._make = make
         self._kernels: list[tuple[HasKernel, AdaptedKernel]] = []
         self._rows: dict[int, Tensor] = {}
         self.projections: dict[str, Projection] = {}

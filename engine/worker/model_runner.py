@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -15,8 +16,10 @@ from engine.attention.no_attention import NoAttention
 from engine.config import WorkerConfig
 from engine.device.distributed import ParallelState
 from engine.device.queue import make_queue
+from engine.device.triton_loader import lack_of_triton
 from engine.errors import ConfigError
-from engine.layers.adapted import AdaptedLinears
+from engine.layers.adapted import AdaptedLinears, MakeAdapters, NativeAdapters, TorchAdapters
+from engine.layers.slotted_adapters import SlottedAdapters
 from engine.memory_need import CacheSize, WindowNeed
 from engine.models.load_progress import LoadProgress
 from engine.models.loader import load_model
@@ -91,12 +94,7 @@ class ModelRunner:
         self.adapted: AdaptedLinears | None = None
         """Set if requests may have adapters. Those of a draft model have none."""
         if config.engine.has_adapters and table is None:
-            self.adapted = AdaptedLinears(
-                config.engine.max_loras,
-                config.engine.max_lora_rank,
-                torch.empty(0, dtype=self.dtype, device=self.device),
-                is_native=config.kernels.layers == "cpu",
-            )
+            self.adapted = AdaptedLinears(config.engine.max_loras, self._adapters_for(config))
             self.model.adapt(self.adapted)
         if meter is not None:
             meter.loaded()
@@ -121,6 +119,17 @@ class ModelRunner:
         # Delete the old ones before the new ones are made: there may be no room for both.
         del self.attention, self.kv_pool
         self._make_kv_cache(num_kv_slots)
+
+    def _adapters_for(self, config: WorkerConfig) -> MakeAdapters:
+        """What computes adapters of this rank's linears."""
+        if self.device.type != "cuda":
+            return NativeAdapters if config.kernels.layers == "cpu" else TorchAdapters
+        return partial(
+            SlottedAdapters,
+            max_rank=config.engine.max_lora_rank,
+            like=torch.empty(0, dtype=self.dtype, device=self.device),
+            by_triton=config.kernels.layers != "torch" and not lack_of_triton(),
+        )
 
     @property
     def cache_size(self) -> CacheSize:

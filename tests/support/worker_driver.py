@@ -60,6 +60,7 @@ def make_worker(
     load_format: str = "auto",
     enable_expert_metrics: bool = False,
     swa_full_tokens_ratio: float = 1.0,
+    **keys: Any,
 ) -> TpModelWorker:
     parallel = parallel or ParallelState.single()
     config = make_config(
@@ -75,6 +76,7 @@ def make_worker(
         enable_expert_metrics=enable_expert_metrics,
         swa_full_tokens_ratio=swa_full_tokens_ratio,
         sampling_backend=sampling_backend,
+        **keys,
         load_format=load_format,
         cuda_graph_max_batch_size=max_batch_size,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +11,19 @@ from torch import Tensor
 from engine.attention.forward_batch import StepInputs
 from engine.device.queue import DeviceQueue
 from engine.device.staging import Part, pack
+from engine.protocol.step import IntArray
 from engine.worker.model_runner import ModelRunner, TableUpdate
+
+
+class GraphInputs(NamedTuple):
+    """What graphs of one size read."""
+
+    step: StepInputs[Tensor]
+    cells: Tensor
+    locs: Tensor
+    """`cells` and `locs` are a `TableUpdate`."""
+    adapters: Tensor | None = None
+    """int32 [size]: slots of the rows' adapters; None where requests have none."""
 
 
 class GraphOutputs(NamedTuple):
@@ -43,6 +54,8 @@ class GraphBuffers:
         # A decode has one token per row, so every array has one element per row of the batch.
         kinds = [torch.int64] * 7 + [torch.int32]  # StepInputs
         kinds += [torch.int64, torch.int32]  # TableUpdate
+        if runner.adapted is not None:
+            kinds.append(torch.int32)
         self._offsets, total = pack([max_size * kind.itemsize for kind in kinds])
         device = runner.device
         self._memory = torch.zeros(total, dtype=torch.uint8, device=device)
@@ -65,18 +78,23 @@ class GraphBuffers:
             torch.zeros(max_size, dtype=torch.bool, device=device) if last else None,
         )
 
-    def inputs(self, size: int) -> tuple[StepInputs[Tensor], Tensor, Tensor]:
-        """Device tensors of `StepInputs` and of a `TableUpdate`, [size] each."""
-        *inputs, cells, locs = (whole[:size] for whole in self._inputs)
-        return StepInputs(*inputs), cells, locs
+    def inputs(self, size: int) -> GraphInputs:
+        """What graphs of `size` rows read, [size] each."""
+        parts = [whole[:size] for whole in self._inputs]
+        num_inputs = len(StepInputs._fields)
+        return GraphInputs(StepInputs(*parts[:num_inputs]), *parts[num_inputs:])
 
     def outputs(self, size: int) -> GraphOutputs:
         """What graphs of `size` rows write, [size] each."""
         return self._outputs.front(size)
 
-    def write(self, inputs: StepInputs[np.ndarray], update: TableUpdate) -> None:
-        """Copy a step's inputs by one transfer to the memory that graphs read."""
-        pieces: Sequence[np.ndarray] = [*inputs, *update]
-        self._queue.fill(
-            [Part(*pair) for pair in zip(self._offsets, pieces, strict=True)], self._memory
-        )
+    def write(
+        self, inputs: StepInputs[np.ndarray], update: TableUpdate, adapters: IntArray | None
+    ) -> None:
+        """Copy a step's inputs by one transfer to the memory that graphs read. `adapters` int32
+        [size]: the slots of the rows' adapters; None: the step reads none."""
+        pieces: list[np.ndarray] = [*inputs, *update]
+        if adapters is not None:
+            pieces.append(adapters)
+        offsets = self._offsets[: len(pieces)]
+        self._queue.fill([Part(*pair) for pair in zip(offsets, pieces, strict=True)], self._memory)

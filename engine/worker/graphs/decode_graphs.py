@@ -16,11 +16,13 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from engine.attention.forward_batch import ForwardBatch, StepInputs, step_inputs
+from engine.attention.forward_batch import ForwardBatch, step_inputs
+from engine.device.adapter_rows import AdapterRows
 from engine.errors import ConfigError
 from engine.memory_need import GRAPH_RESERVE_BYTES
 from engine.protocol.step import ModelWorkerBatch
@@ -32,7 +34,7 @@ from engine.sampling.sampler import SampledTokens
 from engine.sampling.state import SamplingPlan, SamplingState
 from engine.worker.future_map import FutureMap
 from engine.worker.graphs.backend import GraphBackend
-from engine.worker.graphs.buffers import GraphBuffers, GraphOutputs
+from engine.worker.graphs.buffers import GraphBuffers, GraphInputs, GraphOutputs
 from engine.worker.graphs.sizes import (
     capture_order,
     graph_sizes,
@@ -74,12 +76,11 @@ class _Graph:
     """The captured graphs of one batch size."""
 
     size: int
-    inputs: StepInputs[Tensor]
-    cells: Tensor
-    locs: Tensor
-    """`cells` and `locs` are a `TableUpdate`."""
+    inputs: GraphInputs
     outputs: GraphOutputs
     forward: Callable[[], None]
+    adapted: Callable[[], None] | None
+    """The same with adapters: their slots are inputs. None where requests have none."""
     sample: dict[Variant, Callable[[], None]]
 
 
@@ -134,10 +135,7 @@ class DecodeGraphs:
         return sorted(self._graphs)
 
     def size_for(self, batch: ModelWorkerBatch) -> int | None:
-        """The captured size that `batch` can run with; None: it must run eagerly, as lines with
-        adapters do."""
-        if batch.adapters is not None:
-            return None
+        """The captured size that `batch` can run with; None: it must run eagerly."""
         tokens = len(batch.input_ids)
         size = smallest_fitting(self._graphs, tokens) if tokens else None
         return size if size is not None and runs_as_decodes(batch) else None
@@ -156,7 +154,7 @@ class DecodeGraphs:
         self.runner.change_windows(batch)
         self.runner.write_prefixes(batch)
         padded = pad_decodes(batch, size)
-        return self._load(padded, graph.inputs, graph.cells, graph.locs)
+        return self._load(padded, graph.inputs)
 
     @torch.inference_mode()
     def forward(self, prepared: ForwardBatch, num_rows: int) -> Tensor | None:
@@ -175,7 +173,10 @@ class DecodeGraphs:
             graph.outputs.hidden_in[:num_rows].copy_(received)
         prepared.timing = runner.queue.begin()
         runner.attention.plan_graph(prepared)
-        graph.forward()
+        launch = graph.forward if prepared.adapters is None else graph.adapted
+        if launch is None:
+            raise ValueError("no graph was captured for lines with adapters")
+        launch()
         if graph.outputs.hidden_out is not None:
             # A copy: the transfer may outlast the next forward's start.
             runner.parallel.send_hidden(graph.outputs.hidden_out[:num_rows].clone())
@@ -194,14 +195,15 @@ class DecodeGraphs:
         graph.sample[variant]()
         return SampledTokens(token_ids[:num_rows], is_nan[:num_rows], None, None)
 
-    def _load(
-        self, padded: ModelWorkerBatch, inputs: StepInputs[Tensor], cells: Tensor, locs: Tensor
-    ) -> ForwardBatch:
+    def _load(self, padded: ModelWorkerBatch, inputs: GraphInputs) -> ForwardBatch:
         starts = padded.line_starts()
         host = step_inputs(padded, starts)
-        self._buffers.write(host, self.runner.table_update(padded, host))
-        self.runner.write_table(cells, locs)
-        return ForwardBatch.on_device(padded, host, inputs, starts)
+        self._buffers.write(host, self.runner.table_update(padded, host), padded.adapters)
+        self.runner.write_table(inputs.cells, inputs.locs)
+        batch = ForwardBatch.on_device(padded, host, inputs.step, starts)
+        if padded.adapters is not None and inputs.adapters is not None:
+            batch.adapters = AdapterRows(padded.adapters, inputs.adapters, is_captured=True)
+        return batch
 
     @torch.inference_mode()
     def _capture_all(self, limits: CaptureLimits) -> None:
@@ -250,10 +252,16 @@ class DecodeGraphs:
             yield size
 
     def _capture(self, size: int) -> _Graph:
-        inputs, cells, locs = self._buffers.inputs(size)
+        inputs = self._buffers.inputs(size)
         outputs = self._buffers.outputs(size)
-        batch = self._load(nothing_but_padding(size), inputs, cells, locs)
+        batch = self._load(nothing_but_padding(size), inputs)
         self.runner.attention.plan_graph(batch)
+        adapted = None
+        if self.runner.adapted is not None:  # it comes first, as it takes more memory
+            padding = nothing_but_padding(size)
+            padding.adapters = np.full(size, -1, np.int32)
+            with_adapters = self._load(padding, inputs)
+            adapted = self._backend.capture(lambda: self._run_forward(with_adapters, outputs))
         forward = self._backend.capture(lambda: self._run_forward(batch, outputs))
         sample: dict[Variant, Callable[[], None]] = {}
         if outputs.logits is not None:
@@ -263,12 +271,14 @@ class DecodeGraphs:
             else:
                 for variant in reversed(Variant):  # DRAW takes more memory
                     sample[variant] = self._backend.capture(self._sampler(batch, outputs, variant))
-        return _Graph(size, inputs, cells, locs, outputs, forward, sample)
+        return _Graph(size, inputs, outputs, forward, adapted, sample)
 
     def _run_forward(self, batch: ForwardBatch, outputs: GraphOutputs) -> None:
         model = self.runner.model
         batch.window_loc = None  # found by the graph itself, not before it is captured
         self._future_map.resolve(batch)
+        if self.runner.adapted is not None:
+            self.runner.adapted.step.begin(batch.adapters)
         hidden = model.forward(batch, self.runner.attention, outputs.hidden_in)
         if outputs.hidden_out is not None:
             outputs.hidden_out.copy_(hidden)

@@ -76,6 +76,9 @@ def pad_decodes(batch: ModelWorkerBatch, size: int) -> ModelWorkerBatch:
         prefix_lens=batch.prefix_lens[:0],
         prefix_locs=batch.prefix_locs[:0],
         new_rows=[],
+        adapters=None
+        if batch.adapters is None
+        else _padded(np.repeat(batch.adapters, counts), size, -1),
     )
 
 

@@ -11,17 +11,18 @@ import torch
 
 from engine.device.adapter_rows import AdapterRows
 from engine.errors import ConfigError
+from engine.layers import slotted_adapters
 from engine.layers.adapted import (
     AdaptedLinears,
     Adapters,
     Factors,
     NativeAdapters,
     Projection,
-    SlottedAdapters,
     StepAdapters,
     TorchAdapters,
 )
 from engine.layers.linear_kernel import DenseKernel, LinearKernel
+from engine.layers.slotted_adapters import SlottedAdapters
 from tests.support.kernels import load_kernels
 
 IN, SIZES, SLOTS = 12, (6, 4), 3
@@ -29,7 +30,7 @@ CPU = torch.device("cpu")
 WAYS: dict[str, Callable[[], Adapters]] = {
     "native": lambda: NativeAdapters(IN, SIZES, SLOTS),
     "torch": lambda: TorchAdapters(IN, SIZES, SLOTS),
-    "slots": lambda: SlottedAdapters(IN, SIZES, SLOTS, 8, torch.empty(0)),
+    "slots": lambda: SlottedAdapters(IN, SIZES, SLOTS, 8, torch.empty(0), by_triton=False),
 }
 
 
@@ -45,9 +46,11 @@ def factors(rank: int, size: int, seed: int) -> Factors:
     )
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_each_way_adds_the_same(way: str) -> None:
-    adapters = WAYS[way]()
+@pytest.mark.parametrize("way", [*WAYS, "slots, adapter by adapter"])
+def test_each_way_adds_the_same(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "," in way:
+        monkeypatch.setattr(slotted_adapters, "MAX_BY_ROW", 0)
+    adapters = WAYS[way.partition(",")[0]]()
     own = {
         0: [factors(3, 6, 1), None],
         1: [factors(8, 6, 2), factors(2, 4, 3)],
@@ -114,7 +117,7 @@ class Owner:
 
 
 def test_linears_that_a_step_does_not_call_once_are_given_up() -> None:
-    linears = AdaptedLinears(2, 8, torch.empty(0), is_native=False)
+    linears = AdaptedLinears(2, TorchAdapters)
     owners = {name: Owner() for name in ("called", "twice", "never", "other_rows")}
     for name, owner in owners.items():
         linears.adapt(owner, [Projection(name, 2, 3, 0, (range(2),))])
@@ -136,7 +139,7 @@ def test_linears_that_a_step_does_not_call_once_are_given_up() -> None:
 
 def test_decodes_of_as_many_rows_have_the_same_memory() -> None:
     """Recorded calls read it again."""
-    linears = AdaptedLinears(2, 8, torch.empty(0), is_native=True)
+    linears = AdaptedLinears(2, NativeAdapters)
     make = partial(linears.rows, device=CPU)
     first = make(np.array([0, 1], np.int32))
     second = make(np.array([-1, 0], np.int32))

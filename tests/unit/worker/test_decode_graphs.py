@@ -6,6 +6,7 @@ import gc
 import logging
 import random
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,10 +18,12 @@ import torch
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.layers.grouped_experts import GroupedExperts
+from engine.layers.slotted_adapters import SlottedAdapters
 from engine.models import transformers_model
 from engine.models.transformers_model import TransformersModel
 from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.step import GenerationBatchResult, ModelWorkerBatch, PooledLines, RowParams
+from engine.worker import model_runner
 from engine.worker.auto_config import graph_max_batch_size
 from engine.worker.graphs.decode_graphs import CaptureLimits, DecodeGraphs, Variant
 from engine.worker.graphs.sizes import (
@@ -101,10 +104,10 @@ class Pair(NamedTuple):
     backend: RecordedGraphs
 
 
-def make_pair(folder: Path, max_batch_size: int = 20) -> Pair:
+def make_pair(folder: Path, max_batch_size: int = 20, **keys: Any) -> Pair:
     backend = RecordedGraphs()
-    graphs = make_worker(folder, graph_backend=backend, max_batch_size=max_batch_size)
-    eager = make_worker(folder)
+    graphs = make_worker(folder, graph_backend=backend, max_batch_size=max_batch_size, **keys)
+    eager = make_worker(folder, **keys)
     assert graphs.graphs is not None and eager.graphs is None
     return Pair(graphs, eager, backend)
 
@@ -219,6 +222,46 @@ def drawn_in_any_way(number: int) -> SamplingParams:
     filters = ({}, {"top_k": 9}, {"top_p": 0.8}, {"min_p": 0.05}, {"top_k": 30, "top_p": 0.6})
     params = SamplingParams(seed=number, temperature=1.3, **filters[number % 5])
     return greedy(number) if number % 7 == 0 else params
+
+
+def test_slots_of_adapters_are_inputs_of_graphs(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of any adapters replay what was captured once; those without have graphs of theirs."""
+    slotted = partial(SlottedAdapters, max_rank=4, like=torch.empty(0), by_triton=False)
+    monkeypatch.setattr(model_runner, "TorchAdapters", slotted)
+    pair = make_pair(folder, lora_load_folders=[str(folder)], max_loras=3)
+    random, generator = np.random.default_rng(1), torch.Generator().manual_seed(2)
+    for worker in (pair.graphs, pair.eager):
+        linears = worker.runner.adapted
+        assert linears is not None
+        generator.manual_seed(2)
+        for slot in range(3):
+            linears.set(
+                slot,
+                {
+                    name: (
+                        torch.randn((2 + slot, part.local_in), generator=generator),
+                        torch.randn((2 + slot, part.local_out), generator=generator),
+                    )
+                    for name, part in linears.projections.items()
+                },
+            )
+    of_requests: dict[int, int] = {}
+
+    class Adapted(Steps):
+        def next(self, target: int) -> Any:
+            batch, reqs = super().next(target)
+            slots = [of_requests.setdefault(id(req), int(random.integers(-1, 3))) for req in reqs]
+            if max(slots) >= 0:
+                batch.adapters = np.array(slots, np.int32)
+            return batch, reqs
+
+    steps = Adapted(greedy, seed=4)
+    replays = pair.backend.replayed
+    compare(pair, steps, TARGETS)
+    assert pair.backend.replayed - replays >= 12
+    assert len(set(of_requests.values())) == 4
 
 
 def test_rows_with_nan_end_alone(folder: Path) -> None:

@@ -1,0 +1,110 @@
+"""`SlottedAdapters`: adapters of a GPU, in memory that is taken before the KV cache is.
+
+A step of few rows computes each row from the matrices in its slot. The slots are read on the
+device, so that a captured graph serves any adapters (BGMV, Punica). Many rows go adapter by
+adapter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.device.adapter_rows import AdapterRows
+from engine.device.pinned import to_device
+from engine.layers.adapted import Adapters, Factors
+
+MAX_BY_ROW = 64
+"""Rows of a step that are computed one by one where no graph was captured. More are fewer, larger
+products adapter by adapter."""
+RANK_BLOCK = 16
+"""Slots have room for a multiple of this rank."""
+
+
+class SlotMatrices(NamedTuple):
+    """What all slots hold, of P projections of one input. B is scaled."""
+
+    a: Tensor
+    """[slots, P, R, in]"""
+    b: tuple[Tensor, ...]
+    """By projection [slots, R, out]."""
+    ranks: Tensor
+    """int32 [slots, P]: rows of A and B that count; 0 where an adapter changes nothing."""
+
+
+class SlottedAdapters(Adapters):
+    """Matrices of up to a highest rank, copied into slots behind the steps launched before."""
+
+    def __init__(
+        self,
+        in_size: int,
+        sizes: Sequence[int],
+        num_slots: int,
+        max_rank: int,
+        like: Tensor,
+        *,
+        by_triton: bool,
+    ) -> None:
+        """Of the type and on the device of `like`. `by_triton`: rows are computed by our kernels,
+        else by torch's operators."""
+        self._sizes = tuple(sizes)
+        rank = -(-max_rank // RANK_BLOCK) * RANK_BLOCK
+        self._slots = SlotMatrices(
+            like.new_zeros((num_slots, len(sizes), rank, in_size)),
+            tuple(like.new_zeros((num_slots, rank, size)) for size in sizes),
+            torch.zeros((num_slots, len(sizes)), dtype=torch.int32, device=like.device),
+        )
+        self._ranks = np.zeros((num_slots, len(sizes)), np.int32)
+        """The same on the host."""
+        self._kernels: Any = None
+        if by_triton:
+            self._kernels = import_module("engine.layers.triton_adapters")
+
+    def set(self, slot: int, parts: Sequence[Factors | None]) -> None:
+        for at, part in enumerate(parts):
+            self._ranks[slot, at] = 0 if part is None else len(part[0])
+            if part is not None:
+                rank, (a, b) = len(part[0]), part
+                self._slots.a[slot, at, :rank].copy_(a, non_blocking=True)
+                self._slots.b[at][slot, :rank].copy_(b, non_blocking=True)
+        ranks = self._slots.ranks[slot]
+        ranks.copy_(to_device(self._ranks[slot].copy(), ranks.device))
+
+    def add(self, y: Tensor, x: Tensor, rows: AdapterRows) -> None:
+        if not rows.is_captured and len(x) > MAX_BY_ROW:
+            self._add_by_adapter(y, x, rows)
+        elif self._kernels is not None:
+            self._kernels.add_rows(y, x, rows.slots, self._slots)
+        else:
+            add_rows(y, x, rows.slots, self._slots)
+
+    def _add_by_adapter(self, y: Tensor, x: Tensor, rows: AdapterRows) -> None:
+        for slot, mine in rows.groups:
+            given, start = x.index_select(0, mine), 0
+            for at, size in enumerate(self._sizes):
+                rank = int(self._ranks[slot, at])
+                if rank:
+                    a, b = self._slots.a[slot, at, :rank], self._slots.b[at][slot, :rank]
+                    more = (given @ a.t()) @ b
+                    y.narrow(1, start, size).index_add_(0, mine, more.to(y.dtype))
+                start += size
+
+
+def add_rows(y: Tensor, x: Tensor, slots: Tensor, matrices: SlotMatrices) -> None:
+    """Add to y [N, out], in place, what the adapters in `slots` int32 [N], -1 for none, make of
+    x [N, in]. It copies the matrices of every row."""
+    at = slots.clamp_min(0).long()
+    a, start = matrices.a.index_select(0, at), 0
+    ranks = matrices.ranks.index_select(0, at).masked_fill((slots < 0)[:, None], 0)
+    counts = torch.arange(a.shape[2], dtype=torch.int32, device=x.device) < ranks[:, :, None]
+    inner = torch.matmul(a, x[:, None, :, None]).squeeze(-1)
+    inner = torch.where(counts, inner, torch.zeros_like(inner))
+    for part, b in enumerate(matrices.b):
+        more = torch.bmm(inner[:, part, None, :], b.index_select(0, at)).squeeze(1)
+        y.narrow(1, start, b.shape[2]).add_(more.to(y.dtype))
+        start += b.shape[2]
