@@ -65,7 +65,7 @@ test-extended: install-dev
 test-triton: install-dev
 	test -d build/triton/triton || $(BIN)/python -m pip install -q --no-deps -c constraints.txt \
 		--target build/triton triton
-	PYTHONPATH=build/triton $(BIN)/python -m pytest -q $(addprefix tests/unit/, \
+	PYTHONPATH=build/triton $(BIN)/python -m pytest -q -n 2 --dist loadfile $(addprefix tests/unit/, \
 		sampling/test_triton_sampling.py attention/test_triton_kernels.py \
 		layers/test_gpu_kernel.py layers/test_gpu_experts.py layers/test_triton_adapters.py)
 
@@ -93,9 +93,11 @@ test-gpu: install-dev
 
 # Every role killed and stopped under load, scaling, updates, cut clients: some 20 minutes.
 # Clients that leave in every way, 200 at once, ten times: some 20 minutes for each of four servers.
+# And what `make test-extended` does less of: the Python proxy, more random calls and files.
 chaos: install-dev
-	$(BIN)/python -m pytest tests/chaos tests/integration/test_proxies.py \
-		tests/extended/test_leaving_clients.py -m full_chaos -q -s --full-chaos
+	$(BIN)/python -m pytest tests/chaos tests/integration/test_proxies.py tests/extended \
+		$(addprefix --ignore=tests/extended/,test_starts.py test_openapi_fuzz.py \
+		test_k8s_emulator.py) -m full_chaos -q -s --full-chaos
 
 # Thirty starts and stops in a row: some 15 minutes.
 starts: install-dev

@@ -35,7 +35,9 @@ def health(launch: Started) -> tuple[int, str]:
     return reply.status_code, reply.text
 
 
-@pytest.mark.parametrize("program", ["raylet", "gcs_server"])
+@pytest.mark.parametrize(
+    "program", ["raylet", pytest.param("gcs_server", marks=pytest.mark.full_chaos)]
+)
 def test_the_launcher_ends_with_the_cause_when_ray_is_lost(tmp_path: Path, program: str) -> None:
     with started([MODEL, *SMALL], tmp_path) as launch:
         launch.wait_ready()

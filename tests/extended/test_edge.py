@@ -21,7 +21,9 @@ HEADER_S = 10
 """As the documentation says."""
 
 
-@pytest.fixture(scope="module", params=["haproxy", "python proxy"])
+@pytest.fixture(
+    scope="module", params=["haproxy", pytest.param("python proxy", marks=pytest.mark.full_chaos)]
+)
 def server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[str, int, str]]:

@@ -23,7 +23,9 @@ BODY = b'{"prompt": "x", "max_tokens": 1}'
 RANDOM_REQUESTS = 1500
 
 
-@pytest.fixture(scope="module", params=["haproxy", "python proxy"])
+@pytest.fixture(
+    scope="module", params=["haproxy", pytest.param("python proxy", marks=pytest.mark.full_chaos)]
+)
 def port(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     path = tmp_path_factory.mktemp("keys") / "keys.yaml"
     write_keys(path, entry("user"), entry("admin", role="admin"))

@@ -1,4 +1,4 @@
-"""A hundred thousand damaged GGUF files: each is read, or refused in a sentence, and quickly."""
+"""Thousands of damaged GGUF files: each is read, or refused in a sentence, and quickly."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from tests.support.models import make_model
 from tests.support.tiny_tokenizers import write_byte_level
 
 SIZES = {"num_hidden_layers": 1, "vocab_size": 430, "hidden_size": 16, "intermediate_size": 16}
-NUM_FILES = 100_000
 LIMIT_S = 0.05
 """Of one file, on average."""
 
 
 @pytest.mark.timeout(3000)
-def test_damaged_files(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_files", [30_000, pytest.param(100_000, marks=pytest.mark.full_chaos)])
+def test_damaged_files(tmp_path: Path, num_files: int) -> None:
     model = make_model(tmp_path / "model", "LlamaForCausalLM", **SIZES)
     tokenizer = write_byte_level(tmp_path / "tokenizer")
     split = {"tokenizer.ggml.pre": "llama-bpe"}
     file = tmp_path / "model.gguf"
     write_gguf(file, model, Kind.F16, tokenizer=tokenizer, metadata=split)
     began = time.monotonic()
-    assert refusals(file, range(10**6, 10**6 + NUM_FILES)) > NUM_FILES // 2
-    assert time.monotonic() - began < NUM_FILES * LIMIT_S
+    assert refusals(file, range(10**6, 10**6 + num_files)) > num_files // 2
+    assert time.monotonic() - began < num_files * LIMIT_S

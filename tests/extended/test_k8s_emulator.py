@@ -51,7 +51,9 @@ def _survives(emulator: Emulator, cases: list[Case], name: str) -> None:
     assert outcome.finished >= scenarios.NUM_STREAMS
 
 
-@pytest.mark.parametrize("name", ["worker_killed", "head_killed"])
+@pytest.mark.parametrize(
+    "name", ["worker_killed", pytest.param("head_killed", marks=pytest.mark.full_chaos)]
+)
 def test_streams_survive(emulator: Emulator, cases: list[Case], name: str) -> None:
     _survives(emulator, cases, name)
 

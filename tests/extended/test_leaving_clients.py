@@ -19,7 +19,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[ManagedServer]:
         yield server
 
 
-@behind("haproxy", "python", "pod")
+@behind("haproxy", "pod", pytest.param("python", marks=pytest.mark.full_chaos))
 @pytest.mark.parametrize("check", CHECKS)
 def test_clients_that_leave(server: ManagedServer, check: Callable[[ManagedServer], None]) -> None:
     check(server)

@@ -40,7 +40,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ManagedServer]:
             {
                 "model": str(SMALL),
                 "lora_adapters": {name: str(folder / name) for name in ("a", "b")},
-                "num_replicas": 2,
             },
             {"model": str(other), "lora_adapters": {"c": str(folder / "c")}},
         ],
@@ -101,7 +100,7 @@ def test_the_other_models_streams_go_on(url: str) -> None:
     of_other = [body(name, at, 200) for at, name in enumerate(("other", "c") * 3)]
     alone = run(url, of_small), run(url, of_other)
     status = httpx.get(f"{url}/debug/status", timeout=30).json()
-    assert [len(model["replicas"]) for model in status["models"]] == [2, 1]
+    assert [len(model["replicas"]) for model in status["models"]] == [1, 1]
     roles = status["models"][1]["replicas"][0]["roles"]
     (worker,) = [role["pid"] for role in roles if role["role"].startswith("worker")]
 

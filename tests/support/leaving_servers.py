@@ -92,7 +92,7 @@ def running(name: str) -> Iterator[ManagedServer]:
         yield server
 
 
-def behind(*names: str) -> pytest.MarkDecorator:
+def behind(*names: Any) -> pytest.MarkDecorator:
     """A test's fixture `server` is each of these `SERVERS`, one after the other."""
     return pytest.mark.parametrize("server", names, indirect=True, scope="module")
 
