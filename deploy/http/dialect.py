@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 from pydantic import BaseModel
 from starlette.requests import Request
@@ -53,10 +53,6 @@ class Route(ABC):
 
     def __init__(self, parts: RouteParts) -> None:
         self.models_provider, self.metrics, self.settings, self.quotas, self.error_reply = parts
-
-    def model_named(self, given: Any) -> str:
-        """The name of the model in a request, whose type is `body`; "" if it names none."""
-        return str(getattr(given, "model", ""))
 
     @abstractmethod
     async def handle(self, request: Request) -> Response:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from typing import ClassVar
 
 from deploy.http.engine_client import EngineClient, EngineHealth
-from engine.errors import RequestError
+from engine.errors import EngineDeadError, RequestError
 from engine.trace import RoleTrace
 
 MAX_NAMES = 8
@@ -17,8 +18,18 @@ class ServedModels:
     """One client for each base model, in the order of the configuration. Requests that name no
     model get the first."""
 
+    current: ClassVar[ServedModels | None] = None
+    """Those of this process, once they are served."""
+
     def __init__(self, *clients: EngineClient) -> None:
         self._clients = clients
+
+    @classmethod
+    def of_this_process(cls) -> ServedModels:
+        """Raises `EngineDeadError` until there are some."""
+        if ServedModels.current is None:
+            raise EngineDeadError("the server is still starting")
+        return ServedModels.current
 
     def __iter__(self) -> Iterator[EngineClient]:
         return iter(self._clients)

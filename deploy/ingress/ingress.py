@@ -10,6 +10,7 @@ from ray import serve
 from deploy.http.access.listening import check_listening
 from deploy.http.api import build_api
 from deploy.http.engine_client import SpendingReport
+from deploy.http.served_models import ServedModels
 from deploy.http.settings import ApiSettings
 from deploy.ingress.ingress_models import IngressModels
 from deploy.ingress.serve_client import IngressOptions
@@ -21,7 +22,7 @@ from deploy.serve_state.http_host import http_host
 def build_ingress(settings: ApiSettings) -> Any:
     """The ingress class, ready for `serve.deployment`."""
 
-    @serve.ingress(build_api(IngressModels.current, settings))
+    @serve.ingress(build_api(ServedModels.of_this_process, settings))
     class Ingress:
         def __init__(self, engines: list[Any], options: list[IngressOptions]) -> None:
             self._server = server = options[0].server

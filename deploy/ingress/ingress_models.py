@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from deploy.http.engine_client import PlainFamily
 from deploy.http.served_models import ServedModels
 from deploy.ingress.serve_client import IngressOptions, ServeEngineClient
-from engine.errors import EngineDeadError
 
 
 class IngressModels(ServedModels):
     """One per ingress replica."""
-
-    _current: ClassVar[IngressModels | None] = None
 
     def __init__(self, *clients: ServeEngineClient) -> None:
         super().__init__(*clients)
@@ -34,15 +31,8 @@ class IngressModels(ServedModels):
         except BaseException:
             cls(*clients).stop()
             raise
-        cls._current = cls(*clients)
-        return cls._current
-
-    @classmethod
-    def current(cls) -> IngressModels:
-        """Those of this process. Raises `EngineDeadError` until there are some."""
-        if cls._current is None:
-            raise EngineDeadError("the server is still starting")
-        return cls._current
+        made = ServedModels.current = cls(*clients)
+        return made
 
     def stop(self) -> None:
         """Stop all clients."""

@@ -16,6 +16,7 @@ from fastapi import FastAPI, Request, Response
 
 from deploy.http.api import build_api
 from deploy.http.generation.endpoint import Endpoint
+from deploy.http.served_models import ServedModels
 from deploy.ingress import engine_watch, serve_client, tokenizer_link
 from deploy.ingress.engine_watch import EngineWatch
 from deploy.ingress.ingress_models import IngressModels
@@ -188,7 +189,7 @@ def files_of_a_request(
         # The replica introduces itself and answers the ping that this starts; both are done.
         await _until(lambda: len(heard) >= 2)
         try:
-            await _request(build_api(IngressModels.current), body, arrived)
+            await _request(build_api(ServedModels.of_this_process), body, arrived)
             await _until(lambda: not len(replica._open))
         finally:
             models.stop()

@@ -67,10 +67,11 @@ def exported() -> dict[str, set[str]]:
     """Labels by sample name, after one request of each kind."""
     metrics, client = ServerMetrics(), Busy()
     metrics.add_endpoint("completions")
-    tracker = RequestTracker(metrics, "completions", "alice")
+    tracker = RequestTracker(metrics.unnamed, "completions", "alice")
     tracker.work = Work(time.perf_counter(), 1, [8])
     tracker.delta(0, TextDelta(1, "x", [1], 1, "stop", None, 3, 2))
     tracker.end(200)
+    metrics.unnamed.in_flight.labels("completions").set(0)
     text = asyncio.run(metrics.render(lambda: ServedModels(client))).decode()
     found: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(text):

@@ -105,6 +105,10 @@ class Endpoint(Route):
         """The HTTP handler. The response that it returns reads the body and answers."""
         return GenerationResponse(self)
 
+    def model_named(self, given: Any) -> str:
+        """The name of the model in a request, whose type is `body`; "" if it names none."""
+        return str(given.model)
+
     @abstractmethod
     async def prepare(
         self, client: EngineClient, given: Any, incoming: Incoming
@@ -130,8 +134,9 @@ class GenerationResponse(Response):
         self._request_id: str = state["request_id"]
         key: ApiKey | None = state.get("key")
         self._trace: RequestTrace | None = state.get("trace")
-        name, metrics = self._endpoint.name, self._endpoint.metrics
+        name, metrics = self._endpoint.name, self._endpoint.metrics.unnamed
         tracker = RequestTracker(metrics, name, "" if key is None else key.name)
+        metrics.in_flight.labels(name).inc()
         incoming = Incoming(self._request_id, tracker, key)
         status = CLIENT_GONE
         try:
@@ -139,6 +144,7 @@ class GenerationResponse(Response):
         except (ClientDisconnect, OSError):
             pass  # no client is left to answer; counted as CLIENT_GONE
         finally:
+            tracker.metrics.in_flight.labels(name).dec()
             tracker.end(status)
             if self._trace is not None:
                 self._trace.end(status, tracker)
@@ -175,7 +181,8 @@ class GenerationResponse(Response):
                 models = self._endpoint.models_provider()
                 given = await parse_body(body, self._endpoint.body)
                 client = models.of(self._endpoint.model_named(given))
-                incoming.tracker.serve(models.label(client))
+                if len(models) > 1:
+                    incoming.tracker.move(self._endpoint.metrics.of(models.label(client)))
                 generation = await self._endpoint.prepare(client, given, incoming)
                 if key is not None and key.tokens_per_minute is not None:
                     quotas.share(client)

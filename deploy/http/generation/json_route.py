@@ -35,6 +35,10 @@ class JsonRoute(Route):
         answer = await self._answer(self.models_provider().of(name), given, key)
         return self._response(answer)
 
+    def model_named(self, given: Any) -> str:
+        """The name of the model in a request, whose type is `body`; "" if it names none."""
+        return str(getattr(given, "model", ""))
+
     def _response(self, answer: Any) -> Response:
         return Response(encode_json(answer), media_type="application/json")
 

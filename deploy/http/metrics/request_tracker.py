@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from deploy.http.metrics.histogram import Histogram
 from deploy.http.metrics.request_metrics import RequestMetrics
-from deploy.http.metrics.server_metrics import ServerMetrics
 from engine.protocol.tokenizer_messages import TextDelta
 
 
@@ -36,9 +35,9 @@ class _Begin:
 
 @dataclass
 class RequestTracker:
-    """Measures one request from now on until `end`. Its sequences are numbered as its choices."""
+    """Measures one request from now on. Its sequences are numbered as its choices."""
 
-    server: ServerMetrics
+    metrics: RequestMetrics
     endpoint: str
     key: str = ""
     """Name of the API key that it came with; "": the server has no keys."""
@@ -51,18 +50,12 @@ class RequestTracker:
     _num_prompt: int = 0
     _inter_token: Histogram = field(init=False)
     """The endpoint's series of latencies between tokens, looked up at the first delta."""
-    metrics: RequestMetrics = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.metrics = self.server.of("")
-        self.metrics.in_flight.labels(self.endpoint).inc()
-
-    def serve(self, model: str) -> None:
-        """Count the request among those of a model. To be called before it has sequences. `model`:
-        as in `ServerMetrics.of`."""
+    def move(self, metrics: RequestMetrics) -> None:
+        """Count the request there. To be called before it has sequences."""
         self.metrics.in_flight.labels(self.endpoint).dec()
-        self.metrics = self.server.of(model)
-        self.metrics.in_flight.labels(self.endpoint).inc()
+        self.metrics = metrics
+        metrics.in_flight.labels(self.endpoint).inc()
 
     @property
     def elapsed_s(self) -> float:
@@ -89,7 +82,6 @@ class RequestTracker:
     def end(self, status: int) -> None:
         """The request is over; it may have succeeded, failed or been cancelled."""
         metrics, generated = self.metrics, self.num_output
-        metrics.in_flight.labels(self.endpoint).dec()
         metrics.requests.labels(self.endpoint, str(status)).inc()
         metrics.generation_tokens.inc(generated)
         if self.key:

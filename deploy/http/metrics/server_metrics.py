@@ -25,7 +25,9 @@ class ServerMetrics:
         """`names` "vllm": vLLM's names stand beside Manta's."""
         self._names = names
         self._endpoints: list[str] = []
-        self._by_model: dict[str, RequestMetrics] = {}
+        self.unnamed = RequestMetrics()
+        """Of requests whose model isn't known; where only one is served, of all."""
+        self._by_model = {"": self.unnamed}
         self._registry = CollectorRegistry()
         self._refusals = Counter(
             "manta_refusals",
@@ -38,8 +40,7 @@ class ServerMetrics:
         self._scrape = Scrape()
 
     def of(self, model: str) -> RequestMetrics:
-        """Of the requests for one of several models, by `ServedModels.label`. "": of those whose
-        model isn't known; where only one is served, of all requests."""
+        """Of the requests for one of several models, by `ServedModels.label`."""
         found = self._by_model.get(model)
         if found is None:
             found = self._by_model[model] = RequestMetrics()
@@ -88,7 +89,7 @@ class ServerMetrics:
         if len(models) == 1:
             unnamed = labels
         else:
-            found += self.of("").families(unnamed, with_vllm=False, has_finished=False)
+            found += self.unnamed.families(unnamed, with_vllm=False, has_finished=False)
         return found + plain_families(self._registry, unnamed)
 
 

@@ -127,7 +127,7 @@ def test_application_asks_ray_for_a_gpu_each(
     monkeypatch.setattr(serve_app, "node_gpus", lambda: nodes)
     for device in ("cuda", "auto"):
         app = serve_app.build_app({"device": device, "tp_size": 2, **asked})
-        engines = app._bound_deployment.init_args[0]._bound_deployment
+        engines = app._bound_deployment.init_args[0][0]._bound_deployment
         config = engines._replica_config
         workers = 2 * asked.get("pp_size", 1)
         assert config.placement_group_strategy == strategy
@@ -140,6 +140,6 @@ def test_application_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve_app, "http_host", lambda: None)
     monkeypatch.setattr(serve_app, "node_gpus", lambda: [1])
     app = serve_app.build_app({"device": "auto", "tp_size": 2})
-    assert app._bound_deployment.init_args[0]._bound_deployment.init_args[0].device == "cpu"
+    assert app._bound_deployment.init_args[0][0]._bound_deployment.init_args[0].device == "cpu"
     with pytest.raises(ConfigError, match="needs 2 GPUs"):
         serve_app.build_app({"device": "cuda", "tp_size": 2, "gpu_wait_s": 0})

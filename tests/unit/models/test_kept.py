@@ -61,8 +61,7 @@ def folders(tmp_path: Path) -> Iterator[None]:
 
 def taken(config: Any, parallel: ParallelState) -> int:
     """Bytes of the tensors and quantized matrices that a model has."""
-    gc.collect()
-    gc.freeze()  # what is there before isn't looked at
+    gc.freeze()  # what is there before, garbage too, isn't looked at
     try:
         model = load_model(config, parallel, CPU)
         gc.collect()

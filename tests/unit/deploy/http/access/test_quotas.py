@@ -26,7 +26,7 @@ def key(limit: int | None = LIMIT, name: str = "a") -> ApiKey:
 
 
 def tracker() -> RequestTracker:
-    return RequestTracker(METRICS, "chat")
+    return RequestTracker(METRICS.unnamed, "chat")
 
 
 def generate(of: RequestTracker, tokens: int) -> None:

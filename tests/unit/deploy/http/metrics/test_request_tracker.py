@@ -36,7 +36,7 @@ SEQUENCES = st.lists(
 def test_counters_add_up(requests: list[list[list[int]]], key: str) -> None:
     metrics = ServerMetrics("vllm")
     for sequences in requests:
-        tracker = RequestTracker(metrics, "completions", key)
+        tracker = RequestTracker(metrics.unnamed, "completions", key)
         tracker.work = Work(time.perf_counter(), len(sequences), [9])
         for index, steps in enumerate(sequences):
             so_far = 0
@@ -83,11 +83,11 @@ def test_counters_add_up(requests: list[list[list[int]]], key: str) -> None:
 
 def test_what_no_engine_admitted_has_no_queue_time() -> None:
     metrics = ServerMetrics()
-    tracker = RequestTracker(metrics, "completions")
+    tracker = RequestTracker(metrics.unnamed, "completions")
     tracker.work = Work(time.perf_counter(), 1, [9])
     tracker.delta(0, delta(0, "abort"))
     tracker.end(200)
-    failed = RequestTracker(metrics, "completions")
+    failed = RequestTracker(metrics.unnamed, "completions")
     failed.delta(0, delta(3))
     failed.delta(0, delta(3, "error"))
     failed.end(500)
@@ -113,7 +113,7 @@ def test_refusals_are_counted_by_reason() -> None:
 
 def test_an_embedding_has_a_queue_time_alone() -> None:
     metrics = ServerMetrics()
-    tracker = RequestTracker(metrics, "embeddings")
+    tracker = RequestTracker(metrics.unnamed, "embeddings")
     tracker.work = Work(time.perf_counter(), 1, [])
     done = delta(0, "stop", queue_s=0.5)
     done.embedding = b"\0\0\0\0"

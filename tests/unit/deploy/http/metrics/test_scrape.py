@@ -45,7 +45,7 @@ def counted(requests: int) -> ServerMetrics:
     metrics = ServerMetrics("vllm")
     metrics.add_endpoint("completions")
     for _ in range(requests):
-        tracker = RequestTracker(metrics, "completions", "alice")
+        tracker = RequestTracker(metrics.unnamed, "completions", "alice")
         tracker.work = Work(time.perf_counter(), 1, [8])
         tracker.delta(0, TextDelta(1, "x", [1], 1, None, None, 3, 2, queue_s=0.25))
         tracker.delta(0, TextDelta(1, "y", [2], 4, "stop", None, 3, 2))
