@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from engine.checkpoint.adapter import adapter_bytes
+from engine.checkpoint.adapter import PeftAdapter
 from engine.checkpoint.folder import resolve_model_path
 from engine.checkpoint.kept import KeptShare, QuantizedFiles
 from engine.checkpoint.layout import AttentionCall, rank_calls, sees_windows
@@ -280,7 +280,7 @@ class MemoryNeed:
             files=kept_files(engine, model, kernels.layers, device),
             draft_files=drafts_from,
             gpu_share=gpu_share(engine, model, dtype, device),
-            adapters=held_adapters(engine) if device == "cpu" else 0,
+            adapters=held_adapters(engine, TYPE_BYTES[dtype]) if device == "cpu" else 0,
         )
 
     @property
@@ -414,11 +414,12 @@ def max_step_tokens(engine: EngineConfig, max_model_len: int) -> int:
     return max(budget, rows + engine.page_size)
 
 
-def held_adapters(engine: EngineConfig) -> int:
-    """Bytes of the LoRA adapters that an engine holds at once: of the largest that are listed. If
-    `max_cpu_loras` asks for more, those to come count as the largest of them. Raises
-    `ConfigError`."""
-    sizes = sorted(map(adapter_bytes, map(Path, engine.lora_adapters.values())), reverse=True)
+def held_adapters(engine: EngineConfig, item: int) -> int:
+    """Bytes of the LoRA adapters that an engine holds at once, with `item` for each number: of the
+    largest that are listed. If `max_cpu_loras` asks for more, those to come count as the largest of
+    them. Raises `ConfigError`."""
+    listed = [PeftAdapter.open(Path(folder)) for folder in engine.lora_adapters.values()]
+    sizes = sorted((item * adapter.num_values for adapter in listed), reverse=True)
     del sizes[engine.max_held_loras :]
     if sizes and engine.max_cpu_loras is not None and engine.takes_more_adapters:
         sizes += [sizes[0]] * (engine.max_cpu_loras - len(sizes))

@@ -101,14 +101,13 @@ def build_api(
     @app.get("/ping")
     async def health(model: Annotated[str, Query()] = "") -> Response:
         try:
-            models = models_provider()
-            name = models.of(model).model_info.name if model else ""
-            states = await answer.get(models.health)
-        except RequestError:  # there is no such model
-            raise
+            states = await answer.get(models_provider().health)
         except Exception as exception:  # not started, or lost: both mean "not healthy"
             return _json({"status": "unavailable", "detail": type(exception).__name__}, 503)
-        return _health_reply({name: states[name]} if name else states)
+        if model and model not in states:
+            # Who has no key may ask, so that nothing else is said.
+            raise RequestError("There is no such base model.", "model", status=404)
+        return _health_reply({model: states[model]} if model else states)
 
     @app.get("/metrics")
     async def scrape() -> Response:

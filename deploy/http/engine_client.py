@@ -196,6 +196,9 @@ class EngineClient(ABC):
         """Empty the prefix cache of every engine replica without requests. Returns what kept the
         others from it, in words."""
 
+    async def refresh_adapters(self) -> None:  # noqa: B027
+        """Learn which adapters were loaded by hand. Here none can be."""
+
     async def load_adapter(self, name: str, path: str, *, replace: bool) -> list[str]:
         """Serve the adapter in the folder `path` as `name`, everywhere and from now on. Without
         `replace` there must be none of this name. Returns what is wrong with replicas that don't

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from typing import ClassVar
+from collections.abc import Awaitable, Callable, Iterator
+from typing import ClassVar, TypeVar
 
 from deploy.http.engine_client import EngineClient, EngineHealth
 from engine.errors import EngineDeadError, RequestError
 from engine.trace import RoleTrace
 
+T = TypeVar("T")
 MAX_NAMES = 8
 """Of models, in an error."""
 
@@ -47,11 +48,18 @@ class ServedModels:
         return client.model_info.name if len(self) > 1 else ""
 
     def find(self, name: str) -> EngineClient | None:
-        """The client whose model is called so, or one of its adapters."""
-        for client in self:
-            if client.model_info.name == name:
-                return client
-        return next((client for client in self if client.model_info.has(name)), None)
+        """The client whose model is called so, or one of its adapters. A name that is listed or was
+        loaded goes before a folder's."""
+        infos = [(client, client.model_info) for client in self]
+        for fits in (
+            lambda info: info.name == name,
+            lambda info: info.adapters is not None and info.adapters.at_hand(name) is not None,
+            lambda info: info.has(name),
+        ):
+            for client, info in infos:
+                if fits(info):
+                    return client
+        return None
 
     def of(self, name: str) -> EngineClient:
         """As `find`; "" finds the first. Raises `RequestError` (404) if there is none."""
@@ -70,18 +78,39 @@ class ServedModels:
         return overall(self._by_name(await asyncio.gather(*asked)))
 
     async def flush_cache(self) -> list[str]:
-        """As `EngineClient.flush_cache`, of all models."""
-        found = await asyncio.gather(*[client.flush_cache() for client in self])
-        return [refusal for refusals in found for refusal in refusals]
+        """As `EngineClient.flush_cache`, of all models. Engines that can't be asked refuse."""
+        refusals: list[str] = []
+        for client, found in await self._each(lambda client: client.flush_cache()):
+            told = [str(found)] if isinstance(found, EngineDeadError) else found
+            refusals += [f"{self.label(client)}: {why}".removeprefix(": ") for why in told]
+        return refusals
 
     async def trace(self, last: int) -> dict[str, list[RoleTrace]]:
-        """What the roles of each engine replica did in their last steps, by model and replica."""
-        found = await asyncio.gather(*[client.trace(last) for client in self])
+        """What the roles of each engine replica did in their last steps, by model and replica,
+        without the models whose engines can't be asked. Raises `EngineDeadError` if none can."""
+        asked = await self._each(lambda client: client.trace(last))
+        lost = [found for _, found in asked if isinstance(found, EngineDeadError)]
+        if len(lost) == len(self):
+            raise lost[0]
         return {
             f"{self.label(client)} {replica}".lstrip(): roles
-            for client, replicas in zip(self, found, strict=True)
-            for replica, roles in replicas.items()
+            for client, found in asked
+            if not isinstance(found, EngineDeadError)
+            for replica, roles in found.items()
         }
+
+    async def _each(
+        self, ask: Callable[[EngineClient], Awaitable[T]]
+    ) -> list[tuple[EngineClient, T | EngineDeadError]]:
+        """What each client answers, or that its engines don't."""
+
+        async def one(client: EngineClient) -> T | EngineDeadError:
+            try:
+                return await ask(client)
+            except EngineDeadError as error:
+                return error
+
+        return list(zip(self, await asyncio.gather(*map(one, self)), strict=True))
 
     def _by_name(self, states: list[EngineHealth]) -> dict[str, EngineHealth]:
         return {c.model_info.name: state for c, state in zip(self, states, strict=True)}

@@ -50,10 +50,13 @@ class HeadStore:
 class AdapterBoard:
     """One per ingress. Its methods block, as the store does; they may be called in any thread."""
 
-    def __init__(self, catalog: AdapterCatalog, application: str, model: str, store: Store) -> None:
-        """Of the `application` that serves `model`; those of another model don't count."""
+    def __init__(
+        self, catalog: AdapterCatalog, application: str, name: str, model: str, store: Store
+    ) -> None:
+        """Of the `application` that serves `model` as `name`; those of another don't count."""
         self.catalog, self._store = catalog, store
-        self._prefix = f"manta/adapters/{application}/{model}/"
+        # No path and no name has a line end.
+        self._prefix = f"manta/adapters/{application}\n{name}\n{model}\n"
 
     def refresh(self) -> None:
         """Learn what has been loaded and unloaded."""

@@ -101,8 +101,8 @@ class ServeEngineClient(EngineClient, IngressListener):
         """Set if adapters may be loaded by hand."""
         if self._info.adapters is not None and self._info.adapters.loads:
             application = serve.get_replica_context().app_name
-            model = resolved.engine.model
-            self._adapters = AdapterBoard(self._info.adapters, application, model, HeadStore())
+            names = application, self._info.name, resolved.engine.model
+            self._adapters = AdapterBoard(self._info.adapters, *names, HeadStore())
         self._resumes: Counter[str] = Counter(dict.fromkeys(RESUMED, 0))
         self._drain = DrainWatch()
         self._inbox = AsyncInbox(node_ip(), self._on_message)

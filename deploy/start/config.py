@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 from deploy.http.access.options import check_access
@@ -25,7 +26,7 @@ _OF_A_MODEL = frozenset(
     (
         *("served_model_name", "num_replicas", "autoscaling", "routing_policy"),
         *("max_ongoing_requests", "tool_call_parser", "reasoning_parser"),
-        *("allow_request_chat_templates", "engine_resources", "worker_resources"),
+        *("engine_resources", "worker_resources"),
     )
 )
 """Keys of `ServerOptions` that each of several models may have its own of."""
@@ -42,6 +43,8 @@ class AppConfig:
         """Of its engines."""
         self.num_neighbours = 0
         """Engines of the application's other models, which may be on the same machines."""
+        self.is_first = True
+        """Of the application's models, which share its ingresses."""
 
     @classmethod
     def models_from_args(cls, args: dict[str, Any]) -> list[AppConfig]:
@@ -52,6 +55,7 @@ class AppConfig:
         found = [cls.from_args(given) for given in _model_args(args["models"], shared)]
         _check_names(found)
         for app in found:
+            app.is_first = app is found[0]
             app.deployment = f"{ENGINE}-{_slug(app.model_name)}"
             app.num_neighbours = sum(
                 other.max_replicas
@@ -198,7 +202,8 @@ def _check_names(models: list[AppConfig]) -> None:
                 f"the name '{app.model_name}' differs from another model's in signs alone; set "
                 "served_model_name."
             )
-    folders = [app.engine.lora_folder for app in models if app.engine.lora_folder is not None]
+    given = [app.engine.lora_folder for app in models]
+    folders = [Path(folder).resolve() for folder in given if folder is not None]
     if len(set(folders)) < len(folders):
         raise ConfigError(
             "two of `models` have the same lora_folder; a name there doesn't tell which model it "

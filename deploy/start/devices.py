@@ -39,6 +39,8 @@ from engine.scheduler.scheduler_config import SchedulerConfig
 PROCESS_BYTES = 1_200 << 20
 """Memory that Ray, Serve and our own processes take besides the model, with one replica on CPU
 (measured: 1.1 GiB for a whole pod)."""
+TOKENIZER_BYTES = 200 << 20
+"""Memory that the tokenizer of one more model takes."""
 REPLICA_BYTES = 300 << 20
 """Memory that the processes of one more replica take."""
 
@@ -91,7 +93,8 @@ def model_bytes(app: Any) -> int:
 
 def memory_bytes(app: Any) -> int:
     """`model_bytes` and the memory that all processes take besides."""
-    return model_bytes(app) + PROCESS_BYTES + (app.max_replicas - 1) * REPLICA_BYTES
+    base = PROCESS_BYTES if app.is_first else TOKENIZER_BYTES + REPLICA_BYTES
+    return model_bytes(app) + base + (app.max_replicas - 1) * REPLICA_BYTES
 
 
 def cache_tokens(app: Any, free: int) -> int:
@@ -161,7 +164,7 @@ def _check_reservations(apps: list[Any], devices: list[str]) -> None:
         for bundle in bundles * min_replicas(app):
             reserved.update(bundle)
         ingress = app.ingress_actor_options()
-        for _ in range(app.server.ingress_replicas):
+        for _ in range(app.server.ingress_replicas if app.is_first else 0):
             reserved.update({"CPU": ingress["num_cpus"], **ingress.get("resources", {})})
     cpus = get_num_cpus()
     if round(reserved["CPU"], 6) > cpus:  # hundredths, summed up

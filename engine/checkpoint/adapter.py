@@ -78,6 +78,11 @@ class PeftAdapter:
         """The largest of its matrices'."""
         return max(factors.rank for factors in self.linears.values())
 
+    @property
+    def num_values(self) -> int:
+        """Numbers of its matrices."""
+        return sum(f.rank * (f.in_size + f.out_size) for f in self.linears.values())
+
     @classmethod
     def open(cls, folder: Path) -> PeftAdapter:
         """Read the header. Raises `ConfigError`, which names the folder, if it can't be served."""
@@ -114,14 +119,6 @@ class PeftAdapter:
             f"base_model.model.{linear}.lora_A.weight",
             f"base_model.model.{linear}.lora_B.weight",
         )
-
-
-def adapter_bytes(folder: Path) -> int:
-    """Size of an adapter's matrices. Raises `ConfigError` if they aren't there."""
-    try:
-        return (folder / WEIGHTS_NAME).stat().st_size
-    except OSError as error:
-        raise ConfigError(f"{folder / WEIGHTS_NAME} can't be read: {error.strerror}.") from error
 
 
 def _read_config(folder: Path) -> ConfigValues:

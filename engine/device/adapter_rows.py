@@ -34,7 +34,7 @@ class AdapterRows:
 
     def part(self, rows: slice) -> AdapterRows:
         """Some neighbouring rows."""
-        return AdapterRows(self.host[rows], self.slots[rows])
+        return AdapterRows(self.host[rows], self.slots[rows], self.is_captured)
 
     def take(self, rows: Int64Array) -> AdapterRows:
         """These rows [n]."""
@@ -43,6 +43,8 @@ class AdapterRows:
     @property
     def groups(self) -> list[tuple[int, Tensor]]:
         """Each slot with its rows, int64 [n] on the device. The device is not waited for."""
+        if self.is_captured:
+            raise ValueError("a graph can't be captured for certain adapters")
         if self._groups is None:
             present = np.unique(self.host[self.host >= 0]).tolist()
             self._groups = [

@@ -42,6 +42,8 @@ class _AdapterRoute(JsonRoute):
 
     async def handle(self, request: Request) -> Response:
         check_same_site(request.headers)
+        for client in self.models_provider():
+            await client.refresh_adapters()
         return await super().handle(request)
 
     def _response(self, answer: str) -> Response:

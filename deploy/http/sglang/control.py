@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from deploy.http.access.api_key import ApiKey
-from deploy.http.body import Strict, refusal
+from deploy.http.body import Strict, encode_json, refusal
 from deploy.http.dialect import Route
 from deploy.http.engine_client import EngineClient
 from deploy.http.generation.endpoint import check_same_site
@@ -84,7 +84,7 @@ class FlushCacheRoute(Route):
         return Response("Cache flushed.\n", media_type="text/plain")
 
 
-class HealthGenerateRoute(JsonRoute):
+class HealthGenerateRoute(Route):
     """Whether every engine replica generates."""
 
     paths = ("/health_generate",)
@@ -94,16 +94,13 @@ class HealthGenerateRoute(JsonRoute):
         f"{HEALTH_TIMEOUT_S:g} s, or goes on with other requests, else 503."
     )
     reply = HealthReply
-    errors = (403, 500, 503)
+    errors = (403, 404, 500, 503)
 
     async def handle(self, request: Request) -> Response:
         check_same_site(request.headers)
-        return await super().handle(request)
-
-    async def _answer(
-        self, client: EngineClient, given: None, key: ApiKey | None
-    ) -> dict[str, Any]:
-        health = await self.models_provider().check_generate(HEALTH_TIMEOUT_S)
+        models, name = self.models_provider(), request.query_params.get("model", "")
+        asked = models.of(name) if name else models
+        health = await asked.check_generate(HEALTH_TIMEOUT_S)
         if not health.ok:
             raise RequestError(health.detail, status=503)
-        return {"status": "ok"}
+        return Response(encode_json({"status": "ok"}), media_type="application/json")

@@ -103,7 +103,7 @@ function Status() {
         <section aria-labelledby="ingresses"><h2 id="ingresses">Ingresses</h2>
           <ul class="plain">${status.ingresses.map((row) => html`<${Ingress} row=${row} />`)}
           ${status.models.map((m) => m.tokenizer_wrong
-            && html`<li class="wrong">tokenizer: ${m.tokenizer_wrong}</li>`)}</ul></section>`}
+            && html`<li class="wrong">tokenizer${status.models.length > 1 ? ` of ${m.model}` : ""}: ${m.tokenizer_wrong}</li>`)}</ul></section>`}
       <${Timeline} />
     </main>`;
 }

@@ -15,6 +15,7 @@ from starlette.testclient import TestClient
 from deploy.http.api import build_api
 from deploy.http.served_models import ServedModels
 from engine.checkpoint.adapter_catalog import AdapterCatalog
+from engine.errors import EngineDeadError
 from engine.process.folders import FOLDER_VARIABLE
 from tests.support.fake_client import FakeEngineClient
 from tests.support.loading_client import CALLS, LoadingClient, write_adapter
@@ -97,8 +98,11 @@ def test_health_of_each(http: TestClient, clients: list[LoadingClient]) -> None:
     assert found.json()["detail"].startswith("small: ")
     assert found.json()["models"]["big"] == "ok"
     assert http.get("/health", params={"model": "big"}).json() == {"status": "ok"}
-    assert http.get("/health", params={"model": "sql"}).status_code == 503
-    assert http.get("/health", params={"model": "other"}).status_code == 404
+    assert http.get("/health", params={"model": "small"}).status_code == 503
+    for unknown in ("sql", "other"):
+        found = http.get("/health", params={"model": unknown})
+        assert found.status_code == 404
+        assert "small" not in found.text, "who has no key may ask"
 
 
 def test_what_concerns_all(http: TestClient, clients: list[LoadingClient]) -> None:
@@ -109,12 +113,40 @@ def test_what_concerns_all(http: TestClient, clients: list[LoadingClient]) -> No
     assert http.get("/health_generate").status_code == 200
     clients[1].is_healthy = False
     assert "small: " in http.get("/health_generate").text
+    assert http.get("/health_generate", params={"model": "big"}).status_code == 200
+    assert http.get("/health_generate", params={"model": "sql"}).status_code == 503
+    assert http.get("/health_generate", params={"model": "other"}).status_code == 404
     status = http.get("/debug/status").json()
     assert [model["model"] for model in status["models"]] == ["big", "small"]
     events = http.get("/debug/trace").json()["traceEvents"]
     processes = {e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert any("big" in name for name in processes)
     assert any("small" in name for name in processes)
+
+
+def test_lost_engines_hide_nothing_of_the_others(
+    http: TestClient, clients: list[LoadingClient]
+) -> None:
+    async def lost(*_: Any) -> Any:
+        raise EngineDeadError("no replica answers")
+
+    clients[1].trace = clients[1].flush_cache = lost  # type: ignore[method-assign]
+    assert "big" in http.get("/debug/trace").text
+    reply = http.post("/flush_cache")
+    assert reply.status_code == 400
+    assert "small: no replica answers" in reply.text
+    assert clients[0].num_flushes == 1
+    clients[0].trace = lost  # type: ignore[method-assign]
+    assert http.get("/debug/trace").status_code == 503
+
+
+def test_a_folders_name_comes_last(tmp_path: Path, clients: list[LoadingClient]) -> None:
+    write_adapter(tmp_path / "folder" / "sql")
+    write_adapter(tmp_path / "folder" / "big")
+    catalog = AdapterCatalog({}, str(tmp_path / "folder"), 64)
+    models = ServedModels(named("before", adapters=catalog), *clients)
+    assert models.of("sql") is clients[1]
+    assert models.of("big") is clients[0]
 
 
 def test_information_of_one(http: TestClient) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from deploy.ingress.adapter_board import AdapterBoard
 from engine.checkpoint.adapter_catalog import AdapterCatalog
 from engine.protocol.adapters import AdapterRef
@@ -21,11 +23,12 @@ class DictStore:
         return {key: value for key, value in self.values.items() if key.startswith(prefix)}
 
 
-def test_all_learn_of_all() -> None:
+@pytest.mark.parametrize("others", [("name", "/other"), ("other", "/base"), ("name", "/bas")])
+def test_all_learn_of_all(others: tuple[str, str]) -> None:
     store = DictStore()
     catalogs = [AdapterCatalog({}, None, 64, ["/"]) for _ in range(3)]
-    boards = [AdapterBoard(catalog, "llm", "base", store) for catalog in catalogs[:2]]
-    other = AdapterBoard(catalogs[2], "llm", "other base", store)
+    boards = [AdapterBoard(catalog, "llm", "name", "/base", store) for catalog in catalogs[:2]]
+    other = AdapterBoard(catalogs[2], "llm", *others, store)
     first, second = (AdapterRef(f"team/{n}", n * 4, f"/adapters/{n}") for n in "ab")
     boards[0].add(first)
     boards[1].add(second)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from deploy.start import devices
 from deploy.start.banner import loading_lines, ready_lines
 from deploy.start.config import AppConfig
 from deploy.start.target import load_target
@@ -61,6 +62,10 @@ TWO = {"model": SMALL, "served_model_name": "two"}
         ({"models": [{"model": SMALL}], "model": SMALL}, ["belong into the entries"]),
         ({"models": [{"model": SMALL}, {"model": SMALL}]}, ["two of `models`", "manta-small"]),
         ({"models": [{"model": SMALL, "ingress_replicas": 2}]}, ["ingress_replicas", "beside"]),
+        (
+            {"models": [{"model": SMALL, "allow_request_chat_templates": True}]},
+            ["allow_request_chat_templates", "beside"],
+        ),
         ({"models": [{"model": SMALL, "page_sise": 2}]}, ["page_sise", "did you mean 'page_size'"]),
         ({"models": [{"model": "models/none"}, TWO]}, ["models/none", "does not exist"]),
         (
@@ -81,6 +86,18 @@ def test_the_same_folder_of_adapters_is_refused(tmp_path: Path) -> None:
         AppConfig.models_from_args(
             {"lora_folder": str(tmp_path), "models": [{"model": SMALL}, TWO]}
         )
+
+
+def test_what_all_share_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    models = [{**TWO, "served_model_name": name} for name in "abc"]
+    args = {"device": "cpu", "max_total_tokens": 4096, "ingress_replicas": 30, "models": models}
+    apps = AppConfig.models_from_args(args)
+    (alone,) = AppConfig.models_from_args({**TWO, "device": "cpu", "max_total_tokens": 4096})
+    more = devices.memory_bytes(apps[1])
+    assert devices.memory_bytes(apps[0]) == devices.memory_bytes(alone) > more
+    assert more > devices.model_bytes(apps[1])
+    monkeypatch.setattr(devices, "get_num_cpus", lambda: 1.0)
+    devices.check_devices(apps)
 
 
 def test_a_file_of_them(tmp_path: Path) -> None:
