@@ -216,6 +216,14 @@ class AdaptedLinears:
         for _, kernel in self._kernels:
             kernel.set(slot, factors)
 
+    def fill(self, slot: int, rank: int) -> None:
+        """Put an adapter into a slot that changes all linears and adds nothing."""
+        parts = self.projections.items()
+        self.set(
+            slot,
+            {n: (torch.zeros(rank, p.local_in), torch.zeros(rank, p.local_out)) for n, p in parts},
+        )
+
     def rows(self, slots: IntArray, device: torch.device) -> AdapterRows:
         """Of slots int32 [T]. On CPU all steps of as many tokens have the same memory, as recorded
         decodes need."""

@@ -22,6 +22,8 @@ from engine.layers.adapted import Adapters, Factors
 MAX_BY_ROW = 64
 """Rows of a step that are computed one by one where no graph was captured. More are fewer, larger
 products adapter by adapter."""
+ROWS_AT_ONCE = 8
+"""Of torch's operators, which copy the matrices of each."""
 RANK_BLOCK = 16
 """Slots have room for a multiple of this rank."""
 
@@ -97,7 +99,14 @@ class SlottedAdapters(Adapters):
 
 def add_rows(y: Tensor, x: Tensor, slots: Tensor, matrices: SlotMatrices) -> None:
     """Add to y [N, out], in place, what the adapters in `slots` int32 [N], -1 for none, make of
-    x [N, in]. It copies the matrices of every row."""
+    x [N, in]."""
+    for first in range(0, len(x), ROWS_AT_ONCE):
+        part = slice(first, first + ROWS_AT_ONCE)
+        _add_rows(y[part], x[part], slots[part], matrices)
+
+
+def _add_rows(y: Tensor, x: Tensor, slots: Tensor, matrices: SlotMatrices) -> None:
+    """It copies the matrices of every row."""
     at = slots.clamp_min(0).long()
     a, start = matrices.a.index_select(0, at), 0
     ranks = matrices.ranks.index_select(0, at).masked_fill((slots < 0)[:, None], 0)

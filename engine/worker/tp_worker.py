@@ -133,6 +133,8 @@ class TpModelWorker(ModelWorker):
 
     def _size_kv_cache(self, config: WorkerConfig, meter: MemoryMeter) -> None:
         runner = self.runner
+        if runner.adapted is not None:
+            runner.adapted.fill(0, config.engine.max_lora_rank)
         with out_of_memory_advice(PROFILE, config, meter.memory):
             profile = meter.profile(self, config, runner.cache_size)
         tokens = agree_on_kv_tokens(profile, config, self.parallel, runner.device)

@@ -20,6 +20,7 @@ def largest_steps(config: WorkerConfig) -> list[ModelWorkerBatch]:
     prompt, with its log-probabilities (attention over the whole context, logits of every token).
     The other has the largest number of rows that may run, all sampled (logits of every row, sorted
     for top-p). If the engine speculates, a third has all rows with all their drafts, each sampled.
+    Where requests may have adapters, all rows have that of slot 0.
 
     Every token lies in the padding page, so that no KV cache is needed: the values mean nothing,
     the shapes are right.
@@ -40,6 +41,9 @@ def largest_steps(config: WorkerConfig) -> list[ModelWorkerBatch]:
             config.engine.speculative_config.num_speculative_tokens, config.max_model_len - 1
         )
         steps.append(_verify_step(2, config.engine.max_running_requests, drafts, COSTLIEST))
+    if config.engine.has_adapters:
+        for step in steps:
+            step.adapters = np.zeros(len(step.query_lens), np.int32)
     return steps
 
 

@@ -137,6 +137,16 @@ def test_linears_that_a_step_does_not_call_once_are_given_up() -> None:
             linears.check(name, *sizes)
 
 
+def test_an_adapter_that_adds_nothing_is_computed() -> None:
+    slotted = partial(SlottedAdapters, max_rank=8, like=torch.empty(0), by_triton=False)
+    for make in (slotted, TorchAdapters, NativeAdapters):
+        linears, owner = AdaptedLinears(2, make), Owner()
+        linears.adapt(owner, [Projection("p", 2, 3, 0, (range(2),))])
+        linears.fill(0, 8)
+        linears.step.begin(linears.rows(np.zeros(5, np.int32), CPU))
+        assert torch.equal(owner.kernel(torch.ones(5, 3)), torch.full((5, 2), 3.0))
+
+
 def test_decodes_of_as_many_rows_have_the_same_memory() -> None:
     """Recorded calls read it again."""
     linears = AdaptedLinears(2, NativeAdapters)

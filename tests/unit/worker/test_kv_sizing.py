@@ -158,6 +158,13 @@ def test_steps_have_the_shapes_that_they_say(
 BASE = make_config()
 
 
+def test_rows_have_adapters_where_requests_may(tmp_path: Path) -> None:
+    for step in largest_steps(changed(BASE, lora_load_folders=[str(tmp_path)])):
+        assert step.adapters is not None
+        assert step.adapters.tolist() == [0] * len(step.query_lens)
+    assert all(step.adapters is None for step in largest_steps(BASE))
+
+
 def test_profile_runs_the_steps_and_reads_the_meters() -> None:
     seen: list[ModelWorkerBatch] = []
     config = changed(BASE, memory_fraction=1.0)
