@@ -80,7 +80,12 @@ def watch_health(launch: Started, over: threading.Event) -> list[str]:
 
 
 @pytest.mark.timeout(900)
-def test_refused_deploys_leave_what_serves_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "refused", [REFUSED[:3], pytest.param(REFUSED[3:], marks=pytest.mark.full_chaos)]
+)
+def test_refused_deploys_leave_what_serves_alone(
+    tmp_path: Path, refused: list[tuple[dict[str, Any], str]]
+) -> None:
     options = [word for setting in SETTINGS for word in ("--set", setting)]
     with started([MODEL, *options], tmp_path) as launch:
         launch.wait_ready()
@@ -91,23 +96,28 @@ def test_refused_deploys_leave_what_serves_alone(tmp_path: Path) -> None:
             health = pool.submit(watch_health, launch, over)
             streams = [pool.submit(stream, launch, number, over) for number in range(STREAMS)]
             try:
-                told = deploy_each(raylet.options["gcs-address"], raylet.environment, config)
+                told = deploy_each(
+                    [args for args, _ in refused],
+                    raylet.options["gcs-address"],
+                    raylet.environment,
+                    config,
+                )
             finally:
                 over.set()
         assert health.result() == []
         assert all(done.result() for done in streams)
-        for (args, fault), (status, message) in zip(REFUSED, told, strict=True):
+        for (args, fault), (status, message) in zip(refused, told, strict=True):
             assert status == "DEPLOY_FAILED", args
             assert fault in message, (args, message[-500:])
         assert launch.stop() == 0
 
 
 def deploy_each(
-    address: str, environment: dict[str, str], config: dict[str, Any]
+    refused: list[dict[str, Any]], address: str, environment: dict[str, str], config: dict[str, Any]
 ) -> list[tuple[str, str]]:
-    """Status and message of the application after each deploy of a config that is refused."""
+    """Status and message of the application after each deploy of a config with these arguments."""
     lines = []
-    for args, _ in REFUSED:
+    for args in refused:
         bad = copy.deepcopy(config)
         bad["applications"][0]["args"] |= args
         lines.append(json.dumps(bad))

@@ -54,12 +54,18 @@ function Chat() {
     addEventListener("keydown", onKey);
     return () => removeEventListener("keydown", onKey);
   }, []);
-  useEffect(() => {
-    call("v1/models") // a wrong key is told when something is sent
-      .then((reply) => reply.json())
-      .then(({ data }) => setModels(data.map((m) => m.id)), () => {});
-  }, []);
   useEffect(() => end.current?.scrollIntoView({ block: "nearest" }), [turns]);
+
+  async function listModels() {
+    const served = (await (await call("v1/models")).json()).data.map((m) => m.id);
+    setModels(served);
+    return served;
+  }
+
+  const onSettings = (event) => {
+    // Not before: a server with keys refuses who has not typed one yet.
+    if (event.target.open && !models.length) listModels().catch((problem) => setError(problem.message));
+  };
 
   async function send(event) {
     event?.preventDefault();
@@ -82,8 +88,7 @@ function Chat() {
     draw();
     let ended = "Answer complete";
     try {
-      const served = (await (await call("v1/models")).json()).data.map((m) => m.id);
-      setModels(served);
+      const served = await listModels();
       const messages = before.map(({ role, content }) => ({ role, content }));
       if (system.trim()) messages.unshift({ role: "system", content: system });
       const chosen = Object.entries(settings).filter(([, value]) => value !== "");
@@ -150,7 +155,7 @@ function Chat() {
   return html`<${Head} page="chat" />
     <main class="chat">
       <h1>Chat</h1>
-      <details class="settings">
+      <details class="settings" onToggle=${onSettings}>
         <summary>Settings</summary>
         ${models.length > 1 && html`<label>Model
           <select value=${model || models[0]} onChange=${(e) => setModel(e.target.value)}>
