@@ -146,7 +146,7 @@ def test_a_dying_engine_breaks_no_stream(server: ManagedServer, url: str, folder
     wait_idle(url, 30)
     # Leaks are looked for whenever an engine has nothing to do.
     assert metric(url, "manta_engine_kv_leaks_total") == 0
-    assert metric(url, "manta_engine_adapters_running") == 0
+    assert metric(url, "manta_engine_adapter_waiting_requests") == 0
 
 
 def test_what_was_loaded_outlives_the_ingress(
