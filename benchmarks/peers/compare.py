@@ -31,7 +31,7 @@ from benchmarks.load.command import Target, measure
 from benchmarks.load.load import Workload
 from benchmarks.load.report import RunReport, medians, print_reports
 from benchmarks.peers import models, vllm_cpu
-from benchmarks.servers import ManagedServer, ServerError, exit_on_sigterm, free_port, manta_server
+from benchmarks.servers import ManagedServer, ServerError, exit_on_sigterm, manta_server
 
 SAVE_TO = REPO_ROOT / "benchmarks" / "results" / "peers.json"
 PAGE_SIZE = 32  # the smallest that vLLM's CPU attention takes
@@ -223,22 +223,19 @@ def start(contender: Contender, model: Path, args: argparse.Namespace) -> Manage
             "model_impl": contender.impl,
         }
         return manta_server(overrides | dict(args.set), timeout_s=START_TIMEOUT_S)
-    python = vllm_cpu.setup(PEERS / "vllm")
-    port = free_port()
-    command = vllm_cpu.serve_command(
-        python,
+    by_default = contender.threads == len(args.cores) - 1
+    return vllm_cpu.server(
+        PEERS / "vllm",
         model,
-        port,
+        bind="auto" if by_default else ",".join(map(str, args.cores[: contender.threads])),
+        kv_gib=KV_GIB,
+        timeout_s=START_TIMEOUT_S,
         dtype=contender.dtype,
         block_size=PAGE_SIZE,
         max_model_len=MAX_MODEL_LEN,
         max_num_seqs=MAX_RUNNING,
         impl=contender.impl,
     )
-    by_default = contender.threads == len(args.cores) - 1
-    bind = "auto" if by_default else ",".join(map(str, args.cores[: contender.threads]))
-    env = vllm_cpu.serve_env(python, bind=bind, kv_gib=KV_GIB)
-    return ManagedServer(command, env, port, timeout_s=START_TIMEOUT_S)
 
 
 def compare(results: Results) -> list[dict[str, object]]:

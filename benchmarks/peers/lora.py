@@ -28,7 +28,7 @@ import httpx
 from benchmarks.common import PEERS, REPO_ROOT, finish, print_table, save_result
 from benchmarks.lora import NUM_ADAPTERS, write_adapter
 from benchmarks.peers import models, vllm_cpu
-from benchmarks.servers import ManagedServer, exit_on_sigterm, free_port, manta_server
+from benchmarks.servers import ManagedServer, exit_on_sigterm, manta_server
 from engine.checkpoint.model_config import ModelConfig
 
 SAVE_TO = REPO_ROOT / "benchmarks" / "results" / "peers-lora.json"
@@ -158,22 +158,23 @@ def start(
                 "max_lora_rank": RANK,
             }
         return manta_server(overrides, timeout_s=START_TIMEOUT_S)
-    python, port = vllm_cpu.setup(PEERS / "vllm"), free_port()
-    command = vllm_cpu.serve_command(
-        python,
+    more: list[str] = []
+    if adapters:
+        more += ["--enable-lora", "--max-loras", str(NUM_ADAPTERS)]
+        more += ["--max-lora-rank", str(RANK), "--lora-modules"]
+        more += [f"{name}={at}" for name, at in adapters.items()]
+    return vllm_cpu.server(
+        PEERS / "vllm",
         model,
-        port,
+        bind="auto",
+        kv_gib=KV_GIB,
+        timeout_s=START_TIMEOUT_S,
+        more=more,
         dtype=args.dtype,
         block_size=PAGE_SIZE,
         max_model_len=MAX_MODEL_LEN,
         max_num_seqs=ROWS,
     )
-    if adapters:
-        command += ["--enable-lora", "--max-loras", str(NUM_ADAPTERS)]
-        command += ["--max-lora-rank", str(RANK), "--lora-modules"]
-        command += [f"{name}={at}" for name, at in adapters.items()]
-    env = vllm_cpu.serve_env(python, bind="auto", kv_gib=KV_GIB)
-    return ManagedServer(command, env, port, timeout_s=START_TIMEOUT_S)
 
 
 def losses(found: dict[tuple[str, str], list[float]]) -> list[list[Any]]:

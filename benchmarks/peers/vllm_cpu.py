@@ -17,10 +17,14 @@ import subprocess
 import sys
 import venv
 import zipfile
+from collections.abc import Sequence
 from email.parser import HeaderParser
 from pathlib import Path
+from typing import Any
 
 from packaging.requirements import Requirement
+
+from benchmarks.servers import ManagedServer, free_port
 
 VERSION = "0.32.0"
 TORCH = "torch==2.13.0+cpu"
@@ -119,6 +123,25 @@ def serve_command(
         str(port),
         "--enable-prompt-tokens-details",
     ]
+
+
+def server(
+    folder: Path,
+    model: Path,
+    *,
+    bind: str,
+    kv_gib: int,
+    timeout_s: float,
+    more: Sequence[str] = (),
+    **options: Any,
+) -> ManagedServer:
+    """vLLM's server of `model` on a free port; the caller enters it. `folder`: as in `setup`;
+    `options`: as in `serve_command`, and `more` of its command line; `bind` and `kv_gib`: as in
+    `serve_env`."""
+    python, port = setup(folder), free_port()
+    command = [*serve_command(python, model, port, **options), *more]
+    env = serve_env(python, bind=bind, kv_gib=kv_gib)
+    return ManagedServer(command, env, port, timeout_s=timeout_s)
 
 
 def serve_env(python: Path, *, bind: str, kv_gib: int) -> dict[str, str]:

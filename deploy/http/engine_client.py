@@ -200,13 +200,15 @@ class EngineClient(ABC):
         """Learn which adapters were loaded by hand. Here none can be."""
 
     async def load_adapter(self, name: str, path: str, *, replace: bool) -> list[str]:
-        """Serve the adapter in the folder `path` as `name`, everywhere and from now on. Without
+        """Serve the adapter in the folder `path` as `name`, everywhere and from now on, as far as
+        `refresh_adapters` has told which there are. Without
         `replace` there must be none of this name. Returns what is wrong with replicas that don't
         have it yet, in words. Raises `RequestError`."""
         raise RequestError("this server loads no adapters", status=403)
 
     async def unload_adapter(self, name: str) -> None:
-        """Serve it no more; requests that run with it go on. Raises `RequestError`."""
+        """Serve it no more; requests that run with it go on. As far as `refresh_adapters` has told
+        which there are. Raises `RequestError`."""
         raise RequestError("this server loads no adapters", status=403)
 
     @abstractmethod

@@ -68,6 +68,11 @@ class ServedModels:
             raise no_model(name, [known for client in self for known in client.model_info.names])
         return found
 
+    async def refresh_adapters(self) -> None:
+        """Learn which adapters were loaded by hand."""
+        for client in self:
+            await client.refresh_adapters()
+
     async def health(self) -> dict[str, EngineHealth]:
         """Of each model, by its name. Never raises."""
         return self._by_name(await asyncio.gather(*[client.health() for client in self]))

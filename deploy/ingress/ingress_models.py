@@ -52,8 +52,3 @@ class IngressModels(ServedModels):
     def tell_metrics(self, asker: str, number: int, report: list[PlainFamily]) -> str:
         """As `ServeEngineClient.tell_metrics`."""
         return self._started[0].tell_metrics(asker, number, report)
-
-    async def refresh_adapters(self) -> None:
-        """Learn which adapters were loaded by hand."""
-        for client in self._started:
-            await client.refresh_adapters()

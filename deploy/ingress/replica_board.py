@@ -9,12 +9,7 @@ from typing import Any
 
 from deploy.http.engine_client import ReplicaState, ReplicaStatus
 from deploy.ingress.engine_watch import EngineWatch
-from deploy.options import ENGINE
-from deploy.serve_state.replica_states import (
-    EngineTarget,
-    ServeStates,
-    engine_target,
-)
+from deploy.serve_state.replica_states import EngineTarget, ServeStates, engine_target
 from engine.errors import EngineDeadError
 
 logger = logging.getLogger(__name__)
@@ -34,12 +29,8 @@ class ReplicaBoard:
     """Remembers which replica has which place, from one look to the next. A replica that is lost
     keeps its place until another one takes it. Use from one event loop."""
 
-    def __init__(
-        self, ask: AskEngines, watch: EngineWatch, serve_states: ServeStates, engine: str = ENGINE
-    ) -> None:
-        """`engine`: the deployment of the replicas."""
+    def __init__(self, ask: AskEngines, watch: EngineWatch, serve_states: ServeStates) -> None:
         self._ask = ask
-        self._engine = engine
         self._serve_states = serve_states
         self._watch = watch
         self._places = Places()
@@ -64,7 +55,8 @@ class ReplicaBoard:
 
     async def _target(self) -> EngineTarget | None:
         try:
-            return engine_target(await self._serve_states.ask(TIMEOUT_S), self._engine)
+            told = await self._serve_states.ask(TIMEOUT_S)
+            return engine_target(told, self._serve_states.engine)
         except Exception as error:  # any failure of the controller: it isn't known
             logger.debug("Serve doesn't tell what it wants: %s", type(error).__name__)
             return None

@@ -113,11 +113,8 @@ class ServeEngineClient(EngineClient, IngressListener):
         self._router = _make_router(options, address, self._watch)
         self._attempts = Attempts(self._tokenizer, engines, self._watch, address, self._router)
         self._exchange = MetricsExchange(ingresses, address)
-        self._deployment = options.deployment
         self._serve_states = ServeStates(options.deployment)
-        self._board = ReplicaBoard(
-            self._ask_engines, self._watch, self._serve_states, options.deployment
-        )
+        self._board = ReplicaBoard(self._ask_engines, self._watch, self._serve_states)
         self._guard = GrammarGuard(model_path)
         self._leaving: asyncio.Task[None] | None = None
 
@@ -218,18 +215,17 @@ class ServeEngineClient(EngineClient, IngressListener):
         if self._adapters is not None:
             await asyncio.to_thread(self._adapters.refresh)
 
-    async def _refreshed_board(self) -> AdapterBoard:
+    def _board_to_change(self) -> AdapterBoard:
         if self._adapters is None:
             raise RequestError(
                 "this server loads no adapters: set lora_load_folders to the folders that they may "
                 "lie in",
                 status=403,
             )
-        await self.refresh_adapters()
         return self._adapters
 
     async def load_adapter(self, name: str, path: str, *, replace: bool) -> list[str]:
-        board = await self._refreshed_board()
+        board = self._board_to_change()
         catalog = board.catalog
         if name == self._info.name or (name in catalog.loaded and not replace):
             raise RequestError(
@@ -252,7 +248,7 @@ class ServeEngineClient(EngineClient, IngressListener):
         return _complaints([reply for reply in asked if isinstance(reply, BaseException)])
 
     async def unload_adapter(self, name: str) -> None:
-        board = await self._refreshed_board()
+        board = self._board_to_change()
         if name not in board.catalog.loaded:
             raise RequestError(
                 f"there is no adapter '{name[:200]}' that was loaded", "lora_name", status=404
@@ -292,7 +288,7 @@ class ServeEngineClient(EngineClient, IngressListener):
             logger.debug("Serve's controller doesn't answer: %s", type(error).__name__)
             quiet = [name for name, heard in self._watch.actors.items() if not heard]
             return "; ".join(f"{name} is silent" for name in quiet)
-        return replicas_lost(deployments, num_engines, self._deployment)
+        return replicas_lost(deployments, num_engines, self._serve_states.engine)
 
     async def stats(self) -> list[dict[str, float]]:
         answers = await self._ask_engines("stats", ANSWER_TIMEOUT_S)

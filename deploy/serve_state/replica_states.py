@@ -37,16 +37,15 @@ class ServeStates:
     otherwise take a thread for each question. Use from one event loop."""
 
     def __init__(self, engine: str = ENGINE) -> None:
-        self._engine = engine
+        self.engine = engine
+        """The deployment that is asked for beside the ingress."""
         self._answer = SharedAnswer[dict[str, DeploymentState]](0.0)
 
     async def ask(self, timeout_s: float) -> dict[str, DeploymentState]:
         """What `deployment_states` tells. Raises what the controller raises, `TimeoutError`
         if it doesn't answer in time."""
         async with asyncio.timeout(timeout_s):
-            return await self._answer.get(
-                lambda: asyncio.to_thread(deployment_states, self._engine)
-            )
+            return await self._answer.get(lambda: asyncio.to_thread(deployment_states, self.engine))
 
 
 def deployment_states(engine: str = ENGINE) -> dict[str, DeploymentState]:

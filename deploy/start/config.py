@@ -186,7 +186,7 @@ def _model_args(models: Any, shared: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _check_names(models: list[AppConfig]) -> None:
     """Raise `ConfigError` if it isn't clear which model a request or a deployment is for."""
-    seen: dict[str, str] = {}
+    seen: set[str] = set()
     for app in models:
         for name in (app.model_name, *app.engine.lora_adapters):
             if name in seen:
@@ -194,7 +194,7 @@ def _check_names(models: list[AppConfig]) -> None:
                     f"two of `models` serve '{name}'; set served_model_name, or call the adapter "
                     "otherwise."
                 )
-            seen[name] = name
+            seen.add(name)
     slugs = [_slug(app.model_name) for app in models]
     for app, slug in zip(models, slugs, strict=True):
         if slugs.count(slug) > 1:

@@ -132,10 +132,12 @@ def _check_cpu(apps: list[Any]) -> list[str]:
     for app in apps:
         _check_kernels(app)
     free, needed = available_host_bytes(), sum(map(memory_bytes, apps))
-    adapters = sum(app.max_replicas * need_of(app).adapters for app in apps)
-    if sum(map(model_bytes, apps)) > free:
-        raise ConfigError(shortage(needed, free, adapters))
-    told = [shortage(needed, free, adapters)] if needed > free else []
+    told = []
+    if needed > free:
+        adapters = sum(app.max_replicas * need_of(app).adapters for app in apps)
+        told = [shortage(needed, free, adapters)]
+        if sum(map(model_bytes, apps)) > free:
+            raise ConfigError(told[0])
     for app in apps:
         room = free - (needed - model_bytes(app))
         SchedulerConfig(app.resolved, cache_tokens(app, max(room, 0)))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.device.adapter_rows import AdapterRows
 from engine.device.pinned import to_device
-from engine.layers.adapted import Adapters, Factors
+from engine.layers.adapted import Factors, TorchAdapters
 
 MAX_BY_ROW = 64
 """Rows of a step that are computed one by one where no graph was captured. More are fewer, larger
@@ -39,7 +39,7 @@ class SlotMatrices(NamedTuple):
     """int32 [slots, P]: rows of A and B that count; 0 where an adapter changes nothing."""
 
 
-class SlottedAdapters(Adapters):
+class SlottedAdapters(TorchAdapters):
     """Matrices of up to a highest rank, copied into slots behind the steps launched before."""
 
     def __init__(
@@ -54,47 +54,37 @@ class SlottedAdapters(Adapters):
     ) -> None:
         """Of the type and on the device of `like`. `by_triton`: rows are computed by our kernels,
         else by torch's operators."""
-        self._sizes = tuple(sizes)
+        super().__init__(in_size, sizes, num_slots)
         rank = -(-max_rank // RANK_BLOCK) * RANK_BLOCK
         self._slots = SlotMatrices(
             like.new_zeros((num_slots, len(sizes), rank, in_size)),
             tuple(like.new_zeros((num_slots, rank, size)) for size in sizes),
             torch.zeros((num_slots, len(sizes)), dtype=torch.int32, device=like.device),
         )
-        self._ranks = np.zeros((num_slots, len(sizes)), np.int32)
-        """The same on the host."""
         self._kernels: Any = None
         if by_triton:
             self._kernels = import_module("engine.layers.triton_adapters")
 
     def set(self, slot: int, parts: Sequence[Factors | None]) -> None:
-        for at, part in enumerate(parts):
-            self._ranks[slot, at] = 0 if part is None else len(part[0])
+        ranks = np.array([0 if part is None else len(part[0]) for part in parts], np.int32)
+        placed: list[Factors | None] = [None] * len(parts)
+        for at, (part, rank) in enumerate(zip(parts, ranks, strict=True)):
             if part is not None:
-                rank, (a, b) = len(part[0]), part
-                self._slots.a[slot, at, :rank].copy_(a, non_blocking=True)
-                self._slots.b[at][slot, :rank].copy_(b, non_blocking=True)
-        ranks = self._slots.ranks[slot]
-        ranks.copy_(to_device(self._ranks[slot].copy(), ranks.device))
+                mine = self._slots.a[slot, at, :rank], self._slots.b[at][slot, :rank]
+                for here, given in zip(mine, part, strict=True):
+                    here.copy_(given, non_blocking=True)
+                placed[at] = mine
+        super().set(slot, placed)
+        own = self._slots.ranks[slot]
+        own.copy_(to_device(ranks, own.device))
 
     def add(self, y: Tensor, x: Tensor, rows: AdapterRows) -> None:
         if not rows.is_captured and len(x) > MAX_BY_ROW:
-            self._add_by_adapter(y, x, rows)
+            super().add(y, x, rows)
         elif self._kernels is not None:
             self._kernels.add_rows(y, x, rows.slots, self._slots)
         else:
             add_rows(y, x, rows.slots, self._slots)
-
-    def _add_by_adapter(self, y: Tensor, x: Tensor, rows: AdapterRows) -> None:
-        for slot, mine in rows.groups:
-            given, start = x.index_select(0, mine), 0
-            for at, size in enumerate(self._sizes):
-                rank = int(self._ranks[slot, at])
-                if rank:
-                    a, b = self._slots.a[slot, at, :rank], self._slots.b[at][slot, :rank]
-                    more = (given @ a.t()) @ b
-                    y.narrow(1, start, size).index_add_(0, mine, more.to(y.dtype))
-                start += size
 
 
 def add_rows(y: Tensor, x: Tensor, slots: Tensor, matrices: SlotMatrices) -> None:

@@ -20,7 +20,7 @@ from benchmarks.common import REPO_ROOT
 from benchmarks.servers import ManagedServer
 from tests.support.adapters import make_adapter
 from tests.support.engines import load_reference
-from tests.support.http_server import manta, metric, streams, wait_idle
+from tests.support.http_server import ids_of, manta, metric, sampled_body, streams, wait_idle
 from tests.support.processes import actor_pids, launch_mark
 
 MODEL = REPO_ROOT / "models" / "manta-small"
@@ -58,18 +58,6 @@ def url(server: ManagedServer) -> str:
     return server.base_url
 
 
-def body(name: str, at: int) -> dict[str, Any]:
-    return {
-        "model": name,
-        "prompt": [(at * 31 + i) % 4000 + 6 for i in range(20)],
-        "max_tokens": TOKENS,
-        "temperature": 0.7,
-        "seed": at,
-        "ignore_eos": True,
-        "return_token_ids": True,
-    }
-
-
 def load(url: str, name: str, path: Path | str, **more: Any) -> httpx.Response:
     fields = {"lora_name": name, "lora_path": str(path), **more}
     return httpx.post(f"{url}/v1/load_lora_adapter", json=fields, timeout=120)
@@ -92,9 +80,7 @@ def run(bodies: list[dict[str, Any]], url: str, then: Callable[[], object] = boo
         await asyncio.to_thread(then)
         return await calls
 
-    got = asyncio.run(both())
-    assert [g.error for g in got if g.error] == []
-    return [g.token_ids for g in got]
+    return ids_of(asyncio.run(both()))
 
 
 def test_the_official_client(url: str) -> None:
@@ -120,7 +106,7 @@ def test_the_official_client(url: str) -> None:
 def test_a_dying_engine_breaks_no_stream(server: ManagedServer, url: str, folder: Path) -> None:
     """Each stream ends as it would have, on the version that it began with."""
     assert load(url, "hot", folder / "hot").status_code == 200
-    bodies = [body(NAMES[n % 10], n) for n in range(STREAMS)]
+    bodies = [sampled_body(NAMES[n % 10], n, TOKENS) for n in range(STREAMS)]
     alone = [run([one], url)[0] for one in bodies]
     assert len({tuple(ids) for ids in alone}) == STREAMS
     assert run(bodies, url) == alone
@@ -158,7 +144,7 @@ def test_what_was_loaded_outlives_the_ingress(
         assert [reply.status_code for reply in replies] == [200] * 50
         replies = pool.map(lambda n: unload(url, f"n{n}"), range(50))
         assert [reply.status_code for reply in replies] == [200] * 50
-    want = run([body("kept", 1)], url)
+    want = run([sampled_body("kept", 1, TOKENS)], url)
     (ingress,) = actor_pids(launch_mark(server.pid), "ServeReplica:llm:ingress")
     os.kill(ingress, signal.SIGKILL)
     deadline = time.monotonic() + 90
@@ -170,7 +156,7 @@ def test_what_was_loaded_outlives_the_ingress(
             pass  # the new one is starting
         assert time.monotonic() < deadline
         time.sleep(0.5)
-    assert run([body("kept", 1)], url) == want
+    assert run([sampled_body("kept", 1, TOKENS)], url) == want
     assert unload(url, "kept").status_code == 200
 
 
@@ -201,4 +187,4 @@ def test_hostile_loads(url: str, folder: Path, tmp_path: Path) -> None:
         assert says in reply.json()["error"]["message"]
     assert unload(url, "a1").status_code == 404
     assert names(url) == ["manta-small", *LISTED]
-    assert run([body("a2", 5)], url)[0]
+    assert run([sampled_body("a2", 5, TOKENS)], url)[0]

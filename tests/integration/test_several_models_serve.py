@@ -18,7 +18,15 @@ from benchmarks.servers import ManagedServer
 from tests.support.adapters import make_adapter
 from tests.support.engines import load_reference
 from tests.support.families import make_family
-from tests.support.http_server import Streamed, manta, metric, streams, wait_idle
+from tests.support.http_server import (
+    Streamed,
+    ids_of,
+    manta,
+    metric,
+    sampled_body,
+    streams,
+    wait_idle,
+)
 
 SMALL = REPO_ROOT / "models" / "manta-small"
 PARENTS = {"manta-small": None, "a": "manta-small", "b": "manta-small", "other": None, "c": "other"}
@@ -56,22 +64,8 @@ def url(server: ManagedServer) -> str:
     return server.base_url
 
 
-def body(name: str, at: int, tokens: int = 60) -> dict[str, Any]:
-    return {
-        "model": name,
-        "prompt": [(at * 31 + i) % 250 + 3 for i in range(20)],
-        "max_tokens": tokens,
-        "temperature": 0.7,
-        "seed": at,
-        "ignore_eos": True,
-        "return_token_ids": True,
-    }
-
-
 def run(url: str, bodies: list[dict[str, Any]]) -> list[list[int]]:
-    got = asyncio.run(streams(url, bodies))
-    assert [g.error for g in got if g.error] == []
-    return [g.token_ids for g in got]
+    return ids_of(asyncio.run(streams(url, bodies)))
 
 
 def test_the_official_client(url: str) -> None:
@@ -88,7 +82,7 @@ def test_the_official_client(url: str) -> None:
 
 
 def test_all_at_once_are_as_alone(url: str) -> None:
-    bodies = [body(name, at) for at, name in enumerate([*PARENTS] * 4)]
+    bodies = [sampled_body(name, at, 60) for at, name in enumerate([*PARENTS] * 4)]
     alone = [run(url, [one])[0] for one in bodies]
     assert run(url, bodies) == alone
     wait_idle(url, 30)
@@ -96,8 +90,10 @@ def test_all_at_once_are_as_alone(url: str) -> None:
 
 def test_the_other_models_streams_go_on(url: str) -> None:
     """One model's worker is killed: its streams are resumed or wait, the other's notice nothing."""
-    of_small = [body(name, at, 200) for at, name in enumerate(("manta-small", "a", "b") * 3)]
-    of_other = [body(name, at, 200) for at, name in enumerate(("other", "c") * 3)]
+    of_small = [
+        sampled_body(name, at, 200) for at, name in enumerate(("manta-small", "a", "b") * 3)
+    ]
+    of_other = [sampled_body(name, at, 200) for at, name in enumerate(("other", "c") * 3)]
     alone = run(url, of_small), run(url, of_other)
     status = httpx.get(f"{url}/debug/status", timeout=30).json()
     assert [len(model["replicas"]) for model in status["models"]] == [1, 1]
@@ -111,9 +107,8 @@ def test_the_other_models_streams_go_on(url: str) -> None:
         return [await call for call in calls]
 
     small, other = asyncio.run(both())
-    assert [g.error for g in (*small, *other) if g.error] == []
-    assert [g.token_ids for g in small] == alone[0]
-    assert [g.token_ids for g in other] == alone[1]
+    assert ids_of(small) == alone[0]
+    assert ids_of(other) == alone[1]
     text = httpx.get(f"{url}/metrics", timeout=30).text
     resumed = {
         line.partition("model_name=")[2].split('"')[1]

@@ -9,7 +9,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -138,6 +138,25 @@ async def streams(
         return list(
             await asyncio.gather(*(stream(session, url, body, cut_after) for body in bodies))
         )
+
+
+def sampled_body(model: str, number: int, tokens: int) -> dict[str, Any]:
+    """A completion of so many tokens whose prompt and seed follow from `number`."""
+    return {
+        "model": model,
+        "prompt": [(number * 31 + i) % 4000 + 6 for i in range(20)],
+        "max_tokens": tokens,
+        "temperature": 0.7,
+        "seed": number,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+
+
+def ids_of(results: Sequence[Streamed]) -> list[list[int]]:
+    """The tokens of streams, none of which may have failed."""
+    assert [result.error for result in results if result.error] == []
+    return [result.token_ids for result in results]
 
 
 def metric(url: str, name: str) -> float:

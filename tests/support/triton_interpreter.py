@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from tests.support.source_files import ROOT
 
 
 def use_interpreter() -> None:
@@ -25,6 +30,16 @@ def use_interpreter() -> None:
 
     if "Interpreted" not in type(tl.cdiv).__name__:
         pytest.skip("Triton was imported before, to compile", allow_module_level=True)
+
+
+def run_compiling(code: str, folder: Path) -> str:
+    """What Python code prints that compiles kernels, which this process can't. Its cache is in
+    `folder`."""
+    env = {**os.environ, "TRITON_CACHE_DIR": str(folder)}
+    env["PYTHONPATH"] = os.pathsep.join(map(str, [ROOT, *sys.path]))
+    del env["TRITON_INTERPRET"]
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    return subprocess.check_output(command, env=env, text=True)
 
 
 def use_bfloat16(patch: pytest.MonkeyPatch) -> None:

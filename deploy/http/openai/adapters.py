@@ -42,8 +42,7 @@ class _AdapterRoute(JsonRoute):
 
     async def handle(self, request: Request) -> Response:
         check_same_site(request.headers)
-        for client in self.models_provider():
-            await client.refresh_adapters()
+        await self.models_provider().refresh_adapters()
         return await super().handle(request)
 
     def _response(self, answer: str) -> Response:

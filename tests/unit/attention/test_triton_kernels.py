@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,8 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.source_files import ROOT
-from tests.support.triton_interpreter import use_interpreter
+from tests.support.triton_interpreter import run_compiling, use_interpreter
 
 use_interpreter()
 
@@ -141,11 +137,7 @@ for dtype, pool in (("bf16", "bf16"), ("fp16", "u8")):
 
 
 def test_kernels_compile_for_hopper_and_keep_to_registers(tmp_path: Path) -> None:
-    env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
-    env["PYTHONPATH"] = os.pathsep.join(map(str, [ROOT, *sys.path]))
-    del env["TRITON_INTERPRET"]
-    command = [sys.executable, "-W", "ignore", "-c", _COMPILE]
-    printed = subprocess.check_output(command, env=env, text=True)
+    printed = run_compiling(_COMPILE, tmp_path)
     stacks = re.findall(r"\bREG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", printed)
     assert len(stacks) == 8
     assert all(int(stack) == int(local) == 0 for _, stack, local in stacks), printed

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.source_files import ROOT
-from tests.support.triton_interpreter import use_bfloat16, use_interpreter
+from tests.support.triton_interpreter import run_compiling, use_bfloat16, use_interpreter
 
 use_interpreter()
 
@@ -270,11 +266,7 @@ for kind, bits, center, group, mins in ((0, 4, 8, 128, 0), (0, 4, 8, 32, 1), (1,
 
 
 def test_kernels_compile_for_hopper_and_keep_to_registers(tmp_path: Path) -> None:
-    env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
-    env["PYTHONPATH"] = os.pathsep.join(map(str, [ROOT, *sys.path]))
-    del env["TRITON_INTERPRET"]
-    command = [sys.executable, "-W", "ignore", "-c", _COMPILE]
-    printed = subprocess.check_output(command, env=env, text=True)
+    printed = run_compiling(_COMPILE, tmp_path)
     stacks = re.findall(r"\bREG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", printed)
     assert len(stacks) == 5 * (len(TILES) + 1) + 3 * len(TILES)
     assert all(int(stack) == int(local) == 0 for _, stack, local in stacks), printed

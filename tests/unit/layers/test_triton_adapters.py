@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.source_files import ROOT
-from tests.support.triton_interpreter import use_bfloat16, use_interpreter
+from tests.support.triton_interpreter import run_compiling, use_bfloat16, use_interpreter
 
 use_interpreter()
 
@@ -116,10 +112,6 @@ for dtype in ("*bf16", "*fp16"):
 
 
 def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
-    env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
-    env["PYTHONPATH"] = os.pathsep.join(map(str, [ROOT, *sys.path]))
-    del env["TRITON_INTERPRET"]
-    command = [sys.executable, "-W", "ignore", "-c", _COMPILE]
-    printed = subprocess.check_output(command, env=env, text=True)
+    printed = run_compiling(_COMPILE, tmp_path)
     names = [kernel.__name__ for kernel in (triton_adapters._shrink, triton_adapters._expand)]
     assert printed.split() == names * 2
