@@ -32,7 +32,7 @@ from benchmarks.servers import ManagedServer, exit_on_sigterm, manta_server
 from engine.checkpoint.model_config import ModelConfig
 
 SAVE_TO = REPO_ROOT / "benchmarks" / "results" / "peers-lora.json"
-ROWS, WAVES = 32, 2
+ROWS, WAVES = 32, 1
 INPUT_LEN, OUTPUT_LEN = 64, 128
 RANK, PAGE_SIZE, MAX_MODEL_LEN = 16, 32, 512
 KV_GIB, MAX_TOTAL_TOKENS = 2, 32_768

@@ -31,7 +31,6 @@ _REFUSED = {
     "modules_to_save": "whole modules beside its matrices (modules_to_save)",
     "lora_bias": "biases (lora_bias)",
     "trainable_token_indices": "embeddings of tokens (trainable_token_indices)",
-    "target_parameters": "parameters that are no linears, such as experts (target_parameters)",
     "layer_replication": "copies of layers (layer_replication)",
     "alora_invocation_tokens": "tokens that switch it on (aLoRA)",
     "use_qalora": "inputs in groups (QALoRA)",
@@ -55,12 +54,14 @@ def check_adapter_name(name: str) -> None:
 
 @dataclass(frozen=True)
 class Factors:
-    """One linear's: its weight W [out, in] becomes W + scale * B A."""
+    """One linear's: its weight W [out, in] becomes W + scale * B A. Of a mixture's experts, whose
+    matrices are one parameter, those of each."""
 
     rank: int
     in_size: int
     out_size: int
     scale: float
+    num_experts: int = 1
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,12 @@ class PeftAdapter:
     @property
     def num_values(self) -> int:
         """Numbers of its matrices."""
-        return sum(f.rank * (f.in_size + f.out_size) for f in self.linears.values())
+        return sum(f.num_experts * f.rank * (f.in_size + f.out_size) for f in self.linears.values())
+
+    @property
+    def changes_experts(self) -> bool:
+        """Whether it has matrices for a mixture's experts."""
+        return any("experts" in name.split(".") for name in self.linears)
 
     @classmethod
     def open(cls, folder: Path) -> PeftAdapter:
@@ -96,12 +102,15 @@ class PeftAdapter:
                 raise ConfigError(f"the adapter in {folder} lacks lora_{lacks} of '{name}'.")
             (rank, in_size), (out_size, other) = sides["A"], sides["B"]
             wanted, scale = _rank_and_scale(config, name)
-            if not rank == other == wanted:
+            count = 1
+            if config.get("target_parameters") and rank % wanted == 0:
+                count = rank // wanted  # A and B of all experts are one matrix each
+            if not rank == other == count * wanted:
                 raise ConfigError(
                     f"the adapter in {folder} has matrices of rank {rank} and {other} for '{name}' "
                     f"where {CONFIG_NAME} says {wanted}."
                 )
-            linears[name] = Factors(rank, in_size, out_size, scale)
+            linears[name] = Factors(wanted, in_size, out_size, scale, count)
         base = config.get("base_model_name_or_path")
         return cls(folder, base if isinstance(base, str) else "", linears)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -22,6 +22,8 @@ class AdapterRows:
     """The same on the device."""
     is_captured: bool = False
     """Whether this is what a graph reads: then `slots` alone will be as they are in a replay."""
+    changes_experts: bool = False
+    """Whether a row's adapter has matrices for a mixture's experts."""
     _groups: list[tuple[int, Tensor]] | None = None
 
     @classmethod
@@ -34,11 +36,12 @@ class AdapterRows:
 
     def part(self, rows: slice) -> AdapterRows:
         """Some neighbouring rows."""
-        return AdapterRows(self.host[rows], self.slots[rows], self.is_captured)
+        return replace(self, host=self.host[rows], slots=self.slots[rows], _groups=None)
 
     def take(self, rows: Int64Array) -> AdapterRows:
         """These rows [n]."""
-        return AdapterRows.of(self.host[rows], self.slots.device)
+        found = AdapterRows.of(self.host[rows], self.slots.device)
+        return replace(found, changes_experts=self.changes_experts)
 
     @property
     def groups(self) -> list[tuple[int, Tensor]]:

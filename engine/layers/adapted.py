@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -46,11 +47,15 @@ class Projection:
         return sum(map(len, self.ranges)) if self.dim == 1 else self.in_size
 
     def own(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """Of A [rank, in] and B [out, rank] what this rank multiplies by: [rank, local_in] and
-        [local_out, rank]."""
+        """Of A [..., rank, in] and B [..., out, rank] what this rank multiplies by: [..., rank,
+        local_in] and [..., local_out, rank]."""
         if self.dim == 1:
-            return torch.cat([a[:, part.start : part.stop] for part in self.ranges], 1), b
-        return a, torch.cat([b[part.start : part.stop] for part in self.ranges])
+            return torch.cat([a[..., part.start : part.stop] for part in self.ranges], -1), b
+        return a, torch.cat([b[..., part.start : part.stop, :] for part in self.ranges], -2)
+
+    def nothing(self, rank: int) -> Factors:
+        """Matrices of this rank that add nothing."""
+        return torch.zeros(rank, self.local_in), torch.zeros(rank, self.local_out)
 
 
 MAX_RECORDED = 32
@@ -142,20 +147,36 @@ class HasKernel(Protocol):
     kernel: LinearKernel
 
 
+class Adapted(Protocol):
+    """What of a model may have adapters."""
+
+    projections: Sequence[Projection]
+    rows_seen: list[int] | None
+    """Rows of each call, while somebody watches."""
+
+    def set(self, slot: int, factors: Mapping[str, Factors]) -> None:
+        """Put into a slot what an adapter has, by name, of the projections."""
+
+    def remove(self) -> None:
+        """Let the model be as it was."""
+
+
 class AdaptedKernel(LinearKernel):
     """A linear's kernel, and what the adapters of a step's rows add to it."""
 
     def __init__(
         self,
-        kernel: LinearKernel,
+        linear: HasKernel,
         projections: Sequence[Projection],
         step: StepAdapters,
         adapters: Adapters,
     ) -> None:
-        self.kernel, self.projections = kernel, tuple(projections)
+        """It becomes the kernel of `linear`."""
+        self._linear, self.kernel = linear, linear.kernel
+        linear.kernel = self
+        self.projections: Sequence[Projection] = tuple(projections)
         self._step, self._adapters = step, adapters
         self.rows_seen: list[int] | None = None
-        """Rows of each call, while somebody watches."""
 
     def __call__(self, x: Tensor) -> Tensor:
         y = self.kernel(x)
@@ -166,71 +187,187 @@ class AdaptedKernel(LinearKernel):
         return y
 
     def set(self, slot: int, factors: Mapping[str, Factors]) -> None:
-        """Put into a slot what an adapter has, by name, of the linear's projections."""
         self._adapters.set(slot, [factors.get(part.name) for part in self.projections])
+
+    def remove(self) -> None:
+        self._linear.kernel = self.kernel
 
 
 MakeAdapters = Callable[[int, Sequence[int], int], Adapters]
 
 
-class AdaptedLinears:
-    """The linears of a model's stage that may have adapters."""
+@dataclass(frozen=True)
+class ExpertProjection(Projection):
+    """A parameter of a mixture, which has a matrix of each expert."""
 
-    def __init__(self, num_slots: int, make: MakeAdapters) -> None:
-        """`make` is given a linear's input size, the sizes of its outputs, and `num_slots`."""
-        self.num_slots = num_slots
+    mixture: str
+    """The module's name."""
+    num_experts: int
+    experts: tuple[int, ...]
+    """Those that this rank has."""
+    gate: tuple[slice, slice] | None = None
+    """Which outputs are the gate's, and which are what it is multiplied with; None: no gate's."""
+
+    def own(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        mine = torch.tensor(self.experts)
+        return super().own(a[mine], b[mine])
+
+    def nothing(self, rank: int) -> Factors:
+        a, b = super().nothing(rank)
+        return a.expand(len(self.experts), -1, -1), b.expand(len(self.experts), -1, -1)
+
+
+class HasAdapters(Protocol):
+    """The experts of a mixture."""
+
+    adapters: ExpertAdapters | None
+
+
+class ExpertAdapters:
+    """The adapters of a mixture's experts. To its matrices each expert of each slot is a slot."""
+
+    def __init__(
+        self,
+        owner: HasAdapters,
+        up: ExpertProjection,
+        down: ExpertProjection,
+        step: StepAdapters,
+        make: MakeAdapters,
+        num_slots: int,
+    ) -> None:
+        """They become the adapters of `owner`."""
+        self._owner, self.step = owner, step
+        owner.adapters = self
+        self.projections: Sequence[Projection] = (up, down)
+        self._count = len(up.experts)
+        self.up, self.down = (
+            make(part.local_in, [part.local_out], num_slots * self._count) for part in (up, down)
+        )
+        self._filled: set[int] = set()
+        self.rows_seen: list[int] | None = None
+
+    def set(self, slot: int, factors: Mapping[str, Factors]) -> None:
+        """Each is A [experts, rank, in] and B [experts, rank, out] of those of this rank."""
+        given = [factors.get(part.name) for part in self.projections]
+        is_changed = any(part is not None for part in given)
+        if not is_changed and slot not in self._filled:
+            return
+        for matrices, part in zip((self.up, self.down), given, strict=True):
+            for number in range(self._count):
+                own = None if part is None else (part[0][number], part[1][number])
+                matrices.set(slot * self._count + number, [own])
+        (self._filled.add if is_changed else self._filled.discard)(slot)
+
+    def remove(self) -> None:
+        self._owner.adapters = None
+
+    def rows_of(self, num_rows: int) -> AdapterRows | None:
+        """The adapters of the rows that the mixture is called with; None: the step has none. Every
+        call asks once."""
+        if self.rows_seen is not None:
+            self.rows_seen.append(num_rows)
+        return self.step.of_rows(num_rows) if self.step.is_active else None
+
+    def changed_rows(self, num_rows: int) -> Tensor | None:
+        """bool [num_rows]: which rows' adapters change this mixture; None: none does. On CPU."""
+        rows = self.rows_of(num_rows)
+        if rows is None or not rows.changes_experts:
+            return None
+        found = torch.from_numpy(np.isin(rows.host, [*self._filled]))
+        return found if bool(found.any()) else None
+
+    def of_experts(self, slots: Tensor, experts: Tensor) -> AdapterRows:
+        """Rows of experts [n], numbered among those of this rank, for tokens with `slots` int32
+        [n]. A number that is none of the rank's has no adapter."""
+        is_none = (slots < 0) | (experts < 0) | (experts >= self._count)
+        found = (slots * self._count + experts).masked_fill(is_none, -1).int()
+        if found.device.type == "cpu":
+            return AdapterRows(found.numpy(), found)
+        # The host doesn't know them.
+        return AdapterRows(np.zeros(0, np.int32), found, is_captured=True)
+
+
+class AdaptedLinears:
+    """The linears of a model's stage that may have adapters, and its mixtures' experts."""
+
+    def __init__(
+        self,
+        num_slots: int,
+        make: MakeAdapters,
+        *,
+        max_rank: int | None = None,
+        takes_experts: bool = True,
+    ) -> None:
+        """`make` is given a linear's input size, the sizes of its outputs, and a number of slots.
+        `max_rank`: what a slot has room for; None: any. `takes_experts`: whether mixtures may have
+        adapters."""
+        self.num_slots, self.max_rank = num_slots, max_rank
+        self.takes_experts = takes_experts
         self.step = StepAdapters()
         self._make = make
-        self._kernels: list[tuple[HasKernel, AdaptedKernel]] = []
+        self._adapted: list[Adapted] = []
         self._rows: dict[int, Tensor] = {}
+        self._with_experts: set[int] = set()
+        """Slots whose adapter changes experts."""
         self.projections: dict[str, Projection] = {}
-        """By the name of the linear."""
+        """By the name of the linear, or of a mixture's parameter."""
 
     def adapt(self, linear: HasKernel, projections: Sequence[Projection]) -> None:
         """Let `linear`, which computes `projections` side by side, have adapters."""
         sizes = [part.local_out for part in projections]
         adapters = self._make(projections[0].local_in, sizes, self.num_slots)
-        linear.kernel = AdaptedKernel(linear.kernel, projections, self.step, adapters)
-        self._kernels.append((linear, linear.kernel))
-        self.projections |= {part.name: part for part in projections}
+        self.add(AdaptedKernel(linear, projections, self.step, adapters))
+
+    def adapt_experts(
+        self, owner: HasAdapters, up: ExpertProjection, down: ExpertProjection
+    ) -> None:
+        """Let the experts of `owner`, which this rank has, have adapters."""
+        self.add(ExpertAdapters(owner, up, down, self.step, self._make, self.num_slots))
+
+    def add(self, adapted: Adapted) -> None:
+        """Let `adapted` have adapters."""
+        self._adapted.append(adapted)
+        self.projections |= {part.name: part for part in adapted.projections}
 
     def keep_those_called(self, run: Callable[[], object], num_rows: int) -> None:
         """Give those linears up that `run`, a step of `num_rows` tokens, doesn't call once with all
         of them."""
-        for _, kernel in self._kernels:
-            kernel.rows_seen = []
+        for one in self._adapted:
+            one.rows_seen = []
         run()
         kept = []
-        for linear, kernel in self._kernels:
-            if kernel.rows_seen == [num_rows]:
-                kept.append((linear, kernel))
-                kernel.rows_seen = None
+        for one in self._adapted:
+            if one.rows_seen == [num_rows]:
+                kept.append(one)
+                one.rows_seen = None
                 continue
-            linear.kernel = kernel.kernel
-            for part in kernel.projections:
+            one.remove()
+            for part in one.projections:
                 del self.projections[part.name]
-        self._kernels = kept
+        self._adapted = kept
 
     def set(self, slot: int, factors: Mapping[str, Factors]) -> None:
         """Put an adapter into a slot of all linears."""
-        for _, kernel in self._kernels:
-            kernel.set(slot, factors)
+        for one in self._adapted:
+            one.set(slot, factors)
+        self._with_experts.discard(slot)
+        if any(isinstance(self.projections[name], ExpertProjection) for name in factors):
+            self._with_experts.add(slot)
 
     def fill(self, slot: int, rank: int) -> None:
         """Put an adapter into a slot that changes all linears and adds nothing."""
-        parts = self.projections.items()
-        self.set(
-            slot,
-            {n: (torch.zeros(rank, p.local_in), torch.zeros(rank, p.local_out)) for n, p in parts},
-        )
+        self.set(slot, {name: part.nothing(rank) for name, part in self.projections.items()})
 
     def rows(self, slots: IntArray, device: torch.device) -> AdapterRows:
         """Of slots int32 [T]. On CPU all steps of as many tokens have the same memory, as recorded
         decodes need."""
         if device.type != "cpu" or len(slots) > MAX_RECORDED:
-            return AdapterRows.of(slots, device)
-        own = self._rows.setdefault(len(slots), torch.empty(len(slots), dtype=torch.int32))
-        return AdapterRows(slots, own.copy_(torch.from_numpy(slots)))
+            found = AdapterRows.of(slots, device)
+        else:
+            own = self._rows.setdefault(len(slots), torch.empty(len(slots), dtype=torch.int32))
+            found = AdapterRows(slots, own.copy_(torch.from_numpy(slots)))
+        found.changes_experts = not self._with_experts.isdisjoint(slots.tolist())
+        return found
 
     def check(self, name: str, in_size: int, out_size: int) -> None:
         """Raise `ConfigError` if an adapter can't have matrices of these sizes for `name`."""

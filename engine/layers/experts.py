@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.layers.adapted import ExpertAdapters
 from engine.layers.expert_counts import ExpertCounts
 from engine.layers.expert_share import ExpertShare
 from engine.layers.linear_kernel import GroupedKernel, LinearKernel, NativeKernel
@@ -46,6 +47,7 @@ class Experts:
         """The module's matrices or products (`set_kernels`), which are those of `share`, are taken
         from it."""
         self._module, self.share = module, share
+        self.adapters: ExpertAdapters | None = None
         self.counts: ExpertCounts | None = None
         """Set: added to by whoever calls, but by a `Mixture` itself."""
         up = "gate_up_proj" if module.has_gate else "up_proj"
@@ -105,10 +107,41 @@ class Experts:
     def __call__(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden]: of each token the sum of its `chosen` int64 [T, k] experts,
         by `weights` [T, k]. A number that is no expert's adds nothing."""
-        if self.weights is not None:
-            numbers, factors = self.share.local(chosen).contiguous(), weights.float().contiguous()
-            out = require_kernels().experts(hidden, numbers, factors, self.weights)
-            return self.share.sum_over.all_reduce(out)
+        return self.sum(hidden, chosen, weights, self.changed_rows(len(hidden)))
+
+    def changed_rows(self, num_rows: int) -> Tensor | None:
+        """`ExpertAdapters.changed_rows`. Every call asks once."""
+        return None if self.adapters is None else self.adapters.changed_rows(num_rows)
+
+    def sum(
+        self, hidden: Tensor, chosen: Tensor, weights: Tensor, changed: Tensor | None
+    ) -> Tensor:
+        """`__call__`, where adapters change what experts are for the tokens `changed`. A token's
+        result is the same in any batch."""
+        if changed is None or self.adapters is None:
+            out = self._all(hidden, chosen, weights)
+        else:
+            out = torch.empty_like(hidden)
+            slots = self.adapters.step.of_rows(len(hidden)).slots
+            out[changed] = self._one_by_one(
+                hidden[changed], chosen[changed], weights[changed], slots[changed]
+            )
+            others = ~changed
+            if bool(others.any()):
+                out[others] = self._all(hidden[others], chosen[others], weights[others])
+        return self.share.sum_over.all_reduce(out)
+
+    def _all(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        if self.weights is None:
+            return self._one_by_one(hidden, chosen, weights)
+        numbers, factors = self.share.local(chosen).contiguous(), weights.float().contiguous()
+        out: Tensor = require_kernels().experts(hidden, numbers, factors, self.weights)
+        return out
+
+    def _one_by_one(
+        self, hidden: Tensor, chosen: Tensor, weights: Tensor, slots: Tensor | None = None
+    ) -> Tensor:
+        """With `slots` int32 [T], those of the tokens' adapters."""
         module, k = self._module, chosen.shape[-1]
         out = torch.zeros_like(hidden)
         flat, count = self.share.local(chosen.reshape(-1)), self.share.count
@@ -120,18 +153,25 @@ class Experts:
         inputs = hidden.index_select(0, tokens)
         factors = weights.reshape(-1).index_select(0, order).unsqueeze(1)
         start = 0
+        adapters = None if slots is None else self.adapters
         for up, down, count in zip(self._up, self._down, counts, strict=False):
             end = start + count
             if count:
                 inner = up(inputs[start:end])
+                if adapters is not None and slots is not None:
+                    rows = adapters.of_experts(slots[tokens[start:end]], flat[order[start:end]])
+                    adapters.up.add(inner, inputs[start:end], rows)
                 inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
-                found = down(inner.contiguous())
+                inner = inner.contiguous()
+                found = down(inner)
+                if adapters is not None:
+                    adapters.down.add(found, inner, rows)
                 if getattr(module, "has_post_expert_norm", False):  # older versions lack it
                     found = module.post_expert_norm(found)
                 scaled = (found * factors[start:end]).to(out.dtype)
                 out.index_add_(0, tokens[start:end], scaled)
             start = end
-        return self.share.sum_over.all_reduce(out)
+        return out
 
 
 class Mixture:
@@ -147,7 +187,19 @@ class Mixture:
         self._router, self._routes = kernels.pack(router.contiguous()), len(router)
         self.normalized = normalized
         self._top_k, self._experts = top_k, experts
+        self._linear = kernels.linear
         self._places = experts.share.local(torch.arange(self._routes)).contiguous()
+
+    def _choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """int64 and like x, [T, k]: the experts of each token, and their weights, as the kernel
+        finds them."""
+        logits = self._linear(x, self._router, None, self._routes, False).float()
+        best, chosen = logits.sort(descending=True, stable=True)
+        best, chosen = best[:, : self._top_k], chosen[:, : self._top_k]
+        found = best.softmax(-1) if self.normalized else (best - logits.logsumexp(-1, True)).exp()
+        if self._experts.counts is not None:
+            self._experts.counts.add(chosen, None)
+        return chosen, found.to(x.dtype)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[..., hidden] -> [..., hidden]"""
@@ -157,6 +209,9 @@ class Mixture:
     def of_rows(self, x: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden]"""
         experts = self._experts
+        changed = experts.changed_rows(len(x))
+        if changed is not None:
+            return experts.sum(x, *self._choose(x), changed)
         out: Tensor = self._multiply(
             x,
             self._router,

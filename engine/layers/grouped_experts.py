@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.layers.adapted import ExpertAdapters
 from engine.layers.expert_counts import ExpertCounts
 from engine.layers.expert_share import ExpertShare
 from engine.layers.experts import take_kernels
@@ -30,6 +31,7 @@ class GroupedExperts:
         """Matrices that are quantized, by name."""
         self.counts: ExpertCounts | None = None
         """Set: added to by whoever calls."""
+        self.adapters: ExpertAdapters | None = None
         self._up_name = "gate_up_proj" if module.has_gate else "up_proj"
 
     def __call__(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -42,9 +44,18 @@ class GroupedExperts:
         # Where each expert's tokens end; those of none stand behind them all.
         bounds = torch.arange(count, device=flat.device)
         ends = torch.searchsorted(experts, bounds, right=True).int()
-        inner = self._product(self._up_name, hidden[order // k], experts, ends)
+        tokens = order // k
+        given = hidden[tokens]
+        inner = self._product(self._up_name, given, experts, ends)
+        adapters = self.adapters
+        adapted = None if adapters is None else adapters.rows_of(len(hidden))
+        if adapters is not None and adapted is not None:
+            rows = adapters.of_experts(adapted.slots[tokens], experts)
+            adapters.up.add(inner, given, rows)
         inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
         found = self._product("down_proj", inner, experts, ends)
+        if adapters is not None and adapted is not None:
+            adapters.down.add(found, inner, rows)
         if getattr(module, "has_post_expert_norm", False):  # older versions lack it
             found = module.post_expert_norm(found)
         # The products leave the rows of no expert as they were allocated.

@@ -94,6 +94,8 @@ class RecordedDecodes:
         only_decodes = batch.num_tokens == size and batch.num_long == 0
         if self.lack or not backend.can_be_recorded or not only_decodes or not 0 < size <= MAX_ROWS:
             return None
+        if batch.adapters is not None and batch.adapters.changes_experts:
+            return None  # which experts are called depends on the tokens
         if backend is not self._backend:  # another KV cache
             self._recorded.clear()
             self._backend = backend

@@ -130,6 +130,15 @@ class Share:
         alone = ExpertShare(range(num_experts), num_experts, ParallelState.single())
         return self._shares.get(name, alone)
 
+    def pieces(self, name: str) -> list[tuple[int, list[range]]]:
+        """By dimension: what the rank has of a mixture's parameter, where that isn't all."""
+        return self._pieces.get(name, [])
+
+    def mixture_parts(self, name: str) -> tuple[Part, ...] | None:
+        """The parts of a mixture's parameter that ranks have equal shares of; None: not known."""
+        cuts = (cut for mixture in self.layout.mixtures for cut in mixture.cuts)
+        return next((cut.parts for cut in cuts if cut.name == name), None)
+
     def cut(self, linear: str) -> Cut | None:
         """How ranks divide a linear's weight; None: each has all of it."""
         return self._cuts.get(f"{linear}.weight")

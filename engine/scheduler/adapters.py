@@ -2,15 +2,13 @@
 
 An adapter is read into the workers' host memory when the first request asks for it, and stands in
 one of `max_loras` slots while requests with it run. Where more adapters are asked for than there
-are slots, each gets one in turn: once an adapter waits for a slot, those in slots only take
-requests that came before that, so that they run empty. The one whose request has waited longest is
-next. So requests are served in the order of their arrival, as far as slots allow, and none waits
-for ever.
+are slots, they take turns: the one that has waited longest is next, and one whose turn is over
+sends its running requests back to the queue. The prefix cache keeps what they computed. So a
+request waits for its first token while others get a few tokens, however long their answers are.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -22,7 +20,15 @@ from engine.protocol.adapters import (
     DropAdapter,
     LoadAdapter,
 )
-from engine.scheduler.req import Req
+from engine.scheduler.req import Req, ReqStatus
+
+SHORT_TURN = 2
+"""Tokens that an adapter's requests get before it gives its slot to one with a new request."""
+LONG_TURN = 16
+"""Before it gives its slot to one all of whose requests have begun their answers."""
+UNCACHED_TURN = 64
+"""Before it gives its slot to any, where the prefix cache is off: its requests are then computed
+again from the beginning."""
 
 
 class _State(Enum):
@@ -37,74 +43,87 @@ class _Entry:
     ref: AdapterRef
     state: _State = _State.WANTED
     slot: int | None = None
-    last_number: int = 0
-    """While others wait for a slot, it takes requests up to this number."""
-    waiting: dict[Req, int] = field(default_factory=dict)
-    """Their numbers, in the order of their arrival."""
-    num_running: int = 0
+    since: int = 0
+    """When it began to wait for a slot."""
+    is_over: bool = False
+    """Its turn is over: it takes no request, and its slot is free once none runs any more."""
+    waiting: dict[Req, None] = field(default_factory=dict)
+    """In the order of their arrival."""
+    running: dict[Req, None] = field(default_factory=dict)
+    released: int = 0
+    """What `turn` counts for requests that run no more."""
     is_prepared: bool = False
     """Somebody wants it to be read, though no request asks for it yet."""
     used: int = 0
     """When it was used last."""
 
     @property
-    def oldest(self) -> float:
-        return min(self.waiting.values(), default=math.inf)
+    def is_idle(self) -> bool:
+        return not self.running and not self.waiting and not self.is_prepared
 
     @property
-    def is_idle(self) -> bool:
-        return not self.num_running and not self.waiting and not self.is_prepared
+    def has_new(self) -> bool:
+        """Whether a request waits for its first token."""
+        return any(not req.output_ids for req in self.waiting)
+
+    @property
+    def turn(self) -> int:
+        """How long it has had its slot, in tokens of requests that followed one another; those side
+        by side count once while they run. An embedding counts as a token."""
+        return self.released + max(map(_num_new, self.running), default=0)
 
 
 class AdapterTable:
     """Of one engine. Without adapters nothing of it is called for a request."""
 
-    def __init__(self, num_slots: int, max_held: int) -> None:
-        """At most `num_slots` adapters run at once; at most `max_held` are in the host's memory."""
+    def __init__(self, num_slots: int, max_held: int, keeps_prefixes: bool = True) -> None:
+        """At most `num_slots` adapters run at once; at most `max_held` are in the host's memory.
+        `keeps_prefixes`: whether requests that go back to the queue find what they computed."""
         self._max_held = max_held
+        self._turns = (SHORT_TURN, LONG_TURN) if keeps_prefixes else (UNCACHED_TURN,) * 2
         self._entries: dict[str, _Entry] = {}
         self._free = list(range(num_slots - 1, -1, -1))
         self._orders: list[LoadAdapter | DropAdapter] = []
         self._changes: list[AdapterSlot] = []
-        self._numbers: dict[Req, int] = {}
-        self._count = self._clock = 0
+        self._known: set[Req] = set()
+        """Requests with adapters, from their arrival to their end."""
+        self._clock = 0
         self._prepared: dict[str, list[Callable[[str], None]]] = {}
         """By digest: who is told when the adapter is there, or why it isn't."""
-        self._contended = False
-        """Whether an adapter that the workers have waits for a slot."""
-        self.loads_total = self.evictions_total = 0
+        self.loads_total = self.evictions_total = self.displacements_total = 0
 
     # Requests come and go
 
     def wait(self, req: Req) -> None:
-        """A request waits to run (again). One that was retracted keeps its place."""
+        """A request waits to run (again)."""
         ref = req.sequence.adapter
         if ref is None:
             return
-        if req not in self._numbers:
-            self._count += 1
-            self._numbers[req] = self._count
+        self._known.add(req)
         entry = self._entries.get(ref.digest)
         if entry is None:
             entry = self._entries[ref.digest] = _Entry(ref)
-        entry.waiting[req] = self._numbers[req]
         self._touch(entry)
+        if not entry.waiting:
+            entry.since = entry.used
+        entry.waiting[req] = None
 
     def run(self, req: Req) -> None:
         """A waiting request got its row."""
         if (entry := self._of(req)) is not None:
             del entry.waiting[req]
-            entry.num_running += 1
+            entry.running[req] = None
 
     def release(self, req: Req) -> None:
         """A request gave its row back; no step in flight holds it."""
         if (entry := self._of(req)) is not None:
-            entry.num_running -= 1
+            del entry.running[req]
+            entry.released += max(_num_new(req), 1)
             self._touch(entry)
 
     def forget(self, req: Req) -> None:
         """A request has ended; it may have been waiting."""
-        self._numbers.pop(req, None)
+        self._known.discard(req)
         if (entry := self._of(req)) is not None:
             entry.waiting.pop(req, None)
             if entry.state is _State.WANTED and entry.is_idle:
@@ -129,9 +148,7 @@ class AdapterTable:
         """Whether a waiting request's adapter lets it run now."""
         if (entry := self._of(req)) is None:
             return True
-        if entry.slot is None:
-            return False
-        return not self._contended or entry.waiting.get(req, 0) <= entry.last_number
+        return entry.slot is not None and not entry.is_over
 
     def slot_of(self, req: Req) -> int:
         """The slot of a running request's adapter; -1 if it has none."""
@@ -141,37 +158,54 @@ class AdapterTable:
     @property
     def is_empty(self) -> bool:
         """Whether no request asks for an adapter."""
-        return not self._numbers
+        return not self._known
 
     @property
     def is_loading(self) -> bool:
         """Whether workers are reading an adapter."""
         return any(entry.state is _State.LOADING for entry in self._entries.values())
 
-    def give_slots(self) -> None:
+    def give_slots(self) -> list[Req]:
         """Order what is lacking, and give free slots to adapters whose requests wait. Called before
-        requests are chosen."""
-        if not self._numbers and not self._prepared:
-            return
+        requests are chosen. Returns running requests that have to go back to the queue, because
+        their adapter's turn is over."""
+        if not self._known and not self._prepared:
+            return []
         asked = [entry for entry in self._entries.values() if entry.waiting or entry.is_prepared]
-        for entry in sorted((e for e in asked if e.state is _State.WANTED), key=lambda e: e.oldest):
+        for entry in sorted((e for e in asked if e.state is _State.WANTED), key=lambda e: e.since):
             if not self._make_place():
                 break
             entry.state = _State.LOADING
             self._orders.append(LoadAdapter(entry.ref))
-        ready = (e for e in asked if e.state is _State.READY and e.slot is None)
-        claims = [entry for entry in ready if entry.waiting]
-        if claims and not self._contended:
-            for entry in self._entries.values():
-                entry.last_number = self._count
-        for entry in sorted(claims, key=lambda e: e.oldest):
-            slot = self._take_slot()
-            if slot is None:
-                break
-            claims.remove(entry)
-            entry.slot, entry.last_number = slot, self._count
+        claims = [e for e in asked if e.state is _State.READY and e.slot is None and e.waiting]
+        claims.sort(key=lambda e: e.since)
+        while claims and (slot := self._take_slot()) is not None:
+            entry = claims.pop(0)
+            entry.slot, entry.released = slot, 0
             self._changes.append(AdapterSlot(slot, entry.ref.digest))
-        self._contended = bool(claims)
+        return self._end_turns(claims)
+
+    def _end_turns(self, claims: list[_Entry]) -> list[Req]:
+        """End the turns of as many adapters as wait for a slot. Returns their running requests."""
+        in_slots = [entry for entry in self._entries.values() if entry.slot is not None]
+        if not claims:
+            for entry in in_slots:
+                entry.is_over = False
+            return []
+        num_leaving = sum(entry.is_over for entry in in_slots)
+        holders = [(entry.turn, entry) for entry in in_slots if not entry.is_over]
+        holders.sort(key=lambda item: item[0], reverse=True)
+        short, long = self._turns
+        found: list[Req] = []
+        for i, (turn, entry) in enumerate(holders[: max(len(claims) - num_leaving, 0)]):
+            # Those before a new request in the queue have to run before it.
+            has_new = any(claim.has_new for claim in claims[num_leaving + i :])
+            if turn < (short if has_new else long):
+                break
+            entry.is_over = True
+            self.displacements_total += 1
+            found += (req for req in entry.running if req.status is ReqStatus.RUNNING)
+        return found
 
     # The loop's side
 
@@ -220,8 +254,8 @@ class AdapterTable:
         if len({*held, *self._free}) != len(held) + len(self._free):
             return f"slot leak: adapters have {held}, and {self._free} are free"
         waiting = {req for entry in self._entries.values() for req in entry.waiting}
-        if not waiting <= self._numbers.keys():
-            return f"adapter leak: {len(waiting)} requests wait, {len(self._numbers)} are known"
+        if not waiting <= self._known:
+            return f"adapter leak: {len(waiting)} requests wait, {len(self._known)} are known"
         return None
 
     def _of(self, req: Req) -> _Entry | None:
@@ -236,17 +270,18 @@ class AdapterTable:
         """A free slot, if need be that of the adapter that was idle longest."""
         if self._free:
             return self._free.pop()
-        over = [
+        free = [
             entry
             for entry in self._entries.values()
-            if entry.slot is not None
-            and not entry.num_running
-            and all(number > entry.last_number for number in entry.waiting.values())
+            if entry.slot is not None and not entry.running and (entry.is_over or not entry.waiting)
         ]
-        if not over:
+        if not free:
             return None
-        victim = min(over, key=lambda entry: (bool(entry.waiting), entry.used))
+        victim = min(free, key=lambda entry: (bool(entry.waiting), entry.used))
         slot, victim.slot = victim.slot, None
+        victim.is_over = False
+        self._touch(victim)
+        victim.since = victim.used
         return slot
 
     def _make_place(self) -> bool:
@@ -264,3 +299,8 @@ class AdapterTable:
         self._orders.append(DropAdapter(victim.ref.digest))
         self.evictions_total += 1
         return True
+
+
+def _num_new(req: Req) -> int:
+    """Tokens that a running request got since it was admitted last."""
+    return req.prompt_len + len(req.output_ids) - len(req.fill_ids)

@@ -74,7 +74,9 @@ class PrefillPlanner:
         """Rows of the next step, which comes after step number `step`, at time `now`."""
         requests = self._requests
         if requests.adapters is not None:
-            requests.adapters.give_slots()
+            while over := requests.adapters.give_slots():
+                for req in over:
+                    requests.retract(req)
         full = step < requests.full_until
         if requests.chunked is not None and self._held_up is not None:
             self._make_way(requests.chunked, self._held_up)

@@ -83,7 +83,9 @@ class Scheduler:
         """Set if requests may have adapters."""
         if config.engine.has_adapters:
             engine = config.engine
-            self.adapters = AdapterTable(engine.max_loras, engine.max_held_loras)
+            self.adapters = AdapterTable(
+                engine.max_loras, engine.max_held_loras, self.kv.enable_prefix_cache
+            )
         self.requests = Requests(
             self.kv, self.micro_batches, self.outputs, self.stats, self.adapters
         )
@@ -240,6 +242,7 @@ class Scheduler:
             self.stats.adapter_waiting_requests = self.adapters.num_blocked
             self.stats.adapter_loads_total = self.adapters.loads_total
             self.stats.adapter_evictions_total = self.adapters.evictions_total
+            self.stats.adapter_displacements_total = self.adapters.displacements_total
         return msgspec.structs.replace(
             self.stats,
             num_waiting=len(waiting),

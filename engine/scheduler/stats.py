@@ -39,6 +39,8 @@ class SchedulerStats(msgspec.Struct):
     adapter_loads_total: int = 0
     adapter_evictions_total: int = 0
     """Adapters that left the host's memory for others."""
+    adapter_displacements_total: int = 0
+    """Times that an adapter whose requests ran gave its slot to another."""
     expert_tokens_total: dict[int, list[int]] = msgspec.field(default_factory=dict)
     """By decoder layer, of each expert, if they are counted."""
     expert_imbalance: dict[int, float] = msgspec.field(default_factory=dict)

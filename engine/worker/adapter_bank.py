@@ -16,6 +16,7 @@ from engine.checkpoint.adapter_store import open_adapter
 from engine.errors import ConfigError
 from engine.layers.adapted import AdaptedLinears, Factors
 from engine.protocol.adapters import AdapterLoaded, AdapterRef, AdapterSlot
+from engine.worker.adapter_tensors import Source, build, find_sources
 
 
 class AdapterBank:
@@ -81,37 +82,36 @@ class AdapterBank:
         Its numbers aren't read."""
         self._fit(name, PeftAdapter.open(folder))
 
-    def _fit(self, name: str, adapter: PeftAdapter) -> list[str]:
-        """The linears of this rank that it has matrices for."""
-        own = []
+    def _fit(self, name: str, adapter: PeftAdapter) -> dict[str, list[Source]]:
+        """What it has for this rank's projections."""
         try:
-            for linear, factors in adapter.linears.items():
-                if linear in self._linears.projections or not self._is_elsewhere(linear):
-                    self._linears.check(linear, factors.in_size, factors.out_size)
-                    own.append(linear)
+            return find_sources(adapter, self._linears, self._is_elsewhere)
         except ConfigError as error:
             base = f", which was made for {adapter.base!r}," if adapter.base else ""
             raise ConfigError(f"the adapter '{name}'{base} doesn't fit: {error}") from error
-        return own
 
     def _read(self, ref: AdapterRef) -> dict[str, Factors]:
         """Raises `ConfigError` if the adapter isn't one of this model."""
         adapter = open_adapter(ref)
         found: dict[str, Factors] = {}
         with safe_open(adapter.folder / WEIGHTS_NAME, "pt") as file:
-            for name in self._fit(ref.name, adapter):
-                a, b = (file.get_tensor(tensor).float() for tensor in adapter.tensor_names(name))
+
+            def read(linear: str) -> tuple[Tensor, Tensor]:
+                a, b = (file.get_tensor(tensor).float() for tensor in adapter.tensor_names(linear))
                 if not bool(torch.isfinite(a).all() and torch.isfinite(b).all()):
                     raise ConfigError(
                         f"the adapter '{ref.name}' holds NaN or infinity in the matrices of "
-                        f"'{name}'."
+                        f"'{linear}'."
                     )
-                b = b * adapter.linears[name].scale
-                found[name] = self._prepared(*self._linears.projections[name].own(a, b))
+                return a, b * adapter.linears[linear].scale
+
+            for name, sources in self._fit(ref.name, adapter).items():
+                part = self._linears.projections[name]
+                found[name] = self._prepared(*part.own(*build(adapter, part, sources, read)))
         return found
 
     def _prepared(self, a: Tensor, b: Tensor) -> Factors:
-        a, b = a.to(self._dtype).contiguous(), b.t().to(self._dtype).contiguous()
+        a, b = a.to(self._dtype).contiguous(), b.mT.to(self._dtype).contiguous()
         return (a.pin_memory(), b.pin_memory()) if self._device.type == "cuda" else (a, b)
 
     def _is_elsewhere(self, name: str) -> bool:

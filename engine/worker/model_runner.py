@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +14,7 @@ from engine.attention.base import AttentionBackend, AttentionInputs
 from engine.attention.forward_batch import ForwardBatch, StepInputs, step_inputs
 from engine.attention.kv_pool import MHATokenToKVPool, resolve_kv_dtype
 from engine.attention.no_attention import NoAttention
+from engine.checkpoint.adapter import PeftAdapter
 from engine.config import WorkerConfig
 from engine.device.distributed import ParallelState
 from engine.device.queue import make_queue
@@ -94,7 +96,14 @@ class ModelRunner:
         self.adapted: AdaptedLinears | None = None
         """Set if requests may have adapters. Those of a draft model have none."""
         if config.engine.has_adapters and table is None:
-            self.adapted = AdaptedLinears(config.engine.max_loras, self._adapters_for(config))
+            is_gpu, listed = self.device.type == "cuda", config.engine.lora_adapters
+            self.adapted = AdaptedLinears(
+                config.engine.max_loras,
+                self._adapters_for(config),
+                max_rank=config.engine.max_lora_rank if is_gpu else None,
+                takes_experts=not is_gpu
+                or any(PeftAdapter.open(Path(at)).changes_experts for at in listed.values()),
+            )
             self.model.adapt(self.adapted)
         if meter is not None:
             meter.loaded()

@@ -490,7 +490,7 @@ MUTATIONS = [
         ADAPTERS,
         "test_no_adapter_waits_for_ever",
         "waits for ever",
-        Edit(ADAPTER_TABLE, "return not self._contended or", "return True or"),
+        Edit(ADAPTER_TABLE, " and not entry.is_over", ""),
         raises=pytest.fail.Exception,
     ),
     mutation(
@@ -510,5 +510,38 @@ MUTATIONS = [
         "test_those_behind_go_on",
         "digest0",
         Edit(PLANNER, "if adapters is not None and not adapters.is_empty:", "if False:"),
+    ),
+    mutation(
+        ADAPTERS,
+        "test_embeddings_take_turns",
+        "waits for ever",
+        Edit(ADAPTER_TABLE, "entry.released += max(_num_new(req), 1)", "pass"),
+        raises=pytest.fail.Exception,
+    ),
+    mutation(
+        ADAPTERS,
+        "test_long_answers_take_turns",
+        "assert",
+        Edit(
+            ADAPTER_TABLE,
+            "claims.sort(key=lambda e: e.since)",
+            "claims.sort(key=lambda e: -e.since)",
+        ),
+    ),
+    mutation(
+        ADAPTERS,
+        "test_a_long_answer_gives_its_slot_to_a_new_request",
+        "assert",
+        Edit(ADAPTER_TABLE, "found += (req for req", "(req for req"),
+    ),
+    mutation(
+        RECORDED,
+        "test_adapters_of_experts_run_as_they_are",
+        "assert",
+        Edit(
+            RECORDED_DECODES,
+            "batch.adapters is not None and batch.adapters.changes_experts",
+            "False",
+        ),
     ),
 ]

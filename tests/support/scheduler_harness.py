@@ -80,6 +80,7 @@ class Harness:
         reply_to: str = "c",
         priority: int = 0,
         salt: str = "",
+        adapter: AdapterRef | None = None,
     ) -> None:
         """Queue a request for an embedding."""
         self.expected_embeddings[(reply_to, rid)] = reference_embedding(prompt, pooling)
@@ -92,7 +93,8 @@ class Harness:
                 input_ids=np.asarray(prompt, np.int32),
                 params=SamplingParams(),
                 priority=priority,
-                namespace=salt,
+                namespace=salt if adapter is None else adapter.namespace(salt),
+                adapter=adapter,
                 pooling=pooling,
             ),
             self.now,

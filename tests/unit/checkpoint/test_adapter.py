@@ -95,7 +95,7 @@ REFUSED: dict[str, tuple[Spoil, str]] = {
     "lora bias": (config(lora_bias=True), "biases"),
     "modules": (config(modules_to_save=["lm_head"]), "modules_to_save"),
     "tokens": (config(trainable_token_indices=[1]), "embeddings"),
-    "experts": (config(target_parameters=["mlp.experts.down_proj"]), "experts"),
+    "experts": (config(target_parameters=["mlp.experts.down_proj"], r=3), "rank 4"),
     "pissa": (config(init_lora_weights="pissa_niter_16"), "convert it to plain LoRA"),
     "unknown use": (config(use_something=True), "use_something"),
     "kind": (config(peft_type="IA3"), "IA3"),

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -17,11 +19,13 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 
 from engine.device.distributed import ParallelState
+from engine.layers.adapted import AdaptedLinears, ExpertProjection, NativeAdapters, TorchAdapters
 from engine.layers.expert_counts import ExpertCounts
 from engine.layers.expert_share import ExpertShare
 from engine.layers.experts import Experts, Mixture, set_kernels
 from engine.layers.grouped_experts import GroupedExperts
 from engine.layers.linear_kernel import GroupedKernel, NativeKernel
+from engine.layers.slotted_adapters import SlottedAdapters
 from engine.layers.weight_format import NativeFormat, PlainFormat, QuantizedFormat
 from engine.models.cuts import take_ranges
 from engine.models.mixture_cuts import mixture_cut
@@ -74,6 +78,70 @@ def routes(tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     )
     chosen[chosen == 4] = 5  # an expert without tokens
     return torch.randn(tokens, 32).to(dtype), chosen, torch.rand(tokens, 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters(kind: str) -> None:
+    """Each way to compute a mixture has adapters, and a token's result is the same in any batch."""
+    hidden, chosen, weights = routes(7, torch.float32)
+    slots = np.array([1, -1, 0, 1, 2, -1, 1], np.int32)
+    gated = kind != "without gate"
+    up, down = (
+        ExpertProjection(name, out, size, dim, (range((out, size)[dim]),), "m", 6, tuple(range(6)))
+        for name, out, size, dim in (("up", 96 if gated else 48, 32, 0), ("down", 32, 48, 1))
+    )
+    torch.manual_seed(4)
+    own = {
+        slot: {
+            part.name: (torch.randn(6, 3, part.in_size), torch.randn(6, 3, part.out_size) * 0.3)
+            for part in (up, down)[slot:]
+        }
+        for slot in (0, 1)
+    }
+    merged = []
+    for slot in range(2):
+        module = make(kind, torch.float32)
+        for part in (up, down)[slot:]:
+            name = "down_proj" if part is down else "gate_up_proj" if gated else "up_proj"
+            a, b = own[slot][part.name]
+            more = b.mT @ a
+            getattr(module, name).data += more.mT if module.is_transposed else more
+        merged.append(Experts(module, PlainFormat(), ALL))
+    plain = Experts(make(kind, torch.float32), PlainFormat(), ALL)
+    by_slot = {-1: plain, 0: merged[0], 1: merged[1], 2: plain}
+    wanted = torch.cat(
+        [
+            by_slot[slot](hidden[row : row + 1], chosen[row : row + 1], weights[row : row + 1])
+            for row, slot in enumerate(slots.tolist())
+        ]
+    )
+    load_kernels()
+    slotted = partial(SlottedAdapters, max_rank=4, like=hidden, by_triton=False)
+    ways: list[tuple[Any, Any]] = [
+        (Experts(make(kind, torch.float32), PlainFormat(), ALL), TorchAdapters),
+        (Experts(make(kind, torch.float32), NativeFormat(), ALL), NativeAdapters),
+        (GroupedExperts(make(kind, torch.float32), ALL), slotted),
+    ]
+    for mixture, adapters in ways:
+        linears = AdaptedLinears(3, adapters)
+        linears.adapt_experts(mixture, up, down)
+        for slot, factors in own.items():
+            linears.set(slot, factors)
+        rows = linears.rows(slots, torch.device("cpu"))
+        assert rows.changes_experts
+        linears.step.begin(rows)
+        found = mixture(hidden, chosen, weights)
+        torch.testing.assert_close(found, wanted, atol=2e-5, rtol=1e-4)
+        for row in range(len(slots)):
+            at = slice(row, row + 1)
+            linears.step.begin(linears.rows(slots[at], torch.device("cpu")))
+            alone = mixture(hidden[at], chosen[at], weights[at])
+            assert torch.equal(alone, found[at]) or adapters is not NativeAdapters
+        linears.step.begin(None)
+        torch.testing.assert_close(mixture(hidden, chosen, weights), plain(hidden, chosen, weights))
+        linears.set(0, {})
+        linears.set(1, {})
+        assert not linears.rows(slots, torch.device("cpu")).changes_experts
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -6,18 +6,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from engine.models import recording
 from engine.models.recorded_decodes import MAX_ROWS, RecordedDecodes
 from engine.protocol.sampling_params import SamplingParams
-from engine.protocol.step import GenerationBatchResult
+from engine.protocol.step import GenerationBatchResult, ModelWorkerBatch
 from engine.worker.step_queue import StepQueue
 from engine.worker.tp_worker import TpModelWorker
 from tests.support.kernels import torch_threads
 from tests.support.models import THROUGH_TRANSFORMERS, leave_ranks_alone, make_model
 from tests.support.worker_driver import (
+    LiveReq,
     Steps,
     WindowedSteps,
     drain,
@@ -114,6 +116,45 @@ def test_experts_tokens_are_counted(tmp_path: Path) -> None:
     assert {1, 3, 7} <= set(recorded_of(worker).sizes)
     found = worker.expert_tokens()
     assert found and all(sum(layer) == 2 * tokens for layer in list(found.values())[:-1])
+
+
+class AdaptedSteps(Steps):
+    """Every line has an adapter: that of slot 0 in every other step, else that of slot 1."""
+
+    count = 0
+
+    def next(self, target: int) -> tuple[ModelWorkerBatch, list[LiveReq]]:
+        batch, reqs = super().next(target)
+        self.count += 1
+        batch.adapters = np.full(len(batch.req_pool_indices), self.count % 2, np.int32)
+        return batch, reqs
+
+
+def test_adapters_of_experts_run_as_they_are(tmp_path: Path) -> None:
+    """Which experts have rows isn't known before; an adapter of other linears is recorded."""
+    arch, changes = KINDS["qwen3_moe"]
+    folder = make_model(tmp_path / "model", arch, vocab_size=211, **changes)
+    found = []
+    for lack in ("", "switched off by the test"):
+        worker = make_worker(
+            folder, attention_backend="cpu", lora_folder=str(tmp_path), max_loras=2
+        )
+        recorded_of(worker).lack = lack
+        adapted = worker.runner.adapted
+        assert adapted is not None
+        torch.manual_seed(2)
+        factors = {
+            name: (torch.randn_like(a), torch.randn_like(b) * 0.3)
+            for name, part in adapted.projections.items()
+            for a, b in [part.nothing(2)]
+        }
+        experts = {name for name in factors if ".experts." in name}
+        assert experts and experts < factors.keys()
+        adapted.set(0, {name: factors[name] for name in factors.keys() - experts})
+        adapted.set(1, factors)
+        found.append(results(worker, steps=AdaptedSteps(params)))
+        assert bool(recorded_of(worker).sizes) != bool(lack)
+    assert same(*found)
 
 
 def test_another_kv_cache(tmp_path: Path) -> None:

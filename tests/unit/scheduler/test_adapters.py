@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from engine.protocol.adapters import AdapterLoaded, AdapterRef, LoadAdapter
 from engine.protocol.messages import AbortRequest
 from engine.protocol.step import ModelWorkerBatch
+from engine.scheduler.adapters import LONG_TURN, SHORT_TURN, UNCACHED_TURN
 from tests.support.scheduler_harness import MODE_IDS, MODES, Harness, prompt
 
 
@@ -118,7 +119,7 @@ def test_whatever_comes(mode: dict[str, Any], seed: int) -> None:
 
 def test_no_adapter_waits_for_ever() -> None:
     """Two adapters have all slots and get new requests all the time; a third one gets its turn."""
-    harness = AdapterHarness(max_loras=2)
+    harness = AdapterHarness(max_loras=2, lookahead=2, max_running_requests=32)
     rid = 0
     for _ in range(4):
         for number in (0, 1):
@@ -142,16 +143,101 @@ def test_those_behind_go_on() -> None:
     """A request whose adapter has no slot holds up neither the model's own nor a running one's."""
     harness = AdapterHarness(max_loras=1, schedule_policy="fcfs")
     harness.add(0, [1, 2, 3], 40, adapter=ref(0))
-    for _ in range(4):
-        harness.step()
-    harness.add(1, [1, 2, 4], 4, adapter=ref(1))
+    harness.add(1, [1, 2, 4], 40, adapter=ref(1))
     harness.add(2, [1, 2, 5], 4)
     for _ in range(12):
         harness.step()
     assert ("c", 2) in harness.finished
-    assert ("c", 1) not in harness.finished
     harness.run()
     assert ("c", 1) in harness.finished
+
+
+@pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_long_answer_gives_its_slot_to_a_new_request(mode: dict[str, Any], cached: bool) -> None:
+    """It goes on afterwards. Where nothing is kept of it, it has a longer turn."""
+    harness = AdapterHarness(
+        max_loras=1, enable_prefix_cache=cached, num_kv_tokens=512, max_model_len=400, **mode
+    )
+    harness.add(0, [1, 2, 3], 200, adapter=ref(0))
+    for _ in range(12):
+        harness.step()
+    harness.add(1, [1, 2, 4], 4, adapter=ref(1))
+    steps = 0
+    while ("c", 1) not in harness.finished:
+        harness.step()
+        harness.check()
+        steps += 1
+    assert (steps < 30) if cached else (UNCACHED_TURN - 20 < steps < UNCACHED_TURN + 60)
+    assert ("c", 0) not in harness.finished
+    harness.run()
+    assert harness.scheduler.snapshot_stats().adapter_displacements_total == 1
+
+
+def test_long_answers_take_turns() -> None:
+    """Five that are all at work share two slots evenly, and change for every long turn only."""
+    harness = AdapterHarness(max_loras=2, num_kv_tokens=4096, max_model_len=400)
+    for number in range(5):
+        harness.add(number, [1, 2, 3], 300, adapter=ref(number))
+    while not harness.finished:
+        harness.step()
+    got = [len(harness.tokens["c", number]) for number in range(5)]
+    assert max(got) - min(got) <= 4 * LONG_TURN
+    harness.run()
+    found = harness.scheduler.snapshot_stats().adapter_displacements_total
+    assert 8 <= found <= 1500 // LONG_TURN
+
+
+def test_embeddings_take_turns() -> None:
+    """They give no tokens, so a turn is so many requests."""
+    harness = AdapterHarness(max_loras=1, max_running_requests=2)
+    rid = 0
+    for _ in range(6):
+        harness.embed(rid, [1, 2, 3], adapter=ref(0))
+        rid += 1
+    harness.add(1000, [4, 5, 6], 4, adapter=ref(1))
+    for _ in range(40):
+        harness.embed(rid, [1, 2, 3], adapter=ref(0))
+        rid += 1
+        harness.step()
+        if ("c", 1000) in harness.finished:
+            break
+    else:
+        pytest.fail("the second adapter waits for ever")
+
+
+@pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=15, deadline=None)
+def test_how_long_a_first_token_takes(mode: dict[str, Any], seed: int) -> None:
+    """However many adapters are asked for and however long the answers: those before a request in
+    the queue have a short turn each."""
+    rng = random.Random(seed)
+    slots, adapters = rng.randrange(1, 4), rng.randrange(2, 8)
+    rows = dict(num_kv_tokens=4096, max_running_requests=64, chunked_prefill_size=512)
+    if "pp_size" in mode:
+        rows["max_micro_batch_size"] = 64
+    keys = {**mode, **rows, "schedule_policy": "fcfs"}
+    harness = AdapterHarness(max_loras=slots, max_cpu_loras=8, **keys)
+    came: dict[int, int] = {}
+    longest, step, rid = 0, 0, 0
+    while step < 150:
+        if rng.random() < 0.3 and rid < 30:
+            harness.add(
+                rid, prompt(rng, 5), rng.randrange(1, 60), adapter=ref(rng.randrange(adapters))
+            )
+            came[rid] = step
+            rid += 1
+        harness.step()
+        step += 1
+        started = [key[1] for key, tokens in harness.tokens.items() if tokens]
+        for one in started:
+            if one in came:
+                longest = max(longest, step - came.pop(one))
+    # A turn is a prefill, its tokens, and the steps in flight when it ends.
+    turn = (SHORT_TURN + 6) * mode.get("num_micro_batches", 1)
+    assert longest <= turn * (adapters // slots + 2)
+    harness.run()
 
 
 def test_reading_runs_beside_steps() -> None:
