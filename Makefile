@@ -48,17 +48,28 @@ test-unit: install-dev
 	-$(BIN)/python -m engine.native.build
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/unit benchmarks/tests -q
 
-# Everything that needs nothing but Python, real processes included, those one at a time: some 19
-# minutes; at most 15 is the aim.
+# Tests of engines without a server: they compute all the time, where servers wait for half of it.
+IN_PROCESS := $(addprefix tests/integration/test_,adapters.py embeddings.py expert_metrics.py \
+	families.py parallel.py shares.py speculative.py structured_output.py token_exact.py windows.py)
+EXTENDED_IN_PROCESS := $(addprefix tests/extended/test_,kernel_sanitizers.py smollm2_oracle.py \
+	gguf_fuzz.py load_memory.py peft.py divided_architectures.py)
+
+# Everything that needs nothing but Python, real processes included: those of servers one at a time,
+# beside the other tests. Some fifteen minutes behind the unit tests; at most 15 in all is the aim.
 test: test-unit
-	$(BIN)/python -m pytest tests -q --ignore=tests/unit --ignore=tests/extended --ignore=tests/chaos \
-		--ignore=tests/models
+	$(BIN)/python -m tests.side_by_side \
+		"$(BIN)/python -m pytest tests -q --ignore=tests/unit --ignore=tests/extended \
+			--ignore=tests/chaos --ignore=tests/models $(addprefix --ignore=,$(IN_PROCESS))" \
+		"$(BIN)/python -m pytest -q $(IN_PROCESS)"
 
 # What takes longer or needs more: a clean environment, Debian packages. Installs what it needs.
 test-extended: install-dev
-	$(BIN)/python -m pytest tests/extended tests/chaos -q
-	$(BIN)/python -m tests.mutations -q
-	$(MAKE) test-triton
+	$(BIN)/python -m tests.side_by_side \
+		"$(BIN)/python -m pytest tests/extended tests/chaos -q \
+			$(addprefix --ignore=,$(EXTENDED_IN_PROCESS))" \
+		"$(BIN)/python -m pytest -q $(EXTENDED_IN_PROCESS)" \
+		"$(BIN)/python -m tests.mutations -q" \
+		"$(MAKE) test-triton"
 
 # Our kernels for GPUs, by Triton's interpreter, and compiled for Hopper: some four minutes. Triton (a
 # gigabyte) is put beside the environment.

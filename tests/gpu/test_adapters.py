@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,18 +11,33 @@ import torch
 from engine import LLM, SamplingParams
 from tests.support.adapters import make_adapter, merge
 from tests.support.engines import greedy_reference, load_reference
-from tests.support.models import make_model
+from tests.support.models import THROUGH_TRANSFORMERS, make_model
 
 NEW = 16
 
 
-@pytest.mark.parametrize("keys", [{}, {"enable_cuda_graphs": False}, {"kernels": "torch"}])
-def test_tokens_are_those_of_merged_weights(tmp_path: Path, keys: dict[str, object]) -> None:
+LLAMA: tuple[str, dict[str, Any]] = ("LlamaForCausalLM", {"hidden_size": 256, "head_dim": 64})
+MIXTURE = THROUGH_TRANSFORMERS["qwen3_moe"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys"),
+    [
+        (LLAMA, {}),
+        (LLAMA, {"enable_cuda_graphs": False}),
+        (LLAMA, {"kernels": "torch"}),
+        (MIXTURE, {"enable_cuda_graphs": False}),
+    ],
+)
+def test_tokens_are_those_of_merged_weights(
+    tmp_path: Path, kind: tuple[str, dict[str, Any]], keys: dict[str, object]
+) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
-    model = make_model(tmp_path / "model", "LlamaForCausalLM", hidden_size=256, head_dim=64)
+    model = make_model(tmp_path / "model", kind[0], **kind[1])
     own = load_reference(model)
+    experts = "all" if kind is MIXTURE else ""
     folders = {
-        name: make_adapter(tmp_path / name, own, rank=rank, seed=rank, size=0.8)
+        name: make_adapter(tmp_path / name, own, rank=rank, seed=rank, size=0.8, experts=experts)
         for name, rank in (("a", 4), ("b", 16), ("c", 64))
     }
     names = [None, "a", "b", "c"] * 4

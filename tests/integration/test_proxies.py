@@ -19,7 +19,7 @@ import pytest
 from benchmarks.servers import ManagedServer
 from deploy.start.processes import marked_processes
 from tests.support.http_server import manta, metric, serve_run, stream, streams, wait_idle
-from tests.support.processes import actor_pids, launch_mark
+from tests.support.processes import SharedMemory, actor_pids, launch_mark
 
 SETTINGS: dict[str, Any] = {
     "max_total_tokens": 4096,
@@ -161,7 +161,7 @@ def test_health_and_metrics(url: str) -> None:
 
 @pytest.mark.full_chaos
 def test_two_haproxy_servers_side_by_side_and_clean_stops() -> None:
-    shm_before = set(os.listdir("/dev/shm"))
+    shared = SharedMemory()
     with manta(**SETTINGS) as one, manta(ingress_replicas=2, **SETTINGS) as two:
         marks = [launch_mark(server.pid) for server in (one, two)]
         folders = [haproxy_folder(mark) for mark in marks]
@@ -179,8 +179,7 @@ def test_two_haproxy_servers_side_by_side_and_clean_stops() -> None:
         assert not folder.exists()
         with socket.socket() as probe:
             assert probe.connect_ex(("127.0.0.1", port)) != 0
-    leftover = set(os.listdir("/dev/shm")) - shm_before
-    assert not leftover, f"shared memory left behind: {leftover}"
+    assert not (left := shared.left()), f"shared memory left behind: {left}"
 
 
 async def kill_one_ingress_of(server: ManagedServer, mark: str) -> None:

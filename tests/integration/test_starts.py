@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 from pathlib import Path
@@ -12,12 +11,12 @@ import httpx
 
 from benchmarks.common import REPO_ROOT
 from tests.support.launches import MANTA, MODEL, SMALL, assert_nothing_left, started
-from tests.support.processes import launch_mark
+from tests.support.processes import SharedMemory, launch_mark
 
 
 def test_ten_lines_to_ready_and_nothing_left(tmp_path: Path) -> None:
     """Then what the curl that it prints says, what the log holds, and a second start beside it."""
-    shared = set(os.listdir("/dev/shm"))
+    shared = SharedMemory()
     with started([MODEL, *SMALL], tmp_path) as launch:
         launch.wait_ready()
         mark = launch_mark(launch.process.pid)
@@ -43,4 +42,4 @@ def test_ten_lines_to_ready_and_nothing_left(tmp_path: Path) -> None:
         assert not re.search("GET /(health|metrics)", launch.log)
         assert "graceful_shutdown failed" not in launch.log
         assert_nothing_left(launch, mark)
-    assert set(os.listdir("/dev/shm")) <= shared
+    assert shared.left() == set()

@@ -24,7 +24,7 @@ from benchmarks.servers import ManagedServer, free_port
 from deploy.http.sse_decoder import DONE, SSEDecoder
 from deploy.start.processes import marked_processes
 from tests.support.metrics_text import bare
-from tests.support.processes import launch_mark
+from tests.support.processes import SharedMemory, launch_mark
 
 START_TIMEOUT_S = 180.0
 
@@ -46,14 +46,13 @@ def manta(
 @contextmanager
 def manta_leaving_nothing(config: str, **overrides: Any) -> Iterator[ManagedServer]:
     """As `manta`; once it is stopped, no process and no shared memory of it may be left."""
-    shared = set(os.listdir("/dev/shm"))
+    shared = SharedMemory()
     with manta(config, **overrides) as server:
         mark = launch_mark(server.pid)
         yield server
     assert not server.killed, "the server had to be killed to stop"
     assert marked_processes(mark) == [], "processes left behind"
-    leftover = set(os.listdir("/dev/shm")) - shared
-    assert not leftover, f"shared memory left behind: {leftover}"
+    assert not (left := shared.left()), f"shared memory left behind: {left}"
 
 
 @contextmanager

@@ -26,6 +26,23 @@ def launch_mark(launcher: int) -> str:
     raise AssertionError("the launcher has no marked child")
 
 
+class SharedMemory:
+    """What is new in /dev/shm since this was made, and no process uses."""
+
+    def __init__(self) -> None:
+        self._before = set(os.listdir("/dev/shm"))
+
+    def left(self) -> set[str]:
+        """Names. Other tests' processes may have some meanwhile."""
+        found = set(os.listdir("/dev/shm")) - self._before
+        for entry in Path("/proc").glob("[0-9]*") if found else ():
+            with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+                uses = entry.joinpath("maps").read_text()
+                uses += "".join(os.readlink(fd) + "\n" for fd in entry.joinpath("fd").iterdir())
+                found = {name for name in found if f"/dev/shm/{name}" not in uses}
+        return {name for name in found if Path("/dev/shm", name).exists()}
+
+
 def actor_pids(mark: str, actor: str) -> list[int]:
     """Live processes of one kind of actor of a launch."""
     names = {pid: _command(pid) for pid in marked_processes(mark)}
