@@ -22,8 +22,9 @@ from engine.protocol.adapters import (
 )
 from engine.scheduler.req import Req, ReqStatus
 
-SHORT_TURN = 2
-"""Tokens that an adapter's requests get before it gives its slot to one with a new request."""
+SHORT_TURN = 1
+"""Tokens that an adapter's requests get before it gives its slot to one with a new request; one more
+for every two rounds of slots that others wait for, because each change costs a step."""
 LONG_TURN = 16
 """Before it gives its slot to one all of whose requests have begun their answers."""
 UNCACHED_TURN = 64
@@ -196,6 +197,7 @@ class AdapterTable:
         holders = [(entry.turn, entry) for entry in in_slots if not entry.is_over]
         holders.sort(key=lambda item: item[0], reverse=True)
         short, long = self._turns
+        short = min(short + len(claims) // max(2 * len(in_slots), 1), long)
         found: list[Req] = []
         for i, (turn, entry) in enumerate(holders[: max(len(claims) - num_leaving, 0)]):
             # Those before a new request in the queue have to run before it.
