@@ -23,8 +23,8 @@ from engine.protocol.adapters import (
 from engine.scheduler.req import Req, ReqStatus
 
 SHORT_TURN = 1
-"""Tokens that an adapter's requests get before it gives its slot to one with a new request; one more
-for every two rounds of slots that others wait for, because each change costs a step."""
+"""Tokens that an adapter's requests get before it gives its slot to one with a new request; one
+more for every two rounds of slots that others wait for, because each change costs a step."""
 LONG_TURN = 16
 """Before it gives its slot to one all of whose requests have begun their answers."""
 UNCACHED_TURN = 64
@@ -46,6 +46,9 @@ class _Entry:
     slot: int | None = None
     since: int = 0
     """When it began to wait for a slot."""
+    is_brief: bool = False
+    """It has its slot because of a new request, for which another's turn was cut short. So is its
+    own."""
     is_over: bool = False
     """Its turn is over: it takes no request, and its slot is free once none runs any more."""
     waiting: dict[Req, None] = field(default_factory=dict)
@@ -180,10 +183,11 @@ class AdapterTable:
             self._orders.append(LoadAdapter(entry.ref))
         claims = [e for e in asked if e.state is _State.READY and e.slot is None and e.waiting]
         claims.sort(key=lambda e: e.since)
-        while claims and (slot := self._take_slot()) is not None:
+        while claims and (found := self._take_slot()) is not None:
             entry = claims.pop(0)
-            entry.slot, entry.released = slot, 0
-            self._changes.append(AdapterSlot(slot, entry.ref.digest))
+            entry.slot, was_taken = found
+            entry.released, entry.is_brief = 0, was_taken and entry.has_new
+            self._changes.append(AdapterSlot(entry.slot, entry.ref.digest))
         return self._end_turns(claims)
 
     def _end_turns(self, claims: list[_Entry]) -> list[Req]:
@@ -193,17 +197,22 @@ class AdapterTable:
             for entry in in_slots:
                 entry.is_over = False
             return []
-        num_leaving = sum(entry.is_over for entry in in_slots)
-        holders = [(entry.turn, entry) for entry in in_slots if not entry.is_over]
-        holders.sort(key=lambda item: item[0], reverse=True)
         short, long = self._turns
         short = min(short + len(claims) // max(2 * len(in_slots), 1), long)
+        turns = {entry: entry.turn for entry in in_slots if not entry.is_over}
         found: list[Req] = []
-        for i, (turn, entry) in enumerate(holders[: max(len(claims) - num_leaving, 0)]):
+        for at in range(sum(entry.is_over for entry in in_slots), len(claims)):
             # Those before a new request in the queue have to run before it.
-            has_new = any(claim.has_new for claim in claims[num_leaving + i :])
-            if turn < (short if has_new else long):
+            has_new = any(claim.has_new for claim in claims[at:])
+            done = [
+                entry
+                for entry, turn in turns.items()
+                if turn >= (short if has_new or entry.is_brief else long)
+            ]
+            if not done:
                 break
+            entry = max(done, key=turns.__getitem__)
+            del turns[entry]
             entry.is_over = True
             self.displacements_total += 1
             found += (req for req in entry.running if req.status is ReqStatus.RUNNING)
@@ -268,10 +277,11 @@ class AdapterTable:
         self._clock += 1
         entry.used = self._clock
 
-    def _take_slot(self) -> int | None:
-        """A free slot, if need be that of the adapter that was idle longest."""
+    def _take_slot(self) -> tuple[int, bool] | None:
+        """A free slot, if need be that of the adapter that was idle longest; whether its turn was
+        ended for this."""
         if self._free:
-            return self._free.pop()
+            return self._free.pop(), False
         free = [
             entry
             for entry in self._entries.values()
@@ -280,11 +290,12 @@ class AdapterTable:
         if not free:
             return None
         victim = min(free, key=lambda entry: (bool(entry.waiting), entry.used))
-        slot, victim.slot = victim.slot, None
-        victim.is_over = False
+        slot, was_over = victim.slot, victim.is_over
+        assert slot is not None
+        victim.slot, victim.is_over = None, False
         self._touch(victim)
         victim.since = victim.used
-        return slot
+        return slot, was_over
 
     def _make_place(self) -> bool:
         """Have room in the host's memory for one more adapter; False if all are in use."""

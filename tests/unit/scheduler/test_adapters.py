@@ -164,14 +164,14 @@ def test_a_long_answer_gives_its_slot_to_a_new_request(mode: dict[str, Any], cac
         harness.step()
     harness.add(1, [1, 2, 4], 4, adapter=ref(1))
     steps = 0
-    while ("c", 1) not in harness.finished:
+    while not harness.tokens["c", 1]:
         harness.step()
         harness.check()
         steps += 1
-    assert (steps < 30) if cached else (UNCACHED_TURN - 20 < steps < UNCACHED_TURN + 60)
+    assert (steps < 16) if cached else (UNCACHED_TURN - 20 < steps < UNCACHED_TURN + 60)
     assert ("c", 0) not in harness.finished
     harness.run()
-    assert harness.scheduler.snapshot_stats().adapter_displacements_total == 1
+    assert 1 <= harness.scheduler.snapshot_stats().adapter_displacements_total <= 5
 
 
 def test_long_answers_take_turns() -> None:
@@ -185,7 +185,7 @@ def test_long_answers_take_turns() -> None:
     assert max(got) - min(got) <= 4 * LONG_TURN
     harness.run()
     found = harness.scheduler.snapshot_stats().adapter_displacements_total
-    assert 8 <= found <= 1500 // LONG_TURN
+    assert 8 <= found <= 1500 // LONG_TURN + 5  # at the beginning all are new
 
 
 def test_embeddings_take_turns() -> None:
