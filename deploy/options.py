@@ -88,6 +88,15 @@ class ServerOptions(BaseModel):
     None: Ray places the engine when it can. The launcher's own cluster can't grow: no wait."""
     metrics_names: Literal["manta", "vllm"] = "manta"
     """`vllm`: `/metrics` has vLLM's names beside Manta's, for dashboards made for vLLM."""
+    request_store: Literal["sqlite", "none"] = "sqlite"
+    """Where responses of `POST /v1/responses` are kept for `previous_response_id`: in a file that
+    the ingresses of a machine share, or nowhere."""
+    request_store_path: str | None = None
+    """The file; None: `manta/records.sqlite3` in the user's folder for state."""
+    request_store_max_age_s: float = Field(30 * 24 * 3600.0, gt=0)
+    """Older ones are removed."""
+    request_store_max_bytes: int = Field(2**30, ge=2**20)
+    """The oldest are removed while the file's content is larger."""
     otlp_endpoint: str | None = None
     """Base URL of a collector of traces (OTLP over HTTP), as `http://collector:4318`; None: there
     are no traces. Needs the extra `otel`."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+
 import pytest
 
 from tests.support.settings import set_up
@@ -30,3 +33,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_configure(config: pytest.Config) -> None:
     set_up()
+    state = tempfile.TemporaryDirectory(prefix="manta-tests-")
+    config.add_cleanup(state.cleanup)
+    os.environ["MANTA_STATE_DIR"] = state.name  # where servers of tests keep records

@@ -35,6 +35,7 @@ from deploy.http.openai.errors import openai_error
 from deploy.http.openapi import DocumentedApi
 from deploy.http.pages.pages import ASSETS as PAGE_ASSETS
 from deploy.http.pages.pages import PAGES, add_pages
+from deploy.http.records.sqlite_store import open_store
 from deploy.http.served_models import ServedModels, overall
 from deploy.http.settings import ApiSettings
 from deploy.http.sglang.dialect import SGLANG
@@ -60,9 +61,11 @@ def build_api(
     """
     settings = settings or ApiSettings()
     metrics, quotas = ServerMetrics(settings.server.metrics_names), Quotas()
+    store = open_store(settings.server)
     app = _Api(settings, metrics)
     app.state.metrics = metrics
     app.state.quotas = quotas
+    app.state.store = store
     app.state.tracing = None
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(RequestValidationError, _on_bad_query)
@@ -72,7 +75,7 @@ def build_api(
 
     kinds = [(kind, dialect.error_reply) for dialect in DIALECTS for kind in dialect.routes]
     for kind, error_reply in kinds:
-        route = kind(RouteParts(models_provider, metrics, settings, quotas, error_reply))
+        route = kind(RouteParts(models_provider, metrics, settings, quotas, store, error_reply))
         for path, method in itertools.product(kind.paths, kind.methods):
             app.add_api_route(
                 path,
@@ -159,7 +162,7 @@ class _Api(DocumentedApi):
             stack = CORSMiddleware(
                 stack,
                 allow_origins=server.cors_origins,
-                allow_methods=["GET", "POST"],
+                allow_methods=["GET", "POST", "DELETE"],
                 allow_headers=["*"],
                 expose_headers=["x-request-id"],
             )
@@ -188,7 +191,7 @@ def access_rules(app: FastAPI) -> Rules:
         open=frozenset({("GET", path) for path in ("/health", "/-/healthz", *PAGES)}),
         open_prefixes=(ASSETS, PAGE_ASSETS),
         user=frozenset(user | {"/v1/models", "/version", "/ping"}),
-        user_prefix="/v1/models/",
+        user_prefixes=("/v1/models/", "/v1/responses/"),
         known=known_paths(app),
     )
 

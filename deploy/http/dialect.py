@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BaseModel
 from starlette.requests import Request
@@ -13,6 +13,7 @@ from starlette.responses import Response
 from deploy.http.access.quotas import Quotas
 from deploy.http.errors import ErrorReply
 from deploy.http.metrics import ServerMetrics
+from deploy.http.records.store import RecordStore
 from deploy.http.served_models import ServedModels
 from deploy.http.settings import ApiSettings
 from engine.errors import RequestError
@@ -26,6 +27,8 @@ class RouteParts(NamedTuple):
     metrics: ServerMetrics
     settings: ApiSettings
     quotas: Quotas
+    store: RecordStore | None
+    """Of responses; None: none are kept."""
     error_reply: Callable[[RequestError], ErrorReply]
     """A failure in the words of the route's API."""
 
@@ -35,9 +38,11 @@ class Route(ABC):
 
     paths: ClassVar[tuple[str, ...]]
     """The same under several names; the first is the usual one."""
-    methods: ClassVar[tuple[Literal["GET", "POST"], ...]] = ("POST",)
+    methods: ClassVar[tuple[Literal["GET", "POST", "DELETE"], ...]] = ("POST",)
     description: ClassVar[str]
     """For the OpenAPI document, as `body`, `reply`, `events` and `errors` are."""
+    parameters: ClassVar[tuple[dict[str, Any], ...]] = ()
+    """Parts of the path, and of the query, as OpenAPI describes them."""
     body: ClassVar[type[BaseModel] | None] = None
     """Shape of the request; None if it has none."""
     reply: ClassVar[type[BaseModel] | None]
@@ -52,7 +57,8 @@ class Route(ABC):
     """Statuses of failures."""
 
     def __init__(self, parts: RouteParts) -> None:
-        self.models_provider, self.metrics, self.settings, self.quotas, self.error_reply = parts
+        self.models_provider, self.metrics, self.settings, self.quotas = parts[:4]
+        self.store, self.error_reply = parts.store, parts.error_reply
 
     @abstractmethod
     async def handle(self, request: Request) -> Response:

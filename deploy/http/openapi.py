@@ -85,6 +85,8 @@ def _describe(
     operation: dict[str, Any], route: type[Route], refs: dict[type[BaseModel], Any], error: Any
 ) -> None:
     """Complete the description of one method of a route. `error`: the schema of its errors."""
+    if route.parameters:
+        operation["parameters"] = list(route.parameters)
     if route.body is not None:
         operation["requestBody"] = {"required": True, "content": _json(refs[route.body])}
     description, content = "The reply.", _TEXT if route.reply is None else _json(refs[route.reply])

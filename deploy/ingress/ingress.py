@@ -68,6 +68,9 @@ def build_ingress(settings: ApiSettings) -> Any:
         async def __del__(self) -> None:
             if self._models is not None:
                 self._models.stop()
+            store = _state(self).store
+            if store is not None:
+                await store.close()
             tracing = _state(self).tracing
             if tracing is not None:
                 await asyncio.to_thread(tracing.close)

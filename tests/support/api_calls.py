@@ -35,6 +35,8 @@ def call(
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
             reply = await http.request(method, path, **options)
+        if app.state.store is not None:
+            await app.state.store.close()
         assert asyncio.all_tasks() == {asyncio.current_task()}
         return reply
 

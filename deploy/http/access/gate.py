@@ -28,7 +28,7 @@ class Rules(NamedTuple):
     open_prefixes: tuple[str, ...]
     """Beginnings of the paths of files that everybody may read."""
     user: frozenset[str]
-    user_prefix: str
+    user_prefixes: tuple[str, ...]
     known: frozenset[str]
     """All paths of the application."""
 
@@ -36,7 +36,7 @@ class Rules(NamedTuple):
         """Of a request."""
         if (method, path) in self.open or (method == "GET" and path.startswith(self.open_prefixes)):
             return "open"
-        if path in self.user or path.startswith(self.user_prefix) or path not in self.known:
+        if path in self.user or path.startswith(self.user_prefixes) or path not in self.known:
             return "user"
         return "admin"
 

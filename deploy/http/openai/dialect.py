@@ -8,6 +8,12 @@ from deploy.http.openai.embeddings import EmbeddingEndpoint
 from deploy.http.openai.errors import openai_error
 from deploy.http.openai.replies import Error
 from deploy.http.openai.responses.endpoint import InputTokensRoute, ResponsesEndpoint
+from deploy.http.openai.responses.kept import (
+    CancelRoute,
+    DeleteResponseRoute,
+    InputItemsRoute,
+    RetrieveResponseRoute,
+)
 from deploy.http.openai.score import ScoreEndpoint
 from deploy.http.openai.tokenization import DetokenizeRoute, TokenizeRoute
 
@@ -17,6 +23,10 @@ OPENAI = Dialect(
         ChatEndpoint,
         ResponsesEndpoint,
         InputTokensRoute,
+        RetrieveResponseRoute,
+        DeleteResponseRoute,
+        InputItemsRoute,
+        CancelRoute,
         EmbeddingEndpoint,
         ScoreEndpoint,
         TokenizeRoute,

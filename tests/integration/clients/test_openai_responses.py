@@ -173,11 +173,39 @@ def test_logprobs(client: openai.OpenAI) -> None:
     assert "".join(entry.token for entry in logprobs) == response.output_text
 
 
-def test_what_would_need_a_store_is_refused(client: openai.OpenAI) -> None:
-    for field, value in (("previous_response_id", "resp_1"), ("background", True)):
-        with pytest.raises(openai.BadRequestError, match=field) as refused:
-            respond(client, **{field: value})
-        assert refused.value.param == field
+def test_a_conversation_is_kept(client: openai.OpenAI) -> None:
+    first = respond(client)
+    again = client.responses.retrieve(first.id)
+    assert again == first and again.store
+    second = respond(client, input="And then?", previous_response_id=first.id)
+    messages = [
+        {"role": "user", "content": ASK},
+        {"role": "assistant", "content": first.output_text},
+        {"role": "user", "content": "And then?"},
+    ]
+    assert second.output_text == chat_text(client, messages)
+    with client.responses.stream(
+        model=MODEL, input="More.", previous_response_id=second.id, max_output_tokens=4
+    ) as stream:
+        third = stream.get_final_response()
+    assert client.responses.retrieve(third.id).output_text == third.output_text
+    (item,) = client.responses.input_items.list(third.id).data
+    assert item.type == "message" and item.content[0].type == "input_text"
+    assert item.content[0].text == "More."
+    client.responses.delete(first.id)
+    for call in (client.responses.retrieve, client.responses.delete):
+        with pytest.raises(openai.NotFoundError):
+            call(first.id)
+    with pytest.raises(openai.NotFoundError):
+        respond(client, previous_response_id=second.id)
+    with pytest.raises(openai.BadRequestError, match="background"):
+        client.responses.cancel(third.id)
+
+
+def test_what_is_refused(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="background") as refused:
+        respond(client, background=True)
+    assert refused.value.param == "background"
     bad = {"type": "json_schema", "name": "x", "schema": {"type": "no"}}
     with pytest.raises(openai.BadRequestError, match="no") as refused:
         respond(client, text={"format": bad})

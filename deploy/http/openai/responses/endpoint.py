@@ -12,6 +12,7 @@ from deploy.http.generation.json_route import JsonRoute
 from deploy.http.generation.plan import plan_chat
 from deploy.http.generation.request import Incoming
 from deploy.http.openai.responses.generation import ResponseGeneration
+from deploy.http.openai.responses.keeper import Keeper, with_history
 from deploy.http.openai.responses.replies import InputTokens, Response, ResponseEvent
 from deploy.http.openai.responses.request import ResponsesRequest
 
@@ -21,7 +22,7 @@ class ResponsesEndpoint(Endpoint):
 
     name = "responses"
     paths = ("/v1/responses",)
-    description = "As OpenAI's `POST /v1/responses`, with the fields below; nothing is stored."
+    description = "As OpenAI's `POST /v1/responses`, with the fields below."
     body = ResponsesRequest
     reply = Response
     events = (ResponseEvent,)
@@ -32,9 +33,13 @@ class ResponsesEndpoint(Endpoint):
         given: ResponsesRequest,
         incoming: Incoming,
     ) -> Generation[Any]:
-        request = given.translate(f"resp_{incoming.id}", client.model_info)
+        whole = await with_history(self.store, given, incoming.key)
+        request = whole.translate(f"resp_{incoming.id}", client.model_info)
         plan = await plan_chat(client, self.settings.server, request, incoming.key)
-        return ResponseGeneration(client, given, plan, incoming.tracker)
+        generation = ResponseGeneration(client, given, plan, incoming.tracker)
+        if self.store is not None and given.store is not False:
+            generation.keeper = Keeper(self.store, given, incoming.key)
+        return generation
 
 
 class InputTokensRoute(JsonRoute):
@@ -48,6 +53,7 @@ class InputTokensRoute(JsonRoute):
     async def _answer(
         self, client: EngineClient, given: ResponsesRequest, key: ApiKey | None
     ) -> dict[str, Any]:
+        given = await with_history(self.store, given, key)
         request = given.translate("", client.model_info)
         ids = await client.render_chat(request.chat)
         return {"object": "response.input_tokens", "input_tokens": len(ids)}

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Coroutine
 from functools import cached_property
 from typing import Any
 
 from deploy.http.body import encode_json
 from deploy.http.errors import ErrorReply
+from deploy.http.generation.event_stream import EventStream
 from deploy.http.generation.generation import Generation
 from deploy.http.openai.logprobs import LogprobStyle, chat_logprobs
+from deploy.http.openai.responses.keeper import Keeper
 from deploy.http.openai.responses.output import Event, OutputItems, Status
 from deploy.http.openai.responses.request import ResponsesRequest
 from deploy.http.parsers.parts import Part, Text, joined
@@ -24,10 +27,34 @@ _ECHOED = (
 
 
 class ResponseGeneration(Generation[ResponsesRequest]):
-    """One response, whose output is items."""
+    """One response, whose output is items. Where there is a store, a record of it is kept."""
 
+    keeper: Keeper | None = None
+    """Set: keeps it."""
     _sequence_number = 2
     """Of the next event; the opening has 0 and 1, though it is made after the first delta's."""
+    _final: dict[str, Any]
+    """The response, once it has ended."""
+
+    async def result(self) -> bytes:
+        return await self._kept(super().result())
+
+    async def send_events(self, stream: EventStream) -> bytes:
+        return await self._kept(super().send_events(stream))
+
+    async def _kept(self, run: Coroutine[Any, Any, bytes]) -> bytes:
+        """What `run` gives, once the record has the response. If it fails there is no record."""
+        if self.keeper is None:
+            return await run
+        await self.keeper.begin(self._response("in_progress"))
+        try:
+            end = await run
+        except BaseException:
+            keeper, self.keeper = self.keeper, None
+            keeper.forget()
+            raise
+        await self.keeper.end(self._final)
+        return end
 
     @cached_property
     def _items(self) -> OutputItems:
@@ -42,7 +69,8 @@ class ResponseGeneration(Generation[ResponsesRequest]):
         output = self._outputs[0]
         self._add("".join(output.texts), output.logprobs)
         self._items.close(self._item_status)
-        return encode_json(self._response(self._status))
+        self._final = self._response(self._status)
+        return encode_json(self._final)
 
     def _opening(self) -> bytes:
         response = self._response("in_progress")
@@ -54,7 +82,8 @@ class ResponseGeneration(Generation[ResponsesRequest]):
 
     def _ending(self) -> bytes:
         events = self._items.close(self._item_status)
-        end = {"type": f"response.{self._status}", "response": self._response(self._status)}
+        self._final = self._response(self._status)
+        end = {"type": f"response.{self._status}", "response": self._final}
         return self._encode([*events, end])
 
     def error_event(self, failure: RequestError, error: ErrorReply) -> bytes:
@@ -121,9 +150,9 @@ class ResponseGeneration(Generation[ResponsesRequest]):
             "model": plan.model,
             **{name: getattr(given, name) for name in _ECHOED},
             "output": self._items.items if has_ended else [],
-            "previous_response_id": None,
+            "previous_response_id": given.previous_response_id,
             "reasoning": {"effort": given.reasoning.effort, "summary": None},
-            "store": False,
+            "store": self.keeper is not None,
             "temperature": params.temperature,
             "text": given.text.model_dump(by_alias=True, exclude_none=True),
             "tool_choice": _dumped(given.tool_choice),

@@ -143,12 +143,12 @@ class Response(_Shape):
     model: str
     output: list[OutputItem]
     parallel_tool_calls: bool
-    previous_response_id: None
+    previous_response_id: str | None
     prompt_cache_key: str | None
     reasoning: dict[str, Any]
     safety_identifier: str | None
     service_tier: str | None
-    store: Literal[False]
+    store: bool
     temperature: float
     text: dict[str, Any]
     tool_choice: str | dict[str, Any]
@@ -160,6 +160,24 @@ class Response(_Shape):
     user: str | None
     ignored_tools: list[str] | None = None
     """Kinds of tools that the model didn't see; only where there are any."""
+
+
+class DeletedResponse(_Shape):
+    """Reply of `DELETE /v1/responses/{response_id}`."""
+
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
+class InputItems(_Shape):
+    """Reply of `GET /v1/responses/{response_id}/input_items`."""
+
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
 class InputTokens(_Shape):

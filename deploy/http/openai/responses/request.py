@@ -4,7 +4,7 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
 from deploy.http.body import Effort, FreeObject, Strict, refusal
 from deploy.http.engine_client import ModelInfo
@@ -39,6 +39,9 @@ from engine.protocol.tokenizer_messages import Conversation
 
 LOGPROBS = "message.output_text.logprobs"
 _MAX_INT = 2**31 - 1
+
+
+_INPUT: TypeAdapter[Any] = TypeAdapter(Input)
 
 
 class TextFormat(Strict):
@@ -87,25 +90,28 @@ class CompactionTrigger(Strict):
 
 
 class ResponsesRequest(Strict):
-    """Body of `POST /v1/responses`. Nothing is stored, so that a request holds the whole
-    conversation."""
+    """Body of `POST /v1/responses`."""
 
     ignored: ClassVar[frozenset[str]] = frozenset(
         {
             *("access_programs", "client_metadata", "image", "prompt_cache_options"),
-            *("store", "stream_options"),
+            "stream_options",
         }
     )
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "background": (False,),
         "conversation": (),
         "moderation": (),
-        "previous_response_id": (),
         "prompt": (),
     }
 
     model: str = ""
     input: Input
+    previous_response_id: str | None = Field(None, min_length=1, max_length=256)
+    """The response that this one goes on from: what was asked and answered before needn't be sent
+    again. Its `instructions` aren't taken over."""
+    store: bool | None = None
+    """Whether the response is kept. Not given: as the server does by default (`request_store`)."""
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1, le=_MAX_INT)
     max_tool_calls: int | None = Field(None, ge=1, le=_MAX_INT)
@@ -161,6 +167,19 @@ class ResponsesRequest(Strict):
     def wants_logprobs(self) -> bool:
         """Whether the answer has log-probabilities."""
         return LOGPROBS in self.include
+
+    def behind(self, items: list[dict[str, Any]]) -> "ResponsesRequest":
+        """This request with the items of an earlier conversation before its own. Raises
+        `RequestError`."""
+        try:
+            history = _INPUT.validate_python([*items, *self.input])
+        except ValidationError as error:
+            raise RequestError(
+                f"The earlier responses and the input are no conversation together: "
+                f"{error.errors()[0]['msg']}",
+                "previous_response_id",
+            ) from None
+        return self.model_copy(update={"input": history})
 
     def translate(self, request_id: str, info: ModelInfo) -> ChatRequest:
         """The request that this stands for. Raises `RequestError`."""

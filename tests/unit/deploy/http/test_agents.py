@@ -83,7 +83,6 @@ def test_a_field_that_cannot_change_the_output_is_accepted(
 @pytest.mark.parametrize(
     ("path", "field", "value"),
     [
-        (RESPONSES, "previous_response_id", "resp_1"),
         (RESPONSES, "conversation", "c"),
         (RESPONSES, "prompt", {"id": "p"}),
         (RESPONSES, "frobnicate", 1),

@@ -291,7 +291,6 @@ def test_some_of_the_tools_may_be_allowed() -> None:
 
 
 BAD: list[tuple[dict[str, Any], str, str]] = [
-    ({"previous_response_id": "resp_1"}, "previous_response_id", "not supported"),
     ({"background": True}, "background", "not supported"),
     ({"conversation": "c"}, "conversation", "not supported"),
     ({"truncation": "middle"}, "truncation", "'auto'"),

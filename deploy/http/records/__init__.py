@@ -1,0 +1,1 @@
+"""What outlives a request: records of responses, and where they are kept."""

@@ -1,0 +1,264 @@
+"""Responses that are kept: conversations that go on from them, what is read, and who may."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sqlite3
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from deploy.http.api import build_api
+from deploy.http.openai.responses.replies import Response
+from deploy.http.served_models import ServedModels
+from deploy.http.settings import ApiSettings
+from deploy.options import ServerOptions
+from tests.support.api_keys import bearer, entry, write_keys
+from tests.support.fake_client import FakeEngineClient
+
+PATH = "/v1/responses"
+
+
+class Server:
+    """The application with a store, and what its engine was asked."""
+
+    def __init__(self, http: httpx.AsyncClient, client: FakeEngineClient) -> None:
+        self.http, self.client = http, client
+
+    async def respond(self, text: Any, **fields: Any) -> dict[str, Any]:
+        headers = fields.pop("headers", {})
+        body = {"input": text, "max_output_tokens": 50, **fields}
+        reply = await self.http.post(PATH, json=body, headers=headers)
+        assert reply.status_code == 200, reply.text
+        found: dict[str, Any] = reply.json()
+        Response.model_validate(found)
+        return found
+
+    async def refusal(self, method: str, path: str, **options: Any) -> tuple[int, dict[str, Any]]:
+        reply = await self.http.request(method, path, **options)
+        assert reply.status_code >= 400, reply.text
+        return reply.status_code, reply.json()["error"]
+
+    @property
+    def conversation(self) -> list[tuple[str, str]]:
+        """What the engine was asked last."""
+        return [(message["role"], message["content"]) for message in self.messages]
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self.client.chat_calls[-1]["messages"]
+        return found
+
+
+def options(tmp_path: Path, **more: Any) -> ServerOptions:
+    return ServerOptions(request_store_path=str(tmp_path / "store" / "records.sqlite3"), **more)
+
+
+@asynccontextmanager
+async def serve(server: ServerOptions) -> AsyncIterator[Server]:
+    client = FakeEngineClient(4096, tool_format="hermes", reasons=False)
+    client.script = "fine"
+    app = build_api(lambda: ServedModels(client), ApiSettings(server))
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+        yield Server(http, client)
+    if app.state.store is not None:
+        await app.state.store.close()
+
+
+def run(server: ServerOptions, scenario: Callable[[Server], Awaitable[None]]) -> None:
+    async def all_of_it() -> None:
+        async with serve(server) as running:
+            await scenario(running)
+
+    asyncio.run(all_of_it())
+
+
+def test_a_conversation_goes_on(tmp_path: Path) -> None:
+    """Over any number of responses, streamed or not, after a restart and at another ingress."""
+    ids: list[str] = []
+
+    async def begin(server: Server) -> None:
+        first = await server.respond("one", instructions="be brief")
+        assert first["store"] is True and first["previous_response_id"] is None
+        body = {"input": "two", "stream": True, "previous_response_id": first["id"]}
+        reply = await server.http.post(PATH, json=body)
+        end = json.loads(reply.text.strip().split("\n")[-1].removeprefix("data: "))
+        assert end["type"] == "response.completed"
+        second = end["response"]
+        assert second["previous_response_id"] == first["id"] and second["store"] is True
+        # Instructions aren't taken over.
+        assert server.conversation == [("user", "one"), ("assistant", "fine"), ("user", "two")]
+        ids.extend([first["id"], second["id"]])
+
+    async def go_on(server: Server) -> None:
+        items = [{"role": "user", "content": [{"type": "input_text", "text": "three"}]}]
+        third = await server.respond(items, previous_response_id=ids[1], instructions="now")
+        whole = [("system", "now"), ("user", "one"), ("assistant", "fine"), ("user", "two")]
+        whole += [("assistant", "fine"), ("user", "three")]
+        assert server.conversation == whole
+        other = await server.respond("other", previous_response_id=ids[0])  # a branch
+        assert server.conversation == [*whole[1:3], ("user", "other")]
+        assert third["usage"]["input_tokens"] > other["usage"]["input_tokens"]
+        counted = await server.http.post(
+            f"{PATH}/input_tokens", json={"input": "other", "previous_response_id": ids[0]}
+        )
+        assert counted.json()["input_tokens"] == other["usage"]["input_tokens"]
+
+    async def beside(server: Server) -> None:
+        async with serve(options(tmp_path)) as another:
+            first = await server.respond("one")
+            await another.respond("two", previous_response_id=first["id"])
+            assert another.conversation[0] == ("user", "one")
+
+    run(options(tmp_path), begin)
+    run(options(tmp_path), go_on)
+    run(options(tmp_path), beside)
+
+
+def test_calls_and_their_results_go_on(tmp_path: Path) -> None:
+    async def scenario(server: Server) -> None:
+        tool = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+        server.client.script = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+        first = await server.respond("hi", tools=[tool])
+        (call,) = first["output"]
+        assert call["type"] == "function_call"
+        server.client.script = "done"
+        result = {"type": "function_call_output", "call_id": call["call_id"], "output": "7"}
+        await server.respond([result], tools=[tool], previous_response_id=first["id"])
+        messages = server.messages
+        assert [message["role"] for message in messages] == ["user", "assistant", "tool"]
+        assert messages[1]["tool_calls"][0]["function"]["name"] == "f"
+        assert messages[2]["content"] == "7"
+
+    run(options(tmp_path), scenario)
+
+
+def test_what_is_read_and_deleted(tmp_path: Path) -> None:
+    async def scenario(server: Server) -> None:
+        made = await server.respond(
+            [{"role": "user", "content": f"part {n}"} for n in range(5)], metadata={"a": "b"}
+        )
+        at = f"{PATH}/{made['id']}"
+        assert (await server.http.get(at)).json() == made
+        page = (await server.http.get(f"{at}/input_items", params={"limit": 2})).json()
+        texts = [item["content"][0]["text"] for item in page["data"]]
+        assert texts == ["part 4", "part 3"] and page["has_more"]
+        query = {"after": page["last_id"], "limit": 100}
+        page = (await server.http.get(f"{at}/input_items", params=query)).json()
+        assert [item["content"][0]["text"] for item in page["data"]] == [
+            "part 2", "part 1", "part 0",
+        ]  # fmt: skip
+        assert not page["has_more"] and page["data"][0]["content"][0]["type"] == "input_text"
+        for query, param in (
+            ({"limit": "0"}, "limit"),
+            ({"limit": "x"}, "limit"),
+            ({"order": "up"}, "order"),
+            ({"after": "none"}, "after"),
+        ):
+            status, error = await server.refusal("GET", f"{at}/input_items", params=query)
+            assert (status, error["param"]) == (400, param)
+        status, error = await server.refusal("GET", at, params={"stream": "true"})
+        assert (status, error["param"]) == (400, "stream")
+        status, error = await server.refusal("POST", f"{at}/cancel")
+        assert status == 400 and "background" in error["message"]
+        gone = (await server.http.delete(at)).json()
+        assert gone == {"id": made["id"], "object": "response", "deleted": True}
+        for method, path in (
+            ("GET", at),
+            ("DELETE", at),
+            ("GET", f"{at}/input_items"),
+            ("POST", f"{at}/cancel"),
+        ):
+            status, error = await server.refusal(method, path)
+            assert (status, error["code"]) == (404, "response_not_found")
+        body = {"input": "x", "previous_response_id": made["id"]}
+        status, error = await server.refusal("POST", PATH, json=body)
+        assert (status, error["param"]) == (404, "previous_response_id")
+
+    run(options(tmp_path), scenario)
+
+
+def test_what_is_not_kept(tmp_path: Path) -> None:
+    """Who says so, what failed, and what its client left."""
+
+    async def scenario(server: Server) -> None:
+        made = await server.respond("x", store=False)
+        assert made["store"] is False
+        status, _ = await server.refusal("GET", f"{PATH}/{made['id']}")
+        assert status == 404
+        server.client.error_at = (0, RuntimeError("lost"))
+        await server.refusal("POST", PATH, json={"input": "x"}, headers={"x-request-id": "r1"})
+        await asyncio.sleep(0.2)
+        status, _ = await server.refusal("GET", f"{PATH}/resp_r1")
+        assert status == 404
+
+    run(options(tmp_path), scenario)
+
+
+def test_a_server_without_a_store(tmp_path: Path) -> None:
+    async def scenario(server: Server) -> None:
+        made = await server.respond("x", store=True)
+        assert made["store"] is False
+        status, _ = await server.refusal("GET", f"{PATH}/{made['id']}")
+        assert status == 404
+        body = {"input": "x", "previous_response_id": made["id"]}
+        status, error = await server.refusal("POST", PATH, json=body)
+        assert (status, error["param"]) == (400, "previous_response_id")
+        assert "request_store" in error["message"]
+
+    run(options(tmp_path, request_store="none"), scenario)
+    assert not (tmp_path / "store").exists()
+
+
+def test_another_key_sees_nothing(tmp_path: Path) -> None:
+    """Nor does it reach a record by giving its request the same id."""
+    file = write_keys(tmp_path / "keys.yaml", entry("a"), entry("b"))
+    headers = {name: bearer(name) for name in "ab"}
+
+    async def scenario(server: Server) -> None:
+        same = {"x-request-id": "shared"}
+        mine = await server.respond("mine", headers={**headers["a"], **same})
+        status, _ = await server.refusal("GET", f"{PATH}/{mine['id']}", headers=headers["b"])
+        assert status == 404
+        status, _ = await server.refusal("DELETE", f"{PATH}/{mine['id']}", headers=headers["b"])
+        assert status == 404
+        body = {"input": "x", "previous_response_id": mine["id"]}
+        status, _ = await server.refusal("POST", PATH, json=body, headers=headers["b"])
+        assert status == 404
+        status, _ = await server.refusal("GET", f"{PATH}/{mine['id']}")
+        assert status == 401
+        theirs = await server.respond("theirs", headers={**headers["b"], **same})
+        assert theirs["id"] == mine["id"]
+        kept = (await server.http.get(f"{PATH}/{mine['id']}", headers=headers["a"])).json()
+        assert kept == mine
+
+    run(options(tmp_path, api_keys_file=file), scenario)
+
+
+def test_a_store_that_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Refused at once, unless the request wants nothing kept; well again with the store."""
+    server = options(tmp_path)
+    at = Path(server.request_store_path or "")
+
+    async def scenario(running: Server) -> None:
+        at.parent.write_text("a file where a folder must be")
+        status, error = await running.refusal("POST", PATH, json={"input": "x"})
+        assert (status, error["code"]) == (503, "store_unavailable")
+        assert "store: false" in error["message"]
+        await running.respond("x", store=False)
+        at.parent.unlink()
+        made = await running.respond("x")
+        with sqlite3.connect(at) as connection:
+            connection.execute("DROP TABLE responses")
+        status, error = await running.refusal("GET", f"{PATH}/{made['id']}")
+        assert (status, error["code"]) == (503, "store_unavailable")
+
+    run(server, scenario)
+    assert "can't be kept" in caplog.text
+    assert "file where" not in caplog.text

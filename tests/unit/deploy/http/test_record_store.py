@@ -1,0 +1,193 @@
+"""`SqliteStore`: what it holds, for how long, and in how much room."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import stat
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deploy.http.records import sqlite_store
+from deploy.http.records.sqlite_store import SqliteStore, default_path
+from deploy.http.records.store import MAX_CHAIN, RecordStore, ResponseRecord
+from engine.errors import RequestError
+
+DAY = 24 * 3600.0
+
+
+def record(
+    name: str, owner: str = "", previous: str | None = None, size: int = 0
+) -> ResponseRecord:
+    items = [{"role": "user", "content": name + "x" * size}]
+    return ResponseRecord(
+        id=name, owner=owner, previous=previous, created=1, items=items, response={"output": []}
+    )
+
+
+def run(store: RecordStore, scenario: Callable[[], Awaitable[None]]) -> None:
+    async def all_of_it() -> None:
+        try:
+            await scenario()
+        finally:
+            await store.close()
+
+    asyncio.run(all_of_it())
+
+
+async def missing(call: Awaitable[object]) -> bool:
+    try:
+        await call
+    except RequestError as error:
+        assert error.status == 404, error
+        return True
+    return False
+
+
+OPS = st.lists(
+    st.tuples(
+        st.sampled_from(["put", "get", "delete", "reopen", "other process"]),
+        st.integers(0, 4),
+        st.sampled_from(["", "a", "b"]),
+    ),
+    max_size=40,
+)
+
+
+@given(ops=OPS)
+@settings(max_examples=60)
+def test_it_is_a_dictionary(
+    ops: list[tuple[str, int, str]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("store") / "records.sqlite3"
+    stores = [SqliteStore(path, DAY, 1 << 24), SqliteStore(path, DAY, 1 << 24)]
+    held: dict[tuple[str, int], ResponseRecord] = {}
+
+    async def play() -> None:
+        at = 0
+        for count, (kind, number, owner) in enumerate(ops):
+            store, key, name = stores[at], (owner, number), f"r{number}"
+            if kind == "put":
+                held[key] = record(name, owner, size=count)
+                await store.put(held[key])
+            elif kind == "get":
+                if key in held:
+                    assert await store.get(name, owner) == held[key]
+                else:
+                    assert await missing(store.get(name, owner))
+            elif kind == "delete":
+                assert await missing(store.delete(name, owner)) == (key not in held)
+                held.pop(key, None)
+            elif kind == "reopen":
+                await store.close()
+            else:
+                at = 1 - at
+        for store in stores:
+            await store.close()
+
+    asyncio.run(play())
+
+
+def test_conversations(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "r", DAY, 1 << 26)
+
+    async def scenario() -> None:
+        previous: str | None = None
+        for number in range(MAX_CHAIN + 1):
+            await store.put(record(f"r{number}", "a", previous))
+            previous = f"r{number}"
+        found = await store.conversation(f"r{MAX_CHAIN - 1}", "a")
+        assert [one.id for one in found] == [f"r{number}" for number in range(MAX_CHAIN)]
+        with pytest.raises(RequestError, match="more than"):
+            await store.conversation(f"r{MAX_CHAIN}", "a")
+        assert await missing(store.conversation("r3", "b"))
+        await store.delete("r1", "a")
+        assert await missing(store.conversation("r3", "a"))
+
+    run(store, scenario)
+
+
+def test_old_records_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = SqliteStore(tmp_path / "r", 100.0, 1 << 24)
+    now = time.time()
+
+    async def scenario() -> None:
+        await store.put(record("old"))
+        monkeypatch.setattr(sqlite_store.time, "time", lambda: now + 101)
+        assert await missing(store.get("old", ""))
+        monkeypatch.setattr(sqlite_store, "CLEAN_INTERVAL_S", 0.0)
+        store._next_clean = 0.0
+        await store.put(record("new"))
+        monkeypatch.setattr(sqlite_store.time, "time", lambda: now)
+        assert await missing(store.get("old", "")), "it is only hidden"
+        await store.get("new", "")
+
+    run(store, scenario)
+
+
+def test_the_file_stays_within_its_limit(tmp_path: Path) -> None:
+    """The newest stay, and the file doesn't grow with what went through it."""
+    limit, path = 1 << 20, tmp_path / "r"
+    store = SqliteStore(path, DAY, limit)
+
+    async def scenario() -> None:
+        most = 0
+        for number in range(3000):
+            await store.put(record(f"r{number}", size=2000))
+            files = [path.with_name(path.name + end) for end in ("", "-wal")]
+            most = max(most, sum(file.stat().st_size for file in files if file.exists()))
+        assert most < 1.2 * limit + 2 * sqlite_store.WAL_BYTES
+        assert await missing(store.get("r0", ""))
+        for number in range(2900, 3000):
+            await store.get(f"r{number}", "")
+        await store.put(record("huge", size=2 * limit))
+        await store.put(record("next"))
+        await store.get("next", "")
+
+    run(store, scenario)
+
+
+def test_many_at_once(tmp_path: Path) -> None:
+    """Two processes' connections write at the same time; nothing is lost."""
+    stores = [SqliteStore(tmp_path / "r", DAY, 1 << 26) for _ in range(2)]
+
+    async def scenario() -> None:
+        puts = (stores[n % 2].put(record(f"r{n}")) for n in range(400))
+        await asyncio.gather(*puts)
+        for n in range(400):
+            await stores[1].get(f"r{n}", "")
+        await stores[0].close()
+
+    run(stores[1], scenario)
+
+
+def test_others_may_not_read_it(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "r.sqlite3"
+    store = SqliteStore(path, DAY, 1 << 24)
+
+    async def scenario() -> None:
+        await store.put(record("r"))
+        for file in path.parent.iterdir():
+            assert stat.S_IMODE(file.stat().st_mode) == 0o600, file
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+    old = os.umask(0)
+    try:
+        run(store, scenario)
+    finally:
+        os.umask(old)
+
+
+def test_it_can_be_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert pickle.loads(pickle.dumps(SqliteStore(None, DAY, 1 << 24)))
+    monkeypatch.setenv("MANTA_STATE_DIR", str(tmp_path))
+    assert default_path() == tmp_path / "records.sqlite3"
+    monkeypatch.delenv("MANTA_STATE_DIR")
+    monkeypatch.setenv("XDG_STATE_HOME", "/state")
+    assert default_path() == Path("/state/manta/records.sqlite3")
