@@ -32,6 +32,8 @@ class Overlay(NamedTuple):
 
 EVERYWHERE = {
     "api_keys_file": "/etc/manta/keys/keys.yaml",
+    # A pod's file isn't another pod's.
+    "request_store": "none",
     # The pods of the group `ingress` have 4, so that new ingresses fit beside the old ones.
     "ingress_resources": {"manta_ingress": 1},
     # A new pod may need a new node, an image and a model.

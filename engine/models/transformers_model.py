@@ -23,7 +23,7 @@ from engine.attention.forward_batch import ForwardBatch
 from engine.checkpoint.model_config import ModelConfig
 from engine.device.distributed import ParallelState
 from engine.errors import ConfigError
-from engine.layers.adapted import AdaptedLinears, ExpertProjection, Projection
+from engine.layers.adapted import AdaptedLinears, Projection
 from engine.layers.embedding_table import PackedTable
 from engine.layers.expert_counts import ExpertCounts
 from engine.layers.experts import Experts, is_experts
@@ -33,6 +33,7 @@ from engine.layers.rotary import Angles
 from engine.layers.weight_format import QuantizedFormat, WeightFormat
 from engine.layers.weights import CheckpointSource, DummySource, WeightSource
 from engine.models.cuts import own_heads
+from engine.models.expert_projections import expert_projections, expert_sizes
 from engine.models.interfaces import point_at
 from engine.models.latents import latents_of, load_latents
 from engine.models.lazy_weights import LazyWeights
@@ -176,15 +177,6 @@ def _experts(module: nn.Module, hidden: Tensor, chosen: Tensor, weights: Tensor)
     return experts(hidden, chosen, weights)
 
 
-def _expert_sizes(module: Any) -> tuple[int, int, int]:
-    """Of a mixture's experts: inputs, inner numbers, and outputs before the gate."""
-    _, *up = (module.gate_up_proj if module.has_gate else module.up_proj).shape
-    _, *down = module.down_proj.shape
-    if module.is_transposed:
-        return up[0], down[0], up[1]
-    return up[1], down[1], up[0]
-
-
 ALL_ATTENTION_FUNCTIONS.register(_NAME, _attention)
 ALL_EXPERTS_FUNCTIONS.register(_NAME, _experts)
 
@@ -284,11 +276,7 @@ class TransformersModel:
             model = _CAUSAL.from_config(hub, dtype=self.dtype, trust_remote_code=False, **given)
         model.eval()
         weights = LazyWeights(model, source, self.dtype)
-        self._expert_sizes = {
-            name: _expert_sizes(module)
-            for name, module in model.named_modules()
-            if is_experts(module)
-        }
+        self._expert_sizes = expert_sizes(model)
         with torch.no_grad():
             self._share.prune(model)
             # Latents are computed with matrices that are taken apart.
@@ -370,7 +358,8 @@ class TransformersModel:
             linears.adapt(product, parts)
         for name, module in self._model.named_modules():
             if linears.takes_experts and name.startswith(inside) and is_experts(module):
-                linears.adapt_experts(module.manta_experts, *self._of_experts(name, module))
+                up, down = expert_projections(name, module, self._expert_sizes[name], self._share)
+                linears.adapt_experts(module.manta_experts, up, down)
         if not self.plans_attention:
             numbers = torch.arange(6, device=self.device)
             received = self._received(numbers)
@@ -395,36 +384,6 @@ class TransformersModel:
         assert sizes[cut.dim] == own, f"{name}: this rank has {sizes[cut.dim]} of {own}"
         sizes[cut.dim] = sum(part.size for part in cut.parts)
         return Projection(name, sizes[0], sizes[1], cut.dim, ranges)
-
-    def _of_experts(self, name: str, module: Any) -> tuple[ExpertProjection, ExpertProjection]:
-        """A mixture's products before and behind its gate."""
-        hidden, inner, outputs = self._expert_sizes[name]
-        in_dim, out_dim = (1, 2) if module.is_transposed else (2, 1)
-        up = "gate_up_proj" if module.has_gate else "up_proj"
-        gate = None
-        if module.has_gate:
-            parts = self._share.mixture_parts(f"{name}.{up}")
-            in_turns = parts is not None and len(parts) == 1
-            halves = slice(0, inner), slice(inner, None)
-            gate = (slice(0, None, 2), slice(1, None, 2)) if in_turns else halves
-        found = []
-        for key, size, dim in ((up, (outputs, hidden), 0), ("down_proj", (hidden, inner), 1)):
-            pieces = dict(self._share.pieces(f"{name}.{key}"))
-            runs = pieces.get(0, [range(module.num_experts)])
-            ranges = pieces.get((out_dim, in_dim)[dim], [range(size[dim])])
-            found.append(
-                ExpertProjection(
-                    f"{name}.{key}",
-                    *size,
-                    dim,
-                    tuple(ranges),
-                    name,
-                    module.num_experts,
-                    tuple(number for run in runs for number in run),
-                    gate if key == up else None,
-                )
-            )
-        return found[0], found[1]
 
     @property
     def decoder(self) -> nn.Module:

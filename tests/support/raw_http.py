@@ -15,7 +15,8 @@ USER = {
     "/v1/chat/completions", "/v1/responses", "/v1/responses/input_tokens", "/v1/embeddings",
     "/v1/score", "/score", "/tokenize", "/detokenize", "/v1/messages",
     "/v1/messages/count_tokens", "/generate", "/abort_request", "/health_generate", "/model_info",
-    "/get_model_info",
+    "/get_model_info", "/v1/responses/{response_id}", "/v1/responses/{response_id}/cancel",
+    "/v1/responses/{response_id}/input_items",
 }  # fmt: skip
 """Who may use which route of the application."""
 NO_ROUTES = {"/", "/nothing", "/v1", "/status/data", "/-/routes"}

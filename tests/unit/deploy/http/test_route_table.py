@@ -18,7 +18,7 @@ HELPERS = {("GET", "/docs/assets/{}"), ("GET", "/pages/{}")}
 def test_docs_name_every_route() -> None:
     text = (REPO_ROOT / "docs/api.md").read_text()
     table = text[text.index("| route |") :].split("\n\n")[0]
-    found = re.findall(r"`((?:GET|POST)(?:, (?:GET|POST))*) (/[^`?]*)", table)
+    found = re.findall(r"`((?:GET|POST|DELETE)(?:, (?:GET|POST|DELETE))*) (/[^`?]*)", table)
     documented = {
         (method, re.sub(r"\{.*\}", "{}", path))
         for methods, path in found
