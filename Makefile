@@ -60,14 +60,14 @@ test: test-unit
 	$(BIN)/python -m tests.side_by_side \
 		"$(BIN)/python -m pytest tests -q --ignore=tests/unit --ignore=tests/extended \
 			--ignore=tests/chaos --ignore=tests/models $(addprefix --ignore=,$(IN_PROCESS))" \
-		"$(BIN)/python -m pytest -q $(IN_PROCESS)"
+		"$(BIN)/python -m pytest -q --timeout=1200 $(IN_PROCESS)"
 
 # What takes longer or needs more: a clean environment, Debian packages. Installs what it needs.
 test-extended: install-dev
 	$(BIN)/python -m tests.side_by_side \
 		"$(BIN)/python -m pytest tests/extended tests/chaos -q \
 			$(addprefix --ignore=,$(EXTENDED_IN_PROCESS))" \
-		"$(BIN)/python -m pytest -q $(EXTENDED_IN_PROCESS)" \
+		"$(BIN)/python -m pytest -q --timeout=1200 $(EXTENDED_IN_PROCESS)" \
 		"$(BIN)/python -m tests.mutations -q" \
 		"$(MAKE) test-triton"
 
