@@ -184,11 +184,9 @@ def test_a_conversation_is_kept(client: openai.OpenAI) -> None:
         {"role": "user", "content": "And then?"},
     ]
     assert second.output_text == chat_text(client, messages)
-    with client.responses.stream(
-        model=MODEL, input="More.", previous_response_id=second.id, max_output_tokens=4
-    ) as stream:
-        third = stream.get_final_response()
-    assert client.responses.retrieve(third.id).output_text == third.output_text
+    *_, end = respond(client, input="More.", previous_response_id=second.id, stream=True)
+    third = end.response
+    assert client.responses.retrieve(third.id) == third
     (item,) = client.responses.input_items.list(third.id).data
     assert item.type == "message" and item.content[0].type == "input_text"
     assert item.content[0].text == "More."

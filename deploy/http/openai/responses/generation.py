@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Coroutine
-from functools import cached_property
+from collections.abc import Awaitable, Callable
+from functools import cached_property, partial
 from typing import Any
 
 from deploy.http.body import encode_json
@@ -37,18 +37,18 @@ class ResponseGeneration(Generation[ResponsesRequest]):
     """The response, once it has ended."""
 
     async def result(self) -> bytes:
-        return await self._kept(super().result())
+        return await self._kept(super().result)
 
     async def send_events(self, stream: EventStream) -> bytes:
-        return await self._kept(super().send_events(stream))
+        return await self._kept(partial(super().send_events, stream))
 
-    async def _kept(self, run: Coroutine[Any, Any, bytes]) -> bytes:
+    async def _kept(self, run: Callable[[], Awaitable[bytes]]) -> bytes:
         """What `run` gives, once the record has the response. If it fails there is no record."""
         if self.keeper is None:
-            return await run
-        await self.keeper.begin(self._response("in_progress"))
+            return await run()
         try:
-            end = await run
+            await self.keeper.begin(self._response("in_progress"))
+            end = await run()
         except BaseException:
             keeper, self.keeper = self.keeper, None
             keeper.forget()
