@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import IO
 
 
@@ -41,11 +42,13 @@ class Beside:
         with self._lock:
             self._stopped = True
             if self._running is not None and self._running.poll() is None:
-                os.killpg(self._running.pid, signal.SIGTERM)
+                with suppress(ProcessLookupError):
+                    os.killpg(self._running.pid, signal.SIGTERM)
         self._thread.join()
 
     def _run(self) -> None:
         for command in self._commands:
+            self.failed.append(command)  # until it has succeeded
             with self._lock:
                 if self._stopped:
                     return
@@ -56,8 +59,8 @@ class Beside:
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                 )
-            if self._running.wait() != 0:
-                self.failed.append(command)
+            if self._running.wait() == 0:
+                self.failed.remove(command)
 
 
 def main(argv: Sequence[str]) -> int:

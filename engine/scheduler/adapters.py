@@ -9,7 +9,7 @@ request waits for its first token while others get a few tokens, however long th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -27,9 +27,10 @@ SHORT_TURN = 1
 more for every two rounds of slots that others wait for, because each change costs a step."""
 LONG_TURN = 16
 """Before it gives its slot to one all of whose requests have begun their answers."""
-UNCACHED_TURN = 64
-"""Before it gives its slot to any, where the prefix cache is off: its requests are then computed
-again from the beginning."""
+RECOMPUTED_PER_TOKEN = 16
+"""A turn is longer by a token for so many tokens that had to be computed again for it, because the
+prefix cache didn't have them any more."""
+MAX_TURN = 64
 
 
 class _State(Enum):
@@ -76,15 +77,19 @@ class _Entry:
         by side count once while they run. An embedding counts as a token."""
         return self.released + max(map(_num_new, self.running), default=0)
 
+    @property
+    def recomputed(self) -> int:
+        """Tokens that were computed again for a request in this turn."""
+        resumed = (r for r in self.running if len(r.fill_ids) > r.prompt_len)
+        return max((len(r.fill_ids) - r.cached_len for r in resumed), default=0)
+
 
 class AdapterTable:
     """Of one engine. Without adapters nothing of it is called for a request."""
 
-    def __init__(self, num_slots: int, max_held: int, keeps_prefixes: bool = True) -> None:
-        """At most `num_slots` adapters run at once; at most `max_held` are in the host's memory.
-        `keeps_prefixes`: whether requests that go back to the queue find what they computed."""
+    def __init__(self, num_slots: int, max_held: int) -> None:
+        """At most `num_slots` adapters run at once; at most `max_held` are in the host's memory."""
         self._max_held = max_held
-        self._turns = (SHORT_TURN, LONG_TURN) if keeps_prefixes else (UNCACHED_TURN,) * 2
         self._entries: dict[str, _Entry] = {}
         self._free = list(range(num_slots - 1, -1, -1))
         self._orders: list[LoadAdapter | DropAdapter] = []
@@ -169,54 +174,66 @@ class AdapterTable:
         """Whether workers are reading an adapter."""
         return any(entry.state is _State.LOADING for entry in self._entries.values())
 
-    def give_slots(self) -> list[Req]:
+    def give_slots(self, is_admissible: Callable[[Req], bool]) -> list[Req]:
         """Order what is lacking, and give free slots to adapters whose requests wait. Called before
-        requests are chosen. Returns running requests that have to go back to the queue, because
-        their adapter's turn is over."""
+        requests are chosen. `is_admissible` says whether a waiting request's API key lets it run.
+        Returns running requests that have to go back to the queue, because their adapter's turn is
+        over."""
         if not self._known and not self._prepared:
             return []
-        asked = [entry for entry in self._entries.values() if entry.waiting or entry.is_prepared]
-        for entry in sorted((e for e in asked if e.state is _State.WANTED), key=lambda e: e.since):
-            if not self._make_place():
-                break
+        may_run = {
+            entry: any(map(is_admissible, entry.waiting)) for entry in self._entries.values()
+        }
+        asked = [entry for entry, may in may_run.items() if may or entry.is_prepared]
+        asked.sort(key=lambda entry: entry.since)
+        unread: list[_Entry] = []
+        for entry in (e for e in asked if e.state is _State.WANTED):
+            if unread or not self._make_place(entry):
+                unread.append(entry)
+                continue
             entry.state = _State.LOADING
             self._orders.append(LoadAdapter(entry.ref))
-        claims = [e for e in asked if e.state is _State.READY and e.slot is None and e.waiting]
-        claims.sort(key=lambda e: e.since)
-        while claims and (found := self._take_slot()) is not None:
+        claims = [e for e in asked if e.state is _State.READY and e.slot is None and may_run[e]]
+        self._grant(claims, may_run)
+        found = self._end_turns([*claims, *unread])
+        self._grant(claims, may_run)  # one whose turn is over may have no running request
+        return found
+
+    def _grant(self, claims: list[_Entry], may_run: Mapping[_Entry, bool]) -> None:
+        """Give free slots to the first of `claims`, which leave the list."""
+        while claims and (found := self._take_slot(may_run)) is not None:
             entry = claims.pop(0)
             entry.slot, was_taken = found
             entry.released, entry.is_brief = 0, was_taken and entry.has_new
             self._changes.append(AdapterSlot(entry.slot, entry.ref.digest))
-        return self._end_turns(claims)
 
     def _end_turns(self, claims: list[_Entry]) -> list[Req]:
-        """End the turns of as many adapters as wait for a slot. Returns their running requests."""
+        """End the turns of as many adapters as wait for a slot. Returns running requests of those
+        whose turn is over, but none whose prompt isn't computed yet."""
         in_slots = [entry for entry in self._entries.values() if entry.slot is not None]
         if not claims:
             for entry in in_slots:
                 entry.is_over = False
             return []
-        short, long = self._turns
-        short = min(short + len(claims) // max(2 * len(in_slots), 1), long)
+        short = min(SHORT_TURN + len(claims) // max(2 * len(in_slots), 1), LONG_TURN)
         turns = {entry: entry.turn for entry in in_slots if not entry.is_over}
-        found: list[Req] = []
-        for at in range(sum(entry.is_over for entry in in_slots), len(claims)):
+        for at in range(len(in_slots) - len(turns), len(claims)):
             # Those before a new request in the queue have to run before it.
             has_new = any(claim.has_new for claim in claims[at:])
-            done = [
-                entry
-                for entry, turn in turns.items()
-                if turn >= (short if has_new or entry.is_brief else long)
-            ]
+            done = []
+            for entry, turn in turns.items():
+                wanted = short if has_new or entry.is_brief else LONG_TURN
+                wanted += entry.recomputed // RECOMPUTED_PER_TOKEN
+                if turn >= min(wanted, MAX_TURN):
+                    done.append(entry)
             if not done:
                 break
             entry = max(done, key=turns.__getitem__)
             del turns[entry]
             entry.is_over = True
             self.displacements_total += 1
-            found += (req for req in entry.running if req.status is ReqStatus.RUNNING)
-        return found
+        over = [entry for entry in in_slots if entry.is_over]
+        return [req for entry in over for req in entry.running if _may_leave(req)]
 
     # The loop's side
 
@@ -277,15 +294,17 @@ class AdapterTable:
         self._clock += 1
         entry.used = self._clock
 
-    def _take_slot(self) -> tuple[int, bool] | None:
+    def _take_slot(self, may_run: Mapping[_Entry, bool]) -> tuple[int, bool] | None:
         """A free slot, if need be that of the adapter that was idle longest; whether its turn was
-        ended for this."""
+        ended for this. `may_run`: whether a waiting request of an adapter could run."""
         if self._free:
             return self._free.pop(), False
         free = [
             entry
             for entry in self._entries.values()
-            if entry.slot is not None and not entry.running and (entry.is_over or not entry.waiting)
+            if entry.slot is not None
+            and not entry.running
+            and (entry.is_over or not may_run.get(entry))
         ]
         if not free:
             return None
@@ -297,21 +316,39 @@ class AdapterTable:
         victim.since = victim.used
         return slot, was_over
 
-    def _make_place(self) -> bool:
-        """Have room in the host's memory for one more adapter; False if all are in use."""
+    def _make_place(self, wanted: _Entry) -> bool:
+        """Have room in the host's memory for `wanted`; False if there is none. If need be one makes
+        way that has had its turn since `wanted` waits; it is read again when its turn comes."""
         held = [e for e in self._entries.values() if e.state in (_State.LOADING, _State.READY)]
         if len(held) < self._max_held:
             return True
-        idle = [entry for entry in held if entry.state is _State.READY and entry.is_idle]
-        if not idle:
-            return False
-        victim = min(idle, key=lambda entry: entry.used)
+        still = [e for e in held if e.state is _State.READY and not e.running and not e.is_prepared]
+        idle = [entry for entry in still if not entry.waiting]
+        if idle:
+            victim = min(idle, key=lambda entry: entry.used)
+        else:
+            had_turn = [
+                e for e in still if (e.slot is None and e.since > wanted.since) or e.is_over
+            ]
+            if not had_turn:
+                return False
+            victim = max(had_turn, key=lambda entry: (entry.is_over, entry.since))
         if victim.slot is not None:
             self._free.append(victim.slot)
         del self._entries[victim.ref.digest]
+        if victim.waiting:
+            self._touch(victim)
+            again = _Entry(victim.ref, since=victim.used, waiting=victim.waiting, used=victim.used)
+            self._entries[victim.ref.digest] = again
         self._orders.append(DropAdapter(victim.ref.digest))
         self.evictions_total += 1
         return True
+
+
+def _may_leave(req: Req) -> bool:
+    """Whether a request whose adapter's turn is over goes back to the queue now: not before its
+    prompt is computed, so that no prompt is begun for ever; an embedding ends then by itself."""
+    return req.status is ReqStatus.RUNNING and not req.needs_prefill and req.pooling is None
 
 
 def _num_new(req: Req) -> int:

@@ -74,8 +74,10 @@ class PrefillPlanner:
         """Rows of the next step, which comes after step number `step`, at time `now`."""
         requests = self._requests
         if requests.adapters is not None:
-            while over := requests.adapters.give_slots():
+            shares = self._shares
+            while over := requests.adapters.give_slots(lambda req: shares.of(req).may_run):
                 for req in over:
+                    req.queue_deadline = None  # there was capacity for it
                     requests.retract(req)
         full = step < requests.full_until
         if requests.chunked is not None and self._held_up is not None:

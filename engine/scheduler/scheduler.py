@@ -83,9 +83,7 @@ class Scheduler:
         """Set if requests may have adapters."""
         if config.engine.has_adapters:
             engine = config.engine
-            self.adapters = AdapterTable(
-                engine.max_loras, engine.max_held_loras, self.kv.enable_prefix_cache
-            )
+            self.adapters = AdapterTable(engine.max_loras, engine.max_held_loras)
         self.requests = Requests(
             self.kv, self.micro_batches, self.outputs, self.stats, self.adapters
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -17,6 +18,8 @@ from engine.errors import ConfigError
 from engine.layers.adapted import AdaptedLinears, Factors
 from engine.protocol.adapters import AdapterLoaded, AdapterRef, AdapterSlot
 from engine.worker.adapter_tensors import Source, build, find_sources
+
+logger = logging.getLogger(__name__)
 
 
 class AdapterBank:
@@ -63,9 +66,7 @@ class AdapterBank:
             error = future.exception()
             if error is None:
                 self._host[digest] = future.result()
-            elif not isinstance(error, ConfigError | OSError):
-                raise error
-            found.append(AdapterLoaded(self._rank, digest, "" if error is None else str(error)))
+            found.append(AdapterLoaded(self._rank, digest, "" if error is None else _told(error)))
         return found
 
     def drop(self, digest: str) -> None:
@@ -118,3 +119,12 @@ class AdapterBank:
         """Whether another pipeline stage may have a linear."""
         numbers = [int(word) for word in name.split(".") if word.isdecimal() and len(word) < 6]
         return bool(numbers) and numbers[0] < self._num_layers and numbers[0] not in self._layers
+
+
+def _told(error: BaseException) -> str:
+    """Why an adapter can't be had, for whoever asks for it. It costs its requests, not the engine,
+    whatever its file holds."""
+    if isinstance(error, ConfigError | OSError):
+        return str(error)
+    logger.error("an adapter can't be read", exc_info=error)
+    return f"the adapter can't be read ({type(error).__name__})"

@@ -54,6 +54,7 @@ def find_sources(
         mixture = name.removesuffix(".base_layer").removesuffix(".base_layer")
         of_one = _EXPERT.fullmatch(name)
         if name in linears.projections:
+            _check_single(name, factors.num_experts)
             linears.check(name, *sizes)
             found[name] = [Source(name)]
         elif mixture in mixtures:
@@ -62,6 +63,7 @@ def find_sources(
                 raise ConfigError(f"it has matrices for '{part.name}' twice.")
             found[part.name] = [source]
         elif of_one is not None and (own := _same_layer(of_one["mixture"], mixtures)):
+            _check_single(name, factors.num_experts)
             part, source = _of_one(name, own, int(of_one["number"]), of_one["matrix"], *sizes)
             beside = found.setdefault(part.name, [])
             if beside and beside[0].expert is None:
@@ -112,6 +114,12 @@ def build(
         all_a[source.expert, ranks] = a
         all_b[source.expert, source.outputs or slice(None), ranks] = b
     return all_a, all_b
+
+
+def _check_single(name: str, num_experts: int) -> None:
+    """Only a parameter of a mixture has matrices for several experts in one."""
+    if num_experts != 1:
+        raise ConfigError(f"'{name}' has matrices of {num_experts} times the rank that is stated.")
 
 
 def _ranks(adapter: PeftAdapter, sources: list[Source]) -> dict[str, int]:

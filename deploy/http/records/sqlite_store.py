@@ -7,79 +7,114 @@ in a thread of its own, opened with the first record.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import os
 import sqlite3
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 from platformdirs.unix import Unix
 
-from deploy.http.records.store import MAX_CHAIN, RecordStore, ResponseRecord, no_record
+from deploy.http.body import encode_json
+from deploy.http.records.store import (
+    MAX_CHAIN,
+    MAX_CHAIN_BYTES,
+    RecordStore,
+    ResponseRecord,
+    no_record,
+)
 from deploy.options import ServerOptions
 from engine.errors import RequestError
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_Row = tuple[str, str, str | None, bytes, bytes]
 BUSY_TIMEOUT_S = 5.0
 """How long another process may write."""
 CLEAN_INTERVAL_S = 60.0
 WAL_BYTES = 4 << 20
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS responses (
-    owner TEXT NOT NULL, id TEXT NOT NULL, created REAL NOT NULL, record BLOB NOT NULL,
-    PRIMARY KEY (owner, id)
+    owner TEXT NOT NULL, id TEXT NOT NULL, created REAL NOT NULL, previous TEXT,
+    items BLOB NOT NULL, response BLOB NOT NULL, PRIMARY KEY (owner, id)
 );
 CREATE INDEX IF NOT EXISTS by_age ON responses (created);
 """
-_decode = msgspec.msgpack.Decoder(ResponseRecord).decode
+_FIELDS = "id, owner, previous, items, response"
+_decode = msgspec.json.Decoder().decode
 
 
-def default_path() -> Path:
-    """In `$MANTA_STATE_DIR`, or in `manta` in the user's folder for state (XDG)."""
+def default_path(keys_file: str | None = None) -> Path:
+    """In `$MANTA_STATE_DIR`, or in `manta` in the user's folder for state (XDG). Servers with other
+    keys have other files."""
     named = os.environ.get("MANTA_STATE_DIR")
-    return (Path(named) if named else Unix("manta").user_state_path) / "records.sqlite3"
+    of_keys = ""
+    if keys_file is not None:
+        of_keys = f"-{hashlib.sha256(os.path.realpath(keys_file).encode()).hexdigest()[:12]}"
+    folder = Path(named) if named else Unix("manta").user_state_path
+    return folder / f"records{of_keys}.sqlite3"
 
 
 def open_store(server: ServerOptions) -> RecordStore | None:
     """The store that a server's options ask for."""
     if server.request_store == "none":
         return None
-    path = Path(server.request_store_path) if server.request_store_path else None
+    named = server.request_store_path
+    path = Path(named) if named else partial(default_path, server.api_keys_file)
     return SqliteStore(path, server.request_store_max_age_s, server.request_store_max_bytes)
 
 
 class SqliteStore(RecordStore):
     """Opened when it is used first, so that an application that has it can be shipped."""
 
-    def __init__(self, path: Path | None, max_age_s: float, max_bytes: int) -> None:
-        """`path`: None for `default_path` of the process. Records older than `max_age_s` are
+    def __init__(self, path: Path | Callable[[], Path], max_age_s: float, max_bytes: int) -> None:
+        """`path`: it, or what says it where the file is opened. Records older than `max_age_s` are
         removed, and the oldest while the file's content is larger than `max_bytes`."""
-        self._path: Path | None = path
+        self._path = path
         self._max_age_s, self._max_bytes = max_age_s, max_bytes
         self._thread: ThreadPoolExecutor | None = None
         self._connection: sqlite3.Connection | None = None
         self._next_clean = 0.0
 
-    async def put(self, record: ResponseRecord) -> None:
-        row = record.owner, record.id, time.time(), msgspec.msgpack.encode(record)
+    async def add(self, record: ResponseRecord) -> None:
+        items, response = encode_json(record.items), encode_json(record.response)
+        if len(items) + len(response) > self._max_bytes // 4:
+            raise RequestError(
+                "The request is too large to be kept; ask with store: false.", status=413
+            )
+        row = record.owner, record.id, time.time(), record.previous, items, response
 
         def write(connection: sqlite3.Connection) -> None:
             if time.monotonic() >= self._next_clean:
                 self._next_clean = time.monotonic() + CLEAN_INTERVAL_S
                 self._remove_old(connection)
-            connection.execute("INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?)", row)
+            connection.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?)", row)
+            self._remove_surplus(connection)
+
+        await self._run(write)
+
+    async def finish(self, record: ResponseRecord) -> None:
+        response = encode_json(record.response)
+
+        def write(connection: sqlite3.Connection) -> None:
+            connection.execute(
+                "UPDATE responses SET response = ? WHERE owner = ? AND id = ?",
+                (response, record.owner, record.id),
+            )
             self._remove_surplus(connection)
 
         await self._run(write)
 
     async def get(self, record_id: str, owner: str) -> ResponseRecord:
-        return await self._run(lambda connection: self._find(connection, record_id, owner))
+        row = await self._run(lambda connection: self._row(connection, record_id, owner))
+        return _record(row)
 
     async def delete(self, record_id: str, owner: str) -> None:
         def remove(connection: sqlite3.Connection) -> None:
@@ -95,13 +130,17 @@ class SqliteStore(RecordStore):
         def read(connection: sqlite3.Connection) -> list[ResponseRecord]:
             found: list[ResponseRecord] = []
             wanted: str | None = record_id
+            size = 0
             while wanted is not None:
-                if len(found) == MAX_CHAIN:
+                row = self._row(connection, wanted, owner, "previous_response_id")
+                size += len(row[3]) + len(row[4])
+                if len(found) == MAX_CHAIN or size > MAX_CHAIN_BYTES:
                     raise RequestError(
-                        f"The conversation has more than {MAX_CHAIN} responses.",
+                        f"The conversation has more than {MAX_CHAIN} responses, or "
+                        f"{MAX_CHAIN_BYTES >> 20} MiB.",
                         "previous_response_id",
                     )
-                found.append(self._find(connection, wanted, owner, "previous_response_id"))
+                found.append(_record(row))
                 wanted = found[-1].previous
             return found[::-1]
 
@@ -115,32 +154,36 @@ class SqliteStore(RecordStore):
         if thread is not None:
             thread.shutdown()
 
-    def _find(
+    def _row(
         self, connection: sqlite3.Connection, record_id: str, owner: str, field: str = "response_id"
-    ) -> ResponseRecord:
-        row = connection.execute(
-            "SELECT record FROM responses WHERE id = ? AND owner = ? AND created > ?",
-            (record_id, owner, time.time() - self._max_age_s),
+    ) -> _Row:
+        """The fields of a record. Raises `RequestError`."""
+        found: _Row | None = connection.execute(
+            f"SELECT {_FIELDS} FROM responses WHERE owner = ? AND id = ? AND created > ?",
+            (owner, record_id, time.time() - self._max_age_s),
         ).fetchone()
-        if row is None:
+        if found is None:
             raise no_record(record_id, field)
-        return _decode(row[0])
+        return found
 
     def _remove_old(self, connection: sqlite3.Connection) -> None:
         oldest = time.time() - self._max_age_s
         connection.execute("DELETE FROM responses WHERE created <= ?", (oldest,))
 
     def _remove_surplus(self, connection: sqlite3.Connection) -> None:
-        """The oldest tenth at a time."""
+        """The oldest tenth at a time, of the key that has most."""
         while _used_bytes(connection) > self._max_bytes:
-            (count,) = connection.execute("SELECT COUNT(*) FROM responses").fetchone()
+            found = connection.execute(
+                "SELECT owner, COUNT(*) FROM responses GROUP BY owner "
+                "ORDER BY SUM(LENGTH(items) + LENGTH(response)) DESC LIMIT 1"
+            ).fetchone()
+            if found is None:
+                return
             connection.execute(
                 "DELETE FROM responses WHERE rowid IN "
-                "(SELECT rowid FROM responses ORDER BY created LIMIT ?)",
-                (max(count // 10, 1),),
+                "(SELECT rowid FROM responses WHERE owner = ? ORDER BY created LIMIT ?)",
+                (found[0], max(found[1] // 10, 1)),
             )
-            if count <= 1:
-                return
 
     async def _run(self, work: Callable[[sqlite3.Connection], T]) -> T:
         """`work` in the store's thread, as one transaction."""
@@ -164,15 +207,35 @@ class SqliteStore(RecordStore):
         return await asyncio.get_running_loop().run_in_executor(self._thread, run)
 
     def _open(self) -> sqlite3.Connection:
-        self._path = path = self._path or default_path()
+        """Another process may be the first one at the same time, which SQLite doesn't wait for."""
+        self._path = path = self._path() if callable(self._path) else self._path
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # also for its -wal and -shm
-        connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S)
-        connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute("PRAGMA synchronous = NORMAL")
-        connection.execute(f"PRAGMA journal_size_limit = {WAL_BYTES}")
-        connection.executescript(_SCHEMA)
-        return connection
+        until = time.monotonic() + BUSY_TIMEOUT_S
+        while True:
+            connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S)
+            try:
+                connection.execute("PRAGMA journal_mode = WAL")
+                connection.execute("PRAGMA synchronous = NORMAL")
+                connection.execute(f"PRAGMA journal_size_limit = {WAL_BYTES}")
+                connection.executescript(_SCHEMA)
+                return connection
+            except sqlite3.OperationalError:
+                connection.close()
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.02)
+
+
+def _record(row: _Row) -> ResponseRecord:
+    record_id, owner, previous, items, response = row
+    return ResponseRecord(
+        id=record_id,
+        owner=owner,
+        previous=previous,
+        items=_decode(items),
+        response=_decode(response),
+    )
 
 
 def _used_bytes(connection: sqlite3.Connection) -> int:

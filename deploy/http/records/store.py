@@ -16,6 +16,8 @@ from engine.errors import RequestError
 
 MAX_CHAIN = 2048
 """Responses that a conversation may have."""
+MAX_CHAIN_BYTES = 32 << 20
+"""Of all that its records hold."""
 
 
 class ResponseRecord(msgspec.Struct, kw_only=True):
@@ -26,8 +28,6 @@ class ResponseRecord(msgspec.Struct, kw_only=True):
     """Name of the API key that may see it; "" if the server has none."""
     previous: str | None
     """The response that it goes on from."""
-    created: int
-    """Seconds since 1970."""
     items: list[dict[str, Any]]
     """Of the request's `input`."""
     response: dict[str, Any]
@@ -38,8 +38,12 @@ class RecordStore(ABC):
     if the store can't be used."""
 
     @abstractmethod
-    async def put(self, record: ResponseRecord) -> None:
-        """Keep a record, in place of the one of this id."""
+    async def add(self, record: ResponseRecord) -> None:
+        """Keep a new record. 413 if it is too large."""
+
+    @abstractmethod
+    async def finish(self, record: ResponseRecord) -> None:
+        """Keep the response of a record. Nothing happens if it was deleted meanwhile."""
 
     @abstractmethod
     async def get(self, record_id: str, owner: str) -> ResponseRecord:
@@ -52,7 +56,7 @@ class RecordStore(ABC):
     @abstractmethod
     async def conversation(self, record_id: str, owner: str) -> list[ResponseRecord]:
         """The record and those that it goes on from, the first one first. 404 if one isn't there
-        any more, 400 if there are more than `MAX_CHAIN`."""
+        any more, 400 if there are too many."""
 
     @abstractmethod
     async def close(self) -> None:
@@ -66,5 +70,12 @@ def no_record(record_id: str, field: str = "response_id") -> RequestError:
 
 
 def history_of(records: Sequence[ResponseRecord]) -> list[dict[str, Any]]:
-    """The items of a conversation: what was asked and answered."""
+    """The items of a conversation: what was asked and answered. Raises `RequestError` if an answer
+    isn't there yet."""
+    for record in records:
+        if record.response["status"] == "in_progress":
+            raise RequestError(
+                f"Response '{record.id}' has not ended, so that nothing can go on from it.",
+                "previous_response_id",
+            )
     return [item for record in records for item in (*record.items, *record.response["output"])]

@@ -141,6 +141,7 @@ MISFITS: dict[str, tuple[dict[str, Factors], str]] = {
         },
         "twice",
     ),
+    "rank of one": ({"1__mlp__experts__0__up_proj": every(HIDDEN, INNER, 2)}, "2 times the rank"),
     "layer": ({"2__mlp__experts__0__up_proj": UP}, "no linear"),
     "other linear": ({"1__mlp__gate": UP}, "no linear"),
 }

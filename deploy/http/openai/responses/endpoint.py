@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from typing import Any
 
 from deploy.http.access.api_key import ApiKey
@@ -34,7 +35,9 @@ class ResponsesEndpoint(Endpoint):
         incoming: Incoming,
     ) -> Generation[Any]:
         whole = await with_history(self.store, given, incoming.key)
-        request = whole.translate(f"resp_{incoming.id}", client.model_info)
+        # Clients choose the id of a request, and may give several the same.
+        response_id = f"resp_{uuid.uuid4().hex}"
+        request = whole.translate(response_id, client.model_info, given_id=incoming.id)
         plan = await plan_chat(client, self.settings.server, request, incoming.key)
         generation = ResponseGeneration(client, given, plan, incoming.tracker)
         if self.store is not None and given.store is not False:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from functools import cached_property, partial
@@ -46,14 +47,18 @@ class ResponseGeneration(Generation[ResponsesRequest]):
         """What `run` gives, once the record has the response. If it fails there is no record."""
         if self.keeper is None:
             return await run()
+        keeper = self.keeper
         try:
-            await self.keeper.begin(self._response("in_progress"))
+            if not await keeper.begin(self._response("in_progress")):
+                self.keeper = None
             end = await run()
         except BaseException:
-            keeper, self.keeper = self.keeper, None
+            self.keeper = None
             keeper.forget()
             raise
-        await self.keeper.end(self._final)
+        if self.keeper is not None:
+            # Also if its client leaves now.
+            await asyncio.shield(keeper.end(self._final))
         return end
 
     @cached_property

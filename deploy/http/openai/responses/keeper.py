@@ -43,28 +43,35 @@ class Keeper:
     def __init__(self, store: RecordStore, given: ResponsesRequest, key: ApiKey | None) -> None:
         """`given`: the request without the conversation before it."""
         self._store, self._owner = store, owner_of(key)
-        self._previous = given.previous_response_id
+        self._previous, self._must = given.previous_response_id, given.store is True
         dumped = given.model_dump(mode="json", by_alias=True, include={"input"})
         self._items: list[dict[str, Any]] = dumped["input"]
         self._record: ResponseRecord | None = None
 
-    async def begin(self, response: dict[str, Any]) -> None:
-        """Keep the response, which is to be computed. Raises `RequestError`."""
+    async def begin(self, response: dict[str, Any]) -> bool:
+        """Keep the response, which is to be computed. False if that fails and the request doesn't
+        insist on it; else it raises `RequestError`."""
         self._record = ResponseRecord(
             id=response["id"],
             owner=self._owner,
             previous=self._previous,
-            created=response["created_at"],
             items=self._items,
             response=response,
         )
-        await self._store.put(self._record)
+        try:
+            await self._store.add(self._record)
+        except RequestError:
+            if self._must:
+                raise
+            return False
+        return True
 
     async def end(self, response: dict[str, Any]) -> None:
-        """Keep it as it has ended. If that fails, the client gets it all the same."""
+        """Keep it as it has ended. If that fails, the client gets it all the same; nothing can go
+        on from it."""
         assert self._record is not None
         try:
-            await self._store.put(msgspec.structs.replace(self._record, response=response))
+            await self._store.finish(msgspec.structs.replace(self._record, response=response))
         except RequestError:
             logger.error("response %s was given but couldn't be kept", response["id"])
 
@@ -78,7 +85,8 @@ class Keeper:
             try:
                 await self._store.delete(record.id, record.owner)
             except RequestError as error:
-                logger.error("response %s stays unfinished in the store: %s", record.id, error)
+                if error.status != 404:
+                    logger.error("response %s stays unfinished in the store: %s", record.id, error)
 
         task = asyncio.get_running_loop().create_task(remove())
         _running.add(task)

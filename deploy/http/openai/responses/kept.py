@@ -112,7 +112,9 @@ class InputItemsRoute(_KeptRoute):
         if order not in ("asc", "desc"):
             raise RequestError("order must be asc or desc.", "order")
         limit = query.get("limit", "20")
-        if not (limit.isascii() and limit.isdigit() and 1 <= int(limit) <= MAX_ITEMS):
+        if not (limit.isascii() and limit.isdigit() and len(limit) < 4) or not (
+            1 <= int(limit) <= MAX_ITEMS
+        ):
             raise RequestError(f"limit must be a number from 1 to {MAX_ITEMS}.", "limit")
         items = _shown(await store.get(record_id, owner))
         if order == "desc":

@@ -133,7 +133,7 @@ class ResponsesRequest(Strict):
     parallel_tool_calls: bool = True
 
     # Accepted: they label a request.
-    metadata: dict[str, str] = Field(default_factory=dict)
+    metadata: dict[str, str] = Field(default_factory=dict, max_length=64)
     user: str | None = None
     safety_identifier: str | None = None
     service_tier: str | None = None
@@ -181,8 +181,9 @@ class ResponsesRequest(Strict):
             ) from None
         return self.model_copy(update={"input": history})
 
-    def translate(self, request_id: str, info: ModelInfo) -> ChatRequest:
-        """The request that this stands for. Raises `RequestError`."""
+    def translate(self, request_id: str, info: ModelInfo, given_id: str = "") -> ChatRequest:
+        """The request that this stands for. `given_id`: that of the HTTP request. Raises
+        `RequestError`."""
         check_text_length(num_chars(self.input) + len(self.instructions or ""), info, "input")
         head = [{"role": "system", "content": self.instructions}] if self.instructions else []
         tools = self._tool_use(info)
@@ -193,7 +194,7 @@ class ResponsesRequest(Strict):
         return ChatRequest(
             id=request_id,
             model=self.model,
-            given_id=request_id.removeprefix("resp_"),
+            given_id=given_id,
             params=self._sampling_params(info),
             max_tokens=self.max_output_tokens,
             names=FieldNames("input", "max_output_tokens"),

@@ -6,7 +6,7 @@ import asyncio
 import json
 import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +158,7 @@ def test_what_is_read_and_deleted(tmp_path: Path) -> None:
         for query, param in (
             ({"limit": "0"}, "limit"),
             ({"limit": "x"}, "limit"),
+            ({"limit": "9" * 5000}, "limit"),
             ({"order": "up"}, "order"),
             ({"after": "none"}, "after"),
         ):
@@ -193,9 +194,44 @@ def test_what_is_not_kept(tmp_path: Path) -> None:
         status, _ = await server.refusal("GET", f"{PATH}/{made['id']}")
         assert status == 404
         server.client.error_at = (0, RuntimeError("lost"))
-        await server.refusal("POST", PATH, json={"input": "x"}, headers={"x-request-id": "r1"})
+        await server.refusal("POST", PATH, json={"input": "x"})
         await asyncio.sleep(0.2)
-        status, _ = await server.refusal("GET", f"{PATH}/resp_r1")
+
+    run(options(tmp_path), scenario)
+    with sqlite3.connect(tmp_path / "store" / "records.sqlite3") as connection:
+        assert connection.execute("SELECT COUNT(*) FROM responses").fetchone() == (0,)
+
+
+def test_while_it_is_computed(tmp_path: Path) -> None:
+    """It can be seen and deleted; nothing goes on from it before its end."""
+
+    async def scenario(server: Server) -> None:
+        server.client.script, server.client.step_s = None, 0.02
+        body = {"input": "x", "stream": True, "max_output_tokens": 30}
+        path = tmp_path / "store" / "records.sqlite3"
+
+        async def new_id(known: set[str]) -> str:
+            while True:
+                await asyncio.sleep(0.02)
+                if path.exists():
+                    with suppress(sqlite3.OperationalError), sqlite3.connect(path) as connection:
+                        ids = {row[0] for row in connection.execute("SELECT id FROM responses")}
+                        if ids - known:
+                            return (ids - known).pop()
+
+        running = asyncio.create_task(server.http.post(PATH, json=body))
+        kept = await new_id(set())
+        assert (await server.http.get(f"{PATH}/{kept}")).json()["status"] == "in_progress"
+        follow = {"input": "y", "previous_response_id": kept}
+        status, error = await server.refusal("POST", PATH, json=follow)
+        assert status == 400 and "not ended" in error["message"]
+        await running
+        assert (await server.http.get(f"{PATH}/{kept}")).json()["status"] != "in_progress"
+        running = asyncio.create_task(server.http.post(PATH, json=body))
+        gone = await new_id({kept})
+        assert (await server.http.delete(f"{PATH}/{gone}")).status_code == 200
+        assert (await running).status_code == 200
+        status, _ = await server.refusal("GET", f"{PATH}/{gone}")
         assert status == 404
 
     run(options(tmp_path), scenario)
@@ -234,7 +270,9 @@ def test_another_key_sees_nothing(tmp_path: Path) -> None:
         status, _ = await server.refusal("GET", f"{PATH}/{mine['id']}")
         assert status == 401
         theirs = await server.respond("theirs", headers={**headers["b"], **same})
-        assert theirs["id"] == mine["id"]
+        assert theirs["id"] != mine["id"]
+        again = await server.respond("mine", headers={**headers["a"], **same})
+        assert again["id"] != mine["id"]
         kept = (await server.http.get(f"{PATH}/{mine['id']}", headers=headers["a"])).json()
         assert kept == mine
 
@@ -242,16 +280,17 @@ def test_another_key_sees_nothing(tmp_path: Path) -> None:
 
 
 def test_a_store_that_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Refused at once, unless the request wants nothing kept; well again with the store."""
+    """Whoever insists is refused at once, others hear it; well again with the store."""
     server = options(tmp_path)
     at = Path(server.request_store_path or "")
 
     async def scenario(running: Server) -> None:
         at.parent.write_text("a file where a folder must be")
-        status, error = await running.refusal("POST", PATH, json={"input": "x"})
+        body = {"input": "x", "store": True}
+        status, error = await running.refusal("POST", PATH, json=body)
         assert (status, error["code"]) == (503, "store_unavailable")
         assert "store: false" in error["message"]
-        await running.respond("x", store=False)
+        assert (await running.respond("x"))["store"] is False
         at.parent.unlink()
         made = await running.respond("x")
         with sqlite3.connect(at) as connection:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import pickle
 import stat
 import time
 from collections.abc import Awaitable, Callable
@@ -13,10 +12,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ray import cloudpickle
 
 from deploy.http.records import sqlite_store
-from deploy.http.records.sqlite_store import SqliteStore, default_path
+from deploy.http.records.sqlite_store import SqliteStore, default_path, open_store
 from deploy.http.records.store import MAX_CHAIN, RecordStore, ResponseRecord
+from deploy.options import ServerOptions
 from engine.errors import RequestError
 
 DAY = 24 * 3600.0
@@ -26,9 +27,8 @@ def record(
     name: str, owner: str = "", previous: str | None = None, size: int = 0
 ) -> ResponseRecord:
     items = [{"role": "user", "content": name + "x" * size}]
-    return ResponseRecord(
-        id=name, owner=owner, previous=previous, created=1, items=items, response={"output": []}
-    )
+    response = {"output": [], "status": "in_progress", "n": 10**30}
+    return ResponseRecord(id=name, owner=owner, previous=previous, items=items, response=response)
 
 
 def run(store: RecordStore, scenario: Callable[[], Awaitable[None]]) -> None:
@@ -52,7 +52,7 @@ async def missing(call: Awaitable[object]) -> bool:
 
 OPS = st.lists(
     st.tuples(
-        st.sampled_from(["put", "get", "delete", "reopen", "other process"]),
+        st.sampled_from(["add", "finish", "get", "delete", "reopen", "other process"]),
         st.integers(0, 4),
         st.sampled_from(["", "a", "b"]),
     ),
@@ -73,9 +73,15 @@ def test_it_is_a_dictionary(
         at = 0
         for count, (kind, number, owner) in enumerate(ops):
             store, key, name = stores[at], (owner, number), f"r{number}"
-            if kind == "put":
+            if kind == "add" and key not in held:
                 held[key] = record(name, owner, size=count)
-                await store.put(held[key])
+                await store.add(held[key])
+            elif kind in ("add", "finish"):
+                made = record(name, owner)
+                made.response = {"output": [{"n": count}], "status": "completed"}
+                await store.finish(made)  # nothing happens to one that isn't there
+                if key in held:
+                    held[key].response = made.response
             elif kind == "get":
                 if key in held:
                     assert await store.get(name, owner) == held[key]
@@ -100,7 +106,7 @@ def test_conversations(tmp_path: Path) -> None:
     async def scenario() -> None:
         previous: str | None = None
         for number in range(MAX_CHAIN + 1):
-            await store.put(record(f"r{number}", "a", previous))
+            await store.add(record(f"r{number}", "a", previous))
             previous = f"r{number}"
         found = await store.conversation(f"r{MAX_CHAIN - 1}", "a")
         assert [one.id for one in found] == [f"r{number}" for number in range(MAX_CHAIN)]
@@ -118,12 +124,12 @@ def test_old_records_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     now = time.time()
 
     async def scenario() -> None:
-        await store.put(record("old"))
+        await store.add(record("old"))
         monkeypatch.setattr(sqlite_store.time, "time", lambda: now + 101)
         assert await missing(store.get("old", ""))
         monkeypatch.setattr(sqlite_store, "CLEAN_INTERVAL_S", 0.0)
         store._next_clean = 0.0
-        await store.put(record("new"))
+        await store.add(record("new"))
         monkeypatch.setattr(sqlite_store.time, "time", lambda: now)
         assert await missing(store.get("old", "")), "it is only hidden"
         await store.get("new", "")
@@ -139,16 +145,21 @@ def test_the_file_stays_within_its_limit(tmp_path: Path) -> None:
     async def scenario() -> None:
         most = 0
         for number in range(3000):
-            await store.put(record(f"r{number}", size=2000))
+            await store.add(record(f"r{number}", size=2000))
             files = [path.with_name(path.name + end) for end in ("", "-wal")]
             most = max(most, sum(file.stat().st_size for file in files if file.exists()))
         assert most < 1.2 * limit + 2 * sqlite_store.WAL_BYTES
         assert await missing(store.get("r0", ""))
         for number in range(2900, 3000):
             await store.get(f"r{number}", "")
-        await store.put(record("huge", size=2 * limit))
-        await store.put(record("next"))
-        await store.get("next", "")
+        with pytest.raises(RequestError, match="too large"):
+            await store.add(record("huge", size=limit))
+        await store.get("r2999", "")
+        # The key that has most makes room.
+        await store.add(record("small", "other"))
+        for number in range(500):
+            await store.add(record(f"s{number}", size=2000))
+        await store.get("small", "other")
 
     run(store, scenario)
 
@@ -158,7 +169,7 @@ def test_many_at_once(tmp_path: Path) -> None:
     stores = [SqliteStore(tmp_path / "r", DAY, 1 << 26) for _ in range(2)]
 
     async def scenario() -> None:
-        puts = (stores[n % 2].put(record(f"r{n}")) for n in range(400))
+        puts = (stores[n % 2].add(record(f"r{n}")) for n in range(400))
         await asyncio.gather(*puts)
         for n in range(400):
             await stores[1].get(f"r{n}", "")
@@ -167,12 +178,23 @@ def test_many_at_once(tmp_path: Path) -> None:
     run(stores[1], scenario)
 
 
+def test_the_first_processes_come_at_once(tmp_path: Path) -> None:
+    stores = [SqliteStore(tmp_path / "r", DAY, 1 << 24) for _ in range(6)]
+
+    async def scenario() -> None:
+        await asyncio.gather(*(store.add(record(f"r{n}")) for n, store in enumerate(stores)))
+        for store in stores[1:]:
+            await store.close()
+
+    run(stores[0], scenario)
+
+
 def test_others_may_not_read_it(tmp_path: Path) -> None:
     path = tmp_path / "new" / "r.sqlite3"
     store = SqliteStore(path, DAY, 1 << 24)
 
     async def scenario() -> None:
-        await store.put(record("r"))
+        await store.add(record("r"))
         for file in path.parent.iterdir():
             assert stat.S_IMODE(file.stat().st_mode) == 0o600, file
         assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
@@ -185,9 +207,11 @@ def test_others_may_not_read_it(tmp_path: Path) -> None:
 
 
 def test_it_can_be_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert pickle.loads(pickle.dumps(SqliteStore(None, DAY, 1 << 24)))
+    assert cloudpickle.loads(cloudpickle.dumps(open_store(ServerOptions())))
     monkeypatch.setenv("MANTA_STATE_DIR", str(tmp_path))
     assert default_path() == tmp_path / "records.sqlite3"
+    assert default_path("/a/keys.yaml") not in (default_path(), default_path("/b/keys.yaml"))
+    assert default_path("/a/../a/keys.yaml") == default_path("/a/keys.yaml")
     monkeypatch.delenv("MANTA_STATE_DIR")
     monkeypatch.setenv("XDG_STATE_HOME", "/state")
     assert default_path() == Path("/state/manta/records.sqlite3")
