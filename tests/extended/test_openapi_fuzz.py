@@ -123,6 +123,8 @@ def run(api: OpenApiSchema, method: str, path: str, count: int) -> None:
     print(method, path, dict(statuses))
     if path.endswith("_lora_adapter"):  # this server loads none
         assert min(statuses[403], statuses[400]) >= count // 60, statuses
+    elif path.endswith("/cancel"):  # nothing runs in the background
+        assert statuses[404] > 0 and not statuses[200], statuses
     elif method == "POST" and path != "/flush_cache":  # it has nothing that could be wrong
         assert min(statuses[200], statuses[400]) >= max(1, count // 60), statuses
         assert statuses["streams"] > 0 or path not in GENERATING, statuses
