@@ -193,7 +193,14 @@ class AdapterTable:
                 continue
             entry.state = _State.LOADING
             self._orders.append(LoadAdapter(entry.ref))
-        claims = [e for e in asked if e.state is _State.READY and e.slot is None and may_run[e]]
+        claims = [
+            entry
+            for entry in asked
+            if entry.state is _State.READY
+            and entry.slot is None
+            and may_run[entry]
+            and self._entries.get(entry.ref.digest) is entry  # it didn't make way just now
+        ]
         self._grant(claims, may_run)
         found = self._end_turns([*claims, *unread])
         self._grant(claims, may_run)  # one whose turn is over may have no running request
@@ -333,14 +340,17 @@ class AdapterTable:
             if not had_turn:
                 return False
             victim = max(had_turn, key=lambda entry: (entry.is_over, entry.since))
+        digest = victim.ref.digest
         if victim.slot is not None:
             self._free.append(victim.slot)
-        del self._entries[victim.ref.digest]
+        # It may have got its slot just now, and no step has told the workers.
+        self._changes = [change for change in self._changes if change.digest != digest]
+        del self._entries[digest]
         if victim.waiting:
             self._touch(victim)
             again = _Entry(victim.ref, since=victim.used, waiting=victim.waiting, used=victim.used)
-            self._entries[victim.ref.digest] = again
-        self._orders.append(DropAdapter(victim.ref.digest))
+            self._entries[digest] = again
+        self._orders.append(DropAdapter(digest))
         self.evictions_total += 1
         return True
 

@@ -524,15 +524,15 @@ MUTATIONS = [
         "assert",
         Edit(
             ADAPTER_TABLE,
-            "claims.sort(key=lambda e: e.since)",
-            "claims.sort(key=lambda e: -e.since)",
+            "asked.sort(key=lambda entry: entry.since)",
+            "asked.sort(key=lambda entry: -entry.since)",
         ),
     ),
     mutation(
         ADAPTERS,
         "test_a_long_answer_gives_its_slot_to_a_new_request",
         "assert",
-        Edit(ADAPTER_TABLE, "found += (req for req", "(req for req"),
+        Edit(ADAPTER_TABLE, "if _may_leave(req)", "if False"),
     ),
     mutation(
         RECORDED,
