@@ -57,8 +57,8 @@ class Route(ABC):
     """Statuses of failures."""
 
     def __init__(self, parts: RouteParts) -> None:
-        self.models_provider, self.metrics, self.settings, self.quotas = parts[:4]
-        self.store, self.error_reply = parts.store, parts.error_reply
+        self.models_provider, self.metrics, self.settings = parts[:3]
+        self.quotas, self.store, self.error_reply = parts[3:]
 
     @abstractmethod
     async def handle(self, request: Request) -> Response:

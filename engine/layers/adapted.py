@@ -366,7 +366,8 @@ class AdaptedLinears:
         else:
             own = self._rows.setdefault(len(slots), torch.empty(len(slots), dtype=torch.int32))
             found = AdapterRows(slots, own.copy_(torch.from_numpy(slots)))
-        found.changes_experts = not self._with_experts.isdisjoint(slots.tolist())
+        if self._with_experts:
+            found.changes_experts = not self._with_experts.isdisjoint(slots.tolist())
         return found
 
     def check(self, name: str, in_size: int, out_size: int) -> None:
@@ -374,8 +375,14 @@ class AdaptedLinears:
         part = self.projections.get(name)
         if part is None:
             raise ConfigError(f"the model has no linear '{name}' that adapters may change.")
-        if (part.in_size, part.out_size) != (in_size, out_size):
-            raise ConfigError(
-                f"'{name}' has {part.in_size} inputs and {part.out_size} outputs, and the matrices "
-                f"of the adapter have {in_size} and {out_size}."
-            )
+        check_sizes(name, (part.in_size, part.out_size), (in_size, out_size))
+
+
+def check_sizes(name: str, wanted: tuple[int, int], given: tuple[int, int]) -> None:
+    """Raise `ConfigError` if matrices for `given` inputs and outputs are no addition to those of
+    `name`, which has the `wanted` ones."""
+    if wanted != given:
+        raise ConfigError(
+            f"'{name}' has {wanted[0]} inputs and {wanted[1]} outputs, and the matrices of the "
+            f"adapter have {given[0]} and {given[1]}."
+        )

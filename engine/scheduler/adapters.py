@@ -187,20 +187,13 @@ class AdapterTable:
         asked = [entry for entry, may in may_run.items() if may or entry.is_prepared]
         asked.sort(key=lambda entry: entry.since)
         unread: list[_Entry] = []
-        for entry in (e for e in asked if e.state is _State.WANTED):
+        for entry in [e for e in asked if e.state is _State.WANTED]:
             if unread or not self._make_place(entry):
                 unread.append(entry)
                 continue
             entry.state = _State.LOADING
             self._orders.append(LoadAdapter(entry.ref))
-        claims = [
-            entry
-            for entry in asked
-            if entry.state is _State.READY
-            and entry.slot is None
-            and may_run[entry]
-            and self._entries.get(entry.ref.digest) is entry  # it didn't make way just now
-        ]
+        claims = [e for e in asked if e.state is _State.READY and e.slot is None and may_run[e]]
         self._grant(claims, may_run)
         found = self._end_turns([*claims, *unread])
         self._grant(claims, may_run)  # one whose turn is over may have no running request
@@ -318,10 +311,14 @@ class AdapterTable:
         victim = min(free, key=lambda entry: (bool(entry.waiting), entry.used))
         slot, was_over = victim.slot, victim.is_over
         assert slot is not None
-        victim.slot, victim.is_over = None, False
-        self._touch(victim)
-        victim.since = victim.used
+        self._give_up(victim)
         return slot, was_over
+
+    def _give_up(self, entry: _Entry) -> None:
+        """An adapter is in no slot any more, and waits behind the others if it waits."""
+        entry.slot, entry.is_over = None, False
+        self._touch(entry)
+        entry.since = entry.used
 
     def _make_place(self, wanted: _Entry) -> bool:
         """Have room in the host's memory for `wanted`; False if there is none. If need be one makes
@@ -345,11 +342,10 @@ class AdapterTable:
             self._free.append(victim.slot)
         # It may have got its slot just now, and no step has told the workers.
         self._changes = [change for change in self._changes if change.digest != digest]
-        del self._entries[digest]
-        if victim.waiting:
-            self._touch(victim)
-            again = _Entry(victim.ref, since=victim.used, waiting=victim.waiting, used=victim.used)
-            self._entries[digest] = again
+        victim.state = _State.WANTED
+        self._give_up(victim)
+        if not victim.waiting:
+            del self._entries[digest]
         self._orders.append(DropAdapter(digest))
         self.evictions_total += 1
         return True

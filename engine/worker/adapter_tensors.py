@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.checkpoint.adapter import PeftAdapter
 from engine.errors import ConfigError
-from engine.layers.adapted import AdaptedLinears, ExpertProjection, Projection
+from engine.layers.adapted import AdaptedLinears, ExpertProjection, Projection, check_sizes
 
 Matrices = tuple[Tensor, Tensor]
 """Float32 A [rank, in] and B [out, rank], scaled."""
@@ -181,11 +181,7 @@ def _of_one(
         raise ConfigError(f"the model's experts have no matrix '{matrix}' ('{name}').")
     if number >= part.num_experts:
         raise ConfigError(f"the model has {part.num_experts} experts, and no '{name}'.")
-    if (in_size, out_size) != (part.in_size, wanted):
-        raise ConfigError(
-            f"'{name}' has {part.in_size} inputs and {wanted} outputs, and the matrices of the "
-            f"adapter have {in_size} and {out_size}."
-        )
+    check_sizes(name, (part.in_size, wanted), (in_size, out_size))
     return part, Source(name, number, outputs)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from abc import abstractmethod
+from typing import Any, ClassVar, NamedTuple
 
+from starlette.datastructures import QueryParams
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -25,6 +27,19 @@ _PARTS = {"user": "input_text", "system": "input_text", "developer": "input_text
 """Types of a message's text, by its role; an assistant's is `output_text`."""
 
 
+class _Kept(NamedTuple):
+    """A response that a request names, which may not be there."""
+
+    store: RecordStore
+    record_id: str
+    owner: str
+    query: QueryParams
+
+    async def record(self) -> ResponseRecord:
+        """Raises `RequestError`."""
+        return await self.store.get(self.record_id, self.owner)
+
+
 class _KeptRoute(Route):
     """A route of one response, which answers with JSON."""
 
@@ -36,14 +51,12 @@ class _KeptRoute(Route):
         if self.store is None or len(record_id) > 256:
             raise no_record(record_id)
         owner = owner_of(request.scope["state"].get("key"))
-        answer = await self._answer(self.store, record_id, owner, request)
+        answer = await self._answer(_Kept(self.store, record_id, owner, request.query_params))
         return Response(encode_json(answer), media_type="application/json")
 
-    async def _answer(
-        self, store: RecordStore, record_id: str, owner: str, request: Request
-    ) -> dict[str, Any]:
+    @abstractmethod
+    async def _answer(self, kept: _Kept) -> dict[str, Any]:
         """The reply. Raises `RequestError`."""
-        raise NotImplementedError
 
 
 class RetrieveResponseRoute(_KeptRoute):
@@ -57,12 +70,10 @@ class RetrieveResponseRoute(_KeptRoute):
     )
     reply = replies.Response
 
-    async def _answer(
-        self, store: RecordStore, record_id: str, owner: str, request: Request
-    ) -> dict[str, Any]:
-        if request.query_params.get("stream", "false") not in ("false", "0"):
+    async def _answer(self, kept: _Kept) -> dict[str, Any]:
+        if kept.query.get("stream", "false") not in ("false", "0"):
             raise RequestError("stream is not supported here yet.", "stream")
-        return (await store.get(record_id, owner)).response
+        return (await kept.record()).response
 
 
 class DeleteResponseRoute(_KeptRoute):
@@ -76,11 +87,9 @@ class DeleteResponseRoute(_KeptRoute):
     )
     reply = replies.DeletedResponse
 
-    async def _answer(
-        self, store: RecordStore, record_id: str, owner: str, request: Request
-    ) -> dict[str, Any]:
-        await store.delete(record_id, owner)
-        return {"id": record_id, "object": "response", "deleted": True}
+    async def _answer(self, kept: _Kept) -> dict[str, Any]:
+        await kept.store.delete(kept.record_id, kept.owner)
+        return {"id": kept.record_id, "object": "response", "deleted": True}
 
 
 class InputItemsRoute(_KeptRoute):
@@ -104,11 +113,9 @@ class InputItemsRoute(_KeptRoute):
     )
     reply = replies.InputItems
 
-    async def _answer(
-        self, store: RecordStore, record_id: str, owner: str, request: Request
-    ) -> dict[str, Any]:
-        query = request.query_params
-        order: str | Literal["asc", "desc"] = query.get("order", "desc")
+    async def _answer(self, kept: _Kept) -> dict[str, Any]:
+        query = kept.query
+        order = query.get("order", "desc")
         if order not in ("asc", "desc"):
             raise RequestError("order must be asc or desc.", "order")
         limit = query.get("limit", "20")
@@ -116,7 +123,7 @@ class InputItemsRoute(_KeptRoute):
             1 <= int(limit) <= MAX_ITEMS
         ):
             raise RequestError(f"limit must be a number from 1 to {MAX_ITEMS}.", "limit")
-        items = _shown(await store.get(record_id, owner))
+        items = _shown(await kept.record())
         if order == "desc":
             items.reverse()
         if "after" in query:
@@ -144,10 +151,8 @@ class CancelRoute(_KeptRoute):
     )
     reply = replies.Response
 
-    async def _answer(
-        self, store: RecordStore, record_id: str, owner: str, request: Request
-    ) -> dict[str, Any]:
-        await store.get(record_id, owner)
+    async def _answer(self, kept: _Kept) -> dict[str, Any]:
+        await kept.record()
         raise RequestError("Only responses in the background can be cancelled.", "response_id")
 
 
