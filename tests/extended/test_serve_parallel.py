@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 
 from engine import LLM, SamplingParams
-from tests.support.http_server import manta_leaving_nothing, streams
+from tests.support.http_server import disturbed_streams, manta_leaving_nothing, streams
 from tests.support.processes import actor_pids, launch_mark
 from tests.support.random_schemas import check_json
 
@@ -95,11 +95,8 @@ async def _kill_mid_stream(url: str, pid: int) -> None:
     words["structured_outputs"] = {"regex": r"([a-z]{1,9}-\d,){90}"}
     bodies = [free, words]
     undisturbed = await streams(url, bodies)
-    task = asyncio.ensure_future(streams(url, bodies))
-    await asyncio.sleep(0.5)
-    os.kill(pid, signal.SIGKILL)
     async with asyncio.timeout(120):
-        disturbed = await task
+        disturbed = await disturbed_streams(url, bodies, lambda: os.kill(pid, signal.SIGKILL))
     for got, before in zip(disturbed, undisturbed, strict=True):
         assert got.error is None and got.done, got
         assert (got.token_ids, got.text) == (before.token_ids, before.text)

@@ -20,7 +20,14 @@ from benchmarks.common import REPO_ROOT
 from benchmarks.servers import ManagedServer
 from tests.support.adapters import make_adapter
 from tests.support.engines import load_reference
-from tests.support.http_server import ids_of, manta, metric, sampled_body, streams, wait_idle
+from tests.support.http_server import (
+    disturbed_streams,
+    ids_of,
+    manta,
+    metric,
+    sampled_body,
+    wait_idle,
+)
 from tests.support.processes import actor_pids, launch_mark
 
 MODEL = REPO_ROOT / "models" / "manta-small"
@@ -73,14 +80,7 @@ def names(url: str) -> list[str]:
 
 def run(bodies: list[dict[str, Any]], url: str, then: Callable[[], object] = bool) -> list[Any]:
     """Token ids of streams; `then` is called while they run."""
-
-    async def both() -> list[Any]:
-        calls = asyncio.create_task(streams(url, bodies))
-        await asyncio.sleep(0.2)
-        await asyncio.to_thread(then)
-        return await calls
-
-    return ids_of(asyncio.run(both()))
+    return ids_of(asyncio.run(disturbed_streams(url, bodies, then)))
 
 
 def test_the_official_client(url: str) -> None:

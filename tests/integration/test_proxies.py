@@ -188,8 +188,12 @@ async def kill_one_ingress_of(server: ManagedServer, mark: str) -> None:
     url = server.base_url
     timeout = aiohttp.ClientTimeout(total=120)
     async with aiohttp.ClientSession(timeout=timeout) as session:
-        tasks = [asyncio.ensure_future(stream(session, url, LONG)) for _ in range(4)]
-        await asyncio.sleep(1)
+        begun = asyncio.Semaphore(0)
+        streamed = (stream(session, url, LONG, on_begun=begun.release) for _ in range(4))
+        tasks = [asyncio.ensure_future(one) for one in streamed]
+        async with asyncio.timeout(60):
+            for _ in tasks:
+                await begun.acquire()
         ingresses = actor_pids(mark, "ServeReplica:llm:ingress")
         assert len(ingresses) == 2
         os.kill(ingresses[0], signal.SIGKILL)

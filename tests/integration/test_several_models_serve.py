@@ -20,6 +20,7 @@ from tests.support.engines import load_reference
 from tests.support.families import make_family
 from tests.support.http_server import (
     Streamed,
+    disturbed_streams,
     ids_of,
     manta,
     metric,
@@ -93,7 +94,7 @@ def test_the_other_models_streams_go_on(url: str) -> None:
     of_small = [
         sampled_body(name, at, 200) for at, name in enumerate(("manta-small", "a", "b") * 3)
     ]
-    of_other = [sampled_body(name, at, 200) for at, name in enumerate(("other", "c") * 3)]
+    of_other = [sampled_body(name, at, 400) for at, name in enumerate(("other", "c") * 3)]
     alone = run(url, of_small), run(url, of_other)
     status = httpx.get(f"{url}/debug/status", timeout=30).json()
     assert [len(model["replicas"]) for model in status["models"]] == [1, 1]
@@ -101,10 +102,9 @@ def test_the_other_models_streams_go_on(url: str) -> None:
     (worker,) = [role["pid"] for role in roles if role["role"].startswith("worker")]
 
     async def both() -> list[list[Streamed]]:
-        calls = [asyncio.create_task(streams(url, given)) for given in (of_small, of_other)]
-        await asyncio.sleep(0.2)
-        os.kill(worker, signal.SIGKILL)
-        return [await call for call in calls]
+        reading = asyncio.ensure_future(streams(url, of_small))
+        other = await disturbed_streams(url, of_other, lambda: os.kill(worker, signal.SIGKILL))
+        return [await reading, other]
 
     small, other = asyncio.run(both())
     assert ids_of(small) == alone[0]
@@ -121,6 +121,7 @@ def test_the_other_models_streams_go_on(url: str) -> None:
 
 
 def test_metrics_and_trace_of_each(url: str) -> None:
+    run(url, [sampled_body(name, at, 5) for at, name in enumerate(PARENTS)])
     text = httpx.get(f"{url}/metrics", timeout=30).text
     assert text.count("# TYPE manta_engine_num_running ") == 1
     assert 'model_name="other"' in text and 'model_name="manta-small"' in text

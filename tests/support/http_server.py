@@ -9,7 +9,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -88,9 +88,14 @@ class Streamed:
 
 
 async def stream(
-    session: aiohttp.ClientSession, url: str, body: dict[str, Any], cut_after: int | None = None
+    session: aiohttp.ClientSession,
+    url: str,
+    body: dict[str, Any],
+    cut_after: int | None = None,
+    on_begun: Callable[[], None] | None = None,
 ) -> Streamed:
-    """POST /v1/completions with stream=true. The connection is dropped after `cut_after` chunks."""
+    """POST /v1/completions with stream=true. `on_begun` is called at the first chunk; the
+    connection is dropped after `cut_after` chunks."""
     got = Streamed(started=time.monotonic())
     payload = {"stream": True, "return_token_ids": True, **body}
     async with session.post(f"{url}/v1/completions", json=payload) as reply:
@@ -113,6 +118,8 @@ async def stream(
                 got.text += choice["text"]
                 got.token_ids += choice.get("token_ids") or []
                 got.finish_reason = choice["finish_reason"] or got.finish_reason
+            if seen == 0 and on_begun is not None:
+                on_begun()
             seen += 1
             if cut_after is not None and seen >= cut_after:
                 reply.close()
@@ -128,15 +135,34 @@ async def _events(reply: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
 
 
 async def streams(
-    url: str, bodies: list[dict[str, Any]], cut_after: int | None = None
+    url: str,
+    bodies: list[dict[str, Any]],
+    cut_after: int | None = None,
+    on_begun: Callable[[], None] | None = None,
 ) -> list[Streamed]:
     """Stream all bodies at once, each on a connection of its own."""
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=280)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
         return list(
-            await asyncio.gather(*(stream(session, url, body, cut_after) for body in bodies))
+            await asyncio.gather(
+                *(stream(session, url, body, cut_after, on_begun) for body in bodies)
+            )
         )
+
+
+async def disturbed_streams(
+    url: str, bodies: list[dict[str, Any]], then: Callable[[], object]
+) -> list[Streamed]:
+    """`streams`; `then` is called as soon as each has a chunk, so on any machine while they run."""
+    begun = asyncio.Semaphore(0)
+    reading = asyncio.ensure_future(streams(url, bodies, on_begun=begun.release))
+    for _ in bodies:
+        waiting = asyncio.ensure_future(begun.acquire())
+        await asyncio.wait((reading, waiting), return_when=asyncio.FIRST_COMPLETED)
+        assert waiting.done(), reading.result()
+    await asyncio.to_thread(then)
+    return await reading
 
 
 def sampled_body(model: str, number: int, tokens: int) -> dict[str, Any]:
