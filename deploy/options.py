@@ -95,6 +95,9 @@ class ServerOptions(BaseModel):
     """The file; None: `manta/records.sqlite3` in the user's folder for state."""
     request_store_max_age_s: float = Field(30 * 24 * 3600.0, gt=0)
     """Older ones are removed."""
+    request_store_stream_age_s: float = Field(600.0, ge=0)
+    """How long the request of a stream is kept behind its end, so that it can be read on; 0: it
+    isn't."""
     request_store_max_bytes: int = Field(2**30, ge=2**20)
     """The oldest are removed while the file's content is larger."""
     otlp_endpoint: str | None = None

@@ -4,7 +4,7 @@
 import asyncio
 import itertools
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
@@ -27,6 +27,7 @@ from deploy.http.dialect import RouteParts
 from deploy.http.docs_page import ASSETS, add_docs
 from deploy.http.engine_client import EngineHealth, ModelInfo
 from deploy.http.errors import ErrorReply, failure_of
+from deploy.http.generation.endpoint import Again, Endpoint, GenerationResponse
 from deploy.http.header_guard import REQUEST_ID
 from deploy.http.metrics import ServerMetrics
 from deploy.http.old_clients import OldClients
@@ -35,7 +36,9 @@ from deploy.http.openai.errors import openai_error
 from deploy.http.openapi import DocumentedApi
 from deploy.http.pages.pages import ASSETS as PAGE_ASSETS
 from deploy.http.pages.pages import PAGES, add_pages
+from deploy.http.records.runner import RecordRunner
 from deploy.http.records.sqlite_store import open_store
+from deploy.http.records.store import Record, RecordStore
 from deploy.http.served_models import ServedModels, overall
 from deploy.http.settings import ApiSettings
 from deploy.http.sglang.dialect import SGLANG
@@ -73,9 +76,16 @@ def build_api(
     app.add_exception_handler(EngineDeadError, _on_error)
     app.add_exception_handler(Exception, _on_error)
 
+    endpoints: dict[str, Endpoint] = {}
+    keys = KeyFile(settings.server.api_keys_file) if settings.server.api_keys_file else None
+    app.state.runner = runner = None if store is None else _runner(store, keys, endpoints)
     kinds = [(kind, dialect.error_reply) for dialect in DIALECTS for kind in dialect.routes]
     for kind, error_reply in kinds:
-        route = kind(RouteParts(models_provider, metrics, settings, quotas, store, error_reply))
+        route = kind(
+            RouteParts(models_provider, metrics, settings, quotas, store, runner, error_reply)
+        )
+        if isinstance(route, Endpoint):
+            endpoints[route.name] = route
         for path, method in itertools.product(kind.paths, kind.methods):
             app.add_api_route(
                 path,
@@ -137,6 +147,20 @@ def build_api(
     return app
 
 
+def _runner(
+    store: RecordStore, keys: KeyFile | None, endpoints: Mapping[str, Endpoint]
+) -> RecordRunner:
+    async def receive() -> Message:
+        await asyncio.Event().wait()  # nobody leaves
+        raise AssertionError
+
+    async def run(record: Record, state: dict[str, Any], send: Send) -> None:
+        response = GenerationResponse(endpoints[record.endpoint], Again(record, is_stream=False))
+        await response({"type": "http", "headers": [], "state": state}, receive, send)
+
+    return RecordRunner(store, keys, run)
+
+
 class _Api(DocumentedApi):
     def __init__(self, settings: ApiSettings, metrics: ServerMetrics) -> None:
         self._settings = settings
@@ -191,7 +215,10 @@ def access_rules(app: FastAPI) -> Rules:
         open=frozenset({("GET", path) for path in ("/health", "/-/healthz", *PAGES)}),
         open_prefixes=(ASSETS, PAGE_ASSETS),
         user=frozenset(user | {"/v1/models", "/version", "/ping"}),
-        user_prefixes=("/v1/models/", "/v1/responses/"),
+        user_prefixes=(
+            *("/v1/models/", "/v1/responses/", "/v1/chat/completions/", "/v1/completions/"),
+            *("/v1/messages/", "/generate/"),
+        ),
         known=known_paths(app),
     )
 

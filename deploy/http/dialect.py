@@ -13,6 +13,7 @@ from starlette.responses import Response
 from deploy.http.access.quotas import Quotas
 from deploy.http.errors import ErrorReply
 from deploy.http.metrics import ServerMetrics
+from deploy.http.records.runner import RecordRunner
 from deploy.http.records.store import RecordStore
 from deploy.http.served_models import ServedModels
 from deploy.http.settings import ApiSettings
@@ -28,7 +29,9 @@ class RouteParts(NamedTuple):
     settings: ApiSettings
     quotas: Quotas
     store: RecordStore | None
-    """Of responses; None: none are kept."""
+    """Of requests; None: none are kept."""
+    runner: RecordRunner | None
+    """Makes answers in the background; None: there are none."""
     error_reply: Callable[[RequestError], ErrorReply]
     """A failure in the words of the route's API."""
 
@@ -58,7 +61,7 @@ class Route(ABC):
 
     def __init__(self, parts: RouteParts) -> None:
         self.models_provider, self.metrics, self.settings = parts[:3]
-        self.quotas, self.store, self.error_reply = parts[3:]
+        self.quotas, self.store, self.runner, self.error_reply = parts[3:]
 
     @abstractmethod
     async def handle(self, request: Request) -> Response:

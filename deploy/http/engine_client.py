@@ -31,6 +31,8 @@ class ModelInfo:
     """What its engines were configured with."""
     created: int = 0
     """Unix time at which the server started."""
+    digest: str = ""
+    """Of its files and of what configures its answers; with another one they may be others."""
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
     """Values of sampling fields that requests leave out, from the model's generation_config.json
     (`engine.checkpoint.generation_defaults`)."""

@@ -17,6 +17,7 @@ _ERRORS = {
     401: "The API key is missing or not valid.",
     403: "A page of another site sent the request, or the API key may not do this.",
     404: "The model is not the served one.",
+    409: "The request was begun by another model or configuration.",
     408: "The request took longer than `request_timeout_s`, or its body didn't come in time.",
     413: "The body is too large.",
     415: "The body's `Content-Type` is not JSON.",

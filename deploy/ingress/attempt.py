@@ -338,9 +338,7 @@ class Attempt:
 
 
 def _by_request(messages: list[list[TextDelta]]) -> Iterable[tuple[int, list[TextDelta]]]:
-    """Deltas of several messages by request, in order. A message has at most one per request."""
-    if len(messages) == 1:  # nearly always
-        return ((delta.rid, [delta]) for delta in messages[0])
+    """Deltas of several messages by request, in order."""
     found: dict[int, list[TextDelta]] = {}
     for deltas in messages:
         for delta in deltas:

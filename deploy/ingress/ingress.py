@@ -39,6 +39,8 @@ def build_ingress(settings: ApiSettings) -> Any:
                 here = serve.get_replica_context()
                 ingresses = serve.get_deployment_handle(here.deployment, here.app_name)
                 self._models = await IngressModels.create(self._engines, ingresses, self._options)
+                if _state(self).runner is not None:
+                    _state(self).runner.start()
                 # Ray leaves a large heap. Collecting it later would delay all streams.
                 gc.collect()
                 gc.freeze()
@@ -70,6 +72,7 @@ def build_ingress(settings: ApiSettings) -> Any:
                 self._models.stop()
             store = _state(self).store
             if store is not None:
+                await _state(self).runner.stop()
                 await store.close()
             tracing = _state(self).tracing
             if tracing is not None:

@@ -13,6 +13,7 @@ from deploy.http.tracing.options import check_tracing
 from deploy.options import ENGINE, ServerOptions
 from deploy.replica.autoscaling import EngineLoadPolicy
 from deploy.routing import find_policy
+from engine.checkpoint.model_digest import model_digest
 from engine.config import EngineConfig, ResolvedConfig, load_config
 from engine.errors import ConfigError
 from engine.tokenizer.loading import load_chat_templates
@@ -105,12 +106,18 @@ class AppConfig:
         templates = load_chat_templates(self.resolved.model.path)
         server = self.server
         tool_format = tool_format_of(server.tool_call_parser, templates)
+        reasoning_format = reasoning_format_of(server.reasoning_parser, tool_format, templates)
+        try:
+            digest = model_digest(self.resolved, tool_format, reasoning_format)
+        except OSError as error:
+            raise ConfigError(f"a file of the model can't be read: {error}.") from error
         return ModelInfo(
             self.model_name,
             self.resolved,
+            digest=digest,
             sampling_defaults=self.engine.sampling_defaults(self.resolved.model),
             tool_format=tool_format,
-            reasoning_format=reasoning_format_of(server.reasoning_parser, tool_format, templates),
+            reasoning_format=reasoning_format,
         )
 
     @property

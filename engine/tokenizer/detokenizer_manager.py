@@ -115,8 +115,9 @@ class DetokenizerManager:
         """Deltas of one step, and the rids that a stop string, or behind a thought a stop id,
         ended here.
 
-        The caller tells the scheduler of these rids (`AbortRequest`). A request whose step brought
-        no text to send has no delta; its token ids and logprobs come with the next one.
+        The caller tells the scheduler of these rids (`AbortRequest`). Each token has a delta of its
+        own, also where a step brought several, so that the deltas of an output are always the same.
+        Only a token that brings no text to send has none; its id and logprobs come with the next.
         """
         deltas: list[TextDelta] = []
         stopped: list[int] = []
@@ -131,28 +132,29 @@ class DetokenizerManager:
         index = -1
         for number, rid in enumerate(out.rids):
             request = requests.get(rid)
-            first = index + 1
-            index = first if out.counts is None else index + out.counts[number]
+            index, last = index + 1, index + (1 if out.counts is None else out.counts[number])
             if request is None:
+                index = last
                 continue
-            text = self._add_first(request, out, first, index) if first < index else ""
-            if request.matched is not None:
-                deltas.append(self._stop(request, text))
-                stopped.append(rid)
-                continue
-            token_id = out.token_ids[index]
-            if logprobs and index in logprobs:
-                self._add_logprobs(request, token_id, logprobs[index])
-            request.delta.token_ids.append(token_id)
-            if ends and (end := ends.pop(rid, None)) is not None:
-                deltas.append(self._finish(request, end, token_id, text))
-                continue
-            text += request.add_token(token_id, self._tokenizer)
-            if request.matched is not None:
-                deltas.append(self._stop(request, text))
-                stopped.append(rid)
-            elif text or request.send_every_token:
-                deltas.append(_take(request, text))
+            while True:
+                token_id = out.token_ids[index]
+                if logprobs and index in logprobs:
+                    self._add_logprobs(request, token_id, logprobs[index])
+                request.delta.token_ids.append(token_id)
+                if index == last and ends and (end := ends.pop(rid, None)) is not None:
+                    deltas.append(self._finish(request, end, token_id))
+                    break
+                text = request.add_token(token_id, self._tokenizer)
+                if request.matched is not None:
+                    deltas.append(self._stop(request, text))
+                    stopped.append(rid)
+                    break
+                if text or request.send_every_token:
+                    deltas.append(_take(request, text))
+                if index == last:
+                    break
+                index += 1
+            index = last
         for end in ends.values():
             if (request := requests.get(end.rid)) is not None:
                 deltas.append(delta := self._finish(request, end, None))
@@ -160,28 +162,12 @@ class DetokenizerManager:
                     delta.embedding = out.embeddings.get(end.rid)
         return deltas, stopped
 
-    def _add_first(self, request: _Request, out: StepOutputs, first: int, last: int) -> str:
-        """Add the tokens of a run that come before its last one, up to a stop string; their text
-        that may go out."""
+    def _finish(self, request: _Request, end: FinishedReq, token_id: int | None) -> TextDelta:
+        """The last delta of a request that the scheduler ended, at `token_id` if one came."""
         text = ""
-        for index in range(first, last):
-            token_id = out.token_ids[index]
-            if out.logprobs and index in out.logprobs:
-                self._add_logprobs(request, token_id, out.logprobs[index])
-            request.delta.token_ids.append(token_id)
-            text += request.add_token(token_id, self._tokenizer)
-            if request.matched is not None:
-                break
-        return text
-
-    def _finish(
-        self, request: _Request, end: FinishedReq, token_id: int | None, text: str = ""
-    ) -> TextDelta:
-        """The last delta of a request that the scheduler ended, at `token_id` if one came. `text`
-        comes before it."""
         if token_id is not None:
             if end.matched_token is None or request.include_stop:
-                text += request.add_token(token_id, self._tokenizer)
+                text = request.add_token(token_id, self._tokenizer)
             else:
                 # The token that stopped it is output, but not text.
                 request.num_output += 1

@@ -57,6 +57,11 @@ class ApiKey(BaseModel):
         return given
 
 
+def owner_of(key: ApiKey | None) -> str:
+    """The name by which what is kept for a request is found again; "" without a key."""
+    return "" if key is None else key.name
+
+
 class KeyList(BaseModel):
     """What a keys file holds."""
 

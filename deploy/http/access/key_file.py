@@ -62,6 +62,11 @@ class KeyFile:
                     found = key
         return found
 
+    def named(self, name: str) -> ApiKey | None:
+        """The key of this name."""
+        self._look()
+        return next((key for _, key in self._keys if key.name == name), None)
+
     def _look(self) -> None:
         now = time.monotonic()
         if now - self._looked_at < CHECK_EVERY_S:

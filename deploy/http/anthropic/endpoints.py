@@ -13,6 +13,7 @@ from deploy.http.generation.endpoint import Endpoint
 from deploy.http.generation.generation import Generation
 from deploy.http.generation.json_route import JsonRoute
 from deploy.http.generation.plan import plan_chat
+from deploy.http.generation.read_on import ForgetRoute, ReadOnRoute
 from deploy.http.generation.request import Incoming
 
 
@@ -25,6 +26,7 @@ class MessagesEndpoint(Endpoint):
     body = MessagesRequest
     reply = MessageReply
     events = (MessageEvent, AnthropicError)
+    names_events = True
 
     async def prepare(
         self,
@@ -34,8 +36,25 @@ class MessagesEndpoint(Endpoint):
     ) -> Generation[Any]:
         request = given.translate(f"msg_{incoming.id}", client.model_info)
         applied_edits = await given.edit(client, request)
-        plan = await plan_chat(client, self.settings.server, request, incoming.key)
+        plan = await plan_chat(client, self.settings.server, request, incoming)
         return MessageGeneration(client, given, plan, incoming.tracker, applied_edits)
+
+
+class ReadMessageRoute(ReadOnRoute):
+    """`GET /v1/messages/{record_id}`."""
+
+    endpoint = MessagesEndpoint
+    paths = ("/v1/messages/{record_id}",)
+    reply = MessageReply
+    events = (MessageEvent, AnthropicError)
+
+
+class ForgetMessageRoute(ForgetRoute):
+    """`DELETE /v1/messages/{record_id}`."""
+
+    endpoint = MessagesEndpoint
+    object_name = "message"
+    paths = ("/v1/messages/{record_id}",)
 
 
 class CountTokensRoute(JsonRoute):

@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import secrets
 import time
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Awaitable
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from pydantic import BaseModel
 from starlette.datastructures import Headers
@@ -19,15 +21,18 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from deploy.http.access.api_key import ApiKey
+from deploy.http.access.api_key import ApiKey, owner_of
 from deploy.http.body import parse_body
 from deploy.http.dialect import Route, RouteParts
-from deploy.http.engine_client import EngineClient
+from deploy.http.engine_client import EngineClient, ModelInfo
 from deploy.http.errors import ErrorReply, failure_of
+from deploy.http.generation.event_numbers import EventNumbers, Place
 from deploy.http.generation.event_stream import EventStream
 from deploy.http.generation.generation import Generation
 from deploy.http.generation.request import Incoming
 from deploy.http.metrics import RequestTracker
+from deploy.http.records.keeper import Keeper
+from deploy.http.records.store import Record
 from deploy.options import ServerOptions
 from engine.errors import RequestError
 
@@ -36,6 +41,8 @@ if TYPE_CHECKING:  # needs OpenTelemetry's packages, which an install may lack
 
 logger = logging.getLogger(__name__)
 
+MAX_KEPT = 64
+"""Sequences of a request that is kept: each event says the place in all of them."""
 CLIENT_GONE = 499
 """Status in metrics of requests whose client left (nginx's number; nobody receives it)."""
 
@@ -96,6 +103,8 @@ class Endpoint(Route):
     """The endpoint's label in metrics."""
     body: ClassVar[type[BaseModel]]
     errors = (400, 404, 408, 413, 415, 429, 500, 503)
+    names_events: ClassVar[bool] = False
+    """Whether the events of its streams have names, so that all clients read their fields."""
 
     def __init__(self, parts: RouteParts) -> None:
         super().__init__(parts)
@@ -116,6 +125,32 @@ class Endpoint(Route):
         """Check the request `given`, whose type is `body`, tokenize it and plan its sequences.
         Raises `RequestError`; no sequence runs yet."""
 
+    def keeps(self, given: Any, generation: Generation[Any]) -> bool:
+        """Whether the request is kept, so that its stream can be read on if the connection or this
+        process is lost."""
+        return (
+            generation.stream
+            and self.store is not None
+            and self.settings.server.request_store_stream_age_s > 0
+            and getattr(given, "store", None) is not False
+            and generation.num_sequences <= MAX_KEPT
+        )
+
+    def keeper(self, given: Any, record: Record) -> Keeper:
+        """What keeps the request."""
+        assert self.store is not None
+        age_s = self.settings.server.request_store_stream_age_s
+        return Keeper(self.store, record, stream_age_s=age_s)
+
+
+class Again(NamedTuple):
+    """A request that is answered once more. `is_stream`: how; `place`: what of the stream the
+    reader has had."""
+
+    record: Record
+    is_stream: bool
+    place: Place | None = None
+
 
 class GenerationResponse(Response):
     """Reads the body, runs the endpoint and sends the reply or the stream.
@@ -123,10 +158,13 @@ class GenerationResponse(Response):
     A stream is given up when its client has read nothing for `stream_stall_timeout_s`.
     """
 
-    def __init__(self, endpoint: Endpoint) -> None:
+    def __init__(self, endpoint: Endpoint, again: Again | None = None) -> None:
+        """`again`: the request, if it isn't the one that comes in."""
         super().__init__()
         self._endpoint = endpoint
+        self._again = again
         self._stream: EventStream | None = None
+        self._keeper: Keeper | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = scope["state"]
@@ -137,7 +175,17 @@ class GenerationResponse(Response):
         name, metrics = self._endpoint.name, self._endpoint.metrics.unnamed
         tracker = RequestTracker(metrics, name, "" if key is None else key.name)
         metrics.in_flight.labels(name).inc()
-        incoming = Incoming(self._request_id, tracker, key)
+        self._shows_ids = (
+            self._again is not None
+            or self._endpoint.names_events
+            or "text/event-stream" in Headers(scope=scope).get("accept", "")
+        )
+        if self._again is None:
+            seed, created = secrets.randbits(128), int(time.time())
+            incoming = Incoming(self._request_id, tracker, seed, created, key)
+        else:
+            record = self._again.record
+            incoming = Incoming(record.request_id, tracker, record.seed, record.created, key)
         status = CLIENT_GONE
         try:
             status = await self._answer(scope, receive, send, incoming)
@@ -148,8 +196,12 @@ class GenerationResponse(Response):
             tracker.end(status)
             if self._trace is not None:
                 self._trace.end(status, tracker)
+            if self._keeper is not None:
+                await asyncio.shield(self._keeper.settle())
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, incoming: Incoming) -> int:
+        if self._again is not None:
+            return await self._run(self._again.record.body, incoming, receive, send)
         try:
             check_content_type(Headers(scope=scope))
             body = await read_body(Request(scope, receive), self._endpoint.settings.server)
@@ -184,34 +236,109 @@ class GenerationResponse(Response):
                 if len(models) > 1:
                     incoming.tracker.move(self._endpoint.metrics.of(models.label(client)))
                 generation = await self._endpoint.prepare(client, given, incoming)
-                if key is not None and key.tokens_per_minute is not None:
+                self._keep(given, client.model_info, generation, body, incoming)
+                if key is not None and key.tokens_per_minute and not generation.is_queued:
                     quotas.share(client)
                     ticket = quotas.begin(key, generation.num_prompt, incoming.tracker)
                 if self._trace is not None:
                     self._trace.begin(client.model_info.name, generation.num_prompt)
                     generation.trace = self._trace
                 if not generation.stream:
-                    reply = await generation.result()
+                    reply = await self._kept(generation, generation.result())
             except Exception as exception:
                 return await _send_error(send, self._error(exception))
             if generation.stream:
                 return await self._send_stream(generation, send)
+            if generation.is_queued:
+                assert generation.keeper is not None and self._endpoint.runner is not None
+                self._endpoint.runner.answer(generation.keeper.record)
             await _send_json(send, 200, reply, {})
             return 200
         finally:
             if ticket is not None:
                 quotas.end(ticket)
 
+    def _keep(
+        self,
+        given: Any,
+        info: ModelInfo,
+        generation: Generation[Any],
+        body: bytes,
+        incoming: Incoming,
+    ) -> None:
+        """Have the request kept, and its events numbered. Raises `RequestError` if it is answered
+        again and can't be as it was."""
+        endpoint, again, place = self._endpoint, self._again, None
+        if again is None and not endpoint.keeps(given, generation):
+            return
+        digest = f"{info.digest} {generation.adapter_digest}".rstrip()
+        if again is None:
+            record = Record(
+                id=generation.id,
+                owner=owner_of(incoming.key),
+                endpoint=endpoint.name,
+                request_id=incoming.id,
+                seed=incoming.seed,
+                created=incoming.created,
+                digest=digest,
+                body=body,
+            )
+            generation.keeper = endpoint.keeper(given, record)
+        else:
+            if again.record.digest != digest:
+                raise RequestError(
+                    f"'{again.record.id}' was begun by another model or configuration than is "
+                    "served now, so that it can't be gone on with.",
+                    status=409,
+                    code="other_model",
+                )
+            generation.stream, place = again.is_stream, again.place
+            assert endpoint.store is not None
+            generation.keeper = Keeper(endpoint.store, again.record, is_new=False)
+        self._keeper = generation.keeper
+        if generation.stream:
+            generation.numbers = EventNumbers(
+                generation.id, generation.num_sequences, place, shown=self._shows_ids
+            )
+
+    async def _kept(self, generation: Generation[Any], answer: Awaitable[bytes]) -> bytes:
+        """What `answer` gives; the store learns how it ended."""
+        try:
+            end = await answer
+        except (asyncio.CancelledError, ClientDisconnect):
+            if generation.keeper is not None:
+                generation.keeper.leave(generation.response_to_keep())
+            raise
+        except Exception as error:
+            is_refused = isinstance(error, RequestError) and error.status < 500
+            if generation.keeper is not None:
+                if is_refused or self._stream is None or not self._stream.has_begun:
+                    generation.keeper.forget()
+                else:
+                    generation.keeper.leave(generation.response_to_keep())
+            raise
+        keeper = generation.keeper
+        if keeper is not None and not generation.is_queued:
+            response = generation.response_to_keep()
+            if response is not None:
+                # Also if its client leaves now.
+                await asyncio.shield(keeper.end(response))
+            elif generation.is_aborted:
+                keeper.forget()
+            else:
+                keeper.end_later()
+        return end
+
     def _error(self, exception: Exception) -> ErrorReply:
         return self._endpoint.error_reply(failure_of(exception, self._request_id))
 
     async def _send_stream(self, generation: Generation[Any], send: Send) -> int:
         """Send events as they come. An error before the first event is answered with its status."""
-        self._stream = stream = EventStream(send, self._send_chunk)
+        self._stream = stream = EventStream(send, self._send_chunk, generation.begin_keeping())
         status = 200
         try:
             try:
-                last_event = await generation.send_events(stream)
+                last_event = await self._kept(generation, generation.send_events(stream))
             except ClientDisconnect:
                 raise
             except Exception as exception:

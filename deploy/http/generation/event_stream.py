@@ -29,7 +29,11 @@ class EventStream:
     `send` begins and ends the reply; `send_chunk` sends everything between.
     """
 
-    def __init__(self, send: Send, send_chunk: Send) -> None:
+    def __init__(
+        self, send: Send, send_chunk: Send, is_kept: Awaitable[object] | None = None
+    ) -> None:
+        """The reply begins when `is_kept`."""
+        self._is_kept = is_kept
         self._send = send
         self._send_chunk = send_chunk
         self.catching_up: asyncio.Task[None] | None = None
@@ -82,6 +86,8 @@ class EventStream:
 
     async def _begin(self, events: bytes) -> None:
         self.has_begun = True
+        if self._is_kept is not None:
+            await asyncio.shield(self._is_kept)
         await self._send({"type": "http.response.start", "status": 200, "headers": HEADERS.raw})
         await self._send_chunk(_body(events, more=True))
 

@@ -8,15 +8,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from deploy.http.engine_client import EngineClient
 from deploy.http.errors import ErrorReply
 from deploy.http.generation.backlog import Backlog, StreamInterval
+from deploy.http.generation.event_numbers import EventNumbers
 from deploy.http.generation.event_stream import EventStream
 from deploy.http.generation.plan import Plan, until_aborted
 from deploy.http.generation.reading import OutputState
 from deploy.http.metrics import RequestTracker, Work
+from deploy.http.records.keeper import Keeper
 from engine.errors import RequestError
 from engine.protocol.tokenizer_messages import LogprobEntry, TextDelta
 
@@ -63,10 +65,36 @@ class Generation(ABC, Generic[F]):
         self._tracker = tracker
         self.trace: RequestTrace | None = None
         """Set before the plan runs: notes how each sequence begins and ends."""
+        self.keeper: Keeper | None = None
+        """Set before the plan runs: keeps the request in the store."""
+        self.numbers: EventNumbers | None = None
+        """Set before the plan runs: numbers the events of a stream that can be read on."""
         reading = plan.reading
         self._outputs = [
-            Output(None if reading is None else reading.read()) for _ in plan.sequences
+            Output(None if reading is None else reading.read(partial(plan.new_id, index)))
+            for index in range(len(plan.sequences))
         ]
+
+    @property
+    def id(self) -> str:
+        """The reply's."""
+        return self._plan.request.id
+
+    @property
+    def num_sequences(self) -> int:
+        """Of the plan."""
+        return len(self._plan.sequences)
+
+    @property
+    def adapter_digest(self) -> str:
+        """That of the adapter that it runs with; "" without one."""
+        adapter = self._plan.sequences[0].adapter
+        return "" if adapter is None else adapter.digest
+
+    @property
+    def is_aborted(self) -> bool:
+        """Whether somebody ended a sequence before its time."""
+        return any(output.finish_reason == "abort" for output in self._outputs)
 
     @property
     def num_prompt(self) -> int:
@@ -80,6 +108,7 @@ class Generation(ABC, Generic[F]):
             output = self._outputs[index]
             for delta in deltas:
                 self._note(index, delta)
+                self._read(index, delta)
                 output.texts.append(delta.text)
                 output.token_ids += delta.token_ids
                 if delta.logprobs:
@@ -108,20 +137,30 @@ class Generation(ABC, Generic[F]):
                 deltas = intervals[index].due(deltas)
             if stream.catching_up is not None:
                 backlogs[index].add(deltas)
-            elif events := self._all_events(index, deltas):
-                if not has_opened:
-                    has_opened = True
-                    events = self._opening() + events
+            elif events := numbered(index, deltas):
                 stream.write(events, catch_up)
+
+        def numbered(index: int, deltas: list[TextDelta]) -> bytes:
+            nonlocal has_opened
+            events = self._all_events(index, deltas)
+            opening = b""
+            if events and not has_opened:
+                has_opened = True
+                opening = self._opening()
+            return self._numbered(0, opening) + self._numbered(index, events, len(deltas))
 
         def catch_up() -> bytes:
             waiting = enumerate(backlogs)
-            return b"".join([self._all_events(i, backlog.take()) for i, backlog in waiting])
+            return b"".join([numbered(i, backlog.take()) for i, backlog in waiting])
 
         await self._run(read)
         self._check_ended()
         await stream.flush()
-        return self._ending() if has_opened else self._opening() + self._ending()
+        ending = self._ending() if has_opened else self._opening() + self._ending()
+        ending = self._numbered(0, ending)
+        if self.numbers is not None:
+            self.numbers.check_end()
+        return ending
 
     async def _run(self, read: Callable[[int, list[TextDelta]], None]) -> None:
         """Run all sequences; `read` gets their numbers and deltas. The first error ends all."""
@@ -171,13 +210,45 @@ class Generation(ABC, Generic[F]):
                 )
             output.finish_reason = delta.finish_reason
             output.stop_reason = delta.stop_reason
-        if output.state is not None:
-            output.state.add(delta.text, delta.num_output, delta.finish_reason is not None)
+
+    def _read(self, index: int, delta: TextDelta) -> None:
+        """Take the delta's text apart, where there are parts."""
+        state = self._outputs[index].state
+        if state is not None:
+            state.add(delta.text, delta.num_output, delta.finish_reason is not None)
 
     def _all_events(self, index: int, deltas: list[TextDelta]) -> bytes:
-        if len(deltas) == 1:  # as long as the path keeps up
-            return self._events(index, deltas[0])
-        return b"".join([self._events(index, delta) for delta in deltas])
+        """One by one, so that the events are the same however many deltas come at once."""
+        found = []
+        for delta in deltas:
+            self._read(index, delta)
+            found.append(self._events(index, delta))
+        return b"".join(found) if len(found) > 1 else found[0] if found else b""
+
+    def _numbered(self, index: int, events: bytes, num_deltas: int = 0) -> bytes:
+        """The events as the reader is to get them; `num_deltas`: what they were made of."""
+        if self.numbers is None or not events:
+            return events
+        return self.numbers.of_each(index, events)
+
+    @property
+    def is_queued(self) -> bool:
+        """Whether the reply is given before the answer is made."""
+        return False
+
+    def response_to_keep(self) -> dict[str, Any] | None:
+        """The response as it is when it has ended, or its client has left; None if only the request
+        is kept."""
+        return None
+
+    def begin_keeping(self) -> asyncio.Task[None] | None:
+        """Have the request written down, beside what is done until there is a first token."""
+
+        def note(is_kept: bool) -> None:
+            if not is_kept and self.numbers is not None:
+                self.numbers.shown = False  # nobody can read on
+
+        return None if self.keeper is None else self.keeper.begin_beside(note)
 
     def _check_ended(self) -> None:
         """Raise `RequestError` if a sequence has no finish reason."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
-import time
+import hashlib
+import random
 from collections.abc import Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -22,6 +23,7 @@ from deploy.http.generation.request import (
     ChatRequest,
     FieldNames,
     GenerationRequest,
+    Incoming,
     NamedConstraint,
     TextRequest,
     Truncation,
@@ -62,8 +64,7 @@ class Plan:
     """The sequences of a request: `n` copies of each prompt, prompt by prompt."""
 
     request: GenerationRequest
-    created: int
-    """Unix time."""
+    incoming: Incoming
     model: str
     """The served model's name."""
     sequences: list[TokenSequence]
@@ -78,6 +79,17 @@ class Plan:
     def n(self) -> int:
         """Copies of each prompt."""
         return self.request.params.n
+
+    @property
+    def created(self) -> int:
+        """Unix time."""
+        return self.incoming.created
+
+    def new_id(self, *parts: object) -> str:
+        """24 hex digits that are the same whenever this request is answered; `parts` tell what is
+        named so."""
+        named = f"{self.incoming.seed} {' '.join(map(str, parts))}"
+        return hashlib.sha256(named.encode()).hexdigest()[:24]
 
 
 class Prompt(NamedTuple):
@@ -112,7 +124,7 @@ def sampling_params(
 
 
 async def plan_chat(
-    client: EngineClient, server: ServerOptions, request: ChatRequest, key: ApiKey | None
+    client: EngineClient, server: ServerOptions, request: ChatRequest, incoming: Incoming
 ) -> Plan:
     """Render the conversation and check everything. Raises `RequestError`; nothing runs yet."""
     info = client.model_info
@@ -122,7 +134,7 @@ async def plan_chat(
             "programs; use the model's own.",
             "chat_template",
         )
-    abort = _open_abort(client, request, request.id, key)
+    abort = _open_abort(client, request, request.id, incoming.key)
     ids = await client.render_chat(request.chat)
     check_prompt(ids, info.resolved.model.vocab_size, request.names.prompt)
     if request.compact_above is not None and len(ids) > request.compact_above:
@@ -145,13 +157,13 @@ async def plan_chat(
         reading = OutputReading(request.tools, thinking, form)
     wanted = Wanted(request.params, request.max_tokens, constraint, request.id)
     prompts = [Prompt(ids, max_tokens, wanted, abort, thinking)]
-    plan = await _plan(client, server, request, prompts, reading, key)
+    plan = await _plan(client, server, request, prompts, reading, incoming)
     plan.ignored_tools = request.tools.ignored
     return plan
 
 
 async def plan_texts(
-    client: EngineClient, server: ServerOptions, request: TextRequest, key: ApiKey | None
+    client: EngineClient, server: ServerOptions, request: TextRequest, incoming: Incoming
 ) -> Plan:
     """Tokenize the prompts and check everything. Raises `RequestError`; nothing runs yet."""
     info = client.model_info
@@ -160,7 +172,7 @@ async def plan_texts(
     if not each:
         alike = Wanted(request.params, request.max_tokens, request.constraint, request.id)
         each = [alike] * len(request.prompts)
-    aborts = [_open_abort(client, request, wanted.id, key) for wanted in each]
+    aborts = [_open_abort(client, request, wanted.id, incoming.key) for wanted in each]
     prompts = []
     encoded = await _encode(client, request, info)
     given = request.prompts if request.truncation is None else encoded
@@ -172,7 +184,7 @@ async def plan_texts(
         if thinking is not None:
             wanted = wanted._replace(constraint=behind(thinking, wanted.constraint))
         prompts.append(Prompt(kept, max_tokens, wanted, abort, thinking))
-    return await _plan(client, server, request, prompts, None, key)
+    return await _plan(client, server, request, prompts, None, incoming)
 
 
 def _reasoning_format(info: ModelInfo) -> ReasoningFormat | None:
@@ -385,14 +397,15 @@ async def _plan(
     request: GenerationRequest,
     prompts: list[Prompt],
     reading: OutputReading | None,
-    key: ApiKey | None,
+    incoming: Incoming,
 ) -> Plan:
     """Checked sampling parameters for every sequence.
 
-    Each sequence gets a seed, a random one if the request has none, so that it can be resumed
-    elsewhere with the same noise.
+    Each sequence gets a seed, one drawn from the incoming request's if the body has none, so that
+    it can be resumed elsewhere with the same noise.
     """
-    info = client.model_info
+    info, key = client.model_info, incoming.key
+    draws = random.Random(incoming.seed)
     priority, namespace, limits = request.priority, request.cache_salt, None
     if key is not None:
         priority = key.priority(request.priority)
@@ -430,7 +443,7 @@ async def _plan(
             params.verify(info.resolved.model.vocab_size)
             verified = params
         ids = np.asarray(prompt.ids, np.int32)
-        for copy in params.copies(lambda: secrets.randbits(63)):
+        for copy in params.copies(partial(draws.getrandbits, 63)):
             aborts.append(prompt.abort)
             sequences.append(
                 TokenSequence(
@@ -450,7 +463,7 @@ async def _plan(
         for index, sequence in enumerate(sequences):
             sequence.request_id = f"{request.id}-{index}"
     name = info.name if adapter is None else adapter.name
-    return Plan(request, int(time.time()), name, sequences, aborts, reading)
+    return Plan(request, incoming, name, sequences, aborts, reading)
 
 
 async def _bad_words_ids(client: EngineClient, words: list[str]) -> list[list[int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+from collections.abc import Callable
 
 from deploy.http.generation.tool_use import TEXT_FIELD, Function, ToolUse
 from deploy.http.parsers.json_reader import TextFieldReader
@@ -25,16 +25,17 @@ class OutputReading:
         self._thinking = thinking
         self._form = form
 
-    def read(self) -> OutputState:
-        """The state of a new output."""
+    def read(self, new_id: Callable[[int], str]) -> OutputState:
+        """The state of a new output; `new_id` names each of its calls."""
         tools, thinking, form = self._tools, self._thinking, self._form
         if form is not None and form.read is not None:
             reader = form.read({} if tools.format is None else tools.schemas, thinking)
-            return OutputState(self._parser(None, reader), tools)
+            return OutputState(self._parser(None, reader), tools, new_id)
         reasoning = None if thinking is None else ReasoningParser(thinking)
         if tools.format is None:
-            return OutputState(OutputParser(reasoning, None), tools)
-        return OutputState(self._parser(reasoning, tools.format.parser(tools.schemas)), tools)
+            return OutputState(OutputParser(reasoning, None), tools, new_id)
+        parser = self._parser(reasoning, tools.format.parser(tools.schemas))
+        return OutputState(parser, tools, new_id)
 
     def _parser(self, reasoning: ReasoningParser | None, calls: ToolParser) -> OutputParser:
         tools = self._tools
@@ -44,8 +45,9 @@ class OutputReading:
 class OutputState:
     """The parts of one output so far."""
 
-    def __init__(self, parser: OutputParser, tools: ToolUse) -> None:
+    def __init__(self, parser: OutputParser, tools: ToolUse, new_id: Callable[[int], str]) -> None:
         self._parser = parser
+        self._new_id = new_id
         self._tools = tools
         self._new: list[Part] = []
         self._text_input: TextFieldReader | None = None
@@ -104,7 +106,7 @@ class OutputState:
         """The id of a call, the same every time."""
         length = 0 if self._tools.format is None else self._tools.format.id_length
         while len(self._ids) <= begin.call:
-            name = secrets.token_hex(12)
+            name = self._new_id(len(self._ids))
             self._ids.append(name[:length] if length else f"call_{name}")
         return self._ids[begin.call]
 

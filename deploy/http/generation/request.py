@@ -16,10 +16,16 @@ from engine.protocol.tokenizer_messages import Conversation
 
 
 class Incoming(NamedTuple):
-    """A request as it came. `id`: its `X-Request-Id`; `key`: None if the server has no keys."""
+    """A request as it came. `id`: its `X-Request-Id`; `key`: None if the server has no keys.
+
+    The answer is a function of the body, `seed` (0 to 2^128 - 1) and `created` (Unix time): the
+    first gives what is drawn at random, the other what is said about when.
+    """
 
     id: str
     tracker: RequestTracker
+    seed: int
+    created: int
     key: ApiKey | None = None
 
 

@@ -12,6 +12,7 @@ from deploy.http.engine_client import EngineClient, ModelInfo
 from deploy.http.generation.endpoint import Endpoint
 from deploy.http.generation.generation import Generation, Output
 from deploy.http.generation.plan import check_text_length, plan_chat
+from deploy.http.generation.read_on import ForgetRoute, ReadOnRoute
 from deploy.http.generation.request import ChatRequest, FieldNames, Incoming
 from deploy.http.openai.generation import OpenAIGeneration
 from deploy.http.openai.logprobs import LogprobStyle, chat_logprobs, prompt_logprobs
@@ -143,8 +144,26 @@ class ChatEndpoint(Endpoint):
         request = translate(
             fields, f"chatcmpl-{fields.request_id or incoming.id}", client.model_info
         )
-        plan = await plan_chat(client, self.settings.server, request, incoming.key)
+        plan = await plan_chat(client, self.settings.server, request, incoming)
         return ChatGeneration(client, fields, plan, incoming.tracker)
+
+
+class ReadChatRoute(ReadOnRoute):
+    """`GET /v1/chat/completions/{record_id}`."""
+
+    endpoint = ChatEndpoint
+    paths = ("/v1/chat/completions/{record_id}",)
+    reply = ChatCompletion
+    events = (ChatCompletionChunk, Error)
+    done = "[DONE]"
+
+
+class ForgetChatRoute(ForgetRoute):
+    """`DELETE /v1/chat/completions/{record_id}`."""
+
+    endpoint = ChatEndpoint
+    object_name = "chat.completion"
+    paths = ("/v1/chat/completions/{record_id}",)
 
 
 def translate(given: ChatCompletionRequest, request_id: str, info: ModelInfo) -> ChatRequest:
@@ -273,7 +292,7 @@ class ChatGeneration(OpenAIGeneration[ChatCompletionRequest]):
         request = self._request
         logprobs = delta.logprobs if request.logprobs else None
         token_ids = delta.token_ids if request.return_token_ids else None
-        usage = self._chunk_usage(index)
+        usage = self._chunk_usage(index, delta.num_output)
         payloads: list[bytes] = []
         state = self._outputs[index].state
         if state is not None:

@@ -11,6 +11,7 @@ from deploy.http.engine_client import EngineClient, ModelInfo
 from deploy.http.generation.endpoint import Endpoint
 from deploy.http.generation.generation import Generation, Output
 from deploy.http.generation.plan import Plan, plan_texts
+from deploy.http.generation.read_on import ForgetRoute, ReadOnRoute
 from deploy.http.generation.request import FieldNames, Incoming, TextRequest
 from deploy.http.metrics import RequestTracker
 from deploy.http.openai.generation import OpenAIGeneration
@@ -80,9 +81,27 @@ class CompletionEndpoint(Endpoint):
     ) -> Generation[Any]:
         request_id = f"cmpl-{fields.request_id or incoming.id}"
         request = translate(fields, request_id, client.model_info)
-        plan = await plan_texts(client, self.settings.server, request, incoming.key)
+        plan = await plan_texts(client, self.settings.server, request, incoming)
         echoes = await _echoes(client, fields, plan) if fields.echo else []
         return CompletionGeneration(client, fields, plan, incoming.tracker, echoes)
+
+
+class ReadCompletionRoute(ReadOnRoute):
+    """`GET /v1/completions/{record_id}`."""
+
+    endpoint = CompletionEndpoint
+    paths = ("/v1/completions/{record_id}",)
+    reply = Completion
+    events = (CompletionChunk, Error)
+    done = "[DONE]"
+
+
+class ForgetCompletionRoute(ForgetRoute):
+    """`DELETE /v1/completions/{record_id}`."""
+
+    endpoint = CompletionEndpoint
+    object_name = "text_completion"
+    paths = ("/v1/completions/{record_id}",)
 
 
 def translate(given: CompletionRequest, request_id: str, info: ModelInfo) -> TextRequest:
@@ -204,7 +223,7 @@ class CompletionGeneration(OpenAIGeneration[CompletionRequest]):
             stop_reason=delta.stop_reason,
             token_ids=token_ids,
             choice_extra=prompt_fields,
-            usage=self._chunk_usage(index),
+            usage=self._chunk_usage(index, delta.num_output),
         )
 
     def _echo_text(self, index: int) -> str:

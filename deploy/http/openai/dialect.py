@@ -2,8 +2,12 @@
 
 from deploy.http.dialect import Dialect
 from deploy.http.openai.adapters import LoadAdapterRoute, UnloadAdapterRoute
-from deploy.http.openai.chat import ChatEndpoint
-from deploy.http.openai.completions import CompletionEndpoint
+from deploy.http.openai.chat import ChatEndpoint, ForgetChatRoute, ReadChatRoute
+from deploy.http.openai.completions import (
+    CompletionEndpoint,
+    ForgetCompletionRoute,
+    ReadCompletionRoute,
+)
 from deploy.http.openai.embeddings import EmbeddingEndpoint
 from deploy.http.openai.errors import openai_error
 from deploy.http.openai.replies import Error
@@ -20,7 +24,11 @@ from deploy.http.openai.tokenization import DetokenizeRoute, TokenizeRoute
 OPENAI = Dialect(
     routes=(
         CompletionEndpoint,
+        ReadCompletionRoute,
+        ForgetCompletionRoute,
         ChatEndpoint,
+        ReadChatRoute,
+        ForgetChatRoute,
         ResponsesEndpoint,
         InputTokensRoute,
         RetrieveResponseRoute,

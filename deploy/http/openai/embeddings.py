@@ -7,7 +7,6 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from deploy.http.access.api_key import ApiKey
 from deploy.http.body import Strict, encode_json, refusal
 from deploy.http.engine_client import EngineClient
 from deploy.http.generation.embedding import EmbeddingGeneration
@@ -61,7 +60,7 @@ class PooledFields(Strict):
         prompts: list[str] | list[list[int]],
         name: str,
         request_id: str,
-        key: ApiKey | None,
+        incoming: Incoming,
     ) -> Plan:
         """The plan that embeds the prompts of the field `name`. Raises `RequestError`."""
         info = client.model_info
@@ -84,7 +83,7 @@ class PooledFields(Strict):
             prompts=prompts,
             add_special_tokens=self.add_special_tokens,
         )
-        return await plan_texts(client, server, request, key)
+        return await plan_texts(client, server, request, incoming)
 
 
 class EmbeddingRequest(PooledFields):
@@ -120,7 +119,7 @@ class EmbeddingEndpoint(Endpoint):
         request_id = f"embd-{fields.request_id or incoming.id}"
         check_dimensions(fields.dimensions, client.model_info.resolved.model.hidden_size)
         plan = await fields.plan(
-            client, self.settings.server, fields.input, "input", request_id, incoming.key
+            client, self.settings.server, fields.input, "input", request_id, incoming
         )
         return EmbeddingsReply(
             client, fields, plan, incoming.tracker, fields.dimensions, normalize=fields.normalize

@@ -64,18 +64,16 @@ class OpenAIGeneration(Generation[F]):
         """The usage of the whole request."""
         return usage(self._num_prompt, self._num_output, self._num_cached)
 
-    def _chunk_usage(self, index: int, num_output: int | None = None) -> dict[str, Any] | None:
+    def _chunk_usage(self, index: int, num_output: int) -> dict[str, Any] | None:
         """Usage of one choice so far, if asked for in every chunk (as vLLM counts it).
 
-        `num_output`: output tokens so far; None for all that have come.
+        `num_output`: output tokens so far.
         """
         if not self._request.stream_options.usage_always:
             return None
         output = self._outputs[index]
         num_prompt = len(self._plan.sequences[index].prompt_ids)
-        return usage(
-            num_prompt, output.num_output if num_output is None else num_output, output.num_cached
-        )
+        return usage(num_prompt, num_output, output.num_cached)
 
     def _reply_extra(self) -> dict[str, Any]:
         """Further fields of the reply."""

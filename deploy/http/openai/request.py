@@ -221,7 +221,7 @@ class GenerationFields(Strict):
     """Fields of both endpoints. `SamplingParams.verify` checks the ranges of sampling fields, which
     stand here only for the OpenAPI document."""
 
-    ignored: ClassVar[frozenset[str]] = IGNORED
+    ignored: ClassVar[frozenset[str]] = IGNORED - {"store"}
 
     model: str = ""
     """Of the model or an adapter; left out: the first that is served."""
@@ -265,6 +265,8 @@ class GenerationFields(Strict):
     cache_salt: str = Field("", min_length=1, max_length=1024)
     return_token_ids: bool = False
     request_id: str = Field("", max_length=128, pattern=r"^[!-~]*$")
+    store: bool | None = None
+    """False: the request isn't kept, so that its stream can't be read on."""
 
     @model_validator(mode="after")
     def _check_stream(self) -> "GenerationFields":

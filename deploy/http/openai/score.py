@@ -84,7 +84,7 @@ class ScoreEndpoint(Endpoint):
     ) -> Generation[Any]:
         request_id = f"score-{fields.request_id or incoming.id}"
         plan, other = [
-            await fields.plan(client, self.settings.server, texts, name, request_id, incoming.key)
+            await fields.plan(client, self.settings.server, texts, name, request_id, incoming)
             for texts, name in zip(fields.sides, fields.pair, strict=True)
         ]
         plan.sequences += other.sequences

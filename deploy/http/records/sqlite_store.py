@@ -12,21 +12,23 @@ import logging
 import os
 import sqlite3
 import time
+import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from platformdirs.unix import Unix
 
 from deploy.http.body import encode_json
 from deploy.http.records.store import (
+    LEASE_S,
     MAX_CHAIN,
     MAX_CHAIN_BYTES,
+    Record,
     RecordStore,
-    ResponseRecord,
     no_record,
 )
 from deploy.options import ServerOptions
@@ -35,19 +37,22 @@ from engine.errors import RequestError
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_Row = tuple[str, str, str | None, bytes, bytes]
+_Row = tuple[str, str, str | None, int, bytes, bytes, bytes | None]
 BUSY_TIMEOUT_S = 5.0
 """How long another process may write."""
 CLEAN_INTERVAL_S = 60.0
 WAL_BYTES = 4 << 20
 _SCHEMA = """
-CREATE TABLE IF NOT EXISTS responses (
-    owner TEXT NOT NULL, id TEXT NOT NULL, created REAL NOT NULL, previous TEXT,
-    items BLOB NOT NULL, response BLOB NOT NULL, PRIMARY KEY (owner, id)
+DROP TABLE IF EXISTS responses;
+CREATE TABLE IF NOT EXISTS records (
+    owner TEXT NOT NULL, id TEXT NOT NULL, written REAL NOT NULL, expires REAL NOT NULL,
+    lease REAL, holder TEXT, ended INTEGER NOT NULL, previous TEXT,
+    head BLOB NOT NULL, body BLOB NOT NULL, response BLOB, PRIMARY KEY (owner, id)
 );
-CREATE INDEX IF NOT EXISTS by_age ON responses (created);
+CREATE INDEX IF NOT EXISTS by_expiry ON records (expires);
+CREATE INDEX IF NOT EXISTS by_lease ON records (lease) WHERE lease IS NOT NULL;
 """
-_FIELDS = "id, owner, previous, items, response"
+_FIELDS = "id, owner, previous, ended, head, body, response"
 _decode = msgspec.json.Decoder().decode
 
 
@@ -82,58 +87,114 @@ class SqliteStore(RecordStore):
         self._thread: ThreadPoolExecutor | None = None
         self._connection: sqlite3.Connection | None = None
         self._next_clean = 0.0
+        self._holder = ""
+        """Of leases: this process."""
 
-    async def add(self, record: ResponseRecord) -> None:
-        items, response = encode_json(record.items), encode_json(record.response)
-        if len(items) + len(response) > self._max_bytes // 4:
+    async def add(self, record: Record, age_s: float | None = None, *, lease: bool = False) -> None:
+        now = time.time()
+        head = (
+            *(record.endpoint, record.request_id, f"{record.seed:032x}", record.created),
+            *(record.digest, record.is_background),
+        )
+        response = _encoded(record.response)
+        if len(record.body) + len(response or b"") > self._max_bytes // 4:
             raise RequestError(
                 "The request is too large to be kept; ask with store: false.", status=413
             )
-        row = record.owner, record.id, time.time(), record.previous, items, response
+        row = (
+            *(record.owner, record.id, now, now + min(age_s or self._max_age_s, self._max_age_s)),
+            *(record.has_ended, record.previous, encode_json(head), record.body, response),
+        )
+        until = now + LEASE_S if lease else None
 
         def write(connection: sqlite3.Connection) -> None:
             if time.monotonic() >= self._next_clean:
                 self._next_clean = time.monotonic() + CLEAN_INTERVAL_S
                 self._remove_old(connection)
-            connection.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?)", row)
-            self._remove_surplus(connection)
-
-        await self._run(write)
-
-    async def finish(self, record: ResponseRecord) -> None:
-        response = encode_json(record.response)
-
-        def write(connection: sqlite3.Connection) -> None:
             connection.execute(
-                "UPDATE responses SET response = ? WHERE owner = ? AND id = ?",
-                (response, record.owner, record.id),
+                "INSERT OR REPLACE INTO records (lease, holder, owner, id, written, expires, "
+                "ended, previous, head, body, response) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (until, self._holder, *row),
             )
             self._remove_surplus(connection)
 
         await self._run(write)
 
-    async def get(self, record_id: str, owner: str) -> ResponseRecord:
+    async def end(
+        self, record: Record, response: dict[str, Any] | None = None, age_s: float | None = None
+    ) -> None:
+        await self._change(record, "ended = 1, lease = NULL", response, age_s)
+
+    async def leave(
+        self,
+        record: Record,
+        response: dict[str, Any] | None = None,
+        age_s: float | None = None,
+        *,
+        again_in_s: float | None = None,
+    ) -> None:
+        lease = "NULL" if again_in_s is None else str(time.time() + again_in_s)
+        await self._change(record, f"lease = {lease}", response, age_s)
+
+    async def _change(
+        self, record: Record, what: str, response: dict[str, Any] | None, age_s: float | None
+    ) -> None:
+        """Change a record that hasn't ended; nobody holds it any longer."""
+        expires = None if age_s is None else time.time() + min(age_s, self._max_age_s)
+        row = _encoded(response), expires, record.owner, record.id
+
+        def write(connection: sqlite3.Connection) -> None:
+            connection.execute(
+                f"UPDATE records SET {what}, holder = NULL, response = COALESCE(?, response), "
+                "expires = COALESCE(?, expires) WHERE owner = ? AND id = ? AND ended = 0",
+                row,
+            )
+            if response is not None:
+                self._remove_surplus(connection)
+
+        await self._run(write)
+
+    async def take_up(self) -> list[Record]:
+        if self._connection is None and not self._is_there():
+            return []  # nobody has kept anything yet
+        now = time.time()
+
+        def take(connection: sqlite3.Connection) -> list[_Row]:
+            connection.execute(
+                "UPDATE records SET lease = ? WHERE lease IS NOT NULL AND holder = ?",
+                (now + LEASE_S, self._holder),
+            )
+            rows: list[_Row] = connection.execute(
+                f"UPDATE records SET lease = ?, holder = ? WHERE lease <= ? AND expires > ? "
+                f"RETURNING {_FIELDS}",
+                (now + LEASE_S, self._holder, now, now),
+            ).fetchall()
+            return rows
+
+        return [_record(row) for row in await self._run(take)]
+
+    async def get(self, record_id: str, owner: str) -> Record:
         row = await self._run(lambda connection: self._row(connection, record_id, owner))
         return _record(row)
 
     async def delete(self, record_id: str, owner: str) -> None:
         def remove(connection: sqlite3.Connection) -> None:
             found = connection.execute(
-                "DELETE FROM responses WHERE id = ? AND owner = ?", (record_id, owner)
+                "DELETE FROM records WHERE id = ? AND owner = ?", (record_id, owner)
             )
             if found.rowcount == 0:
                 raise no_record(record_id)
 
         await self._run(remove)
 
-    async def conversation(self, record_id: str, owner: str) -> list[ResponseRecord]:
-        def read(connection: sqlite3.Connection) -> list[ResponseRecord]:
-            found: list[ResponseRecord] = []
+    async def conversation(self, record_id: str, owner: str) -> list[Record]:
+        def read(connection: sqlite3.Connection) -> list[Record]:
+            found: list[Record] = []
             wanted: str | None = record_id
             size = 0
             while wanted is not None:
                 row = self._row(connection, wanted, owner, "previous_response_id")
-                size += len(row[3]) + len(row[4])
+                size += len(row[5]) + len(row[6] or b"")
                 if len(found) == MAX_CHAIN or size > MAX_CHAIN_BYTES:
                     raise RequestError(
                         f"The conversation has more than {MAX_CHAIN} responses, or "
@@ -159,29 +220,28 @@ class SqliteStore(RecordStore):
     ) -> _Row:
         """The fields of a record. Raises `RequestError`."""
         found: _Row | None = connection.execute(
-            f"SELECT {_FIELDS} FROM responses WHERE owner = ? AND id = ? AND created > ?",
-            (owner, record_id, time.time() - self._max_age_s),
+            f"SELECT {_FIELDS} FROM records WHERE owner = ? AND id = ? AND expires > ?",
+            (owner, record_id, time.time()),
         ).fetchone()
         if found is None:
             raise no_record(record_id, field)
         return found
 
     def _remove_old(self, connection: sqlite3.Connection) -> None:
-        oldest = time.time() - self._max_age_s
-        connection.execute("DELETE FROM responses WHERE created <= ?", (oldest,))
+        connection.execute("DELETE FROM records WHERE expires <= ?", (time.time(),))
 
     def _remove_surplus(self, connection: sqlite3.Connection) -> None:
         """The oldest tenth at a time, of the key that has most."""
         while _used_bytes(connection) > self._max_bytes:
             found = connection.execute(
-                "SELECT owner, COUNT(*) FROM responses GROUP BY owner "
-                "ORDER BY SUM(LENGTH(items) + LENGTH(response)) DESC LIMIT 1"
+                "SELECT owner, COUNT(*) FROM records GROUP BY owner "
+                "ORDER BY SUM(LENGTH(body) + IFNULL(LENGTH(response), 0)) DESC LIMIT 1"
             ).fetchone()
             if found is None:
                 return
             connection.execute(
-                "DELETE FROM responses WHERE rowid IN "
-                "(SELECT rowid FROM responses WHERE owner = ? ORDER BY created LIMIT ?)",
+                "DELETE FROM records WHERE rowid IN "
+                "(SELECT rowid FROM records WHERE owner = ? ORDER BY written LIMIT ?)",
                 (found[0], max(found[1] // 10, 1)),
             )
 
@@ -199,16 +259,21 @@ class SqliteStore(RecordStore):
             except (sqlite3.Error, OSError) as error:
                 logger.error("records can't be kept in %s: %s", self._path, error)
                 raise RequestError(
-                    "Responses can't be stored at present; ask with store: false.",
+                    "Requests can't be stored at present; ask with store: false.",
                     status=503,
                     code="store_unavailable",
                 ) from error
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, run)
 
+    def _is_there(self) -> bool:
+        self._path = self._path() if callable(self._path) else self._path
+        return self._path.exists()
+
     def _open(self) -> sqlite3.Connection:
         """Another process may be the first one at the same time, which SQLite doesn't wait for."""
         self._path = path = self._path() if callable(self._path) else self._path
+        self._holder = uuid.uuid4().hex
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # also for its -wal and -shm
         until = time.monotonic() + BUSY_TIMEOUT_S
@@ -227,14 +292,26 @@ class SqliteStore(RecordStore):
                 time.sleep(0.02)
 
 
-def _record(row: _Row) -> ResponseRecord:
-    record_id, owner, previous, items, response = row
-    return ResponseRecord(
+def _encoded(response: dict[str, Any] | None) -> bytes | None:
+    return None if response is None else encode_json(response)
+
+
+def _record(row: _Row) -> Record:
+    record_id, owner, previous, ended, head, body, response = row
+    endpoint, request_id, seed, created, digest, is_background = _decode(head)
+    return Record(
         id=record_id,
         owner=owner,
+        endpoint=endpoint,
+        request_id=request_id,
+        seed=int(seed, 16),
+        created=created,
+        digest=digest,
+        body=body,
         previous=previous,
-        items=_decode(items),
-        response=_decode(response),
+        response=None if response is None else _decode(response),
+        is_background=is_background,
+        has_ended=bool(ended),
     )
 
 

@@ -1,13 +1,13 @@
-"""`RecordStore`: keeps responses for later requests. `ResponseRecord`: one of them.
+"""`RecordStore`: keeps requests, so that they can be answered again. `Record`: one of them.
 
-A record is written before its response is computed, so that its id means something from the start,
-and again when the response has ended. Records hold prompts and answers (docs/security.md).
+The tokens of an answer are a function of its request, so a record holds no tokens: whoever has it
+makes the same answer. It is written before the first token. Responses that later requests go on
+from are kept beside it, once they have ended. Records hold prompts and answers (docs/security.md).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -18,19 +18,32 @@ MAX_CHAIN = 2048
 """Responses that a conversation may have."""
 MAX_CHAIN_BYTES = 32 << 20
 """Of all that its records hold."""
+LEASE_S = 15.0
+"""Who makes an answer that must be there in the end renews its lease within this time, or another
+process makes it."""
 
 
-class ResponseRecord(msgspec.Struct, kw_only=True):
-    """A response of `POST /v1/responses`, as the API shows it, and what it was asked."""
+class Record(msgspec.Struct, kw_only=True):
+    """A request, and, for `POST /v1/responses`, its response as the API shows it."""
 
     id: str
     owner: str
     """Name of the API key that may see it; "" if the server has none."""
-    previous: str | None
+    endpoint: str
+    """Name of the endpoint that it came to."""
+    request_id: str
+    seed: int
+    """0 to 2^128 - 1; this and `created`: see `Incoming`."""
+    created: int
+    digest: str
+    """Of model, adapter and configuration: with others the answer is another one."""
+    body: bytes
+    previous: str | None = None
     """The response that it goes on from."""
-    items: list[dict[str, Any]]
-    """Of the request's `input`."""
-    response: dict[str, Any]
+    response: dict[str, Any] | None = None
+    is_background: bool = False
+    """Whether the answer is made though nobody reads it."""
+    has_ended: bool = False
 
 
 class RecordStore(ABC):
@@ -38,15 +51,35 @@ class RecordStore(ABC):
     if the store can't be used."""
 
     @abstractmethod
-    async def add(self, record: ResponseRecord) -> None:
-        """Keep a new record. 413 if it is too large."""
+    async def add(self, record: Record, age_s: float | None = None, *, lease: bool = False) -> None:
+        """Keep a record; one of the same id makes way. It is removed after `age_s` (None: as long
+        as the store keeps any). `lease`: this process makes its answer, or else another one. 413 if
+        it is too large."""
 
     @abstractmethod
-    async def finish(self, record: ResponseRecord) -> None:
-        """Keep the response of a record. Nothing happens if it was deleted meanwhile."""
+    async def end(
+        self, record: Record, response: dict[str, Any] | None = None, age_s: float | None = None
+    ) -> None:
+        """Its answer is complete. Nothing happens if that was said before, or it was deleted."""
 
     @abstractmethod
-    async def get(self, record_id: str, owner: str) -> ResponseRecord:
+    async def leave(
+        self,
+        record: Record,
+        response: dict[str, Any] | None = None,
+        age_s: float | None = None,
+        *,
+        again_in_s: float | None = None,
+    ) -> None:
+        """This process goes on no longer. Some process takes it up after `again_in_s`; None: it
+        waits for a reader."""
+
+    @abstractmethod
+    async def take_up(self) -> list[Record]:
+        """Renew the leases of this process, and take over the records whose lease has ended."""
+
+    @abstractmethod
+    async def get(self, record_id: str, owner: str) -> Record:
         """The record of this id."""
 
     @abstractmethod
@@ -54,7 +87,7 @@ class RecordStore(ABC):
         """Forget a record."""
 
     @abstractmethod
-    async def conversation(self, record_id: str, owner: str) -> list[ResponseRecord]:
+    async def conversation(self, record_id: str, owner: str) -> list[Record]:
         """The record and those that it goes on from, the first one first. 404 if one isn't there
         any more, 400 if there are too many."""
 
@@ -67,15 +100,3 @@ def no_record(record_id: str, field: str = "response_id") -> RequestError:
     """Nobody learns whether a record is another key's."""
     message = f"Response with id '{record_id[:100]}' not found."
     return RequestError(message, field, status=404, code="response_not_found")
-
-
-def history_of(records: Sequence[ResponseRecord]) -> list[dict[str, Any]]:
-    """The items of a conversation: what was asked and answered. Raises `RequestError` if an answer
-    isn't there yet."""
-    for record in records:
-        if record.response["status"] == "in_progress":
-            raise RequestError(
-                f"Response '{record.id}' has not ended, so that nothing can go on from it.",
-                "previous_response_id",
-            )
-    return [item for record in records for item in (*record.items, *record.response["output"])]

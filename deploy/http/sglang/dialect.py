@@ -2,7 +2,7 @@
 
 from deploy.http.dialect import Dialect
 from deploy.http.sglang.control import AbortRoute, FlushCacheRoute, HealthGenerateRoute
-from deploy.http.sglang.endpoint import GenerateEndpoint
+from deploy.http.sglang.endpoint import ForgetGenerateRoute, GenerateEndpoint, ReadGenerateRoute
 from deploy.http.sglang.errors import sglang_error
 from deploy.http.sglang.info import ModelInfoRoute, ServerInfoRoute
 from deploy.http.sglang.replies import SGLangError
@@ -10,6 +10,8 @@ from deploy.http.sglang.replies import SGLangError
 SGLANG = Dialect(
     routes=(
         GenerateEndpoint,
+        ReadGenerateRoute,
+        ForgetGenerateRoute,
         AbortRoute,
         FlushCacheRoute,
         HealthGenerateRoute,

@@ -8,6 +8,7 @@ from deploy.http.engine_client import EngineClient
 from deploy.http.generation.endpoint import Endpoint
 from deploy.http.generation.generation import Generation
 from deploy.http.generation.plan import Plan, plan_texts
+from deploy.http.generation.read_on import ForgetRoute, ReadOnRoute
 from deploy.http.generation.request import Incoming
 from deploy.http.sglang.generation import GenerateGeneration
 from deploy.http.sglang.replies import GeneratedChunk, GenerateReply, SGLangError
@@ -36,10 +37,28 @@ class GenerateEndpoint(Endpoint):
         incoming: Incoming,
     ) -> Generation[Any]:
         plan = await plan_texts(
-            client, self.settings.server, given.translate(incoming.id), incoming.key
+            client, self.settings.server, given.translate(incoming.id), incoming
         )
         firsts = await _first_tokens(client, given, plan)
         return GenerateGeneration(client, given, plan, incoming.tracker, firsts)
+
+
+class ReadGenerateRoute(ReadOnRoute):
+    """`GET /generate/{record_id}`."""
+
+    endpoint = GenerateEndpoint
+    paths = ("/generate/{record_id}",)
+    reply = GenerateReply
+    events = (GeneratedChunk, SGLangError)
+    done = "[DONE]"
+
+
+class ForgetGenerateRoute(ForgetRoute):
+    """`DELETE /generate/{record_id}`."""
+
+    endpoint = GenerateEndpoint
+    object_name = "generation"
+    paths = ("/generate/{record_id}",)
 
 
 async def _first_tokens(client: EngineClient, given: GenerateFields, plan: Plan) -> list[str]:

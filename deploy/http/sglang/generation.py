@@ -65,6 +65,11 @@ class GenerateGeneration(Generation[GenerateFields]):
             item["index"] = index
         return b"data: " + encode_json(item) + b"\n\n"
 
+    def _numbered(self, index: int, events: bytes, num_deltas: int = 0) -> bytes:
+        if self.numbers is None or not num_deltas:
+            return super()._numbered(index, events)
+        return self.numbers.of_last(index, events, num_deltas)
+
     def _ending(self) -> bytes:
         return b"data: [DONE]\n\n"
 

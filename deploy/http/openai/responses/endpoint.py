@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import uuid
 from typing import Any
+
+import msgspec
 
 from deploy.http.access.api_key import ApiKey
 from deploy.http.engine_client import EngineClient
@@ -13,9 +14,12 @@ from deploy.http.generation.json_route import JsonRoute
 from deploy.http.generation.plan import plan_chat
 from deploy.http.generation.request import Incoming
 from deploy.http.openai.responses.generation import ResponseGeneration
-from deploy.http.openai.responses.keeper import Keeper, with_history
+from deploy.http.openai.responses.history import with_history
 from deploy.http.openai.responses.replies import InputTokens, Response, ResponseEvent
 from deploy.http.openai.responses.request import ResponsesRequest
+from deploy.http.records.keeper import Keeper
+from deploy.http.records.store import Record
+from engine.errors import RequestError
 
 
 class ResponsesEndpoint(Endpoint):
@@ -27,6 +31,7 @@ class ResponsesEndpoint(Endpoint):
     body = ResponsesRequest
     reply = Response
     events = (ResponseEvent,)
+    names_events = True
 
     async def prepare(
         self,
@@ -34,15 +39,29 @@ class ResponsesEndpoint(Endpoint):
         given: ResponsesRequest,
         incoming: Incoming,
     ) -> Generation[Any]:
+        if given.background and self.store is None:
+            raise RequestError(
+                "This server keeps no responses (request_store: none), so that none can be made in "
+                "the background.",
+                "background",
+            )
         whole = await with_history(self.store, given, incoming.key)
         # Clients choose the id of a request, and may give several the same.
-        response_id = f"resp_{uuid.uuid4().hex}"
-        request = whole.translate(response_id, client.model_info, given_id=incoming.id)
-        plan = await plan_chat(client, self.settings.server, request, incoming.key)
-        generation = ResponseGeneration(client, given, plan, incoming.tracker)
-        if self.store is not None and given.store is not False:
-            generation.keeper = Keeper(self.store, given, incoming.key)
-        return generation
+        request = whole.translate(
+            f"resp_{incoming.seed:032x}", client.model_info, given_id=incoming.id
+        )
+        plan = await plan_chat(client, self.settings.server, request, incoming)
+        return ResponseGeneration(client, given, plan, incoming.tracker)
+
+    def keeps(self, given: ResponsesRequest, generation: Generation[Any]) -> bool:
+        return self.store is not None and given.store is not False
+
+    def keeper(self, given: ResponsesRequest, record: Record) -> Keeper:
+        assert self.store is not None
+        record = msgspec.structs.replace(
+            record, previous=given.previous_response_id, is_background=given.background
+        )
+        return Keeper(self.store, record, must=given.store is True or given.background)
 
 
 class InputTokensRoute(JsonRoute):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Awaitable, Callable
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 from deploy.http.body import encode_json
@@ -13,7 +11,6 @@ from deploy.http.errors import ErrorReply
 from deploy.http.generation.event_stream import EventStream
 from deploy.http.generation.generation import Generation
 from deploy.http.openai.logprobs import LogprobStyle, chat_logprobs
-from deploy.http.openai.responses.keeper import Keeper
 from deploy.http.openai.responses.output import Event, OutputItems, Status
 from deploy.http.openai.responses.request import ResponsesRequest
 from deploy.http.parsers.parts import Part, Text, joined
@@ -28,42 +25,45 @@ _ECHOED = (
 
 
 class ResponseGeneration(Generation[ResponsesRequest]):
-    """One response, whose output is items. Where there is a store, a record of it is kept."""
+    """One response, whose output is items. Where there is a store, it is kept."""
 
-    keeper: Keeper | None = None
-    """Set: keeps it."""
     _sequence_number = 2
     """Of the next event; the opening has 0 and 1, though it is made after the first delta's."""
-    _final: dict[str, Any]
+    _final: dict[str, Any] | None = None
     """The response, once it has ended."""
 
+    @property
+    def is_queued(self) -> bool:
+        is_new = self.keeper is not None and self.keeper.is_new
+        return is_new and self._request.background and not self.stream
+
+    def begin_keeping(self) -> None:
+        """Nothing yet: the first event says whether the response is kept."""
+
     async def result(self) -> bytes:
-        return await self._kept(super().result)
+        await self._keep()
+        if self.is_queued:
+            return encode_json(self._response("queued"))
+        return await super().result()
 
     async def send_events(self, stream: EventStream) -> bytes:
-        return await self._kept(partial(super().send_events, stream))
+        await self._keep()
+        return await super().send_events(stream)
 
-    async def _kept(self, run: Callable[[], Awaitable[bytes]]) -> bytes:
-        """What `run` gives, once the record has the response. If it fails there is no record."""
-        if self.keeper is None:
-            return await run()
-        keeper = self.keeper
-        try:
-            if not await keeper.begin(self._response("in_progress")):
-                self.keeper = None
-            end = await run()
-        except BaseException:
+    async def _keep(self) -> None:
+        """Write down that there will be this response."""
+        if self.keeper is not None and not await self.keeper.begin(self._response("in_progress")):
             self.keeper = None
-            keeper.forget()
-            raise
-        if self.keeper is not None:
-            # Also if its client leaves now.
-            await asyncio.shield(keeper.end(self._final))
-        return end
+
+    def response_to_keep(self) -> dict[str, Any]:
+        if self._final is not None:
+            return self._final
+        return self._response("in_progress" if self._request.background else "cancelled")
 
     @cached_property
     def _items(self) -> OutputItems:
-        return OutputItems(self._outputs[0].state, self._request.wants_logprobs)
+        state = self._outputs[0].state
+        return OutputItems(state, self._request.wants_logprobs, self._plan.new_id)
 
     @cached_property
     def _waiting_logprobs(self) -> list[LogprobEntry]:
@@ -142,14 +142,14 @@ class ResponseGeneration(Generation[ResponsesRequest]):
         given, plan = self._request, self._plan
         params = plan.sequences[0].params
         incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        has_ended = status != "in_progress"
+        has_ended = status in ("completed", "incomplete", "failed")
         return {
             "id": plan.request.id,
             "object": "response",
             "created_at": plan.created,
             "completed_at": int(time.time()) if status == "completed" else None,
             "status": status,
-            "background": False,
+            "background": given.background,
             "error": None,
             "incomplete_details": incomplete,
             "model": plan.model,

@@ -3,83 +3,89 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from starlette.datastructures import QueryParams
 from starlette.requests import Request
 from starlette.responses import Response
 
 from deploy.http.body import encode_json
-from deploy.http.dialect import Route
+from deploy.http.generation.read_on import (
+    RECORD_ID,
+    KeptRoute,
+    ReadOnRoute,
+    wants_stream,
+)
 from deploy.http.openai.responses import replies
-from deploy.http.openai.responses.keeper import owner_of
-from deploy.http.records.store import RecordStore, ResponseRecord, no_record
+from deploy.http.openai.responses.endpoint import ResponsesEndpoint
+from deploy.http.openai.responses.history import items_of
+from deploy.http.records.store import Record, RecordStore
 from engine.errors import RequestError
 
 MAX_ITEMS = 100
-_ID = {
-    "name": "response_id",
-    "in": "path",
-    "required": True,
-    "schema": {"type": "string", "maxLength": 256},
-}
 _PARTS = {"user": "input_text", "system": "input_text", "developer": "input_text"}
 """Types of a message's text, by its role; an assistant's is `output_text`."""
 
 
 class _Kept(NamedTuple):
-    """A response that a request names, which may not be there."""
+    """A response that a request names."""
 
     store: RecordStore
-    record_id: str
-    owner: str
+    record: Record
     query: QueryParams
 
-    async def record(self) -> ResponseRecord:
-        """Raises `RequestError`."""
-        return await self.store.get(self.record_id, self.owner)
+    @property
+    def response(self) -> dict[str, Any]:
+        """As the API shows it."""
+        assert self.record.response is not None
+        return self.record.response
 
 
-class _KeptRoute(Route):
+class _KeptRoute(KeptRoute):
     """A route of one response, which answers with JSON."""
 
-    parameters: ClassVar[tuple[dict[str, Any], ...]] = (_ID,)
+    endpoint = ResponsesEndpoint
     errors = (400, 404, 503)
 
     async def handle(self, request: Request) -> Response:
-        record_id = str(request.path_params["response_id"])
-        if self.store is None or len(record_id) > 256:
-            raise no_record(record_id)
-        owner = owner_of(request.scope["state"].get("key"))
-        answer = await self._answer(_Kept(self.store, record_id, owner, request.query_params))
+        store, record = await self.kept(request)
+        answer = await self._answer(_Kept(store, record, request.query_params))
         return Response(encode_json(answer), media_type="application/json")
 
     @abstractmethod
     async def _answer(self, kept: _Kept) -> dict[str, Any]:
         """The reply. Raises `RequestError`."""
 
+    async def _abort(self, record: Record) -> None:
+        """Stop making the answer, in whichever process."""
+        for client in self.models_provider():
+            await client.abort(record.id, record.owner)
 
-class RetrieveResponseRoute(_KeptRoute):
-    """`GET /v1/responses/{response_id}`."""
 
-    paths = ("/v1/responses/{response_id}",)
-    methods = ("GET",)
+class RetrieveResponseRoute(ReadOnRoute):
+    """`GET /v1/responses/{record_id}`."""
+
+    endpoint = ResponsesEndpoint
+    paths = ("/v1/responses/{record_id}",)
     description = (
         "As OpenAI's `GET /v1/responses/{response_id}`: the response as it was given; while it is "
-        "computed, its `status` is `in_progress`."
+        "made, its `status` is `in_progress`. With `stream` its events, made once more, behind "
+        "the `sequence_number` that `starting_after` has, or the place of `Last-Event-ID`."
     )
     reply = replies.Response
+    events = (replies.ResponseEvent,)
 
-    async def _answer(self, kept: _Kept) -> dict[str, Any]:
-        if kept.query.get("stream", "false") not in ("false", "0"):
-            raise RequestError("stream is not supported here yet.", "stream")
-        return (await kept.record()).response
+    async def handle(self, request: Request) -> Response:
+        _, record = await self.kept(request)
+        if wants_stream(request):
+            return self.read_on(request, record)
+        return Response(encode_json(record.response), media_type="application/json")
 
 
 class DeleteResponseRoute(_KeptRoute):
     """`DELETE /v1/responses/{response_id}`."""
 
-    paths = ("/v1/responses/{response_id}",)
+    paths = ("/v1/responses/{record_id}",)
     methods = ("DELETE",)
     description = (
         "As OpenAI's `DELETE /v1/responses/{response_id}`. Responses that go on from it can't be "
@@ -88,17 +94,20 @@ class DeleteResponseRoute(_KeptRoute):
     reply = replies.DeletedResponse
 
     async def _answer(self, kept: _Kept) -> dict[str, Any]:
-        await kept.store.delete(kept.record_id, kept.owner)
-        return {"id": kept.record_id, "object": "response", "deleted": True}
+        record = kept.record
+        await kept.store.delete(record.id, record.owner)
+        if record.is_background and not record.has_ended:
+            await self._abort(record)
+        return {"id": record.id, "object": "response", "deleted": True}
 
 
 class InputItemsRoute(_KeptRoute):
     """`GET /v1/responses/{response_id}/input_items`."""
 
-    paths = ("/v1/responses/{response_id}/input_items",)
+    paths = ("/v1/responses/{record_id}/input_items",)
     methods = ("GET",)
     parameters = (
-        _ID,
+        RECORD_ID,
         {
             "name": "limit",
             "in": "query",
@@ -123,7 +132,7 @@ class InputItemsRoute(_KeptRoute):
             1 <= int(limit) <= MAX_ITEMS
         ):
             raise RequestError(f"limit must be a number from 1 to {MAX_ITEMS}.", "limit")
-        items = _shown(await kept.record())
+        items = _shown(kept.record)
         if order == "desc":
             items.reverse()
         if "after" in query:
@@ -144,22 +153,35 @@ class InputItemsRoute(_KeptRoute):
 class CancelRoute(_KeptRoute):
     """`POST /v1/responses/{response_id}/cancel`."""
 
-    paths = ("/v1/responses/{response_id}/cancel",)
+    paths = ("/v1/responses/{record_id}/cancel",)
+    methods = ("POST",)
     description = (
         "As OpenAI's `POST /v1/responses/{response_id}/cancel`. Only responses in the background "
-        "can be cancelled, and there are none yet: whoever closes the connection cancels one."
+        "can be cancelled: whoever closes the connection cancels another one."
     )
     reply = replies.Response
 
     async def _answer(self, kept: _Kept) -> dict[str, Any]:
-        await kept.record()
-        raise RequestError("Only responses in the background can be cancelled.", "response_id")
+        record, response = kept.record, kept.response
+        if not record.is_background:
+            raise RequestError("Only responses in the background can be cancelled.", "record_id")
+        if response["status"] == "cancelled":
+            return response
+        if not record.has_ended:
+            await kept.store.end(record, {**response, "status": "cancelled"})
+            await self._abort(record)
+            # It may have ended meanwhile.
+            record = await kept.store.get(record.id, record.owner)
+            response = kept._replace(record=record).response
+        if response["status"] != "cancelled":
+            raise RequestError("The response has ended already.", "record_id")
+        return response
 
 
-def _shown(record: ResponseRecord) -> list[dict[str, Any]]:
+def _shown(record: Record) -> list[dict[str, Any]]:
     """The items with ids and in the form that OpenAI's API has for reading."""
     found = []
-    for number, item in enumerate(record.items):
+    for number, item in enumerate(items_of(record)):
         kind = item.get("type", "message")
         shown = {"id": f"{kind}_{record.id}_{number}", "status": "completed", **item, "type": kind}
         if kind == "message" and isinstance(item.get("content"), str):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+from collections.abc import Callable
 from typing import Any, Literal
 
 from deploy.http.generation.reading import OutputState
@@ -16,11 +16,14 @@ class OutputItems:
     """The items so far. Every method returns the events that it means for a stream, without their
     sequence numbers; replies in one piece don't need them."""
 
-    def __init__(self, state: OutputState | None, wants_logprobs: bool) -> None:
-        """`state`: where ids of calls come from."""
+    def __init__(
+        self, state: OutputState | None, wants_logprobs: bool, new_id: Callable[[str, int], str]
+    ) -> None:
+        """`state`: where ids of calls come from; `new_id` names an item by its number."""
         self.items: list[dict[str, Any]] = []
         """Complete but for the last, whose texts are in `_texts`."""
         self._state = state
+        self._new_id = new_id
         self._wants_logprobs = wants_logprobs
         self._kind: type[Part] | None = None
         """Of the item that is open."""
@@ -82,18 +85,18 @@ class OutputItems:
         return events
 
     def _open_message(self) -> list[Event]:
-        item = {"id": _new_id("msg"), "type": "message", "role": "assistant", "content": []}
+        item = {"id": self._id("msg"), "type": "message", "role": "assistant", "content": []}
         return [*self._open(Text, item), self._part_added(self._text("", []))]
 
     def _open_reasoning(self) -> list[Event]:
-        item = {"id": _new_id("rs"), "type": "reasoning", "summary": [], "content": []}
+        item = {"id": self._id("rs"), "type": "reasoning", "summary": [], "content": []}
         return [*self._open(Reasoning, item), self._part_added(_reasoning(""))]
 
     def _open_call(self, begin: CallBegin) -> list[Event]:
         assert self._state is not None
         tool = self._state.function(begin.call)
         item = {
-            "id": _new_id("ctc" if tool.takes_text else "fc"),
+            "id": self._id("ctc" if tool.takes_text else "fc"),
             "type": "custom_tool_call" if tool.takes_text else "function_call",
             "call_id": self._state.call_id(begin),
             "name": tool.name,
@@ -102,6 +105,10 @@ class OutputItems:
         if tool.namespace:
             item["namespace"] = tool.namespace
         return self._open(CallBegin, item)
+
+    def _id(self, kind: str) -> str:
+        """Of the next item."""
+        return f"{kind}_{self._new_id('item', len(self.items))}"
 
     @property
     def _arguments_event(self) -> str:
@@ -131,7 +138,3 @@ class OutputItems:
 
 def _reasoning(text: str) -> dict[str, Any]:
     return {"type": "reasoning_text", "text": text}
-
-
-def _new_id(kind: str) -> str:
-    return f"{kind}_{secrets.token_hex(12)}"

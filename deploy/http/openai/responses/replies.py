@@ -132,8 +132,8 @@ class Response(_Shape):
     object: Literal["response"]
     created_at: int
     completed_at: int | None
-    status: Literal["in_progress", "completed", "incomplete", "failed"]
-    background: Literal[False]
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+    background: bool
     error: ResponseError | None
     incomplete_details: IncompleteDetails | None
     instructions: str | None

@@ -99,7 +99,6 @@ class ResponsesRequest(Strict):
         }
     )
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "background": (False,),
         "conversation": (),
         "moderation": (),
         "prompt": (),
@@ -110,6 +109,9 @@ class ResponsesRequest(Strict):
     previous_response_id: str | None = Field(None, min_length=1, max_length=256)
     """The response that this one goes on from: what was asked and answered before needn't be sent
     again. Its `instructions` aren't taken over."""
+    background: bool = False
+    """Answer with an id at once. The response is made though no client waits for it, by another
+    process if this one is lost."""
     store: bool | None = None
     """Whether the response is kept. Not given: as the server does by default (`request_store`)."""
     instructions: str | None = None
@@ -157,6 +159,8 @@ class ResponsesRequest(Strict):
     def _check(self) -> "ResponsesRequest":
         if not self.input:
             raise refusal("input must not be empty.", "input")
+        if self.background and self.store is False:
+            raise refusal("background needs store: true.", "background")
         if self.top_logprobs and not self.wants_logprobs:
             raise refusal(
                 f"top_logprobs is only allowed with include: [{LOGPROBS!r}].", "top_logprobs"

@@ -164,7 +164,7 @@ def test_what_is_read_and_deleted(tmp_path: Path) -> None:
         ):
             status, error = await server.refusal("GET", f"{at}/input_items", params=query)
             assert (status, error["param"]) == (400, param)
-        status, error = await server.refusal("GET", at, params={"stream": "true"})
+        status, error = await server.refusal("GET", at, params={"stream": "maybe"})
         assert (status, error["param"]) == (400, "stream")
         status, error = await server.refusal("POST", f"{at}/cancel")
         assert status == 400 and "background" in error["message"]
@@ -199,7 +199,7 @@ def test_what_is_not_kept(tmp_path: Path) -> None:
 
     run(options(tmp_path), scenario)
     with sqlite3.connect(tmp_path / "store" / "records.sqlite3") as connection:
-        assert connection.execute("SELECT COUNT(*) FROM responses").fetchone() == (0,)
+        assert connection.execute("SELECT COUNT(*) FROM records").fetchone() == (0,)
 
 
 def test_while_it_is_computed(tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ def test_while_it_is_computed(tmp_path: Path) -> None:
                 await asyncio.sleep(0.02)
                 if path.exists():
                     with suppress(sqlite3.OperationalError), sqlite3.connect(path) as connection:
-                        ids = {row[0] for row in connection.execute("SELECT id FROM responses")}
+                        ids = {row[0] for row in connection.execute("SELECT id FROM records")}
                         if ids - known:
                             return (ids - known).pop()
 
@@ -294,7 +294,7 @@ def test_a_store_that_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
         at.parent.unlink()
         made = await running.respond("x")
         with sqlite3.connect(at) as connection:
-            connection.execute("DROP TABLE responses")
+            connection.execute("DROP TABLE records")
         status, error = await running.refusal("GET", f"{PATH}/{made['id']}")
         assert (status, error["code"]) == (503, "store_unavailable")
 

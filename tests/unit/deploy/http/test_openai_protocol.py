@@ -10,7 +10,8 @@ import pytest
 
 from deploy.http.body import encode_json, parse_request
 from deploy.http.generation.plan import plan_texts, resolve_max_tokens
-from deploy.http.generation.request import FieldNames
+from deploy.http.generation.request import FieldNames, Incoming
+from deploy.http.metrics import RequestTracker, ServerMetrics
 from deploy.http.openai.chat import ChatCompletionRequest
 from deploy.http.openai.completions import CompletionRequest, translate
 from deploy.http.openai.logprobs import (
@@ -288,7 +289,9 @@ def test_token_ids_at_the_edges() -> None:
 
 def seeds_of(**fields: Any) -> list[int | None]:
     request = translate(completion(prompt=[1, 2], **fields), "id", INFO)
-    plan = asyncio.run(plan_texts(FakeEngineClient(), ServerOptions(), request, None))
+    tracker = RequestTracker(ServerMetrics().unnamed, "completions", "")
+    incoming = Incoming("id", tracker, seed=2**128 - 1, created=0)
+    plan = asyncio.run(plan_texts(FakeEngineClient(), ServerOptions(), request, incoming))
     assert all(sequence.params.n == 1 for sequence in plan.sequences)
     return [sequence.params.seed for sequence in plan.sequences]
 

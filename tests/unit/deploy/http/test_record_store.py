@@ -16,19 +16,26 @@ from ray import cloudpickle
 
 from deploy.http.records import sqlite_store
 from deploy.http.records.sqlite_store import SqliteStore, default_path, open_store
-from deploy.http.records.store import MAX_CHAIN, RecordStore, ResponseRecord
+from deploy.http.records.store import LEASE_S, MAX_CHAIN, Record, RecordStore
 from deploy.options import ServerOptions
 from engine.errors import RequestError
 
 DAY = 24 * 3600.0
 
 
-def record(
-    name: str, owner: str = "", previous: str | None = None, size: int = 0
-) -> ResponseRecord:
-    items = [{"role": "user", "content": name + "x" * size}]
-    response = {"output": [], "status": "in_progress", "n": 10**30}
-    return ResponseRecord(id=name, owner=owner, previous=previous, items=items, response=response)
+def record(name: str, owner: str = "", previous: str | None = None, size: int = 0) -> Record:
+    return Record(
+        id=name,
+        owner=owner,
+        endpoint="responses",
+        request_id=f"of {name}",
+        seed=2**128 - 1 - size,
+        created=1_700_000_000,
+        digest="d",
+        body=name.encode() + b"x" * size,
+        previous=previous,
+        response={"output": [], "status": "in_progress", "n": 10**30},
+    )
 
 
 def run(store: RecordStore, scenario: Callable[[], Awaitable[None]]) -> None:
@@ -52,7 +59,7 @@ async def missing(call: Awaitable[object]) -> bool:
 
 OPS = st.lists(
     st.tuples(
-        st.sampled_from(["add", "finish", "get", "delete", "reopen", "other process"]),
+        st.sampled_from(["add", "end", "leave", "get", "delete", "reopen", "other process"]),
         st.integers(0, 4),
         st.sampled_from(["", "a", "b"]),
     ),
@@ -67,7 +74,7 @@ def test_it_is_a_dictionary(
 ) -> None:
     path = tmp_path_factory.mktemp("store") / "records.sqlite3"
     stores = [SqliteStore(path, DAY, 1 << 24), SqliteStore(path, DAY, 1 << 24)]
-    held: dict[tuple[str, int], ResponseRecord] = {}
+    held: dict[tuple[str, int], Record] = {}
 
     async def play() -> None:
         at = 0
@@ -76,12 +83,15 @@ def test_it_is_a_dictionary(
             if kind == "add" and key not in held:
                 held[key] = record(name, owner, size=count)
                 await store.add(held[key])
-            elif kind in ("add", "finish"):
-                made = record(name, owner)
-                made.response = {"output": [{"n": count}], "status": "completed"}
-                await store.finish(made)  # nothing happens to one that isn't there
-                if key in held:
-                    held[key].response = made.response
+            elif kind in ("add", "end", "leave"):
+                response = {"output": [{"n": count}], "status": "completed"}
+                # Nothing happens to one that isn't there, or has ended.
+                if kind == "leave":
+                    await store.leave(record(name, owner), response)
+                else:
+                    await store.end(record(name, owner), response)
+                if key in held and not held[key].has_ended:
+                    held[key].response, held[key].has_ended = response, kind != "leave"
             elif kind == "get":
                 if key in held:
                     assert await store.get(name, owner) == held[key]
@@ -135,6 +145,46 @@ def test_old_records_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         await store.get("new", "")
 
     run(store, scenario)
+
+
+def test_leases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a lost process was making is taken up by one other; what lives is left to who has it."""
+    first, second, third = (SqliteStore(tmp_path / "r", DAY, 1 << 24) for _ in range(3))
+    start = time.time()
+
+    def at(seconds: float) -> None:
+        monkeypatch.setattr(sqlite_store.time, "time", lambda: start + seconds)
+
+    async def taken(store: SqliteStore) -> list[str]:
+        return sorted(one.id for one in await store.take_up())
+
+    async def scenario() -> None:
+        assert await taken(third) == []  # there is no file yet
+        for name in ("a", "b", "ended", "left", "gone"):
+            await first.add(record(name), lease=True)
+        await first.add(record("stream"))
+        await first.end(record("ended"), {"status": "completed"})
+        await first.leave(record("left"), {"status": "cancelled"})
+        await first.delete("gone", "")
+        at(LEASE_S - 1)
+        assert await taken(second) == [] == await taken(first)
+        at(2 * LEASE_S - 2)
+        assert await taken(second) == []  # the first has renewed them
+        at(2 * LEASE_S)
+        found = await asyncio.gather(taken(second), taken(third))
+        assert sorted(found) == [[], ["a", "b"]]
+        at(2 * LEASE_S + 1)
+        assert await taken(first) == [], "it has them no longer"
+        await second.leave(record("a"), again_in_s=3.0)
+        await third.leave(record("b"), again_in_s=3.0)
+        at(2 * LEASE_S + 3)
+        assert await taken(first) == []
+        at(2 * LEASE_S + 5)
+        assert await taken(first) == ["a", "b"]
+        await second.close()
+        await third.close()
+
+    run(first, scenario)
 
 
 def test_the_file_stays_within_its_limit(tmp_path: Path) -> None:

@@ -48,7 +48,8 @@ def events_of(reply: httpx.Response) -> list[dict[str, Any]]:
     assert reply.headers["content-type"].startswith("text/event-stream")
     found = []
     for number, event in enumerate(reply.text.removesuffix("\n\n").split("\n\n")):
-        kind, data = event.split("\n")
+        *place, kind, data = event.split("\n")
+        assert not place or place[0].endswith(f":{number + 1}")
         found.append(json.loads(data.removeprefix("data: ")))
         assert kind == f"event: {found[-1]['type']}" and found[-1]["sequence_number"] == number
         TypeAdapter(ResponseEvent).validate_python(found[-1])
@@ -291,7 +292,7 @@ def test_some_of_the_tools_may_be_allowed() -> None:
 
 
 BAD: list[tuple[dict[str, Any], str, str]] = [
-    ({"background": True}, "background", "not supported"),
+    ({"background": True, "store": False}, "background", "store"),
     ({"conversation": "c"}, "conversation", "not supported"),
     ({"truncation": "middle"}, "truncation", "'auto'"),
     ({"input": []}, "input", "empty"),

@@ -12,7 +12,9 @@ import pytest
 
 from deploy.http.api import build_api
 from deploy.http.served_models import ServedModels
+from deploy.http.settings import ApiSettings
 from deploy.http.sglang import replies
+from deploy.options import ServerOptions
 from engine.constraints import ConstraintSpec
 from engine.errors import RequestError
 from engine.protocol.sampling_params import SamplingParams
@@ -32,7 +34,10 @@ def whole(client: FakeEngineClient | None = None, **fields: Any) -> Any:
 
 def streamed(client: FakeEngineClient | None = None, **fields: Any) -> list[dict[str, Any]]:
     body = {"text": "abc", "sampling_params": SHORT, "stream": True} | fields
-    found = events(post(PATH, client, **body))
+    # Nothing waits for a store, so that each event comes by itself.
+    settings = ApiSettings(ServerOptions(request_store="none"))
+    client = client or FakeEngineClient()
+    found = events(call(client, "POST", PATH, api_settings=settings, json=body))
     for event in found:
         replies.GeneratedChunk.model_validate(event)
     return found

@@ -1,0 +1,117 @@
+"""`RecordRunner`: makes the answers that must be there though no client waits for them.
+
+Those are responses in the background, and kept responses whose process was lost. Each has a lease
+in the store. Whoever makes its answer renews it; when it has ended, the next process that looks
+takes the record up and begins again, which gives the same tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from deploy.http.access.api_key import ApiKey
+from deploy.http.access.key_file import KeyFile
+from deploy.http.records.store import LEASE_S, Record, RecordStore
+from engine.errors import RequestError
+
+logger = logging.getLogger(__name__)
+
+PERIOD_S = LEASE_S / 5
+RETRY_S = 5.0
+"""After this time an answer is tried again that the engines couldn't make."""
+Run = Callable[[Record, dict[str, Any], Callable[[Any], Awaitable[None]]], Awaitable[None]]
+"""Answers a record: it, the state of an HTTP request, and where the reply goes."""
+
+
+class RecordRunner:
+    """Of one process. It works from `start` on."""
+
+    def __init__(self, store: RecordStore, keys: KeyFile | None, run: Run) -> None:
+        """`keys`: None if the server has none."""
+        self._store = store
+        self._keys = keys
+        self._run = run
+        self._looking: asyncio.Task[None] | None = None
+        self._answers: set[asyncio.Task[None]] = set()
+
+    def start(self) -> None:
+        """Begin to look for records that nobody answers. To be called in the loop."""
+        if self._looking is None:
+            self._looking = asyncio.create_task(self._look())
+
+    async def stop(self) -> None:
+        """What isn't ready is left to other processes, or to this one's next life."""
+        tasks = [*self._answers, *filter(None, (self._looking,))]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def answer(self, record: Record) -> None:
+        """Make the answer to a record whose lease this process has."""
+        task = asyncio.get_running_loop().create_task(self._answer(record))
+        self._answers.add(task)
+        task.add_done_callback(self._answers.discard)
+
+    async def _look(self) -> None:
+        failed = False
+        while True:
+            try:
+                for record in await self._store.take_up():
+                    logger.info("request %s is taken up", record.id)
+                    self.answer(record)
+                failed = False
+            except RequestError as error:  # the store has said why
+                if not failed:
+                    logger.error("nobody looks for unanswered requests: %s", error)
+                failed = True
+            await asyncio.sleep(PERIOD_S)
+
+    async def _answer(self, record: Record) -> None:
+        reply = _Reply()
+        try:
+            key = self._key(record.owner)
+            state = {"request_id": record.request_id, "send": reply.send, "key": key}
+            await self._run(record, state, reply.send)
+        except RequestError as error:
+            reply.status, reply.message = error.status, error.message
+        if reply.status < 400:
+            return
+        try:
+            if reply.status == 503:
+                await self._store.leave(record, again_in_s=RETRY_S)
+                return
+            failed = {"code": "server_error", "message": reply.message}
+            response = {**(record.response or {}), "status": "failed", "error": failed}
+            await self._store.end(record, response)
+        except RequestError:
+            logger.error("request %s failed, which couldn't be kept", record.id)
+
+    def _key(self, owner: str) -> ApiKey | None:
+        """Raises `RequestError` if it is valid no longer."""
+        if self._keys is None or not owner:
+            return None
+        key = self._keys.named(owner)
+        if key is None:
+            raise RequestError("The request's API key isn't valid any more.", status=401)
+        return key
+
+
+class _Reply:
+    """The reply, which nobody gets: whether it is an error, and which."""
+
+    def __init__(self) -> None:
+        self.status = 503  # until there is one
+        self._body = b""
+        self.message = ""
+
+    async def send(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+        elif self.status >= 400:
+            self._body += message["body"]
+            if not message["more_body"]:
+                self.message = json.loads(self._body)["error"]["message"]
