@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from typing import Any
 
 import openai
@@ -200,9 +201,29 @@ def test_a_conversation_is_kept(client: openai.OpenAI) -> None:
         client.responses.cancel(third.id)
 
 
+def test_in_the_background(client: openai.OpenAI) -> None:
+    want = respond(client, max_output_tokens=40)
+    made = respond(client, max_output_tokens=40, background=True)
+    assert made.status == "queued" and made.background
+    deadline = time.monotonic() + 60
+    while (found := client.responses.retrieve(made.id)).status in ("queued", "in_progress"):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert (found.status, found.output_text) == ("incomplete", want.output_text)
+    events = list(client.responses.retrieve(made.id, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    rest = list(client.responses.retrieve(made.id, stream=True, starting_after=10))
+    assert rest[:-1] == events[11:-1] and rest[-1].response.output_text == want.output_text
+    slow = respond(client, max_output_tokens=900, background=True, extra_body={"ignore_eos": True})
+    assert client.responses.cancel(slow.id).status == "cancelled"
+    assert client.responses.retrieve(slow.id).status == "cancelled"
+    with pytest.raises(openai.BadRequestError, match="ended"):
+        client.responses.cancel(made.id)
+
+
 def test_what_is_refused(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="background") as refused:
-        respond(client, background=True)
+        respond(client, background=True, store=False)
     assert refused.value.param == "background"
     bad = {"type": "json_schema", "name": "x", "schema": {"type": "no"}}
     with pytest.raises(openai.BadRequestError, match="no") as refused:

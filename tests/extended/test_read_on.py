@@ -1,0 +1,167 @@
+"""Streams of all APIs whose connections are lost with their ingress, and a server that is lost
+whole: clients that come back have what they would have had."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import httpx
+import pytest
+
+from benchmarks.servers import ManagedServer
+from tests.support.http_server import manta, metric, wait_idle
+from tests.support.launches import MODEL, SMALL, started
+from tests.support.processes import actor_pids, launch_mark
+from tests.support.reading_on import Read, read_through
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"n": {"type": "integer", "maximum": 99}, "s": {"type": "string"}},
+    "required": ["n", "s"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+FUNCTION = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
+MESSAGES = [{"role": "user", "content": "Say it"}]
+TOKENS = 250
+SHAPES: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", {"prompt": "def ", "max_tokens": TOKENS, "ignore_eos": True}),
+    ("/v1/completions", {"prompt": ["a", "b"], "n": 2, "max_tokens": TOKENS, "logprobs": 2}),
+    ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": TOKENS, "ignore_eos": True}),
+    ("/v1/chat/completions", {"messages": MESSAGES, "response_format": FORMAT, "max_tokens": 200}),
+    (
+        "/v1/chat/completions",
+        {
+            "messages": MESSAGES,
+            "tools": [FUNCTION],
+            "tool_choice": "required",
+            "max_tokens": 200,
+            "stream_options": {"include_usage": True},
+        },
+    ),
+    (
+        "/v1/chat/completions",
+        {"messages": MESSAGES, "n": 2, "max_tokens": TOKENS, "logprobs": True, "top_logprobs": 2},
+    ),
+    ("/v1/responses", {"input": "Say it", "max_output_tokens": TOKENS, "ignore_eos": True}),
+    ("/v1/messages", {"messages": MESSAGES, "max_tokens": TOKENS}),
+    ("/generate", {"text": "def ", "sampling_params": {"max_new_tokens": TOKENS}}),
+]
+
+
+def request(number: int) -> tuple[str, dict[str, Any]]:
+    path, body = SHAPES[number % len(SHAPES)]
+    if path == "/generate":
+        seeded = {"sampling_seed": number, "temperature": 0.8, "ignore_eos": True}
+        return path, {**body, "sampling_params": {**body["sampling_params"], **seeded}}
+    if path == "/v1/messages":
+        return path, {**body, "temperature": 0.0, "system": f"You are number {number}."}
+    return path, {**body, "seed": number, "temperature": 0.8}
+
+
+async def read_all(url: str, count: int) -> list[Read]:
+    timeout = aiohttp.ClientTimeout(total=None, sock_read=60)
+    connector = aiohttp.TCPConnector(force_close=True, limit=0)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+        return await asyncio.gather(
+            *(read_through(session, url, *request(number)) for number in range(count))
+        )
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ManagedServer]:
+    options = {"ingress_replicas": 2, "num_replicas": 2, "max_total_tokens": 32768}
+    with manta(dtype="float32", **options) as running:
+        yield running
+    assert not running.killed, "the server had to be killed to stop"
+
+
+async def _disturbed(server: ManagedServer, count: int, kills: int) -> list[Read]:
+    """Ingresses and workers in turn are killed, each as soon as those before are back."""
+    mark, rng = launch_mark(server.pid), random.Random(1)
+    reading = asyncio.ensure_future(read_all(server.base_url, count))
+    for number in range(kills):
+        await asyncio.sleep(1.5)
+        role = ("ServeReplica:llm:ingress", "WorkerActor")[number % 2]
+        async with asyncio.timeout(90):
+            while len(pids := actor_pids(mark, role)) < 2:
+                await asyncio.sleep(0.1)
+        if reading.done():
+            break
+        os.kill(rng.choice(pids), signal.SIGKILL)
+    return await reading
+
+
+def test_streams_outlive_their_ingress(server: ManagedServer) -> None:
+    _check(server, 3 * len(SHAPES), 3)
+
+
+@pytest.mark.full_chaos
+def test_500_streams(server: ManagedServer) -> None:
+    _check(server, 500, 20)
+
+
+def _check(server: ManagedServer, count: int, kills: int) -> None:
+    undisturbed = asyncio.run(read_all(server.base_url, count))
+    assert not any(read.times_lost for read in undisturbed)
+    disturbed = asyncio.run(_disturbed(server, count, kills))
+    assert sum(read.times_lost for read in disturbed) > 0, "nobody lost anything"
+    for number, (read, want) in enumerate(zip(disturbed, undisturbed, strict=True)):
+        ids = [event.split("\n")[0] for event in read.events]
+        assert len(set(ids)) == len(ids), "an event came twice"
+        path, _ = request(number)
+        if path == "/generate":  # each event holds those before it
+            assert read.contents()[0][-2:] == want.contents()[0][-2:]
+        else:
+            assert read.contents() == want.contents(), (number, path)
+    deadline = time.monotonic() + 90
+    while len(actor_pids(launch_mark(server.pid), "ServeReplica:llm:ingress")) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    wait_idle(server.base_url, 60)
+    assert metric(server.base_url, "manta_requests_in_flight") == 0
+
+
+def test_responses_outlive_the_whole_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MANTA_STATE_DIR", str(tmp_path / "state"))
+    bodies = [
+        {"input": f"Say {n}", "seed": n, "max_output_tokens": 900, "ignore_eos": True}
+        for n in range(12)
+    ]
+
+    def text(response: dict[str, Any]) -> str:
+        said: str = response["output"][0]["content"][0]["text"]
+        return said
+
+    with started([MODEL, *SMALL], tmp_path / "first") as launch:
+        launch.wait_ready()
+        at = f"{launch.url}/v1/responses"
+        want = [text(httpx.post(at, json=body, timeout=120).json()) for body in bodies]
+        with httpx.Client(timeout=60) as http:
+            made = [http.post(at, json={**body, "background": True}).json() for body in bodies]
+        launch.process.kill()
+    with started([MODEL, *SMALL], tmp_path / "second") as launch:
+        launch.wait_ready()
+        at, deadline = f"{launch.url}/v1/responses", time.monotonic() + 120
+        had_ended = 0
+        for one, said in zip(made, want, strict=True):
+            while True:
+                found = httpx.get(f"{at}/{one['id']}", timeout=30).json()
+                if found["status"] not in ("queued", "in_progress"):
+                    break
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+            had_ended += found["status"] == "incomplete"
+            assert text(found) == said
+        assert had_ended == len(made)
+        assert launch.stop() == 0
