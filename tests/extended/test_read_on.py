@@ -9,6 +9,7 @@ import random
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -135,8 +136,8 @@ def test_responses_outlive_the_whole_server(
 ) -> None:
     monkeypatch.setenv("MANTA_STATE_DIR", str(tmp_path / "state"))
     bodies = [
-        {"input": f"Say {n}", "seed": n, "max_output_tokens": 900, "ignore_eos": True}
-        for n in range(12)
+        {"input": f"Say {n}", "seed": n, "max_output_tokens": 400, "ignore_eos": True}
+        for n in range(6)
     ]
 
     def text(response: dict[str, Any]) -> str:
@@ -146,8 +147,9 @@ def test_responses_outlive_the_whole_server(
     with started([MODEL, *SMALL], tmp_path / "first") as launch:
         launch.wait_ready()
         at = f"{launch.url}/v1/responses"
-        want = [text(httpx.post(at, json=body, timeout=120).json()) for body in bodies]
-        with httpx.Client(timeout=60) as http:
+        with httpx.Client(timeout=60) as http, ThreadPoolExecutor(len(bodies)) as pool:
+            replies = pool.map(lambda body: http.post(at, json=body).json(), bodies)
+            want = [text(reply) for reply in replies]
             made = [http.post(at, json={**body, "background": True}).json() for body in bodies]
         launch.process.kill()
     with started([MODEL, *SMALL], tmp_path / "second") as launch:

@@ -202,8 +202,9 @@ def test_a_conversation_is_kept(client: openai.OpenAI) -> None:
 
 
 def test_in_the_background(client: openai.OpenAI) -> None:
-    want = respond(client, max_output_tokens=40)
-    made = respond(client, max_output_tokens=40, background=True)
+    goes_on = {"ignore_eos": True}
+    want = respond(client, max_output_tokens=40, extra_body=goes_on)
+    made = respond(client, max_output_tokens=40, background=True, extra_body=goes_on)
     assert made.status == "queued" and made.background
     deadline = time.monotonic() + 60
     while (found := client.responses.retrieve(made.id)).status in ("queued", "in_progress"):
@@ -214,7 +215,7 @@ def test_in_the_background(client: openai.OpenAI) -> None:
     assert [event.sequence_number for event in events] == list(range(len(events)))
     rest = list(client.responses.retrieve(made.id, stream=True, starting_after=10))
     assert rest[:-1] == events[11:-1] and rest[-1].response.output_text == want.output_text
-    slow = respond(client, max_output_tokens=900, background=True, extra_body={"ignore_eos": True})
+    slow = respond(client, max_output_tokens=900, background=True, extra_body=goes_on)
     assert client.responses.cancel(slow.id).status == "cancelled"
     assert client.responses.retrieve(slow.id).status == "cancelled"
     with pytest.raises(openai.BadRequestError, match="ended"):
