@@ -61,20 +61,34 @@ class Delays:
 
 
 def saturate(
-    server: ManagedServer, port: int, streams: int, output_len: int, warm_s: float, window_s: float
+    server: ManagedServer,
+    port: int,
+    streams: int,
+    output_len: int,
+    warm_s: float,
+    window_s: float,
+    *,
+    headers: str = "",
 ) -> Throughput:
-    """Keep `streams` requests of `output_len` tokens open and measure for `window_s`.
+    """Keep `streams` requests of `output_len` tokens open and measure for `window_s`. `headers`: as
+    in `Connection`.
 
     `tokens_per_chunk` is taken from all streams of the run that finished.
     """
-    return uvloop.run(_saturate(server, port, streams, output_len, warm_s, window_s))
+    return uvloop.run(_saturate(server, port, streams, output_len, warm_s, window_s, headers))
 
 
 async def _saturate(
-    server: ManagedServer, port: int, streams: int, output_len: int, warm_s: float, window_s: float
+    server: ManagedServer,
+    port: int,
+    streams: int,
+    output_len: int,
+    warm_s: float,
+    window_s: float,
+    headers: str,
 ) -> Throughput:
     bodies = _bodies(output_len)
-    connections = [await connect(port, lambda: next(bodies)) for _ in range(streams)]
+    connections = [await connect(port, lambda: next(bodies), headers) for _ in range(streams)]
     try:
         await _run_for(connections, warm_s)
         started, server_cpu, client_cpu = (
