@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import httpx
@@ -14,6 +18,9 @@ from deploy.http.access.listening import is_loopback
 from deploy.http.sse_decoder import DONE, SSEDecoder
 
 TIMEOUT = httpx.Timeout(10.0, read=600.0)
+PATH = "/v1/chat/completions"
+READ_ON_S, PAUSE_S = 90.0, 0.5
+"""How long a lost answer is asked for again, and how often."""
 HELP = "Ctrl-C stops an answer, /reset begins anew, /help shows this, /quit or Ctrl-D ends."
 
 
@@ -83,14 +90,50 @@ class Chat:
     def _answer(self, http: httpx.Client, messages: list[dict[str, str]]) -> Iterator[str]:
         options = {key: value for key, value in self._options.items() if value is not None}
         body = {"model": self._model, "messages": messages, "stream": True, **options}
-        with http.stream("POST", "/v1/chat/completions", json=body) as reply:
-            if reply.status_code != 200:
-                raise ChatError(_message_of(reply.read()) or f"status {reply.status_code}")
-            decoder = SSEDecoder()
-            for part in reply.iter_bytes():
-                for data in decoder.feed(part):
-                    if data != DONE:
-                        yield _text_of(data)
+        place = _Place()
+        call = partial(http.stream, "POST", PATH, json=body)
+        while True:
+            try:
+                yield from _texts(call, place)
+                return
+            except httpx.TransportError:
+                if not place.reply_id or time.monotonic() > place.read_at + READ_ON_S:
+                    raise
+            time.sleep(PAUSE_S)
+            query = {"stream": "true", "starting_after": str(place.num_events)}
+            call = partial(http.stream, "GET", f"{PATH}/{place.reply_id}", params=query)
+
+
+_Call = Callable[[], AbstractContextManager[httpx.Response]]
+
+
+@dataclass
+class _Place:
+    """How much of a stream has come, and when."""
+
+    reply_id: str = ""
+    num_events: int = 0
+    read_at: float = 0.0
+
+
+def _texts(call: _Call, place: _Place) -> Iterator[str]:
+    """The texts of a stream's events. Raises `httpx.TransportError` if it is lost."""
+    with call() as reply:
+        if reply.status_code >= 500 and place.reply_id:
+            raise httpx.ReadError(f"status {reply.status_code}")
+        if reply.status_code != 200:
+            raise ChatError(_message_of(reply.read()) or f"status {reply.status_code}")
+        decoder = SSEDecoder()
+        for part in reply.iter_bytes():
+            for data in decoder.feed(part):
+                if data == DONE:
+                    return
+                chunk = json.loads(data)
+                text = _text_of(chunk)
+                place.reply_id, place.read_at = chunk["id"], time.monotonic()
+                place.num_events += 1
+                yield text
+    raise httpx.RemoteProtocolError("the connection was lost before the answer was complete")
 
 
 class ChatError(Exception):
@@ -108,9 +151,8 @@ def _next_line() -> str | None:
             print()
 
 
-def _text_of(data: bytes) -> str:
+def _text_of(chunk: dict[str, Any]) -> str:
     """The text that an event adds to the answer. Raises `ChatError` if the event is an error."""
-    chunk = json.loads(data)
     if "error" in chunk:
         raise ChatError(chunk["error"]["message"])
     return "".join(choice["delta"].get("content") or "" for choice in chunk["choices"])

@@ -296,7 +296,7 @@ class GenerationResponse(Response):
             assert endpoint.store is not None
             generation.keeper = Keeper(endpoint.store, again.record, is_new=False)
         self._keeper = generation.keeper
-        if generation.stream:
+        if generation.stream and (self._shows_ids or place is not None):
             generation.numbers = EventNumbers(
                 generation.id, generation.num_sequences, place, shown=self._shows_ids
             )

@@ -49,13 +49,53 @@ async function words(response) {
   }
 }
 
+const READ_ON_MS = 90_000;
+const PAUSE_MS = 500;
+const LOST = "The connection was lost before the answer was complete.";
+
+// The JSON of each event of a stream, which is read on where its connection was lost.
+export async function* stream(path, options) {
+  let response = await call(path, options);
+  let count = 0;
+  let id = null;
+  let readAt = 0;
+  for (;;) {
+    try {
+      if (response) {
+        for await (const chunk of events(response)) {
+          if (chunk.error) throw new ApiError(chunk.error.message, 400);
+          id = chunk.id;
+          count += 1;
+          readAt = Date.now();
+          yield chunk;
+        }
+        return;
+      }
+    } catch (problem) {
+      const isLost = problem instanceof ApiError && (problem.status === 0 || problem.status >= 500);
+      if (!isLost || id === null || Date.now() > readAt + READ_ON_MS) throw problem;
+    }
+    await new Promise((resolve) => setTimeout(resolve, PAUSE_MS));
+    options.signal?.throwIfAborted();
+    const rest = `${path}/${encodeURIComponent(id)}?stream=true&starting_after=${count}`;
+    response = await call(rest, { signal: options.signal }).catch((problem) => {
+      const isAway = problem.status === 0 || problem.status >= 500;
+      if (!isAway || Date.now() > readAt + READ_ON_MS) throw problem;
+      return null;
+    });
+  }
+}
+
 // The JSON of each server-sent event until [DONE].
-export async function* events(response) {
+async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
-    const { value, done } = await reader.read();
-    if (done) throw new ApiError("The connection was lost before the answer was complete.", 0);
+    const { value, done } = await reader.read().catch((problem) => {
+      if (problem.name === "AbortError") throw problem;
+      throw new ApiError(LOST, 0);
+    });
+    if (done) throw new ApiError(LOST, 0);
     const parts = (rest + value).split(/\r?\n\r?\n/);
     rest = parts.pop();
     for (const part of parts) {

@@ -1,6 +1,6 @@
 // The page /chat: a conversation, streamed.
 import { html, render, useEffect, useRef, useState } from "./htm-preact.js";
-import { ApiError, call, events } from "./api.js";
+import { call, stream } from "./api.js";
 import { figures } from "./figures.js";
 import { Head } from "./head.js";
 import { textParts } from "./text_parts.js";
@@ -99,14 +99,13 @@ function Chat() {
         stream_options: { include_usage: true, continuous_usage_stats: true },
         ...Object.fromEntries(chosen.map(([name, value]) => [name, Number(value)])),
       };
-      const response = await call("v1/chat/completions", {
+      const asked = {
         method: "POST",
         headers: { "content-type": "application/json" },
         body: JSON.stringify(body),
         signal: stop.current.signal,
-      });
-      for await (const chunk of events(response)) {
-        if (chunk.error) throw new ApiError(chunk.error.message, 0);
+      };
+      for await (const chunk of stream("v1/chat/completions", asked)) {
         answer.usage = chunk.usage ?? answer.usage;
         const delta = chunk.choices?.[0]?.delta ?? {};
         if (delta.content || delta.reasoning_content) {

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
+import socket
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
-from deploy.start import cli
+from deploy.start import chat, cli
 from tests.support.fake_client import FakeEngineClient
 from tests.support.http_application import Server
 
@@ -52,6 +55,64 @@ def test_an_error_is_told_and_the_conversation_goes_on(
     assert "temperature" in told.err and told.out == ""
     assert talk(server, "x\n", monkeypatch, "--model", "other") == 1
     assert "other" in capsys.readouterr().err
+
+
+class CuttingProxy:
+    """Hands bytes on to a server, and cuts replies after `limits` bytes, one after the other."""
+
+    def __init__(self, port: int, limits: list[int]) -> None:
+        self._to, self._limits = port, limits
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self.num_cuts = 0
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return  # closed
+            server = socket.create_connection(("127.0.0.1", self._to))
+            threading.Thread(target=self._forth, args=(client, server), daemon=True).start()
+            threading.Thread(target=self._back, args=(client, server), daemon=True).start()
+
+    def _forth(self, client: socket.socket, server: socket.socket) -> None:
+        with suppress(OSError):
+            while data := client.recv(65536):
+                server.sendall(data)
+
+    def _back(self, client: socket.socket, server: socket.socket) -> None:
+        count = 0
+        with suppress(OSError):
+            while data := server.recv(300):
+                count += len(data)
+                client.sendall(data)
+                if b"/v1/models" not in data and self._limits and count > self._limits[0]:
+                    self._limits.pop(0)
+                    self.num_cuts += 1
+                    break
+            client.shutdown(socket.SHUT_RDWR)
+            server.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+def test_an_answer_that_was_cut_is_read_on(
+    server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.client.script = "All of this is to come, and nothing of it twice. " * 4
+    server.client.step_s = 0.001
+    monkeypatch.setattr(chat, "PAUSE_S", 0.01)
+    proxy = CuttingProxy(server.port, [9000, 300, 5000])
+    try:
+        assert talk(proxy.port, "x\n", monkeypatch, "--max-tokens", "200") == 0
+    finally:
+        proxy.close()
+    told = capsys.readouterr()
+    assert told.out == server.client.script + "\n" and told.err == ""
+    assert proxy.num_cuts == 3
 
 
 def test_no_server_is_one_sentence(
