@@ -88,9 +88,11 @@ class ServerOptions(BaseModel):
     None: Ray places the engine when it can. The launcher's own cluster can't grow: no wait."""
     metrics_names: Literal["manta", "vllm"] = "manta"
     """`vllm`: `/metrics` has vLLM's names beside Manta's, for dashboards made for vLLM."""
-    request_store: Literal["sqlite", "none"] = "sqlite"
-    """Where responses of `POST /v1/responses` are kept for `previous_response_id`: in a file that
-    the ingresses of a machine share, or nowhere."""
+    request_store: Literal["sqlite", "redis", "none"] = "sqlite"
+    """Where requests of streams and responses of `POST /v1/responses` are kept: in a file that the
+    ingresses of a machine share, in a Redis server that all share, or nowhere."""
+    request_store_url: str | None = None
+    """Of Redis, as `redis://host:6379/0`, for `request_store: redis`."""
     request_store_path: str | None = None
     """The file; None: `manta/records.sqlite3` in the user's folder for state."""
     request_store_max_age_s: float = Field(30 * 24 * 3600.0, gt=0)

@@ -36,8 +36,8 @@ from deploy.http.openai.errors import openai_error
 from deploy.http.openapi import DocumentedApi
 from deploy.http.pages.pages import ASSETS as PAGE_ASSETS
 from deploy.http.pages.pages import PAGES, add_pages
+from deploy.http.records.opening import open_store
 from deploy.http.records.runner import RecordRunner
-from deploy.http.records.sqlite_store import open_store
 from deploy.http.records.store import Record, RecordStore
 from deploy.http.served_models import ServedModels, overall
 from deploy.http.settings import ApiSettings
@@ -64,7 +64,7 @@ def build_api(
     """
     settings = settings or ApiSettings()
     metrics, quotas = ServerMetrics(settings.server.metrics_names), Quotas()
-    store = open_store(settings.server)
+    store = open_store(settings.server, metrics.store_failed)
     app = _Api(settings, metrics)
     app.state.metrics = metrics
     app.state.quotas = quotas
@@ -78,7 +78,9 @@ def build_api(
 
     endpoints: dict[str, Endpoint] = {}
     keys = KeyFile(settings.server.api_keys_file) if settings.server.api_keys_file else None
-    app.state.runner = runner = None if store is None else _runner(store, keys, endpoints)
+    app.state.runner = runner = None
+    if store is not None:
+        app.state.runner = runner = _runner(store, keys, endpoints, metrics.taken_up)
     kinds = [(kind, dialect.error_reply) for dialect in DIALECTS for kind in dialect.routes]
     for kind, error_reply in kinds:
         route = kind(
@@ -148,7 +150,10 @@ def build_api(
 
 
 def _runner(
-    store: RecordStore, keys: KeyFile | None, endpoints: Mapping[str, Endpoint]
+    store: RecordStore,
+    keys: KeyFile | None,
+    endpoints: Mapping[str, Endpoint],
+    on_taken_up: Callable[[], None],
 ) -> RecordRunner:
     async def receive() -> Message:
         await asyncio.Event().wait()  # nobody leaves
@@ -158,7 +163,7 @@ def _runner(
         response = GenerationResponse(endpoints[record.endpoint], Again(record, is_stream=False))
         await response({"type": "http", "headers": [], "state": state}, receive, send)
 
-    return RecordRunner(store, keys, run)
+    return RecordRunner(store, keys, run, on_taken_up)
 
 
 class _Api(DocumentedApi):

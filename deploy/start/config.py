@@ -9,6 +9,7 @@ from typing import Any
 from deploy.http.access.options import check_access
 from deploy.http.engine_client import ModelInfo
 from deploy.http.parsers.detection import check_parsers, reasoning_format_of, tool_format_of
+from deploy.http.records.redis_store import check_redis_url
 from deploy.http.tracing.options import check_tracing
 from deploy.options import ENGINE, ServerOptions
 from deploy.replica.autoscaling import EngineLoadPolicy
@@ -79,6 +80,8 @@ class AppConfig:
         check_parsers(server.tool_call_parser, server.reasoning_parser)
         check_access(server.api_keys_file, server.auth, server.cors_origins)
         check_tracing(server.otlp_endpoint)
+        if server.request_store == "redis":
+            check_redis_url(server.request_store_url)
         scaling = server.autoscaling
         if scaling is not None and scaling.max_replicas < scaling.min_replicas:
             raise ConfigError(

@@ -22,6 +22,7 @@ from tests.support.http_server import manta, metric, wait_idle
 from tests.support.launches import MODEL, SMALL, started
 from tests.support.processes import actor_pids, launch_mark
 from tests.support.reading_on import Read, read_through
+from tests.support.redis_server import RedisServer, redis_server
 
 SCHEMA = {
     "type": "object",
@@ -78,20 +79,34 @@ async def read_all(url: str, count: int) -> list[Read]:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ManagedServer]:
+def redis() -> Iterator[RedisServer]:
+    with redis_server() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def server(redis: RedisServer) -> Iterator[ManagedServer]:
     options = {"ingress_replicas": 2, "num_replicas": 2, "max_total_tokens": 32768}
-    with manta(dtype="float32", **options) as running:
+    store = {"request_store": "redis", "request_store_url": redis.url}
+    with manta(dtype="float32", **options, **store) as running:
         yield running
     assert not running.killed, "the server had to be killed to stop"
 
 
-async def _disturbed(server: ManagedServer, count: int, kills: int) -> list[Read]:
-    """Ingresses and workers in turn are killed, each as soon as those before are back."""
+async def _disturbed(
+    server: ManagedServer, redis: RedisServer, count: int, kills: int
+) -> list[Read]:
+    """Ingresses, workers and the store are killed in turn, each once those before are back."""
     mark, rng = launch_mark(server.pid), random.Random(1)
     reading = asyncio.ensure_future(read_all(server.base_url, count))
     for number in range(kills):
         await asyncio.sleep(1.5)
-        role = ("ServeReplica:llm:ingress", "WorkerActor")[number % 2]
+        if number % 3 == 2:
+            redis.kill()
+            await asyncio.sleep(0.5)
+            await asyncio.to_thread(redis.start)
+            continue
+        role = ("ServeReplica:llm:ingress", "WorkerActor")[number % 3]
         async with asyncio.timeout(90):
             while len(pids := actor_pids(mark, role)) < 2:
                 await asyncio.sleep(0.1)
@@ -101,19 +116,19 @@ async def _disturbed(server: ManagedServer, count: int, kills: int) -> list[Read
     return await reading
 
 
-def test_streams_outlive_their_ingress(server: ManagedServer) -> None:
-    _check(server, 3 * len(SHAPES), 3)
+def test_streams_outlive_their_ingress(server: ManagedServer, redis: RedisServer) -> None:
+    _check(server, redis, 3 * len(SHAPES), 4)
 
 
 @pytest.mark.full_chaos
-def test_500_streams(server: ManagedServer) -> None:
-    _check(server, 500, 20)
+def test_500_streams(server: ManagedServer, redis: RedisServer) -> None:
+    _check(server, redis, 500, 20)
 
 
-def _check(server: ManagedServer, count: int, kills: int) -> None:
+def _check(server: ManagedServer, redis: RedisServer, count: int, kills: int) -> None:
     undisturbed = asyncio.run(read_all(server.base_url, count))
     assert not any(read.times_lost for read in undisturbed)
-    disturbed = asyncio.run(_disturbed(server, count, kills))
+    disturbed = asyncio.run(_disturbed(server, redis, count, kills))
     assert sum(read.times_lost for read in disturbed) > 0, "nobody lost anything"
     for number, (read, want) in enumerate(zip(disturbed, undisturbed, strict=True)):
         ids = [event.split("\n")[0] for event in read.events]

@@ -95,6 +95,7 @@ class ReadOnRoute(KeptRoute):
     def read_on(self, request: Request, record: Record) -> Response:
         """The answer to a record, as the request wants it. Raises `RequestError`."""
         is_stream = wants_stream(request)
+        self.metrics.read_on(self.endpoint.name)
         place = read_from(request, record) if is_stream else None
         return GenerationResponse(self._endpoint, Again(record, is_stream, place))
 

@@ -37,6 +37,22 @@ class ServerMetrics:
         )
         for reason in REFUSALS:
             self._refusals.labels(reason)
+        self._read_on = Counter(
+            "manta_requests_read_on",
+            "Requests answered once more, for a client that came back.",
+            ["endpoint"],
+            registry=self._registry,
+        )
+        self._taken_up = Counter(
+            "manta_responses_taken_up",
+            "Responses begun again, because the process that made them was lost or couldn't.",
+            registry=self._registry,
+        )
+        self._store_failures = Counter(
+            "manta_request_store_failures",
+            "Times that the store of requests couldn't be used.",
+            registry=self._registry,
+        )
         self._scrape = Scrape()
 
     def of(self, model: str) -> RequestMetrics:
@@ -57,6 +73,18 @@ class ServerMetrics:
     def refused(self, reason: str) -> None:
         """A request was refused before it reached an endpoint. `reason`: a word of `REFUSALS`."""
         self._refusals.labels(reason).inc()
+
+    def read_on(self, endpoint: str) -> None:
+        """A request is answered once more."""
+        self._read_on.labels(endpoint).inc()
+
+    def taken_up(self) -> None:
+        """A response is begun again."""
+        self._taken_up.inc()
+
+    def store_failed(self) -> None:
+        """The store of requests couldn't be used."""
+        self._store_failures.inc()
 
     @property
     def num_in_flight(self) -> float:

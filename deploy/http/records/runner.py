@@ -30,8 +30,11 @@ Run = Callable[[Record, dict[str, Any], Callable[[Any], Awaitable[None]]], Await
 class RecordRunner:
     """Of one process. It works from `start` on."""
 
-    def __init__(self, store: RecordStore, keys: KeyFile | None, run: Run) -> None:
-        """`keys`: None if the server has none."""
+    def __init__(
+        self, store: RecordStore, keys: KeyFile | None, run: Run, on_taken_up: Callable[[], None]
+    ) -> None:
+        """`keys`: None if the server has none. `on_taken_up` is called for each such record."""
+        self._on_taken_up = on_taken_up
         self._store = store
         self._keys = keys
         self._run = run
@@ -62,6 +65,7 @@ class RecordRunner:
             try:
                 for record in await self._store.take_up():
                     logger.info("request %s is taken up", record.id)
+                    self._on_taken_up()
                     self.answer(record)
                 failed = False
             except RequestError as error:  # the store has said why

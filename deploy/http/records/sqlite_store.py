@@ -15,7 +15,6 @@ import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,14 +24,14 @@ from platformdirs.unix import Unix
 from deploy.http.body import encode_json
 from deploy.http.records.store import (
     LEASE_S,
-    MAX_CHAIN,
-    MAX_CHAIN_BYTES,
+    Head,
     Record,
     RecordStore,
+    check_size,
+    encoded,
     no_record,
+    store_unavailable,
 )
-from deploy.options import ServerOptions
-from engine.errors import RequestError
 
 logger = logging.getLogger(__name__)
 
@@ -67,21 +66,20 @@ def default_path(keys_file: str | None = None) -> Path:
     return folder / f"records{of_keys}.sqlite3"
 
 
-def open_store(server: ServerOptions) -> RecordStore | None:
-    """The store that a server's options ask for."""
-    if server.request_store == "none":
-        return None
-    named = server.request_store_path
-    path = Path(named) if named else partial(default_path, server.api_keys_file)
-    return SqliteStore(path, server.request_store_max_age_s, server.request_store_max_bytes)
-
-
 class SqliteStore(RecordStore):
     """Opened when it is used first, so that an application that has it can be shipped."""
 
-    def __init__(self, path: Path | Callable[[], Path], max_age_s: float, max_bytes: int) -> None:
+    def __init__(
+        self,
+        path: Path | Callable[[], Path],
+        max_age_s: float,
+        max_bytes: int,
+        on_failure: Callable[[], None] = lambda: None,
+    ) -> None:
         """`path`: it, or what says it where the file is opened. Records older than `max_age_s` are
-        removed, and the oldest while the file's content is larger than `max_bytes`."""
+        removed, and the oldest while the file's content is larger than `max_bytes`. `on_failure` is
+        called whenever the file can't be used."""
+        self._on_failure = on_failure
         self._path = path
         self._max_age_s, self._max_bytes = max_age_s, max_bytes
         self._thread: ThreadPoolExecutor | None = None
@@ -92,18 +90,11 @@ class SqliteStore(RecordStore):
 
     async def add(self, record: Record, age_s: float | None = None, *, lease: bool = False) -> None:
         now = time.time()
-        head = (
-            *(record.endpoint, record.request_id, f"{record.seed:032x}", record.created),
-            *(record.digest, record.is_background),
-        )
-        response = _encoded(record.response)
-        if len(record.body) + len(response or b"") > self._max_bytes // 4:
-            raise RequestError(
-                "The request is too large to be kept; ask with store: false.", status=413
-            )
+        check_size(record, self._max_bytes)
+        head, response = encode_json(Head.of(record)), encoded(record.response)
         row = (
             *(record.owner, record.id, now, now + min(age_s or self._max_age_s, self._max_age_s)),
-            *(record.has_ended, record.previous, encode_json(head), record.body, response),
+            *(record.has_ended, record.previous, head, record.body, response),
         )
         until = now + LEASE_S if lease else None
 
@@ -141,7 +132,7 @@ class SqliteStore(RecordStore):
     ) -> None:
         """Change a record that hasn't ended; nobody holds it any longer."""
         expires = None if age_s is None else time.time() + min(age_s, self._max_age_s)
-        row = _encoded(response), expires, record.owner, record.id
+        row = encoded(response), expires, record.owner, record.id
 
         def write(connection: sqlite3.Connection) -> None:
             connection.execute(
@@ -174,8 +165,10 @@ class SqliteStore(RecordStore):
         return [_record(row) for row in await self._run(take)]
 
     async def get(self, record_id: str, owner: str) -> Record:
-        row = await self._run(lambda connection: self._row(connection, record_id, owner))
-        return _record(row)
+        return await self._get(record_id, owner, "response_id")
+
+    async def _get(self, record_id: str, owner: str, field: str) -> Record:
+        return _record(await self._run(lambda store: self._row(store, record_id, owner, field)))
 
     async def delete(self, record_id: str, owner: str) -> None:
         def remove(connection: sqlite3.Connection) -> None:
@@ -187,26 +180,6 @@ class SqliteStore(RecordStore):
 
         await self._run(remove)
 
-    async def conversation(self, record_id: str, owner: str) -> list[Record]:
-        def read(connection: sqlite3.Connection) -> list[Record]:
-            found: list[Record] = []
-            wanted: str | None = record_id
-            size = 0
-            while wanted is not None:
-                row = self._row(connection, wanted, owner, "previous_response_id")
-                size += len(row[5]) + len(row[6] or b"")
-                if len(found) == MAX_CHAIN or size > MAX_CHAIN_BYTES:
-                    raise RequestError(
-                        f"The conversation has more than {MAX_CHAIN} responses, or "
-                        f"{MAX_CHAIN_BYTES >> 20} MiB.",
-                        "previous_response_id",
-                    )
-                found.append(_record(row))
-                wanted = found[-1].previous
-            return found[::-1]
-
-        return await self._run(read)
-
     async def close(self) -> None:
         thread, self._thread = self._thread, None
         connection, self._connection = self._connection, None
@@ -215,9 +188,7 @@ class SqliteStore(RecordStore):
         if thread is not None:
             thread.shutdown()
 
-    def _row(
-        self, connection: sqlite3.Connection, record_id: str, owner: str, field: str = "response_id"
-    ) -> _Row:
+    def _row(self, connection: sqlite3.Connection, record_id: str, owner: str, field: str) -> _Row:
         """The fields of a record. Raises `RequestError`."""
         found: _Row | None = connection.execute(
             f"SELECT {_FIELDS} FROM records WHERE owner = ? AND id = ? AND expires > ?",
@@ -258,11 +229,8 @@ class SqliteStore(RecordStore):
                     return work(connection)
             except (sqlite3.Error, OSError) as error:
                 logger.error("records can't be kept in %s: %s", self._path, error)
-                raise RequestError(
-                    "Requests can't be stored at present; ask with store: false.",
-                    status=503,
-                    code="store_unavailable",
-                ) from error
+                self._on_failure()
+                raise store_unavailable() from error
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, run)
 
@@ -292,25 +260,14 @@ class SqliteStore(RecordStore):
                 time.sleep(0.02)
 
 
-def _encoded(response: dict[str, Any] | None) -> bytes | None:
-    return None if response is None else encode_json(response)
-
-
 def _record(row: _Row) -> Record:
     record_id, owner, previous, ended, head, body, response = row
-    endpoint, request_id, seed, created, digest, is_background = _decode(head)
-    return Record(
+    return msgspec.json.decode(head, type=Head).record(
         id=record_id,
         owner=owner,
-        endpoint=endpoint,
-        request_id=request_id,
-        seed=int(seed, 16),
-        created=created,
-        digest=digest,
         body=body,
         previous=previous,
         response=None if response is None else _decode(response),
-        is_background=is_background,
         has_ended=bool(ended),
     )
 

