@@ -116,18 +116,16 @@ if response ~= '' then
 end
 """
 _TAKE_UP = """
-local now, lease, holder = unpack(ARGV)
-local found = {}
-local leases = redis.call('ZRANGE', 'manta:leases', 0, -1, 'WITHSCORES')
-for at = 1, #leases, 2 do
-  local member = leases[at]
-  if redis.call('HGET', named(member), 'holder') == holder then
-    redis.call('ZADD', 'manta:leases', lease, member)
-  elseif tonumber(leases[at + 1]) <= tonumber(now) then
-    redis.call('ZADD', 'manta:leases', lease, member)
-    redis.call('HSET', named(member), 'holder', holder)
-    found[#found + 1] = member
+local now, lease, holder = unpack(ARGV, 1, 3)
+for at = 4, #ARGV do
+  if redis.call('HGET', named(ARGV[at]), 'holder') == holder then
+    redis.call('ZADD', 'manta:leases', 'XX', lease, ARGV[at])
   end
+end
+local found = redis.call('ZRANGEBYSCORE', 'manta:leases', '-inf', now)
+for _, member in ipairs(found) do
+  redis.call('ZADD', 'manta:leases', lease, member)
+  redis.call('HSET', named(member), 'holder', holder)
 end
 return found
 """
@@ -147,6 +145,7 @@ class RedisStore(RecordStore):
         """`url`: as `redis://host:6379/0`, or `rediss://` for TLS. Records older than `max_age_s`
         are removed, and the oldest while all are larger than `max_bytes`. `on_failure` is called
         whenever the server can't be used."""
+        super().__init__()
         self._url = url
         self._max_age_s, self._max_bytes = max_age_s, max_bytes
         self._on_failure = on_failure
@@ -165,6 +164,8 @@ class RedisStore(RecordStore):
             fields += ["response", response]
         expires = now + min(age_s or self._max_age_s, self._max_age_s)
         until = now + LEASE_S if lease else ""
+        if lease:
+            self._held.add((record.owner, record.id))
 
         async def work() -> None:
             given = _member(record.id, record.owner), now, expires, until, self._holder
@@ -197,6 +198,7 @@ class RedisStore(RecordStore):
         age_s: float | None,
     ) -> None:
         """Change a record that hasn't ended; nobody holds it any longer."""
+        self._held.discard((record.owner, record.id))
         expires = "" if age_s is None else time.time() + min(age_s, self._max_age_s)
         member = _member(record.id, record.owner)
         given = member, ended, lease, encoded(response) or b"", expires, self._max_bytes
@@ -205,13 +207,16 @@ class RedisStore(RecordStore):
     async def take_up(self) -> list[Record]:
         async def work() -> list[bytes]:
             now = time.time()
+            held = [_member(name, owner) for owner, name in self._held]
             found: list[bytes] = await self._scripts["take_up"](
-                args=[now, now + LEASE_S, self._holder]
+                args=[now, now + LEASE_S, self._holder, *held]
             )
             return found
 
         taken = [await self._find(member) for member in await self._run(work)]
-        return [record for record in taken if record is not None]
+        found = [record for record in taken if record is not None]
+        self._held.update((record.owner, record.id) for record in found)
+        return found
 
     async def get(self, record_id: str, owner: str) -> Record:
         return await self._get(record_id, owner, "response_id")
@@ -224,6 +229,7 @@ class RedisStore(RecordStore):
 
     async def delete(self, record_id: str, owner: str) -> None:
         member = _member(record_id, owner)
+        self._held.discard((owner, record_id))
         if not await self._run(lambda: self._scripts["forget"](args=[member])):
             raise no_record(record_id)
 

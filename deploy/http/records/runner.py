@@ -15,6 +15,7 @@ from typing import Any
 
 from deploy.http.access.api_key import ApiKey
 from deploy.http.access.key_file import KeyFile
+from deploy.http.errors import failure_of
 from deploy.http.records.store import LEASE_S, Record, RecordStore
 from engine.errors import RequestError
 
@@ -80,8 +81,9 @@ class RecordRunner:
             key = self._key(record.owner)
             state = {"request_id": record.request_id, "send": reply.send, "key": key}
             await self._run(record, state, reply.send)
-        except RequestError as error:
-            reply.status, reply.message = error.status, error.message
+        except Exception as error:  # whatever it is, somebody waits for this response
+            failure = failure_of(error, record.request_id)
+            reply.status, reply.message = failure.status, failure.message
         if reply.status < 400:
             return
         try:

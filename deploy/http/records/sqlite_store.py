@@ -79,6 +79,7 @@ class SqliteStore(RecordStore):
         """`path`: it, or what says it where the file is opened. Records older than `max_age_s` are
         removed, and the oldest while the file's content is larger than `max_bytes`. `on_failure` is
         called whenever the file can't be used."""
+        super().__init__()
         self._on_failure = on_failure
         self._path = path
         self._max_age_s, self._max_bytes = max_age_s, max_bytes
@@ -97,6 +98,8 @@ class SqliteStore(RecordStore):
             *(record.has_ended, record.previous, head, record.body, response),
         )
         until = now + LEASE_S if lease else None
+        if lease:
+            self._held.add((record.owner, record.id))
 
         def write(connection: sqlite3.Connection) -> None:
             if time.monotonic() >= self._next_clean:
@@ -131,6 +134,7 @@ class SqliteStore(RecordStore):
         self, record: Record, what: str, response: dict[str, Any] | None, age_s: float | None
     ) -> None:
         """Change a record that hasn't ended; nobody holds it any longer."""
+        self._held.discard((record.owner, record.id))
         expires = None if age_s is None else time.time() + min(age_s, self._max_age_s)
         row = encoded(response), expires, record.owner, record.id
 
@@ -148,12 +152,13 @@ class SqliteStore(RecordStore):
     async def take_up(self) -> list[Record]:
         if self._connection is None and not self._is_there():
             return []  # nobody has kept anything yet
-        now = time.time()
+        now, held = time.time(), list(self._held)
 
         def take(connection: sqlite3.Connection) -> list[_Row]:
-            connection.execute(
-                "UPDATE records SET lease = ? WHERE lease IS NOT NULL AND holder = ?",
-                (now + LEASE_S, self._holder),
+            connection.executemany(
+                "UPDATE records SET lease = ? "
+                "WHERE lease IS NOT NULL AND holder = ? AND owner = ? AND id = ?",
+                [(now + LEASE_S, self._holder, *named) for named in held],
             )
             rows: list[_Row] = connection.execute(
                 f"UPDATE records SET lease = ?, holder = ? WHERE lease <= ? AND expires > ? "
@@ -162,7 +167,9 @@ class SqliteStore(RecordStore):
             ).fetchall()
             return rows
 
-        return [_record(row) for row in await self._run(take)]
+        found = [_record(row) for row in await self._run(take)]
+        self._held.update((record.owner, record.id) for record in found)
+        return found
 
     async def get(self, record_id: str, owner: str) -> Record:
         return await self._get(record_id, owner, "response_id")
@@ -178,6 +185,7 @@ class SqliteStore(RecordStore):
             if found.rowcount == 0:
                 raise no_record(record_id)
 
+        self._held.discard((owner, record_id))
         await self._run(remove)
 
     async def close(self) -> None:

@@ -87,6 +87,11 @@ class RecordStore(ABC):
     """Its methods raise `RequestError`: 404 for a record that isn't there or is another key's, 503
     if the store can't be used."""
 
+    def __init__(self) -> None:
+        self._held: set[tuple[str, str]] = set()
+        """Owners and ids of records whose answers this process makes. Their leases are renewed, and
+        no others: what it has given up is taken up, also if the store couldn't be told."""
+
     @abstractmethod
     async def add(self, record: Record, age_s: float | None = None, *, lease: bool = False) -> None:
         """Keep a record; one of the same id makes way. It is removed after `age_s` (None: as long

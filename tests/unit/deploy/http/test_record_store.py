@@ -220,6 +220,11 @@ def test_leases(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
         assert await taken(first) == []
         at(2 * LEASE_S + 5)
         assert await taken(first) == ["a", "b"]
+        first._held.clear()  # it has given them up, and couldn't say so
+        at(3 * LEASE_S)
+        assert await taken(first) == []
+        at(3 * LEASE_S + 6)
+        assert await taken(second) == ["a", "b"]
         await second.close()
         await third.close()
 
