@@ -80,7 +80,9 @@ def build_api(
     keys = KeyFile(settings.server.api_keys_file) if settings.server.api_keys_file else None
     app.state.runner = runner = None
     if store is not None:
-        app.state.runner = runner = _runner(store, keys, endpoints, metrics.taken_up)
+        app.state.runner = runner = _runner(
+            store, keys, models_provider, endpoints, metrics.taken_up
+        )
     kinds = [(kind, dialect.error_reply) for dialect in DIALECTS for kind in dialect.routes]
     for kind, error_reply in kinds:
         route = kind(
@@ -152,9 +154,13 @@ def build_api(
 def _runner(
     store: RecordStore,
     keys: KeyFile | None,
+    models_provider: Callable[[], ServedModels],
     endpoints: Mapping[str, Endpoint],
     on_taken_up: Callable[[], None],
 ) -> RecordRunner:
+    def digests() -> list[str]:
+        return [client.model_info.digest for client in models_provider()]
+
     async def receive() -> Message:
         await asyncio.Event().wait()  # nobody leaves
         raise AssertionError
@@ -163,7 +169,7 @@ def _runner(
         response = GenerationResponse(endpoints[record.endpoint], Again(record, is_stream=False))
         await response({"type": "http", "headers": [], "state": state}, receive, send)
 
-    return RecordRunner(store, keys, run, on_taken_up)
+    return RecordRunner(store, keys, digests, run, on_taken_up)
 
 
 class _Api(DocumentedApi):

@@ -96,8 +96,11 @@ class Chat:
             try:
                 yield from _texts(call, place)
                 return
-            except httpx.TransportError:
-                if not place.reply_id or time.monotonic() > place.read_at + READ_ON_S:
+            except httpx.TransportError as error:
+                now = time.monotonic()
+                if place.lost_since is None:
+                    place.lost_since, place.loss = now, error
+                if not place.reply_id or now > place.lost_since + READ_ON_S:
                     raise
             time.sleep(PAUSE_S)
             query = {"stream": "true", "starting_after": str(place.num_events)}
@@ -109,18 +112,21 @@ _Call = Callable[[], AbstractContextManager[httpx.Response]]
 
 @dataclass
 class _Place:
-    """How much of a stream has come, and when."""
+    """How much of a stream has come; since when it is lost, and why."""
 
     reply_id: str = ""
     num_events: int = 0
-    read_at: float = 0.0
+    lost_since: float | None = None
+    loss: Exception | None = None
 
 
 def _texts(call: _Call, place: _Place) -> Iterator[str]:
     """The texts of a stream's events. Raises `httpx.TransportError` if it is lost."""
     with call() as reply:
-        if reply.status_code >= 500 and place.reply_id:
+        if (reply.status_code >= 500 or reply.status_code == 429) and place.reply_id:
             raise httpx.ReadError(f"status {reply.status_code}")
+        if reply.status_code == 404 and place.loss is not None:
+            raise ChatError(f"the connection was lost ({place.loss})")  # it isn't kept
         if reply.status_code != 200:
             raise ChatError(_message_of(reply.read()) or f"status {reply.status_code}")
         decoder = SSEDecoder()
@@ -130,7 +136,7 @@ def _texts(call: _Call, place: _Place) -> Iterator[str]:
                     return
                 chunk = json.loads(data)
                 text = _text_of(chunk)
-                place.reply_id, place.read_at = chunk["id"], time.monotonic()
+                place.reply_id, place.lost_since = chunk["id"], None
                 place.num_events += 1
                 yield text
     raise httpx.RemoteProtocolError("the connection was lost before the answer was complete")

@@ -84,6 +84,8 @@ class Conversation(msgspec.Struct, array_like=True):
     tools: Sequence[Mapping[str, Any]] | None = None
     template_kwargs: Mapping[str, Any] | None = None
     """Further variables; those that the template doesn't read have no effect."""
+    now: int | None = None
+    """Unix time that templates are told, which may write a date; None: the machine's."""
 
 
 class ChatRequest(msgspec.Struct, array_like=True):

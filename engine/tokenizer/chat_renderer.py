@@ -12,7 +12,7 @@ import jinja2
 from engine.errors import ConfigError, RequestError
 from engine.protocol.tokenizer_messages import Conversation
 from engine.tokenizer.chat_messages import normalize_message, with_one_system_message
-from engine.tokenizer.chat_template import BLANK, ChatTemplate
+from engine.tokenizer.chat_template import BLANK, ChatTemplate, strftime_at
 from engine.tokenizer.control_tokens import ControlTokens
 from engine.tokenizer.template_variables import check_template_kwargs
 
@@ -83,6 +83,8 @@ class ChatRenderer:
             raise RequestError(
                 "messages, tools or chat_template_kwargs are nested too deeply", "messages"
             ) from error
+        if given.now is not None:
+            variables["strftime_now"] = strftime_at(given.now)
         render = partial(
             template.render,
             tools=tools,

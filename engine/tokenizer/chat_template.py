@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -254,6 +254,11 @@ def _raise_exception(message: str) -> None:
 
 def _strftime_now(pattern: str) -> str:
     return datetime.now().strftime(pattern)
+
+
+def strftime_at(now: int) -> Callable[[str], str]:
+    """`strftime_now` at this Unix time."""
+    return lambda pattern: datetime.fromtimestamp(now).strftime(pattern)
 
 
 _FUNCTIONS: dict[str, Any] = {

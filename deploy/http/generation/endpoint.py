@@ -32,7 +32,7 @@ from deploy.http.generation.generation import Generation
 from deploy.http.generation.request import Incoming
 from deploy.http.metrics import RequestTracker
 from deploy.http.records.keeper import Keeper
-from deploy.http.records.store import Record
+from deploy.http.records.store import Record, tagged
 from deploy.options import ServerOptions
 from engine.errors import RequestError
 
@@ -134,6 +134,7 @@ class Endpoint(Route):
             and self.settings.server.request_store_stream_age_s > 0
             and getattr(given, "store", None) is not False
             and generation.num_sequences <= MAX_KEPT
+            and "/" not in generation.id  # such a path leads elsewhere
         )
 
     def keeper(self, given: Any, record: Record) -> Keeper:
@@ -271,7 +272,7 @@ class GenerationResponse(Response):
         endpoint, again, place = self._endpoint, self._again, None
         if again is None and not endpoint.keeps(given, generation):
             return
-        digest = f"{info.digest} {generation.adapter_digest}".rstrip()
+        digest, adapter = info.digest, generation.adapter_digest
         if again is None:
             record = Record(
                 id=generation.id,
@@ -281,11 +282,12 @@ class GenerationResponse(Response):
                 seed=incoming.seed,
                 created=incoming.created,
                 digest=digest,
+                adapter=adapter,
                 body=body,
             )
             generation.keeper = endpoint.keeper(given, record)
         else:
-            if again.record.digest != digest:
+            if (again.record.digest, again.record.adapter) != (digest, adapter):
                 raise RequestError(
                     f"'{again.record.id}' was begun by another model or configuration than is "
                     "served now, so that it can't be gone on with.",
@@ -294,11 +296,18 @@ class GenerationResponse(Response):
                 )
             generation.stream, place = again.is_stream, again.place
             assert endpoint.store is not None
-            generation.keeper = Keeper(endpoint.store, again.record, is_new=False)
+            age_s = None
+            if again.record.response is None:
+                age_s = endpoint.settings.server.request_store_stream_age_s
+            generation.keeper = Keeper(
+                endpoint.store, again.record, is_new=False, stream_age_s=age_s
+            )
         self._keeper = generation.keeper
         if generation.stream and (self._shows_ids or place is not None):
+            assert generation.keeper is not None
+            name = tagged(generation.keeper.record)
             generation.numbers = EventNumbers(
-                generation.id, generation.num_sequences, place, shown=self._shows_ids
+                name, generation.num_sequences, place, shown=self._shows_ids
             )
 
     async def _kept(self, generation: Generation[Any], answer: Awaitable[bytes]) -> bytes:

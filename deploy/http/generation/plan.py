@@ -135,7 +135,9 @@ async def plan_chat(
             "chat_template",
         )
     abort = _open_abort(client, request, request.id, incoming.key)
-    ids = await client.render_chat(request.chat)
+    # The same prompt whenever it is answered.
+    chat = msgspec.structs.replace(request.chat, now=incoming.created)
+    ids = await client.render_chat(chat)
     check_prompt(ids, info.resolved.model.vocab_size, request.names.prompt)
     if request.compact_above is not None and len(ids) > request.compact_above:
         raise RequestError(

@@ -13,7 +13,7 @@ from deploy.http.body import encode_json
 from deploy.http.dialect import Route, RouteParts
 from deploy.http.generation.endpoint import Again, Endpoint, GenerationResponse
 from deploy.http.generation.event_numbers import Place, read_place
-from deploy.http.records.store import Record, RecordStore, no_record
+from deploy.http.records.store import Record, RecordStore, no_record, tagged
 from engine.errors import RequestError
 
 MAX_ID = 256
@@ -48,7 +48,16 @@ class KeptRoute(Route):
         record_id = str(request.path_params["record_id"])
         if self.store is None or len(record_id) > MAX_ID:
             raise no_record(record_id)
-        record = await self.store.get(record_id, owner_of(request.scope["state"].get("key")))
+        owner = owner_of(request.scope["state"].get("key"))
+        try:
+            record = await self.store.get(record_id, owner)
+        except RequestError as error:
+            name, tag, _ = record_id.rpartition("~")
+            if error.status != 404 or not tag:
+                raise
+            record = await self.store.get(name, owner)
+            if tagged(record) != record_id:
+                raise no_record(record_id) from None
         if record.endpoint != self.endpoint.name:
             raise no_record(record_id)
         return self.store, record
@@ -121,6 +130,6 @@ def read_from(request: Request, record: Record) -> Place | None:
     if not last:
         return None
     record_id, _, text = last.rpartition(":")
-    if record_id != record.id:
+    if record_id not in (record.id, tagged(record)):
         raise RequestError("Last-Event-ID is one of another stream.", "Last-Event-ID")
     return read_place(text, "Last-Event-ID")

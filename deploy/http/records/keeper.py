@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -14,6 +15,8 @@ from engine.errors import RequestError
 
 logger = logging.getLogger(__name__)
 
+BEGIN_S = 2.0
+"""A store that takes longer is done without, where that can be."""
 UNENDED_AGE_S = 24 * 3600.0
 """Of the record of a stream whose process was lost, if it isn't read on."""
 
@@ -43,16 +46,27 @@ class Keeper:
     async def begin(self, response: dict[str, Any] | None = None) -> bool:
         """Keep the request, which is to be answered, and its response so far. False if that fails
         and the request doesn't insist on it; else it raises `RequestError`."""
-        if not self.is_new:
-            return True
         is_stream = self._age_s is not None
+        if not self.is_new:
+            if is_stream:  # it is kept as long as somebody reads it
+                try:
+                    await self._store.leave(self.record, None, UNENDED_AGE_S)
+                except RequestError:
+                    logger.error("request %s is read on, and may expire", self.record.id)
+            return True
         self.record = record = msgspec.structs.replace(self.record, response=response)
+        age_s = UNENDED_AGE_S if is_stream else None
+        add = partial(self._store.add, record, age_s, lease=not is_stream)
+        if self._must:
+            await add()
+            return True
+        if self._store.is_away:
+            return False
         try:
-            age_s = UNENDED_AGE_S if is_stream else None
-            await self._store.add(record, age_s, lease=not is_stream)
-        except RequestError:
-            if self._must:
-                raise
+            async with asyncio.timeout(BEGIN_S):
+                await add()
+        except (RequestError, TimeoutError):
+            self._store.note_away()
             return False
         return True
 
@@ -78,7 +92,7 @@ class Keeper:
 
     def leave(self, response: dict[str, Any] | None = None) -> None:
         """The client left, and may come back. If the answer must be there, a process makes it."""
-        if self.is_new:
+        if self.is_new or self._age_s is not None:
             again_in_s = 0.0 if self.record.is_background else None
             self._beside(
                 self._store.leave(self.record, response, self._age_s, again_in_s=again_in_s)
@@ -87,15 +101,18 @@ class Keeper:
     def forget(self) -> None:
         """There will be no answer."""
         if self.is_new:
-            self._beside(self._store.delete(self.record.id, self.record.owner))
+            self._beside(self._store.forget(self.record))
 
     def _beside(self, work: Coroutine[Any, Any, None]) -> None:
+        earlier = list(self._tasks)
+
         async def run() -> None:
+            if earlier:  # what is told the store is told in order
+                await asyncio.wait(earlier)
             try:
                 await work
             except RequestError as error:
-                if error.status != 404:
-                    logger.error("request %s stays unended in the store: %s", self.record.id, error)
+                logger.error("request %s stays unended in the store: %s", self.record.id, error)
 
         self._tasks.append(asyncio.create_task(run()))
 

@@ -11,7 +11,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -58,6 +58,10 @@ local function forget(member)
   end
   return 1
 end
+local function forget_old(now)
+  local old = redis.call('ZRANGEBYSCORE', 'manta:expires', '-inf', now, 'LIMIT', 0, 1000)
+  for _, member in ipairs(old) do forget(member) end
+end
 local function make_room(most_bytes)
   while true do
     local sizes, total, largest, owner = redis.call('HGETALL', 'manta:sizes'), 0, -1, ''
@@ -77,9 +81,7 @@ end
 """
 _ADD = """
 local member, now, expires, lease, holder, most_bytes = unpack(ARGV, 1, 6)
-for _, old in ipairs(redis.call('ZRANGEBYSCORE', 'manta:expires', '-inf', now, 'LIMIT', 0, 100)) do
-  forget(old)
-end
+forget_old(now)
 forget(member)
 local size = 0
 for at = 7, #ARGV, 2 do
@@ -97,8 +99,10 @@ end
 make_room(most_bytes)
 """
 _CHANGE = """
-local member, ended, lease, response, expires, most_bytes = unpack(ARGV)
-if redis.call('HGET', named(member), 'ended') ~= '0' then return end
+local member, head, ended, lease, response, expires, most_bytes = unpack(ARGV)
+if redis.call('HGET', named(member), 'head') ~= head then return end
+if redis.call('HGET', named(member), 'ended') ~= '0'
+    and redis.call('HEXISTS', named(member), 'response') == 1 then return end
 redis.call('HSET', named(member), 'ended', ended)
 redis.call('HDEL', named(member), 'holder')
 if lease == '' then redis.call('ZREM', 'manta:leases', member)
@@ -116,20 +120,29 @@ if response ~= '' then
 end
 """
 _TAKE_UP = """
-local now, lease, holder = unpack(ARGV, 1, 3)
-for at = 4, #ARGV do
+local now, lease, holder, num_digests = unpack(ARGV, 1, 4)
+forget_old(now)
+local served = {}
+for at = 5, 4 + num_digests do served[ARGV[at]] = true end
+for at = 5 + num_digests, #ARGV do
   if redis.call('HGET', named(ARGV[at]), 'holder') == holder then
     redis.call('ZADD', 'manta:leases', 'XX', lease, ARGV[at])
   end
 end
-local found = redis.call('ZRANGEBYSCORE', 'manta:leases', '-inf', now)
-for _, member in ipairs(found) do
-  redis.call('ZADD', 'manta:leases', lease, member)
-  redis.call('HSET', named(member), 'holder', holder)
+local found = {}
+for _, member in ipairs(redis.call('ZRANGEBYSCORE', 'manta:leases', '-inf', now)) do
+  if served[redis.call('HGET', named(member), 'digest')] then
+    redis.call('ZADD', 'manta:leases', lease, member)
+    redis.call('HSET', named(member), 'holder', holder)
+    found[#found + 1] = member
+  end
 end
 return found
 """
-_FORGET = "return forget(ARGV[1])"
+_FORGET = """
+if ARGV[2] and redis.call('HGET', named(ARGV[1]), 'head') ~= ARGV[2] then return 0 end
+return forget(ARGV[1])
+"""
 
 
 class RedisStore(RecordStore):
@@ -157,21 +170,21 @@ class RedisStore(RecordStore):
         check_size(record, self._max_bytes)
         now = time.time()
         fields: list[Any] = ["head", encode_json(Head.of(record)), "body", record.body]
-        fields += ["ended", int(record.has_ended)]
+        fields += ["ended", int(record.has_ended), "digest", record.digest]
         if record.previous is not None:
             fields += ["previous", record.previous]
         if (response := encoded(record.response)) is not None:
             fields += ["response", response]
         expires = now + min(age_s or self._max_age_s, self._max_age_s)
         until = now + LEASE_S if lease else ""
-        if lease:
-            self._held.add((record.owner, record.id))
 
         async def work() -> None:
             given = _member(record.id, record.owner), now, expires, until, self._holder
             await self._scripts["add"](args=[*given, self._max_bytes, *fields])
 
         await self._run(work)
+        if lease:
+            self._held.add((record.owner, record.id))
 
     async def end(
         self, record: Record, response: dict[str, Any] | None = None, age_s: float | None = None
@@ -201,15 +214,21 @@ class RedisStore(RecordStore):
         self._held.discard((record.owner, record.id))
         expires = "" if age_s is None else time.time() + min(age_s, self._max_age_s)
         member = _member(record.id, record.owner)
-        given = member, ended, lease, encoded(response) or b"", expires, self._max_bytes
+        head = encode_json(Head.of(record))
+        given = member, head, ended, lease, encoded(response) or b"", expires, self._max_bytes
         await self._run(lambda: self._scripts["change"](args=given))
 
-    async def take_up(self) -> list[Record]:
+    async def forget(self, record: Record) -> None:
+        self._held.discard((record.owner, record.id))
+        given = _member(record.id, record.owner), encode_json(Head.of(record))
+        await self._run(lambda: self._scripts["forget"](args=given))
+
+    async def take_up(self, digests: Sequence[str]) -> list[Record]:
         async def work() -> list[bytes]:
             now = time.time()
             held = [_member(name, owner) for owner, name in self._held]
             found: list[bytes] = await self._scripts["take_up"](
-                args=[now, now + LEASE_S, self._holder, *held]
+                args=[now, now + LEASE_S, self._holder, len(digests), *digests, *held]
             )
             return found
 
@@ -267,6 +286,7 @@ class RedisStore(RecordStore):
             return await work()
         except (RedisError, OSError, TimeoutError) as error:
             logger.error("records can't be kept in Redis: %s", error)
+            self.note_away()
             self._on_failure()
             raise store_unavailable() from error
 
@@ -280,7 +300,7 @@ class RedisStore(RecordStore):
         self._holder = uuid.uuid4().hex
         # What finds all connections in use waits for one.
         pool = BlockingConnectionPool.from_url(
-            self._url, max_connections=MAX_CONNECTIONS, timeout=None, **options
+            self._url, max_connections=MAX_CONNECTIONS, timeout=TIMEOUT_S, **options
         )
         self._client = Redis.from_pool(pool)
         scripts = {"add": _ADD, "change": _CHANGE, "take_up": _TAKE_UP, "forget": _FORGET}

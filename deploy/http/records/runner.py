@@ -10,18 +10,20 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from deploy.http.access.api_key import ApiKey
 from deploy.http.access.key_file import KeyFile
 from deploy.http.errors import failure_of
 from deploy.http.records.store import LEASE_S, Record, RecordStore
-from engine.errors import RequestError
+from engine.errors import MantaError, RequestError
 
 logger = logging.getLogger(__name__)
 
 PERIOD_S = LEASE_S / 5
+NOT_NOW = (429, 503)
+"""Statuses of errors that pass."""
 RETRY_S = 5.0
 """After this time an answer is tried again that the engines couldn't make."""
 Run = Callable[[Record, dict[str, Any], Callable[[Any], Awaitable[None]]], Awaitable[None]]
@@ -32,9 +34,16 @@ class RecordRunner:
     """Of one process. It works from `start` on."""
 
     def __init__(
-        self, store: RecordStore, keys: KeyFile | None, run: Run, on_taken_up: Callable[[], None]
+        self,
+        store: RecordStore,
+        keys: KeyFile | None,
+        digests: Callable[[], Sequence[str]],
+        run: Run,
+        on_taken_up: Callable[[], None],
     ) -> None:
-        """`keys`: None if the server has none. `on_taken_up` is called for each such record."""
+        """`keys`: None if the server has none. `digests` gives those of the models served here.
+        `on_taken_up` is called for each record that is."""
+        self._digests = digests
         self._on_taken_up = on_taken_up
         self._store = store
         self._keys = keys
@@ -64,12 +73,12 @@ class RecordRunner:
         failed = False
         while True:
             try:
-                for record in await self._store.take_up():
+                for record in await self._store.take_up(self._digests()):
                     logger.info("request %s is taken up", record.id)
                     self._on_taken_up()
                     self.answer(record)
                 failed = False
-            except RequestError as error:  # the store has said why
+            except MantaError as error:  # the store has said why
                 if not failed:
                     logger.error("nobody looks for unanswered requests: %s", error)
                 failed = True
@@ -87,7 +96,7 @@ class RecordRunner:
         if reply.status < 400:
             return
         try:
-            if reply.status == 503:
+            if reply.status in NOT_NOW:
                 await self._store.leave(record, again_in_s=RETRY_S)
                 return
             failed = {"code": "server_error", "message": reply.message}

@@ -13,7 +13,7 @@ import os
 import sqlite3
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -45,7 +45,7 @@ _SCHEMA = """
 DROP TABLE IF EXISTS responses;
 CREATE TABLE IF NOT EXISTS records (
     owner TEXT NOT NULL, id TEXT NOT NULL, written REAL NOT NULL, expires REAL NOT NULL,
-    lease REAL, holder TEXT, ended INTEGER NOT NULL, previous TEXT,
+    lease REAL, holder TEXT, digest TEXT NOT NULL, ended INTEGER NOT NULL, previous TEXT,
     head BLOB NOT NULL, body BLOB NOT NULL, response BLOB, PRIMARY KEY (owner, id)
 );
 CREATE INDEX IF NOT EXISTS by_expiry ON records (expires);
@@ -95,24 +95,23 @@ class SqliteStore(RecordStore):
         head, response = encode_json(Head.of(record)), encoded(record.response)
         row = (
             *(record.owner, record.id, now, now + min(age_s or self._max_age_s, self._max_age_s)),
-            *(record.has_ended, record.previous, head, record.body, response),
+            *(record.digest, record.has_ended, record.previous, head, record.body, response),
         )
         until = now + LEASE_S if lease else None
-        if lease:
-            self._held.add((record.owner, record.id))
 
         def write(connection: sqlite3.Connection) -> None:
-            if time.monotonic() >= self._next_clean:
-                self._next_clean = time.monotonic() + CLEAN_INTERVAL_S
-                self._remove_old(connection)
+            self._remove_old(connection)
             connection.execute(
                 "INSERT OR REPLACE INTO records (lease, holder, owner, id, written, expires, "
-                "ended, previous, head, body, response) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                "digest, ended, previous, head, body, response) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 (until, self._holder, *row),
             )
             self._remove_surplus(connection)
 
         await self._run(write)
+        if lease:
+            self._held.add((record.owner, record.id))
 
     async def end(
         self, record: Record, response: dict[str, Any] | None = None, age_s: float | None = None
@@ -136,12 +135,13 @@ class SqliteStore(RecordStore):
         """Change a record that hasn't ended; nobody holds it any longer."""
         self._held.discard((record.owner, record.id))
         expires = None if age_s is None else time.time() + min(age_s, self._max_age_s)
-        row = encoded(response), expires, record.owner, record.id
+        row = encoded(response), expires, record.owner, record.id, encode_json(Head.of(record))
 
         def write(connection: sqlite3.Connection) -> None:
             connection.execute(
                 f"UPDATE records SET {what}, holder = NULL, response = COALESCE(?, response), "
-                "expires = COALESCE(?, expires) WHERE owner = ? AND id = ? AND ended = 0",
+                "expires = COALESCE(?, expires) WHERE owner = ? AND id = ? AND head = ? "
+                "AND (ended = 0 OR response IS NULL)",
                 row,
             )
             if response is not None:
@@ -149,12 +149,22 @@ class SqliteStore(RecordStore):
 
         await self._run(write)
 
-    async def take_up(self) -> list[Record]:
+    async def forget(self, record: Record) -> None:
+        self._held.discard((record.owner, record.id))
+        row = record.owner, record.id, encode_json(Head.of(record))
+
+        def remove(connection: sqlite3.Connection) -> None:
+            connection.execute("DELETE FROM records WHERE owner = ? AND id = ? AND head = ?", row)
+
+        await self._run(remove)
+
+    async def take_up(self, digests: Sequence[str]) -> list[Record]:
         if self._connection is None and not self._is_there():
             return []  # nobody has kept anything yet
         now, held = time.time(), list(self._held)
 
         def take(connection: sqlite3.Connection) -> list[_Row]:
+            self._remove_old(connection)
             connection.executemany(
                 "UPDATE records SET lease = ? "
                 "WHERE lease IS NOT NULL AND holder = ? AND owner = ? AND id = ?",
@@ -162,8 +172,8 @@ class SqliteStore(RecordStore):
             )
             rows: list[_Row] = connection.execute(
                 f"UPDATE records SET lease = ?, holder = ? WHERE lease <= ? AND expires > ? "
-                f"RETURNING {_FIELDS}",
-                (now + LEASE_S, self._holder, now, now),
+                f"AND digest IN ({', '.join('?' * len(digests))}) RETURNING {_FIELDS}",
+                (now + LEASE_S, self._holder, now, now, *digests),
             ).fetchall()
             return rows
 
@@ -207,6 +217,10 @@ class SqliteStore(RecordStore):
         return found
 
     def _remove_old(self, connection: sqlite3.Connection) -> None:
+        """Now and then."""
+        if time.monotonic() < self._next_clean:
+            return
+        self._next_clean = time.monotonic() + CLEAN_INTERVAL_S
         connection.execute("DELETE FROM records WHERE expires <= ?", (time.time(),))
 
     def _remove_surplus(self, connection: sqlite3.Connection) -> None:
@@ -237,6 +251,7 @@ class SqliteStore(RecordStore):
                     return work(connection)
             except (sqlite3.Error, OSError) as error:
                 logger.error("records can't be kept in %s: %s", self._path, error)
+                self.note_away()
                 self._on_failure()
                 raise store_unavailable() from error
 

@@ -7,7 +7,9 @@ from are kept beside it, once they have ended. Records hold prompts and answers 
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -19,6 +21,7 @@ MAX_CHAIN = 2048
 """Responses that a conversation may have."""
 MAX_CHAIN_BYTES = 32 << 20
 """Of all that its records hold."""
+AWAY_S = 2.0
 LEASE_S = 15.0
 """Who makes an answer that must be there in the end renews its lease within this time, or another
 process makes it."""
@@ -37,7 +40,9 @@ class Record(msgspec.Struct, kw_only=True):
     """0 to 2^128 - 1; this and `created`: see `Incoming`."""
     created: int
     digest: str
-    """Of model, adapter and configuration: with others the answer is another one."""
+    """Of model and configuration: with others the answer is another one."""
+    adapter: str = ""
+    """The digest of its adapter."""
     body: bytes
     previous: str | None = None
     """The response that it goes on from."""
@@ -56,6 +61,7 @@ class Head(msgspec.Struct, array_like=True, kw_only=True):
     """32 hex digits."""
     created: int
     digest: str
+    adapter: str
     is_background: bool
 
     @classmethod
@@ -67,6 +73,7 @@ class Head(msgspec.Struct, array_like=True, kw_only=True):
             seed=f"{record.seed:032x}",
             created=record.created,
             digest=record.digest,
+            adapter=record.adapter,
             is_background=record.is_background,
         )
 
@@ -78,6 +85,7 @@ class Head(msgspec.Struct, array_like=True, kw_only=True):
             seed=int(self.seed, 16),
             created=self.created,
             digest=self.digest,
+            adapter=self.adapter,
             is_background=self.is_background,
             **others,
         )
@@ -91,6 +99,16 @@ class RecordStore(ABC):
         self._held: set[tuple[str, str]] = set()
         """Owners and ids of records whose answers this process makes. Their leases are renewed, and
         no others: what it has given up is taken up, also if the store couldn't be told."""
+        self._away_until = 0.0
+
+    @property
+    def is_away(self) -> bool:
+        """Whether it couldn't be used a moment ago. Who can do without it doesn't try then."""
+        return time.monotonic() < self._away_until
+
+    def note_away(self) -> None:
+        """It couldn't be used, or not in time."""
+        self._away_until = time.monotonic() + AWAY_S
 
     @abstractmethod
     async def add(self, record: Record, age_s: float | None = None, *, lease: bool = False) -> None:
@@ -117,8 +135,13 @@ class RecordStore(ABC):
         waits for a reader."""
 
     @abstractmethod
-    async def take_up(self) -> list[Record]:
-        """Renew the leases of this process, and take over the records whose lease has ended."""
+    async def forget(self, record: Record) -> None:
+        """Remove this record, and no later one of the same id."""
+
+    @abstractmethod
+    async def take_up(self, digests: Sequence[str]) -> list[Record]:
+        """Renew the leases of this process, and take over the records whose lease has ended, of
+        models that are served here: their `ModelInfo.digest`. Expired records are removed."""
 
     @abstractmethod
     async def get(self, record_id: str, owner: str) -> Record:
@@ -154,6 +177,13 @@ class RecordStore(ABC):
     @abstractmethod
     async def close(self) -> None:
         """Wait until everything is kept."""
+
+
+def tagged(record: Record) -> str:
+    """The record's id, with a tag that tells it from a later one of the same id: clients choose the
+    ids of their requests. Those of responses are the server's."""
+    own = record.endpoint == "responses"
+    return record.id if own else f"{record.id}~{record.seed:032x}"[:-24]
 
 
 def encoded(response: dict[str, Any] | None) -> bytes | None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from engine.errors import ConfigError, RequestError
+from engine.protocol.tokenizer_messages import Conversation
 from engine.tokenizer.tokenizer import Tokenizer
 from tests.support.tiny_tokenizers import (
     BOS,
@@ -183,6 +184,9 @@ def test_template_helpers(byte_level: Tokenizer) -> None:
     )
     assert render("{% set ns = namespace(n=1) %}{% set ns.n = 2 %}{{ ns.n }}") == "2"
     assert len(render("{{ strftime_now('%Y') }}")) == 4
+    # A request that is answered again has the same prompt.
+    dated = Conversation(CHAT, chat_template="{{ strftime_now('%Y') }}", now=400 * 86400)
+    assert byte_level.decode(byte_level.encode_chat(dated)) == "1971"
 
 
 @pytest.mark.parametrize(

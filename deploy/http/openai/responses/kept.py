@@ -78,6 +78,9 @@ class RetrieveResponseRoute(ReadOnRoute):
     async def handle(self, request: Request) -> Response:
         _, record = await self.kept(request)
         if wants_stream(request):
+            status = (record.response or {}).get("status")
+            if record.has_ended and status in ("cancelled", "failed"):
+                raise RequestError(f"The response has {status}; it has no events.", "stream")
             return self.read_on(request, record)
         return Response(encode_json(record.response), media_type="application/json")
 

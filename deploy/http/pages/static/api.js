@@ -58,7 +58,14 @@ export async function* stream(path, options) {
   let response = await call(path, options);
   let count = 0;
   let id = null;
-  let readAt = 0;
+  let lostAt = 0;
+  let loss = null;
+  // Whether it is to be tried again: what the server said passes, and not for too long.
+  const passes = (problem) => {
+    lostAt ||= Date.now();
+    const isAway = problem.status === 0 || problem.status === 429 || problem.status >= 500;
+    return problem instanceof ApiError && isAway && Date.now() < lostAt + READ_ON_MS;
+  };
   for (;;) {
     try {
       if (response) {
@@ -66,21 +73,20 @@ export async function* stream(path, options) {
           if (chunk.error) throw new ApiError(chunk.error.message, 400);
           id = chunk.id;
           count += 1;
-          readAt = Date.now();
+          lostAt = 0;
           yield chunk;
         }
         return;
       }
     } catch (problem) {
-      const isLost = problem instanceof ApiError && (problem.status === 0 || problem.status >= 500);
-      if (!isLost || id === null || Date.now() > readAt + READ_ON_MS) throw problem;
+      if (id === null || !passes(problem)) throw problem;
+      loss = problem;
     }
     await new Promise((resolve) => setTimeout(resolve, PAUSE_MS));
     options.signal?.throwIfAborted();
     const rest = `${path}/${encodeURIComponent(id)}?stream=true&starting_after=${count}`;
     response = await call(rest, { signal: options.signal }).catch((problem) => {
-      const isAway = problem.status === 0 || problem.status >= 500;
-      if (!isAway || Date.now() > readAt + READ_ON_MS) throw problem;
+      if (!passes(problem)) throw problem.status === 404 ? loss : problem;
       return null;
     });
   }

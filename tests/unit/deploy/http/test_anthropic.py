@@ -39,7 +39,7 @@ def events_of(reply: httpx.Response) -> list[dict[str, Any]]:
     assert reply.headers["content-type"].startswith("text/event-stream")
     found = []
     for event in reply.text.removesuffix("\n\n").split("\n\n"):
-        kind, data = event.split("\n")
+        *_, kind, data = event.split("\n")
         found.append(json.loads(data.removeprefix("data: ")))
         assert kind == f"event: {found[-1]['type']}"
     return found

@@ -17,7 +17,7 @@ from deploy.http.records import runner, sqlite_store
 from deploy.http.served_models import ServedModels
 from deploy.http.settings import ApiSettings
 from deploy.options import ServerOptions
-from engine.errors import EngineDeadError
+from engine.errors import EngineDeadError, RequestError
 from tests.support.api_keys import bearer, entry, write_keys
 from tests.support.fake_client import FakeEngineClient
 
@@ -52,7 +52,7 @@ class Server:
 
         async def nothing(*_: Any, **__: Any) -> None: ...
 
-        store.leave = store.end = store.delete = nothing
+        store.leave = store.end = store.delete = store.forget = nothing
         await self.app.state.runner.stop()
 
     async def __aexit__(self, *_: object) -> None:
@@ -193,6 +193,8 @@ def test_it_is_cancelled(tmp_path: Path) -> None:
                 await client.abort(gone["id"], "")
             await asyncio.sleep(2 * LEASE_S)
             assert (await server.get(made["id"]))["status"] == "cancelled"
+            again = await server.http.get(f"{PATH}/{made['id']}", params={"stream": "true"})
+            assert again.status_code == 400 and "cancelled" in again.json()["error"]["message"]
             assert server.client.open == 0 and not other.client.started
             body = {"input": "x", "previous_response_id": made["id"]}
             assert (await server.http.post(PATH, json=body)).status_code == 400
@@ -214,12 +216,13 @@ def test_what_fails(tmp_path: Path) -> None:
             server.client.error_at = (3, RuntimeError("lost"))
             end = await server.end_of((await server.begin())["id"])
             assert end["status"] == "failed" and "error" in end["error"]["message"]
-            server.client.error_at = (3, EngineDeadError("away"))
-            name = (await server.begin())["id"]
-            await asyncio.sleep(0.5)
-            assert (await server.get(name))["status"] == "in_progress"
-            server.client.error_at = None
-            assert text_of(await server.end_of(name)) == want
+            for error in (EngineDeadError("away"), RequestError("the queue is full", status=429)):
+                server.client.error_at = (3, error)
+                name = (await server.begin())["id"]
+                await asyncio.sleep(0.5)
+                assert (await server.get(name))["status"] == "in_progress"
+                server.client.error_at = None
+                assert text_of(await server.end_of(name)) == want
 
     run(scenario)
 
@@ -238,7 +241,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
                 reply = await server.http.post(PATH, json=body)
                 assert reply.status_code in (400, 404)
                 assert param is None or reply.json()["error"]["param"] == param
-            assert await server.app.state.store.take_up() == []
+            assert await server.app.state.store.take_up([""]) == []
         none = Server(tmp_path, request_store="none")
         reply = await none.http.post(PATH, json={"input": "x", "background": True})
         assert reply.status_code == 400 and "request_store" in reply.json()["error"]["message"]

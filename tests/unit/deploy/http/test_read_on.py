@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from deploy.http.api import build_api
 from deploy.http.generation.event_numbers import EventNumbers, read_place
+from deploy.http.records import keeper
 from deploy.http.served_models import ServedModels
 from deploy.http.settings import ApiSettings
 from deploy.options import ServerOptions
@@ -300,7 +301,11 @@ def test_what_is_refused(tmp_path: Path) -> None:
         gone = await server.http.delete(f"{path}/{at}", headers=bearer("b"))
         assert gone.status_code == 404
         gone = await server.http.delete(f"{path}/{at}", headers=bearer("a"))
-        assert gone.json() == {"id": at, "object": "chat.completion.deleted", "deleted": True}
+        assert gone.json() == {
+            "id": at.partition("~")[0],
+            "object": "chat.completion.deleted",
+            "deleted": True,
+        }
         status, _ = await refused(f"{path}/{at}", "a")
         assert status == 404
 
@@ -335,6 +340,54 @@ def test_what_is_not_kept(tmp_path: Path) -> None:
         assert not any("id: " in event for event in await none.begin(path, body))
 
     run(none, without)
+
+
+def test_two_requests_of_one_id(tmp_path: Path) -> None:
+    """A place in the first stream never leads into the second."""
+    server = Server(tmp_path)
+    path, body = CASES["chat"]
+    same = {"x-request-id": "shared"}
+
+    async def scenario() -> None:
+        first = await server.begin(path, body, **same)
+        second = await server.begin(path, body, **same)
+        assert [data_of(event) for event in first] != [data_of(event) for event in second]
+        assert events_of(await server.read_on(path, id_of(second[4]))) == second[5:]
+        place = {"last-event-id": id_of(first[4])}
+        reply = await server.http.get(
+            f"{path}/chatcmpl-shared", params={"stream": "true"}, headers=place
+        )
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "Last-Event-ID")
+        lost = id_of(first[4]).rpartition(":")[0]
+        assert (await server.http.get(f"{path}/{lost}")).status_code == 404
+        refused = await server.http.post(
+            path, json={**body, "stream": True, "max_tokens": 10**6}, headers=same
+        )
+        assert refused.status_code == 400
+        assert events_of(await server.read_on(path, id_of(second[4]))) == second[5:]
+
+    run(server, scenario)
+
+
+def test_a_store_that_hangs_holds_up_no_stream(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "BEGIN_S", 0.05)
+    server = Server(tmp_path)
+    path, body = CASES["chat"]
+
+    async def never(*_: Any, **__: Any) -> None:
+        await asyncio.Event().wait()
+
+    server.app.state.store.add = never
+
+    async def scenario() -> None:
+        for _ in range(20):
+            events = await server.begin(path, body)
+            assert data_of(events[-1]) == "data: [DONE]"
+        assert server.app.state.store.is_away
+
+    run(server, scenario)
 
 
 def test_a_client_that_left_comes_back(tmp_path: Path) -> None:

@@ -124,10 +124,11 @@ def test_it_is_a_dictionary(ops: list[tuple[str, int, str]], place: Place) -> No
             elif kind in ("add", "end", "leave"):
                 response = {"output": [{"n": count}], "status": "completed"}
                 # Nothing happens to one that isn't there, or has ended.
+                one = held.get(key, record(name, owner))
                 if kind == "leave":
-                    await store.leave(record(name, owner), response)
+                    await store.leave(one, response)
                 else:
-                    await store.end(record(name, owner), response)
+                    await store.end(one, response)
                 if key in held and not held[key].has_ended:
                     held[key].response, held[key].has_ended = response, kind != "leave"
             elif kind == "get":
@@ -175,9 +176,9 @@ def test_old_records_leave(place: Place, monkeypatch: pytest.MonkeyPatch) -> Non
         await store.add(record("old"))
         monkeypatch.setattr(sqlite_store.time, "time", lambda: now + 101)
         assert await missing(store.get("old", ""))
-        monkeypatch.setattr(sqlite_store, "CLEAN_INTERVAL_S", 0.0)
         if isinstance(store, SqliteStore):
             store._next_clean = 0.0
+        await store.take_up([])  # as every few seconds
         await store.add(record("new"))
         monkeypatch.setattr(sqlite_store.time, "time", lambda: now)
         assert await missing(store.get("old", "")), "it is only hidden"
@@ -195,7 +196,7 @@ def test_leases(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sqlite_store.time, "time", lambda: start + seconds)
 
     async def taken(store: SqliteStore) -> list[str]:
-        return sorted(one.id for one in await store.take_up())
+        return sorted(one.id for one in await store.take_up(["d"]))
 
     async def scenario() -> None:
         assert await taken(third) == []  # there is no file yet
@@ -248,6 +249,40 @@ def test_it_stays_within_its_limit(place: Place) -> None:
         for number in range(500):
             await store.add(record(f"s{number}", size=2000))
         await store.get("small", "other")
+
+    run(store, scenario)
+
+
+def test_records_of_the_same_id(place: Place) -> None:
+    """The later one counts, and what is said of the earlier one doesn't touch it."""
+    store = place.open(DAY, 1 << 24)
+    first, second = record("r", size=1), record("r", size=2)
+
+    async def scenario() -> None:
+        await store.add(first, lease=True)
+        await store.add(second, lease=True)
+        await store.end(first, {"status": "completed"})
+        await store.leave(first, again_in_s=0.0)
+        await store.forget(first)
+        assert await store.get("r", "") == second
+        await store.end(second, {"status": "completed"})
+        assert (await store.get("r", "")).has_ended
+        await store.forget(second)
+        assert await missing(store.get("r", ""))
+        await store.forget(second)
+
+    run(store, scenario)
+
+
+def test_only_what_is_served_here_is_taken_up(place: Place) -> None:
+    store = place.open(DAY, 1 << 24)
+
+    async def scenario() -> None:
+        await store.add(record("r"), lease=True)
+        await store.leave(record("r"), again_in_s=-1.0)
+        assert await store.take_up([]) == [] == await store.take_up(["other", "more"])
+        (found,) = await store.take_up(["other", "d"])
+        assert found.id == "r"
 
     run(store, scenario)
 
