@@ -70,3 +70,43 @@ def test_the_speed_is_that_of_what_came_behind_the_first_text() -> None:
 def test_code_in_backticks(text: str, parts: list[list[str]]) -> None:
     found = run("text_parts.js", "textParts", text)
     assert [[part["kind"], part["text"]] for part in found] == parts
+
+
+CUT_STREAM = """
+globalThis.document = { baseURI: "http://test/" };
+globalThis.sessionStorage = { getItem: () => null };
+const chunk = (n) => `data: ${JSON.stringify({ id: "c1", n })}\\n\\n`;
+const body = (parts, cut) => new ReadableStream({
+  pull(controller) {
+    if (parts.length) controller.enqueue(new TextEncoder().encode(parts.shift()));
+    else if (cut) controller.error(new TypeError("network error"));
+    else controller.close();
+  },
+}, { highWaterMark: 0 });
+const asked = [];
+const answers = [
+  () => new Response(body([chunk(0), chunk(1).slice(0, 9)], false)),
+  () => { throw new TypeError("fetch failed"); },
+  () => new Response('{"error": {"message": "busy"}}', { status: 429 }),
+  () => new Response(body([chunk(1), chunk(2)], true)),
+  () => new Response(body([chunk(3), "data: [DONE]\\n\\n"], false)),
+];
+globalThis.fetch = async (url) => { asked.push(String(url)); return answers.shift()(); };
+const { stream } = await import(MODULE);
+const got = [];
+for await (const one of stream("v1/chat/completions", { method: "POST" })) got.push(one.n);
+console.log(JSON.stringify({ got, asked }));
+"""
+
+
+def test_a_stream_that_was_cut_is_read_on() -> None:
+    script = CUT_STREAM.replace("MODULE", json.dumps(str(STATIC / "api.js")))
+    command = [str(NODE), "--input-type=module", "--no-warnings", "--eval", script]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(done.stdout)
+    assert seen["got"] == [0, 1, 2, 3]
+    at = "http://test/v1/chat/completions"
+    counts = [url.removeprefix(f"{at}/c1?stream=true&starting_after=") for url in seen["asked"][1:]]
+    # The first loss, a server that is away, one that is busy, the second loss.
+    assert seen["asked"][0] == at and counts == ["1", "1", "1", "3"]
