@@ -26,7 +26,7 @@ from deploy.http.body import parse_body
 from deploy.http.dialect import Route, RouteParts
 from deploy.http.engine_client import EngineClient, ModelInfo
 from deploy.http.errors import ErrorReply, failure_of
-from deploy.http.generation.event_numbers import EventNumbers, Place
+from deploy.http.generation.event_numbers import LAST_EVENT_ID, EventNumbers, Place, read_last
 from deploy.http.generation.event_stream import EventStream
 from deploy.http.generation.generation import Generation
 from deploy.http.generation.request import Incoming
@@ -111,8 +111,18 @@ class Endpoint(Route):
         self.metrics.add_endpoint(self.name)
 
     async def handle(self, request: Request) -> Response:
-        """The HTTP handler. The response that it returns reads the body and answers."""
-        return GenerationResponse(self)
+        """The HTTP handler. The response that it returns reads the body and answers. A client that
+        sends its request once more with `Last-Event-ID` reads a stream on."""
+        last = request.headers.get(LAST_EVENT_ID, "")
+        if not last or self.store is None:
+            return GenerationResponse(self)
+        check_content_type(request.headers)
+        await read_body(request, self.settings.server)
+        owner = owner_of(request.scope["state"].get("key"))
+        record = await self.store.find(last.rpartition(":")[0], owner, self.name)
+        return GenerationResponse(
+            self, Again(record, is_stream=True, place=read_last(last, record))
+        )
 
     def model_named(self, given: Any) -> str:
         """The name of the model in a request, whose type is `body`; "" if it names none."""

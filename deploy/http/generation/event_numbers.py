@@ -10,8 +10,11 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+from deploy.http.records.store import Record, tagged
 from engine.errors import RequestError
 
+LAST_EVENT_ID = "Last-Event-ID"
+"""The header."""
 _END = b"\n\n"
 _PLACE = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9}){0,2047}")
 
@@ -28,6 +31,15 @@ def read_place(text: str, field: str) -> Place:
     if not _PLACE.fullmatch(text):
         raise RequestError(f"{field} is no place in a stream: {text[:100]!a}.", field)
     return Place(tuple(map(int, text.split("."))), field)
+
+
+def read_last(text: str, record: Record) -> Place:
+    """The place behind an event whose id is `text`. Raises `RequestError` if it isn't one of the
+    record's stream."""
+    record_id, _, place = text.rpartition(":")
+    if record_id not in (record.id, tagged(record)):
+        raise RequestError(f"{LAST_EVENT_ID} is one of another stream.", LAST_EVENT_ID)
+    return read_place(place, LAST_EVENT_ID)
 
 
 class EventNumbers:

@@ -12,11 +12,10 @@ from deploy.http.access.api_key import owner_of
 from deploy.http.body import encode_json
 from deploy.http.dialect import Route, RouteParts
 from deploy.http.generation.endpoint import Again, Endpoint, GenerationResponse
-from deploy.http.generation.event_numbers import Place, read_place
-from deploy.http.records.store import Record, RecordStore, no_record, tagged
+from deploy.http.generation.event_numbers import Place, read_last, read_place
+from deploy.http.records.store import MAX_ID, Record, RecordStore, no_record
 from engine.errors import RequestError
 
-MAX_ID = 256
 RECORD_ID = {
     "name": "record_id",
     "in": "path",
@@ -46,21 +45,10 @@ class KeptRoute(Route):
     async def kept(self, request: Request) -> tuple[RecordStore, Record]:
         """The record that the path names. Raises `RequestError` if there is none."""
         record_id = str(request.path_params["record_id"])
-        if self.store is None or len(record_id) > MAX_ID:
+        if self.store is None:
             raise no_record(record_id)
         owner = owner_of(request.scope["state"].get("key"))
-        try:
-            record = await self.store.get(record_id, owner)
-        except RequestError as error:
-            name, tag, _ = record_id.rpartition("~")
-            if error.status != 404 or not tag:
-                raise
-            record = await self.store.get(name, owner)
-            if tagged(record) != record_id:
-                raise no_record(record_id) from None
-        if record.endpoint != self.endpoint.name:
-            raise no_record(record_id)
-        return self.store, record
+        return self.store, await self.store.find(record_id, owner, self.endpoint.name)
 
 
 class ForgetRoute(KeptRoute):
@@ -126,10 +114,5 @@ def read_from(request: Request, record: Record) -> Place | None:
         # A `sequence_number`, and they begin with 0.
         place = read_place(after, "starting_after")
         return place._replace(counts=tuple(count + 1 for count in place.counts))
-    last = request.headers.get("last-event-id", "")
-    if not last:
-        return None
-    record_id, _, text = last.rpartition(":")
-    if record_id not in (record.id, tagged(record)):
-        raise RequestError("Last-Event-ID is one of another stream.", "Last-Event-ID")
-    return read_place(text, "Last-Event-ID")
+    last = request.headers.get(LAST_EVENT_ID["name"], "")
+    return read_last(last, record) if last else None

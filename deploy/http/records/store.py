@@ -17,6 +17,8 @@ import msgspec
 from deploy.http.body import encode_json
 from engine.errors import RequestError
 
+MAX_ID = 256
+"""Characters of a record's id."""
 MAX_CHAIN = 2048
 """Responses that a conversation may have."""
 MAX_CHAIN_BYTES = 32 << 20
@@ -146,6 +148,23 @@ class RecordStore(ABC):
     @abstractmethod
     async def get(self, record_id: str, owner: str) -> Record:
         """The record of this id."""
+
+    async def find(self, record_id: str, owner: str, endpoint: str) -> Record:
+        """The record of this id, with its tag or without, of a request that came to `endpoint`."""
+        if len(record_id) > MAX_ID:
+            raise no_record(record_id)
+        try:
+            record = await self.get(record_id, owner)
+        except RequestError as error:
+            name, tag, _ = record_id.rpartition("~")
+            if error.status != 404 or not tag:
+                raise
+            record = await self.get(name, owner)
+            if tagged(record) != record_id:
+                raise no_record(record_id) from None
+        if record.endpoint != endpoint:
+            raise no_record(record_id)
+        return record
 
     @abstractmethod
     async def delete(self, record_id: str, owner: str) -> None:

@@ -342,6 +342,24 @@ def test_what_is_not_kept(tmp_path: Path) -> None:
     run(none, without)
 
 
+def test_a_request_that_is_sent_again(tmp_path: Path) -> None:
+    """As clients of server-sent events do that can post."""
+    server = Server(tmp_path)
+    path, body = CASES["chat"]
+
+    async def scenario() -> None:
+        events = await server.begin(path, body)
+        last = {"last-event-id": id_of(events[4])}
+        assert await server.begin(path, body, **last) == events[5:]
+        for wrong in ("chatcmpl-none:3", "x", "1", id_of(events[4]) + "x"):
+            reply = await server.http.post(
+                path, json={**body, "stream": True}, headers={"last-event-id": wrong}
+            )
+            assert reply.status_code in (400, 404), wrong
+
+    run(server, scenario)
+
+
 def test_two_requests_of_one_id(tmp_path: Path) -> None:
     """A place in the first stream never leads into the second."""
     server = Server(tmp_path)
