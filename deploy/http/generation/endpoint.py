@@ -117,12 +117,15 @@ class Endpoint(Route):
         if not last or self.store is None:
             return GenerationResponse(self)
         check_content_type(request.headers)
-        await read_body(request, self.settings.server)
+        try:
+            await read_body(request, self.settings.server)
+        except ClientDisconnect:
+            return Response(status_code=CLIENT_GONE)
         owner = owner_of(request.scope["state"].get("key"))
         record = await self.store.find(last.rpartition(":")[0], owner, self.name)
-        return GenerationResponse(
-            self, Again(record, is_stream=True, place=read_last(last, record))
-        )
+        self.metrics.read_on(self.name)
+        place = read_last(last, record)
+        return GenerationResponse(self, Again(record, is_stream=True, place=place))
 
     def model_named(self, given: Any) -> str:
         """The name of the model in a request, whose type is `body`; "" if it names none."""
