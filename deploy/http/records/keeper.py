@@ -65,8 +65,10 @@ class Keeper:
         try:
             async with asyncio.timeout(BEGIN_S):
                 await add()
-        except (RequestError, TimeoutError):
+        except TimeoutError:
             self._store.note_away()
+            return False
+        except RequestError:  # the store has said why
             return False
         return True
 
