@@ -15,6 +15,7 @@ import pytest
 
 from deploy.http.api import build_api
 from deploy.http.openai.responses.replies import Response
+from deploy.http.records import store
 from deploy.http.served_models import ServedModels
 from deploy.http.settings import ApiSettings
 from deploy.options import ServerOptions
@@ -279,8 +280,11 @@ def test_another_key_sees_nothing(tmp_path: Path) -> None:
     run(options(tmp_path, api_keys_file=file), scenario)
 
 
-def test_a_store_that_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_store_that_fails(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whoever insists is refused at once, others hear it; well again with the store."""
+    monkeypatch.setattr(store, "AWAY_S", 0.0)
     server = options(tmp_path)
     at = Path(server.request_store_path or "")
 
