@@ -20,4 +20,5 @@ SGLANG = Dialect(
     ),
     error_reply=sglang_error,
     error=SGLangError,
+    prefixes=("/generate/",),
 )

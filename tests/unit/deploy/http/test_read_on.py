@@ -342,6 +342,18 @@ def test_what_is_not_kept(tmp_path: Path) -> None:
     run(none, without)
 
 
+def test_each_api_words_its_errors(tmp_path: Path) -> None:
+    server = Server(tmp_path)
+
+    async def scenario() -> None:
+        reply = await server.http.get("/generate/none")
+        assert reply.status_code == 404 and set(reply.json()["error"]) == {"message"}
+        reply = await server.http.delete("/v1/messages/none")
+        assert reply.status_code == 404 and reply.json()["type"] == "error"
+
+    run(server, scenario)
+
+
 def test_a_request_that_is_sent_again(tmp_path: Path) -> None:
     """As clients of server-sent events do that can post."""
     server = Server(tmp_path)
