@@ -147,7 +147,7 @@ class ResponseGeneration(Generation[ResponsesRequest]):
             "id": plan.request.id,
             "object": "response",
             "created_at": plan.created,
-            "completed_at": int(time.time()) if status == "completed" else None,
+            "completed_at": self._completed_at if status == "completed" else None,
             "status": status,
             "background": given.background,
             "error": None,
@@ -166,6 +166,13 @@ class ResponseGeneration(Generation[ResponsesRequest]):
             "usage": self._usage() if has_ended else None,
             **({"ignored_tools": plan.ignored_tools} if plan.ignored_tools else {}),
         }
+
+    @property
+    def _completed_at(self) -> int:
+        """Unix time: now, unless this was said before."""
+        kept = None if self.keeper is None else self.keeper.record.response
+        said = None if kept is None else kept.get("completed_at")
+        return int(time.time()) if said is None else int(said)
 
     def _usage(self) -> dict[str, Any]:
         state = self._outputs[0].state
