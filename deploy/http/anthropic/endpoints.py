@@ -44,9 +44,6 @@ class ReadMessageRoute(ReadOnRoute):
     """`GET /v1/messages/{record_id}`."""
 
     endpoint = MessagesEndpoint
-    paths = ("/v1/messages/{record_id}",)
-    reply = MessageReply
-    events = (MessageEvent, AnthropicError)
 
 
 class ForgetMessageRoute(ForgetRoute):
@@ -54,7 +51,6 @@ class ForgetMessageRoute(ForgetRoute):
 
     endpoint = MessagesEndpoint
     object_name = "message"
-    paths = ("/v1/messages/{record_id}",)
 
 
 class CountTokensRoute(JsonRoute):

@@ -123,9 +123,12 @@ class Endpoint(Route):
             return Response(status_code=CLIENT_GONE)
         owner = owner_of(request.scope["state"].get("key"))
         record = await self.store.find(last.rpartition(":")[0], owner, self.name)
+        return self.again(record, read_last(last, record))
+
+    def again(self, record: Record, place: Place | None, *, is_stream: bool = True) -> Response:
+        """The answer to a request that is kept, for a client that comes back."""
         self.metrics.read_on(self.name)
-        place = read_last(last, record)
-        return GenerationResponse(self, Again(record, is_stream=True, place=place))
+        return GenerationResponse(self, Again(record, is_stream, place))
 
     def model_named(self, given: Any) -> str:
         """The name of the model in a request, whose type is `body`; "" if it names none."""
@@ -151,7 +154,7 @@ class Endpoint(Route):
         )
 
     def keeper(self, given: Any, record: Record) -> Keeper:
-        """What keeps the request."""
+        """What keeps the request `given`."""
         assert self.store is not None
         age_s = self.settings.server.request_store_stream_age_s
         return Keeper(self.store, record, stream_age_s=age_s)

@@ -11,8 +11,8 @@ from starlette.responses import Response
 from deploy.http.access.api_key import owner_of
 from deploy.http.body import encode_json
 from deploy.http.dialect import Route, RouteParts
-from deploy.http.generation.endpoint import Again, Endpoint, GenerationResponse
-from deploy.http.generation.event_numbers import Place, read_last, read_place
+from deploy.http.generation.endpoint import Endpoint
+from deploy.http.generation.event_numbers import LAST_EVENT_ID, Place, read_last, read_place
 from deploy.http.records.store import MAX_ID, Record, RecordStore, no_record
 from engine.errors import RequestError
 
@@ -24,7 +24,7 @@ RECORD_ID = {
 }
 STREAM = {"name": "stream", "in": "query", "schema": {"type": "boolean"}}
 STARTING_AFTER = {"name": "starting_after", "in": "query", "schema": {"type": "string"}}
-LAST_EVENT_ID = {"name": "Last-Event-ID", "in": "header", "schema": {"type": "string"}}
+PLACE = {"name": LAST_EVENT_ID, "in": "header", "schema": {"type": "string"}}
 
 
 class Forgotten(BaseModel):
@@ -40,7 +40,12 @@ class KeptRoute(Route):
 
     parameters: ClassVar[tuple[dict[str, Any], ...]] = (RECORD_ID,)
     endpoint: ClassVar[type[Endpoint]]
-    """Where the request came to."""
+    """Where the request came to. The path is that of its first one, with an id, unless the route
+    says another."""
+
+    def __init_subclass__(cls) -> None:
+        if "endpoint" in cls.__dict__ and "paths" not in cls.__dict__:
+            cls.paths = (f"{cls.endpoint.paths[0]}/{{record_id}}",)
 
     async def kept(self, request: Request) -> tuple[RecordStore, Record]:
         """The record that the path names. Raises `RequestError` if there is none."""
@@ -70,10 +75,18 @@ class ForgetRoute(KeptRoute):
 
 
 class ReadOnRoute(KeptRoute):
-    """`GET` of a request that is kept answers it once more, whole or from a place on."""
+    """`GET` of a request that is kept answers it once more, whole or from a place on, in the shapes
+    of its endpoint."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.reply, cls.events, cls.done = (
+            *(cls.endpoint.reply, cls.endpoint.events),
+            cls.endpoint.done,
+        )
 
     methods: ClassVar[tuple[Literal["GET", "POST", "DELETE"], ...]] = ("GET",)
-    parameters = (RECORD_ID, STREAM, STARTING_AFTER, LAST_EVENT_ID)
+    parameters = (RECORD_ID, STREAM, STARTING_AFTER, PLACE)
     description = (
         "The answer to a request whose stream was begun with this id, made once more: the same "
         "text. With `stream` its events, behind the place that `Last-Event-ID` or "
@@ -92,9 +105,8 @@ class ReadOnRoute(KeptRoute):
     def read_on(self, request: Request, record: Record) -> Response:
         """The answer to a record, as the request wants it. Raises `RequestError`."""
         is_stream = wants_stream(request)
-        self.metrics.read_on(self.endpoint.name)
         place = read_from(request, record) if is_stream else None
-        return GenerationResponse(self._endpoint, Again(record, is_stream, place))
+        return self._endpoint.again(record, place, is_stream=is_stream)
 
 
 def wants_stream(request: Request) -> bool:
@@ -109,10 +121,10 @@ def read_from(request: Request, record: Record) -> Place | None:
     """Where the reader goes on; None: from the beginning. Raises `RequestError`."""
     after = request.query_params.get("starting_after")
     if after is not None:
-        if record.response is None:
-            return read_place(after, "starting_after")
-        # A `sequence_number`, and they begin with 0.
         place = read_place(after, "starting_after")
+        if record.response is None:
+            return place
+        # A `sequence_number`, and they begin with 0.
         return place._replace(counts=tuple(count + 1 for count in place.counts))
-    last = request.headers.get(LAST_EVENT_ID["name"], "")
+    last = request.headers.get(LAST_EVENT_ID, "")
     return read_last(last, record) if last else None

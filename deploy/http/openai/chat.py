@@ -152,10 +152,6 @@ class ReadChatRoute(ReadOnRoute):
     """`GET /v1/chat/completions/{record_id}`."""
 
     endpoint = ChatEndpoint
-    paths = ("/v1/chat/completions/{record_id}",)
-    reply = ChatCompletion
-    events = (ChatCompletionChunk, Error)
-    done = "[DONE]"
 
 
 class ForgetChatRoute(ForgetRoute):
@@ -163,7 +159,6 @@ class ForgetChatRoute(ForgetRoute):
 
     endpoint = ChatEndpoint
     object_name = "chat.completion"
-    paths = ("/v1/chat/completions/{record_id}",)
 
 
 def translate(given: ChatCompletionRequest, request_id: str, info: ModelInfo) -> ChatRequest:

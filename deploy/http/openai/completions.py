@@ -90,10 +90,6 @@ class ReadCompletionRoute(ReadOnRoute):
     """`GET /v1/completions/{record_id}`."""
 
     endpoint = CompletionEndpoint
-    paths = ("/v1/completions/{record_id}",)
-    reply = Completion
-    events = (CompletionChunk, Error)
-    done = "[DONE]"
 
 
 class ForgetCompletionRoute(ForgetRoute):
@@ -101,7 +97,6 @@ class ForgetCompletionRoute(ForgetRoute):
 
     endpoint = CompletionEndpoint
     object_name = "text_completion"
-    paths = ("/v1/completions/{record_id}",)
 
 
 def translate(given: CompletionRequest, request_id: str, info: ModelInfo) -> TextRequest:

@@ -7,7 +7,6 @@ Cluster.
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 import uuid
@@ -22,14 +21,10 @@ from deploy.http.records.store import (
     Head,
     Record,
     RecordStore,
-    check_size,
     encoded,
     no_record,
-    store_unavailable,
 )
 from engine.errors import ConfigError
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 PASSWORD = "MANTA_REQUEST_STORE_PASSWORD"
@@ -103,7 +98,7 @@ local member, head, ended, lease, response, expires, most_bytes = unpack(ARGV)
 if redis.call('HGET', named(member), 'head') ~= head then return end
 if redis.call('HGET', named(member), 'ended') ~= '0'
     and redis.call('HEXISTS', named(member), 'response') == 1 then return end
-redis.call('HSET', named(member), 'ended', ended)
+if ended == '1' then redis.call('HSET', named(member), 'ended', '1') end
 redis.call('HDEL', named(member), 'holder')
 if lease == '' then redis.call('ZREM', 'manta:leases', member)
 else redis.call('ZADD', 'manta:leases', lease, member) end
@@ -155,19 +150,14 @@ class RedisStore(RecordStore):
         max_bytes: int,
         on_failure: Callable[[], None] = lambda: None,
     ) -> None:
-        """`url`: as `redis://host:6379/0`, or `rediss://` for TLS. Records older than `max_age_s`
-        are removed, and the oldest while all are larger than `max_bytes`. `on_failure` is called
-        whenever the server can't be used."""
-        super().__init__()
+        """`url`: as `redis://host:6379/0`, or `rediss://` for TLS. Others: see `RecordStore`."""
+        super().__init__(max_age_s, max_bytes, on_failure)
         self._url = url
-        self._max_age_s, self._max_bytes = max_age_s, max_bytes
-        self._on_failure = on_failure
         self._client: Any = None
         self._scripts: dict[str, Any] = {}
-        self._holder = ""
 
     async def add(self, record: Record, age_s: float | None = None, *, lease: bool = False) -> None:
-        check_size(record, self._max_bytes)
+        self._check_size(record)
         now = time.time()
         fields: list[Any] = ["head", encode_json(Head.of(record)), "body", record.body]
         fields += ["ended", int(record.has_ended), "digest", record.digest]
@@ -175,7 +165,7 @@ class RedisStore(RecordStore):
             fields += ["previous", record.previous]
         if (response := encoded(record.response)) is not None:
             fields += ["response", response]
-        expires = now + min(age_s or self._max_age_s, self._max_age_s)
+        expires = self._expiry(age_s)
         until = now + LEASE_S if lease else ""
 
         async def work() -> None:
@@ -212,7 +202,7 @@ class RedisStore(RecordStore):
     ) -> None:
         """Change a record that hasn't ended; nobody holds it any longer."""
         self._held.discard((record.owner, record.id))
-        expires = "" if age_s is None else time.time() + min(age_s, self._max_age_s)
+        expires = "" if age_s is None else self._expiry(age_s)
         member = _member(record.id, record.owner)
         head = encode_json(Head.of(record))
         given = member, head, ended, lease, encoded(response) or b"", expires, self._max_bytes
@@ -236,9 +226,6 @@ class RedisStore(RecordStore):
         found = [record for record in taken if record is not None]
         self._held.update((record.owner, record.id) for record in found)
         return found
-
-    async def get(self, record_id: str, owner: str) -> Record:
-        return await self._get(record_id, owner, "response_id")
 
     async def _get(self, record_id: str, owner: str, field: str) -> Record:
         record = await self._find(_member(record_id, owner))
@@ -285,10 +272,7 @@ class RedisStore(RecordStore):
                 self._connect()
             return await work()
         except (RedisError, OSError, TimeoutError) as error:
-            logger.error("records can't be kept in Redis: %s", error)
-            self.note_away()
-            self._on_failure()
-            raise store_unavailable() from error
+            raise self._failed("Redis", error) from error
 
     def _connect(self) -> None:
         """It connects with the first command, and again whenever the connection is lost."""

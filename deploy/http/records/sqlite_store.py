@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import logging
 import os
 import sqlite3
 import time
@@ -27,13 +26,9 @@ from deploy.http.records.store import (
     Head,
     Record,
     RecordStore,
-    check_size,
     encoded,
     no_record,
-    store_unavailable,
 )
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _Row = tuple[str, str, str | None, int, bytes, bytes, bytes | None]
@@ -76,25 +71,19 @@ class SqliteStore(RecordStore):
         max_bytes: int,
         on_failure: Callable[[], None] = lambda: None,
     ) -> None:
-        """`path`: it, or what says it where the file is opened. Records older than `max_age_s` are
-        removed, and the oldest while the file's content is larger than `max_bytes`. `on_failure` is
-        called whenever the file can't be used."""
-        super().__init__()
-        self._on_failure = on_failure
+        """`path`: it, or what says it where the file is opened. The others: see `RecordStore`."""
+        super().__init__(max_age_s, max_bytes, on_failure)
         self._path = path
-        self._max_age_s, self._max_bytes = max_age_s, max_bytes
         self._thread: ThreadPoolExecutor | None = None
         self._connection: sqlite3.Connection | None = None
         self._next_clean = 0.0
-        self._holder = ""
-        """Of leases: this process."""
 
     async def add(self, record: Record, age_s: float | None = None, *, lease: bool = False) -> None:
+        self._check_size(record)
         now = time.time()
-        check_size(record, self._max_bytes)
         head, response = encode_json(Head.of(record)), encoded(record.response)
         row = (
-            *(record.owner, record.id, now, now + min(age_s or self._max_age_s, self._max_age_s)),
+            *(record.owner, record.id, now, self._expiry(age_s)),
             *(record.digest, record.has_ended, record.previous, head, record.body, response),
         )
         until = now + LEASE_S if lease else None
@@ -134,7 +123,7 @@ class SqliteStore(RecordStore):
     ) -> None:
         """Change a record that hasn't ended; nobody holds it any longer."""
         self._held.discard((record.owner, record.id))
-        expires = None if age_s is None else time.time() + min(age_s, self._max_age_s)
+        expires = None if age_s is None else self._expiry(age_s)
         row = encoded(response), expires, record.owner, record.id, encode_json(Head.of(record))
 
         def write(connection: sqlite3.Connection) -> None:
@@ -180,9 +169,6 @@ class SqliteStore(RecordStore):
         found = [_record(row) for row in await self._run(take)]
         self._held.update((record.owner, record.id) for record in found)
         return found
-
-    async def get(self, record_id: str, owner: str) -> Record:
-        return await self._get(record_id, owner, "response_id")
 
     async def _get(self, record_id: str, owner: str, field: str) -> Record:
         return _record(await self._run(lambda store: self._row(store, record_id, owner, field)))
@@ -250,10 +236,7 @@ class SqliteStore(RecordStore):
                 with self._connection as connection:
                     return work(connection)
             except (sqlite3.Error, OSError) as error:
-                logger.error("records can't be kept in %s: %s", self._path, error)
-                self.note_away()
-                self._on_failure()
-                raise store_unavailable() from error
+                raise self._failed(self._path, error) from error
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, run)
 

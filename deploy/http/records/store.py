@@ -7,15 +7,18 @@ from are kept beside it, once they have ended. Records hold prompts and answers 
 
 from __future__ import annotations
 
+import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
 from deploy.http.body import encode_json
 from engine.errors import RequestError
+
+logger = logging.getLogger(__name__)
 
 MAX_ID = 256
 """Characters of a record's id."""
@@ -24,6 +27,7 @@ MAX_CHAIN = 2048
 MAX_CHAIN_BYTES = 32 << 20
 """Of all that its records hold."""
 AWAY_S = 2.0
+"""For this time, who can do without a store that failed doesn't try it again."""
 LEASE_S = 15.0
 """Who makes an answer that must be there in the end renews its lease within this time, or another
 process makes it."""
@@ -97,7 +101,15 @@ class RecordStore(ABC):
     """Its methods raise `RequestError`: 404 for a record that isn't there or is another key's, 503
     if the store can't be used."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, max_age_s: float, max_bytes: int, on_failure: Callable[[], None] = lambda: None
+    ) -> None:
+        """Records older than `max_age_s` are removed, and the oldest while all are larger than
+        `max_bytes`. `on_failure` is called whenever the store can't be used."""
+        self._max_age_s, self._max_bytes = max_age_s, max_bytes
+        self._on_failure = on_failure
+        self._holder = ""
+        """Of leases: this process, once it uses the store."""
         self._held: set[tuple[str, str]] = set()
         """Owners and ids of records whose answers this process makes. Their leases are renewed, and
         no others: what it has given up is taken up, also if the store couldn't be told."""
@@ -145,9 +157,9 @@ class RecordStore(ABC):
         """Renew the leases of this process, and take over the records whose lease has ended, of
         models that are served here: their `ModelInfo.digest`. Expired records are removed."""
 
-    @abstractmethod
     async def get(self, record_id: str, owner: str) -> Record:
         """The record of this id."""
+        return await self._get(record_id, owner, "response_id")
 
     async def find(self, record_id: str, owner: str, endpoint: str) -> Record:
         """The record of this id, with its tag or without, of a request that came to `endpoint`."""
@@ -197,6 +209,29 @@ class RecordStore(ABC):
     async def close(self) -> None:
         """Wait until everything is kept."""
 
+    def _expiry(self, age_s: float | None) -> float:
+        """Unix time at which a record is removed that may have this age from now on; None: as long
+        as the store keeps any."""
+        return time.time() + min(age_s or self._max_age_s, self._max_age_s)
+
+    def _check_size(self, record: Record) -> None:
+        """Raise `RequestError` if a record is too large."""
+        if len(record.body) + len(encoded(record.response) or b"") > self._max_bytes // 4:
+            raise RequestError(
+                "The request is too large to be kept; ask with store: false.", status=413
+            )
+
+    def _failed(self, place: object, error: Exception) -> RequestError:
+        """What is said of a store that can't be read or written."""
+        logger.error("records can't be kept in %s: %s", place, error)
+        self.note_away()
+        self._on_failure()
+        return RequestError(
+            "Requests can't be stored at present; ask with store: false.",
+            status=503,
+            code="store_unavailable",
+        )
+
 
 def tagged(record: Record) -> str:
     """The record's id, with a tag that tells it from a later one of the same id: clients choose the
@@ -208,23 +243,6 @@ def tagged(record: Record) -> str:
 def encoded(response: dict[str, Any] | None) -> bytes | None:
     """A response as JSON."""
     return None if response is None else encode_json(response)
-
-
-def check_size(record: Record, max_bytes: int) -> None:
-    """Raise `RequestError` if a record is too large for a store of `max_bytes`."""
-    if len(record.body) + len(encoded(record.response) or b"") > max_bytes // 4:
-        raise RequestError(
-            "The request is too large to be kept; ask with store: false.", status=413
-        )
-
-
-def store_unavailable() -> RequestError:
-    """The store can't be read or written."""
-    return RequestError(
-        "Requests can't be stored at present; ask with store: false.",
-        status=503,
-        code="store_unavailable",
-    )
 
 
 def no_record(record_id: str, field: str = "response_id") -> RequestError:

@@ -47,10 +47,6 @@ class ReadGenerateRoute(ReadOnRoute):
     """`GET /generate/{record_id}`."""
 
     endpoint = GenerateEndpoint
-    paths = ("/generate/{record_id}",)
-    reply = GenerateReply
-    events = (GeneratedChunk, SGLangError)
-    done = "[DONE]"
 
 
 class ForgetGenerateRoute(ForgetRoute):
@@ -58,7 +54,6 @@ class ForgetGenerateRoute(ForgetRoute):
 
     endpoint = GenerateEndpoint
     object_name = "generation"
-    paths = ("/generate/{record_id}",)
 
 
 async def _first_tokens(client: EngineClient, given: GenerateFields, plan: Plan) -> list[str]:

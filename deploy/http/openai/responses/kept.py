@@ -66,14 +66,11 @@ class RetrieveResponseRoute(ReadOnRoute):
     """`GET /v1/responses/{record_id}`."""
 
     endpoint = ResponsesEndpoint
-    paths = ("/v1/responses/{record_id}",)
     description = (
         "As OpenAI's `GET /v1/responses/{response_id}`: the response as it was given; while it is "
         "made, its `status` is `in_progress`. With `stream` its events, made once more, behind "
         "the `sequence_number` that `starting_after` has, or the place of `Last-Event-ID`."
     )
-    reply = replies.Response
-    events = (replies.ResponseEvent,)
 
     async def handle(self, request: Request) -> Response:
         _, record = await self.kept(request)
@@ -88,7 +85,6 @@ class RetrieveResponseRoute(ReadOnRoute):
 class DeleteResponseRoute(_KeptRoute):
     """`DELETE /v1/responses/{response_id}`."""
 
-    paths = ("/v1/responses/{record_id}",)
     methods = ("DELETE",)
     description = (
         "As OpenAI's `DELETE /v1/responses/{response_id}`. Responses that go on from it can't be "

@@ -274,6 +274,21 @@ def test_records_of_the_same_id(place: Place) -> None:
     run(store, scenario)
 
 
+def test_a_stream_that_ended_stays_ended(place: Place) -> None:
+    """Also while somebody reads it again, which changes its age alone."""
+    store = place.open(DAY, 1 << 24)
+    stream = record("r")
+    stream.response = None
+
+    async def scenario() -> None:
+        await store.add(stream, 60.0)
+        await store.end(stream, age_s=60.0)
+        await store.leave(stream, age_s=120.0)
+        assert (await store.get("r", "")).has_ended
+
+    run(store, scenario)
+
+
 def test_only_what_is_served_here_is_taken_up(place: Place) -> None:
     store = place.open(DAY, 1 << 24)
 
