@@ -102,6 +102,15 @@ class ServerOptions(BaseModel):
     isn't."""
     request_store_max_bytes: int = Field(2**30, ge=2**20)
     """The oldest are removed while the file's content is larger."""
+    file_store: str | None = None
+    """Where files and outputs of batches are: a folder, or a URL of fsspec as `s3://bucket/manta`;
+    None: `manta/files` in the user's folder for state."""
+    file_max_age_s: float = Field(30 * 24 * 3600.0, gt=0)
+    """Older ones are removed."""
+    max_file_bytes: int = Field(2**30, ge=1024)
+    """A larger file is refused (413)."""
+    file_store_max_bytes: int = Field(2**36, ge=2**20)
+    """Of all files of an API key."""
     otlp_endpoint: str | None = None
     """Base URL of a collector of traces (OTLP over HTTP), as `http://collector:4318`; None: there
     are no traces. Needs the extra `otel`."""

@@ -4,7 +4,7 @@
 import asyncio
 import itertools
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
@@ -22,12 +22,14 @@ from deploy.http.access.key_file import KeyFile
 from deploy.http.access.paths import app_path
 from deploy.http.access.quotas import Quotas
 from deploy.http.anthropic.dialect import ANTHROPIC
+from deploy.http.batches.driver import BATCHES, BatchDriver
 from deploy.http.body import encode_json
 from deploy.http.dialect import RouteParts
 from deploy.http.docs_page import ASSETS, add_docs
 from deploy.http.engine_client import EngineHealth, ModelInfo
 from deploy.http.errors import ErrorReply, failure_of
-from deploy.http.generation.endpoint import Again, Endpoint, GenerationResponse
+from deploy.http.generation.endpoint import Endpoint
+from deploy.http.generation.unattended import BackgroundAnswers
 from deploy.http.header_guard import REQUEST_ID
 from deploy.http.metrics import ServerMetrics
 from deploy.http.old_clients import OldClients
@@ -36,9 +38,8 @@ from deploy.http.openai.errors import openai_error
 from deploy.http.openapi import DocumentedApi
 from deploy.http.pages.pages import ASSETS as PAGE_ASSETS
 from deploy.http.pages.pages import PAGES, add_pages
-from deploy.http.records.opening import open_store
-from deploy.http.records.runner import RecordRunner
-from deploy.http.records.store import Record, RecordStore
+from deploy.http.records.opening import open_files, open_store
+from deploy.http.records.runner import RecordRunner, RecordWorker
 from deploy.http.served_models import ServedModels, overall
 from deploy.http.settings import ApiSettings
 from deploy.http.sglang.dialect import SGLANG
@@ -64,32 +65,40 @@ def build_api(
     """
     settings = settings or ApiSettings()
     metrics, quotas = ServerMetrics(settings.server.metrics_names), Quotas()
+    endpoints: dict[str, Endpoint] = {}
     store = open_store(settings.server, metrics.store_failed)
+    files = open_files(settings.server, metrics.store_failed)
     app = _Api(settings, metrics)
     app.state.metrics = metrics
     app.state.quotas = quotas
     app.state.store = store
     app.state.tracing = None
+    app.state.endpoints = endpoints
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(RequestValidationError, _on_bad_query)
     app.add_exception_handler(RequestError, _on_error)
     app.add_exception_handler(EngineDeadError, _on_error)
     app.add_exception_handler(Exception, _on_error)
 
-    endpoints: dict[str, Endpoint] = {}
     keys = KeyFile(settings.server.api_keys_file) if settings.server.api_keys_file else None
     app.state.runner = runner = None
-    if store is not None:
-        app.state.runner = runner = _runner(
-            store, keys, models_provider, endpoints, metrics.taken_up
+    workers: dict[str, RecordWorker] = {}
+    if store is not None and files is not None:
+
+        def digests() -> list[str]:
+            return [client.model_info.digest for client in models_provider()]
+
+        app.state.runner = runner = RecordRunner(
+            store, files, keys, digests, workers, metrics.taken_up
         )
     kinds = [(kind, dialect.error_reply) for dialect in DIALECTS for kind in dialect.routes]
     for kind, error_reply in kinds:
-        route = kind(
-            RouteParts(models_provider, metrics, settings, quotas, store, runner, error_reply)
-        )
+        parts = models_provider, metrics, settings, quotas, store, runner, files, error_reply
+        route = kind(RouteParts(*parts))
         if isinstance(route, Endpoint):
-            endpoints[route.name] = route
+            endpoints |= dict.fromkeys(route.paths, route)
+            if store is not None:
+                workers[route.name] = BackgroundAnswers(store, route)
         for path, method in itertools.product(kind.paths, kind.methods):
             app.add_api_route(
                 path,
@@ -99,6 +108,9 @@ def build_api(
                 description=kind.description,
                 response_model=None,
             )
+
+    if store is not None and files is not None:
+        workers[BATCHES] = BatchDriver(store, files, endpoints, models_provider, metrics.lines)
 
     @app.get("/v1/models")
     async def list_models() -> Response:
@@ -149,27 +161,6 @@ def build_api(
     add_docs(app)
     add_pages(app, has_keys=bool(settings.server.api_keys_file))
     return app
-
-
-def _runner(
-    store: RecordStore,
-    keys: KeyFile | None,
-    models_provider: Callable[[], ServedModels],
-    endpoints: Mapping[str, Endpoint],
-    on_taken_up: Callable[[], None],
-) -> RecordRunner:
-    def digests() -> list[str]:
-        return [client.model_info.digest for client in models_provider()]
-
-    async def receive() -> Message:
-        await asyncio.Event().wait()  # nobody leaves
-        raise AssertionError
-
-    async def run(record: Record, state: dict[str, Any], send: Send) -> None:
-        response = GenerationResponse(endpoints[record.endpoint], Again(record, is_stream=False))
-        await response({"type": "http", "headers": [], "state": state}, receive, send)
-
-    return RecordRunner(store, keys, digests, run, on_taken_up)
 
 
 class _Api(DocumentedApi):
@@ -228,7 +219,7 @@ def access_rules(app: FastAPI) -> Rules:
         user=frozenset(user | {"/v1/models", "/version", "/ping"}),
         user_prefixes=(
             *("/v1/models/", "/v1/responses/", "/v1/chat/completions/", "/v1/completions/"),
-            *("/v1/messages/", "/generate/"),
+            *("/v1/messages/", "/generate/", "/v1/files/", "/v1/batches/"),
         ),
         known=known_paths(app),
     )

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from deploy.http.access.quotas import Quotas
 from deploy.http.errors import ErrorReply
+from deploy.http.files.file_store import FileStore
 from deploy.http.metrics import ServerMetrics
 from deploy.http.records.runner import RecordRunner
 from deploy.http.records.store import RecordStore
@@ -32,6 +33,8 @@ class RouteParts(NamedTuple):
     """Of requests; None: none are kept."""
     runner: RecordRunner | None
     """Makes answers in the background; None: there are none."""
+    files: FileStore | None
+    """Of batches; None: none are kept."""
     error_reply: Callable[[RequestError], ErrorReply]
     """A failure in the words of the route's API."""
 
@@ -48,6 +51,8 @@ class Route(ABC):
     """Parts of the path, and of the query, as OpenAPI describes them."""
     body: ClassVar[type[BaseModel] | None] = None
     """Shape of the request; None if it has none."""
+    form: ClassVar[dict[str, Any] | None] = None
+    """JSON schema of the request, if it is a form."""
     reply: ClassVar[type[BaseModel] | None]
     """Shape of the reply; None if it is plain text."""
     events: ClassVar[tuple[type[BaseModel], ...]] = ()
@@ -61,7 +66,7 @@ class Route(ABC):
 
     def __init__(self, parts: RouteParts) -> None:
         self.models_provider, self.metrics, self.settings = parts[:3]
-        self.quotas, self.store, self.runner, self.error_reply = parts[3:]
+        self.quotas, self.store, self.runner, self.files, self.error_reply = parts[3:]
 
     @abstractmethod
     async def handle(self, request: Request) -> Response:

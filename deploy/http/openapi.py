@@ -90,6 +90,9 @@ def _describe(
         operation["parameters"] = list(route.parameters)
     if route.body is not None:
         operation["requestBody"] = {"required": True, "content": _json(refs[route.body])}
+    if route.form is not None:
+        content = {"multipart/form-data": {"schema": route.form}}
+        operation["requestBody"] = {"required": True, "content": content}
     description, content = "The reply.", _TEXT if route.reply is None else _json(refs[route.reply])
     if route.events:
         description = "The reply, or with `stream: true` its events."

@@ -162,11 +162,12 @@ class Endpoint(Route):
 
 class Again(NamedTuple):
     """A request that is answered once more. `is_stream`: how; `place`: what of the stream the
-    reader has had."""
+    reader has had. `is_line`: it is a line of a batch, which no store has."""
 
     record: Record
     is_stream: bool
     place: Place | None = None
+    is_line: bool = False
 
 
 class GenerationResponse(Response):
@@ -201,8 +202,10 @@ class GenerationResponse(Response):
             seed, created = secrets.randbits(128), int(time.time())
             incoming = Incoming(self._request_id, tracker, seed, created, key)
         else:
-            record = self._again.record
-            incoming = Incoming(record.request_id, tracker, record.seed, record.created, key)
+            record, is_line = self._again.record, self._again.is_line
+            incoming = Incoming(
+                record.request_id, tracker, record.seed, record.created, key, is_flex=is_line
+            )
         status = CLIENT_GONE
         try:
             status = await self._answer(scope, receive, send, incoming)
@@ -303,6 +306,9 @@ class GenerationResponse(Response):
             )
             generation.keeper = endpoint.keeper(given, record)
         else:
+            if again.is_line:
+                adapter = again.record.adapter  # it may be replaced while a batch runs
+                generation.check_line()
             if (again.record.digest, again.record.adapter) != (digest, adapter):
                 raise RequestError(
                     f"'{again.record.id}' was begun by another model or configuration than is "
@@ -311,6 +317,8 @@ class GenerationResponse(Response):
                     code="other_model",
                 )
             generation.stream, place = again.is_stream, again.place
+            if again.is_line:
+                return
             assert endpoint.store is not None
             age_s = None
             if again.record.response is None:

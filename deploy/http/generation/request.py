@@ -27,6 +27,7 @@ class Incoming(NamedTuple):
     seed: int
     created: int
     key: ApiKey | None = None
+    is_flex: bool = False
 
 
 class FieldNames(NamedTuple):

@@ -48,9 +48,17 @@ class ServerMetrics:
             "Responses begun again, because the process that made them was lost or couldn't.",
             registry=self._registry,
         )
+        self._lines = Counter(
+            "manta_batch_lines",
+            "Lines of batches whose answers are kept, by how they ended.",
+            ["result"],
+            registry=self._registry,
+        )
+        for result in ("completed", "failed"):
+            self._lines.labels(result)
         self._store_failures = Counter(
             "manta_request_store_failures",
-            "Times that the store of requests couldn't be used.",
+            "Times that the store of requests, or that of files, couldn't be used.",
             registry=self._registry,
         )
         self._scrape = Scrape()
@@ -81,6 +89,11 @@ class ServerMetrics:
     def taken_up(self) -> None:
         """A response is begun again."""
         self._taken_up.inc()
+
+    def lines(self, completed: int, failed: int) -> None:
+        """So many lines of a batch were answered, well and not."""
+        self._lines.labels("completed").inc(completed)
+        self._lines.labels("failed").inc(failed)
 
     def store_failed(self) -> None:
         """The store of requests couldn't be used."""

@@ -1,6 +1,19 @@
 """OpenAI's API and vLLM's additions to it, as the application takes them up."""
 
+from deploy.http.batches.routes import (
+    CancelBatchRoute,
+    CreateBatchRoute,
+    ListBatchesRoute,
+    RetrieveBatchRoute,
+)
 from deploy.http.dialect import Dialect
+from deploy.http.files.routes import (
+    DeleteFileRoute,
+    FileContentRoute,
+    ListFilesRoute,
+    RetrieveFileRoute,
+    UploadRoute,
+)
 from deploy.http.openai.adapters import LoadAdapterRoute, UnloadAdapterRoute
 from deploy.http.openai.chat import ChatEndpoint, ForgetChatRoute, ReadChatRoute
 from deploy.http.openai.completions import (
@@ -37,6 +50,15 @@ OPENAI = Dialect(
         CancelRoute,
         EmbeddingEndpoint,
         ScoreEndpoint,
+        UploadRoute,
+        ListFilesRoute,
+        RetrieveFileRoute,
+        FileContentRoute,
+        DeleteFileRoute,
+        CreateBatchRoute,
+        ListBatchesRoute,
+        RetrieveBatchRoute,
+        CancelBatchRoute,
         TokenizeRoute,
         DetokenizeRoute,
         LoadAdapterRoute,

@@ -1,33 +1,46 @@
 """`RecordRunner`: makes the answers that must be there though no client waits for them.
 
-Those are responses in the background, and kept responses whose process was lost. Each has a lease
-in the store. Whoever makes its answer renews it; when it has ended, the next process that looks
-takes the record up and begins again, which gives the same tokens.
+Those are responses in the background, kept responses whose process was lost, and batches. Each has
+a lease in the store. Whoever makes its answer renews it; when it has ended, the next process that
+looks takes the record up and begins again, which gives the same tokens.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 
 from deploy.http.access.api_key import ApiKey
 from deploy.http.access.key_file import KeyFile
 from deploy.http.errors import failure_of
+from deploy.http.files.file_store import FileStore
 from deploy.http.records.store import LEASE_S, Record, RecordStore
 from engine.errors import MantaError, RequestError
 
 logger = logging.getLogger(__name__)
 
 PERIOD_S = LEASE_S / 5
+SWEEP_S = 3600.0
+"""How often files are looked at whose time is over."""
 NOT_NOW = (429, 503)
 """Statuses of errors that pass."""
 RETRY_S = 5.0
 """After this time an answer is tried again that the engines couldn't make."""
-Run = Callable[[Record, dict[str, Any], Callable[[Any], Awaitable[None]]], Awaitable[None]]
-"""Answers a record: it, the state of an HTTP request, and where the reply goes."""
+
+
+class RecordWorker(ABC):
+    """Makes the answers of some records."""
+
+    @abstractmethod
+    async def run(self, record: Record, key: ApiKey | None) -> None:
+        """Make the answer, which the store then has. Raises what `failure_of` words."""
+
+    @abstractmethod
+    async def fail(self, record: Record, failure: RequestError) -> None:
+        """Have the store say that there will be none. Raises `RequestError`."""
 
 
 class RecordRunner:
@@ -36,18 +49,21 @@ class RecordRunner:
     def __init__(
         self,
         store: RecordStore,
+        files: FileStore,
         keys: KeyFile | None,
         digests: Callable[[], Sequence[str]],
-        run: Run,
+        workers: Mapping[str, RecordWorker],
         on_taken_up: Callable[[], None],
     ) -> None:
         """`keys`: None if the server has none. `digests` gives those of the models served here.
-        `on_taken_up` is called for each record that is."""
+        `workers`: by endpoint. `on_taken_up` is called for each record that is."""
         self._digests = digests
         self._on_taken_up = on_taken_up
         self._store = store
+        self._files = files
+        self._next_sweep = 0.0
         self._keys = keys
-        self._run = run
+        self._workers = workers
         self._looking: asyncio.Task[None] | None = None
         self._answers: set[asyncio.Task[None]] = set()
 
@@ -82,26 +98,32 @@ class RecordRunner:
                 if not failed:
                     logger.error("nobody looks for unanswered requests: %s", error)
                 failed = True
+            await self._sweep()
             await asyncio.sleep(PERIOD_S)
 
-    async def _answer(self, record: Record) -> None:
-        reply = _Reply()
-        try:
-            key = self._key(record.owner)
-            state = {"request_id": record.request_id, "send": reply.send, "key": key}
-            await self._run(record, state, reply.send)
-        except Exception as error:  # whatever it is, somebody waits for this response
-            failure = failure_of(error, record.request_id)
-            reply.status, reply.message = failure.status, failure.message
-        if reply.status < 400:
+    async def _sweep(self) -> None:
+        """Now and then."""
+        now = time.monotonic()
+        if now < self._next_sweep:
             return
+        self._next_sweep = now + SWEEP_S
         try:
-            if reply.status in NOT_NOW:
+            await self._files.remove_expired()
+        except RequestError:
+            logger.error("expired files aren't removed")
+
+    async def _answer(self, record: Record) -> None:
+        worker = self._workers[record.endpoint]
+        try:
+            await worker.run(record, self._key(record.owner))
+            return
+        except Exception as error:  # whatever it is, somebody waits for this answer
+            failure = failure_of(error, record.request_id)
+        try:
+            if failure.status in NOT_NOW:
                 await self._store.leave(record, again_in_s=RETRY_S)
-                return
-            failed = {"code": "server_error", "message": reply.message}
-            response = {**(record.response or {}), "status": "failed", "error": failed}
-            await self._store.end(record, response)
+            else:
+                await worker.fail(record, failure)
         except RequestError:
             logger.error("request %s failed, which couldn't be kept", record.id)
 
@@ -113,20 +135,3 @@ class RecordRunner:
         if key is None:
             raise RequestError("The request's API key isn't valid any more.", status=401)
         return key
-
-
-class _Reply:
-    """The reply, which nobody gets: whether it is an error, and which."""
-
-    def __init__(self) -> None:
-        self.status = 503  # until there is one
-        self._body = b""
-        self.message = ""
-
-    async def send(self, message: Any) -> None:
-        if message["type"] == "http.response.start":
-            self.status = message["status"]
-        elif self.status >= 400:
-            self._body += message["body"]
-            if not message["more_body"]:
-                self.message = json.loads(self._body)["error"]["message"]

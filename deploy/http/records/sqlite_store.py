@@ -50,15 +50,15 @@ _FIELDS = "id, owner, previous, ended, head, body, response"
 _decode = msgspec.json.Decoder().decode
 
 
-def default_path(keys_file: str | None = None) -> Path:
-    """In `$MANTA_STATE_DIR`, or in `manta` in the user's folder for state (XDG). Servers with other
-    keys have other files."""
+def state_path(name: str, keys_file: str | None = None) -> Path:
+    """In `$MANTA_STATE_DIR`, or in `manta` in the user's folder for state (XDG). `name`: what is
+    kept there, "records" in a file and others in a folder. Servers with other keys have others."""
     named = os.environ.get("MANTA_STATE_DIR")
     of_keys = ""
     if keys_file is not None:
         of_keys = f"-{hashlib.sha256(os.path.realpath(keys_file).encode()).hexdigest()[:12]}"
     folder = Path(named) if named else Unix("manta").user_state_path
-    return folder / f"records{of_keys}.sqlite3"
+    return folder / f"{name}{of_keys}{'.sqlite3' if name == 'records' else ''}"
 
 
 class SqliteStore(RecordStore):

@@ -19,7 +19,7 @@ from benchmarks.servers import free_port
 from deploy.http.records import sqlite_store
 from deploy.http.records.opening import open_store
 from deploy.http.records.redis_store import RedisStore
-from deploy.http.records.sqlite_store import SqliteStore, default_path
+from deploy.http.records.sqlite_store import SqliteStore, state_path
 from deploy.http.records.store import LEASE_S, MAX_CHAIN, Record, RecordStore
 from deploy.options import ServerOptions
 from deploy.start.config import AppConfig
@@ -407,12 +407,15 @@ def test_others_may_not_read_it(tmp_path: Path) -> None:
 def test_it_can_be_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cloudpickle.loads(cloudpickle.dumps(open_store(ServerOptions())))
     monkeypatch.setenv("MANTA_STATE_DIR", str(tmp_path))
-    assert default_path() == tmp_path / "records.sqlite3"
-    assert default_path("/a/keys.yaml") not in (default_path(), default_path("/b/keys.yaml"))
-    assert default_path("/a/../a/keys.yaml") == default_path("/a/keys.yaml")
+    assert state_path("records") == tmp_path / "records.sqlite3"
+    assert state_path("records", "/a/keys.yaml") not in (
+        state_path("records"),
+        state_path("records", "/b/keys.yaml"),
+    )
+    assert state_path("records", "/a/../a/keys.yaml") == state_path("records", "/a/keys.yaml")
     monkeypatch.delenv("MANTA_STATE_DIR")
     monkeypatch.setenv("XDG_STATE_HOME", "/state")
-    assert default_path() == Path("/state/manta/records.sqlite3")
+    assert state_path("records") == Path("/state/manta/records.sqlite3")
 
 
 @pytest.mark.parametrize(

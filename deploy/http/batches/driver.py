@@ -1,0 +1,313 @@
+"""`BatchDriver`: makes what a batch asks for, in whichever process has its record's lease.
+
+The record's response is the batch as the API shows it; the answers are in the parts of its output.
+A process that takes the batch up after another one's death needs no more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from deploy.http.access.api_key import ApiKey
+from deploy.http.batches.lines import (
+    AT_A_TIME,
+    BatchLine,
+    LineProblem,
+    check_lines,
+    raw_lines,
+    read_line,
+    several,
+)
+from deploy.http.batches.output import BatchOutput, unanswered
+from deploy.http.batches.run import BatchRun, Reply, Source, StopBatch
+from deploy.http.engine_client import EngineClient
+from deploy.http.files.file_store import FileStore, StoredFile, new_id
+from deploy.http.generation.endpoint import Again, Endpoint
+from deploy.http.generation.unattended import answer_of
+from deploy.http.records.runner import RecordWorker
+from deploy.http.records.store import Record, RecordStore
+from deploy.http.served_models import ServedModels
+from engine.errors import RequestError
+
+logger = logging.getLogger(__name__)
+
+BATCHES = "batches"
+"""The endpoint of their records."""
+CANCELLED = "batches.cancelled"
+"""The endpoint of the record beside a batch's that says that it is to be cancelled: any process may
+write it while another one writes the batch's."""
+END_STATUSES = ("completed", "failed", "expired", "cancelled")
+
+
+class LineAsker:
+    """Has the endpoints of this process answer lines."""
+
+    def __init__(
+        self, endpoints: Mapping[str, Endpoint], digest: str, made_at: int, source_digest: str
+    ) -> None:
+        """`endpoints`: by path. `digest`: of the model that is to answer. `made_at`: Unix time that
+        the answers bear. `source_digest`: of the file that the lines are from."""
+        self._endpoints = endpoints
+        self._digest = digest
+        self._made_at = made_at
+        self._source_digest = source_digest
+
+    def seed(self, line: BatchLine) -> str:
+        """32 hex digits, which the file and the line's place in it give. So do all answers."""
+        return hashlib.sha256(f"{self._source_digest} {line.number}".encode()).hexdigest()[:32]
+
+    def name(self, line: BatchLine) -> str:
+        """Of a line's answer."""
+        return f"batch_req_{self.seed(line)}"
+
+    async def ask(self, line: BatchLine, owner: str = "", key: ApiKey | None = None) -> Reply:
+        """The answer of a line's endpoint. Raises `StopBatch` if another model is served."""
+        endpoint, seed = self._endpoints[line.url], self.seed(line)
+        record = Record(
+            id=seed,
+            owner=owner,
+            endpoint=endpoint.name,
+            request_id=seed,
+            seed=int(seed, 16),
+            created=self._made_at,
+            digest=self._digest,
+            body=bytes(line.body),
+        )
+        reply = await answer_of(endpoint, Again(record, is_stream=False, is_line=True), key)
+        if reply.status == 409:
+            raise StopBatch("another model or configuration is served than the batch began with")
+        return Reply(reply.status, seed, bytes(reply.body))
+
+
+class BatchDriver(RecordWorker):
+    """Of one process."""
+
+    def __init__(
+        self,
+        store: RecordStore,
+        files: FileStore,
+        endpoints: Mapping[str, Endpoint],
+        models_provider: Callable[[], ServedModels],
+        on_lines: Callable[[int, int], None],
+    ) -> None:
+        """`endpoints`: by path. `on_lines` gets how many lines were answered well and not, when
+        that is kept."""
+        self.store = store
+        self.files = files
+        self.endpoints = endpoints
+        self.models_provider = models_provider
+        self.on_lines = on_lines
+
+    async def run(self, record: Record, key: ApiKey | None) -> None:
+        """Go on with a batch to its end, or until another process has it."""
+        try:
+            await _Drive(self, record, key).run()
+        except _LostLease:
+            logger.info("batch %s is run by another process", record.id)
+
+    async def fail(self, record: Record, failure: RequestError) -> None:
+        problem = LineProblem(failure.code or "server_error", failure.message)
+        await self.store.end(record, failed(record.response or {}, [problem]))
+
+
+class _LostLease(Exception):
+    pass
+
+
+class _Cancelled(Exception):
+    pass
+
+
+class _Expired(Exception):
+    pass
+
+
+class _Expiry(msgspec.Struct):
+    seconds: int | None = None
+
+
+class _Asked(msgspec.Struct):
+    """What the driver needs of a request that the API has checked."""
+
+    output_expires_after: _Expiry = msgspec.field(default_factory=_Expiry)
+
+
+class _Drive:
+    """Of one batch, in one process."""
+
+    def __init__(self, driver: BatchDriver, record: Record, key: ApiKey | None) -> None:
+        self._store, self._files = driver.store, driver.files
+        self._driver = driver
+        self._record = record
+        self._key = key
+        assert record.response is not None
+        self._batch: dict[str, Any] = record.response
+        self._asked = msgspec.json.decode(record.body, type=_Asked)
+        self._output = BatchOutput(self._files, record.id, record.owner)
+        self._told = (0, 0)
+        endpoint = self._batch["endpoint"]
+        self._urls = (endpoint,)
+        self._limit = driver.endpoints[endpoint].settings.server.max_body_bytes
+
+    async def run(self) -> None:
+        owner = self._record.owner
+        try:
+            file = await self._files.get(self._batch["input_file_id"], owner)
+        except RequestError as error:
+            if error.status != 404:
+                raise
+            await self._driver.fail(self._record, error)
+            return
+        opened = partial(self._files.open_now, file.id, owner)
+        if self._batch["status"] == "validating":
+            checked = await check_lines(opened, self._limit, self._urls)
+            if checked.problems:
+                await self._store.end(self._record, failed(self._batch, checked.problems))
+                return
+            self._batch["request_counts"]["total"] = checked.num_requests
+            await self._turn("in_progress")
+        await self._output.load()
+        self._told = self._output.completed, self._output.failed
+        status = "completed"
+        if self._batch["status"] == "in_progress":
+            client = self._driver.models_provider().of(self._batch["model"])
+            asker = LineAsker(
+                self._driver.endpoints, self._record.digest, file.created_at, file.digest
+            )
+            source = Source(opened, self._limit, self._urls)
+            ask = lambda line: asker.ask(line, owner, self._key)  # noqa: E731
+            width = await width_of(client)
+            work = BatchRun(source, self._output, ask, asker.name, width, self._flushed)
+            try:
+                await self._flushed()  # it may be cancelled, or its time over
+                await work.run()
+            except _Cancelled:
+                status = "cancelled"
+            except _Expired:
+                status = "expired"
+                await self._expire(source, asker)
+        await self._finish(status)
+
+    async def _flushed(self) -> None:
+        """Answers were kept: the store learns how many, and this process whether to go on."""
+        output, batch = self._output, self._batch
+        completed, failed_ = self._told
+        self._driver.on_lines(output.completed - completed, output.failed - failed_)
+        self._told = output.completed, output.failed
+        batch["request_counts"] |= {"completed": output.completed, "failed": output.failed}
+        try:
+            await self._keep()
+            if await is_cancelled(self._store, self._record):
+                raise _Cancelled
+        except RequestError as error:
+            logger.error("the progress of batch %s isn't kept: %s", self._record.id, error)
+        if time.time() > batch["expires_at"]:
+            raise _Expired
+
+    async def _keep(self) -> None:
+        """Raises `_LostLease`, and `RequestError` if the store can't be used."""
+        if not await self._store.progress(self._record, self._batch):
+            raise _LostLease
+
+    async def _turn(self, status: str) -> None:
+        """The batch has another status from now on."""
+        self._batch["status"] = status
+        self._batch[f"{status}_at"] = self._batch[f"{status}_at"] or int(time.time())
+        await self._keep()
+
+    async def _expire(self, source: Source, asker: LineAsker) -> None:
+        """Lines that have no answer get one that says why."""
+        message = "This request could not be executed before the completion window expired."
+        file = await asyncio.to_thread(source.open)
+        try:
+            async for found in several(raw_lines(file, source.limit)):
+                for number, raw in found:
+                    if not self._output.has(number):
+                        line = read_line(number, raw, source.limit, source.urls)
+                        self._output.add(
+                            unanswered(
+                                number, asker.name(line), line.custom_id, "batch_expired", message
+                            )
+                        )
+                if self._output.waiting_bytes > AT_A_TIME * 1024:
+                    await self._output.flush()
+        finally:
+            file.close()
+        await self._output.flush()
+
+    async def _finish(self, status: str) -> None:
+        """Make the files and end the batch."""
+        record, batch, output = self._record, self._batch, self._output
+        if status == "completed":
+            await self._turn("finalizing")
+        batch["request_counts"] |= {"completed": output.completed, "failed": output.failed}
+        batch["usage"] = {
+            "input_tokens": output.tokens.input,
+            "output_tokens": output.tokens.output,
+            "total_tokens": sum(output.tokens),
+        }
+        whole = await output.assemble()
+        try:
+            for good, kind, count in (
+                (True, "output", output.completed),
+                (False, "error", output.failed),
+            ):
+                if count:
+                    file = await self._made(kind, whole.lines(good))
+                    batch[f"{kind}_file_id"] = file.id
+        finally:
+            whole.close()
+        batch["status"] = status
+        batch[f"{status}_at"] = now = int(time.time())
+        if status == "cancelled":
+            batch["cancelling_at"] = now
+        await self._store.end(record, batch)
+        await self._files.remove_parts(record.id, record.owner)
+
+    async def _made(self, kind: str, lines: Iterable[bytes]) -> StoredFile:
+        """A file of the batch's output; made again, it is the same one."""
+        record = self._record
+        return await self._files.add(
+            record.owner,
+            lines,
+            filename=f"{record.id}_{kind}.jsonl",
+            purpose="batch_output",
+            age_s=self._asked.output_expires_after.seconds,
+            file_id=new_id("file-", f"{record.id} {kind}", self._batch["created_at"]),
+        )
+
+
+async def width_of(client: EngineClient) -> int:
+    """Lines that are asked at once: those that may run in all engines, and as many that wait."""
+    engines = max(len(await client.stats()), 1)
+    return 2 * client.model_info.resolved.engine.max_running_requests * engines
+
+
+async def is_cancelled(store: RecordStore, record: Record) -> bool:
+    """Whether somebody has asked for that."""
+    try:
+        await store.find(cancel_id(record), record.owner, CANCELLED)
+    except RequestError as error:
+        if error.status != 404:
+            raise
+        return False
+    return True
+
+
+def cancel_id(record: Record) -> str:
+    """Of the record that says that the batch is to be cancelled."""
+    return f"{record.id}.cancelled"
+
+
+def failed(batch: dict[str, Any], problems: Iterable[LineProblem]) -> dict[str, Any]:
+    """The batch, ended by what is wrong with it."""
+    errors = {"object": "list", "data": [msgspec.to_builtins(problem) for problem in problems]}
+    return {**batch, "status": "failed", "failed_at": int(time.time()), "errors": errors}

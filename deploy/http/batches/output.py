@@ -1,0 +1,191 @@
+"""`BatchOutput`: the answers of a batch, while it runs in parts, at the end as files.
+
+Each part is written once and for good, by whatever process runs the batch. A line that two
+processes answered is in two parts, and once in the files: its first answer counts. The files have
+the lines in the order of the input.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from array import array
+from collections.abc import Iterator
+from typing import IO, NamedTuple
+
+import msgspec
+
+from deploy.http.body import encode_json
+from deploy.http.files.file_store import FileStore
+
+PART_BYTES = 4 << 20
+"""A part is written at the latest when it is so large."""
+
+
+class Tokens(NamedTuple):
+    """What a line took."""
+
+    input: int = 0
+    output: int = 0
+
+
+class Answer(NamedTuple):
+    """Of one line. `status`: of HTTP; 0 if it was never asked. `text`: the output's line."""
+
+    number: int
+    status: int
+    tokens: Tokens
+    text: bytes
+
+    @property
+    def is_good(self) -> bool:
+        """Whether it goes to the output's file, not to that of errors."""
+        return 200 <= self.status < 300
+
+
+class BatchOutput:
+    """Of one batch. `load` comes first. What can't be kept raises `RequestError`."""
+
+    def __init__(self, files: FileStore, batch_id: str, owner: str) -> None:
+        """`files`: where its parts are."""
+        self._files = files
+        self._batch = batch_id, owner
+        self._done = bytearray()
+        """By line number: 1 if it is in a part."""
+        self._waiting: list[Answer] = []
+        self.waiting_bytes = 0
+        self.completed = self.failed = 0
+        """Lines in parts, by how they ended."""
+        self.tokens = Tokens()
+
+    async def load(self) -> None:
+        """Learn what parts there are."""
+
+        def read(part: IO[bytes]) -> None:
+            for line in part:
+                self._note(_parsed(line))
+
+        await self._files.read_parts(*self._batch, read)
+
+    def has(self, number: int) -> bool:
+        """Whether a line's answer is in a part."""
+        return number < len(self._done) and self._done[number] == 1
+
+    def add(self, answer: Answer) -> None:
+        """To the next part."""
+        self._waiting.append(answer)
+        self.waiting_bytes += len(answer.text)
+
+    async def flush(self) -> None:
+        """Write a part of what was added. If that fails, the next one has it, too."""
+        answers, self._waiting = self._waiting, []
+        self.waiting_bytes = 0
+        if not answers:
+            return
+        data = b"".join(
+            b"%d\t%d\t%d\t%d\t%b\n" % (a.number, a.status, *a.tokens, a.text) for a in answers
+        )
+        try:
+            await self._files.add_part(*self._batch, data)
+        except BaseException:
+            self._waiting = answers + self._waiting
+            self.waiting_bytes += len(data)
+            raise
+        for answer in answers:
+            self._note(answer)
+
+    def _note(self, answer: Answer) -> None:
+        if self.has(answer.number):
+            return
+        missing = answer.number + 1 - len(self._done)
+        self._done.extend(bytes(max(missing, 0)))
+        self._done[answer.number] = 1
+        if answer.is_good:
+            self.completed += 1
+        else:
+            self.failed += 1
+        mine = self.tokens
+        self.tokens = Tokens(mine.input + answer.tokens.input, mine.output + answer.tokens.output)
+
+    async def assemble(self) -> Assembled:
+        """All parts as one. To be closed."""
+        whole = Assembled()
+        await self._files.read_parts(*self._batch, whole.take)
+        return whole
+
+
+class Assembled:
+    """All answers in one local file without a name, and where each line's is in it."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile()
+        self._starts, self._sizes = array("q"), array("q")
+        self._good = bytearray()
+        self._end = 0
+
+    def take(self, part: IO[bytes]) -> None:
+        """One more part, behind the others."""
+        for line in part:
+            self._take(_parsed(line))
+
+    def _take(self, answer: Answer) -> None:
+        missing = answer.number + 1 - len(self._starts)
+        if missing > 0:
+            self._starts.extend([-1] * missing)
+            self._sizes.extend([0] * missing)
+            self._good.extend(bytes(missing))
+        if self._starts[answer.number] >= 0:
+            return
+        self._starts[answer.number], self._sizes[answer.number] = self._end, len(answer.text)
+        self._good[answer.number] = answer.is_good
+        self._end += self._file.write(answer.text)
+
+    def lines(self, good: bool | None = None) -> Iterator[bytes]:
+        """Lines of the output, in the order of the input; `good`: those alone that ended so."""
+        for number, start in enumerate(self._starts):
+            if start >= 0 and good in (None, bool(self._good[number])):
+                self._file.seek(start)
+                yield self._file.read(self._sizes[number]) + b"\n"
+
+    def close(self) -> None:
+        """Forget it."""
+        self._file.close()
+
+
+class _Shape(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+
+
+class _Reply(msgspec.Struct):
+    usage: _Shape | None = None
+
+
+_usage = msgspec.json.Decoder(_Reply)
+
+
+def answered(
+    number: int, line_id: str, custom_id: str, status: int, request_id: str, body: bytes
+) -> Answer:
+    """The answer to a line that an endpoint gave, as OpenAI's output files have it."""
+    usage = _usage.decode(body).usage or _Shape()
+    response = {"status_code": status, "request_id": request_id, "body": msgspec.Raw(body)}
+    line = {"id": line_id, "custom_id": custom_id, "response": response, "error": None}
+    tokens = Tokens(
+        usage.prompt_tokens + usage.input_tokens, usage.completion_tokens + usage.output_tokens
+    )
+    return Answer(number, status, tokens, encode_json(line))
+
+
+def unanswered(number: int, line_id: str, custom_id: str, code: str, message: str) -> Answer:
+    """The answer to a line that was never asked."""
+    error = {"code": code, "message": message}
+    line = {"id": line_id, "custom_id": custom_id, "response": None, "error": error}
+    return Answer(number, 0, Tokens(), encode_json(line))
+
+
+def _parsed(line: bytes) -> Answer:
+    """A line of a part."""
+    number, status, taken, made, text = line[:-1].split(b"\t", 4)
+    return Answer(int(number), int(status), Tokens(int(taken), int(made)), text)

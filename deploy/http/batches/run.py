@@ -1,0 +1,146 @@
+"""`BatchRun`: answers the lines of a batch that have no answer yet, many at once.
+
+What it knows is in its output's parts. So it may be stopped anywhere, and another one goes on: a
+line may run twice, and both times its answer is the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Collection
+from contextlib import closing
+from typing import IO, NamedTuple
+
+from deploy.http.batches.lines import BatchLine, raw_lines, read_line, several
+from deploy.http.batches.output import PART_BYTES, BatchOutput, answered
+from engine.errors import RequestError
+
+logger = logging.getLogger(__name__)
+
+FLUSH_S = 2.0
+"""Answers are kept at the latest after this time."""
+NOT_NOW = (429, 503)
+"""Statuses of errors that pass: the line is asked again."""
+RETRY_S = 1.0
+MAX_FAILURES = 3
+"""Times that a line may end with 500."""
+
+
+class Reply(NamedTuple):
+    """What an endpoint answered to a line."""
+
+    status: int
+    request_id: str
+    body: bytes
+
+
+Ask = Callable[[BatchLine], Awaitable[Reply]]
+"""Answers a line. Raises `StopBatch` if this process must not go on."""
+LineId = Callable[[BatchLine], str]
+"""Names a line's answer."""
+
+
+class StopBatch(RequestError):
+    """The batch can't go on here and now. Its message says why."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, status=503)
+
+
+class Source(NamedTuple):
+    """Where the lines come from: `open` opens them, `limit` and `urls` are those of `read_line`."""
+
+    open: Callable[[], IO[bytes]]
+    limit: int
+    urls: Collection[str]
+
+
+class BatchRun:
+    """Of one batch in one process."""
+
+    def __init__(
+        self,
+        source: Source,
+        output: BatchOutput,
+        ask: Ask,
+        line_id: LineId,
+        width: int,
+        on_flush: Callable[[], Awaitable[None]],
+    ) -> None:
+        """`width`: lines that are asked at once. `on_flush` is called when answers were kept, and
+        at least every `FLUSH_S`; what it raises ends the run."""
+        self._source = source
+        self._output = output
+        self._ask = ask
+        self._line_id = line_id
+        self._width = width
+        self._on_flush = on_flush
+        self._paused_until = 0.0
+
+    async def run(self) -> None:
+        """Return when every line has an answer that is kept. Raises `StopBatch`, `RequestError` of
+        what keeps the answers, and what `on_flush` raises; then what was answered is kept, if it
+        can be."""
+        flushing = asyncio.create_task(self._flush_on())
+        reading = asyncio.create_task(self._read())
+        try:
+            done, _ = await asyncio.wait((flushing, reading), return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in (flushing, reading):
+                task.cancel()
+            await asyncio.gather(flushing, reading, return_exceptions=True)
+            await self._output.flush()
+        await self._on_flush()
+
+    async def _read(self) -> None:
+        """Ask every line that has no answer."""
+        limit, urls = self._source.limit, self._source.urls
+        free = asyncio.Semaphore(self._width)
+        with closing(await asyncio.to_thread(self._source.open)) as file:
+            try:
+                async with asyncio.TaskGroup() as asked:
+                    async for found in several(raw_lines(file, limit)):
+                        for number, raw in found:
+                            if self._output.has(number):
+                                continue
+                            await free.acquire()
+                            line = read_line(number, raw, limit, urls)
+                            task = asked.create_task(self._answer(line))
+                            task.add_done_callback(lambda _: free.release())
+            except BaseExceptionGroup as group:
+                raise group.exceptions[0] from None
+
+    async def _answer(self, line: BatchLine) -> None:
+        failures = 0
+        while True:
+            while (wait_s := self._paused_until - time.monotonic()) > 0:
+                await asyncio.sleep(wait_s)
+            reply = await self._ask(line)
+            if reply.status in NOT_NOW:
+                self._paused_until = time.monotonic() + RETRY_S
+                continue
+            failures += reply.status >= 500
+            if reply.status < 500 or failures == MAX_FAILURES:
+                break
+        name = self._line_id(line)
+        self._output.add(answered(line.number, name, line.custom_id, *reply))
+        if self._output.waiting_bytes > PART_BYTES:
+            await self._flush()
+
+    async def _flush_on(self) -> None:
+        while True:
+            await asyncio.sleep(FLUSH_S)
+            await self._flush()
+
+    async def _flush(self) -> None:
+        try:
+            await self._output.flush()
+        except RequestError as error:  # it stays in the output, and is tried again
+            if self._output.waiting_bytes > 16 * PART_BYTES:
+                raise
+            logger.error("answers of a batch can't be kept yet: %s", error)
+        await self._on_flush()

@@ -1,0 +1,283 @@
+"""The routes of OpenAI's Files API."""
+
+# No `from __future__ import annotations`: pydantic reads the annotations of these classes.
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import closing
+from typing import IO, Any, ClassVar, Literal, get_args
+
+from pydantic import BaseModel
+from python_multipart.exceptions import FormParserError
+from starlette.datastructures import FormData, UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+
+from deploy.http.access.api_key import owner_of
+from deploy.http.body import encode_json
+from deploy.http.dialect import Route
+from deploy.http.files.file_store import BLOCK, FileStore
+from deploy.http.generation.endpoint import CLIENT_GONE, check_same_site
+from deploy.http.paging import AFTER, ORDER, PageQuery, limit_parameter
+from engine.errors import RequestError
+
+MAX_FILES = 10_000
+"""Of a page."""
+MAX_NAME = 255
+"""Characters of a file's name."""
+AGES_S = (3600, 2_592_000)
+"""That `expires_after` may have."""
+FORM_BYTES = 64 * 1024
+"""Of a form besides its file."""
+Purpose = Literal["assistants", "batch", "evals", "fine-tune", "user_data", "vision"]
+FILE_ID = {
+    "name": "file_id",
+    "in": "path",
+    "required": True,
+    "schema": {"type": "string", "maxLength": 64},
+}
+
+
+class FileObject(BaseModel):
+    """A file."""
+
+    id: str
+    object: Literal["file"]
+    bytes: int
+    created_at: int
+    expires_at: int
+    filename: str
+    purpose: str
+    status: Literal["processed"]
+
+
+class FileList(BaseModel):
+    """Files of a key."""
+
+    object: Literal["list"]
+    data: list[FileObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class DeletedFile(BaseModel):
+    """Reply of `DELETE`."""
+
+    id: str
+    object: Literal["file"]
+    deleted: bool
+
+
+class FilesRoute(Route):
+    """A route that needs the files."""
+
+    errors = (400, 404, 503)
+
+    def kept(self, request: Request) -> tuple[FileStore, str]:
+        """The files, and whose the request may see. Raises `RequestError`."""
+        if self.files is None:
+            raise RequestError("This server keeps no files (request_store: none).", status=400)
+        return self.files, owner_of(request.scope["state"].get("key"))
+
+
+class UploadRoute(FilesRoute):
+    """`POST /v1/files`."""
+
+    paths = ("/v1/files",)
+    description = (
+        "As OpenAI's `POST /v1/files`: a form with `file`, `purpose` and, if wanted, "
+        "`expires_after[anchor]` and `expires_after[seconds]`."
+    )
+    form: ClassVar[dict[str, Any] | None] = {
+        "type": "object",
+        "required": ["file", "purpose"],
+        "properties": {
+            "file": {"type": "string", "format": "binary"},
+            "purpose": {"enum": list(get_args(Purpose))},
+            "expires_after[anchor]": {"enum": ["created_at"]},
+            "expires_after[seconds]": {
+                "type": "integer",
+                "minimum": AGES_S[0],
+                "maximum": AGES_S[1],
+            },
+        },
+    }
+    reply = FileObject
+    errors = (400, 403, 408, 413, 415, 503)
+
+    async def handle(self, request: Request) -> Response:
+        check_same_site(request.headers)  # browsers send forms to any site
+        files, owner = self.kept(request)
+        media_type, _, rest = request.headers.get("content-type", "").partition(";")
+        if media_type.strip().lower() != "multipart/form-data" or "boundary" not in rest.lower():
+            raise RequestError(
+                "The body must be multipart/form-data.", status=415, code="unsupported_media_type"
+            )
+        try:
+            form = await self._form(request)
+        except ClientDisconnect:
+            return Response(status_code=CLIENT_GONE)
+        try:
+            given = form.get("file")
+            if not isinstance(given, UploadFile):
+                raise RequestError("file is required, and must be a file.", "file")
+            file = await files.add(
+                owner,
+                given.file,
+                filename=(given.filename or "file")[:MAX_NAME],
+                purpose=_purpose(form),
+                age_s=_age_s(form),
+            )
+        finally:
+            await form.close()
+        return Response(encode_json(file.shown()), media_type="application/json")
+
+    async def _form(self, request: Request) -> FormData:
+        """What was sent, its file on disk. Raises `RequestError` and `ClientDisconnect`."""
+        limit, wait_s = self.settings.server.max_file_bytes, self.settings.server.body_timeout_s
+        length = request.headers.get("content-length", "")
+        if length.isdigit() and int(length) > limit + FORM_BYTES:
+            raise _too_large(limit)
+
+        async def chunks() -> AsyncIterator[bytes]:
+            size = 0
+            stream = request.stream()
+            while True:
+                try:
+                    async with asyncio.timeout(wait_s):
+                        chunk = await anext(stream, None)
+                except TimeoutError:
+                    raise RequestError(
+                        f"Nothing more of the file came for {wait_s:g} s.",
+                        status=408,
+                        code="request_timeout",
+                    ) from None
+                if chunk is None:
+                    return
+                size += len(chunk)
+                if size > limit + FORM_BYTES:
+                    raise _too_large(limit)
+                yield chunk
+
+        parser = MultiPartParser(request.headers, chunks(), max_files=1, max_fields=16)
+        try:
+            form = await parser.parse()
+        except (MultiPartException, FormParserError) as error:
+            raise RequestError(f"The form can't be read: {error}.") from error
+        return form
+
+
+class ListFilesRoute(FilesRoute):
+    """`GET /v1/files`."""
+
+    paths = ("/v1/files",)
+    methods = ("GET",)
+    parameters = (
+        limit_parameter(MAX_FILES),
+        ORDER,
+        AFTER,
+        {"name": "purpose", "in": "query", "schema": {"type": "string"}},
+    )
+    description = "As OpenAI's `GET /v1/files`: the API key's files, the last one first."
+    reply = FileList
+
+    async def handle(self, request: Request) -> Response:
+        files, owner = self.kept(request)
+        asked = PageQuery.read(request.query_params, most=MAX_FILES, default=MAX_FILES)
+        purpose = request.query_params.get("purpose")
+        page, has_more = await files.page(
+            owner,
+            after=asked.after,
+            limit=asked.limit,
+            newest_first=asked.newest_first,
+            purpose=purpose,
+        )
+        answer = PageQuery.shown([file.shown() for file in page], has_more=has_more)
+        return Response(encode_json(answer), media_type="application/json")
+
+
+class RetrieveFileRoute(FilesRoute):
+    """`GET /v1/files/{file_id}`."""
+
+    paths = ("/v1/files/{file_id}",)
+    methods = ("GET",)
+    parameters = (FILE_ID,)
+    description = "As OpenAI's `GET /v1/files/{file_id}`."
+    reply = FileObject
+
+    async def handle(self, request: Request) -> Response:
+        files, owner = self.kept(request)
+        file = await files.get(request.path_params["file_id"], owner)
+        return Response(encode_json(file.shown()), media_type="application/json")
+
+
+class FileContentRoute(FilesRoute):
+    """`GET /v1/files/{file_id}/content`."""
+
+    paths = ("/v1/files/{file_id}/content",)
+    methods = ("GET",)
+    parameters = (FILE_ID,)
+    description = "As OpenAI's `GET /v1/files/{file_id}/content`: the file itself."
+    reply = None
+
+    async def handle(self, request: Request) -> Response:
+        files, owner = self.kept(request)
+        file = await files.get(request.path_params["file_id"], owner)
+        content = await files.open(file.id, owner)
+        headers = {"content-length": str(file.bytes)}
+        return StreamingResponse(
+            _blocks(content), media_type="application/octet-stream", headers=headers
+        )
+
+
+class DeleteFileRoute(FilesRoute):
+    """`DELETE /v1/files/{file_id}`."""
+
+    paths = ("/v1/files/{file_id}",)
+    methods = ("DELETE",)
+    parameters = (FILE_ID,)
+    description = "As OpenAI's `DELETE /v1/files/{file_id}`."
+    reply = DeletedFile
+
+    async def handle(self, request: Request) -> Response:
+        files, owner = self.kept(request)
+        file_id = request.path_params["file_id"]
+        await files.delete(file_id, owner)
+        answer = {"id": file_id, "object": "file", "deleted": True}
+        return Response(encode_json(answer), media_type="application/json")
+
+
+async def _blocks(content: IO[bytes]) -> AsyncIterator[bytes]:
+    with closing(content):
+        while block := await asyncio.to_thread(content.read, BLOCK):
+            yield block
+
+
+def _purpose(form: FormData) -> str:
+    given = form.get("purpose")
+    if given not in get_args(Purpose):
+        named = ", ".join(get_args(Purpose))
+        raise RequestError(f"purpose is required, and must be one of {named}.", "purpose")
+    return str(given)
+
+
+def _age_s(form: FormData) -> float | None:
+    """How long the file is to be kept; None: the default."""
+    anchor, seconds = form.get("expires_after[anchor]"), form.get("expires_after[seconds]")
+    if anchor is None and seconds is None:
+        return None
+    if anchor != "created_at":
+        raise RequestError("expires_after[anchor] must be created_at.", "expires_after")
+    text = str(seconds)
+    if not (text.isascii() and text.isdigit() and AGES_S[0] <= int(text[:9]) <= AGES_S[1]):
+        raise RequestError(
+            f"expires_after[seconds] must be a number from {AGES_S[0]} to {AGES_S[1]}.",
+            "expires_after",
+        )
+    return float(text)
+
+
+def _too_large(limit: int) -> RequestError:
+    message = f"The file is larger than {limit} bytes (max_file_bytes)."
+    return RequestError(message, "file", status=413, code="request_too_large")
