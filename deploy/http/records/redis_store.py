@@ -41,9 +41,23 @@ local function owner_of(member)
   local length, rest = string.match(member, '^(%d+):(.*)$')
   return string.sub(rest, 1, tonumber(length))
 end
+local function listed(owner, endpoint) return 'manta:listed:' .. endpoint .. ':' .. owner end
+local function list_of(member)
+  local endpoint = string.match(redis.call('HGET', named(member), 'head'), '^%["([^"]*)"')
+  return listed(owner_of(member), endpoint)
+end
+local function respond(member, response)
+  local more = #response - #(redis.call('HGET', named(member), 'response') or '')
+  redis.call('HSET', named(member), 'response', response)
+  redis.call('HINCRBY', named(member), 'size', more)
+  redis.call('HINCRBY', 'manta:sizes', owner_of(member), more)
+  local place = redis.call('ZSCORE', 'manta:written:' .. owner_of(member), member)
+  redis.call('ZADD', list_of(member), place, member)
+end
 local function forget(member)
   local owner, size = owner_of(member), redis.call('HGET', named(member), 'size')
   if not size then return 0 end
+  redis.call('ZREM', list_of(member), member)
   redis.call('DEL', named(member))
   redis.call('ZREM', 'manta:expires', member)
   redis.call('ZREM', 'manta:leases', member)
@@ -75,18 +89,21 @@ local function make_room(most_bytes)
 end
 """
 _ADD = """
-local member, now, expires, lease, holder, most_bytes = unpack(ARGV, 1, 6)
+local member, now, expires, lease, holder, most_bytes, response = unpack(ARGV, 1, 7)
 forget_old(now)
 forget(member)
 local size = 0
-for at = 7, #ARGV, 2 do
+for at = 8, #ARGV, 2 do
   redis.call('HSET', named(member), ARGV[at], ARGV[at + 1])
   size = size + #ARGV[at + 1]
 end
 redis.call('HSET', named(member), 'size', size, 'expires', expires)
 redis.call('HINCRBY', 'manta:sizes', owner_of(member), size)
 redis.call('ZADD', 'manta:expires', expires, member)
-redis.call('ZADD', 'manta:written:' .. owner_of(member), now, member)
+local written = 'manta:written:' .. owner_of(member)
+local last = redis.call('ZREVRANGE', written, 0, 0, 'WITHSCORES')[2]
+redis.call('ZADD', written, math.floor(last or 0) + 1, member)
+if response ~= '' then respond(member, response) end
 if lease ~= '' then
   redis.call('ZADD', 'manta:leases', lease, member)
   redis.call('HSET', named(member), 'holder', holder)
@@ -107,12 +124,42 @@ if expires ~= '' then
   redis.call('ZADD', 'manta:expires', expires, member)
 end
 if response ~= '' then
-  local more = #response - #(redis.call('HGET', named(member), 'response') or '')
-  redis.call('HSET', named(member), 'response', response)
-  redis.call('HINCRBY', named(member), 'size', more)
-  redis.call('HINCRBY', 'manta:sizes', owner_of(member), more)
+  respond(member, response)
   make_room(most_bytes)
 end
+"""
+_PROGRESS = """
+local member, head, holder, response, most_bytes = unpack(ARGV)
+if redis.call('HGET', named(member), 'head') ~= head
+    or redis.call('HGET', named(member), 'ended') ~= '0'
+    or redis.call('HGET', named(member), 'holder') ~= holder then return 0 end
+respond(member, response)
+make_room(most_bytes)
+return 1
+"""
+_PAGE = """
+local now, owner, endpoint, after, limit, command, least, most = unpack(ARGV, 1, 8)
+local list = listed(owner, endpoint)
+if after ~= '' then
+  local place = redis.call('ZSCORE', list, after)
+  if not place or tonumber(redis.call('HGET', named(after), 'expires')) <= tonumber(now) then
+    return false
+  end
+  least = '(' .. place
+end
+local found, at = {}, 0
+while #found < tonumber(limit) do
+  local members = redis.call(command, list, least, most, 'LIMIT', at, limit)
+  if #members == 0 then break end
+  for _, member in ipairs(members) do
+    local fields = redis.call('HMGET', named(member), unpack(ARGV, 9))
+    if tonumber(fields[#fields]) > tonumber(now) and #found < tonumber(limit) then
+      found[#found + 1] = {member, fields}
+    end
+  end
+  at = at + #members
+end
+return found
 """
 _TAKE_UP = """
 local now, lease, holder, num_digests = unpack(ARGV, 1, 4)
@@ -163,14 +210,13 @@ class RedisStore(RecordStore):
         fields += ["ended", int(record.has_ended), "digest", record.digest]
         if record.previous is not None:
             fields += ["previous", record.previous]
-        if (response := encoded(record.response)) is not None:
-            fields += ["response", response]
+        response = encoded(record.response) or b""
         expires = self._expiry(age_s)
         until = now + LEASE_S if lease else ""
 
         async def work() -> None:
             given = _member(record.id, record.owner), now, expires, until, self._holder
-            await self._scripts["add"](args=[*given, self._max_bytes, *fields])
+            await self._scripts["add"](args=[*given, self._max_bytes, response, *fields])
 
         await self._run(work)
         if lease:
@@ -208,6 +254,15 @@ class RedisStore(RecordStore):
         given = member, head, ended, lease, encoded(response) or b"", expires, self._max_bytes
         await self._run(lambda: self._scripts["change"](args=given))
 
+    async def _progress(self, record: Record, response: bytes) -> bool:
+        member, head = _member(record.id, record.owner), encode_json(Head.of(record))
+
+        async def work() -> bool:
+            given = member, head, self._holder, response, self._max_bytes
+            return bool(await self._scripts["progress"](args=given))
+
+        return await self._run(work)
+
     async def forget(self, record: Record) -> None:
         self._held.discard((record.owner, record.id))
         given = _member(record.id, record.owner), encode_json(Head.of(record))
@@ -233,6 +288,23 @@ class RedisStore(RecordStore):
             raise no_record(record_id, field)
         return record
 
+    async def page(
+        self,
+        owner: str,
+        endpoint: str,
+        *,
+        after: str | None,
+        limit: int,
+        newest_first: bool = True,
+    ) -> list[Record]:
+        behind = b"" if after is None else _member(after, owner)
+        order = "ZREVRANGEBYSCORE +inf -inf" if newest_first else "ZRANGEBYSCORE -inf +inf"
+        given = time.time(), owner, endpoint, behind, limit, *order.split(), *_FIELDS
+        found = await self._run(lambda: self._scripts["page"](args=given))
+        if found is None:
+            raise no_record(after or "", "after")
+        return [_record(member, fields) for member, fields in found]
+
     async def delete(self, record_id: str, owner: str) -> None:
         member = _member(record_id, owner)
         self._held.discard((owner, record_id))
@@ -249,20 +321,10 @@ class RedisStore(RecordStore):
             found: list[bytes | None] = await self._client.hmget(b"manta:record:" + member, _FIELDS)
             return found
 
-        head, body, previous, ended, response, expires = await self._run(work)
-        if head is None or body is None or float(expires or 0) <= time.time():
+        fields = await self._run(work)
+        if fields[0] is None or float(fields[-1] or 0) <= time.time():
             return None
-        _, _, rest = member.partition(b":")
-        length = int(member[: -len(rest) - 1])
-        owner, record_id = rest[:length], rest[length + 1 :]
-        return msgspec.json.decode(head, type=Head).record(
-            id=record_id.decode(),
-            owner=owner.decode(),
-            body=body,
-            previous=None if previous is None else previous.decode(),
-            response=None if response is None else _decode(response),
-            has_ended=ended == b"1",
-        )
+        return _record(member, fields)
 
     async def _run(self, work: Callable[[], Awaitable[T]]) -> T:
         from redis import RedisError
@@ -288,6 +350,7 @@ class RedisStore(RecordStore):
         )
         self._client = Redis.from_pool(pool)
         scripts = {"add": _ADD, "change": _CHANGE, "take_up": _TAKE_UP, "forget": _FORGET}
+        scripts |= {"progress": _PROGRESS, "page": _PAGE}
         self._scripts = {
             name: self._client.register_script(_COMMON + text) for name, text in scripts.items()
         }
@@ -316,3 +379,19 @@ def _member(record_id: str, owner: str) -> bytes:
     """Names a record in Redis. No two have the same."""
     named = owner.encode()
     return b"%d:%b:%b" % (len(named), named, record_id.encode())
+
+
+def _record(member: bytes, fields: Sequence[Any]) -> Record:
+    """The record of this name, whose hash has these `_FIELDS`."""
+    head, body, previous, ended, response, _ = fields
+    _, _, rest = member.partition(b":")
+    length = int(member[: -len(rest) - 1])
+    owner, record_id = rest[:length], rest[length + 1 :]
+    return msgspec.json.decode(head, type=Head).record(
+        id=record_id.decode(),
+        owner=owner.decode(),
+        body=body,
+        previous=None if previous is None else previous.decode(),
+        response=None if response is None else _decode(response),
+        has_ended=ended == b"1",
+    )

@@ -36,7 +36,9 @@ BUSY_TIMEOUT_S = 5.0
 """How long another process may write."""
 CLEAN_INTERVAL_S = 60.0
 WAL_BYTES = 4 << 20
-_SCHEMA = """
+_ENDPOINT = "json_extract(CAST(head AS TEXT), '$[0]')"
+"""Of a record's head."""
+_SCHEMA = f"""
 DROP TABLE IF EXISTS responses;
 CREATE TABLE IF NOT EXISTS records (
     owner TEXT NOT NULL, id TEXT NOT NULL, written REAL NOT NULL, expires REAL NOT NULL,
@@ -45,6 +47,7 @@ CREATE TABLE IF NOT EXISTS records (
 );
 CREATE INDEX IF NOT EXISTS by_expiry ON records (expires);
 CREATE INDEX IF NOT EXISTS by_lease ON records (lease) WHERE lease IS NOT NULL;
+CREATE INDEX IF NOT EXISTS by_endpoint ON records (owner, {_ENDPOINT}) WHERE response IS NOT NULL;
 """
 _FIELDS = "id, owner, previous, ended, head, body, response"
 _decode = msgspec.json.Decoder().decode
@@ -138,6 +141,20 @@ class SqliteStore(RecordStore):
 
         await self._run(write)
 
+    async def _progress(self, record: Record, response: bytes) -> bool:
+        row = response, record.owner, record.id, encode_json(Head.of(record))
+
+        def write(connection: sqlite3.Connection) -> bool:
+            changed = connection.execute(
+                "UPDATE records SET response = ? "
+                "WHERE owner = ? AND id = ? AND head = ? AND ended = 0 AND holder = ?",
+                (*row, self._holder),
+            )
+            self._remove_surplus(connection)
+            return changed.rowcount > 0
+
+        return await self._run(write)
+
     async def forget(self, record: Record) -> None:
         self._held.discard((record.owner, record.id))
         row = record.owner, record.id, encode_json(Head.of(record))
@@ -172,6 +189,37 @@ class SqliteStore(RecordStore):
 
     async def _get(self, record_id: str, owner: str, field: str) -> Record:
         return _record(await self._run(lambda store: self._row(store, record_id, owner, field)))
+
+    async def page(
+        self,
+        owner: str,
+        endpoint: str,
+        *,
+        after: str | None,
+        limit: int,
+        newest_first: bool = True,
+    ) -> list[Record]:
+        behind, order = ("<", "DESC") if newest_first else (">", "ASC")
+        listed = f"owner = ? AND {_ENDPOINT} = ? AND response IS NOT NULL AND expires > ?"
+
+        def read(connection: sqlite3.Connection) -> list[_Row]:
+            given: tuple[Any, ...] = owner, endpoint, time.time()
+            where = listed
+            if after is not None:
+                found = connection.execute(
+                    f"SELECT rowid FROM records WHERE id = ? AND {listed}", (after, *given)
+                ).fetchone()
+                if found is None:
+                    raise no_record(after, "after")
+                where, given = f"{listed} AND rowid {behind} ?", (*given, *found)
+            # A record that is added gets the largest rowid.
+            rows: list[_Row] = connection.execute(
+                f"SELECT {_FIELDS} FROM records WHERE {where} ORDER BY rowid {order} LIMIT ?",
+                (*given, limit),
+            ).fetchall()
+            return rows
+
+        return [_record(row) for row in await self._run(read)]
 
     async def delete(self, record_id: str, owner: str) -> None:
         def remove(connection: sqlite3.Connection) -> None:

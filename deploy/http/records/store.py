@@ -148,6 +148,19 @@ class RecordStore(ABC):
         """This process goes on no longer. Some process takes it up after `again_in_s`; None: it
         waits for a reader."""
 
+    async def progress(self, record: Record, response: dict[str, Any]) -> bool:
+        """Keep the response so far of a record whose lease this process has. False if it has it no
+        longer, or the record has ended or was deleted: then nothing is kept, nor renewed."""
+        named = record.owner, record.id
+        if named in self._held and await self._progress(record, encode_json(response)):
+            return True
+        self._held.discard(named)
+        return False
+
+    @abstractmethod
+    async def _progress(self, record: Record, response: bytes) -> bool:
+        """As `progress`, of a record that this process takes for its own."""
+
     @abstractmethod
     async def forget(self, record: Record) -> None:
         """Remove this record, and no later one of the same id."""
@@ -177,6 +190,19 @@ class RecordStore(ABC):
         if record.endpoint != endpoint:
             raise no_record(record_id)
         return record
+
+    @abstractmethod
+    async def page(
+        self,
+        owner: str,
+        endpoint: str,
+        *,
+        after: str | None,
+        limit: int,
+        newest_first: bool = True,
+    ) -> list[Record]:
+        """The records of this key and endpoint that have a response, in the order of their being
+        added, from behind the one whose id is `after`."""
 
     @abstractmethod
     async def delete(self, record_id: str, owner: str) -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -147,6 +148,115 @@ def test_it_is_a_dictionary(ops: list[tuple[str, int, str]], place: Place) -> No
             await store.close()
 
     asyncio.run(play())
+
+
+PAGED_OPS = st.lists(
+    st.tuples(
+        st.sampled_from(["add", "add", "stream", "progress", "end", "leave", "delete"]),
+        st.integers(0, 5),
+    ),
+    max_size=30,
+)
+
+
+@given(ops=PAGED_OPS, limit=st.integers(1, 4))
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_pages(ops: list[tuple[str, int]], limit: int, place: Place) -> None:
+    """They hold what has a response, in the order of its being added, whatever happened since."""
+    place.clear()
+    store = place.open(DAY, 1 << 24)
+    added: dict[str, Record] = {}
+
+    async def walked(newest_first: bool) -> list[Record]:
+        found: list[Record] = []
+        while len(found) % limit == 0:
+            after = found[-1].id if found else None
+            page = await store.page("a", "e", after=after, limit=limit, newest_first=newest_first)
+            if not page:
+                break
+            found += page
+        return found
+
+    async def scenario() -> None:
+        await store.add(record("other", "a"))
+        await store.add(msgspec.structs.replace(record("r1", "b"), endpoint="e"))
+        for count, (kind, number) in enumerate(ops):
+            response = {"n": count}
+            if kind in ("add", "stream"):
+                one = msgspec.structs.replace(record(f"r{number}", "a", size=count), endpoint="e")
+                one.response = response if kind == "add" else None
+                added.pop(one.id, None)
+                added[one.id] = one
+                await store.add(one, lease=kind == "add")
+                continue
+            if (found := added.get(f"r{number}")) is None:
+                continue
+            if kind == "delete":
+                await store.delete(found.id, "a")
+                del added[found.id]
+            elif not found.has_ended:
+                if kind == "progress":
+                    await store.progress(found, response)
+                    continue
+                await (store.end if kind == "end" else store.leave)(found, response)
+                found.has_ended, found.response = kind == "end", response
+        listed = [one.id for one in added.values() if one.response is not None]
+        assert [one.id for one in await walked(False)] == listed
+        assert [one.id for one in await walked(True)] == listed[::-1]
+        for one in await walked(True):
+            assert one == await store.get(one.id, "a")
+            assert one.has_ended == added[one.id].has_ended
+        for name in ("other", "r9", *added.keys() - set(listed)):
+            with pytest.raises(RequestError) as refused:
+                await store.page("a", "e", after=name, limit=1)
+            assert (refused.value.status, refused.value.param) == (404, "after")
+
+    run(store, scenario)
+
+
+def test_pages_without_the_old(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = place.open(DAY, 1 << 24)
+    start = time.time()
+
+    async def scenario() -> None:
+        for number in range(6):
+            await store.add(record(f"r{number}"), 10.0 if number % 3 else None)
+        monkeypatch.setattr(sqlite_store.time, "time", lambda: start + 60)
+        page = await store.page("", "responses", after=None, limit=2)
+        assert [one.id for one in page] == ["r3", "r0"]
+        assert await missing(store.page("", "responses", after="r4", limit=2))
+
+    run(store, scenario)
+
+
+def test_progress(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is kept of whoever has the lease, and of nobody else."""
+    first, second = place.open(DAY, 1 << 24), place.open(DAY, 1 << 24)
+    start = time.time()
+
+    async def response_of(name: str) -> dict[str, object] | None:
+        return (await first.get(name, "")).response
+
+    async def scenario() -> None:
+        for name in ("r", "ended", "left", "deleted", "again"):
+            await first.add(record(name), lease=True)
+        assert await first.progress(record("r"), {"n": 1}) and await response_of("r") == {"n": 1}
+        assert not await second.progress(record("r"), {"n": 2})
+        await first.end(record("ended"), {"n": 1})
+        await first.leave(record("left"), {"n": 1}, again_in_s=60.0)
+        await first.delete("deleted", "")
+        await first.add(record("again", size=1), lease=True)
+        for name in ("ended", "left", "deleted", "again"):
+            assert not await first.progress(record(name), {"n": 2}), name
+        assert await response_of("ended") == {"n": 1} == await response_of("left")
+        assert await missing(first.get("deleted", ""))
+        monkeypatch.setattr(sqlite_store.time, "time", lambda: start + LEASE_S + 1)
+        assert "r" in [one.id for one in await second.take_up(["d"])]
+        assert not await first.progress(record("r"), {"n": 3})
+        assert await second.progress(record("r"), {"n": 4}) and await response_of("r") == {"n": 4}
+        await second.close()
+
+    run(first, scenario)
 
 
 def test_conversations(place: Place) -> None:
