@@ -72,6 +72,7 @@ def build_api(
     app.state.metrics = metrics
     app.state.quotas = quotas
     app.state.store = store
+    app.state.files = files
     app.state.tracing = None
     app.state.endpoints = endpoints
     app.add_exception_handler(HTTPException, _on_http_exception)

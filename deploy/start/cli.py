@@ -1,4 +1,4 @@
-"""The `manta` command: serve, check, chat, bench, expert-map."""
+"""The `manta` command: serve, check, chat, batch, bench, expert-map."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
+from typing import Any
 
 from engine import __version__
 from engine.errors import ConfigError
@@ -110,6 +111,17 @@ def chat(options: argparse.Namespace) -> int:
     return Chat(options.url, options.model, options.max_tokens, options.temperature).run()
 
 
+def batch(options: argparse.Namespace) -> int:
+    """Run `manta batch`; returns the exit status."""
+    from deploy.start.batch import LocalBatch
+    from deploy.start.target import load_target
+
+    apps = load_target(options.target, options.set).applications
+    if len(apps) > 1:
+        raise ConfigError("several models are served by it; name the one that is to answer.")
+    return LocalBatch(options.input, options.output, apps[0]).run()
+
+
 def expert_map(options: argparse.Namespace) -> int:
     """Run `manta expert-map`; returns the exit status."""
     import msgspec
@@ -159,6 +171,12 @@ def _parser() -> argparse.ArgumentParser:
     talk.add_argument("--temperature", type=float, help="default: the server's")
     talk.set_defaults(run=chat, parser=talk)
 
+    lines = commands.add_parser("batch", help="answer a file of requests without a server")
+    lines.add_argument("input", help="requests as OpenAI's Batch API has them, a path or a URL")
+    lines.add_argument("-o", "--output", required=True, help="file for the answers")
+    _add_model(lines, "--model", dest="target")
+    lines.set_defaults(run=batch, parser=lines)
+
     placing = commands.add_parser(
         "expert-map", help="place a mixture's experts by how many tokens each got"
     )
@@ -172,17 +190,28 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_target(parser: argparse.ArgumentParser) -> None:
+def _add_model(parser: argparse.ArgumentParser, name: str, **options: Any) -> None:
     from deploy.start.target import DEFAULT
 
     parser.add_argument(
-        "target",
+        name,
         metavar="CONFIG|MODEL",
-        nargs="?",
         default=DEFAULT,
         help="a config file, a model folder, a GGUF file, or a hub id as owner/name "
         f"(default {DEFAULT})",
+        **options,
     )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="overrides a key of the application's args; may be repeated",
+    )
+
+
+def _add_target(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser, "target", nargs="?")
     parser.add_argument(
         "--haproxy",
         action=argparse.BooleanOptionalAction,
@@ -193,13 +222,6 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, help="overrides http_options.port")
     parser.add_argument("--ssl-certfile", help="overrides http_options.ssl_certfile: serve https")
     parser.add_argument("--ssl-keyfile", help="overrides http_options.ssl_keyfile")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="overrides a key of the application's args; may be repeated",
-    )
 
 
 if __name__ == "__main__":

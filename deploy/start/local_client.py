@@ -25,6 +25,10 @@ from engine.trace import RoleTrace
 logger = logging.getLogger(__name__)
 
 
+_Reader = tuple[Callable[[list[TextDelta]], None], asyncio.Future[None]]
+"""Takes a request's deltas; its future is done at the end."""
+
+
 class LocalClient(EngineClient):
     """Of one `LLM`, which a thread drives. `start` and `stop` are called in the loop."""
 
@@ -40,9 +44,7 @@ class LocalClient(EngineClient):
         self._guard = GrammarGuard(info.resolved.model.path)
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         """What the thread does between steps; None: it ends."""
-        self._readers: dict[
-            int, tuple[Callable[[list[TextDelta]], None], asyncio.Future[None]]
-        ] = {}
+        self._readers: dict[int, _Reader] = {}
         self._next_rid = 0
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._drive, name="manta-engine", daemon=True)

@@ -1,4 +1,4 @@
-"""Lines of a batch's input: each is a request, as OpenAI's Batch API and vLLM's `run-batch` have it.
+"""Lines of a batch's input: each is a request, as in OpenAI's Batch API and vLLM's `run-batch`.
 
 Memory doesn't grow with the file: it is read line by line, and no line is read further than it may
 be long. What it holds per line is a hash of 8 bytes, until the file is checked.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 from array import array
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import closing
@@ -129,7 +130,7 @@ async def several(lines: Iterator[tuple[int, bytes]]) -> AsyncIterator[list[tupl
     """Some lines at a time, read in a thread."""
 
     def read() -> list[tuple[int, bytes]]:
-        return [line for line, _ in zip(lines, range(AT_A_TIME), strict=False)]
+        return list(itertools.islice(lines, AT_A_TIME))
 
     while found := await asyncio.to_thread(read):
         yield found

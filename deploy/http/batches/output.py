@@ -117,7 +117,7 @@ class Assembled:
     """All answers in one local file without a name, and where each line's is in it."""
 
     def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile()
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115  (closed by `close`)
         self._starts, self._sizes = array("q"), array("q")
         self._good = bytearray()
         self._end = 0

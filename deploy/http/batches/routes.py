@@ -6,7 +6,7 @@ import re
 import secrets
 import time
 from contextlib import closing
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from pydantic import BaseModel, Field
@@ -146,8 +146,8 @@ class BatchList(BaseModel):
 class _Route(Route):
     """A route of batches."""
 
-    reply = Batch
-    errors = (400, 404, 503)
+    reply: ClassVar[type[BaseModel] | None] = Batch
+    errors: ClassVar[tuple[int, ...]] = (400, 404, 503)
 
     def kept(self, request: Request) -> tuple[RecordStore, FileStore, str]:
         """Where batches are, and whose the request may see. Raises `RequestError`."""
@@ -208,6 +208,7 @@ class CreateBatchRoute(_Route):
         except ClientDisconnect:
             return Response(status_code=CLIENT_GONE)
         given = await parse_body(body, BatchRequest)
+        window = window_s(given.completion_window)
         file = await files.get(given.input_file_id, owner)
         if file.purpose != "batch":
             raise RequestError(
@@ -229,7 +230,7 @@ class CreateBatchRoute(_Route):
             "error_file_id": None,
             "created_at": now,
             "in_progress_at": None,
-            "expires_at": now + window_s(given.completion_window),
+            "expires_at": now + window,
             "finalizing_at": None,
             "completed_at": None,
             "failed_at": None,

@@ -2,7 +2,7 @@
 
 # No `from __future__ import annotations`: pydantic reads the annotations of these classes.
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import closing
 from typing import IO, Any, ClassVar, Literal, get_args
 
@@ -72,7 +72,7 @@ class DeletedFile(BaseModel):
 class FilesRoute(Route):
     """A route that needs the files."""
 
-    errors = (400, 404, 503)
+    errors: ClassVar[tuple[int, ...]] = (400, 404, 503)
 
     def kept(self, request: Request) -> tuple[FileStore, str]:
         """The files, and whose the request may see. Raises `RequestError`."""
@@ -140,7 +140,7 @@ class UploadRoute(FilesRoute):
         if length.isdigit() and int(length) > limit + FORM_BYTES:
             raise _too_large(limit)
 
-        async def chunks() -> AsyncIterator[bytes]:
+        async def chunks() -> AsyncGenerator[bytes, None]:
             size = 0
             stream = request.stream()
             while True:

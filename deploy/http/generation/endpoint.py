@@ -308,7 +308,7 @@ class GenerationResponse(Response):
         else:
             if again.is_line:
                 adapter = again.record.adapter  # it may be replaced while a batch runs
-                generation.check_line()
+                generation.is_line = True
             if (again.record.digest, again.record.adapter) != (digest, adapter):
                 raise RequestError(
                     f"'{again.record.id}' was begun by another model or configuration than is "

@@ -69,7 +69,9 @@ class Generation(ABC, Generic[F]):
         """Set before the plan runs: keeps the request in the store."""
         self.numbers: EventNumbers | None = None
         """Set before the plan runs: numbers the events of a stream that can be read on."""
-        self._is_line = False
+        self.is_line = False
+        """Set before the plan runs: it answers a line of a batch. The reply is a function of the
+        line then, so that it tells of no cached tokens."""
         reading = plan.reading
         self._outputs = [
             Output(None if reading is None else reading.read(partial(plan.new_id, index)))
@@ -232,15 +234,6 @@ class Generation(ABC, Generic[F]):
             return events
         return self.numbers.of_each(index, events)
 
-    def check_line(self) -> None:
-        """It answers a line of a batch. Its reply is a function of the line then, so that it has no
-        cached tokens. Raises `RequestError`."""
-        if self.is_queued:
-            raise RequestError(
-                "A line of a batch can't be answered in the background.", "background"
-            )
-        self._is_line = True
-
     @property
     def is_queued(self) -> bool:
         """Whether the reply is given before the answer is made."""
@@ -279,7 +272,7 @@ class Generation(ABC, Generic[F]):
     @property
     def _num_cached(self) -> int:
         """Prompt tokens that came from the prefix cache, as the first copy of each found them."""
-        if self._is_line:
+        if self.is_line:
             return 0
         return sum(output.num_cached for output in self._outputs[:: self._plan.n])
 
