@@ -113,13 +113,14 @@ def chat(options: argparse.Namespace) -> int:
 
 def batch(options: argparse.Namespace) -> int:
     """Run `manta batch`; returns the exit status."""
-    from deploy.start.batch import LocalBatch
+    from deploy.local.local_batch import LocalBatch
     from deploy.start.target import load_target
 
     apps = load_target(options.target, options.set).applications
     if len(apps) > 1:
         raise ConfigError("several models are served by it; name the one that is to answer.")
-    return LocalBatch(options.input, options.output, apps[0]).run()
+    (app,) = apps
+    return LocalBatch(options.input, options.output, app.engine, app.server, app.model_info()).run()
 
 
 def expert_map(options: argparse.Namespace) -> int:

@@ -6,19 +6,17 @@ import asyncio
 import logging
 import queue
 import threading
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 from deploy.http.engine_client import EngineClient, EngineHealth, EngineStatus, ModelInfo
-from deploy.ingress.resume import Progress, ResumeLimits
 from engine.constraints import ConstraintSpec
 from engine.constraints.guard import GrammarGuard
 from engine.errors import ConfigError, EngineDeadError
 from engine.llm import LLM
 from engine.protocol.messages import AbortRequest, AddRequest
 from engine.protocol.sequence import TokenSequence
-from engine.protocol.tokenizer_messages import Conversation, TextDelta
+from engine.protocol.tokenizer_messages import Conversation, Register, TextDelta
 from engine.tokenizer.detokenizer_manager import DetokenizerManager
 from engine.trace import RoleTrace
 
@@ -84,19 +82,17 @@ class LocalClient(EngineClient):
         self, sequence: TokenSequence, read: Callable[[list[TextDelta]], None]
     ) -> None:
         rid, self._next_rid = self._next_rid, self._next_rid + 1
-        progress = Progress(sequence, ResumeLimits(), Counter())
         done: asyncio.Future[None] = self._loop.create_future()
 
-        def take(deltas: list[TextDelta]) -> None:
-            for delta in deltas:
-                progress.take(delta)
-            read(deltas)
-
-        register, add = progress.register(0, "", rid), progress.add_request(rid, "")
+        num_prompt, ids = len(sequence.prompt_ids), sequence.prompt_ids.tolist()
+        register = Register(
+            *(0, "", rid, sequence.params, num_prompt, ids, []), sequence.return_token_ids
+        )
+        add = AddRequest(rid=rid, sequence=sequence)
         try:
             if self._failure is not None:
                 raise EngineDeadError("the engine has failed") from self._failure
-            self._readers[rid] = take, done
+            self._readers[rid] = read, done
             self._orders.put(lambda: self._manager.add(register))
             self._orders.put(lambda: self._add(add))
             await done
@@ -169,9 +165,9 @@ class LocalClient(EngineClient):
         for rid, some in by_rid.items():
             if rid not in self._readers:
                 continue  # nobody waits for it any more
-            take, done = self._readers[rid]
+            read, done = self._readers[rid]
             try:
-                take(some)
+                read(some)
             except Exception as error:
                 self._readers.pop(rid)
                 done.set_exception(error)

@@ -31,8 +31,9 @@ from deploy.http.engine_client import ModelInfo
 from deploy.http.files.file_store import BLOCK, FileStore, sync_folder
 from deploy.http.served_models import ServedModels
 from deploy.http.settings import ApiSettings
-from deploy.start.config import AppConfig
-from deploy.start.local_client import LocalClient
+from deploy.local.local_client import LocalClient
+from deploy.options import ServerOptions
+from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.llm import LLM
 from engine.process.interrupts import HeldInterrupts
@@ -57,28 +58,37 @@ class Begun(msgspec.Struct):
 class LocalBatch:
     """One run of the command."""
 
-    def __init__(self, source: str, output: str, app: AppConfig) -> None:
+    def __init__(
+        self,
+        source: str,
+        output: str,
+        engine: EngineConfig,
+        server: ServerOptions,
+        info: ModelInfo,
+    ) -> None:
         self._source = source
         self._output = Path(output)
         self._parts = Path(f"{output}.parts")
-        self._app = app
+        self._engine = engine
+        self._server = server
+        self._served = info
 
     def run(self) -> int:
         """Returns the exit status: 0; 1 if a line failed. Raises `ConfigError`."""
         if not self._output.absolute().parent.is_dir():
             raise ConfigError(f"the folder of '{self._output}' doesn't exist.")
-        source = Source(self._opened, self._app.server.max_body_bytes, BATCH_ENDPOINTS)
+        source = Source(self._opened, self._server.max_body_bytes, BATCH_ENDPOINTS)
         checked = asyncio.run(check_lines(*source))
         if checked.problems:
             raise ConfigError(_listed(self._source, checked))
         info = self._info(checked.model)
         begun = self._begin(info)
-        server = self._app.server.model_copy(
+        server = self._server.model_copy(
             update={"request_store": "none", "api_keys_file": None, "otlp_endpoint": None}
         )
         with ExitStack() as stack:
             with HeldInterrupts():
-                llm = LLM(**self._app.engine.model_dump(exclude_unset=True))
+                llm = LLM(**self._engine.model_dump(exclude_unset=True))
                 stack.enter_context(llm)
             client = LocalClient(llm, info)
             app = build_api(lambda: ServedModels(client), ApiSettings(server))
@@ -139,14 +149,14 @@ class LocalBatch:
     def _info(self, named: str) -> ModelInfo:
         """The model, which is also called as the lines call it, unless the configuration says its
         name: then that is the only one."""
-        info = self._app.model_info()
+        info = self._served
         if named and not info.has(named):
-            if self._app.server.served_model_name is not None:
+            if self._server.served_model_name is not None:
                 raise ConfigError(
                     f"the lines name the model '{named[:200]}', and it is called '{info.name}'; if "
                     f"it is to answer them, add --set served_model_name={named[:200]}."
                 )
-            print(f"'{named[:200]}' of the lines is {self._app.engine.model}", file=sys.stderr)
+            print(f"'{named[:200]}' of the lines is {self._engine.model}", file=sys.stderr)
             info = replace(info, name=named)
         return info
 
