@@ -2,7 +2,7 @@
 
 from deploy.http.dialect import Dialect
 from deploy.http.openai.adapters import LoadAdapterRoute, UnloadAdapterRoute
-from deploy.http.openai.chat import ChatEndpoint, ForgetChatRoute, ReadChatRoute
+from deploy.http.openai.chat import ChatEndpoint
 from deploy.http.openai.completions import (
     CompletionEndpoint,
     ForgetCompletionRoute,
@@ -19,6 +19,13 @@ from deploy.http.openai.responses.kept import (
     RetrieveResponseRoute,
 )
 from deploy.http.openai.score import ScoreEndpoint
+from deploy.http.openai.stored_chats import (
+    ForgetChatRoute,
+    ListChatsRoute,
+    MessagesRoute,
+    ReadChatRoute,
+    UpdateChatRoute,
+)
 from deploy.http.openai.tokenization import DetokenizeRoute, TokenizeRoute
 
 OPENAI = Dialect(
@@ -27,8 +34,11 @@ OPENAI = Dialect(
         ReadCompletionRoute,
         ForgetCompletionRoute,
         ChatEndpoint,
+        ListChatsRoute,
         ReadChatRoute,
+        UpdateChatRoute,
         ForgetChatRoute,
+        MessagesRoute,
         ResponsesEndpoint,
         InputTokensRoute,
         RetrieveResponseRoute,
