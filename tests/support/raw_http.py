@@ -17,7 +17,8 @@ USER = {
     "/v1/messages/count_tokens", "/generate", "/abort_request", "/health_generate", "/model_info",
     "/get_model_info", "/v1/responses/{record_id}", "/v1/responses/{record_id}/cancel",
     "/v1/responses/{record_id}/input_items", "/v1/completions/{record_id}",
-    "/v1/chat/completions/{record_id}", "/v1/messages/{record_id}", "/generate/{record_id}",
+    "/v1/chat/completions/{record_id}", "/v1/chat/completions/{record_id}/messages",
+    "/v1/messages/{record_id}", "/generate/{record_id}",
 }  # fmt: skip
 """Who may use which route of the application."""
 NO_ROUTES = {"/", "/nothing", "/v1", "/status/data", "/-/routes"}

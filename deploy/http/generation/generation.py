@@ -18,6 +18,7 @@ from deploy.http.generation.event_stream import EventStream
 from deploy.http.generation.plan import Plan, until_aborted
 from deploy.http.generation.reading import OutputState
 from deploy.http.metrics import RequestTracker, Work
+from deploy.http.parsers.parts import Part
 from deploy.http.records.keeper import Keeper
 from engine.errors import RequestError
 from engine.protocol.tokenizer_messages import LogprobEntry, TextDelta
@@ -31,7 +32,8 @@ F = TypeVar("F")
 
 @dataclass
 class Output:
-    """What one sequence has given so far; texts and tokens are kept only for replies in one piece.
+    """What one sequence has given so far. Texts, tokens, log-probabilities and parts are there
+    only for replies in one piece, and of chats that are kept.
 
     `state`: the parts of the text, where it has others than the answer.
     """
@@ -46,9 +48,18 @@ class Output:
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[LogprobEntry] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
+    """Those that events were made of."""
     prompt_logprobs: list[LogprobEntry | None] | None = None
     is_dropped: bool = False
     """True if only the prompt was asked for; the one token that comes with it is dropped."""
+
+    def add(self, delta: TextDelta) -> None:
+        """Keep what the delta has."""
+        self.texts.append(delta.text)
+        self.token_ids += delta.token_ids
+        if delta.logprobs:
+            self.logprobs += delta.logprobs
 
 
 class Generation(ABC, Generic[F]):
@@ -66,7 +77,8 @@ class Generation(ABC, Generic[F]):
         self.trace: RequestTrace | None = None
         """Set before the plan runs: notes how each sequence begins and ends."""
         self.keeper: Keeper | None = None
-        """Set before the plan runs: keeps the request in the store."""
+        """Set before the plan runs: keeps the request in the store, and the reply if `keeps_reply`.
+        """
         self.numbers: EventNumbers | None = None
         """Set before the plan runs: numbers the events of a stream that can be read on."""
         self.is_line = False
@@ -108,15 +120,12 @@ class Generation(ABC, Generic[F]):
         """Body of the reply in one piece. Raises what `EngineClient.generate` raises."""
 
         def read(index: int, deltas: list[TextDelta]) -> None:
-            output = self._outputs[index]
             for delta in deltas:
                 self._note(index, delta)
                 self._read(index, delta)
-                output.texts.append(delta.text)
-                output.token_ids += delta.token_ids
-                if delta.logprobs:
-                    output.logprobs += delta.logprobs
+                self._outputs[index].add(delta)
 
+        await self._keep()
         await self._run(read)
         self._check_ended()
         return self._reply()
@@ -125,6 +134,7 @@ class Generation(ABC, Generic[F]):
         """Send all server-sent events but the last, which is returned. Raises what
         `EngineClient.generate` and `stream` raise. Nothing is sent before the first text, so that
         an early error can still become an HTTP status."""
+        await self._keep()
         plan = self._plan
         has_opened = False
         backlogs = [Backlog() for _ in plan.sequences]
@@ -239,19 +249,40 @@ class Generation(ABC, Generic[F]):
         """Whether the reply is given before the answer is made."""
         return False
 
+    @property
+    def keeps_reply(self) -> bool:
+        """Whether the reply is kept, too. Then nothing runs before the request is."""
+        return False
+
+    async def _keep(self) -> None:
+        """Have the request written down, if `keeps_reply`. Raises `RequestError` if it must be kept
+        and can't be."""
+        keeper = self.keeper
+        if not self.keeps_reply or keeper is None:
+            return
+        if not await keeper.begin(self._first_response()):
+            self.keeper = None
+
+    def _first_response(self) -> dict[str, Any] | None:
+        """The response while it is made; None if there is none before its end."""
+        return None
+
     def response_to_keep(self) -> dict[str, Any] | None:
         """The response as it is when it has ended, or its client has left; None if only the request
         is kept."""
         return None
 
     def begin_keeping(self) -> asyncio.Task[None] | None:
-        """Have the request written down, beside what is done until there is a first token."""
+        """Have the request written down, beside what is done until there is a first token, unless
+        that was done."""
 
         def note(is_kept: bool) -> None:
             if not is_kept and self.numbers is not None:
                 self.numbers.shown = False  # nobody can read on
 
-        return None if self.keeper is None else self.keeper.begin_beside(note)
+        if self.keeper is None or self.keeps_reply:
+            return None
+        return self.keeper.begin_beside(note)
 
     def _check_ended(self) -> None:
         """Raise `RequestError` if a sequence has no finish reason."""

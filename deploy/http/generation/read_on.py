@@ -122,7 +122,7 @@ def read_from(request: Request, record: Record) -> Place | None:
     after = request.query_params.get("starting_after")
     if after is not None:
         place = read_place(after, "starting_after")
-        if record.response is None:
+        if not record.is_response:
             return place
         # A `sequence_number`, and they begin with 0.
         return place._replace(counts=tuple(count + 1 for count in place.counts))

@@ -12,16 +12,18 @@ from deploy.http.engine_client import EngineClient, ModelInfo
 from deploy.http.generation.endpoint import Endpoint
 from deploy.http.generation.generation import Generation, Output
 from deploy.http.generation.plan import check_text_length, plan_chat
-from deploy.http.generation.read_on import ForgetRoute, ReadOnRoute
 from deploy.http.generation.request import ChatRequest, FieldNames, Incoming
 from deploy.http.openai.generation import OpenAIGeneration
 from deploy.http.openai.logprobs import LogprobStyle, chat_logprobs, prompt_logprobs
 from deploy.http.openai.messages import ChatMessage, TextPart
 from deploy.http.openai.parts import delta_payloads, finish_reason, message_fields
 from deploy.http.openai.replies import ChatCompletion, ChatCompletionChunk, Error
-from deploy.http.openai.request import UNSUPPORTED, GenerationFields
+from deploy.http.openai.request import UNSUPPORTED, GenerationFields, Metadata
 from deploy.http.openai.sse import ChunkEncoder
 from deploy.http.openai.tools import AnyTool, ToolChoice, schema_of_answer, tool_use
+from deploy.http.records.keeper import Keeper
+from deploy.http.records.store import Record
+from engine.errors import RequestError
 from engine.protocol.sampling_params import MAX_LOGPROBS
 from engine.protocol.tokenizer_messages import Conversation, TextDelta
 
@@ -43,6 +45,7 @@ class Prediction(Strict):
 class ChatCompletionRequest(GenerationFields):
     """Body of `POST /v1/chat/completions`."""
 
+    ignored: ClassVar[frozenset[str]] = GenerationFields.ignored - {"metadata"}
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **UNSUPPORTED,
         "functions": ([],),
@@ -80,6 +83,8 @@ class ChatCompletionRequest(GenerationFields):
     """Asks for a tool that other servers run: the reply's `ignored_tools` has it."""
     prediction: Prediction | None = None
     """The answer that is expected: tokens of the reply that equal it may come several at once."""
+    metadata: Metadata = Field(default_factory=dict)
+    """Of a completion that is stored."""
 
     @property
     def wants_logprobs(self) -> bool:
@@ -147,18 +152,17 @@ class ChatEndpoint(Endpoint):
         plan = await plan_chat(client, self.settings.server, request, incoming)
         return ChatGeneration(client, fields, plan, incoming.tracker)
 
+    def keeps(self, given: ChatCompletionRequest, generation: Generation[Any]) -> bool:
+        if not given.store or self.store is None:
+            return super().keeps(given, generation)
+        if "/" in generation.id:  # such a path leads elsewhere
+            raise RequestError("With store: true the request_id must have no '/'.", "request_id")
+        return True
 
-class ReadChatRoute(ReadOnRoute):
-    """`GET /v1/chat/completions/{record_id}`."""
-
-    endpoint = ChatEndpoint
-
-
-class ForgetChatRoute(ForgetRoute):
-    """`DELETE /v1/chat/completions/{record_id}`."""
-
-    endpoint = ChatEndpoint
-    object_name = "chat.completion"
+    def keeper(self, given: ChatCompletionRequest, record: Record) -> Keeper:
+        assert self.store is not None
+        age_s = self.settings.server.request_store_stream_age_s
+        return Keeper(self.store, record, must=given.store is True, stream_age_s=age_s)
 
 
 def translate(given: ChatCompletionRequest, request_id: str, info: ModelInfo) -> ChatRequest:
@@ -194,6 +198,31 @@ class ChatGeneration(OpenAIGeneration[ChatCompletionRequest]):
     object_name = "chat.completion"
     chunk_object_name = "chat.completion.chunk"
     payload = "delta"
+    _final: dict[str, Any] | None = None
+    """The reply of a completion that is stored, once it has ended."""
+
+    @property
+    def keeps_reply(self) -> bool:
+        return self._request.store is True and self.keeper is not None
+
+    def response_to_keep(self) -> dict[str, Any] | None:
+        return None if self.is_aborted else self._final
+
+    def _body(self) -> dict[str, Any]:
+        body = super()._body()
+        if self.keeps_reply:
+            self._final = body = body | {"metadata": self._request.metadata}
+        return body
+
+    def _events(self, index: int, delta: TextDelta) -> bytes:
+        if self.keeps_reply:
+            self._outputs[index].add(delta)
+        return super()._events(index, delta)
+
+    def _ending(self) -> bytes:
+        if self.keeps_reply:
+            self._body()
+        return super()._ending()
 
     def _choice(self, index: int, output: Output) -> dict[str, Any]:
         request = self._request
@@ -210,7 +239,8 @@ class ChatGeneration(OpenAIGeneration[ChatCompletionRequest]):
         if output.state is None:
             message["content"] = "".join(output.texts)
         else:
-            message |= message_fields(output.state, request.include_reasoning)
+            parts = [*output.parts, *output.state.take()]
+            message |= message_fields(output.state, parts, request.include_reasoning)
         if request.echoed:
             message["content"] = request.echoed + (message["content"] or "")
         style = self._logprob_style
@@ -291,7 +321,10 @@ class ChatGeneration(OpenAIGeneration[ChatCompletionRequest]):
         payloads: list[bytes] = []
         state = self._outputs[index].state
         if state is not None:
-            payloads = delta_payloads(state, request.include_reasoning)
+            parts = state.take()
+            if self.keeps_reply:
+                self._outputs[index].parts += parts
+            payloads = delta_payloads(state, parts, request.include_reasoning)
         elif delta.text:
             payloads = [b'{"content":%s}' % encode_json(delta.text)]
         if not payloads and (logprobs or token_ids):

@@ -15,7 +15,7 @@ from deploy.http.files.routes import (
     UploadRoute,
 )
 from deploy.http.openai.adapters import LoadAdapterRoute, UnloadAdapterRoute
-from deploy.http.openai.chat import ChatEndpoint, ForgetChatRoute, ReadChatRoute
+from deploy.http.openai.chat import ChatEndpoint
 from deploy.http.openai.completions import (
     CompletionEndpoint,
     ForgetCompletionRoute,
@@ -32,6 +32,13 @@ from deploy.http.openai.responses.kept import (
     RetrieveResponseRoute,
 )
 from deploy.http.openai.score import ScoreEndpoint
+from deploy.http.openai.stored_chats import (
+    ForgetChatRoute,
+    ListChatsRoute,
+    MessagesRoute,
+    ReadChatRoute,
+    UpdateChatRoute,
+)
 from deploy.http.openai.tokenization import DetokenizeRoute, TokenizeRoute
 
 OPENAI = Dialect(
@@ -40,8 +47,11 @@ OPENAI = Dialect(
         ReadCompletionRoute,
         ForgetCompletionRoute,
         ChatEndpoint,
+        ListChatsRoute,
         ReadChatRoute,
+        UpdateChatRoute,
         ForgetChatRoute,
+        MessagesRoute,
         ResponsesEndpoint,
         InputTokensRoute,
         RetrieveResponseRoute,

@@ -39,6 +39,10 @@ class OpenAIGeneration(Generation[F]):
         }
 
     def _reply(self) -> bytes:
+        return encode_json(self._body())
+
+    def _body(self) -> dict[str, Any]:
+        """The reply in one piece."""
         body = {
             **self._head(self.object_name),
             "service_tier": None,
@@ -47,7 +51,7 @@ class OpenAIGeneration(Generation[F]):
             "choices": [self._choice(i, output) for i, output in enumerate(self._outputs)],
             "usage": self._usage(),
         }
-        return encode_json(body | self._reply_extra())
+        return body | self._reply_extra()
 
     def _opening(self) -> bytes:
         return b""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from deploy.http.body import encode_json
 from deploy.http.generation.reading import OutputState
-from deploy.http.parsers.parts import CallArguments, CallBegin, Reasoning, Text
+from deploy.http.parsers.parts import CallArguments, CallBegin, Part, Reasoning, Text
 
 
 def finish_reason(state: OutputState, reason: str) -> str:
@@ -17,11 +18,13 @@ def finish_reason(state: OutputState, reason: str) -> str:
     return "tool_calls" if reason == "stop" and has_calls else reason
 
 
-def message_fields(state: OutputState, include_reasoning: bool) -> dict[str, Any]:
-    """The fields of a message that hold the whole output."""
+def message_fields(
+    state: OutputState, parts: Sequence[Part], include_reasoning: bool
+) -> dict[str, Any]:
+    """The fields of a message that hold the whole output, whose parts these are."""
     text, reasoning = [], []
     calls: list[dict[str, Any]] = []
-    for part in state.take():
+    for part in parts:
         match part:
             case Text():
                 text.append(part.text)
@@ -41,10 +44,12 @@ def message_fields(state: OutputState, include_reasoning: bool) -> dict[str, Any
     }
 
 
-def delta_payloads(state: OutputState, include_reasoning: bool) -> list[bytes]:
-    """The `delta`s of chunks for what is new of the output."""
+def delta_payloads(
+    state: OutputState, parts: Sequence[Part], include_reasoning: bool
+) -> list[bytes]:
+    """The `delta`s of chunks for parts of the output, which are new."""
     deltas: list[dict[str, Any]] = []
-    for part in state.take():
+    for part in parts:
         match part:
             case Text():
                 deltas.append({"content": part.text})

@@ -223,6 +223,50 @@ class ChatCompletion(_Reply):
     prompt_token_ids: list[int] | None
     ignored_tools: list[str] | None = None
     """Kinds of tools that the model didn't see; only where there are any."""
+    metadata: dict[str, str] | None = None
+    """Only of completions that are stored."""
+
+
+class _List(_Shape):
+    """A page of a list; `last_id` is the `after` of the next one."""
+
+    object: Literal["list"]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class ChatCompletions(_List):
+    """Reply of `GET /v1/chat/completions`."""
+
+    data: list[ChatCompletion]
+
+
+class ContentPart(_Shape):
+    """A piece of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class StoredMessage(_Shape):
+    """A message that a completion was asked with; `content` is null if it came in parts."""
+
+    id: str
+    role: str
+    content: str | None
+    content_parts: list[ContentPart] | None
+    name: str | None
+    refusal: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+
+class StoredMessages(_List):
+    """Reply of `GET /v1/chat/completions/{record_id}/messages`."""
+
+    data: list[StoredMessage]
 
 
 class FunctionDelta(_Shape):

@@ -192,6 +192,9 @@ def documented(default: Any, **limits: Any) -> Any:
     return Field(default, json_schema_extra=limits)
 
 
+Metadata = Annotated[dict[str, str], Field(max_length=64)]
+"""What a client notes on a request that is kept."""
+
 IGNORED = frozenset(
     {
         *("access_programs", "client_metadata", "metadata", "mm_processor_kwargs"),

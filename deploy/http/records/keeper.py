@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
@@ -34,8 +35,9 @@ class Keeper:
         stream_age_s: float | None = None,
     ) -> None:
         """`must`: the request isn't answered if it can't be kept. `is_new`: False if the record is
-        in the store: then it is answered again. `stream_age_s`: how long the record of a stream is
-        kept behind its end; None: it has a response, which is kept as long as any."""
+        in the store: then it is answered again. `stream_age_s`: how long the record is kept behind
+        its end if it has no response then; None: it has one from the beginning. Those with a
+        response are kept as long as any."""
         self.record = record
         self.is_new = is_new
         self._store = store
@@ -83,8 +85,9 @@ class Keeper:
 
     async def end(self, response: dict[str, Any] | None = None) -> None:
         """The answer is complete. If that can't be kept, the client gets it all the same."""
+        age_s = self._age_s if response is None or self._age_s is None else math.inf
         try:
-            await self._store.end(self.record, response, self._age_s)
+            await self._store.end(self.record, response, age_s)
         except RequestError:
             logger.error("request %s was answered, which couldn't be kept", self.record.id)
 
@@ -94,7 +97,9 @@ class Keeper:
 
     def leave(self, response: dict[str, Any] | None = None) -> None:
         """The client left, and may come back. If the answer must be there, a process makes it."""
-        if self.is_new or self._age_s is not None:
+        if self._age_s == 0.0:
+            self.forget()
+        elif self.is_new or self._age_s is not None:
             again_in_s = 0.0 if self.record.is_background else None
             self._beside(
                 self._store.leave(self.record, response, self._age_s, again_in_s=again_in_s)

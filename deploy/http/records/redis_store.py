@@ -128,11 +128,11 @@ if response ~= '' then
   make_room(most_bytes)
 end
 """
-_PROGRESS = """
-local member, head, holder, response, most_bytes = unpack(ARGV)
+_RESPOND = """
+local member, head, ended, holder, response, most_bytes = unpack(ARGV)
 if redis.call('HGET', named(member), 'head') ~= head
-    or redis.call('HGET', named(member), 'ended') ~= '0'
-    or redis.call('HGET', named(member), 'holder') ~= holder then return 0 end
+    or redis.call('HGET', named(member), 'ended') ~= ended then return 0 end
+if ended == '0' and redis.call('HGET', named(member), 'holder') ~= holder then return 0 end
 respond(member, response)
 make_room(most_bytes)
 return 1
@@ -254,12 +254,12 @@ class RedisStore(RecordStore):
         given = member, head, ended, lease, encoded(response) or b"", expires, self._max_bytes
         await self._run(lambda: self._scripts["change"](args=given))
 
-    async def _progress(self, record: Record, response: bytes) -> bool:
+    async def _respond(self, record: Record, response: bytes, *, has_ended: bool) -> bool:
         member, head = _member(record.id, record.owner), encode_json(Head.of(record))
 
         async def work() -> bool:
-            given = member, head, self._holder, response, self._max_bytes
-            return bool(await self._scripts["progress"](args=given))
+            given = member, head, int(has_ended), self._holder, response, self._max_bytes
+            return bool(await self._scripts["respond"](args=given))
 
         return await self._run(work)
 
@@ -350,7 +350,7 @@ class RedisStore(RecordStore):
         )
         self._client = Redis.from_pool(pool)
         scripts = {"add": _ADD, "change": _CHANGE, "take_up": _TAKE_UP, "forget": _FORGET}
-        scripts |= {"progress": _PROGRESS, "page": _PAGE}
+        scripts |= {"respond": _RESPOND, "page": _PAGE}
         self._scripts = {
             name: self._client.register_script(_COMMON + text) for name, text in scripts.items()
         }

@@ -141,13 +141,13 @@ class SqliteStore(RecordStore):
 
         await self._run(write)
 
-    async def _progress(self, record: Record, response: bytes) -> bool:
-        row = response, record.owner, record.id, encode_json(Head.of(record))
+    async def _respond(self, record: Record, response: bytes, *, has_ended: bool) -> bool:
+        row = response, record.owner, record.id, encode_json(Head.of(record)), has_ended
 
         def write(connection: sqlite3.Connection) -> bool:
             changed = connection.execute(
                 "UPDATE records SET response = ? "
-                "WHERE owner = ? AND id = ? AND head = ? AND ended = 0 AND holder = ?",
+                "WHERE owner = ? AND id = ? AND head = ? AND ended = ? AND (ended OR holder = ?)",
                 (*row, self._holder),
             )
             self._remove_surplus(connection)

@@ -34,7 +34,7 @@ process makes it."""
 
 
 class Record(msgspec.Struct, kw_only=True):
-    """A request, and, for `POST /v1/responses`, its response as the API shows it."""
+    """A request, and its response as the API shows it, where that is kept, too."""
 
     id: str
     owner: str
@@ -56,6 +56,11 @@ class Record(msgspec.Struct, kw_only=True):
     is_background: bool = False
     """Whether the answer is made though nobody reads it."""
     has_ended: bool = False
+
+    @property
+    def is_response(self) -> bool:
+        """Whether it is one of `POST /v1/responses`, whose ids are the server's."""
+        return self.endpoint == "responses"
 
 
 class Head(msgspec.Struct, array_like=True, kw_only=True):
@@ -152,14 +157,21 @@ class RecordStore(ABC):
         """Keep the response so far of a record whose lease this process has. False if it has it no
         longer, or the record has ended or was deleted: then nothing is kept, nor renewed."""
         named = record.owner, record.id
-        if named in self._held and await self._progress(record, encode_json(response)):
+        changed = encode_json(response)
+        if named in self._held and await self._respond(record, changed, has_ended=False):
             return True
         self._held.discard(named)
         return False
 
+    async def amend(self, record: Record, response: dict[str, Any]) -> None:
+        """Keep another response of a record that has ended."""
+        if not await self._respond(record, encode_json(response), has_ended=True):
+            raise no_record(record.id)
+
     @abstractmethod
-    async def _progress(self, record: Record, response: bytes) -> bool:
-        """As `progress`, of a record that this process takes for its own."""
+    async def _respond(self, record: Record, response: bytes, *, has_ended: bool) -> bool:
+        """Change the response of a record that has ended, or hasn't and whose lease this process
+        has. False if there is no such record."""
 
     @abstractmethod
     async def forget(self, record: Record) -> None:
@@ -261,9 +273,8 @@ class RecordStore(ABC):
 
 def tagged(record: Record) -> str:
     """The record's id, with a tag that tells it from a later one of the same id: clients choose the
-    ids of their requests. Those of responses are the server's."""
-    own = record.endpoint == "responses"
-    return record.id if own else f"{record.id}~{record.seed:032x}"[:-24]
+    ids of their requests."""
+    return record.id if record.is_response else f"{record.id}~{record.seed:032x}"[:-24]
 
 
 def encoded(response: dict[str, Any] | None) -> bytes | None:

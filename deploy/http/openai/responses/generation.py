@@ -8,7 +8,6 @@ from typing import Any
 
 from deploy.http.body import encode_json
 from deploy.http.errors import ErrorReply
-from deploy.http.generation.event_stream import EventStream
 from deploy.http.generation.generation import Generation
 from deploy.http.openai.logprobs import LogprobStyle, chat_logprobs
 from deploy.http.openai.responses.output import Event, OutputItems, Status
@@ -37,23 +36,18 @@ class ResponseGeneration(Generation[ResponsesRequest]):
         is_new = self.keeper is not None and self.keeper.is_new
         return is_new and self._request.background and not self.stream
 
-    def begin_keeping(self) -> None:
-        """Nothing yet: the first event says whether the response is kept."""
+    @property
+    def keeps_reply(self) -> bool:
+        return True
 
     async def result(self) -> bytes:
-        await self._keep()
         if self.is_queued:
+            await self._keep()
             return encode_json(self._response("queued"))
         return await super().result()
 
-    async def send_events(self, stream: EventStream) -> bytes:
-        await self._keep()
-        return await super().send_events(stream)
-
-    async def _keep(self) -> None:
-        """Write down that there will be this response."""
-        if self.keeper is not None and not await self.keeper.begin(self._response("in_progress")):
-            self.keeper = None
+    def _first_response(self) -> dict[str, Any]:
+        return self._response("in_progress")
 
     def response_to_keep(self) -> dict[str, Any]:
         if self._final is not None:

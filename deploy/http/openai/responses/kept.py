@@ -16,13 +16,13 @@ from deploy.http.generation.read_on import (
     ReadOnRoute,
     wants_stream,
 )
+from deploy.http.openai.pages import PAGE_PARAMETERS, PageQuery
 from deploy.http.openai.responses import replies
 from deploy.http.openai.responses.endpoint import ResponsesEndpoint
 from deploy.http.openai.responses.history import items_of
 from deploy.http.records.store import Record, RecordStore
 from engine.errors import RequestError
 
-MAX_ITEMS = 100
 _PARTS = {"user": "input_text", "system": "input_text", "developer": "input_text"}
 """Types of a message's text, by its role; an assistant's is `output_text`."""
 
@@ -105,16 +105,7 @@ class InputItemsRoute(_KeptRoute):
 
     paths = ("/v1/responses/{record_id}/input_items",)
     methods = ("GET",)
-    parameters = (
-        RECORD_ID,
-        {
-            "name": "limit",
-            "in": "query",
-            "schema": {"type": "integer", "minimum": 1, "maximum": MAX_ITEMS},
-        },
-        {"name": "order", "in": "query", "schema": {"enum": ["asc", "desc"]}},
-        {"name": "after", "in": "query", "schema": {"type": "string"}},
-    )
+    parameters = (RECORD_ID, *PAGE_PARAMETERS)
     description = (
         "As OpenAI's `GET /v1/responses/{response_id}/input_items`: the items of the request's "
         "`input`, the last one first unless `order` is `asc`."
@@ -122,31 +113,7 @@ class InputItemsRoute(_KeptRoute):
     reply = replies.InputItems
 
     async def _answer(self, kept: _Kept) -> dict[str, Any]:
-        query = kept.query
-        order = query.get("order", "desc")
-        if order not in ("asc", "desc"):
-            raise RequestError("order must be asc or desc.", "order")
-        limit = query.get("limit", "20")
-        if not (limit.isascii() and limit.isdigit() and len(limit) < 4) or not (
-            1 <= int(limit) <= MAX_ITEMS
-        ):
-            raise RequestError(f"limit must be a number from 1 to {MAX_ITEMS}.", "limit")
-        items = _shown(kept.record)
-        if order == "desc":
-            items.reverse()
-        if "after" in query:
-            ids = [item["id"] for item in items]
-            if query["after"] not in ids:
-                raise RequestError("after must be the id of an item.", "after")
-            items = items[ids.index(query["after"]) + 1 :]
-        page = items[: int(limit)]
-        return {
-            "object": "list",
-            "data": page,
-            "first_id": page[0]["id"] if page else None,
-            "last_id": page[-1]["id"] if page else None,
-            "has_more": len(items) > len(page),
-        }
+        return PageQuery.of(kept.query, newest_first=True).within(_shown(kept.record))
 
 
 class CancelRoute(_KeptRoute):

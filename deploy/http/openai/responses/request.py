@@ -17,7 +17,7 @@ from deploy.http.generation.request import (
     named_error,
 )
 from deploy.http.generation.tool_use import ToolUse
-from deploy.http.openai.request import Stop, documented
+from deploy.http.openai.request import Metadata, Stop, documented
 from deploy.http.openai.responses.items import (
     Input,
     for_template,
@@ -135,7 +135,7 @@ class ResponsesRequest(Strict):
     parallel_tool_calls: bool = True
 
     # Accepted: they label a request.
-    metadata: dict[str, str] = Field(default_factory=dict, max_length=64)
+    metadata: Metadata = Field(default_factory=dict)
     user: str | None = None
     safety_identifier: str | None = None
     service_tier: str | None = None

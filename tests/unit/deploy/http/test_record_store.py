@@ -259,6 +259,25 @@ def test_progress(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     run(first, scenario)
 
 
+def test_another_response(place: Place) -> None:
+    """Of a record that has ended, and of no other one."""
+    store = place.open(DAY, 1 << 24)
+
+    async def scenario() -> None:
+        for name in ("r", "s"):
+            await store.add(record(name))
+            assert await missing(store.amend(record(name), {"n": 1}))
+            await store.end(record(name), {"n": 2})
+        await store.amend(record("r"), {"n": 3})
+        assert (await store.get("r", "")).response == {"n": 3}
+        page = await store.page("", "responses", after=None, limit=2, newest_first=False)
+        assert [one.id for one in page] == ["r", "s"]
+        await store.delete("r", "")
+        assert await missing(store.amend(record("r"), {"n": 4}))
+
+    run(store, scenario)
+
+
 def test_conversations(place: Place) -> None:
     store = place.open(DAY, 1 << 26)
 

@@ -1,0 +1,73 @@
+"""`Server`: the application with a store of requests, and an engine that is none."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from deploy.http.api import build_api
+from deploy.http.openai.responses.replies import Response
+from deploy.http.served_models import ServedModels
+from deploy.http.settings import ApiSettings
+from deploy.options import ServerOptions
+from tests.support.fake_client import FakeEngineClient
+
+
+class Server:
+    """The application with a store, and what its engine was asked."""
+
+    def __init__(self, http: httpx.AsyncClient, client: FakeEngineClient) -> None:
+        self.http, self.client = http, client
+
+    async def respond(self, text: Any, **fields: Any) -> dict[str, Any]:
+        headers = fields.pop("headers", {})
+        body = {"input": text, "max_output_tokens": 50, **fields}
+        reply = await self.http.post("/v1/responses", json=body, headers=headers)
+        assert reply.status_code == 200, reply.text
+        found: dict[str, Any] = reply.json()
+        Response.model_validate(found)
+        return found
+
+    async def refusal(self, method: str, path: str, **options: Any) -> tuple[int, dict[str, Any]]:
+        reply = await self.http.request(method, path, **options)
+        assert reply.status_code >= 400, reply.text
+        return reply.status_code, reply.json()["error"]
+
+    @property
+    def conversation(self) -> list[tuple[str, str]]:
+        """What the engine was asked last."""
+        return [(message["role"], message["content"]) for message in self.messages]
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self.client.chat_calls[-1]["messages"]
+        return found
+
+
+def options(tmp_path: Path, **more: Any) -> ServerOptions:
+    return ServerOptions(request_store_path=str(tmp_path / "store" / "records.sqlite3"), **more)
+
+
+@asynccontextmanager
+async def serve(server: ServerOptions) -> AsyncIterator[Server]:
+    client = FakeEngineClient(4096, tool_format="hermes", reasons=False)
+    client.script = "fine"
+    app = build_api(lambda: ServedModels(client), ApiSettings(server))
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+        yield Server(http, client)
+    if app.state.store is not None:
+        await app.state.store.close()
+
+
+def run(server: ServerOptions, scenario: Callable[[Server], Awaitable[None]]) -> None:
+    async def all_of_it() -> None:
+        async with serve(server) as running:
+            await scenario(running)
+
+    asyncio.run(all_of_it())
