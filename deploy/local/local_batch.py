@@ -34,7 +34,7 @@ from deploy.http.settings import ApiSettings
 from deploy.local.local_client import LocalClient
 from deploy.options import ServerOptions
 from engine.config import EngineConfig
-from engine.errors import ConfigError
+from engine.errors import ConfigError, EngineDeadError, RequestError
 from engine.llm import LLM
 from engine.process.interrupts import HeldInterrupts
 
@@ -74,7 +74,7 @@ class LocalBatch:
         self._served = info
 
     def run(self) -> int:
-        """Returns the exit status: 0; 1 if a line failed. Raises `ConfigError`."""
+        """Returns the exit status: 0; 1 if a line, or the engine, failed. Raises `ConfigError`."""
         if not self._output.absolute().parent.is_dir():
             raise ConfigError(f"the folder of '{self._output}' doesn't exist.")
         source = Source(self._opened, self._server.max_body_bytes, BATCH_ENDPOINTS)
@@ -98,6 +98,9 @@ class LocalBatch:
             except KeyboardInterrupt:
                 print("stopped; the same command goes on", file=sys.stderr)
                 return 130
+            except (EngineDeadError, RequestError) as error:
+                print(f"error: {error}; the same command goes on", file=sys.stderr)
+                return 1
 
     async def _answer(
         self, client: LocalClient, source: Source, checked: Checked, asker: LineAsker
@@ -114,6 +117,9 @@ class LocalBatch:
         )
 
         async def flushed() -> None:
+            health = await client.health()
+            if not health.ok:
+                raise EngineDeadError(health.detail)
             bar.update(output.completed + output.failed - bar.n)
             bar.set_postfix(failed=output.failed, tokens=sum(output.tokens))
 

@@ -111,7 +111,7 @@ class LocalClient(EngineClient):
         return await self.health()
 
     async def health(self) -> EngineHealth:
-        return EngineHealth(self._failure is None, "" if self._failure is None else "it has failed")
+        return EngineHealth(self._failure is None, f"the engine has failed: {self._failure}")
 
     async def stats(self) -> list[dict[str, float]]:
         return [{}]
