@@ -153,22 +153,27 @@ class _Drive:
         self._asked = msgspec.json.decode(record.body, type=_Asked)
         self._output = BatchOutput(self._files, record.id, record.owner)
         self._told = (0, 0)
-        endpoint = self._batch["endpoint"]
-        self._urls = (endpoint,)
-        self._limit = driver.endpoints[endpoint].settings.server.max_body_bytes
+        endpoint = driver.endpoints[self._batch["endpoint"]]
+        self._limit = endpoint.settings.server.max_body_bytes
 
     async def run(self) -> None:
-        owner = self._record.owner
+        if self._batch["status"] in END_STATUSES:
+            await self._end()
+            return
         try:
-            file = await self._files.get(self._batch["input_file_id"], owner)
+            file = await self._files.get(self._batch["input_file_id"], self._record.owner)
         except RequestError as error:
             if error.status != 404:
                 raise
-            await self._driver.fail(self._record, error)
+            problem = LineProblem(error.code or "file_not_found", error.message)
+            self._batch = failed(self._batch, [problem])
+            await self._output.load()
+            await self._finish("failed")
             return
-        opened = partial(self._files.open_now, file.id, owner)
+        opened = partial(self._files.open_now, file.id, self._record.owner)
+        source = Source(opened, self._limit, (self._batch["endpoint"],))
         if self._batch["status"] == "validating":
-            checked = await check_lines(opened, self._limit, self._urls)
+            checked = await check_lines(*source)
             if checked.problems:
                 await self._store.end(self._record, failed(self._batch, checked.problems))
                 return
@@ -176,25 +181,30 @@ class _Drive:
             await self._turn("in_progress")
         await self._output.load()
         self._told = self._output.completed, self._output.failed
-        status = "completed"
-        if self._batch["status"] == "in_progress":
-            client = self._driver.models_provider().of(self._batch["model"])
-            asker = LineAsker(
-                self._driver.endpoints, self._record.digest, file.created_at, file.digest
-            )
-            source = Source(opened, self._limit, self._urls)
-            ask = lambda line: asker.ask(line, owner, self._key)  # noqa: E731
-            width = await width_of(client)
-            work = BatchRun(source, self._output, ask, asker.name, width, self._flushed)
-            try:
-                await self._flushed()  # it may be cancelled, or its time over
-                await work.run()
-            except _Cancelled:
-                status = "cancelled"
-            except _Expired:
-                status = "expired"
-                await self._expire(source, asker)
+        asker = LineAsker(self._driver.endpoints, self._record.digest, file.created_at, file.digest)
+        status = await self._answer(source, asker)
+        if status == "expired":
+            await self._expire(source, asker)
         await self._finish(status)
+
+    async def _answer(self, source: Source, asker: LineAsker) -> str:
+        """Have the lines answered; returns how the batch ends."""
+        if self._batch["status"] != "in_progress":
+            return "completed"
+
+        async def ask(line: BatchLine) -> Reply:
+            return await asker.ask(line, self._record.owner, self._key)
+
+        client = self._driver.models_provider().of(self._batch["model"])
+        width = await width_of(client)
+        try:
+            await self._flushed()  # it may be cancelled, or its time over
+            await BatchRun(source, self._output, ask, asker.name, width, self._flushed).run()
+        except _Cancelled:
+            return "cancelled"
+        except _Expired:
+            return "expired"
+        return "completed"
 
     async def _flushed(self) -> None:
         """Answers were kept: the store learns how many, and this process whether to go on."""
@@ -245,7 +255,7 @@ class _Drive:
 
     async def _finish(self, status: str) -> None:
         """Make the files and end the batch."""
-        record, batch, output = self._record, self._batch, self._output
+        batch, output = self._batch, self._output
         if status == "completed":
             await self._turn("finalizing")
         batch["request_counts"] |= {"completed": output.completed, "failed": output.failed}
@@ -269,8 +279,13 @@ class _Drive:
         batch[f"{status}_at"] = now = int(time.time())
         if status == "cancelled":
             batch["cancelling_at"] = now
-        await self._store.end(record, batch)
-        await self._files.remove_parts(record.id, record.owner)
+        await self._keep()
+        await self._end()
+
+    async def _end(self) -> None:
+        """Everything is made, and the store has it."""
+        await self._files.remove_parts(self._record.id, self._record.owner)
+        await self._store.end(self._record, self._batch)
 
     async def _made(self, kind: str, lines: Iterable[bytes]) -> StoredFile:
         """A file of the batch's output; made again, it is the same one."""

@@ -517,3 +517,88 @@ def test_none_without_a_store(tmp_path: Path) -> None:
                 assert reply.status_code == 400 and "request_store" in reply.text
 
     run(scenario)
+
+
+class _Dying:
+    """Stops a process' writes, of records and of files, after so many."""
+
+    def __init__(self, server: Server, last: int) -> None:
+        self.count = 0
+        self._last = last
+        store, files = server.app.state.store, server.app.state.files
+        self._restore = (store, store._run), (files, files._run)
+        store._run = self._counted(store._run, ("write", "remove"))
+        files._run = self._counted(files._run, ("write", "<lambda>", "remove"))
+
+    def _counted(self, run: Any, names: tuple[str, ...]) -> Any:
+        async def counted(work: Any) -> Any:
+            if self.count >= self._last:
+                await asyncio.Event().wait()  # the process is dead
+            found = await run(work)
+            self.count += work.__name__ in names
+            return found
+
+        return counted
+
+    def end(self) -> None:
+        for owner, run in self._restore:
+            owner._run = run
+
+
+def test_after_each_write(tmp_path: Path) -> None:
+    """Whatever the process had written when it died, another one makes the same output."""
+    data = jsonl(*[line(f"q{i}", temperature=1.0) for i in range(6)], line("bad", n=-1))
+
+    async def begun(path: Path) -> tuple[Any, str]:
+        async with Server(path) as server:
+            return await server.upload(data)
+
+    async def life(path: Path, file_id: str, last: int) -> tuple[int, Any]:
+        """One process, until it has made so many writes or the batch has ended."""
+        server = Server(path)
+        await server.__aenter__()
+        dying = _Dying(server, last)
+        fields: Any = {"input_file_id": file_id, "endpoint": CHAT, "completion_window": "24h"}
+        making = asyncio.create_task(server.openai.batches.create(**fields))
+        runner_, store = server.app.state.runner, server.app.state.store
+        async with asyncio.timeout(20):
+            while dying.count < last and not (making.done() and not runner_._answers):
+                await asyncio.sleep(0.01)
+        batch = making.result() if making.done() else None
+        making.cancel()
+        await asyncio.gather(making, return_exceptions=True)
+        for task in [*runner_._answers, runner_._looking]:
+            task.cancel()
+        await asyncio.gather(*runner_._answers, runner_._looking, return_exceptions=True)
+        dying.end()
+        await store.close()
+        await server.http.aclose()
+        return dying.count, batch
+
+    async def scenario() -> None:
+        file = await begun(tmp_path)
+        total, batch = await life(tmp_path, file.id, 10**6)
+        async with Server(tmp_path) as server:
+            end = await server.end_of(batch)
+            want = [
+                (await server.openai.files.content(name)).read()
+                for name in (end.output_file_id, end.error_file_id)
+            ]
+            known = {batch.id}
+        assert total >= 8
+        for last in range(1, total):
+            await life(tmp_path, file.id, last)
+            await asyncio.sleep(0.4)  # its lease
+            async with Server(tmp_path) as server:
+                for batch in (await server.openai.batches.list(limit=1)).data:
+                    end = await server.end_of(batch)
+                    made = [
+                        (await server.openai.files.content(name)).read()
+                        for name in (end.output_file_id, end.error_file_id)
+                    ]
+                    assert made == want, last
+                    known.add(batch.id)
+        assert len(known) > 8
+        assert not list((tmp_path / "files").rglob("*.parts"))
+
+    run(scenario)
