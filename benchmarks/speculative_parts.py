@@ -186,7 +186,7 @@ def scheduler() -> list[dict[str, Any]]:
         for rid, prompt in enumerate(prompts_of_rows.astype(np.int32)):
             params = SamplingParams(max_tokens=600, temperature=0.0, ignore_eos=True)
             core.scheduler.add(AddRequest(rid=rid, sequence=TokenSequence(prompt, params)), 0.0)
-        while core.scheduler.requests.waiting or core.scheduler.requests.chunked:
+        while core.scheduler.requests.waiting or core.scheduler.requests.interactive.chunked:
             core.step()
         for _ in range(10):
             core.step()

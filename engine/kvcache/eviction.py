@@ -9,6 +9,7 @@ from typing import TypeAlias
 from engine.kvcache.tree_node import TreeNode
 
 EvictionKey: TypeAlias = tuple[int, ...]
+_Entry: TypeAlias = tuple[bool, EvictionKey, int, TreeNode]
 
 
 class EvictionPolicy(ABC):
@@ -48,7 +49,8 @@ class PriorityPolicy(EvictionPolicy):
 
 
 class EvictionQueue:
-    """Evictable leaves, the next victim first, without ever walking the tree.
+    """Evictable leaves, the next victim first, without ever walking the tree. Whatever the policy,
+    those that only flex requests used go before all others.
 
     A heap with lazy repair. Every evictable leaf has exactly one entry. An entry may be stale: its
     node was touched since (its key rose), was locked, or got children. The entry is corrected when
@@ -59,7 +61,7 @@ class EvictionQueue:
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self._policy = policy
-        self._heap: list[tuple[EvictionKey, int, TreeNode]] = []
+        self._heap: list[_Entry] = []
 
     def __len__(self) -> int:
         """Number of entries, stale ones included."""
@@ -69,21 +71,20 @@ class EvictionQueue:
         """Tell the queue that this node has become an evictable leaf."""
         if not node.queued:
             node.queued = True
-            heapq.heappush(self._heap, (self._policy.key(node), node.node_id, node))
+            heapq.heappush(self._heap, self._entry(node))
 
     def pop(self) -> TreeNode | None:
         """Take the next victim, or None when no leaf is evictable."""
         heap = self._heap
-        key_of = self._policy.key
         while heap:
-            entry_key, node_id, node = heap[0]
+            node = heap[0][-1]
             if not node.is_evictable:
                 heapq.heappop(heap)
                 node.queued = False
                 continue
-            key = key_of(node)
-            if key != entry_key:
-                heapq.heapreplace(heap, (key, node_id, node))
+            entry = self._entry(node)
+            if entry != heap[0]:
+                heapq.heapreplace(heap, entry)
                 continue
             heapq.heappop(heap)
             node.queued = False
@@ -91,10 +92,13 @@ class EvictionQueue:
         return None
 
     def clear(self) -> None:
-        for _, _, node in self._heap:
+        for node in self.nodes():
             node.queued = False
         self._heap.clear()
 
     def nodes(self) -> list[TreeNode]:
         """Nodes with an entry, in no order; for checks."""
-        return [node for _, _, node in self._heap]
+        return [entry[-1] for entry in self._heap]
+
+    def _entry(self, node: TreeNode) -> _Entry:
+        return (not node.is_flex, self._policy.key(node), node.node_id, node)

@@ -72,6 +72,7 @@ class RadixCache:
         self._clock = 0
         self._next_node_id = 0
         self._evictable_size = 0
+        self._flex_size = 0
         self._protected_size = 0
         self._no_indices = np.empty(0, dtype=np.int32)
         # Empty matches end on this node, in any namespace. Callers lock it like any other node,
@@ -85,6 +86,11 @@ class RadixCache:
         return self._evictable_size
 
     @property
+    def evictable_flex_size(self) -> int:
+        """Tokens in unlocked nodes that only flex requests have used; they are evicted first."""
+        return self._flex_size
+
+    @property
     def protected_size(self) -> int:
         """Tokens in locked nodes, which can't be evicted."""
         return self._protected_size
@@ -94,17 +100,19 @@ class RadixCache:
         """Tokens in the tree."""
         return self._evictable_size + self._protected_size
 
-    def match_prefix(self, token_ids: NDArray[np.int32], namespace: str = "") -> MatchResult:
+    def match_prefix(
+        self, token_ids: NDArray[np.int32], namespace: str = "", *, is_flex: bool = False
+    ) -> MatchResult:
         """Find the longest cached prefix of `token_ids` (int32 [num_tokens]), in whole pages.
 
-        The prefix counts as used now. The node in which the match ends may be split. The slots are
-        the tree's: lock `last_node` before the next `evict`, and keep it locked while the slots are
-        in use.
+        The prefix counts as used now, with `is_flex` by a flex request. The node in which the match
+        ends may be split. The slots are the tree's: lock `last_node` before the next `evict`, and
+        keep it locked while the slots are in use.
         """
         top = self._namespaces.get(namespace)
         if top is None:
             return MatchResult(self._no_indices, self.root)
-        path, matched = self._descend(top, self._aligned_bytes(token_ids))
+        path, matched = self._descend(top, self._aligned_bytes(token_ids), is_flex)
         if matched == 0:
             return MatchResult(self._no_indices, self.root)
         return MatchResult(np.concatenate([node.indices for node in path]), path[-1])
@@ -116,6 +124,8 @@ class RadixCache:
         namespace: str = "",
         priority: int = 0,
         page_hashes: Sequence[int] = (),
+        *,
+        is_flex: bool = False,
     ) -> InsertResult:
         """Give the whole pages of a request to the tree: `token_ids` and their slots, `indices`.
 
@@ -125,8 +135,8 @@ class RadixCache:
         aligned stays with the caller. A disabled cache takes nothing, and prefix_len is 0.
 
         `priority` is for the policy of that name; the highest of a node's requests counts.
-        `page_hashes` are hashes of the first pages that were computed already (see `hash_pages`);
-        events need the hashes of all. Raises `ValueError` if there are too few slots.
+        `is_flex` is as in `match_prefix`. `page_hashes` are hashes of the first pages that were
+        computed already (see `hash_pages`); events need the hashes of all. Raises `ValueError` if there are too few slots.
         """
         if self.disable:
             return InsertResult(0, self.root)
@@ -142,17 +152,17 @@ class RadixCache:
             if self._events is not None:
                 top.hashes = [root_hash(namespace)]
             self._namespaces[namespace] = top
-        path, matched = self._descend(top, data)
+        path, matched = self._descend(top, data, is_flex)
         for node in path:
-            node.hits += 1
-            if node.priority < priority:
-                node.priority = priority
+            if node.is_flex or not is_flex:
+                node.hits += 1
+                node.priority = max(node.priority, priority)
         last = path[-1] if path else top
         prefix_len = matched // TOKEN_BYTES
         if matched < len(data):
             owned = np.array(indices[prefix_len:aligned], dtype=np.int32)
             known = page_hashes[prefix_len // self.page_size : aligned // self.page_size]
-            last = self._add_leaf(last, data[matched:], owned, priority, known)
+            last = self._add_leaf(last, data[matched:], owned, priority, known, is_flex)
         return InsertResult(prefix_len, last)
 
     def replace(
@@ -165,7 +175,7 @@ class RadixCache:
         """Let the cached pages of `token_ids` behind the first `start` tokens be those of
         `indices`, which hold the same tokens, and free the tree's own. False, and nothing is done,
         if some of them are locked, or `start` isn't where a node begins."""
-        path, _ = self._descend(self._namespaces[namespace], self._aligned_bytes(token_ids))
+        path, _ = self._descend(self._namespaces[namespace], self._aligned_bytes(token_ids), True)
         at, nodes = 0, []
         for node in path:
             if at >= start:
@@ -190,6 +200,8 @@ class RadixCache:
                 size = len(node.indices)
                 self._evictable_size -= size
                 self._protected_size += size
+                if node.is_flex:
+                    self._flex_size -= size
             node.lock_ref += 1
             node = parent
             parent = node.parent
@@ -206,10 +218,20 @@ class RadixCache:
                 size = len(node.indices)
                 self._evictable_size += size
                 self._protected_size -= size
+                if node.is_flex:
+                    self._flex_size += size
                 if not node.queued and not node.children:
                     self._queue.push(node)
             node = parent
             parent = node.parent
+
+    def held_alone(self, node: TreeNode) -> int:
+        """Tokens that the end of one lock on this node would make evictable."""
+        found = 0
+        while node.parent is not None and node.lock_ref == 1:
+            found += len(node.indices)
+            node = node.parent
+        return found
 
     def evict(self, num_tokens: int) -> int:
         """Free unlocked leaves in the policy's order until `num_tokens` are free.
@@ -224,6 +246,8 @@ class RadixCache:
             if node is None:
                 break
             freed += len(node.indices)
+            if node.is_flex:
+                self._flex_size -= len(node.indices)
             victims.append(node)
             self._remove_leaf(node)
         if victims:
@@ -242,7 +266,7 @@ class RadixCache:
             node.lock_ref = EVICTED
         self._queue.clear()
         self._namespaces.clear()
-        self._evictable_size = 0
+        self._evictable_size = self._flex_size = 0
         if self._events is not None:
             self._events.cleared()
 
@@ -298,6 +322,9 @@ class RadixCache:
                 f"protected and evictable are {locked} and {unlocked} tokens, the counters say "
                 f"{self._protected_size} and {self._evictable_size}"
             )
+        flex = sum(len(node.indices) for node in nodes if node.lock_ref == 0 and node.is_flex)
+        if flex != self._flex_size:
+            raise KVPoolError(f"{flex} tokens are of flex requests, not {self._flex_size}")
         queued = {id(node) for node in self._queue.nodes()}
         if len(queued) != len(self._queue):
             raise KVPoolError("a node is in the eviction queue twice")
@@ -314,10 +341,11 @@ class RadixCache:
         aligned = len(token_ids) // self.page_size * self.page_size
         return token_ids[:aligned].astype(np.int32, copy=False).tobytes()
 
-    def _descend(self, top: TreeNode, data: bytes) -> tuple[list[TreeNode], int]:
+    def _descend(self, top: TreeNode, data: bytes, is_flex: bool) -> tuple[list[TreeNode], int]:
         """The nodes that match `data` below `top`, and the bytes of it that they match.
 
-        The last node is split if the match ends inside.
+        The last node is split if the match ends inside. With `is_flex`, those that others have used
+        stay as they are; without it, no node is left to flex requests alone.
         """
         self._clock += 1
         clock = self._clock
@@ -333,7 +361,12 @@ class RadixCache:
             if not whole:
                 at = common_bytes(child.key, data, offset, page_bytes)
                 child = child.split(self._new_id(), at, page_bytes)
-            child.last_access = clock
+            if child.is_flex or not is_flex:
+                child.last_access = clock
+            if child.is_flex and not is_flex:
+                child.is_flex = False
+                if child.lock_ref == 0:
+                    self._flex_size -= len(child.indices)
             path.append(child)
             offset += len(child.key)
             if not whole:
@@ -348,13 +381,17 @@ class RadixCache:
         indices: NDArray[np.int32],
         priority: int,
         known_hashes: Sequence[int],
+        is_flex: bool,
     ) -> TreeNode:
         leaf = TreeNode(self._new_id(), parent, key, indices, parent.namespace)
         leaf.last_access = leaf.created = self._clock
         leaf.hits = 1
         leaf.priority = priority
+        leaf.is_flex = is_flex
         parent.children[key[: self._page_bytes]] = leaf
         self._evictable_size += len(indices)
+        if is_flex:
+            self._flex_size += len(indices)
         if self._events is not None:
             hashes = list(known_hashes)
             rest = key[len(hashes) * self._page_bytes :]

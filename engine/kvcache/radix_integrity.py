@@ -54,6 +54,8 @@ def _check_edge(
     pages = child.indices.reshape(-1, page_size)
     if (pages[:, 0] % page_size).any() or (np.diff(pages, axis=1) != 1).any():
         raise KVPoolError(f"{name} has slots that aren't whole pages")
+    if node.is_flex and not child.is_flex:
+        raise KVPoolError(f"{name} isn't flex, but its parent is")
     if child.lock_ref < 0:
         raise KVPoolError(f"{name} is in the tree with lock_ref {child.lock_ref}")
     if child.children and child.lock_ref < max(c.lock_ref for c in child.children.values()):

@@ -40,6 +40,8 @@ class TreeNode:
     hits: int = 0
     """Inserts that passed this node: about one for each request that used it."""
     priority: int = 0
+    is_flex: bool = False
+    """Only flex requests have used the node. So have they those below it, and no others."""
     queued: bool = False
     """The node has an entry in the eviction queue."""
 
@@ -59,10 +61,7 @@ class TreeNode:
         return self.lock_ref == 0 and not self.children and self.parent is not None
 
     def split(self, head_id: int, at: int, page_bytes: int) -> TreeNode:
-        """Put a new node with the first `at` bytes of this one above it, and return the new node.
-
-        The caller sets the `last_access` of the new node.
-        """
+        """Put a new node with the first `at` bytes of this one above it, and return that."""
         parent = self.parent
         assert parent is not None
         tokens = at // TOKEN_BYTES
@@ -71,9 +70,11 @@ class TreeNode:
             head_id, parent, self.key[:at], self.indices[:tokens].copy(), self.namespace
         )
         head.lock_ref = self.lock_ref
+        head.last_access = self.last_access
         head.created = self.created
         head.hits = self.hits
         head.priority = self.priority
+        head.is_flex = self.is_flex
         pages = at // page_bytes
         head.hashes = self.hashes[:pages]
         self.hashes = self.hashes[pages:]

@@ -47,3 +47,5 @@ class TokenSequence(msgspec.Struct, omit_defaults=True):
     """None: the model as it is."""
     return_token_ids: bool = False
     """Every token's delta is needed at once, even if it adds no text."""
+    is_flex: bool = False
+    """It ranks below all others, and runs in what they leave."""

@@ -129,7 +129,7 @@ class ChunkSizer:
         columns = [n * (2.0 * prefix + n), n, np.full(len(n), 0.01)]
         design = np.column_stack(columns) / seconds[:, np.newaxis]
         kept = np.ones(len(n), np.bool_)
-        coefficients = _least_squares(design)
+        coefficients = least_squares(design)
         for _ in range(MAX_TRIMS):
             residuals = np.abs(design @ coefficients - 1.0)
             spread = float(np.median(residuals[kept]))
@@ -137,12 +137,12 @@ class ChunkSizer:
             if inliers.sum() < MIN_POINTS or np.array_equal(inliers, kept):
                 break
             kept = inliers
-            coefficients = _least_squares(design[kept])
+            coefficients = least_squares(design[kept])
         a, b, _ = coefficients.tolist()
         return Fit(a / self.base_size**2, b / self.base_size)
 
 
-def _least_squares(design: FloatMatrix) -> FloatMatrix:
+def least_squares(design: FloatMatrix) -> FloatMatrix:
     """[3] coefficients with `design` @ coefficients = 1, none of them negative.
 
     Columns whose coefficient would be negative are left out, the constant first, the quadratic one

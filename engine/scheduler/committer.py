@@ -41,14 +41,15 @@ class Committer:
         if step.drafts is not None:
             rows, planned = step.drafts
             gave = np.asarray(counts or [1] * len(step.sampled), np.int32)
-            mb.running.learn(rows, planned, gave[len(gave) - len(rows) :])
+            for batch in (mb.running, mb.paused):
+                batch.learn(rows, planned, gave[len(gave) - len(rows) :])
             self._count_drafts(gave, np.asarray(result.num_drafts or [0] * len(gave), np.int32))
         ended = self._commit(step, result, counts)
         if result.drafts is not None:
             for req, drafts in zip(step.sampled, result.drafts, strict=True):
                 req.drafts = drafts
         if ended:
-            mb.running.remove(ended)
+            mb.remove(ended)
             for req in ended:
                 self._requests.let_go(req)
 

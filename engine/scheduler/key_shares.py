@@ -39,6 +39,12 @@ class KeyShare:
         limit = self.limits.max_running
         return bool(self.waiting) and (limit is None or self.num_running < limit)
 
+    @property
+    def num_admissible(self) -> int:
+        """How many of its waiting requests may be admitted."""
+        limit, count = self.limits.max_running, len(self.waiting)
+        return count if limit is None else min(count, max(limit - self.num_running, 0))
+
 
 class KeyShares:
     """All keys that have requests; without keys there is one share.

@@ -11,11 +11,17 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from engine.kvcache import KVPoolError, RadixCache, ReqToTokenPool, TokenToKVPoolAllocator
+from engine.kvcache.radix_cache import InsertResult, MatchResult
 from engine.kvcache.window_pages import WindowPages
 from engine.protocol.step import IntArray, positions
 from engine.scheduler.req import Req
-from engine.scheduler.running_batch import RunningBatch
+from engine.scheduler.running_batch import BoolArray, RunningBatch
 from engine.scheduler.scheduler_config import SchedulerConfig
+
+PROTECTED_SHARE = 2
+"""Flex requests evict nothing of what interactive ones left in the prefix cache, unless that is
+more than the total size by this. Without a bound they would have no room: in time what interactive
+requests leave fills any cache."""
 
 
 class KVManager:
@@ -62,6 +68,12 @@ class KVManager:
         return self.allocator.available_size() + self.tree.evictable_size
 
     @property
+    def spare_room(self) -> int:
+        """Tokens that could be allocated now for flex requests."""
+        left = self.tree.evictable_size - self.tree.evictable_flex_size
+        return self.room - min(left, self.total_size // PROTECTED_SHARE)
+
+    @property
     def room_now(self) -> int:
         """The same, and no more than layers with windows have room for at this time."""
         if self.window_pages is None:
@@ -76,17 +88,26 @@ class KVManager:
         """Tokens of whole pages that `req` owns outside the tree."""
         return self.round_up(req.slots_len - req.cached_len)
 
+    def frees(self, req: Req) -> int:
+        """Tokens of room that the end of `req` gives back."""
+        if req.last_node is None:
+            return 0
+        return self.held(req) + self.tree.held_alone(req.last_node)
+
     def match(self, req: Req) -> None:
         """Find the cached prefix of `req.fill_ids`; at least one token is left to compute."""
         limit = 0 if req.needs_whole_prompt else len(req.fill_ids) - 1
-        found = self.tree.match_prefix(req.fill_ids[:limit], req.sequence.namespace)
+        found = self._find(req, req.fill_ids[:limit])
         if self.window_pages is not None:
             usable = self.window_pages.usable(self._pages(found.indices)) * self.page_size
             if usable < len(found.indices):
-                found = self.tree.match_prefix(req.fill_ids[:usable], req.sequence.namespace)
+                found = self._find(req, req.fill_ids[:usable])
         req.last_node = found.last_node
         req.prefix_indices = found.indices
         req.cached_len = len(found.indices)
+
+    def _find(self, req: Req, tokens: IntArray) -> MatchResult:
+        return self.tree.match_prefix(tokens, req.sequence.namespace, is_flex=req.is_flex)
 
     def admit(self, req: Req) -> None:
         """Give a matched and locked request a row that holds its cached prefix."""
@@ -163,6 +184,12 @@ class KVManager:
             return self.reserve_need(running.alloc, running.targets)
         return self.allocator.pages_needed_decode(running.seq_lens + 1) * self.page_size
 
+    def decode_need_of(self, running: RunningBatch, lines: BoolArray) -> int:
+        """The same of some of its lines [B]."""
+        if running.speculates:
+            return self.reserve_need(running.alloc[lines], running.targets[lines])
+        return self.allocator.pages_needed_decode(running.seq_lens[lines] + 1) * self.page_size
+
     def decode(self, rows: IntArray, seq_lens: IntArray, last_locs: IntArray) -> IntArray:
         """One slot per row [B]; `seq_lens` count the new token. Raises if there is no room."""
         self._make_room(self.allocator.pages_needed_decode(seq_lens))
@@ -229,7 +256,7 @@ class KVManager:
             return
         tokens = req.fill_ids[:whole]
         slots = self.rows.req_to_token[req.req_pool_idx, :whole]
-        found = self.tree.match_prefix(tokens, req.sequence.namespace).indices
+        found = self._find(req, tokens).indices
         if len(found) > req.cached_len:
             if self.window_pages is None or self.window_pages.usable(self._pages(found)) > (
                 req.cached_len // self.page_size
@@ -238,13 +265,22 @@ class KVManager:
             # What the tree has can't be used any more.
             if not self.tree.replace(tokens, slots, req.cached_len, req.sequence.namespace):
                 return
-        node = self.tree.insert(
-            tokens, slots, req.sequence.namespace, -req.sequence.priority, req.page_hashes
-        ).last_node
+        node = self._insert(req, tokens, slots).last_node
         self.tree.inc_lock_ref(node)
         self.tree.dec_lock_ref(req.last_node)
         req.last_node = node
         req.cached_len = whole
+
+    def _insert(self, req: Req, tokens: IntArray, slots: IntArray) -> InsertResult:
+        sequence = req.sequence
+        return self.tree.insert(
+            tokens,
+            slots,
+            sequence.namespace,
+            -sequence.priority,
+            req.page_hashes,
+            is_flex=req.is_flex,
+        )
 
     def release(self, req: Req, *, insert: bool) -> None:
         """Take row and KV back from a request that no step in flight holds.
@@ -261,16 +297,10 @@ class KVManager:
             tokens = np.concatenate([req.origin_input_ids, np.asarray(req.output_ids, np.int32)])
             known = min(req.kv_len, len(tokens)) // self.page_size * self.page_size
             if known > req.cached_len:
-                done = self.tree.insert(
-                    tokens[:known],
-                    row[:known],
-                    req.sequence.namespace,
-                    -req.sequence.priority,
-                    req.page_hashes,
-                ).prefix_len
+                done = self._insert(req, tokens[:known], row[:known]).prefix_len
                 if done > req.cached_len:
                     if self.window_pages is not None:
-                        held = self.tree.match_prefix(tokens[:done], req.sequence.namespace)
+                        held = self._find(req, tokens[:done])
                         pages = self._pages(held.indices[req.cached_len :])
                         self.window_pages.heal(pages, self._pages(row[req.cached_len : done]))
                     self.allocator.free(row[req.cached_len : done].copy())

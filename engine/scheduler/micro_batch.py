@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from engine.protocol.step import ForcedRun, Int64Array, IntArray
+from engine.scheduler.flex_pace import StepWork
 from engine.scheduler.req import Req
 from engine.scheduler.running_batch import RunningBatch
 
@@ -51,6 +52,8 @@ class LaunchedStep:
     `sampled`; None if the step checks no drafts."""
     forced: Mapping[int, ForcedRun] = field(default_factory=dict)
     """By number among the decodes: drafts of a constrained row."""
+    work: StepWork | None = None
+    """What it computes, if there are flex requests."""
 
 
 @dataclass(slots=True)
@@ -59,4 +62,22 @@ class MicroBatch:
 
     index: int
     running: RunningBatch = field(default_factory=RunningBatch)
+    paused: RunningBatch = field(default_factory=RunningBatch)
+    """Flex requests that sit out the next step. They keep their rows and KV memory."""
     in_flight: deque[LaunchedStep] = field(default_factory=deque)
+
+    @property
+    def reqs(self) -> list[Req]:
+        """All that decode, paused ones included."""
+        return self.running.reqs + self.paused.reqs if len(self.paused) else self.running.reqs
+
+    def remove(self, reqs: Sequence[Req]) -> None:
+        """Take out requests that ended or are retracted; requests that aren't here are ignored."""
+        self.running.remove(reqs)
+        if len(self.paused):
+            self.paused.remove(reqs)
+
+    def sync_lens(self) -> None:
+        """Write the launched lengths back to the requests."""
+        self.running.sync_lens()
+        self.paused.sync_lens()

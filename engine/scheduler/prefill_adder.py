@@ -13,6 +13,7 @@ more time, and it takes more of rem_chunk by the same factor.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from enum import Enum
 from typing import NamedTuple
@@ -77,6 +78,40 @@ class PrefillAdder:
         self.rem_window_now = kv.room_now - decode_need
         self.additions: list[Addition] = []
         self._owners: set[tuple[int, str, bytes]] = set()
+        self._least = kv.page_size
+        """Tokens that the first row gets in any case: decodes must not starve prompts."""
+        self.missing = 0
+        """Tokens that the last request lacked which didn't fit, if it did; also `in_windows`."""
+        self.missing_in_windows = 0
+
+    def open_to_flex(
+        self,
+        ratio: NewTokenRatio,
+        running: Iterable[Req],
+        *,
+        num_decode: int,
+        decode_need: int,
+        kept: int,
+        most: float,
+    ) -> None:
+        """From now on flex requests are offered, and may take what the others leave.
+
+        `running` flex requests come first, of which `num_decode` tokens are in the step; so are
+        decodes that need `decode_need` tokens of KV room and weren't counted yet. `kept` tokens of
+        room must stay, and what the prefix cache protects. `most` tokens may be computed.
+        """
+        running = list(running)
+        self.ratio = ratio
+        protected = self.kv.room - self.kv.spare_room if kept else 0
+        self.rem_total -= sum(map(ratio.reserve, running)) + decode_need + max(kept, protected)
+        self.rem_now -= decode_need + protected
+        expected = window_room(self.kv, ratio, ()) - window_room(self.kv, ratio, running)
+        self.rem_window_total -= expected + decode_need
+        self.rem_window_now -= decode_need
+        self.rem_chunk -= num_decode
+        if most < math.inf:
+            self.rem_chunk = min(self.rem_chunk, int(most))
+            self._least = 0
 
     def reserve(self, req: Req) -> None:
         """Keep the room that the rest of a partly launched request needs. Call it before requests
@@ -94,9 +129,12 @@ class PrefillAdder:
             num = self._page_floor(req.kv_len, num)
         if num <= 0:
             return AddResult.OTHER
-        if self._pages(req.kv_len, req.kv_len + num) > min(self.rem_now, self.rem_window_now):
+        pages = self._pages(req.kv_len, req.kv_len + num)
+        if pages > min(self.rem_now, self.rem_window_now):
+            self.missing = pages - self.rem_now
+            self.missing_in_windows = pages - self.rem_window_now
             return AddResult.NO_TOKEN
-        self.rem_total += self._pages(req.kv_len, req.kv_len + num)
+        self.rem_total += pages
         self._take(req, num, last=num == left)
         return AddResult.ADDED
 
@@ -119,10 +157,12 @@ class PrefillAdder:
         fits = fits and in_windows <= max(self.rem_window_total, 0)
         if not fits and not force:
             self.kv.tree.dec_lock_ref(req.last_node)
+            self.missing = locked + max(need + output - self.rem_total, need - self.rem_now)
+            self.missing_in_windows = in_windows - max(self.rem_window_total, 0)
             return AddResult.NO_TOKEN
         num = extend
         allowed = self._allowed(req.cached_len)
-        if extend > allowed and (self.chunking or self.additions):
+        if extend > allowed and (self.chunking or self.additions or not self._least):
             in_parts = self.chunking and not whole
             num = self._page_floor(req.cached_len, allowed) if in_parts else 0
             if num <= 0:
@@ -134,6 +174,10 @@ class PrefillAdder:
             and not force
         ):
             self.kv.tree.dec_lock_ref(req.last_node)
+            self.missing = 0
+            self.missing_in_windows = (
+                self._pages(req.cached_len, req.cached_len + num) + seen - self.rem_window_now
+            )
             return AddResult.NO_TOKEN
         self.rem_window_now -= seen
         self.rem_window_total -= in_windows
@@ -154,14 +198,11 @@ class PrefillAdder:
         self.additions.append(Addition(req, num, last))
 
     def _allowed(self, prefix_len: int) -> int:
-        """Tokens behind `prefix_len` that the rest of the step has time for.
-
-        The first row always gets a page: decodes must not starve prompts.
-        """
+        """Tokens behind `prefix_len` that the rest of the step has time for."""
         allowed = self.rem_chunk
         if self.sizer is not None:
             allowed = allowed * self.sizer.size_behind(prefix_len) // self.sizer.base_size
-        return allowed if self.additions else max(allowed, self.kv.page_size)
+        return allowed if self.additions else max(allowed, self._least)
 
     def _cost(self, prefix_len: int, num: int) -> int:
         if self.sizer is None:

@@ -1,22 +1,28 @@
-"""`PrefillPlanner`: which prompts, or parts of them, a step computes."""
+"""`PrefillPlanner`: which prompts, or parts of them, a step computes.
+
+Interactive requests come first, as if there were no flex ones; if they lack a row or room, flex
+requests give it back. Flex prompts get what is left of the step.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from engine.scheduler.balance import fair_share, open_places
 from engine.scheduler.chunk_sizer import ChunkSizer
+from engine.scheduler.flex_pace import FlexPace, StepWork
 from engine.scheduler.key_shares import KeyShare
 from engine.scheduler.micro_batch import MicroBatch
-from engine.scheduler.new_token_ratio import NewTokenRatio
 from engine.scheduler.prefill_adder import Addition, AddResult, PrefillAdder, window_room
+from engine.scheduler.rank import Rank
 from engine.scheduler.req import Req, ReqStatus
 from engine.scheduler.requests import Requests
 from engine.scheduler.schedule_policy import SchedulePolicy
 from engine.scheduler.scheduler_config import SchedulerConfig
-from engine.scheduler.victims import preemption_victims
+from engine.scheduler.victims import flex_victims, preemption_victims
 
 FULL_RETRY_STEPS = 16
 """Steps until requests are offered to a full batch again; `NewTokenRatio` decays meanwhile."""
@@ -24,12 +30,16 @@ MAX_MISFITS = 8
 """Requests of a key that a step looks at in vain: they don't fit beside a prompt in chunks."""
 GIVE_WAY_CHUNKS = 2
 """A prompt in chunks gives way to another key's long one with credit for so many more chunks."""
+FLEX_RESERVE = 8
+"""Flex requests are admitted if one row of so many, at least one, and as large a share of the KV
+cache are free then. They leave again when half of that is used up."""
 
 
 @dataclass(slots=True)
 class _Round:
     """The turns of one step."""
 
+    rank: Rank
     mb: MicroBatch
     adder: PrefillAdder
     step: int
@@ -50,89 +60,163 @@ class _Round:
 
 
 class PrefillPlanner:
-    """Admits waiting requests and continues the one whose prompt is partly launched."""
+    """Admits waiting requests and continues those whose prompts are partly launched."""
 
     def __init__(
         self,
         requests: Requests,
         config: SchedulerConfig,
         policy: SchedulePolicy,
-        ratio: NewTokenRatio,
+        pace: FlexPace,
         sizer: ChunkSizer | None,
     ) -> None:
         self._requests = requests
-        self._shares = requests.shares
         self._kv = requests.kv
         self._config = config
         self._policy = policy
-        self._ratio = ratio
+        self._pace = pace
         self._sizer = sizer
-        self._held_up: Req | None = None
-        """A waiting prompt, longer than a step, that another key's prompt in chunks held up."""
+        rows = requests.kv.rows.size
+        self._reserved_rows = min(max(rows // FLEX_RESERVE, 1), rows - 1)
+        self._reserved_tokens = requests.kv.total_size // FLEX_RESERVE
 
     def plan(self, mb: MicroBatch, step: int, now: float) -> list[Addition]:
         """Rows of the next step, which comes after step number `step`, at time `now`."""
         requests = self._requests
         if requests.adapters is not None:
-            shares = self._shares
-            while over := requests.adapters.give_slots(lambda req: shares.of(req).may_run):
+            while over := requests.adapters.give_slots(
+                lambda req: requests.rank_of(req).shares.of(req).may_run
+            ):
                 for req in over:
                     req.queue_deadline = None  # there was capacity for it
                     requests.retract(req)
-        full = step < requests.full_until
-        if requests.chunked is not None and self._held_up is not None:
-            self._make_way(requests.chunked, self._held_up)
-        if requests.chunked is None and (full or not self._shares.may_run()):
+        for rank in requests.ranks:
+            if rank.chunked is not None and rank.held_up is not None:
+                self._make_way(rank, rank.chunked, rank.held_up)
+        if not any(_has_turn(rank, step) for rank in requests.ranks):
             return []
         mixed = self._config.engine.enable_mixed_chunk
-        num_decode = mb.running.num_tokens if mixed else 0
-        decode_need = self._kv.decode_need(mb.running) if num_decode else 0
+        decode_need = self._kv.decode_need(mb.running) if mixed and len(mb.running) else 0
         if decode_need > self._kv.room_now:
             return []
         adder = PrefillAdder(
             self._kv,
-            self._ratio,
-            (r for m in self._requests.micro_batches for r in m.running.reqs),
+            requests.interactive.ratio,
+            self._running(requests.interactive),
             self._config,
-            num_decode=num_decode,
+            num_decode=mb.running.num_interactive_tokens if mixed else 0,
             decode_need=decode_need,
             sizer=self._sizer,
         )
-        turns = [] if full else self._shares.ready()
-        if requests.chunked is not None:
-            adder.reserve(requests.chunked)
-            if (share := self._shares.of(requests.chunked)) not in turns:
-                turns.append(share)
-        self._fill(_Round(mb, adder, step, now, full, turns, requests.chunked, adder.rem_chunk))
+        for rank in requests.ranks:
+            if _has_turn(rank, step) and (not rank.is_flex or self._open_to_flex(mb, adder)):
+                self._fill(self._begin(rank, mb, adder, step, now))
         return adder.additions
+
+    def _begin(
+        self, rank: Rank, mb: MicroBatch, adder: PrefillAdder, step: int, now: float
+    ) -> _Round:
+        full = step < rank.full_until
+        turns = [] if full else rank.shares.ready()
+        if rank.chunked is not None:
+            adder.reserve(rank.chunked)
+            if (share := rank.shares.of(rank.chunked)) not in turns:
+                turns.append(share)
+        return _Round(rank, mb, adder, step, now, full, turns, rank.chunked, adder.rem_chunk)
+
+    def _running(self, rank: Rank) -> list[Req]:
+        """The requests of a rank that decode."""
+        batches = self._requests.micro_batches
+        if not self._requests.flex.num_reqs:
+            return [] if rank.is_flex else [r for m in batches for r in m.running.reqs]
+        return [r for m in batches for r in m.reqs if r.is_flex == rank.is_flex]
+
+    def _open_to_flex(self, mb: MicroBatch, adder: PrefillAdder) -> bool:
+        """Let the step have prompts of flex requests too; False if there is no place for them."""
+        requests, running = self._requests, mb.running
+        if requests.interactive.shares.may_run() or len(mb.paused):
+            return False
+        own = running.num_interactive_tokens
+        is_mixed = self._config.engine.enable_mixed_chunk
+        rides = is_mixed or (own > 0 and not adder.additions)
+        need = self._kv.decode_need(running) if rides and not is_mixed else 0
+        if need > self._kv.room_now:
+            return False
+        if requests.interactive.num_reqs:
+            self._keep_reserve(mb)
+        in_use = self._kv.rows.size - self._kv.rows.available_size()
+        is_alone = in_use == (requests.flex.chunked is not None)
+        flex_rows = running.flex_lines
+        allowed = self._pace.allowance(
+            StepWork(
+                own * rides + sum(a.num_tokens for a in adder.additions),
+                int(running.seq_lens[~flex_rows].sum()) * rides
+                + sum(a.req.kv_len + a.num_tokens for a in adder.additions),
+            )
+        )
+        cost, context = self._pace.cost, int(running.seq_lens[flex_rows].sum())
+        allowed -= (cost.token * int(flex_rows.sum()) + cost.context * context) * rides
+        adder.open_to_flex(
+            requests.flex.ratio,
+            self._running(requests.flex),
+            num_decode=(running.num_tokens - own * is_mixed) * rides,
+            decode_need=need,
+            kept=0 if is_alone else max(self._reserved_tokens, 1),
+            most=math.inf
+            if is_alone
+            else max(allowed / max(cost.token + cost.context, 1e-12), 0.0),
+        )
+        return True
+
+    def _keep_reserve(self, mb: MicroBatch) -> None:
+        """Have flex requests leave if interactive ones have used up half of their reserve."""
+        self.take_from_flex(
+            mb,
+            rows=self._reserved_rows // 2 - self._kv.rows.available_size(),
+            tokens=self._reserved_tokens // 2 - self._kv.room,
+        )
 
     def _fill(self, round_: _Round) -> None:
         """Let the keys take turns until the step is full or nobody has a request for it."""
+        shares = round_.rank.shares
         while round_.turns:
-            share = self._shares.next(round_.turns)
-            if round_.unfinished is not None and share is self._shares.of(round_.unfinished):
+            share = shares.next(round_.turns)
+            if round_.unfinished is not None and share is shares.of(round_.unfinished):
                 self._continue(round_, share, round_.unfinished)
             else:
                 self._offer(round_, share)
         if round_.admitted:
-            self._shares.forget_waiting(round_.admitted)
+            shares.forget_waiting(round_.admitted)
         if round_.slots is not None and len(round_.admitted) >= round_.slots:
-            self._preempt()
+            self._free_rows(round_)
+
+    def _free_rows(self, round_: _Round) -> None:
+        """No row is free for those that still wait: others may have to leave."""
+        rank = round_.rank
+        if not rank.is_flex:
+            wanted = sum(share.num_admissible for share in rank.shares.ready())
+            if self.take_from_flex(round_.mb, rows=wanted - self._kv.rows.available_size()):
+                return
+        self._preempt(rank)
 
     def _continue(self, round_: _Round, share: KeyShare, req: Req) -> None:
         """A key's turn goes to its request whose prompt is partly launched; others wait for it."""
+        rank = round_.rank
         round_.unfinished = None
-        if round_.adder.add_chunked(req) is AddResult.ADDED:
+        added = round_.adder.add_chunked(req)
+        if added is AddResult.ADDED:
             addition = round_.adder.additions[-1]
-            self._shares.charge(share, addition.num_tokens)
+            rank.shares.charge(share, addition.num_tokens)
             if addition.last:
-                self._requests.chunked = None
-        if self._requests.chunked is not None or round_.full or not share.may_run:
+                rank.chunked = None
+        elif added is AddResult.NO_TOKEN and not rank.is_flex:
+            self._make_room(round_)
+        if rank.chunked is not None or round_.full or not share.may_run:
             round_.turns.remove(share)
 
     def _offer(self, round_: _Round, share: KeyShare) -> None:
         """A key's turn goes to its next waiting request."""
-        adder, requests = round_.adder, self._requests
+        adder, rank = round_.adder, round_.rank
         if round_.slots is None:
             round_.slots = self._open_slots(round_)
         if round_.slots <= 0:
@@ -147,20 +231,22 @@ class PrefillPlanner:
         if len(round_.admitted) == round_.slots:
             self._end_waiting(round_)
             return
-        beside = requests.chunked is not None
+        beside = rank.chunked is not None
+        if req.pooling == "mean":
+            beside |= self._has_open_mean(rank)
         alone = not beside and not adder.additions and self._nothing_runs()
         added = adder.add(req, force=alone, whole=beside)
         if added is AddResult.ADDED:
             self._admit(round_, share, req)
         elif added is AddResult.NO_TOKEN:
-            if not self._preempt_for(req):
-                requests.full_until = round_.step + FULL_RETRY_STEPS
+            if not self._make_room(round_) and not self._preempt_for(req):
+                rank.full_until = round_.step + FULL_RETRY_STEPS
             self._end_waiting(round_)
         elif added is AddResult.OTHER and not beside:
             self._end_waiting(round_)
         elif added is AddResult.OTHER:
             if not round_.misfits[share] and len(req.fill_ids) - req.cached_len > round_.budget:
-                self._held_up = req
+                rank.held_up = req
             round_.misfits[share] += 1
             if round_.misfits[share] == MAX_MISFITS:
                 round_.turns.remove(share)
@@ -170,10 +256,10 @@ class PrefillPlanner:
         self._kv.admit(req)
         self._requests.take(req, round_.now)
         round_.admitted.append(req)
-        self._shares.charge(share, addition.num_tokens)
+        round_.rank.shares.charge(share, addition.num_tokens)
         req.keeps_place |= req.cached_len < req.gave_way_at
         if not addition.last:
-            self._requests.chunked = req
+            round_.rank.chunked = req
             self._end_waiting(round_)
         elif not share.may_run:
             round_.turns.remove(share)
@@ -181,31 +267,79 @@ class PrefillPlanner:
     def _end_waiting(self, round_: _Round) -> None:
         """No waiting request gets a turn in this step any more."""
         unfinished = round_.unfinished
-        round_.turns = [] if unfinished is None else [self._shares.of(unfinished)]
+        round_.turns = [] if unfinished is None else [round_.rank.shares.of(unfinished)]
         round_.full = True
 
     def _open_slots(self, round_: _Round) -> int:
+        rank, requests = round_.rank, self._requests
         slots = self._kv.rows.available_size()
-        if len(self._requests.micro_batches) > 1:
+        if rank.is_flex:
+            slots -= self._reserved_rows
+        if len(requests.micro_batches) > 1:
             ends = sum(a.last for a in round_.adder.additions)
-            held = len(round_.mb.running) + ends + (round_.unfinished is not None)
-            share = fair_share(len(self._requests.by_key), self._requests.micro_batches)
-            slots = min(slots, open_places(held, share, self._config.max_micro_batch_size))
+            held = len(round_.mb.reqs) + ends + (round_.unfinished is not None)
+            limit, num_reqs = self._config.max_micro_batch_size, len(requests.by_key)
+            if not rank.is_flex:
+                # Flex requests take no interactive one's share, but places.
+                num_flex = sum(req.is_flex for req in round_.mb.reqs)
+                held, limit = held - num_flex, limit - num_flex
+                num_reqs -= requests.flex.num_reqs
+            share = fair_share(num_reqs, requests.micro_batches)
+            slots = min(slots, open_places(held, share, limit))
         return slots
 
-    def _make_way(self, chunked: Req, held_up: Req) -> None:
+    def take_from_flex(
+        self, mb: MicroBatch, *, rows: int = 0, tokens: int = 0, in_windows: int = 0
+    ) -> bool:
+        """Send flex requests back to the queue until so many rows and tokens have become free, also
+        in layers with windows, or will when steps in flight are back. Returns whether it is worth
+        to look again soon: that is enough, or some have left. Those of `mb` go first."""
+        requests, kv = self._requests, self._kv
+        for batch in requests.micro_batches:
+            batch.sync_lens()
+
+        def is_enough() -> bool:
+            return rows <= 0 and tokens <= 0 and in_windows <= 0
+
+        def count(req: Req) -> None:
+            nonlocal rows, tokens, in_windows
+            rows -= req.req_pool_idx != 0
+            tokens -= kv.frees(req)
+            in_windows -= kv.held_in_windows(req.prompt_len + len(req.output_ids))
+
+        for leaving in requests.leaving:
+            count(leaving)
+        have_left = False
+        for victim in flex_victims(mb, requests.micro_batches, requests.flex.chunked):
+            if is_enough():
+                break
+            count(victim)
+            have_left = True
+            victim.queue_deadline = None  # there was capacity for it
+            requests.retract(victim)
+            requests.stats.flex_retractions_total += 1
+        return have_left or is_enough()
+
+    def _make_room(self, round_: _Round) -> bool:
+        """Have flex requests give the room that an interactive one has just lacked."""
+        adder = round_.adder
+        return not round_.rank.is_flex and self.take_from_flex(
+            round_.mb, tokens=adder.missing, in_windows=adder.missing_in_windows
+        )
+
+    def _make_way(self, rank: Rank, chunked: Req, held_up: Req) -> None:
         """Send the request whose prompt is in chunks back to the queue, if another key's long
         prompt has much more credit. What is computed stays in the prefix cache.
 
         A request that lost computed tokens that way doesn't give way again, so that two requests
         can't push each other out for ever.
         """
-        self._held_up = None
+        rank.held_up = None
         if chunked.keeps_place or chunked.needs_whole_prompt or not self._kv.enable_prefix_cache:
             return
         if held_up.status is not ReqStatus.WAITING:
             return
-        share, other = self._shares.of(chunked), self._shares.of(held_up)
+        share, other = rank.shares.of(chunked), rank.shares.of(held_up)
         lead = GIVE_WAY_CHUNKS * (self._config.chunk_size or 0)
         if share is other or not other.may_run or other.credit - share.credit < lead:
             return
@@ -217,9 +351,10 @@ class PrefillPlanner:
 
     def _missing_in_windows(self, req: Req) -> int:
         """Tokens that layers with windows lack for it; not above 0 if they have enough."""
-        running = [r for m in self._requests.micro_batches for r in m.running.reqs]
-        needed = self._kv.expected_in_windows(0, len(req.fill_ids) + self._ratio.reserve(req))
-        return needed - window_room(self._kv, self._ratio, running) if needed else 0
+        rank = self._requests.rank_of(req)
+        needed = self._kv.expected_in_windows(0, len(req.fill_ids) + rank.ratio.reserve(req))
+        room = window_room(self._kv, rank.ratio, self._running(rank)) if needed else 0
+        return needed - room
 
     def _in_order(self, share: KeyShare) -> Iterator[Req]:
         """Waiting requests of a key that may run, in the order of the policy."""
@@ -228,13 +363,26 @@ class PrefillPlanner:
             queue = [req for req in queue if adapters.may_run(req)]
         return _in_order(queue, self._policy, self._kv.match)
 
-    def _nothing_runs(self) -> bool:
-        return all(not m.in_flight and len(m.running) == 0 for m in self._requests.micro_batches)
+    def _has_open_mean(self, rank: Rank) -> bool:
+        """Whether a prompt of the other rank is in parts whose mean is wanted: workers keep the sum
+        of one. A flex request loses it to an interactive one."""
+        chunked = self._requests.ranks[not rank.is_flex].chunked
+        if chunked is None or chunked.pooling != "mean":
+            return False
+        if chunked.is_flex:
+            self._requests.retract(chunked)
+            self._requests.stats.flex_retractions_total += 1
+        return not chunked.is_flex
 
-    def _preempt(self) -> None:
+    def _nothing_runs(self) -> bool:
+        return not self._requests.chunked and all(
+            not m.in_flight and not m.reqs for m in self._requests.micro_batches
+        )
+
+    def _preempt(self, rank: Rank) -> None:
         """No row is free: let some key's next request push out less important ones of the key."""
         if self._config.engine.enable_priority_preemption:
-            for share in self._shares.ready():
+            for share in rank.shares.ready():
                 req = next(self._in_order(share), None)
                 if req is not None and self._preempt_for(req):
                     return
@@ -247,7 +395,7 @@ class PrefillPlanner:
         if not self._config.engine.enable_priority_preemption or self._requests.leaving:
             return False
         for mb in self._requests.micro_batches:
-            mb.running.sync_lens()
+            mb.sync_lens()
         missing = self._kv.round_up(len(req.fill_ids) - req.cached_len + 1) - self._kv.room
         need_row = self._kv.rows.available_size() == 0
         chosen = preemption_victims(
@@ -268,6 +416,10 @@ class PrefillPlanner:
             self._requests.retract(victim)
             self._requests.stats.preemptions_total += 1
         return True
+
+
+def _has_turn(rank: Rank, step: int) -> bool:
+    return rank.chunked is not None or (step >= rank.full_until and rank.shares.may_run())
 
 
 def _in_order(

@@ -124,6 +124,11 @@ class Req:
         return self.sequence.pooling
 
     @property
+    def is_flex(self) -> bool:
+        """Whether it ranks below all others."""
+        return self.sequence.is_flex
+
+    @property
     def key_name(self) -> str:
         """Name of its API key; "" if the server has none."""
         key = self.sequence.key

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from engine.protocol.adapters import AdapterLoaded
 from engine.protocol.messages import FinishedReq
 from engine.scheduler.adapters import AdapterTable
-from engine.scheduler.key_shares import KeyShares
 from engine.scheduler.kv_manager import KVManager
 from engine.scheduler.micro_batch import MicroBatch
+from engine.scheduler.new_token_ratio import NewTokenRatio
 from engine.scheduler.outputs import OutputCollector
+from engine.scheduler.rank import Rank
 from engine.scheduler.req import Req, ReqStatus
 from engine.scheduler.stats import SchedulerStats
 
@@ -29,8 +30,9 @@ class Requests:
         outputs: OutputCollector,
         stats: SchedulerStats,
         adapters: AdapterTable | None = None,
+        conservativeness: float = 1.0,
     ) -> None:
-        """`adapters`: None if requests can't have any."""
+        """`adapters`: None if requests can't have any. `conservativeness` is `NewTokenRatio`'s."""
         self.kv = kv
         self.micro_batches = micro_batches
         self._outputs = outputs
@@ -38,38 +40,58 @@ class Requests:
         self.adapters = adapters
         self.by_key: dict[tuple[str, int], Req] = {}
         """All requests by (reply_to, rid)."""
-        self.shares = KeyShares()
-        """Those that wait, by API key."""
-        self.chunked: Req | None = None
-        """The one request whose prompt is partly launched, shared by all micro-batches."""
+        self.interactive = Rank(False, NewTokenRatio(conservativeness))
+        self.flex = Rank(True, NewTokenRatio(conservativeness))
+        self.ranks = (self.interactive, self.flex)
+        """The higher one first."""
         self.leaving: list[Req] = []
         """Requests that have ended or retract, while a step in flight still holds them."""
-        self.full_until = 0
-        """Number of the first step that looks at waiting requests again: before it, no room for
-        them is expected. A release sets it to 0."""
 
     def add(self, req: Req) -> None:
         """Put a new request into the waiting queue."""
         self.by_key[(req.reply_to, req.rid)] = req
-        self.shares.add(req)
+        rank = self.rank_of(req)
+        rank.num_reqs += 1
+        rank.shares.add(req)
         if self.adapters is not None:
             self.adapters.wait(req)
+
+    def rank_of(self, req: Req) -> Rank:
+        """The rank that a request belongs to."""
+        return self.ranks[req.is_flex]
 
     @property
     def waiting(self) -> list[Req]:
         """Requests that wait for a row."""
-        return self.shares.waiting
+        if not self.flex.num_reqs:
+            return self.interactive.shares.waiting
+        return self.interactive.shares.waiting + self.flex.shares.waiting
+
+    @property
+    def num_waiting(self) -> int:
+        """Their number."""
+        return sum(rank.shares.num_waiting for rank in self.ranks)
+
+    @property
+    def chunked(self) -> list[Req]:
+        """Those whose prompts are partly launched: at most one of each rank."""
+        return [rank.chunked for rank in self.ranks if rank.chunked is not None]
+
+    def look_again(self) -> None:
+        """Room was given back: the next step looks at waiting requests."""
+        for rank in self.ranks:
+            rank.full_until = 0
 
     def take(self, req: Req, now: float) -> None:
         """A waiting request has got its row at time `now`, and runs. The caller takes it out of
-        `shares`."""
+        its rank's `shares`."""
         req.status = ReqStatus.RUNNING
         self.stats.prompt_tokens_total += len(req.fill_ids)
         self.stats.cached_tokens_total += req.cached_len
         if req.num_cached is None:
             req.num_cached = min(req.cached_len, req.prompt_len)
             req.queue_s = now - req.arrival
-        self.shares.admit(req)
+        self.rank_of(req).shares.admit(req)
         if self.adapters is not None:
             req.adapter_slot = self.adapters.slot_of(req)
             self.adapters.run(req)
@@ -81,15 +103,14 @@ class Requests:
         """
         req.status = ReqStatus.FINISHED
         self.stats.requests_finished_total += 1
-        if self.chunked is req:
-            self.chunked = None
+        self._forget_chunked(req)
         if told is not None:
             self._outputs.finish(req.reader_no, told)
 
     def end_now(self, req: Req, told: FinishedReq | None = None) -> None:
         """End a request in any state. `told` is as in `end`."""
         if req.status is ReqStatus.WAITING:
-            self.shares.forget_waiting([req])
+            self.rank_of(req).shares.forget_waiting([req])
         self._leave_batch(req)
         self.end(req, told)
         self.let_go(req)
@@ -100,7 +121,7 @@ class Requests:
         for req in self.adapters.loaded(answer):
             told = req.finish("error", message=answer.error, status=400, param="model")
             self.end_now(req, told)
-        self.full_until = 0
+        self.look_again()
 
     def end_embedded(self, reqs: Sequence[Req], embeddings: Sequence[bytes]) -> None:
         """End the requests whose embeddings [len(reqs)] have come; "" is one that failed."""
@@ -132,8 +153,7 @@ class Requests:
     def retract(self, req: Req) -> None:
         """Send a running request back to the queue. Its tokens so far are kept."""
         self._leave_batch(req)
-        if self.chunked is req:
-            self.chunked = None
+        self._forget_chunked(req)
         req.status = ReqStatus.RETRACTING
         self.let_go(req)
 
@@ -156,22 +176,29 @@ class Requests:
 
     def _leave_batch(self, req: Req) -> None:
         for mb in self.micro_batches:
-            mb.running.remove([req])
+            mb.remove([req])
+
+    def _forget_chunked(self, req: Req) -> None:
+        rank = self.rank_of(req)
+        if rank.chunked is req:
+            rank.chunked = None
 
     def _release(self, req: Req) -> None:
         self.leaving = [r for r in self.leaving if r is not req]
         held_row = req.req_pool_idx != 0
         self.kv.release(req, insert=True)
-        self.full_until = 0
+        self.look_again()
+        rank = self.rank_of(req)
         if req.status is ReqStatus.RETRACTING:
             req.status = ReqStatus.WAITING
-            self.shares.wait(req)
+            rank.shares.wait(req)
         if held_row:
-            self.shares.release(req)
+            rank.shares.release(req)
         if self.adapters is not None:
             self._update(self.adapters, req, held_row=held_row)
         if req.status is ReqStatus.FINISHED:
             del self.by_key[(req.reply_to, req.rid)]
+            rank.num_reqs -= 1
 
     def _update(self, adapters: AdapterTable, req: Req, *, held_row: bool) -> None:
         req.adapter_slot = -1

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from engine.protocol.step import ForcedRun, Int64Array, IntArray
 from engine.scheduler.req import Req
+
+BoolArray: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
 
 _NONE = np.zeros(0, np.int32)
 _COLUMNS: Mapping[str, Callable[[Req], int]] = {
@@ -94,8 +96,8 @@ class RunningBatch:
         """By row of `ReqToTokenPool`: what constraints give to this step."""
         self.num_constrained = 0
         """Number of lines whose request has a `Constraint`."""
-        self.num_by_key: Counter[str] = Counter()
-        """Number of lines by the name of their request's API key."""
+        self.num_by_key: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
+        """Number of lines by the name of their request's API key: interactive, flex."""
 
     def __len__(self) -> int:
         return len(self.reqs)
@@ -104,6 +106,25 @@ class RunningBatch:
     def num_tokens(self) -> int:
         """Tokens of the next decode step."""
         return len(self.reqs) + (int(self.planned.sum()) if self.speculates else 0)
+
+    @property
+    def num_flex(self) -> int:
+        """Number of lines whose request is flex."""
+        return self.num_by_key[True].total()
+
+    @property
+    def flex_lines(self) -> BoolArray:
+        """bool [B]: whose request is flex."""
+        return np.fromiter((req.is_flex for req in self.reqs), np.bool_, len(self.reqs))
+
+    @property
+    def num_interactive_tokens(self) -> int:
+        """Tokens of the next decode step, without those of flex requests."""
+        if not self.num_flex:
+            return self.num_tokens
+        lines = ~self.flex_lines
+        drafts = int(self.planned[lines].sum()) if self.speculates else 0
+        return int(lines.sum()) + drafts
 
     @property
     def is_exact(self) -> bool:
@@ -175,7 +196,8 @@ class RunningBatch:
             self._keep(~mask)
 
     def move(self, reqs: Sequence[Req], target: RunningBatch) -> None:
-        """Hand requests over to another micro-batch; none of them may be in a step in flight."""
+        """Hand requests over to another batch. If it is another micro-batch's, none of them may be
+        in a step in flight."""
         mask = self._lines_of(reqs)
         at = np.flatnonzero(mask)
         columns = {name: getattr(self, name)[at] for name in self._columns}
@@ -192,22 +214,24 @@ class RunningBatch:
             column = getattr(self, name)
             setattr(self, name, np.concatenate([column, np.asarray(values, column.dtype)]))
         self.num_constrained += sum(r.constraint is not None for r in reqs)
-        self.num_by_key.update(r.key_name for r in reqs)
+        for req in reqs:
+            self.num_by_key[req.is_flex][req.key_name] += 1
 
-    def _keep(self, mask: np.ndarray[Any, np.dtype[np.bool_]]) -> None:
+    def _keep(self, mask: BoolArray) -> None:
         gone = np.flatnonzero(~mask).tolist()
         self._write_back(gone)
         for req in [self.reqs[i] for i in gone]:
             self.num_constrained -= req.constraint is not None
-            self.num_by_key[req.key_name] -= 1
-            if not self.num_by_key[req.key_name]:
-                del self.num_by_key[req.key_name]
+            num_by_key = self.num_by_key[req.is_flex]
+            num_by_key[req.key_name] -= 1
+            if not num_by_key[req.key_name]:
+                del num_by_key[req.key_name]
         kept = np.flatnonzero(mask)
         self.reqs = [self.reqs[i] for i in kept.tolist()]
         for name in self._columns:
             setattr(self, name, getattr(self, name)[kept])
 
-    def _lines_of(self, reqs: Sequence[Req]) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    def _lines_of(self, reqs: Sequence[Req]) -> BoolArray:
         """bool [B]: which lines are those of `reqs`."""
         wanted = {id(r) for r in reqs}
         return np.fromiter((id(r) in wanted for r in self.reqs), np.bool_, len(self.reqs))

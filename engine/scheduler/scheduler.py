@@ -36,17 +36,19 @@ from engine.scheduler.chunk_sizer import ChunkSizer
 from engine.scheduler.committer import Committer
 from engine.scheduler.delayed_sample import DelayedSamples
 from engine.scheduler.draft_length import DraftLength
+from engine.scheduler.flex_pace import FlexPace, StepWork
 from engine.scheduler.kv_manager import KVManager
-from engine.scheduler.micro_batch import MicroBatch
-from engine.scheduler.new_token_ratio import NewTokenRatio
+from engine.scheduler.micro_batch import LaunchedStep, MicroBatch
 from engine.scheduler.outputs import OutputCollector
 from engine.scheduler.prefill_adder import Addition
 from engine.scheduler.prefill_planner import PrefillPlanner
+from engine.scheduler.rank import Rank
+from engine.scheduler.req import Req
 from engine.scheduler.requests import Requests
-from engine.scheduler.running_batch import ForcedDrafts, RunningBatch
+from engine.scheduler.running_batch import BoolArray, ForcedDrafts, RunningBatch
 from engine.scheduler.scheduler_config import SchedulerConfig
 from engine.scheduler.stats import SchedulerStats
-from engine.scheduler.victims import ends_in_flight, retraction_victim
+from engine.scheduler.victims import ends_in_flight, flex_victims, retraction_victim
 
 logger = logging.getLogger(__name__)
 
@@ -63,19 +65,16 @@ class Scheduler:
         self._lookahead, self._mixed = config.lookahead, config.engine.enable_mixed_chunk
         self._send_tokens = config.engine.pp_size > 1
         self.kv = KVManager(config)
-        self.ratio = NewTokenRatio(config.engine.schedule_conservativeness)
         self.sizer: ChunkSizer | None = None
         if config.engine.enable_dynamic_chunking and config.chunk_size is not None:
             self.sizer = ChunkSizer(config.chunk_size, config.engine.page_size)
         self.outputs = OutputCollector()
         self.delayed = DelayedSamples(config.vocab_size)
         self.stats = SchedulerStats(kv_total_tokens=self.kv.total_size)
+        speculates, has_adapters = self.kv.speculates, config.engine.has_adapters
         self.micro_batches = [
             MicroBatch(
-                i,
-                RunningBatch(
-                    config.engine.speculative_config is not None, config.engine.has_adapters
-                ),
+                i, RunningBatch(speculates, has_adapters), RunningBatch(speculates, has_adapters)
             )
             for i in range(config.num_micro_batches)
         ]
@@ -85,10 +84,16 @@ class Scheduler:
             engine = config.engine
             self.adapters = AdapterTable(engine.max_loras, engine.max_held_loras)
         self.requests = Requests(
-            self.kv, self.micro_batches, self.outputs, self.stats, self.adapters
+            self.kv,
+            self.micro_batches,
+            self.outputs,
+            self.stats,
+            self.adapters,
+            config.engine.schedule_conservativeness,
         )
         policy = SCHEDULE_POLICIES[config.engine.schedule_policy]()
-        self.prefill = PrefillPlanner(self.requests, config, policy, self.ratio, self.sizer)
+        self.pace = FlexPace()
+        self.prefill = PrefillPlanner(self.requests, config, policy, self.pace, self.sizer)
         self.committer = Committer(self.requests, self.outputs, self.delayed, self.stats)
         self.draft_length: DraftLength | None = None
         if config.engine.speculative_config is not None:
@@ -103,13 +108,14 @@ class Scheduler:
         number = self.outputs.reader_no(request.reply_to)
         if (request.reply_to, request.rid) in self.requests.by_key:
             raise ValueError(f"request id {request.rid} of {request.reply_to!r} is in use")
-        made = make_req(request, self.config, self.requests.shares, now, self.grammars)
+        rank = self.requests.ranks[request.sequence.is_flex]
+        made = make_req(request, self.config, rank.shares, now, self.grammars)
         if isinstance(made, FinishedReq):
             self.outputs.finish(number, made)
             return
         made.reader_no = number
         self.requests.add(made)
-        self.requests.full_until = min(self.requests.full_until, self._step + 1)
+        rank.full_until = min(rank.full_until, self._step + 1)
 
     def abort(self, request: AbortRequest) -> None:
         """End a request in any state; its reader isn't told. Unknown ids (it ended) are ignored."""
@@ -145,7 +151,7 @@ class Scheduler:
             self.requests.expire(now)
         count = len(self.micro_batches)
         while True:
-            num_waiting = self.requests.shares.num_waiting
+            num_waiting = self.requests.num_waiting
             for offset in range(count):
                 mb = self.micro_batches[(self._next_micro_batch + offset) % count]
                 if len(mb.in_flight) >= self._lookahead:
@@ -155,7 +161,7 @@ class Scheduler:
                     self._next_micro_batch = (mb.index + 1) % count
                     return batch
             # A retraction made room. With no step in flight, no result would lead to its use.
-            if self.num_in_flight or self.requests.shares.num_waiting == num_waiting:
+            if self.num_in_flight or self.requests.num_waiting == num_waiting:
                 return None
 
     def process_result(self, result: GenerationBatchResult) -> None:
@@ -169,6 +175,8 @@ class Scheduler:
             step.reqs[entry.line].add_prompt_logprobs(entry)
         if self.sizer is not None and step.chunk is not None and result.device_s is not None:
             self.sizer.observe(*step.chunk, result.device_s)
+        if step.work is not None and result.device_s is not None:
+            self.pace.observe(step.work, result.device_s)
         if self.draft_length is not None:
             self.draft_length.observe(step, result)
         if step.embedded:
@@ -214,14 +222,20 @@ class Scheduler:
     def check_invariants(self) -> str | None:
         """What breaks the invariants of `KVManager` and `KeyShares`, or None."""
         for mb in self.micro_batches:
-            mb.running.sync_lens()
+            mb.sync_lens()
         reqs = self.requests.by_key.values()
-        adapters = None if self.adapters is None else self.adapters.check()
-        return self.kv.check(reqs) or self.requests.shares.check(reqs) or adapters
+        for rank in self.requests.ranks:
+            own = [req for req in reqs if req.is_flex == rank.is_flex]
+            if len(own) != rank.num_reqs:
+                return f"{rank.num_reqs} requests are counted where is_flex is {rank.is_flex}"
+            if (wrong := rank.shares.check(own)) is not None:
+                return wrong
+        return self.kv.check(reqs) or (None if self.adapters is None else self.adapters.check())
 
     def on_idle(self) -> None:
         """Look for leaks of KV memory; log, count and repair them. Call when there is no work."""
-        self.ratio.reset()
+        for rank in self.requests.ranks:
+            rank.ratio.reset()
         if not self.is_idle:
             return
         leak = self.check_invariants()
@@ -229,11 +243,12 @@ class Scheduler:
             logger.error("%s; resetting the KV cache", leak)
             self.stats.kv_leaks_total += 1
             self.kv.reset()
-            self.requests.shares.clear()
+            for rank in self.requests.ranks:
+                rank.shares.clear()
 
     def snapshot_stats(self) -> SchedulerStats:
         """A copy of the statistics, with gauges as they are now."""
-        waiting = self.requests.waiting
+        waiting, flex = self.requests.waiting, self.requests.flex
         if self.adapters is not None:
             self.stats.adapters_held = self.adapters.num_held
             self.stats.adapters_running = self.adapters.num_running
@@ -248,7 +263,9 @@ class Scheduler:
             waiting_tokens=sum(r.prompt_len + len(r.output_ids) for r in waiting),
             kv_cached_tokens=self.kv.tree.evictable_size,
             kv_used_tokens=self.kv.total_size - self.kv.room,
-            new_token_ratio=self.ratio.value,
+            num_flex_running=flex.num_reqs - flex.shares.num_waiting,
+            num_flex_waiting=flex.shares.num_waiting,
+            new_token_ratio=self.requests.interactive.ratio.value,
             spec_decode_accepted_per_position_total=list(
                 self.stats.spec_decode_accepted_per_position_total
             ),
@@ -257,15 +274,94 @@ class Scheduler:
     # Composing a step
 
     def _compose(self, mb: MicroBatch, now: float) -> ModelWorkerBatch | None:
+        if self.requests.flex.num_reqs:
+            self._pause_flex(mb)
         if self.draft_length is not None:
             self._plan_drafts(mb.running, self.draft_length)
         additions = self.prefill.plan(mb, self._step, now)
         if additions:
-            return self._launch(mb, additions, with_decode=self._mixed)
+            # Flex prompts are no reason for others to pause.
+            rides = mb.running.num_flex < len(mb.running) and all(a.req.is_flex for a in additions)
+            return self._launch(mb, additions, with_decode=self._mixed or rides)
         if len(mb.running) == 0 or not self._has_decode_room(mb):
             return None
-        self.ratio.on_decode()
+        for rank in self.requests.ranks:
+            rank.ratio.on_decode()
         return self._launch(mb, [], with_decode=True)
+
+    def _pause_flex(self, mb: MicroBatch) -> None:
+        """Choose the flex requests that decode in the next step of `mb`, beside interactive ones.
+
+        Whoever decoded in the step before goes on, so that some end before others begin.
+        """
+        running, paused = mb.running, mb.paused
+        lines = running.flex_lines
+        flex = [req for req, is_flex in zip(running.reqs, lines, strict=True) if is_flex]
+        if not flex and not len(paused):
+            return
+        lens = [*running.seq_lens[lines].tolist(), *paused.seq_lens.tolist()]
+        most = self._flex_lines(running, ~lines, lens)
+        if len(flex) > most:
+            running.move(flex[most:], paused)
+        elif len(paused):
+            paused.move(paused.reqs[: most - len(flex)], running)
+        self._leave_cache(mb)
+
+    def _flex_lines(self, running: RunningBatch, own: BoolArray, lens: Sequence[int]) -> int:
+        """How many of flex requests with so many tokens in the KV cache, `lens`, may decode beside
+        the lines `own` of `running`."""
+        engine, interactive = self.config.engine, self.requests.interactive
+        num_own = int(own.sum())
+        budget = self.config.chunk_size or engine.max_prefill_tokens
+        work = StepWork(num_own, int(running.seq_lens[own].sum()))
+        places = self.config.max_micro_batch_size - num_own
+        if prompts := self._prompt_tokens(interactive, budget):
+            work = StepWork(work.num_tokens + prompts, work.num_context + prompts)
+            places = min(places, budget - work.num_tokens)
+        allowed, cost = self.pace.allowance(work), self.pace.cost
+        ends = np.cumsum(cost.token + cost.context * np.asarray(lens, np.float64))
+        least = 0 if work.num_tokens else 1  # or no step would go on
+        return max(min(places, int(np.searchsorted(ends, allowed, side="right"))), least)
+
+    def _prompt_tokens(self, rank: Rank, most: int) -> int:
+        """Tokens of prompts that a rank's requests have to compute, as far as they are below
+        `most`."""
+        found = 0
+        if rank.chunked is not None:
+            found = len(rank.chunked.fill_ids) - rank.chunked.kv_len
+        if rank.shares.may_run():
+            for req in rank.shares.waiting:
+                found += req.prompt_len + len(req.output_ids)
+                if found >= most:
+                    break
+        return min(found, most)
+
+    def _leave_cache(self, mb: MicroBatch) -> None:
+        """Retract flex requests whose next tokens would need pages that the prefix cache keeps for
+        interactive ones. One that is alone may have them, or it would never end."""
+        kv, running = self.kv, mb.running
+        while running.num_flex:
+            lines = running.flex_lines
+            own, flex = kv.decode_need_of(running, ~lines), kv.decode_need_of(running, lines)
+            is_alone = kv.rows.size - kv.rows.available_size() == 1
+            if flex <= max(kv.spare_room - own, 0) or is_alone:
+                return
+            if self.requests.leaving or ends_in_flight(self.micro_batches):
+                running.move([req for req in running.reqs if req.is_flex], mb.paused)
+                return
+            victims = flex_victims(mb, self.micro_batches, self.requests.flex.chunked)
+            self._retract(victims[0])
+
+    def _retract(self, victim: Req) -> None:
+        self.requests.retract(victim)
+        rank = self.requests.rank_of(victim)
+        rank.ratio.on_retract(
+            [r for m in self.micro_batches for r in m.reqs if r.is_flex == rank.is_flex]
+        )
+        if rank.is_flex:
+            self.stats.flex_retractions_total += 1
+        else:
+            self.stats.retractions_total += 1
 
     def _plan_drafts(self, running: RunningBatch, length: DraftLength) -> None:
         """Decide how many drafts the next step's rows have; none before anybody must leave.
@@ -273,13 +369,15 @@ class Scheduler:
         With one step in flight the scheduler has the drafts, which came with the last result.
         """
         most: int | IntArray = length.choose(len(running))
-        if most and (self.requests.chunked is not None or self.requests.shares.num_waiting):
+        if most and (self.requests.chunked or self.requests.num_waiting):
             # Half of a step's tokens stay for prompts.
             budget = self.config.chunk_size or self.config.engine.max_prefill_tokens
             most = min(length.most, max(budget // 2 // max(len(running), 1) - 1, 0), int(most))
         if most and self._lookahead == 1:
             known = np.fromiter((len(r.drafts) for r in running.reqs), np.int32, len(running))
             most = np.minimum(known, most)
+        if running.num_flex and self.requests.interactive.num_reqs:
+            most = np.where(running.flex_lines, 0, most)  # each counts as one token
         running.plan_drafts(most, self._forced(running, length.most))
         if running.planned.any() and self.kv.decode_need(running) > self.kv.room_now:
             running.plan_drafts(0)
@@ -294,7 +392,7 @@ class Scheduler:
             return found
         least, ahead = (1, most + 1) if self._lookahead > 1 else (0, 0)
         for req in running.reqs:
-            if req.constraint is None:
+            if req.constraint is None or (req.is_flex and self.requests.interactive.num_reqs):
                 continue
             req.drafts = req.constraint.forced(ahead + most)
             count = min(len(req.drafts) - least, most)
@@ -325,8 +423,11 @@ class Scheduler:
             a.req.constraint is not None for a in additions
         ):
             self.delayed.launch(batch, launched)
+        if self.requests.flex.num_reqs:
+            self._note_work(batch, launched)
         if decode is not None:
-            self.requests.shares.charge_rows(decode.num_by_key)
+            for rank in self.requests.ranks:
+                rank.shares.charge_rows(decode.num_by_key[rank.is_flex])
             decode.advance(batch.out_cache_loc[len(batch.out_cache_loc) - len(decode) :])
             self.kv.pass_windows(decode.rows, decode.seq_lens)
         for req, _, _ in additions:
@@ -335,6 +436,13 @@ class Scheduler:
         running.append(a.req for a in additions if a.last)
         mb.in_flight.append(launched)
         return batch
+
+    def _note_work(self, batch: ModelWorkerBatch, launched: LaunchedStep) -> None:
+        """Tell `pace` what a step computes."""
+        own = np.fromiter((not req.is_flex for req in launched.reqs), np.bool_, len(launched.reqs))
+        num_tokens, lens = batch.query_lens, batch.seq_lens
+        launched.work = StepWork(int(num_tokens.sum()), int(lens.sum()))
+        self.pace.launched(StepWork(int(num_tokens[own].sum()), int(lens[own].sum())))
 
     # Out of room
 
@@ -356,8 +464,6 @@ class Scheduler:
                 raise RuntimeError(
                     "out of KV room with one request left: max_total_tokens is too small"
                 )
-            self.requests.retract(victim)
-            self.ratio.on_retract([r for m in self.micro_batches for r in m.running.reqs])
-            self.stats.retractions_total += 1
+            self._retract(victim)
             if len(mb.running) == 0:
                 return False

@@ -11,6 +11,9 @@ class SchedulerStats(msgspec.Struct):
 
     num_running: int = 0
     num_waiting: int = 0
+    num_flex_running: int = 0
+    """Those of both that are flex requests."""
+    num_flex_waiting: int = 0
     waiting_tokens: int = 0
     kv_used_tokens: int = 0
     kv_cached_tokens: int = 0
@@ -21,6 +24,8 @@ class SchedulerStats(msgspec.Struct):
     cached_tokens_total: int = 0
     generation_tokens_total: int = 0
     retractions_total: int = 0
+    flex_retractions_total: int = 0
+    """Flex requests that gave their room back, which aren't in `retractions_total`."""
     preemptions_total: int = 0
     requests_finished_total: int = 0
     kv_leaks_total: int = 0

@@ -74,7 +74,7 @@ MUTATIONS = [
         PITFALLS,
         "test_aborted_chunk_keeps_its_memory",
         r"43 == \(32 \+ 3\)",
-        Edit(REQUESTS, "self.chunked = None\n        if told", "pass\n        if told"),
+        Edit(REQUESTS, "self._forget_chunked(req)\n        if told", "pass\n        if told"),
     ),
     mutation(PITFALLS, "test_finished_request_keeps_its_memory", "row of a step", FREED_AT_ONCE),
     mutation(
@@ -92,7 +92,7 @@ MUTATIONS = [
         PITFALLS,
         "test_retracted_chunk_starts_over",
         "Counter",
-        Edit(REQUESTS, "self.chunked = None\n        req.status", "pass\n        req.status"),
+        Edit(REQUESTS, "self._forget_chunked(req)\n        req.status", "pass\n        req.status"),
     ),
     mutation(PITFALLS, "test_preempted_request_keeps_its_memory", "row of a step", FREED_AT_ONCE),
     mutation(PITFALLS, "test_late_step_of_an_aborted_request", "'c', 2", FREED_AT_ONCE),

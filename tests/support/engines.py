@@ -133,7 +133,7 @@ class Engine:
                     self.embeddings[rid] = np.frombuffer(data, np.float32)
             if retract_every and step % retract_every == 0:
                 running = [r for m in core.scheduler.micro_batches for r in m.running.reqs]
-                chunked = core.scheduler.requests.chunked
+                chunked = core.scheduler.requests.interactive.chunked
                 if chunked is not None and chunked.pooling is not None:
                     running.append(chunked)
                 if running:

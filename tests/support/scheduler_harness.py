@@ -81,6 +81,7 @@ class Harness:
         priority: int = 0,
         salt: str = "",
         adapter: AdapterRef | None = None,
+        is_flex: bool = False,
     ) -> None:
         """Queue a request for an embedding."""
         self.expected_embeddings[(reply_to, rid)] = reference_embedding(prompt, pooling)
@@ -96,6 +97,7 @@ class Harness:
                 namespace=salt if adapter is None else adapter.namespace(salt),
                 adapter=adapter,
                 pooling=pooling,
+                is_flex=is_flex,
             ),
             self.now,
         )
@@ -115,6 +117,7 @@ class Harness:
         ignore_eos: bool = False,
         key: KeyLimits | None = None,
         adapter: AdapterRef | None = None,
+        is_flex: bool = False,
         **params: Any,
     ) -> None:
         """Queue a request; `choices` constrain it."""
@@ -146,6 +149,7 @@ class Harness:
                 namespace=salt if adapter is None else adapter.namespace(salt),
                 key=key,
                 adapter=adapter,
+                is_flex=is_flex,
                 output_ids=np.asarray(out[:resume], np.int32) if resume else None,
             ),
             self.now,
@@ -221,13 +225,17 @@ class Harness:
         if self.scheduler.kv.window_pages is not None:
             self.scheduler.kv.window_pages.check_pages()
         for req in self.scheduler.requests.by_key.values():
-            share = self.scheduler.requests.shares.get(req.sequence.key)
+            share = self.scheduler.requests.rank_of(req).shares.get(req.sequence.key)
             assert share is not None
             assert share.num_running <= (share.limits.max_running or self.config.max_rows)
         for m in self.scheduler.micro_batches:
-            count = sum(r.constraint is not None for r in m.running.reqs)
-            assert m.running.num_constrained == count
-            assert m.running.num_by_key == Counter(r.key_name for r in m.running.reqs)
+            assert all(r.is_flex for r in m.paused.reqs)
+            for batch in (m.running, m.paused):
+                count = sum(r.constraint is not None for r in batch.reqs)
+                assert batch.num_constrained == count
+                for is_flex in (False, True):
+                    names = [r.key_name for r in batch.reqs if r.is_flex == is_flex]
+                    assert batch.num_by_key[is_flex] == Counter(names)
 
     def check_done(self) -> None:
         assert self.scheduler.is_idle

@@ -165,7 +165,7 @@ def test_retraction_of_a_chunk_begins_anew(mode: dict[str, Any], pooling: Poolin
     h = Harness(**mode, enable_prefix_cache=pooling == "mean")
     h.embed(1, prompt(random.Random(4), 70), pooling)
     h.launch()
-    chunked = h.scheduler.requests.chunked
+    chunked = h.scheduler.requests.interactive.chunked
     assert chunked is not None
     h.scheduler.requests.retract(chunked)
     h.embed(2, prompt(random.Random(5), 50), pooling)

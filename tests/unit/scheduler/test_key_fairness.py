@@ -92,7 +92,7 @@ def test_a_prompt_that_fits_a_step_needn_t_wait_for_a_long_one(length: int) -> N
     for _ in range(5):
         h.step()
         h.check()
-    assert ("c", 2) in h.finished and h.scheduler.requests.chunked is not None
+    assert ("c", 2) in h.finished and h.scheduler.requests.interactive.chunked is not None
     h.run()
 
 
@@ -167,7 +167,8 @@ def test_backlogged_keys_get_equal_prompt_tokens(
         for rid in range(10_000 * i, 10_000 * i + 4000 // length + 1):
             h.add(rid, prompt(rid, length), 1, key=key, salt=str(rid))
     while all(
-        (share := h.scheduler.requests.shares.get(key)) is not None and len(share.waiting) > 1
+        (share := h.scheduler.requests.interactive.shares.get(key)) is not None
+        and len(share.waiting) > 1
         for key in keys
     ):
         h.step()

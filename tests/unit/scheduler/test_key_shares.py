@@ -24,7 +24,7 @@ def prompt(rid: int, length: int) -> list[int]:
 
 
 def waiting(h: Harness, key: KeyLimits) -> int:
-    share = h.scheduler.requests.shares.get(key)
+    share = h.scheduler.requests.interactive.shares.get(key)
     return 0 if share is None else len(share.waiting)
 
 
@@ -156,7 +156,7 @@ def test_a_long_prompt_leaves_room_for_another_key(mixed: bool) -> None:
     h.add(2, prompt(2, 12), 1, key=B)
     h.step()
     h.step()
-    assert ("c", 2) in h.finished and h.scheduler.requests.chunked is not None
+    assert ("c", 2) in h.finished and h.scheduler.requests.interactive.chunked is not None
     h.run()
 
 

@@ -266,7 +266,7 @@ def test_chunks_of_one_prompt_fill_the_pipeline(pipeline: tuple[int, int]) -> No
     chunks = 3 * h.num
     h.add(1, prompt(random.Random(12), 32 * chunks), 4)
     in_flight = []
-    while h.scheduler.requests.chunked is not None or not in_flight:
+    while h.scheduler.requests.interactive.chunked is not None or not in_flight:
         while h.launch():
             pass
         in_flight.append(h.scheduler.num_in_flight)

@@ -97,6 +97,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         reply_to=st.sampled_from(["a", "b"]),
         choices=st.sampled_from(CHOICES),
         key=st.sampled_from(KEYS),
+        is_flex=st.booleans(),
     )
     def add(
         self,
@@ -110,6 +111,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         reply_to: str,
         choices: list[list[int]] | None,
         key: KeyLimits | None,
+        is_flex: bool,
     ) -> None:
         prompt = stem[:shared] + [(self.next_rid + 3 * k) % VOCAB for k in range(tail)]
         self.h.add(
@@ -122,6 +124,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             priority=priority,
             resume=resume,
             key=key,
+            is_flex=is_flex,
         )
         self.next_rid += 1
 
@@ -133,6 +136,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         pooling=st.sampled_from(["last", "mean"]),
         priority=st.integers(0, 2),
         reply_to=st.sampled_from(["a", "b"]),
+        is_flex=st.booleans(),
     )
     def embed(
         self,
@@ -142,9 +146,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         pooling: Pooling,
         priority: int,
         reply_to: str,
+        is_flex: bool,
     ) -> None:
         prompt = stem[:shared] + [(self.next_rid + 3 * k) % VOCAB for k in range(tail)]
-        self.h.embed(self.next_rid, prompt, pooling, reply_to=reply_to, priority=priority)
+        self.h.embed(
+            self.next_rid,
+            prompt,
+            pooling,
+            reply_to=reply_to,
+            priority=priority,
+            is_flex=is_flex,
+        )
         self.next_rid += 1
 
     @rule(data=st.data())
@@ -157,9 +169,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def retract(self, data: st.DataObject) -> None:
-        running = [r for m in self.h.scheduler.micro_batches for r in m.running.reqs]
-        if (chunked := self.h.scheduler.requests.chunked) is not None:
-            running.append(chunked)
+        running = [r for m in self.h.scheduler.micro_batches for r in m.reqs]
+        running += self.h.scheduler.requests.chunked
         if running:
             self.h.scheduler.requests.retract(data.draw(st.sampled_from(running)))
 
