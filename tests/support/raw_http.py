@@ -18,7 +18,9 @@ USER = {
     "/get_model_info", "/v1/responses/{record_id}", "/v1/responses/{record_id}/cancel",
     "/v1/responses/{record_id}/input_items", "/v1/completions/{record_id}",
     "/v1/chat/completions/{record_id}", "/v1/chat/completions/{record_id}/messages",
-    "/v1/messages/{record_id}", "/generate/{record_id}",
+    "/v1/messages/{record_id}", "/generate/{record_id}", "/v1/files", "/v1/files/{file_id}",
+    "/v1/files/{file_id}/content", "/v1/batches", "/v1/batches/{batch_id}",
+    "/v1/batches/{batch_id}/cancel",
 }  # fmt: skip
 """Who may use which route of the application."""
 NO_ROUTES = {"/", "/nothing", "/v1", "/status/data", "/-/routes"}
