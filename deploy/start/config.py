@@ -8,6 +8,7 @@ from typing import Any
 
 from deploy.http.access.options import check_access
 from deploy.http.engine_client import ModelInfo
+from deploy.http.files.file_store import check_file_store
 from deploy.http.parsers.detection import check_parsers, reasoning_format_of, tool_format_of
 from deploy.http.records.redis_store import check_redis_url
 from deploy.http.tracing.options import check_tracing
@@ -82,6 +83,8 @@ class AppConfig:
         check_tracing(server.otlp_endpoint)
         if server.request_store == "redis":
             check_redis_url(server.request_store_url)
+        if server.file_store is not None:
+            check_file_store(server.file_store)
         scaling = server.autoscaling
         if scaling is not None and scaling.max_replicas < scaling.min_replicas:
             raise ConfigError(

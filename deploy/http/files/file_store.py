@@ -25,7 +25,7 @@ import msgspec
 from fsspec.implementations.local import LocalFileSystem
 
 from deploy.http.body import encode_json
-from engine.errors import RequestError
+from engine.errors import ConfigError, RequestError
 
 logger = logging.getLogger(__name__)
 
@@ -352,6 +352,14 @@ def sync_folder(folder: str) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def check_file_store(url: str) -> None:
+    """Raise `ConfigError` unless this is a folder or a URL whose file system is installed."""
+    try:
+        fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"file_store is no place for files: {error}.") from None
 
 
 def _blocks(content: IO[bytes] | Iterable[bytes]) -> Iterable[bytes]:
