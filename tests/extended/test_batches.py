@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
+import select
 import signal
 import socket
 import time
@@ -137,34 +137,32 @@ def test_10_000_lines(server: ManagedServer, redis: RedisServer) -> None:
 
 
 def test_a_file_that_is_too_large_is_refused_while_it_comes(server: ManagedServer) -> None:
-    """2 GB of it are announced and sent; neither memory nor disk holds them."""
+    """2 GB are announced, or come without a word. The answer is there before they are."""
     ingresses = actor_pids(launch_mark(server.pid), "ServeReplica:llm:ingress")
     before = sum(psutil.Process(pid).memory_info().rss for pid in ingresses)
-    address = server.base_url.removeprefix("http://").split(":")
+    host, port = server.base_url.removeprefix("http://").split(":")
     head = (
         b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--b\r\n'
         b'Content-Disposition: form-data; name="file"; filename="x"\r\n\r\n'
     )
+    block = b"x" * (1 << 20)
     for length in (b"Content-Length: 2147483648", b"Transfer-Encoding: chunked"):
-        with socket.create_connection((address[0], int(address[1])), 30) as connection:
+        with socket.create_connection((host, int(port)), 30) as connection:
             connection.sendall(
                 b"POST /v1/files HTTP/1.1\r\nHost: localhost\r\n"
                 + length
                 + b"\r\nContent-Type: multipart/form-data; boundary=b\r\n\r\n"
             )
-            sent, block = 0, b"x" * (1 << 20)
-            chunked = length.startswith(b"Transfer")
-            try:
-                for piece in (head, *([block] * 2048)):
-                    connection.sendall(b"%x\r\n%b\r\n" % (len(piece), piece) if chunked else piece)
-                    sent += len(piece)
-            except OSError:
-                pass  # it reads no further
-            assert sent < 512 << 20
-            answer = b""
-            with contextlib.suppress(OSError):  # it may be lost with what was sent and not read
-                answer = connection.recv(65536)
-            assert b"413" in answer.split(b"\r\n")[0] or not answer
+            sent = 0
+            for piece in (head, *([block] * 2000)):
+                if select.select([connection], [], [], 0)[0]:
+                    break
+                if length.startswith(b"Transfer"):
+                    piece = b"%x\r\n%b\r\n" % (len(piece), piece)
+                connection.sendall(piece)
+                sent += len(piece)
+            assert b"413" in connection.recv(65536).split(b"\r\n")[0]
+            assert sent < 1000 << 20
     after = sum(psutil.Process(pid).memory_info().rss for pid in ingresses)
     assert after - before < 100 << 20
     assert httpx.get(f"{server.base_url}/v1/files").status_code == 200
