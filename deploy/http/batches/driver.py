@@ -47,6 +47,10 @@ write it while another one writes the batch's."""
 END_STATUSES = ("completed", "failed", "expired", "cancelled")
 
 
+LOOK_S = 20.0
+"""How often engines are counted, of which there may be more or less by then."""
+
+
 class LineAsker:
     """Has the endpoints of this process answer lines."""
 
@@ -114,8 +118,10 @@ class BatchDriver(RecordWorker):
             logger.info("batch %s is run by another process", record.id)
 
     async def fail(self, record: Record, failure: RequestError) -> None:
-        problem = LineProblem(failure.code or "server_error", failure.message)
-        await self.store.end(record, failed(record.response or {}, [problem]))
+        try:
+            await _Drive(self, record, None).fail(failure)
+        except _LostLease:
+            logger.info("batch %s is run by another process", record.id)
 
 
 class _LostLease(Exception):
@@ -153,6 +159,7 @@ class _Drive:
         self._asked = msgspec.json.decode(record.body, type=_Asked)
         self._output = BatchOutput(self._files, record.id, record.owner)
         self._told = (0, 0)
+        self._look_at = time.monotonic() + LOOK_S
         endpoint = driver.endpoints[self._batch["endpoint"]]
         self._limit = endpoint.settings.server.max_body_bytes
 
@@ -165,10 +172,7 @@ class _Drive:
         except RequestError as error:
             if error.status != 404:
                 raise
-            problem = LineProblem(error.code or "file_not_found", error.message)
-            self._batch = failed(self._batch, [problem])
-            await self._output.load()
-            await self._finish("failed")
+            await self.fail(error)
             return
         opened = partial(self._files.open_now, file.id, self._record.owner)
         source = Source(opened, self._limit, (self._batch["endpoint"],))
@@ -187,6 +191,13 @@ class _Drive:
             await self._expire(source, asker)
         await self._finish(status)
 
+    async def fail(self, failure: RequestError) -> None:
+        """End the batch. What was answered is in its files."""
+        problem = LineProblem(failure.code or "server_error", failure.message)
+        self._batch = failed(self._batch, [problem])
+        await self._output.load()
+        await self._finish("failed")
+
     async def _answer(self, source: Source, asker: LineAsker) -> str:
         """Have the lines answered; returns how the batch ends."""
         if self._batch["status"] != "in_progress":
@@ -196,10 +207,17 @@ class _Drive:
             return await asker.ask(line, self._record.owner, self._key)
 
         client = self._driver.models_provider().of(self._batch["model"])
-        width = await width_of(client)
+
+        async def flushed() -> None:
+            await self._flushed()
+            if time.monotonic() > self._look_at:
+                self._look_at = time.monotonic() + LOOK_S
+                work.widen(await width_of(client))
+
+        work = BatchRun(source, self._output, ask, asker.name, await width_of(client), flushed)
         try:
-            await self._flushed()  # it may be cancelled, or its time over
-            await BatchRun(source, self._output, ask, asker.name, width, self._flushed).run()
+            await flushed()  # it may be cancelled, or its time over
+            await work.run()
         except _Cancelled:
             return "cancelled"
         except _Expired:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Collection
 from contextlib import closing
 from typing import IO, NamedTuple
@@ -57,6 +58,41 @@ class Source(NamedTuple):
     urls: Collection[str]
 
 
+class _Slots:
+    """How many lines are asked at once. Additive increase, multiplicative decrease: half as many
+    when a line is told to come again, one more whenever as many were answered (TCP's rule)."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._limit = float(most)
+        self._taken = 0
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._halved_at = -RETRY_S
+
+    async def take(self) -> None:
+        """Wait for one."""
+        if self._taken < int(self._limit):
+            self._taken += 1
+            return
+        mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(mine)
+        await mine
+
+    def give_back(self, *, was_refused: bool) -> None:
+        """One is free again."""
+        now = time.monotonic()
+        if not was_refused:
+            self._limit = min(self._limit + 1 / self._limit, self.most)
+        elif now - self._halved_at >= RETRY_S:  # one refusal stands for those of the same time
+            self._halved_at, self._limit = now, max(self._limit / 2, 1.0)
+        self._taken -= 1
+        while self._waiting and self._taken < int(self._limit):
+            mine = self._waiting.popleft()
+            if not mine.done():
+                self._taken += 1
+                mine.set_result(None)
+
+
 class BatchRun:
     """Of one batch in one process."""
 
@@ -75,9 +111,8 @@ class BatchRun:
         self._output = output
         self._ask = ask
         self._line_id = line_id
-        self._width = width
+        self._slots = _Slots(width)
         self._on_flush = on_flush
-        self._paused_until = 0.0
 
     async def run(self) -> None:
         """Return when every line has an answer that is kept. Raises `StopBatch`, `RequestError` of
@@ -96,10 +131,13 @@ class BatchRun:
             await self._output.flush()
         await self._on_flush()
 
+    def widen(self, width: int) -> None:
+        """So many lines may be asked at once from now on."""
+        self._slots.most = width
+
     async def _read(self) -> None:
         """Ask every line that has no answer."""
         limit, urls = self._source.limit, self._source.urls
-        free = asyncio.Semaphore(self._width)
         with closing(await asyncio.to_thread(self._source.open)) as file:
             try:
                 async with asyncio.TaskGroup() as asked:
@@ -107,25 +145,24 @@ class BatchRun:
                         for number, raw in found:
                             if self._output.has(number):
                                 continue
-                            await free.acquire()
+                            await self._slots.take()
                             line = read_line(number, raw, limit, urls)
-                            task = asked.create_task(self._answer(line))
-                            task.add_done_callback(lambda _: free.release())
+                            asked.create_task(self._answer(line))
             except BaseExceptionGroup as group:
                 raise group.exceptions[0] from None
 
     async def _answer(self, line: BatchLine) -> None:
+        """Ask a line, which has a slot, until it has an answer."""
         failures = 0
         while True:
-            while (wait_s := self._paused_until - time.monotonic()) > 0:
-                await asyncio.sleep(wait_s)
             reply = await self._ask(line)
-            if reply.status in NOT_NOW:
-                self._paused_until = time.monotonic() + RETRY_S
-                continue
-            failures += reply.status >= 500
-            if reply.status < 500 or failures == MAX_FAILURES:
+            is_refused = reply.status in NOT_NOW
+            failures += reply.status >= 500 and not is_refused
+            self._slots.give_back(was_refused=is_refused)
+            if not is_refused and (reply.status < 500 or failures == MAX_FAILURES):
                 break
+            await asyncio.sleep(RETRY_S)
+            await self._slots.take()
         name = self._line_id(line)
         self._output.add(answered(line.number, name, line.custom_id, *reply))
         if self._output.waiting_bytes > PART_BYTES:
