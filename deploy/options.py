@@ -102,6 +102,10 @@ class ServerOptions(BaseModel):
     isn't."""
     request_store_max_bytes: int = Field(2**30, ge=2**20)
     """The oldest are removed while the file's content is larger."""
+    on_disconnect: Literal["cancel", "continue"] = "cancel"
+    """What becomes of a request that is kept when its client leaves: it is ended, or goes on for
+    `on_disconnect_grace_s`, and its client finds more of it when it comes back."""
+    on_disconnect_grace_s: float = Field(30.0, gt=0)
     otlp_endpoint: str | None = None
     """Base URL of a collector of traces (OTLP over HTTP), as `http://collector:4318`; None: there
     are no traces. Needs the extra `otel`."""
