@@ -111,6 +111,10 @@ class ServerOptions(BaseModel):
     """A larger file is refused (413)."""
     file_store_max_bytes: int = Field(2**36, ge=2**20)
     """Of all files of an API key."""
+    on_disconnect: Literal["cancel", "continue"] = "cancel"
+    """What becomes of a request that is kept when its client leaves: it is ended, or goes on for
+    `on_disconnect_grace_s`, and its client finds more of it when it comes back."""
+    on_disconnect_grace_s: float = Field(30.0, gt=0)
     otlp_endpoint: str | None = None
     """Base URL of a collector of traces (OTLP over HTTP), as `http://collector:4318`; None: there
     are no traces. Needs the extra `otel`."""

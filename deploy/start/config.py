@@ -85,6 +85,11 @@ class AppConfig:
             check_redis_url(server.request_store_url)
         if server.file_store is not None:
             check_file_store(server.file_store)
+        if server.on_disconnect == "continue" and server.request_store == "none":
+            raise ConfigError(
+                "on_disconnect: continue is for requests that are kept, and request_store: none "
+                "keeps none; set request_store, or on_disconnect: cancel."
+            )
         scaling = server.autoscaling
         if scaling is not None and scaling.max_replicas < scaling.min_replicas:
             raise ConfigError(

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from fastapi import FastAPI
 
 from deploy.http.api import build_api
+from deploy.http.metrics import ServerMetrics
 from deploy.http.openai.responses.replies import Response
 from deploy.http.served_models import ServedModels
 from deploy.http.settings import ApiSettings
@@ -21,8 +23,9 @@ from tests.support.fake_client import FakeEngineClient
 class Server:
     """The application with a store, and what its engine was asked."""
 
-    def __init__(self, http: httpx.AsyncClient, client: FakeEngineClient) -> None:
-        self.http, self.client = http, client
+    def __init__(self, http: httpx.AsyncClient, client: FakeEngineClient, app: FastAPI) -> None:
+        self.http, self.client, self.app = http, client, app
+        self.metrics: ServerMetrics = app.state.metrics
 
     async def respond(self, text: Any, **fields: Any) -> dict[str, Any]:
         headers = fields.pop("headers", {})
@@ -60,7 +63,7 @@ async def serve(server: ServerOptions) -> AsyncIterator[Server]:
     app = build_api(lambda: ServedModels(client), ApiSettings(server))
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
-        yield Server(http, client)
+        yield Server(http, client, app)
     if app.state.store is not None:
         await app.state.store.close()
 

@@ -1,7 +1,8 @@
 """`Endpoint`: one generating route, from an HTTP request to the last byte of its answer.
 
-The answer ends when its client leaves. uvicorn reports a disconnect through `receive`; Ray Serve
-cancels the request's task. In both cases every engine stream is closed before the response returns.
+The answer ends when its client leaves, or a while later (`on_disconnect`). uvicorn reports a
+disconnect through `receive`; Ray Serve cancels the request's task. In both cases every engine
+stream of an answer that ends is closed before the response returns.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ logger = logging.getLogger(__name__)
 
 MAX_KEPT = 64
 """Sequences of a request that is kept: each event says the place in all of them."""
+ON_DISCONNECT = "X-On-Disconnect"
+"""A header: what becomes of the request when its client leaves, if it isn't the server's option."""
 CLIENT_GONE = 499
 """Status in metrics of requests whose client left (nginx's number; nobody receives it)."""
 
@@ -183,6 +186,10 @@ class GenerationResponse(Response):
         self._again = again
         self._stream: EventStream | None = None
         self._keeper: Keeper | None = None
+        self._outlives = False
+        """Whether the answer goes on for a while when its client leaves."""
+        self._left: asyncio.Task[int] | None = None
+        """The answer, if its client left."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = scope["state"]
@@ -198,6 +205,7 @@ class GenerationResponse(Response):
             or self._endpoint.names_events
             or "text/event-stream" in Headers(scope=scope).get("accept", "")
         )
+        self._on_disconnect = Headers(scope=scope).get(ON_DISCONNECT, "")
         if self._again is None:
             seed, created = secrets.randbits(128), int(time.time())
             incoming = Incoming(self._request_id, tracker, seed, created, key)
@@ -212,12 +220,36 @@ class GenerationResponse(Response):
         except (ClientDisconnect, OSError):
             pass  # no client is left to answer; counted as CLIENT_GONE
         finally:
-            tracker.metrics.in_flight.labels(name).dec()
-            tracker.end(status)
-            if self._trace is not None:
-                self._trace.end(status, tracker)
-            if self._keeper is not None:
-                await asyncio.shield(self._keeper.settle())
+            if self._left is not None:
+                self._go_on(self._left, tracker)
+            else:
+                await self._end(status, tracker)
+
+    async def _end(self, status: int, tracker: RequestTracker) -> None:
+        """Note the end of the request, and return when it is kept."""
+        tracker.metrics.in_flight.labels(self._endpoint.name).dec()
+        tracker.end(status)
+        if self._trace is not None:
+            self._trace.end(status, tracker)
+        if self._keeper is not None:
+            await asyncio.shield(self._keeper.settle())
+
+    def _go_on(self, answer: asyncio.Task[int], tracker: RequestTracker) -> None:
+        """Let the answer go on for a while without its client."""
+        server, runner = self._endpoint.settings.server, self._endpoint.runner
+        assert runner is not None and self._keeper is not None
+        if self._stream is not None:
+            self._stream.drop()
+
+        async def run() -> None:
+            try:
+                await asyncio.wait((answer,), timeout=server.on_disconnect_grace_s)
+            finally:
+                answer.cancel()
+                await asyncio.gather(answer, return_exceptions=True)
+                await self._end(CLIENT_GONE, tracker)
+
+        runner.go_on(self._keeper.record, run())
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, incoming: Incoming) -> int:
         if self._again is not None:
@@ -235,16 +267,24 @@ class GenerationResponse(Response):
         work = asyncio.create_task(self._serve(body, incoming, send))
         gone = asyncio.create_task(_wait_for_disconnect(receive))
         watch = asyncio.create_task(self._watch_stall())
-        tasks = (work, gone, watch)
+        tasks: tuple[asyncio.Task[Any], ...] = (work, gone, watch)
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if work.done():
                 return work.result()
             return CLIENT_GONE
         finally:
+            if not work.done() and self._may_go_on():
+                self._left, tasks = work, (gone, watch)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _may_go_on(self) -> bool:
+        runner, keeper = self._endpoint.runner, self._keeper
+        if not self._outlives or runner is None or keeper is None or not keeper.is_kept:
+            return False
+        return runner.may_go_on(keeper.record)
 
     async def _serve(self, body: bytes, incoming: Incoming, send: Send) -> int:
         ticket, quotas, key = None, self._endpoint.quotas, incoming.key
@@ -289,7 +329,15 @@ class GenerationResponse(Response):
         """Have the request kept, and its events numbered. Raises `RequestError` if it is answered
         again and can't be as it was."""
         endpoint, again, place = self._endpoint, self._again, None
+        on_disconnect = self._on_disconnect or endpoint.settings.server.on_disconnect
+        if on_disconnect not in ("cancel", "continue"):
+            raise RequestError(f"{ON_DISCONNECT} must be cancel or continue.", ON_DISCONNECT)
         if again is None and not endpoint.keeps(given, generation):
+            if self._on_disconnect == "continue":
+                raise RequestError(
+                    f"{ON_DISCONNECT}: continue is for requests that are kept, and this one isn't.",
+                    ON_DISCONNECT,
+                )
             return
         digest, adapter = info.digest, generation.adapter_digest
         if again is None:
@@ -326,10 +374,11 @@ class GenerationResponse(Response):
             generation.keeper = Keeper(
                 endpoint.store, again.record, is_new=False, stream_age_s=age_s
             )
-        self._keeper = generation.keeper
+        self._keeper = keeper = generation.keeper
+        # Another process goes on with answers in the background.
+        self._outlives = on_disconnect == "continue" and not keeper.record.is_background
         if generation.stream and (self._shows_ids or place is not None):
-            assert generation.keeper is not None
-            name = tagged(generation.keeper.record)
+            name = tagged(keeper.record)
             generation.numbers = EventNumbers(
                 name, generation.num_sequences, place, shown=self._shows_ids
             )
@@ -367,7 +416,9 @@ class GenerationResponse(Response):
 
     async def _send_stream(self, generation: Generation[Any], send: Send) -> int:
         """Send events as they come. An error before the first event is answered with its status."""
-        self._stream = stream = EventStream(send, self._send_chunk, generation.begin_keeping())
+        self._stream = stream = EventStream(
+            send, self._send_chunk, generation.begin_keeping(), outlives=self._outlives
+        )
         status = 200
         try:
             try:

@@ -30,12 +30,20 @@ class EventStream:
     """
 
     def __init__(
-        self, send: Send, send_chunk: Send, is_kept: Awaitable[object] | None = None
+        self,
+        send: Send,
+        send_chunk: Send,
+        is_kept: Awaitable[object] | None = None,
+        *,
+        outlives: bool = False,
     ) -> None:
-        """The reply begins when `is_kept`."""
+        """The reply begins when `is_kept`. `outlives`: it goes on without a client that leaves,
+        instead of raising `ClientDisconnect`."""
         self._is_kept = is_kept
+        self._outlives = outlives
         self._send = send
         self._send_chunk = send_chunk
+        self._more: Callable[[], bytes] = bytes
         self.catching_up: asyncio.Task[None] | None = None
         """Set while the stream is behind: `write` must not be called."""
         self.has_begun = False
@@ -48,6 +56,7 @@ class EventStream:
 
         Raises `ClientDisconnect`, as all methods do.
         """
+        self._more = catch_up
         if self.has_begun:
             sending = self._send_chunk(_body(events, more=True))
         else:
@@ -55,16 +64,30 @@ class EventStream:
         try:
             rest = run_eagerly(sending)  # type: ignore[arg-type]  # ASGI says Awaitable
         except OSError as error:
-            raise ClientDisconnect from error
+            self._note_gone(error)
+            return
         if rest is not None:
-            self.catching_up = asyncio.get_running_loop().create_task(
-                self._catch_up(rest, catch_up)
-            )
+            self.catching_up = asyncio.get_running_loop().create_task(self._catch_up(rest))
+
+    def drop(self) -> None:
+        """Nothing is sent any more, nor waits to be."""
+        self._send = self._send_chunk = _nowhere
+        self.waiting_since = None
+        if self.catching_up is not None:
+            self.catching_up.cancel()
+            self.catching_up = asyncio.create_task(self._catch_up(_nowhere({})))
+
+    def _note_gone(self, error: OSError) -> None:
+        if not self._outlives:
+            raise ClientDisconnect from error
+        self._send = self._send_chunk = _nowhere
 
     async def flush(self) -> None:
         """Return when nothing waits to be sent."""
-        if self.catching_up is not None:
-            await self.catching_up
+        while (task := self.catching_up) is not None:
+            await asyncio.wait((task,))
+            if task is self.catching_up:  # it has failed
+                task.result()
 
     async def end(self, events: bytes) -> None:
         """Send the last events and end the reply."""
@@ -75,7 +98,7 @@ class EventStream:
                 await self._begin(b"")
             await self._send(_body(events, more=False))
         except OSError as error:
-            raise ClientDisconnect from error
+            self._note_gone(error)
         self.waiting_since = None
 
     async def close(self) -> None:
@@ -91,16 +114,21 @@ class EventStream:
         await self._send({"type": "http.response.start", "status": 200, "headers": HEADERS.raw})
         await self._send_chunk(_body(events, more=True))
 
-    async def _catch_up(self, sending: Awaitable[None], catch_up: Callable[[], bytes]) -> None:
+    async def _catch_up(self, sending: Awaitable[None]) -> None:
         try:
             self.waiting_since = time.monotonic()
             await sending
-            while events := catch_up():
+            while events := self._more():
                 self.waiting_since = time.monotonic()
                 await self._send_chunk(_body(events, more=True))
         except OSError as error:
-            raise ClientDisconnect from error
+            self._note_gone(error)
+            self._more()
         self.waiting_since = self.catching_up = None
+
+
+async def _nowhere(message: Message) -> None:
+    """Where what is sent to a client that left goes."""
 
 
 def _body(events: bytes, *, more: bool) -> Message:

@@ -40,6 +40,8 @@ class Keeper:
         response are kept as long as any."""
         self.record = record
         self.is_new = is_new
+        self.is_kept = not is_new
+        """Whether it is in the store, as far as is known."""
         self._store = store
         self._must = must
         self._age_s = stream_age_s
@@ -61,6 +63,7 @@ class Keeper:
         add = partial(self._store.add, record, age_s, lease=not is_stream)
         if self._must:
             await add()
+            self.is_kept = True
             return True
         if self._store.is_away:
             return False
@@ -72,6 +75,7 @@ class Keeper:
             return False
         except RequestError:  # the store has said why
             return False
+        self.is_kept = True
         return True
 
     def begin_beside(self, then: Callable[[bool], None]) -> asyncio.Task[None]:

@@ -1,8 +1,9 @@
-"""`RecordRunner`: makes the answers that must be there though no client waits for them.
+"""`RecordRunner`: makes the answers that go on though no client waits for them.
 
-Those are responses in the background, kept responses whose process was lost, and batches. Each has
-a lease in the store. Whoever makes its answer renews it; when it has ended, the next process that
-looks takes the record up and begins again, which gives the same tokens.
+Answers whose client left go on for a while. The others must be there in the end: responses in the
+background, kept responses whose process was lost, and batches. Each has a lease in the store.
+Whoever makes its answer renews it; when it has ended, the next process that looks takes the record
+up and begins again, which gives the same tokens.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 
 from deploy.http.access.api_key import ApiKey
 from deploy.http.access.key_file import KeyFile
@@ -66,6 +67,7 @@ class RecordRunner:
         self._workers = workers
         self._looking: asyncio.Task[None] | None = None
         self._answers: set[asyncio.Task[None]] = set()
+        self._left: dict[tuple[str, str], asyncio.Task[None]] = {}
 
     def start(self) -> None:
         """Begin to look for records that nobody answers. To be called in the loop."""
@@ -74,7 +76,7 @@ class RecordRunner:
 
     async def stop(self) -> None:
         """What isn't ready is left to other processes, or to this one's next life."""
-        tasks = [*self._answers, *filter(None, (self._looking,))]
+        tasks = [*self._answers, *self._left.values(), *filter(None, (self._looking,))]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -84,6 +86,16 @@ class RecordRunner:
         task = asyncio.get_running_loop().create_task(self._answer(record))
         self._answers.add(task)
         task.add_done_callback(self._answers.discard)
+
+    def may_go_on(self, record: Record) -> bool:
+        """Whether no answer to this record goes on here without its client."""
+        return (record.owner, record.id) not in self._left
+
+    def go_on(self, record: Record, work: Coroutine[Any, Any, None]) -> None:
+        """Let an answer go on whose client left. `may_go_on` must hold."""
+        named = record.owner, record.id
+        self._left[named] = task = asyncio.get_running_loop().create_task(work)
+        task.add_done_callback(lambda _: self._left.pop(named))
 
     async def _look(self) -> None:
         failed = False
