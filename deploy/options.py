@@ -22,6 +22,8 @@ class AutoscalingOptions(BaseModel):
     target_ongoing_requests: float = Field(32.0, gt=0)
     target_kv_use: float = Field(0.8, gt=0, le=1)
     target_queued_tokens: float = Field(8192.0, gt=0)
+    ignore_flex: bool = False
+    """Flex requests and lines of batches ask for no replicas."""
     upscale_delay_s: float = Field(10.0, ge=0)
     downscale_delay_s: float = Field(300.0, ge=0)
 

@@ -222,7 +222,11 @@ class Attempt:
         if attempts.router is not None:
             adapter = "" if sequence.adapter is None else sequence.adapter.digest
             actor, add.page_hashes = attempts.router.route(
-                self.rid, input_of(sequence.prompt_ids, add.output_ids), sequence.namespace, adapter
+                self.rid,
+                input_of(sequence.prompt_ids, add.output_ids),
+                sequence.namespace,
+                adapter,
+                is_flex=sequence.is_flex,
             )
         self._call = attempts.call_engine(encoding.encode_inline(add), actor)
         self._call.add_done_callback(self._on_call_end)

@@ -80,10 +80,20 @@ class ReplicaRouter:
         self._heard.pop(replica, None)
         self._avoided.pop(replica, None)
 
-    def route(self, rid: int, input_ids: IntArray, namespace: str, adapter: str = "") -> Route:
+    def route(
+        self,
+        rid: int,
+        input_ids: IntArray,
+        namespace: str,
+        adapter: str = "",
+        *,
+        is_flex: bool = False,
+    ) -> Route:
         """Choose a replica for a request, and count the request there at once. `input_ids` [n] are
         prompt and output, `adapter` is the digest of its adapter."""
-        request = RouteRequest.from_tokens(str(rid), input_ids, self._page_size, namespace, adapter)
+        request = RouteRequest.from_tokens(
+            str(rid), input_ids, self._page_size, namespace, adapter, is_flex
+        )
         try:
             replica = self.policy.choose(request, self._unfit())
         except NoReplicaError:

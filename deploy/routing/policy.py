@@ -46,6 +46,8 @@ class RoutingPolicy(ABC):
         self.slots = slots
         self.index = index
         self.loads = LoadBook(clock)
+        """Without flex requests: the others are placed as if there were none."""
+        self.flex_loads = LoadBook(clock)
         self.adapters = AdapterBook()
         self.clock = clock
         self.seed = seed
@@ -63,6 +65,7 @@ class RoutingPolicy(ABC):
         if replica not in self.slots:
             slot = self.slots.add(replica)
             self.loads.add(slot)
+            self.flex_loads.add(slot)
             self.adapters.add(slot)
             self.index.add(replica)
 
@@ -72,6 +75,7 @@ class RoutingPolicy(ABC):
             self.index.forget(replica)
             slot = self.slots.remove(replica)
             self.loads.remove(slot)
+            self.flex_loads.remove(slot)
             self.adapters.remove(slot)
 
     def on_dispatched(self, request: RouteRequest, replica: str) -> None:
@@ -79,23 +83,28 @@ class RoutingPolicy(ABC):
         `KeyError` if the replica is unknown."""
         slot = self.slots.slot(replica)
         uncached = request.num_tokens
+        self.adapters.dispatched(request.request_id, slot, request.adapter)
+        if request.is_flex:
+            self.flex_loads.dispatched(request.request_id, slot, uncached)
+            return
         if self.uses_index:
             matched = self.index.book(
                 request.request_id, replica, request.page_hashes, self.clock()
             )
             uncached -= min(matched, request.reusable_pages) * request.page_size
         self.loads.dispatched(request.request_id, slot, uncached)
-        self.adapters.dispatched(request.request_id, slot, request.adapter)
 
     def on_first_token(self, request_id: str) -> None:
         """The request's prefill is done. Unknown requests are ignored."""
         self.loads.first_token(request_id)
+        self.flex_loads.first_token(request_id)
         if self.uses_index:
             self.index.settle(request_id, self.clock())
 
     def on_finished(self, request_id: str) -> None:
         """The request is done, cancelled or lost. Unknown requests are ignored."""
         self.loads.finished(request_id)
+        self.flex_loads.finished(request_id)
         self.adapters.finished(request_id)
         if self.uses_index:
             self.index.cancel(request_id)

@@ -63,6 +63,9 @@ class PrefixAwarePolicy(RoutingPolicy):
     so waiting / holders requests wait at each of them. A new copy will serve the same number, and
     this request. So the more requests wait for a prefix, the sooner it is copied.
 
+    A flex request goes where least is under way, flex requests included. For the others these don't
+    count.
+
     Ties go to the shorter queue, then to the replica used longest ago. The result is the least
     score of all replicas, but few scores are computed. A replica that holds nothing can't have a
     lower score than the one with the least load. Of the others, those that hold most come first.
@@ -91,6 +94,10 @@ class PrefixAwarePolicy(RoutingPolicy):
         load += queued
         if request.adapter:
             load += self.adapters.cost(request.adapter, len(load))
+        if request.is_flex:
+            load += self.flex_loads.inflight * self.weights.inflight_tokens
+            load += self.flex_loads.remaining()
+            return self.slots.name(self.flex_loads.least(self._open_to(load, exclude)))
         load = self._open_to(load, exclude)
         idlest = loads.least(load)
         match = self.index.match(request.page_hashes[: request.reusable_pages])
@@ -105,7 +112,8 @@ class PrefixAwarePolicy(RoutingPolicy):
 
     def on_dispatched(self, request: RouteRequest, replica: str) -> None:
         super().on_dispatched(request, replica)
-        self.waiting.add(request, replica)
+        if not request.is_flex:
+            self.waiting.add(request, replica)
 
     def on_first_token(self, request_id: str) -> None:
         super().on_first_token(request_id)

@@ -25,6 +25,8 @@ class RouteRequest:
     adapter and cache_salt: equal tokens under others are other pages."""
     adapter: str = ""
     """Digest of its adapter; "": it has none."""
+    is_flex: bool = False
+    """It runs in what others leave."""
 
     @classmethod
     def from_tokens(
@@ -34,10 +36,11 @@ class RouteRequest:
         page_size: int,
         namespace: str = "",
         adapter: str = "",
+        is_flex: bool = False,
     ) -> RouteRequest:
         """Hash the pages, which takes about 0.3 µs each. This is done once for a request."""
         hashes = hash_pages(token_ids, page_size, namespace)
-        return cls(request_id, token_ids, page_size, hashes, adapter)
+        return cls(request_id, token_ids, page_size, hashes, adapter, is_flex)
 
     @property
     def num_tokens(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -155,11 +156,11 @@ class AppConfig:
         if scaling is None:
             return {"num_replicas": self.server.num_replicas}
         options = scaling.model_dump()
-        targets = {key: options[key] for key in options if key.startswith("target_")}
-        for key in targets:
+        ours = {key: options[key] for key in inspect.signature(EngineLoadPolicy).parameters}
+        for key in ours:
             if key != "target_ongoing_requests":  # Serve's own key; it warns if it is missing
                 del options[key]
-        policy = {"policy_function": EngineLoadPolicy, "policy_kwargs": targets}
+        policy = {"policy_function": EngineLoadPolicy, "policy_kwargs": ours}
         return {"autoscaling_config": {**options, "policy": policy}}
 
     def placement_bundles(self, *, use_gpu: bool) -> list[dict[str, float]]:

@@ -136,7 +136,8 @@ class RadixCache:
 
         `priority` is for the policy of that name; the highest of a node's requests counts.
         `is_flex` is as in `match_prefix`. `page_hashes` are hashes of the first pages that were
-        computed already (see `hash_pages`); events need the hashes of all. Raises `ValueError` if there are too few slots.
+        computed already (see `hash_pages`); events need the hashes of all.
+        Raises `ValueError` if there are too few slots.
         """
         if self.disable:
             return InsertResult(0, self.root)

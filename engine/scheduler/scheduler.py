@@ -249,6 +249,13 @@ class Scheduler:
     def snapshot_stats(self) -> SchedulerStats:
         """A copy of the statistics, with gauges as they are now."""
         waiting, flex = self.requests.waiting, self.requests.flex
+        kv_flex_tokens = 0
+        if flex.num_reqs:
+            for mb in self.micro_batches:
+                mb.sync_lens()
+            kv_flex_tokens = sum(
+                self.kv.frees(r) for r in self.requests.by_key.values() if r.is_flex
+            )
         if self.adapters is not None:
             self.stats.adapters_held = self.adapters.num_held
             self.stats.adapters_running = self.adapters.num_running
@@ -260,9 +267,11 @@ class Scheduler:
             self.stats,
             num_waiting=len(waiting),
             num_running=len(self.requests.by_key) - len(waiting),
-            waiting_tokens=sum(r.prompt_len + len(r.output_ids) for r in waiting),
+            waiting_tokens=_num_tokens(waiting),
             kv_cached_tokens=self.kv.tree.evictable_size,
             kv_used_tokens=self.kv.total_size - self.kv.room,
+            flex_waiting_tokens=_num_tokens(flex.shares.waiting),
+            kv_flex_tokens=kv_flex_tokens,
             num_flex_running=flex.num_reqs - flex.shares.num_waiting,
             num_flex_waiting=flex.shares.num_waiting,
             new_token_ratio=self.requests.interactive.ratio.value,
@@ -467,3 +476,8 @@ class Scheduler:
             self._retract(victim)
             if len(mb.running) == 0:
                 return False
+
+
+def _num_tokens(reqs: Sequence[Req]) -> int:
+    """Tokens of requests' prompts and outputs."""
+    return sum(req.prompt_len + len(req.output_ids) for req in reqs)

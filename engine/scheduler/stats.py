@@ -15,7 +15,11 @@ class SchedulerStats(msgspec.Struct):
     """Those of both that are flex requests."""
     num_flex_waiting: int = 0
     waiting_tokens: int = 0
+    flex_waiting_tokens: int = 0
+    """Those of flex requests."""
     kv_used_tokens: int = 0
+    kv_flex_tokens: int = 0
+    """Of these, what the end of all flex requests would give back."""
     kv_cached_tokens: int = 0
     kv_total_tokens: int = 0
     new_token_ratio: float = 0.0

@@ -181,6 +181,28 @@ def test_storm_on_real_workers(cases: dict[str, Case], pp: int, depth: int) -> N
                 assert tokens == expected[: stop_after.get(i, MAX_NEW)], (i, chunk)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("rows", [3, 8])
+def test_flex_requests_get_the_same_tokens(
+    cases: dict[str, Case], overlap: bool, rows: int
+) -> None:
+    """With little room, so that they pause and are retracted beside others, which get theirs."""
+    case = cases["llama"]
+    count = len(case.prompts)
+    params = SamplingParams(max_tokens=MAX_NEW, temperature=0, ignore_eos=True)
+    with engine_for(case.path, page_size=4) as engine:
+        out = engine.run(
+            case.prompts * 3,
+            params,
+            flex=range(2 * count),
+            retract_every=7,
+            chunked_prefill_size=32,
+            max_running_requests=rows,
+            enable_overlap=overlap,
+        )
+        assert out == case.expected * 3
+
+
 def _check_logprobs(case: Case, engine: Engine) -> None:
     """Of output and prompt against log_softmax: in chunks, after retractions, with overlap; those
     of the output with cache hits, too (the prompt's have to compute all of it)."""

@@ -59,6 +59,7 @@ class Engine:
         resumed: Sequence[Sequence[int]] = (),
         adapters: Sequence[AdapterRef | None] = (),
         kv_tokens: int = KV_TOKENS,
+        flex: Sequence[int] = (),
         **scheduler: Any,
     ) -> list[list[int]]:
         """Output ids of each prompt. `warm` prompts run first, to fill the prefix cache. With
@@ -66,7 +67,7 @@ class Engine:
         has, by prompt, the number of tokens after which the client ends it, as a stop string
         would. `pooling` has, by prompt, how it is pooled, if it is. `resumed` has, by prompt, the
         output that it had elsewhere; `adapters` has its adapter, if it has one. The scheduler uses
-        `kv_tokens` of the KV cache."""
+        `kv_tokens` of the KV cache. `flex` are the numbers of prompts whose requests are flex."""
         engine = self.config.model_copy(update=scheduler)
         resolved = engine.resolve()
         config = SchedulerConfig(resolved, kv_tokens)
@@ -90,6 +91,7 @@ class Engine:
             p = params if isinstance(params, SamplingParams) else params[i]
             request = _request(i, ids, p)
             request.sequence.pooling = pooling[i] if pooling else None
+            request.sequence.is_flex = i in flex
             if adapters and (adapter := adapters[i]) is not None:
                 request.sequence.adapter = adapter
                 request.sequence.namespace = adapter.namespace()
@@ -132,10 +134,8 @@ class Engine:
                 for rid, data in (message.embeddings or {}).items():
                     self.embeddings[rid] = np.frombuffer(data, np.float32)
             if retract_every and step % retract_every == 0:
-                running = [r for m in core.scheduler.micro_batches for r in m.running.reqs]
-                chunked = core.scheduler.requests.interactive.chunked
-                if chunked is not None and chunked.pooling is not None:
-                    running.append(chunked)
+                running = [r for m in core.scheduler.micro_batches for r in m.reqs]
+                running += [r for r in core.scheduler.requests.chunked if r.pooling is not None]
                 if running:
                     core.scheduler.requests.retract(running[step % len(running)])
                     self.retractions += 1

@@ -459,6 +459,7 @@ async def _plan(
                     prediction_ids,
                     adapter,
                     request.delivery.token_ids,
+                    request.is_flex or incoming.is_flex,
                 )
             )
     if len(sequences) > 1:

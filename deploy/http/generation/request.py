@@ -16,7 +16,8 @@ from engine.protocol.tokenizer_messages import Conversation
 
 
 class Incoming(NamedTuple):
-    """A request as it came. `id`: its `X-Request-Id`; `key`: None if the server has no keys.
+    """A request as it came. `id`: its `X-Request-Id`; `key`: None if the server has no keys;
+    `is_flex`: it ranks below all others, whatever its body says.
 
     The answer is a function of the body, `seed` (0 to 2^128 - 1) and `created` (Unix time): the
     first gives what is drawn at random, the other what is said about when.
@@ -101,6 +102,8 @@ class GenerationRequest:
     constraint: NamedConstraint | None = None
     priority: int = 0
     cache_salt: str = ""
+    is_flex: bool = False
+    """It ranks below all others, and runs in what they leave."""
     prediction: str = ""
     """The output that the client expects."""
     pooling: Pooling | None = None

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, TypeVar
 
 from deploy.http.body import encode_json
 from deploy.http.generation.generation import Generation, Output
-from deploy.http.openai.request import GenerationFields
+from deploy.http.openai.request import FLEX, GenerationFields
 from deploy.http.openai.sse import DONE, ChunkEncoder
 from engine.protocol.tokenizer_messages import TextDelta
 
@@ -26,6 +26,8 @@ class OpenAIGeneration(Generation[F]):
     def _encoder(self) -> ChunkEncoder:
         with_usage = self._request.stream_options.usage_at_end
         head = self._head(self.chunk_object_name)
+        if self._plan.request.is_flex:
+            head["service_tier"] = FLEX
         return ChunkEncoder(head, self.payload, len(self._plan.sequences), with_usage)
 
     def _head(self, object_name: str) -> dict[str, Any]:
@@ -45,7 +47,7 @@ class OpenAIGeneration(Generation[F]):
         """The reply in one piece."""
         body = {
             **self._head(self.object_name),
-            "service_tier": None,
+            "service_tier": FLEX if self._plan.request.is_flex else None,
             "system_fingerprint": None,
             "kv_transfer_params": None,
             "choices": [self._choice(i, output) for i, output in enumerate(self._outputs)],

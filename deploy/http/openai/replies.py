@@ -91,7 +91,7 @@ class _Reply(_Shape):
     id: str
     created: int
     model: str
-    service_tier: None
+    service_tier: Literal["flex"] | None
     system_fingerprint: None
     kv_transfer_params: None
     usage: Usage

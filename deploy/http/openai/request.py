@@ -199,7 +199,7 @@ IGNORED = frozenset(
     {
         *("access_programs", "client_metadata", "metadata", "mm_processor_kwargs"),
         *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
-        *("safety_identifier", "service_tier", "session_id", "store", "user"),
+        *("safety_identifier", "session_id", "store", "user"),
     }
 )
 """They label, store or speed up a request, or are for inputs that it doesn't have."""
@@ -212,6 +212,8 @@ UNSUPPORTED = {
 }
 
 
+FLEX = "flex"
+"""The `service_tier` of requests that rank below all others."""
 LIMITING_FIELDS = frozenset(
     {
         *("response_format", "structured_outputs"),
@@ -268,6 +270,8 @@ class GenerationFields(Strict):
     cache_salt: str = Field("", min_length=1, max_length=1024)
     return_token_ids: bool = False
     request_id: str = Field("", max_length=128, pattern=r"^[!-~]*$")
+    service_tier: str | None = None
+    """"flex": in what others leave. Other tiers make no difference."""
     store: bool | None = None
     """False: the request isn't kept, so that its stream can't be read on."""
 
@@ -312,6 +316,7 @@ class GenerationFields(Strict):
             "constraint": self._constraint(),
             "priority": self.priority,
             "cache_salt": self.cache_salt,
+            "is_flex": self.service_tier == FLEX,
         }
 
     def _constraint(self) -> NamedConstraint | None:

@@ -13,6 +13,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any
 
 from deploy.http.access.api_key import ApiKey
 from deploy.http.access.key_file import KeyFile

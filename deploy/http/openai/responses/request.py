@@ -17,7 +17,7 @@ from deploy.http.generation.request import (
     named_error,
 )
 from deploy.http.generation.tool_use import ToolUse
-from deploy.http.openai.request import Metadata, Stop, documented
+from deploy.http.openai.request import FLEX, Metadata, Stop, documented
 from deploy.http.openai.responses.items import (
     Input,
     for_template,
@@ -134,11 +134,13 @@ class ResponsesRequest(Strict):
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
 
+    service_tier: str | None = None
+    """As in chat completions."""
+
     # Accepted: they label a request.
     metadata: Metadata = Field(default_factory=dict)
     user: str | None = None
     safety_identifier: str | None = None
-    service_tier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
 
@@ -206,6 +208,7 @@ class ResponsesRequest(Strict):
             constraint=None if spec is None else NamedConstraint(spec, "text.format"),
             priority=self.priority,
             cache_salt=self.cache_salt,
+            is_flex=self.service_tier == FLEX,
             chat=Conversation(
                 head + messages,
                 tools=tools.for_template,

@@ -527,3 +527,16 @@ def test_latencies_are_exported_before_the_first_token() -> None:
     text = bare(call(FakeEngineClient(), "GET", "/metrics").text)
     for name in ("time_to_first_token", "inter_token_latency", "e2e_request_latency"):
         assert f'manta_{name}_seconds_count{{endpoint="completions"}} 0.0' in text
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("tier", ["flex", "auto", "default", "priority", "unknown", None])
+def test_service_tier_flex_ranks_below_all_others(path: str, tier: str | None) -> None:
+    client = FakeEngineClient()
+    asked = {"messages": [USER]} if path == CHAT else {"prompt": "abc"}
+    said = "flex" if tier == "flex" else None
+    reply = post(path, client, **asked, max_tokens=3, service_tier=tier)
+    assert reply.json()["service_tier"] == said
+    chunks = events(post(path, client, **asked, max_tokens=3, service_tier=tier, stream=True))
+    assert {chunk.get("service_tier") for chunk in chunks} == {said}
+    assert [sequence.is_flex for sequence in client.started] == [tier == "flex"] * 2

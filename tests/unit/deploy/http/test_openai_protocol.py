@@ -296,6 +296,14 @@ def seeds_of(**fields: Any) -> list[int | None]:
     return [sequence.params.seed for sequence in plan.sequences]
 
 
+def test_whoever_hands_in_a_request_may_make_it_flex() -> None:
+    request = translate(completion(prompt=[1, 2], n=2), "id", INFO)
+    tracker = RequestTracker(ServerMetrics().unnamed, "completions", "")
+    incoming = Incoming("id", tracker, seed=0, created=0, is_flex=True)
+    plan = asyncio.run(plan_texts(FakeEngineClient(), ServerOptions(), request, incoming))
+    assert [sequence.is_flex for sequence in plan.sequences] == [True, True]
+
+
 def test_seeds_count_up_wrap_and_differ() -> None:
     assert seeds_of(seed=7, n=3) == [7, 8, 9]
     assert seeds_of(seed=2**63 - 1, n=2) == [2**63 - 1, -(2**63)]

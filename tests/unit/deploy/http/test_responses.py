@@ -340,3 +340,10 @@ def test_a_stream_that_fails(at: int) -> None:
     response = failed["response"]
     assert (failed["type"], response["status"]) == ("response.failed", "failed")
     assert response["error"]["message"] == "It broke." and response["output"] == [done["item"]]
+
+
+@pytest.mark.parametrize("tier", ["flex", "auto", None])
+def test_service_tier(tier: str | None) -> None:
+    client = fake()
+    assert whole(client, input="hi", service_tier=tier)["service_tier"] == tier
+    assert [sequence.is_flex for sequence in client.started] == [tier == "flex"]

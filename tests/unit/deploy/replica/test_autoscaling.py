@@ -54,7 +54,38 @@ def test_no_reports_yet() -> None:
 def test_stats() -> None:
     stats = SchedulerStats(kv_used_tokens=300, kv_cached_tokens=600, kv_total_tokens=1000)
     stats.waiting_tokens = 70
-    assert autoscaling_stats(stats) == {"kv_use": 0.3, "queued_tokens": 70}
+    found = autoscaling_stats(stats)
+    assert (found["kv_use"], found["queued_tokens"]) == (0.3, 70)
+
+
+def test_flex_requests_may_be_ignored() -> None:
+    stats = SchedulerStats(
+        num_flex_running=40,
+        num_flex_waiting=24,
+        waiting_tokens=90_000,
+        flex_waiting_tokens=81_808,
+        kv_used_tokens=900,
+        kv_flex_tokens=500,
+        kv_total_tokens=1000,
+    )
+    reports = {name: {"a": value} for name, value in autoscaling_stats(stats).items()}
+
+    def wanted(total_num_requests: int, policy: EngineLoadPolicy) -> float:
+        context = SimpleNamespace(
+            total_num_requests=total_num_requests,
+            aggregated_metrics=reports,
+            running_replicas=["a"],
+        )
+        return policy(context)[0]  # type: ignore[arg-type]
+
+    args = {"model": "m", "autoscaling": {"ignore_flex": True, "target_kv_use": 0.8}}
+    config = AppConfig.from_args({**args, "model": "models/manta-small"})
+    made = config.replica_scaling()["autoscaling_config"]
+    assert "ignore_flex" not in made
+    ignoring = EngineLoadPolicy(**made["policy"]["policy_kwargs"])
+    assert wanted(96, ignoring) == pytest.approx(1)  # 32 requests, 8192 tokens, 0.4 / 0.8
+    assert wanted(10, ignoring) == pytest.approx(1), "an older number of requests"
+    assert wanted(96, POLICY) == pytest.approx(90_000 / 8192)
 
 
 def test_configured() -> None:

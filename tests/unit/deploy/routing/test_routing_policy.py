@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -420,3 +422,38 @@ def test_the_head_of_a_line_shrinks_at_the_speed_seen_so_far() -> None:
     # One that overtook the head says nothing about how far the head is.
     book.first_token("z")
     assert book.remaining().tolist() == [0.0]
+
+
+# --- flex requests
+
+
+def flex(number: int, *parts: tuple[int, int]) -> RouteRequest:
+    return dataclasses.replace(request(number, *parts), is_flex=True)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 600), st.booleans()), max_size=40))
+@relaxed
+def test_others_are_placed_as_without_flex_requests(arrivals: list[tuple[int, int, bool]]) -> None:
+    """Those with True are flex."""
+    names = ["a", "b", "c"]
+    alone, mixed = policy_of("prefix_aware", names), policy_of("prefix_aware", names)
+    for number, (seed, length, is_flex) in enumerate(arrivals):
+        if is_flex:
+            send(mixed, flex(number, (seed, length)))
+        else:
+            what = request(number, (seed, length))
+            assert send(mixed, what) == send(alone, what)
+        if number % 3 == 0:
+            finish(alone, number)
+            finish(mixed, number)
+    for number in range(len(arrivals)):
+        finish(mixed, number)
+    assert len(mixed.loads) == len(mixed.flex_loads) == 0
+
+
+def test_flex_requests_go_where_most_room_is() -> None:
+    policy = policy_of("prefix_aware", ["a", "b", "c"])
+    busy = send(policy, request(0, (0, 400)))
+    placed = {send(policy, flex(number, (number, 100))) for number in (1, 2)}
+    assert placed == {"a", "b", "c"} - {busy}
+    assert send(policy, flex(3, (3, 300))) != busy
