@@ -3,7 +3,7 @@
 A scheduler with overlap over the simulated device, in virtual time: nothing sleeps, so the figures
 are the same on any machine, whatever else runs on it.
 
-    python benchmarks/flex.py                   # under two minutes
+    python benchmarks/flex.py                   # under four minutes
     python benchmarks/flex.py --rate 4 8        # interactive requests per second
 """
 
