@@ -10,14 +10,16 @@ import numpy as np
 
 from engine.scheduler.chunk_sizer import LONGEST_S, MIN_POINTS, SHORTEST_S, WINDOW, least_squares
 
-SLOW_STEP = 0.95
+SLOW_STEP = 0.98
 """Of interactive requests' steps, the share that is shorter than one that counts as slow."""
+STEPS_SEEN = 512
+"""Of so many steps."""
 GROWTH = 1.1
-"""A step with flex work may take so many times as long as a slow one, or as it would without."""
+"""A step with flex work may be as slow as these, or take so many times as long as without."""
 REFIT_EVERY = 16
 AFTERMATH_STEPS = 128
 """The next interactive request may come soon: for so many steps behind the last one's, flex
-requests alone keep to the same limit, because it would wait for the steps in flight."""
+requests alone keep to the same limit, because it would wait for the step in flight."""
 
 
 class StepWork(NamedTuple):
@@ -54,7 +56,7 @@ class FlexPace:
     def __init__(self) -> None:
         self.cost = UNMEASURED
         self._measured: deque[tuple[StepWork, float]] = deque(maxlen=WINDOW)
-        self._interactive: deque[StepWork] = deque(maxlen=WINDOW)
+        self._interactive: deque[StepWork] = deque(maxlen=STEPS_SEEN)
         """What steps had to compute for interactive requests."""
         self._slow: float | None = None
         self._num_measured = 0
@@ -80,16 +82,18 @@ class FlexPace:
             self.cost = self._fit()
             self._slow = None
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether there were steps for interactive requests lately."""
+        return self._num_steps - self._last_interactive < AFTERMATH_STEPS
+
     def allowance(self, interactive: StepWork) -> float:
         """Seconds (or what `UNMEASURED` counts) that flex work may add to a step which computes so
         much for interactive requests; inf if there are none, and were none lately."""
-        if (
-            not interactive.num_tokens
-            and self._num_steps - self._last_interactive >= AFTERMATH_STEPS
-        ):
+        if not interactive.num_tokens and not self.is_shared:
             return math.inf
         own = self.cost.of(interactive)
-        return GROWTH * max(self._slow_step(), own) - own
+        return max(self._slow_step(), GROWTH * own) - own
 
     def _slow_step(self) -> float:
         if self._slow is None:

@@ -150,11 +150,14 @@ class Scheduler:
             self._next_expire = now + EXPIRE_INTERVAL_S
             self.requests.expire(now)
         count = len(self.micro_batches)
+        lookahead = self._lookahead
+        if self.requests.flex.num_reqs and self.pace.is_shared:
+            lookahead = 1  # a prompt that comes waits for one step with flex work, not for more
         while True:
             num_waiting = self.requests.num_waiting
             for offset in range(count):
                 mb = self.micro_batches[(self._next_micro_batch + offset) % count]
-                if len(mb.in_flight) >= self._lookahead:
+                if len(mb.in_flight) >= lookahead:
                     continue
                 batch = self._compose(mb, now)
                 if batch is not None:
