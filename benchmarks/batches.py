@@ -196,7 +196,7 @@ async def count(http: aiohttp.ClientSession, noticed: Noticed, opens: float, clo
 async def tokens(http: aiohttp.ClientSession) -> float:
     async with http.get("/metrics") as reply:
         text = await reply.text()
-    names = ("manta_prompt_tokens_total{", "manta_generation_tokens_total{")
+    names = ("manta_engine_prompt_tokens_total{", "manta_engine_generation_tokens_total{")
     return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(names))
 
 
