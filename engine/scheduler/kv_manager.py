@@ -90,7 +90,7 @@ class KVManager:
 
     def frees(self, req: Req) -> int:
         """Tokens of room that the end of `req` gives back."""
-        if req.last_node is None or not req.req_pool_idx:
+        if req.req_pool_idx == 0 or req.last_node is None:
             return 0
         return self.held(req) + self.tree.held_alone(req.last_node)
 

@@ -295,6 +295,8 @@ class PrefillPlanner:
         in layers with windows, or will when steps in flight are back. Returns whether it is worth
         to look again soon: that is enough, or some have left. Those of `mb` go first."""
         requests, kv = self._requests, self._kv
+        if not requests.flex.num_reqs:
+            return False
         for batch in requests.micro_batches:
             batch.sync_lens()
 

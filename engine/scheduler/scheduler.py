@@ -358,7 +358,7 @@ class Scheduler:
             is_alone = kv.rows.size - kv.rows.available_size() == 1
             if flex <= max(kv.spare_room - own, 0) or is_alone:
                 return
-            if self.requests.leaving or ends_in_flight(self.micro_batches):
+            if ends_in_flight(self.micro_batches) or self.requests.leaving:
                 running.move([req for req in running.reqs if req.is_flex], mb.paused)
                 return
             victims = flex_victims(mb, self.micro_batches, self.requests.flex.chunked)

@@ -19,6 +19,7 @@ WINDOWS = "tests/unit/kvcache/test_window_pages.py"
 GRAPHS = "tests/unit/worker/test_decode_graphs.py"
 RECORDED = "tests/unit/models/test_recorded_decodes.py"
 
+FLEX = "tests/unit/scheduler/test_flex.py"
 ADAPTERS = "tests/unit/scheduler/test_adapters.py"
 
 ADAPTER_REF = "engine/protocol/adapters.py"
@@ -543,5 +544,83 @@ MUTATIONS = [
             "batch.adapters is not None and batch.adapters.changes_experts",
             "False",
         ),
+    ),
+    # Flex requests
+    mutation(
+        FLEX,
+        "test_interactive_requests_come_first",
+        "assert",
+        Edit(REQUESTS, "return self.ranks[req.is_flex]", "return self.interactive"),
+        Edit(
+            "engine/scheduler/scheduler.py",
+            "self.requests.ranks[request.sequence.is_flex]",
+            "self.requests.interactive",
+        ),
+    ),
+    mutation(
+        FLEX,
+        "test_a_row_stays_free_for_interactive_requests",
+        "assert",
+        Edit(PLANNER, "slots -= self._reserved_rows", "pass"),
+    ),
+    mutation(
+        FLEX,
+        "test_no_interactive_request_waits_for_what_flex_requests_hold",
+        "assert",
+        Edit(PLANNER, "return not round_.rank.is_flex and", "return False and"),
+    ),
+    mutation(
+        FLEX,
+        "test_no_interactive_request_waits_for_what_flex_requests_hold",
+        "assert",
+        Edit(
+            PLANNER,
+            "            if self.take_from_flex(",
+            "            if 0 and self.take_from_flex(",
+        ),
+    ),
+    mutation(
+        FLEX,
+        "test_flex_requests_evict_nothing_of_the_protected_half",
+        "assert",
+        Edit(
+            "engine/scheduler/kv_manager.py",
+            "return self.room - min(left, self.total_size // PROTECTED_SHARE)",
+            "return self.room",
+        ),
+    ),
+    mutation(
+        FLEX,
+        "test_what_flex_requests_left_is_evicted_first",
+        "assert",
+        Edit("engine/kvcache/eviction.py", "(not node.is_flex, ", "(False, "),
+    ),
+    mutation(
+        FLEX,
+        "test_what_an_interactive_request_used_is_no_longer_flex",
+        "assert",
+        Edit("engine/kvcache/radix_cache.py", "if child.is_flex and not is_flex:", "if False:"),
+    ),
+    mutation(
+        FLEX,
+        "test_flex_rows_pause_beside_interactive_ones",
+        "assert",
+        Edit(SCHEDULER, "if len(flex) > most:", "if False:"),
+    ),
+    mutation(
+        FLEX,
+        "test_an_interactive_request_is_not_retracted_for_flex_ones",
+        "assert",
+        Edit(
+            "engine/scheduler/victims.py",
+            "candidates = [r for r in own if r.is_flex] or",
+            "candidates = [] and",
+        ),
+    ),
+    mutation(
+        FLEX,
+        "test_what_flex_requests_use_gets_no_younger",
+        "assert",
+        Edit("engine/kvcache/radix_cache.py", "if child.is_flex or not is_flex:", "if True:"),
     ),
 ]

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.protocol.sequence import KeyLimits
-from engine.scheduler.flex_pace import GROWTH, FlexPace, StepWork
+from engine.scheduler.flex_pace import GROWTH, FlexPace, StepCost, StepWork
 from tests.support.scheduler_harness import MODE_IDS, MODES, Harness, prompt
 
-STEPS_TO_LEAVE = 12
-"""Turns of the loop in which flex requests have to give their place to an interactive one."""
+FIRST_TURNS, TURNS_EACH = 10, 4
+"""Turns of the loop in which flex requests have to give their place to interactive ones."""
 
 every_mode = pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
 
@@ -25,7 +25,7 @@ def filled(rng: random.Random, count: int = 12, **overrides: Any) -> Harness:
     """A server whose flex requests have taken all that they get."""
     h = Harness(**overrides)
     for rid in range(1000, 1000 + count):
-        h.add(rid, prompt(rng, 30), 40, is_flex=True, ignore_eos=True)
+        h.add(rid, prompt(rng, 30), 60, is_flex=True, ignore_eos=True)
     for _ in range(24):
         h.step()
         h.check()
@@ -78,11 +78,12 @@ def test_a_small_server_takes_flex_requests(rows: int) -> None:
     st.sampled_from([-1, 16, 32]),
     st.booleans(),
     st.booleans(),
+    st.sampled_from([256, 1024]),
 )
 def test_no_interactive_request_waits_for_what_flex_requests_hold(
-    mode: dict[str, Any], seed: int, chunk: int, mixed: bool, cache: bool
+    mode: dict[str, Any], seed: int, chunk: int, mixed: bool, cache: bool, num_kv_tokens: int
 ) -> None:
-    """Rows and KV room: as many come at once as the server could hold without flex requests."""
+    """Neither for rows nor for KV room, though more than the reserve come at once."""
     rng = random.Random(seed)
     h = filled(
         rng,
@@ -90,12 +91,13 @@ def test_no_interactive_request_waits_for_what_flex_requests_hold(
         enable_mixed_chunk=mixed,
         enable_prefix_cache=cache,
         max_prefill_tokens=96,
+        num_kv_tokens=num_kv_tokens,
         **mode,
     )
-    count = rng.randrange(1, 5)
+    count = rng.randrange(1, 7)
     for rid in range(count):
         h.add(rid, prompt(rng, rng.randrange(8, 40)), 8, ignore_eos=True)
-    for _ in range(count * STEPS_TO_LEAVE):
+    for _ in range(FIRST_TURNS + count * TURNS_EACH):
         h.step()
         h.check()
     waiting = h.scheduler.requests.interactive.shares.num_waiting
@@ -129,7 +131,7 @@ def test_an_interactive_request_gets_its_tokens_as_without_flex_ones(mode: dict[
     while ("c", 1) not in h.finished:
         h.step()
         turns += 1
-    assert turns <= 60 * max(1, h.config.num_micro_batches) + STEPS_TO_LEAVE
+    assert turns <= 60 * max(1, h.config.num_micro_batches) + FIRST_TURNS
     h.run()
 
 
@@ -168,6 +170,39 @@ def test_what_flex_requests_left_is_evicted_first() -> None:
     tree = h.scheduler.kv.tree
     assert len(tree.match_prefix(np.asarray(old, np.int32)).indices) == 64
     assert len(tree.match_prefix(np.asarray(flex, np.int32)).indices) < 64
+
+
+def test_what_flex_requests_use_gets_no_younger() -> None:
+    """Of two prefixes that interactive requests left, the one that they left first goes first,
+    though a flex request has used it since."""
+    h = Harness(num_kv_tokens=256)
+    rng = random.Random(11)
+    old, young = prompt(rng, 64), prompt(rng, 64)
+    h.add(1, old, 1)
+    h.run()
+    h.add(2, young, 1)
+    h.run()
+    h.add(3, old[:40], 1, is_flex=True)
+    h.run()
+    h.scheduler.kv.tree.evict(64)
+    tree = h.scheduler.kv.tree
+    assert len(tree.match_prefix(np.asarray(young, np.int32)).indices) == 64
+
+
+def test_an_interactive_request_is_not_retracted_for_flex_ones() -> None:
+    """Room runs out while all decode: flex requests leave, whatever their priority."""
+    h = Harness(num_kv_tokens=160, page_size=16, schedule_conservativeness=0.01)
+    rng = random.Random(12)
+    for rid in range(2, 5):
+        h.add(rid, prompt(rng, 20), 70, is_flex=True, priority=-5)
+    h.step()
+    h.add(1, prompt(rng, 30), 60, priority=5)
+    while ("c", 1) not in h.finished:
+        h.step()
+        h.scheduler.pace.cost = StepCost(64.0, 0.0, 0.0)  # so that none pauses
+    assert h.scheduler.stats.retractions_total == 0
+    assert h.scheduler.stats.flex_retractions_total > 0
+    h.run()
 
 
 def test_what_an_interactive_request_used_is_no_longer_flex() -> None:
