@@ -7,7 +7,7 @@ over the tokenizer actor and the engine replicas. Tests implement it in process.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypedDict
 from weakref import WeakSet
@@ -165,12 +165,17 @@ class EngineClient(ABC):
 
     @abstractmethod
     async def generate(
-        self, sequence: TokenSequence, read: Callable[[list[TextDelta]], None]
+        self,
+        sequence: TokenSequence,
+        read: Callable[[list[TextDelta]], None],
+        known_ids: Sequence[int] = (),
     ) -> None:
         """Run a sequence until a delta has a `finish_reason`.
 
         `read` is called where deltas arrive. Each call gets all deltas that are there, at least
         one, so that a path which is behind catches up. A call costs no wake-up of a task.
+        `known_ids`: the first tokens of its output, as an earlier answer had them. They are
+        prefilled and not computed again. Not for those whose log-probabilities are wanted.
 
         Raises `RequestError` if the engine refuses or fails the request, `EngineDeadError` if
         there is no engine, and what `read` raises. Cancelling aborts the request.

@@ -26,6 +26,8 @@ from engine.protocol.tokenizer_messages import TextDelta
 
 logger = logging.getLogger(__name__)
 
+KNOWN_AT_ONCE = 128
+"""Deltas of known tokens that a reader gets in one piece."""
 END_TIMEOUT_S = 10.0
 """After the engine said that a request has ended, its last text must arrive in this time."""
 
@@ -214,6 +216,7 @@ class Attempt:
             raise AttemptLostError(Loss.TOKENIZER, "it was lost") from error
         if registered.error:
             raise RequestError(registered.error, status=500)
+        await self._hand_over_known(registered.deltas)
         self._reply_to = attempts.tokenizer.address
         if not self._reply_to:
             raise AttemptLostError(Loss.TOKENIZER, "it was lost")
@@ -231,6 +234,15 @@ class Attempt:
         self._call = attempts.call_engine(encoding.encode_inline(add), actor)
         self._call.add_done_callback(self._on_call_end)
         self._timer = loop.call_later(progress.wait_left_s, self._check_taken)
+
+    async def _hand_over_known(self, deltas: list[TextDelta]) -> None:
+        """Give the reader the deltas of known tokens, and others a turn between them."""
+        for begin in range(0, len(deltas), KNOWN_AT_ONCE):
+            some = deltas[begin : begin + KNOWN_AT_ONCE]
+            for delta in some:
+                self._progress.take_known(delta)
+            self._read(some)
+            await asyncio.sleep(0)
 
     async def wait(self) -> None:
         """Return when the reader has got the last delta. Raises what `fail` was given."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -83,6 +83,9 @@ class Progress:
     clock: Callable[[], float] = time.monotonic
     output_ids: list[int] = field(default_factory=list)
     """Tokens that the reader has got."""
+    known_ids: Sequence[int] = ()
+    """The first tokens of the output, as an earlier answer to the request had them. The last one of
+    them is made once more: it may have ended the output."""
     _num_cached: int | None = None
     _num_resumes: int = 0
     _num_losses: int = 0
@@ -117,7 +120,9 @@ class Progress:
         sequence = self.sequence
         if self.params is not sequence.params:
             sequence = msgspec.structs.replace(sequence, params=self.params)
-        emitted = np.asarray(self.output_ids, np.int32) if self.output_ids else None
+        known = self.known_ids[:-1]
+        ids = known if len(known) > len(self.output_ids) else self.output_ids
+        emitted = np.asarray(ids, np.int32) if ids else None
         return AddRequest(rid=rid, sequence=sequence, reply_to=reply_to, output_ids=emitted)
 
     def register(self, call: int, reply_to: str, rid: int) -> Register:
@@ -133,7 +138,12 @@ class Progress:
             tail.tolist(),
             self.output_ids,
             self.sequence.return_token_ids,
+            list(self.known_ids[len(self.output_ids) : -1]),
         )
+
+    def take_known(self, delta: TextDelta) -> None:
+        """As `take`, of known tokens: no engine has had the request yet."""
+        self.output_ids += delta.token_ids
 
     def take(self, delta: TextDelta) -> None:
         """Note a delta before the reader gets it, and make it fit to what the reader got before.
@@ -147,9 +157,8 @@ class Progress:
             raise AttemptLostError(Loss.ENGINE, "tokens are missing")
         self.output_ids += delta.token_ids
         if self._num_cached is None:
-            self._num_cached = delta.num_cached
-        else:
-            delta.num_cached = self._num_cached
+            self._num_cached = min(delta.num_cached, delta.num_prompt)
+        delta.num_cached = self._num_cached
 
     def _refuse(self, delta: TextDelta) -> None:
         if delta.error_status == 429 and self._num_resumes and self.wait_left_s > 0:

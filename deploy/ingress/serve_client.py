@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -194,9 +194,13 @@ class ServeEngineClient(EngineClient, IngressListener):
         await asyncio.wrap_future(self._guard.submit(spec))
 
     async def generate(
-        self, sequence: TokenSequence, read: Callable[[list[TextDelta]], None]
+        self,
+        sequence: TokenSequence,
+        read: Callable[[list[TextDelta]], None],
+        known_ids: Sequence[int] = (),
     ) -> None:
-        await self._attempts.generate(Progress(sequence, self._resume, self._resumes), read)
+        progress = Progress(sequence, self._resume, self._resumes, known_ids=known_ids)
+        await self._attempts.generate(progress, read)
 
     async def abort(self, request_id: str | None, owner: str | None) -> None:
         answers = await _ask_all(self._ingresses, "abort", ANSWER_TIMEOUT_S, request_id, owner)

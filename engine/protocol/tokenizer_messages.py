@@ -137,6 +137,8 @@ class Register(msgspec.Struct, array_like=True):
     """They were emitted elsewhere."""
     return_token_ids: bool = False
     """Each token makes a delta, even if it brings no text yet."""
+    known_ids: list[int] = []
+    """They were emitted elsewhere behind `output_ids`, and their reader lacks their deltas."""
 
 
 class Registered(msgspec.Struct, array_like=True):
@@ -144,6 +146,8 @@ class Registered(msgspec.Struct, array_like=True):
 
     call: int
     error: str = ""
+    deltas: list[TextDelta] = []
+    """Of `known_ids`."""
 
 
 class Unregister(msgspec.Struct, array_like=True):

@@ -77,12 +77,12 @@ class DetokenizerManager:
         """Number of requests under way."""
         return len(self._requests)
 
-    def add(self, message: Register) -> None:
-        """Begin a request.
+    def add(self, message: Register) -> list[TextDelta]:
+        """Begin a request. Returns the deltas of `known_ids`.
 
         If it has `output_ids` (resume), the state is as if they had been processed here, and their
         text isn't sent again; text that was held back is still held back.
-        Raises `ValueError` if `output_ids` hold a stop string: that request had finished.
+        Raises `ValueError` if a stop string is in one of them: that request had finished.
         """
         rid, params = message.rid, message.params
         request = _Request(
@@ -103,9 +103,16 @@ class DetokenizerManager:
         )
         for token_id in message.output_ids:
             request.add_token(token_id, self._tokenizer)
+        deltas: list[TextDelta] = []
+        for token_id in message.known_ids:
+            request.delta.token_ids.append(token_id)
+            text = request.add_token(token_id, self._tokenizer)
+            if text or request.send_every_token:
+                deltas.append(_take(request, text))
         if request.matched is not None:
             raise ValueError(f"request {rid} was resumed behind its stop string")
         self._requests[rid] = request
+        return deltas
 
     def abort(self, rid: int) -> None:
         """Forget a request (no delta is made). Nothing happens if it is unknown."""

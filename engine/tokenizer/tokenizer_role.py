@@ -82,12 +82,12 @@ class TokenizerRole:
 
     def _register(self, m: tm.Register) -> None:
         try:
-            self.manager.add(m)
+            deltas = self.manager.add(m)
         except ValueError as error:
             self._send(m.reply_to, tm.Registered(m.call, str(error)))
             return
         self._ingress[m.rid] = m.reply_to
-        self._send(m.reply_to, tm.Registered(m.call))
+        self._send(m.reply_to, tm.Registered(m.call, deltas=deltas))
 
     def _encode(self, m: tm.EncodeRequest | tm.ChatRequest) -> tm.EncodeReply:
         """The answer. Two threads call it: the tokenizer doesn't change while it encodes."""

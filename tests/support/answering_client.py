@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -38,7 +38,10 @@ class AnsweringClient(FakeEngineClient):
         return ids
 
     async def generate(
-        self, request: TokenSequence, read: Callable[[list[TextDelta]], None]
+        self,
+        request: TokenSequence,
+        read: Callable[[list[TextDelta]], None],
+        known_ids: Sequence[int] = (),
     ) -> None:
         constraint = request.params.constraint
         answer = self._answers.get(tuple(request.prompt_ids), TEXT)
@@ -46,7 +49,7 @@ class AnsweringClient(FakeEngineClient):
             answer = _constrained(constraint.payload, answer)
         # The generator reads the script before its first pause.
         self.script = answer
-        await super().generate(request, read)
+        await super().generate(request, read, known_ids)
 
     def _call(self, tools: list[dict[str, Any]]) -> str:
         functions = [tool["function"] for tool in tools]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -92,6 +92,8 @@ class FakeEngineClient(EngineClient):
         self.aborted: list[str] = []
         self.step_s = 0.0
         self.num_cached = 0
+        self.num_computed = 0
+        """Tokens that weren't known."""
         self.error_at: tuple[int, Exception] | None = None
         """Raise the exception before this output token."""
         self.error_delta = False
@@ -147,13 +149,18 @@ class FakeEngineClient(EngineClient):
         verify_constraint(spec, self._info.resolved.model.vocab_size)
 
     async def generate(
-        self, request: TokenSequence, read: Callable[[list[TextDelta]], None]
+        self,
+        request: TokenSequence,
+        read: Callable[[list[TextDelta]], None],
+        known_ids: Sequence[int] = (),
     ) -> None:
-        async with aclosing(self._deltas(request)) as deltas:
+        async with aclosing(self._deltas(request, known_ids)) as deltas:
             async for delta in deltas:
                 read([delta])
 
-    async def _deltas(self, request: TokenSequence) -> AsyncGenerator[TextDelta, None]:
+    async def _deltas(
+        self, request: TokenSequence, known_ids: Sequence[int] = ()
+    ) -> AsyncGenerator[TextDelta, None]:
         params = request.params
         request = with_list(request)
         self.started.append(request)
@@ -171,10 +178,12 @@ class FakeEngineClient(EngineClient):
             if not ids:
                 done = True
                 yield self._delta(request, 1, "", [EOS], "stop")
+            assert list(known_ids) == ids[: len(known_ids)]
+            self.num_computed += len(ids) - max(len(known_ids) - 1, 0)
             text, held, held_ids, held_entries = "", "", [], []
             for i, token in enumerate(ids):
                 # Sleeping for 0 s lets the other tasks run, as a real engine's wait would.
-                await asyncio.sleep(self.step_s)
+                await asyncio.sleep(self.step_s if i >= len(known_ids) else 0)
                 if i == self.hang_at:
                     await asyncio.Event().wait()
                 if self.error_at is not None and i == self.error_at[0]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -44,7 +44,10 @@ class ScriptedClient(FakeEngineClient):
         return self.tokenizer.encode_chat(chat)
 
     async def generate(
-        self, request: TokenSequence, read: Callable[[list[TextDelta]], None]
+        self,
+        request: TokenSequence,
+        read: Callable[[list[TextDelta]], None],
+        known_ids: Sequence[int] = (),
     ) -> None:
         request = with_list(request)
         self.started.append(request)

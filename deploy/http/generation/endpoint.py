@@ -34,6 +34,7 @@ from deploy.http.generation.request import Incoming
 from deploy.http.metrics import RequestTracker
 from deploy.http.records.keeper import Keeper
 from deploy.http.records.store import Record, tagged
+from deploy.http.records.token_log import AnswerTokens, read_tokens
 from deploy.options import ServerOptions
 from engine.errors import RequestError
 
@@ -297,6 +298,7 @@ class GenerationResponse(Response):
                     incoming.tracker.move(self._endpoint.metrics.of(models.label(client)))
                 generation = await self._endpoint.prepare(client, given, incoming)
                 self._keep(given, client.model_info, generation, body, incoming)
+                await self._know(generation)
                 if key is not None and key.tokens_per_minute and not generation.is_queued:
                     quotas.share(client)
                     ticket = quotas.begin(key, generation.num_prompt, incoming.tracker)
@@ -382,6 +384,23 @@ class GenerationResponse(Response):
             generation.numbers = EventNumbers(
                 name, generation.num_sequences, place, shown=self._shows_ids
             )
+
+    async def _know(self, generation: Generation[Any]) -> None:
+        """Find the tokens of a request that is answered again, and have new ones kept."""
+        keeper, store, runner = generation.keeper, self._endpoint.store, self._endpoint.runner
+        if keeper is None or generation.is_queued or not generation.is_all_tokens:
+            return
+        assert store is not None and runner is not None
+        if not keeper.is_new:
+            try:
+                pieces = await store.tokens_of(keeper.record)
+                generation.known_ids = read_tokens(pieces, generation.num_sequences)
+            except RequestError:  # the store has said why
+                pass
+        generation.tokens = AnswerTokens(
+            keeper.record, generation.num_sequences, generation.known_ids
+        )
+        keeper.keep_tokens(generation.tokens, runner.token_log)
 
     async def _kept(self, generation: Generation[Any], answer: Awaitable[bytes]) -> bytes:
         """What `answer` gives; the store learns how it ended."""

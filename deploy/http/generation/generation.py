@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -20,6 +20,7 @@ from deploy.http.generation.reading import OutputState
 from deploy.http.metrics import RequestTracker, Work
 from deploy.http.parsers.parts import Part
 from deploy.http.records.keeper import Keeper
+from deploy.http.records.token_log import AnswerTokens
 from engine.errors import RequestError
 from engine.protocol.tokenizer_messages import LogprobEntry, TextDelta
 
@@ -84,6 +85,10 @@ class Generation(ABC, Generic[F]):
         self.is_line = False
         """Set before the plan runs: it answers a line of a batch. The reply is a function of the
         line then, so that it tells of no cached tokens."""
+        self.tokens: AnswerTokens | None = None
+        """Set before the plan runs: takes the tokens of a request that is kept."""
+        self.known_ids: Sequence[Sequence[int]] = ()
+        """Set before the plan runs: by sequence, the first tokens, if they are known."""
         reading = plan.reading
         self._outputs = [
             Output(None if reading is None else reading.read(partial(plan.new_id, index)))
@@ -105,6 +110,16 @@ class Generation(ABC, Generic[F]):
         """That of the adapter that it runs with; "" without one."""
         adapter = self._plan.sequences[0].adapter
         return "" if adapter is None else adapter.digest
+
+    @property
+    def is_all_tokens(self) -> bool:
+        """Whether the answer follows from its tokens, which vectors and log-probabilities don't."""
+        return not any(
+            sequence.pooling is not None
+            or sequence.params.logprobs is not None
+            or sequence.params.prompt_logprobs is not None
+            for sequence in self._plan.sequences
+        )
 
     @property
     def is_aborted(self) -> bool:
@@ -197,7 +212,8 @@ class Generation(ABC, Generic[F]):
     async def _generate(self, index: int, read: Callable[[list[TextDelta]], None]) -> None:
         """Run a sequence to its end, or until it is aborted."""
         sequence, output = self._plan.sequences[index], self._outputs[index]
-        generate = self._client.generate(sequence, read)
+        known_ids = self.known_ids[index] if self.known_ids else ()
+        generate = self._client.generate(sequence, read, known_ids)
         if await until_aborted(self._plan.aborts[index], generate) and output.finish_reason is None:
             num_prompt, at = len(sequence.prompt_ids), output.num_output
             read([TextDelta(0, "", [], at, "abort", None, num_prompt, output.num_cached)])
@@ -205,6 +221,8 @@ class Generation(ABC, Generic[F]):
     def _note(self, index: int, delta: TextDelta) -> None:
         """Note the progress that a delta reports. Raises `RequestError` if it reports an error."""
         output = self._outputs[index]
+        if self.tokens is not None:
+            self.tokens.add(index, delta.token_ids)
         if output.is_dropped:
             _drop_output(delta)
         self._tracker.delta(index, delta)

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from deploy.http.records.store import Record, RecordStore
+from deploy.http.records.token_log import AnswerTokens, TokenLog
 from engine.errors import RequestError
 
 logger = logging.getLogger(__name__)
@@ -42,12 +43,25 @@ class Keeper:
         self.is_new = is_new
         self.is_kept = not is_new
         """Whether it is in the store, as far as is known."""
+        self._log: TokenLog | None = None
+        self._tokens: AnswerTokens | None = None
         self._store = store
         self._must = must
         self._age_s = stream_age_s
         self._tasks: list[asyncio.Task[Any]] = []
 
+    def keep_tokens(self, tokens: AnswerTokens, log: TokenLog) -> None:
+        """Have these tokens written, once it has begun."""
+        self._tokens, self._log = tokens, log
+
     async def begin(self, response: dict[str, Any] | None = None) -> bool:
+        """As `_begin`; then its tokens are kept, too."""
+        self.is_kept = await self._begin(response)
+        if self.is_kept and self._tokens is not None and self._log is not None:
+            self._log.open(self._tokens)
+        return self.is_kept
+
+    async def _begin(self, response: dict[str, Any] | None = None) -> bool:
         """Keep the request, which is to be answered, and its response so far. False if that fails
         and the request doesn't insist on it; else it raises `RequestError`."""
         is_stream = self._age_s is not None
@@ -63,7 +77,6 @@ class Keeper:
         add = partial(self._store.add, record, age_s, lease=not is_stream)
         if self._must:
             await add()
-            self.is_kept = True
             return True
         if self._store.is_away:
             return False
@@ -75,7 +88,6 @@ class Keeper:
             return False
         except RequestError:  # the store has said why
             return False
-        self.is_kept = True
         return True
 
     def begin_beside(self, then: Callable[[bool], None]) -> asyncio.Task[None]:
@@ -89,6 +101,10 @@ class Keeper:
 
     async def end(self, response: dict[str, Any] | None = None) -> None:
         """The answer is complete. If that can't be kept, the client gets it all the same."""
+        self._end_tokens()
+        await self._end(response)
+
+    async def _end(self, response: dict[str, Any] | None) -> None:
         age_s = self._age_s if response is None or self._age_s is None else math.inf
         try:
             await self._store.end(self.record, response, age_s)
@@ -97,10 +113,12 @@ class Keeper:
 
     def end_later(self) -> None:
         """As `end`, of a stream."""
-        self._beside(self.end())
+        self._end_tokens()
+        self._beside(self._end(None))
 
     def leave(self, response: dict[str, Any] | None = None) -> None:
         """The client left, and may come back. If the answer must be there, a process makes it."""
+        self._end_tokens()
         if self._age_s == 0.0:
             self.forget()
         elif self.is_new or self._age_s is not None:
@@ -111,8 +129,22 @@ class Keeper:
 
     def forget(self) -> None:
         """There will be no answer."""
+        if self._tokens is not None and self._log is not None:
+            self._log.drop(self._tokens)
         if self.is_new:
             self._beside(self._store.forget(self.record))
+
+    def _end_tokens(self) -> None:
+        """Have the rest of the tokens written."""
+        tokens, log = self._tokens, self._log
+        if tokens is None or log is None:
+            return
+
+        async def write() -> None:
+            if self.is_kept:
+                await log.close(tokens)
+
+        self._beside(write())
 
     def _beside(self, work: Coroutine[Any, Any, None]) -> None:
         earlier = list(self._tasks)

@@ -58,7 +58,7 @@ local function forget(member)
   local owner, size = owner_of(member), redis.call('HGET', named(member), 'size')
   if not size then return 0 end
   redis.call('ZREM', list_of(member), member)
-  redis.call('DEL', named(member))
+  redis.call('DEL', named(member), 'manta:tokens:' .. member)
   redis.call('ZREM', 'manta:expires', member)
   redis.call('ZREM', 'manta:leases', member)
   redis.call('ZREM', 'manta:written:' .. owner, member)
@@ -181,6 +181,22 @@ for _, member in ipairs(redis.call('ZRANGEBYSCORE', 'manta:leases', '-inf', now)
 end
 return found
 """
+_ADD_TOKENS = """
+for at = 2, #ARGV, 3 do
+  local member, head, pieces = unpack(ARGV, at, at + 2)
+  if redis.call('HGET', named(member), 'head') == head then
+    redis.call('APPEND', 'manta:tokens:' .. member, pieces)
+    redis.call('HINCRBY', named(member), 'size', #pieces)
+    redis.call('HINCRBY', 'manta:sizes', owner_of(member), #pieces)
+  end
+end
+make_room(ARGV[1])
+"""
+_TOKENS = """
+local member, head = unpack(ARGV)
+if redis.call('HGET', named(member), 'head') ~= head then return '' end
+return redis.call('GET', 'manta:tokens:' .. member) or ''
+"""
 _FORGET = """
 if ARGV[2] and redis.call('HGET', named(ARGV[1]), 'head') ~= ARGV[2] then return 0 end
 return forget(ARGV[1])
@@ -260,6 +276,21 @@ class RedisStore(RecordStore):
         async def work() -> bool:
             given = member, head, int(has_ended), self._holder, response, self._max_bytes
             return bool(await self._scripts["respond"](args=given))
+
+        return await self._run(work)
+
+    async def add_tokens(self, news: Sequence[tuple[Record, bytes]]) -> None:
+        given: list[Any] = [self._max_bytes]
+        for record, pieces in news:
+            given += (_member(record.id, record.owner), encode_json(Head.of(record)), pieces)
+        await self._run(lambda: self._scripts["add_tokens"](args=given))
+
+    async def tokens_of(self, record: Record) -> bytes:
+        given = _member(record.id, record.owner), encode_json(Head.of(record))
+
+        async def work() -> bytes:
+            found: bytes = await self._scripts["tokens"](args=given)
+            return found
 
         return await self._run(work)
 
@@ -350,6 +381,7 @@ class RedisStore(RecordStore):
         )
         self._client = Redis.from_pool(pool)
         scripts = {"add": _ADD, "change": _CHANGE, "take_up": _TAKE_UP, "forget": _FORGET}
+        scripts |= {"add_tokens": _ADD_TOKENS, "tokens": _TOKENS}
         scripts |= {"respond": _RESPOND, "page": _PAGE}
         self._scripts = {
             name: self._client.register_script(_COMMON + text) for name, text in scripts.items()

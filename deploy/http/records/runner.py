@@ -20,6 +20,7 @@ from deploy.http.access.key_file import KeyFile
 from deploy.http.errors import failure_of
 from deploy.http.files.file_store import FileStore
 from deploy.http.records.store import LEASE_S, Record, RecordStore
+from deploy.http.records.token_log import TokenLog
 from engine.errors import MantaError, RequestError
 
 logger = logging.getLogger(__name__)
@@ -68,6 +69,7 @@ class RecordRunner:
         self._workers = workers
         self._looking: asyncio.Task[None] | None = None
         self._answers: set[asyncio.Task[None]] = set()
+        self.token_log = TokenLog(store)
         self._left: dict[tuple[str, str], asyncio.Task[None]] = {}
 
     def start(self) -> None:
@@ -81,6 +83,7 @@ class RecordRunner:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self.token_log.stop()
 
     def answer(self, record: Record) -> None:
         """Make the answer to a record whose lease this process has."""

@@ -48,6 +48,10 @@ CREATE TABLE IF NOT EXISTS records (
 CREATE INDEX IF NOT EXISTS by_expiry ON records (expires);
 CREATE INDEX IF NOT EXISTS by_lease ON records (lease) WHERE lease IS NOT NULL;
 CREATE INDEX IF NOT EXISTS by_endpoint ON records (owner, {_ENDPOINT}) WHERE response IS NOT NULL;
+CREATE TABLE IF NOT EXISTS tokens (record INTEGER NOT NULL, pieces BLOB NOT NULL);
+CREATE INDEX IF NOT EXISTS by_record ON tokens (record);
+CREATE TRIGGER IF NOT EXISTS without_record AFTER DELETE ON records
+    BEGIN DELETE FROM tokens WHERE record = old.rowid; END;
 """
 _FIELDS = "id, owner, previous, ended, head, body, response"
 _decode = msgspec.json.Decoder().decode
@@ -154,6 +158,35 @@ class SqliteStore(RecordStore):
             return changed.rowcount > 0
 
         return await self._run(write)
+
+    async def add_tokens(self, news: Sequence[tuple[Record, bytes]]) -> None:
+        rows = [
+            (pieces, record.owner, record.id, encode_json(Head.of(record)))
+            for record, pieces in news
+        ]
+
+        def write(connection: sqlite3.Connection) -> None:
+            connection.executemany(
+                "INSERT INTO tokens (record, pieces) "
+                "SELECT rowid, ? FROM records WHERE owner = ? AND id = ? AND head = ?",
+                rows,
+            )
+            self._remove_surplus(connection)
+
+        await self._run(write)
+
+    async def tokens_of(self, record: Record) -> bytes:
+        row = record.owner, record.id, encode_json(Head.of(record))
+
+        def read(connection: sqlite3.Connection) -> bytes:
+            found = connection.execute(
+                "SELECT pieces FROM tokens JOIN records ON records.rowid = record "
+                "WHERE owner = ? AND id = ? AND head = ? ORDER BY tokens.rowid",
+                row,
+            )
+            return b"".join(pieces for (pieces,) in found)
+
+        return await self._run(read)
 
     async def forget(self, record: Record) -> None:
         self._held.discard((record.owner, record.id))
@@ -262,7 +295,8 @@ class SqliteStore(RecordStore):
         while _used_bytes(connection) > self._max_bytes:
             found = connection.execute(
                 "SELECT owner, COUNT(*) FROM records GROUP BY owner "
-                "ORDER BY SUM(LENGTH(body) + IFNULL(LENGTH(response), 0)) DESC LIMIT 1"
+                "ORDER BY SUM(LENGTH(body) + IFNULL(LENGTH(response), 0) + IFNULL((SELECT "
+                "SUM(LENGTH(pieces)) FROM tokens WHERE record = records.rowid), 0)) DESC LIMIT 1"
             ).fetchone()
             if found is None:
                 return
@@ -305,6 +339,8 @@ class SqliteStore(RecordStore):
                 connection.execute("PRAGMA journal_mode = WAL")
                 connection.execute("PRAGMA synchronous = NORMAL")
                 connection.execute(f"PRAGMA journal_size_limit = {WAL_BYTES}")
+                # Triggers also see records that make way for others of the same id.
+                connection.execute("PRAGMA recursive_triggers = ON")
                 connection.executescript(_SCHEMA)
                 return connection
             except sqlite3.OperationalError:

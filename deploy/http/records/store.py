@@ -1,8 +1,9 @@
 """`RecordStore`: keeps requests, so that they can be answered again. `Record`: one of them.
 
-The tokens of an answer are a function of its request, so a record holds no tokens: whoever has it
-makes the same answer. It is written before the first token. Responses that later requests go on
-from are kept beside it, once they have ended. Records hold prompts and answers (docs/security.md).
+The tokens of an answer are a function of its request: whoever has the record makes the same answer.
+It is written before the first token. Tokens that were made are written beside it now and then, so
+that they needn't be made again, and responses that later requests go on from once they have ended.
+Records hold prompts and answers (docs/security.md).
 """
 
 from __future__ import annotations
@@ -172,6 +173,15 @@ class RecordStore(ABC):
     async def _respond(self, record: Record, response: bytes, *, has_ended: bool) -> bool:
         """Change the response of a record that has ended, or hasn't and whose lease this process
         has. False if there is no such record."""
+
+    @abstractmethod
+    async def add_tokens(self, news: Sequence[tuple[Record, bytes]]) -> None:
+        """Keep more of what is known of the tokens of records: pieces of `AnswerTokens`. Nothing
+        happens to a record that isn't there."""
+
+    @abstractmethod
+    async def tokens_of(self, record: Record) -> bytes:
+        """All pieces of a record; empty if there are none."""
 
     @abstractmethod
     async def forget(self, record: Record) -> None:

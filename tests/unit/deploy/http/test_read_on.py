@@ -6,7 +6,7 @@ import asyncio
 import json
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deploy.http.api import build_api
+from deploy.http.generation.endpoint import MAX_KEPT
 from deploy.http.generation.event_numbers import EventNumbers, read_place
 from deploy.http.records import keeper
+from deploy.http.records.sqlite_store import SqliteStore
+from deploy.http.records.store import Record
+from deploy.http.records.token_log import AnswerTokens, read_tokens
 from deploy.http.served_models import ServedModels
 from deploy.http.settings import ApiSettings
 from deploy.options import ServerOptions
@@ -80,13 +84,16 @@ class BatchingClient(FakeEngineClient):
     rng: random.Random | None = None
 
     async def generate(
-        self, request: TokenSequence, read: Callable[[list[TextDelta]], None]
+        self,
+        request: TokenSequence,
+        read: Callable[[list[TextDelta]], None],
+        known_ids: Sequence[int] = (),
     ) -> None:
         if self.rng is None:
-            await super().generate(request, read)
+            await super().generate(request, read, known_ids)
             return
         waiting: list[TextDelta] = []
-        async for delta in self._deltas(request):
+        async for delta in self._deltas(request, known_ids):
             waiting.append(delta)
             if self.rng.random() < 0.3 or delta.finish_reason is not None:
                 read(waiting)
@@ -191,6 +198,17 @@ def test_the_same_events(
     async def scenario() -> None:
         events = await server.begin(path, body)
         server.client.rng = rng
+        store = server.app.state.store
+
+        async def some_tokens(record: Record) -> bytes:
+            """As if the process had been lost somewhere."""
+            known = read_tokens(await SqliteStore.tokens_of(store, record), MAX_KEPT)
+            answer = AnswerTokens(record, MAX_KEPT, ())
+            for index, ids in enumerate(known):
+                answer.add(index, ids[: rng.choice([len(ids), rng.randint(0, len(ids))])])
+            return answer.take()
+
+        store.tokens_of = some_tokens
         for place in {0, rng.randrange(len(events)), len(events) - 1}:
             rest = events_of(await server.read_on(path, id_of(events[place]), rng))
             had = events[: place + 1]

@@ -259,6 +259,37 @@ def test_progress(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     run(first, scenario)
 
 
+def test_tokens(place: Place) -> None:
+    """Are kept as long as their record, and no longer, in the order of their being written."""
+    store = place.open(DAY, limit := 1 << 20)
+    first, second = record("r", size=1), record("r", size=2)
+
+    async def scenario() -> None:
+        await store.add(first)
+        await store.add(record("s"))
+        await store.add_tokens([(first, b"1"), (record("s"), b"x"), (record("none"), b"y")])
+        await store.add_tokens([(first, b"2")])
+        assert await store.tokens_of(first) == b"12"
+        assert await store.tokens_of(record("s")) == b"x"
+        await store.end(first)
+        assert await store.tokens_of(first) == b"12"
+        await store.add(second)  # it takes the place of the first
+        await store.add_tokens([(first, b"3")])
+        assert await store.tokens_of(first) == b"" == await store.tokens_of(second)
+        await store.add_tokens([(second, b"4")])
+        await store.delete("r", "")
+        assert await store.tokens_of(second) == b""
+        await store.add(second)
+        assert await store.tokens_of(second) == b"", "its place is another one's now"
+        for number in range(100):
+            await store.add(record(f"r{number}"))
+            await store.add_tokens([(record(f"r{number}"), b"x" * (limit // 20))])
+        assert await missing(store.get("r1", "")), "tokens take room"
+        await store.get("r99", "")
+
+    run(store, scenario)
+
+
 def test_another_response(place: Place) -> None:
     """Of a record that has ended, and of no other one."""
     store = place.open(DAY, 1 << 24)
@@ -452,7 +483,9 @@ def test_redis_forgets_all_of_a_record(redis_url: str) -> None:
 
     async def scenario() -> None:
         for number in range(1500):
-            await store.add(record(f"r{number}", f"o{number % 3}", size=2000), lease=True)
+            one = record(f"r{number}", f"o{number % 3}", size=2000)
+            await store.add(one, lease=True)
+            await store.add_tokens([(one, b"1234")])
         with Redis.from_url(redis_url) as client:
             sizes = sum(int(size) for size in client.hgetall("manta:sizes").values())
             kept = client.zcard("manta:expires")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -92,8 +93,8 @@ class World:
         m = encoding.decode(encoding.encode(make(1)), tm.Register)
         await asyncio.sleep(0)
         self.registered.append(m)
-        self.manager.add(m)
-        return tm.Registered(1)
+        made = tm.Registered(1, deltas=self.manager.add(m))
+        return encoding.decode(encoding.encode(made), tm.Registered)
 
     def send(self, message: Any) -> None:
         assert isinstance(message, tm.Unregister)
@@ -215,10 +216,12 @@ class World:
             self.attempts.deliver(encoding.decode(data, tm.TextOutputs).deltas)
         return bool(stopped)
 
-    async def read(self, params: SamplingParams | None = None, **fields: Any) -> list[TextDelta]:
+    async def read(
+        self, params: SamplingParams | None = None, known: Sequence[int] = (), **fields: Any
+    ) -> list[TextDelta]:
         params = params or SamplingParams(temperature=0)
         request = TokenSequence(np.asarray(PROMPT, np.int32), params, "r", **fields)
-        progress = Progress(request, self.limits, self.resumes)
+        progress = Progress(request, self.limits, self.resumes, known_ids=known)
         deltas: list[TextDelta] = []
         await self.attempts.generate(progress, deltas.extend)
         return deltas
@@ -283,6 +286,32 @@ def test_a_loss_at_any_token_changes_nothing(
             assert read(world, params, return_token_ids=return_token_ids) == expected
             assert len(world.calls) == 2
             assert world.resumes == {"engine" if error else "tokenizer": 1}
+
+
+@pytest.mark.parametrize("name", [name for name in PARAMS if "logprobs" not in name])
+@pytest.mark.parametrize("return_token_ids", [False, True])
+def test_known_tokens_give_the_same_deltas(
+    tokenizer: Tokenizer, name: str, return_token_ids: bool
+) -> None:
+    """However many there are, and if an engine or the tokenizer is lost behind them."""
+    params = msgspec.structs.replace(PARAMS[name], logprobs=None)
+
+    def shown(deltas: list[TextDelta]) -> list[tuple[Any, ...]]:
+        return [
+            (d.text, d.token_ids, d.num_output, d.finish_reason, d.stop_reason, d.num_prompt)
+            for d in deltas
+        ]
+
+    whole = asyncio.run(World(tokenizer).read(params, return_token_ids=return_token_ids))
+    ids = [token for delta in whole for token in delta.token_ids]
+    for count in range(len(ids) + 1):
+        for trouble in ([], [Trouble(1, DEAD)], [Trouble(1, None)]):
+            world = World(tokenizer, trouble)
+            reading = world.read(params, ids[:count], return_token_ids=return_token_ids)
+            assert shown(asyncio.run(reading)) == shown(whole)
+            first = world.calls[0].output_ids
+            assert (0 if first is None else len(first)) == max(count - 1, 0)
+            assert len(world.attempts) == 0
 
 
 @settings(max_examples=60)
