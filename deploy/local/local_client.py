@@ -6,7 +6,7 @@ import asyncio
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from deploy.http.engine_client import EngineClient, EngineHealth, EngineStatus, ModelInfo
@@ -79,8 +79,12 @@ class LocalClient(EngineClient):
         await asyncio.wrap_future(self._guard.submit(spec))
 
     async def generate(
-        self, sequence: TokenSequence, read: Callable[[list[TextDelta]], None]
+        self,
+        sequence: TokenSequence,
+        read: Callable[[list[TextDelta]], None],
+        known_ids: Sequence[int] = (),
     ) -> None:
+        # Nothing is kept here, so no tokens are known.
         rid, self._next_rid = self._next_rid, self._next_rid + 1
         done: asyncio.Future[None] = self._loop.create_future()
 
