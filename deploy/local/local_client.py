@@ -97,8 +97,7 @@ class LocalClient(EngineClient):
             if self._failure is not None:
                 raise EngineDeadError("the engine has failed") from self._failure
             self._readers[rid] = read, done
-            self._orders.put(lambda: self._manager.add(register))
-            self._orders.put(lambda: self._add(add))
+            self._orders.put(lambda: self._add(register, add))
             await done
         finally:
             self._readers.pop(rid, None)
@@ -129,7 +128,8 @@ class LocalClient(EngineClient):
     async def server_info(self) -> dict[str, Any]:
         return {"replicas": []}
 
-    def _add(self, request: AddRequest) -> None:
+    def _add(self, register: Register, request: AddRequest) -> None:
+        self._manager.add(register)
         self._llm.core.scheduler.add(request, self._llm.core.clock())
 
     def _abort(self, rid: int) -> None:

@@ -36,7 +36,7 @@ PARTS_AGE_S = 60 * 24 * 3600
 """No batch is older that has parts of its output."""
 ORPHAN_AGE_S = 24 * 3600
 """A content that is older and has no description was never finished."""
-_ID = re.compile(r"(file|batch)[-_]([0-9a-f]{12})[0-9a-f]{20}")
+_ID = re.compile(r"(file|batch)[-_]([0-9a-f]{14})[0-9a-f]{18}")
 
 
 class StoredFile(msgspec.Struct, kw_only=True):
@@ -61,9 +61,9 @@ class StoredFile(msgspec.Struct, kw_only=True):
 def new_id(prefix: str, of: str | None = None, at: float | None = None) -> str:
     """An id that sorts by the time of its making, `at` (None: now). `of`: what else it follows
     from; None: it is drawn."""
-    ms = int((time.time() if at is None else at) * 1000)
-    drawn = secrets.token_hex(10) if of is None else hashlib.sha256(of.encode()).hexdigest()[:20]
-    return f"{prefix}{ms:012x}{drawn}"
+    us = time.time_ns() // 1000 if at is None else int(at * 1e6)
+    drawn = secrets.token_hex(9) if of is None else hashlib.sha256(of.encode()).hexdigest()[:18]
+    return f"{prefix}{us:014x}{drawn}"
 
 
 class FileStore:
@@ -234,7 +234,7 @@ class FileStore:
                 found = _ID.match(name)
                 if found is None:
                     continue
-                age_s = now - int(found[2], 16) / 1000
+                age_s = now - int(found[2], 16) / 1e6
                 path = f"{folder}/{name}"
                 if name.endswith(".parts"):
                     if age_s > PARTS_AGE_S:
