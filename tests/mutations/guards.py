@@ -252,7 +252,7 @@ MUTATIONS = [
         PLACEHOLDERS,
         "test_sent_tokens_are_the_last_ones",
         "'c', 1",
-        Edit(SCHEDULER, ">= self._lookahead", ">= 2"),
+        Edit(SCHEDULER, ">= lookahead:", ">= 2:"),
     ),
     mutation(
         PLACEHOLDERS,
