@@ -69,6 +69,8 @@ class TokenLog:
     def __init__(self, store: RecordStore) -> None:
         self._store = store
         self._open: set[AnswerTokens] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        """Of the next write; set while an answer is open and nothing is written."""
         self._writing: asyncio.Task[None] | None = None
 
     def __len__(self) -> int:
@@ -78,40 +80,45 @@ class TokenLog:
     def open(self, answer: AnswerTokens) -> None:
         """Write its tokens from now on. Its record is in the store."""
         self._open.add(answer)
-        if self._writing is None:
-            self._writing = asyncio.get_running_loop().create_task(self._write_on())
+        self._wait()
 
     async def close(self, answer: AnswerTokens) -> None:
         """Write the rest of its tokens, and no more. Raises `RequestError`."""
-        self._open.discard(answer)
+        self.drop(answer)
         if not self._store.is_away:
             await self._write([answer])
 
     def drop(self, answer: AnswerTokens) -> None:
         """Write no more of its tokens."""
         self._open.discard(answer)
+        if not self._open and self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def stop(self) -> None:
-        """Write nothing more of what is open, until another answer is opened."""
-        self._open.clear()
+        """Write nothing more of what is open."""
+        for answer in list(self._open):
+            self.drop(answer)
         if self._writing is not None:
             self._writing.cancel()
-            self._writing = None
 
-    async def _write_on(self) -> None:
-        """As long as an answer is open."""
+    def _wait(self) -> None:
+        if self._open and self._timer is None and self._writing is None:
+            self._timer = asyncio.get_running_loop().call_later(PERIOD_S, self._begin)
+
+    def _begin(self) -> None:
+        self._timer = None
+        self._writing = asyncio.get_running_loop().create_task(self._write_all())
+
+    async def _write_all(self) -> None:
         try:
-            while self._open:
-                await asyncio.sleep(PERIOD_S)
-                if self._store.is_away:
-                    continue
-                try:
-                    await self._write(list(self._open))
-                except RequestError:  # the store has said why
-                    continue
+            if not self._store.is_away:
+                await self._write(list(self._open))
+        except RequestError:  # the store has said why; it is tried again
+            pass
         finally:
-            if self._writing is asyncio.current_task():
-                self._writing = None
+            self._writing = None
+            self._wait()
 
     async def _write(self, answers: Sequence[AnswerTokens]) -> None:
         news = [(answer.record, answer.take()) for answer in answers]
