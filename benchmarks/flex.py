@@ -96,6 +96,8 @@ class Simulation:
             while (batch := self.scheduler.next_batch(self.now)) is not None:
                 self._launch(batch)
             events = [self.in_flight[0].ready_at] if self.in_flight else []
+            if self.scheduler.launch_at is not None:
+                events.append(self.scheduler.launch_at)
             self.now = max(self.now, min([*events, *arrivals[:1], self.load.seconds]))
             if self.in_flight and self.in_flight[0].ready_at <= self.now:
                 self.scheduler.process_result(self.in_flight.popleft().result)

@@ -82,7 +82,9 @@ class EngineCore:
         An empty list doesn't mean that the engine is idle.
         """
         self.launch_ready()
-        if not self.process_one():
+        launch_at = self.scheduler.launch_at
+        timeout_s = None if launch_at is None else max(launch_at - self.clock(), 0.0)
+        if not self.process_one(timeout_s):
             self.scheduler.on_idle()
             if self.scheduler.adapters is not None and self.scheduler.adapters.is_loading:
                 time.sleep(LOADING_POLL_S)

@@ -110,7 +110,10 @@ class SchedulerRole:
         if self._stopping:
             return
         if core.scheduler.num_in_flight:
-            ready = self._waiter.wait(COMPILING_POLL_S if self._held else IDLE_POLL_S)
+            pause = IDLE_POLL_S
+            if core.scheduler.launch_at is not None:
+                pause = max(core.scheduler.launch_at - time.monotonic(), 0.0)
+            ready = self._waiter.wait(min(pause, COMPILING_POLL_S) if self._held else pause)
             if self.results in ready and core.process_one(0.0):
                 self._deliver(core)
             elif not ready and not self._held:

@@ -82,6 +82,10 @@ class FlexPace:
             self.cost = self._fit()
             self._slow = None
 
+    def seconds(self, work: StepWork | None) -> float | None:
+        """Those of a step, as far as they are known."""
+        return None if self.cost is UNMEASURED or work is None else self.cost.of(work)
+
     @property
     def is_shared(self) -> bool:
         """Whether there were steps for interactive requests lately."""

@@ -54,6 +54,8 @@ class LaunchedStep:
     """By number among the decodes: drafts of a constrained row."""
     work: StepWork | None = None
     """What it computes, if there are flex requests."""
+    began: float | None = None
+    """When it became the first one in flight, if that was noted; seconds."""
 
 
 @dataclass(slots=True)

@@ -52,6 +52,9 @@ from engine.scheduler.victims import ends_in_flight, flex_victims, retraction_vi
 
 logger = logging.getLogger(__name__)
 
+LAUNCH_LEAD_S = 0.002
+"""Beside interactive requests, a step follows one with flex work so long before its end: for the
+scheduler and the workers to prepare it."""
 EXPIRE_INTERVAL_S = 0.05
 
 
@@ -93,6 +96,8 @@ class Scheduler:
         )
         policy = SCHEDULE_POLICIES[config.engine.schedule_policy]()
         self.pace = FlexPace()
+        self.launch_at: float | None = None
+        """When `next_batch` may have a step though no result and no request came; None: it won't."""
         self.prefill = PrefillPlanner(self.requests, config, policy, self.pace, self.sizer)
         self.committer = Committer(self.requests, self.outputs, self.delayed, self.stats)
         self.draft_length: DraftLength | None = None
@@ -150,9 +155,11 @@ class Scheduler:
             self._next_expire = now + EXPIRE_INTERVAL_S
             self.requests.expire(now)
         count = len(self.micro_batches)
-        lookahead = self._lookahead
-        if self.requests.flex.num_reqs and self.pace.is_shared:
-            lookahead = 1  # a prompt that comes waits for one step with flex work, not for more
+        lookahead, self.launch_at = self._lookahead, None
+        if lookahead > 1 and self.requests.flex.num_reqs and self.pace.is_shared:
+            # A prompt that comes waits for one step with flex work, not for two: the next one goes
+            # when the one in flight is nearly done, as far as that is known.
+            lookahead = self._lookahead if self._is_nearly_done(now) else 1
         while True:
             num_waiting = self.requests.num_waiting
             for offset in range(count):
@@ -166,6 +173,24 @@ class Scheduler:
             # A retraction made room. With no step in flight, no result would lead to its use.
             if self.num_in_flight or self.requests.num_waiting == num_waiting:
                 return None
+
+    def _is_nearly_done(self, now: float) -> bool:
+        """Whether the step in flight will have ended when another one could begin. Sets `launch_at`
+        if it won't."""
+        in_flight = self.micro_batches[0].in_flight
+        if len(in_flight) != 1:
+            return not in_flight
+        (step,) = in_flight
+        if step.began is None:
+            step.began = now  # of the first step behind an idle time; others follow one another
+        cost = self.pace.seconds(step.work)
+        if cost is None:
+            return False
+        ends = step.began + cost
+        if now >= ends - LAUNCH_LEAD_S:
+            return True
+        self.launch_at = ends - LAUNCH_LEAD_S
+        return False
 
     def process_result(self, result: GenerationBatchResult) -> None:
         """Commit tokens and embeddings of the oldest step in flight of the result's micro-batch."""
