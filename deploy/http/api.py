@@ -136,7 +136,7 @@ def build_api(
         engines = await models_provider().trace(last)
         return StreamingResponse(_gently(chrome_trace_json(engines)), media_type="application/json")
 
-    status = StatusProbe(models_provider, metrics)
+    status = StatusProbe(models_provider, metrics, store, runner)
 
     @app.get("/debug/status")
     async def show_status() -> Response:

@@ -206,6 +206,8 @@ return forget(ARGV[1])
 class RedisStore(RecordStore):
     """Connects when it is used first, so that an application that has it can be shipped."""
 
+    kind = "redis"
+
     def __init__(
         self,
         url: str,
@@ -312,6 +314,14 @@ class RedisStore(RecordStore):
         found = [record for record in taken if record is not None]
         self._held.update((record.owner, record.id) for record in found)
         return found
+
+    async def num_leased(self) -> tuple[int, int]:
+        async def work() -> tuple[int, int]:
+            now = time.time()
+            made = await self._client.zcount("manta:leases", f"({now}", "+inf")
+            return made, await self._client.zcount("manta:leases", "-inf", now)
+
+        return await self._run(work)
 
     async def _get(self, record_id: str, owner: str, field: str) -> Record:
         record = await self._find(_member(record_id, owner))

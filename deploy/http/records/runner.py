@@ -74,6 +74,11 @@ class RecordRunner:
         self._answers.add(task)
         task.add_done_callback(self._answers.discard)
 
+    @property
+    def num_left(self) -> int:
+        """Answers that go on here though their clients left."""
+        return len(self._left)
+
     def may_go_on(self, record: Record) -> bool:
         """Whether no answer to this record goes on here without its client."""
         return (record.owner, record.id) not in self._left

@@ -71,6 +71,8 @@ def default_path(keys_file: str | None = None) -> Path:
 class SqliteStore(RecordStore):
     """Opened when it is used first, so that an application that has it can be shipped."""
 
+    kind = "sqlite"
+
     def __init__(
         self,
         path: Path | Callable[[], Path],
@@ -219,6 +221,20 @@ class SqliteStore(RecordStore):
         found = [_record(row) for row in await self._run(take)]
         self._held.update((record.owner, record.id) for record in found)
         return found
+
+    async def num_leased(self) -> tuple[int, int]:
+        if self._connection is None and not self._is_there():
+            return 0, 0
+
+        def count(connection: sqlite3.Connection) -> tuple[int, int]:
+            found: tuple[int, int] = connection.execute(
+                "SELECT COUNT(*) FILTER (WHERE lease > ?1), COUNT(*) FILTER (WHERE lease <= ?1) "
+                "FROM records WHERE lease IS NOT NULL",
+                (time.time(),),
+            ).fetchone()
+            return found
+
+        return await self._run(count)
 
     async def _get(self, record_id: str, owner: str, field: str) -> Record:
         return _record(await self._run(lambda store: self._row(store, record_id, owner, field)))

@@ -12,7 +12,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -107,6 +107,9 @@ class RecordStore(ABC):
     """Its methods raise `RequestError`: 404 for a record that isn't there or is another key's, 503
     if the store can't be used."""
 
+    kind: ClassVar[str]
+    """The option's word for it."""
+
     def __init__(
         self, max_age_s: float, max_bytes: int, on_failure: Callable[[], None] = lambda: None
     ) -> None:
@@ -191,6 +194,11 @@ class RecordStore(ABC):
     async def take_up(self, digests: Sequence[str]) -> list[Record]:
         """Renew the leases of this process, and take over the records whose lease has ended, of
         models that are served here: their `ModelInfo.digest`. Expired records are removed."""
+
+    @abstractmethod
+    async def num_leased(self) -> tuple[int, int]:
+        """Of the answers that must be there in the end: how many are made now, or will be tried
+        again soon, and how many wait for a process."""
 
     async def get(self, record_id: str, owner: str) -> Record:
         """The record of this id."""

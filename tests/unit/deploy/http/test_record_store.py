@@ -368,9 +368,11 @@ def test_leases(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
         await first.delete("gone", "")
         at(LEASE_S - 1)
         assert await taken(second) == [] == await taken(first)
+        assert await second.num_leased() == (2, 0)
         at(2 * LEASE_S - 2)
         assert await taken(second) == []  # the first has renewed them
         at(2 * LEASE_S)
+        assert await third.num_leased() == (0, 2)
         found = await asyncio.gather(taken(second), taken(third))
         assert sorted(found) == [[], ["a", "b"]]
         at(2 * LEASE_S + 1)
