@@ -81,7 +81,12 @@ def build_api(
     app.state.runner = runner = None
     if store is not None:
         app.state.runner = runner = _runner(
-            store, keys, models_provider, endpoints, metrics.taken_up
+            store,
+            keys,
+            models_provider,
+            endpoints,
+            metrics.taken_up,
+            settings.server.request_store_stream_age_s,
         )
     kinds = [(kind, dialect.error_reply) for dialect in DIALECTS for kind in dialect.routes]
     for kind, error_reply in kinds:
@@ -157,6 +162,7 @@ def _runner(
     models_provider: Callable[[], ServedModels],
     endpoints: Mapping[str, Endpoint],
     on_taken_up: Callable[[], None],
+    stream_age_s: float,
 ) -> RecordRunner:
     def digests() -> list[str]:
         return [client.model_info.digest for client in models_provider()]
@@ -169,7 +175,7 @@ def _runner(
         response = GenerationResponse(endpoints[record.endpoint], Again(record, is_stream=False))
         await response({"type": "http", "headers": [], "state": state}, receive, send)
 
-    return RecordRunner(store, keys, digests, run, on_taken_up)
+    return RecordRunner(store, keys, digests, run, on_taken_up, stream_age_s)
 
 
 class _Api(DocumentedApi):

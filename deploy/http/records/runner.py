@@ -42,9 +42,11 @@ class RecordRunner:
         digests: Callable[[], Sequence[str]],
         run: Run,
         on_taken_up: Callable[[], None],
+        stream_age_s: float,
     ) -> None:
         """`keys`: None if the server has none. `digests` gives those of the models served here.
-        `on_taken_up` is called for each record that is."""
+        `on_taken_up` is called for each record that is. `stream_age_s`: how long the record of a
+        stream is there behind the last that was heard of it."""
         self._digests = digests
         self._on_taken_up = on_taken_up
         self._store = store
@@ -52,7 +54,7 @@ class RecordRunner:
         self._run = run
         self._looking: asyncio.Task[None] | None = None
         self._answers: set[asyncio.Task[None]] = set()
-        self.token_log = TokenLog(store)
+        self.token_log = TokenLog(store, stream_age_s or None)
         self._left: dict[tuple[str, str], asyncio.Task[None]] = {}
 
     def start(self) -> None:

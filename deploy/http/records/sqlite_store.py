@@ -123,23 +123,31 @@ class SqliteStore(RecordStore):
         age_s: float | None = None,
         *,
         again_in_s: float | None = None,
+        is_reader: bool = False,
     ) -> None:
         lease = "NULL" if again_in_s is None else str(time.time() + again_in_s)
-        await self._change(record, f"lease = {lease}", response, age_s)
+        await self._change(record, f"lease = {lease}", response, age_s, is_reader=is_reader)
 
     async def _change(
-        self, record: Record, what: str, response: dict[str, Any] | None, age_s: float | None
+        self,
+        record: Record,
+        what: str,
+        response: dict[str, Any] | None,
+        age_s: float | None,
+        *,
+        is_reader: bool = False,
     ) -> None:
         """Change a record that hasn't ended; nobody holds it any longer."""
         self._held.discard((record.owner, record.id))
         expires = None if age_s is None else self._expiry(age_s)
+        least = "expires" if is_reader else "0"
         row = encoded(response), expires, record.owner, record.id, encode_json(Head.of(record))
 
         def write(connection: sqlite3.Connection) -> None:
             connection.execute(
                 f"UPDATE records SET {what}, holder = NULL, response = COALESCE(?, response), "
-                "expires = COALESCE(?, expires) WHERE owner = ? AND id = ? AND head = ? "
-                "AND (ended = 0 OR response IS NULL)",
+                f"expires = MAX(COALESCE(?, expires), {least}) "
+                "WHERE owner = ? AND id = ? AND head = ? AND (ended = 0 OR response IS NULL)",
                 row,
             )
             if response is not None:
@@ -161,7 +169,10 @@ class SqliteStore(RecordStore):
 
         return await self._run(write)
 
-    async def add_tokens(self, news: Sequence[tuple[Record, bytes]]) -> None:
+    async def add_tokens(
+        self, news: Sequence[tuple[Record, bytes]], age_s: float | None = None
+    ) -> None:
+        expires = 0.0 if age_s is None else self._expiry(age_s)
         rows = [
             (pieces, record.owner, record.id, encode_json(Head.of(record)))
             for record, pieces in news
@@ -172,6 +183,11 @@ class SqliteStore(RecordStore):
                 "INSERT INTO tokens (record, pieces) "
                 "SELECT rowid, ? FROM records WHERE owner = ? AND id = ? AND head = ?",
                 rows,
+            )
+            connection.executemany(
+                "UPDATE records SET expires = ? "
+                "WHERE owner = ? AND id = ? AND head = ? AND expires < ?",
+                [(expires, *named, expires) for _, *named in rows],
             )
             self._remove_surplus(connection)
 

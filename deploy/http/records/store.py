@@ -153,9 +153,11 @@ class RecordStore(ABC):
         age_s: float | None = None,
         *,
         again_in_s: float | None = None,
+        is_reader: bool = False,
     ) -> None:
         """This process goes on no longer. Some process takes it up after `again_in_s`; None: it
-        waits for a reader."""
+        waits for a reader. `is_reader`: another process may go on with it, so that it is removed no
+        sooner than without this."""
 
     async def progress(self, record: Record, response: dict[str, Any]) -> bool:
         """Keep the response so far of a record whose lease this process has. False if it has it no
@@ -178,9 +180,11 @@ class RecordStore(ABC):
         has. False if there is no such record."""
 
     @abstractmethod
-    async def add_tokens(self, news: Sequence[tuple[Record, bytes]]) -> None:
-        """Keep more of what is known of the tokens of records: pieces of `AnswerTokens`. Nothing
-        happens to a record that isn't there."""
+    async def add_tokens(
+        self, news: Sequence[tuple[Record, bytes]], age_s: float | None = None
+    ) -> None:
+        """Keep more of what is known of the tokens of records: pieces of `AnswerTokens`. They are
+        removed no sooner than after `age_s`. Nothing happens to a record that isn't there."""
 
     @abstractmethod
     async def tokens_of(self, record: Record) -> bytes:
