@@ -89,8 +89,9 @@ def build_api(
         def digests() -> list[str]:
             return [client.model_info.digest for client in models_provider()]
 
+        stream_age_s = settings.server.request_store_stream_age_s
         app.state.runner = runner = RecordRunner(
-            store, files, keys, digests, workers, metrics.taken_up
+            store, files, keys, digests, workers, metrics.taken_up, stream_age_s
         )
     kinds = [(kind, dialect.error_reply) for dialect in DIALECTS for kind in dialect.routes]
     for kind, error_reply in kinds:
@@ -149,7 +150,7 @@ def build_api(
         engines = await models_provider().trace(last)
         return StreamingResponse(_gently(chrome_trace_json(engines)), media_type="application/json")
 
-    status = StatusProbe(models_provider, metrics)
+    status = StatusProbe(models_provider, metrics, store, runner)
 
     @app.get("/debug/status")
     async def show_status() -> Response:

@@ -1,51 +1,73 @@
-"""`PageQuery`: which part of a list a request asks for."""
+"""`PageQuery`: which part of a list a request asks for, as OpenAI's API has it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from starlette.datastructures import QueryParams
 
 from engine.errors import RequestError
 
-ORDER = {"name": "order", "in": "query", "schema": {"enum": ["asc", "desc"]}}
+MAX_ITEMS = 100
+"""Of a page, unless a list allows more."""
 AFTER = {"name": "after", "in": "query", "schema": {"type": "string"}}
+ORDER = {"name": "order", "in": "query", "schema": {"enum": ["asc", "desc"]}}
 
 
-def limit_parameter(most: int) -> dict[str, Any]:
+def limit_parameter(most: int = MAX_ITEMS) -> dict[str, Any]:
     """How OpenAPI describes `limit`."""
     schema = {"type": "integer", "minimum": 1, "maximum": most}
     return {"name": "limit", "in": "query", "schema": schema}
 
 
-class PageQuery(NamedTuple):
-    """`after`: id of the last one of the page before; None: from the beginning."""
+PAGE_PARAMETERS: tuple[dict[str, Any], ...] = (limit_parameter(), ORDER, AFTER)
 
-    limit: int
+
+class PageQuery(NamedTuple):
+    """`after`: id of the last item of the page before."""
+
     after: str | None
+    limit: int
     newest_first: bool
 
     @classmethod
-    def read(
-        cls, query: QueryParams, *, most: int, default: int = 20, newest_first: bool = True
+    def of(
+        cls,
+        query: QueryParams,
+        *,
+        newest_first: bool = True,
+        most: int = MAX_ITEMS,
+        default: int = 20,
     ) -> PageQuery:
-        """`limit`, `after` and `order` of a query. Raises `RequestError`."""
+        """`newest_first`: unless the query says how. `most` and `default`: of `limit`. Raises
+        `RequestError`."""
         order = query.get("order", "desc" if newest_first else "asc")
         if order not in ("asc", "desc"):
             raise RequestError("order must be asc or desc.", "order")
-        given = query.get("limit", str(default))
-        is_number = given.isascii() and given.isdigit() and len(given) < 8
-        if not is_number or not 1 <= int(given) <= most:
+        limit = query.get("limit", str(default))
+        is_number = limit.isascii() and limit.isdigit() and len(limit) < 8
+        if not is_number or not 1 <= int(limit) <= most:
             raise RequestError(f"limit must be a number from 1 to {most}.", "limit")
-        return cls(int(given), query.get("after") or None, order == "desc")
+        return cls(query.get("after") or None, int(limit), order == "desc")
 
-    @staticmethod
-    def shown(page: list[dict[str, Any]], *, has_more: bool) -> dict[str, Any]:
-        """The list as the API shows it."""
+    def within(self, items: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """The page of `items`, all that there are, the oldest first. Raises `RequestError`."""
+        items = items[::-1] if self.newest_first else items
+        if self.after is not None:
+            ids = [item["id"] for item in items]
+            if self.after not in ids:
+                raise RequestError("after must be the id of an item.", "after")
+            items = items[ids.index(self.after) + 1 :]
+        return self.shown(items)
+
+    def shown(self, items: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """The page as it is sent; `items`: it, or it and more."""
+        page = items[: self.limit]
         return {
             "object": "list",
             "data": page,
             "first_id": page[0]["id"] if page else None,
             "last_id": page[-1]["id"] if page else None,
-            "has_more": has_more,
+            "has_more": len(items) > len(page),
         }

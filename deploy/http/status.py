@@ -9,23 +9,34 @@ from typing import Any
 
 from deploy.http.engine_client import EngineClient
 from deploy.http.metrics import ServerMetrics
+from deploy.http.records.runner import RecordRunner
+from deploy.http.records.store import RecordStore
 from deploy.http.served_models import ServedModels
 from engine import __version__
-from engine.errors import EngineDeadError
+from engine.errors import EngineDeadError, RequestError
 from engine.process.shared_answer import SharedAnswer
 
 FRESH_S = 0.4
 """An answer of this age is given again."""
 INGRESSES_TIMEOUT_S = 0.8
+STORE_TIMEOUT_S = 0.5
 IN_FLIGHT = "manta_requests_in_flight"
 
 
 class StatusProbe:
     """Shares one question among all who ask meanwhile, however many pages are open."""
 
-    def __init__(self, models_provider: Callable[[], ServedModels], metrics: ServerMetrics) -> None:
+    def __init__(
+        self,
+        models_provider: Callable[[], ServedModels],
+        metrics: ServerMetrics,
+        store: RecordStore | None,
+        runner: RecordRunner | None,
+    ) -> None:
+        """`store`, `runner`: of kept requests; None if there are none."""
         self._models_provider = models_provider
         self._metrics = metrics
+        self._store, self._runner = store, runner
         self._answer = SharedAnswer[dict[str, Any]](FRESH_S)
 
     async def look(self) -> dict[str, Any]:
@@ -34,15 +45,39 @@ class StatusProbe:
         return await self._answer.get(lambda: self._ask(models))
 
     async def _ask(self, models: ServedModels) -> dict[str, Any]:
-        served, ingresses = await asyncio.gather(
+        served, ingresses, kept = await asyncio.gather(
             asyncio.gather(*[_ask_model(client) for client in models]),
             self._ingresses(models.first),
+            self._kept(),
         )
         return {
             "version": __version__,
             "time": time.time(),
             "models": served,
             "ingresses": ingresses,
+            "request_store": kept,
+        }
+
+    async def _kept(self) -> dict[str, Any]:
+        """The store, and what of it is under way. The counts of a store that doesn't answer are
+        None."""
+        store, runner = self._store, self._runner
+        if store is None or runner is None:
+            return {"kind": "none"}
+        made = waiting = None
+        if not store.is_away:
+            try:
+                async with asyncio.timeout(STORE_TIMEOUT_S):
+                    made, waiting = await store.num_leased()
+            except (RequestError, TimeoutError):  # the store has said why, or is slow
+                made = waiting = None
+        return {
+            "kind": store.kind,
+            "is_away": store.is_away,
+            "open_here": len(runner.token_log),
+            "left_here": runner.num_left,
+            "made": made,
+            "waiting": waiting,
         }
 
     async def _ingresses(self, client: EngineClient) -> list[dict[str, Any]]:

@@ -97,7 +97,7 @@ class Scheduler:
         policy = SCHEDULE_POLICIES[config.engine.schedule_policy]()
         self.pace = FlexPace()
         self.launch_at: float | None = None
-        """When `next_batch` may have a step though no result and no request came; None: it won't."""
+        """When `next_batch` may have a step though nothing came meanwhile; None: it won't have."""
         self.prefill = PrefillPlanner(self.requests, config, policy, self.pace, self.sizer)
         self.committer = Committer(self.requests, self.outputs, self.delayed, self.stats)
         self.draft_length: DraftLength | None = None

@@ -25,8 +25,6 @@ from deploy.http.paging import AFTER, PageQuery, limit_parameter
 from deploy.http.records.store import Record, RecordStore
 from engine.errors import RequestError
 
-MAX_BATCHES = 100
-"""Of a page."""
 MAX_WINDOW_S = 30 * 24 * 3600
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600}
 BATCH_ID = {
@@ -279,16 +277,15 @@ class ListBatchesRoute(_Route):
 
     paths = ("/v1/batches",)
     methods = ("GET",)
-    parameters = (limit_parameter(MAX_BATCHES), AFTER)
+    parameters = (limit_parameter(), AFTER)
     description = "As OpenAI's `GET /v1/batches`: the API key's batches, the last one first."
     reply = BatchList
 
     async def handle(self, request: Request) -> Response:
         store, _, owner = self.kept(request)
-        asked = PageQuery.read(request.query_params, most=MAX_BATCHES)
+        asked = PageQuery.of(request.query_params)
         found = await store.page(owner, BATCHES, after=asked.after, limit=asked.limit + 1)
-        page = [await self.shown(store, record) for record in found[: asked.limit]]
-        return self.answer(PageQuery.shown(page, has_more=len(found) > asked.limit))
+        return self.answer(asked.shown([await self.shown(store, record) for record in found]))
 
 
 class RetrieveBatchRoute(_Route):

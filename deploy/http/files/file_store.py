@@ -150,10 +150,10 @@ class FileStore:
 
     async def page(
         self, owner: str, *, after: str | None, limit: int, newest_first: bool, purpose: str | None
-    ) -> tuple[list[StoredFile], bool]:
-        """Files behind `after` in the order of their making, and whether there are more."""
+    ) -> list[StoredFile]:
+        """Files behind `after` in the order of their making."""
 
-        def look() -> tuple[list[StoredFile], bool]:
+        def look() -> list[StoredFile]:
             names = sorted((name for name, _ in self._listed(owner)), reverse=newest_first)
             if after is not None:
                 if after not in names:
@@ -169,9 +169,9 @@ class FileStore:
                     continue
                 if purpose in (None, file.purpose):
                     found.append(file)
-                if len(found) > limit:
+                if len(found) == limit:
                     break
-            return found[:limit], len(found) > limit
+            return found
 
         return await self._run(look)
 

@@ -184,16 +184,16 @@ class ListFilesRoute(FilesRoute):
 
     async def handle(self, request: Request) -> Response:
         files, owner = self.kept(request)
-        asked = PageQuery.read(request.query_params, most=MAX_FILES, default=MAX_FILES)
+        asked = PageQuery.of(request.query_params, most=MAX_FILES, default=MAX_FILES)
         purpose = request.query_params.get("purpose")
-        page, has_more = await files.page(
+        found = await files.page(
             owner,
             after=asked.after,
-            limit=asked.limit,
+            limit=asked.limit + 1,
             newest_first=asked.newest_first,
             purpose=purpose,
         )
-        answer = PageQuery.shown([file.shown() for file in page], has_more=has_more)
+        answer = asked.shown([file.shown() for file in found])
         return Response(encode_json(answer), media_type="application/json")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Awaitable, Callable
 
@@ -12,6 +13,7 @@ from starlette.types import Message, Send
 
 from deploy.http.eager import run_eagerly
 
+_ID = re.compile(rb"^id: .*\n", re.MULTILINE)
 HEADERS = Headers(
     {
         "content-type": "text/event-stream; charset=utf-8",
@@ -33,12 +35,12 @@ class EventStream:
         self,
         send: Send,
         send_chunk: Send,
-        is_kept: Awaitable[object] | None = None,
+        is_kept: Awaitable[bool] | None = None,
         *,
         outlives: bool = False,
     ) -> None:
-        """The reply begins when `is_kept`. `outlives`: it goes on without a client that leaves,
-        instead of raising `ClientDisconnect`."""
+        """The reply begins when `is_kept` is known; if it is false, events have no ids. `outlives`:
+        it goes on without a client that leaves, instead of raising `ClientDisconnect`."""
         self._is_kept = is_kept
         self._outlives = outlives
         self._send = send
@@ -109,8 +111,8 @@ class EventStream:
 
     async def _begin(self, events: bytes) -> None:
         self.has_begun = True
-        if self._is_kept is not None:
-            await asyncio.shield(self._is_kept)
+        if self._is_kept is not None and not await asyncio.shield(self._is_kept):
+            events = _ID.sub(b"", events)
         await self._send({"type": "http.response.start", "status": 200, "headers": HEADERS.raw})
         await self._send_chunk(_body(events, more=True))
 

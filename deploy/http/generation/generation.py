@@ -290,7 +290,7 @@ class Generation(ABC, Generic[F]):
         is kept."""
         return None
 
-    def begin_keeping(self) -> asyncio.Task[None] | None:
+    def begin_keeping(self) -> asyncio.Task[bool] | None:
         """Have the request written down, beside what is done until there is a first token, unless
         that was done."""
 

@@ -28,8 +28,8 @@ from deploy.http.generation.read_on import (
 from deploy.http.openai import replies
 from deploy.http.openai.chat import ChatCompletionRequest, ChatEndpoint
 from deploy.http.openai.messages import ChatMessage, ToolCall
-from deploy.http.openai.pages import PAGE_PARAMETERS, PageQuery
 from deploy.http.openai.request import Metadata
+from deploy.http.paging import PAGE_PARAMETERS, PageQuery
 from deploy.http.records.store import Record, RecordStore, no_record
 
 _AT_ONCE = 16

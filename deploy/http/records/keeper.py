@@ -66,9 +66,9 @@ class Keeper:
         and the request doesn't insist on it; else it raises `RequestError`."""
         is_stream = self._age_s is not None
         if not self.is_new:
-            if is_stream:  # it is kept as long as somebody reads it
+            if is_stream:  # it is kept as long as there is more of it
                 try:
-                    await self._store.leave(self.record, None, UNENDED_AGE_S)
+                    await self._store.leave(self.record, None, self._age_s, is_reader=True)
                 except RequestError:
                     logger.error("request %s is read on, and may expire", self.record.id)
             return True
@@ -90,11 +90,13 @@ class Keeper:
             return False
         return True
 
-    def begin_beside(self, then: Callable[[bool], None]) -> asyncio.Task[None]:
+    def begin_beside(self, then: Callable[[bool], None]) -> asyncio.Task[bool]:
         """As `begin`, of a stream; `then` gets what that returns."""
 
-        async def run() -> None:
-            then(await self.begin())
+        async def run() -> bool:
+            is_kept = await self.begin()
+            then(is_kept)
+            return is_kept
 
         self._tasks.append(task := asyncio.create_task(run()))
         return task
@@ -124,7 +126,11 @@ class Keeper:
         elif self.is_new or self._age_s is not None:
             again_in_s = 0.0 if self.record.is_background else None
             self._beside(
-                self._store.leave(self.record, response, self._age_s, again_in_s=again_in_s)
+                self._store.leave(
+                    *(self.record, response, self._age_s),
+                    again_in_s=again_in_s,
+                    is_reader=not self.is_new,
+                )
             )
 
     def forget(self) -> None:

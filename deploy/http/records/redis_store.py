@@ -67,6 +67,13 @@ local function forget(member)
   end
   return 1
 end
+local function extend(member, expires)
+  local until_now = tonumber(redis.call('HGET', named(member), 'expires'))
+  if expires ~= '' and until_now < tonumber(expires) then
+    redis.call('HSET', named(member), 'expires', expires)
+    redis.call('ZADD', 'manta:expires', expires, member)
+  end
+end
 local function forget_old(now)
   local old = redis.call('ZRANGEBYSCORE', 'manta:expires', '-inf', now, 'LIMIT', 0, 1000)
   for _, member in ipairs(old) do forget(member) end
@@ -111,7 +118,7 @@ end
 make_room(most_bytes)
 """
 _CHANGE = """
-local member, head, ended, lease, response, expires, most_bytes = unpack(ARGV)
+local member, head, ended, lease, response, expires, is_reader, most_bytes = unpack(ARGV)
 if redis.call('HGET', named(member), 'head') ~= head then return end
 if redis.call('HGET', named(member), 'ended') ~= '0'
     and redis.call('HEXISTS', named(member), 'response') == 1 then return end
@@ -119,7 +126,8 @@ if ended == '1' then redis.call('HSET', named(member), 'ended', '1') end
 redis.call('HDEL', named(member), 'holder')
 if lease == '' then redis.call('ZREM', 'manta:leases', member)
 else redis.call('ZADD', 'manta:leases', lease, member) end
-if expires ~= '' then
+if is_reader == '1' then extend(member, expires)
+elseif expires ~= '' then
   redis.call('HSET', named(member), 'expires', expires)
   redis.call('ZADD', 'manta:expires', expires, member)
 end
@@ -182,12 +190,13 @@ end
 return found
 """
 _ADD_TOKENS = """
-for at = 2, #ARGV, 3 do
+for at = 3, #ARGV, 3 do
   local member, head, pieces = unpack(ARGV, at, at + 2)
   if redis.call('HGET', named(member), 'head') == head then
     redis.call('APPEND', 'manta:tokens:' .. member, pieces)
     redis.call('HINCRBY', named(member), 'size', #pieces)
     redis.call('HINCRBY', 'manta:sizes', owner_of(member), #pieces)
+    extend(member, ARGV[2])
   end
 end
 make_room(ARGV[1])
@@ -205,6 +214,8 @@ return forget(ARGV[1])
 
 class RedisStore(RecordStore):
     """Connects when it is used first, so that an application that has it can be shipped."""
+
+    kind = "redis"
 
     def __init__(
         self,
@@ -250,9 +261,10 @@ class RedisStore(RecordStore):
         age_s: float | None = None,
         *,
         again_in_s: float | None = None,
+        is_reader: bool = False,
     ) -> None:
         lease = "" if again_in_s is None else time.time() + again_in_s
-        await self._change(record, 0, lease, response, age_s)
+        await self._change(record, 0, lease, response, age_s, is_reader=is_reader)
 
     async def _change(
         self,
@@ -261,13 +273,16 @@ class RedisStore(RecordStore):
         lease: float | str,
         response: dict[str, Any] | None,
         age_s: float | None,
+        *,
+        is_reader: bool = False,
     ) -> None:
         """Change a record that hasn't ended; nobody holds it any longer."""
         self._held.discard((record.owner, record.id))
         expires = "" if age_s is None else self._expiry(age_s)
         member = _member(record.id, record.owner)
         head = encode_json(Head.of(record))
-        given = member, head, ended, lease, encoded(response) or b"", expires, self._max_bytes
+        kept = encoded(response) or b""
+        given = member, head, ended, lease, kept, expires, int(is_reader), self._max_bytes
         await self._run(lambda: self._scripts["change"](args=given))
 
     async def _respond(self, record: Record, response: bytes, *, has_ended: bool) -> bool:
@@ -279,8 +294,10 @@ class RedisStore(RecordStore):
 
         return await self._run(work)
 
-    async def add_tokens(self, news: Sequence[tuple[Record, bytes]]) -> None:
-        given: list[Any] = [self._max_bytes]
+    async def add_tokens(
+        self, news: Sequence[tuple[Record, bytes]], age_s: float | None = None
+    ) -> None:
+        given: list[Any] = [self._max_bytes, "" if age_s is None else self._expiry(age_s)]
         for record, pieces in news:
             given += (_member(record.id, record.owner), encode_json(Head.of(record)), pieces)
         await self._run(lambda: self._scripts["add_tokens"](args=given))
@@ -312,6 +329,14 @@ class RedisStore(RecordStore):
         found = [record for record in taken if record is not None]
         self._held.update((record.owner, record.id) for record in found)
         return found
+
+    async def num_leased(self) -> tuple[int, int]:
+        async def work() -> tuple[int, int]:
+            now = time.time()
+            made = await self._client.zcount("manta:leases", f"({now}", "+inf")
+            return made, await self._client.zcount("manta:leases", "-inf", now)
+
+        return await self._run(work)
 
     async def _get(self, record_id: str, owner: str, field: str) -> Record:
         record = await self._find(_member(record_id, owner))

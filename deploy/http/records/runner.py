@@ -57,9 +57,11 @@ class RecordRunner:
         digests: Callable[[], Sequence[str]],
         workers: Mapping[str, RecordWorker],
         on_taken_up: Callable[[], None],
+        stream_age_s: float,
     ) -> None:
         """`keys`: None if the server has none. `digests` gives those of the models served here.
-        `workers`: by endpoint. `on_taken_up` is called for each record that is."""
+        `workers`: by endpoint. `on_taken_up` is called for each record that is. `stream_age_s`: how
+        long the record of a stream is there behind the last that was heard of it."""
         self._digests = digests
         self._on_taken_up = on_taken_up
         self._store = store
@@ -69,7 +71,7 @@ class RecordRunner:
         self._workers = workers
         self._looking: asyncio.Task[None] | None = None
         self._answers: set[asyncio.Task[None]] = set()
-        self.token_log = TokenLog(store)
+        self.token_log = TokenLog(store, stream_age_s or None)
         self._left: dict[tuple[str, str], asyncio.Task[None]] = {}
 
     def start(self) -> None:
@@ -90,6 +92,11 @@ class RecordRunner:
         task = asyncio.get_running_loop().create_task(self._answer(record))
         self._answers.add(task)
         task.add_done_callback(self._answers.discard)
+
+    @property
+    def num_left(self) -> int:
+        """Answers that go on here though their clients left."""
+        return len(self._left)
 
     def may_go_on(self, record: Record) -> bool:
         """Whether no answer to this record goes on here without its client."""

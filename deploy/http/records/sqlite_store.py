@@ -71,6 +71,8 @@ def state_path(name: str, keys_file: str | None = None) -> Path:
 class SqliteStore(RecordStore):
     """Opened when it is used first, so that an application that has it can be shipped."""
 
+    kind = "sqlite"
+
     def __init__(
         self,
         path: Path | Callable[[], Path],
@@ -121,23 +123,31 @@ class SqliteStore(RecordStore):
         age_s: float | None = None,
         *,
         again_in_s: float | None = None,
+        is_reader: bool = False,
     ) -> None:
         lease = "NULL" if again_in_s is None else str(time.time() + again_in_s)
-        await self._change(record, f"lease = {lease}", response, age_s)
+        await self._change(record, f"lease = {lease}", response, age_s, is_reader=is_reader)
 
     async def _change(
-        self, record: Record, what: str, response: dict[str, Any] | None, age_s: float | None
+        self,
+        record: Record,
+        what: str,
+        response: dict[str, Any] | None,
+        age_s: float | None,
+        *,
+        is_reader: bool = False,
     ) -> None:
         """Change a record that hasn't ended; nobody holds it any longer."""
         self._held.discard((record.owner, record.id))
         expires = None if age_s is None else self._expiry(age_s)
+        least = "expires" if is_reader else "0"
         row = encoded(response), expires, record.owner, record.id, encode_json(Head.of(record))
 
         def write(connection: sqlite3.Connection) -> None:
             connection.execute(
                 f"UPDATE records SET {what}, holder = NULL, response = COALESCE(?, response), "
-                "expires = COALESCE(?, expires) WHERE owner = ? AND id = ? AND head = ? "
-                "AND (ended = 0 OR response IS NULL)",
+                f"expires = MAX(COALESCE(?, expires), {least}) "
+                "WHERE owner = ? AND id = ? AND head = ? AND (ended = 0 OR response IS NULL)",
                 row,
             )
             if response is not None:
@@ -159,7 +169,10 @@ class SqliteStore(RecordStore):
 
         return await self._run(write)
 
-    async def add_tokens(self, news: Sequence[tuple[Record, bytes]]) -> None:
+    async def add_tokens(
+        self, news: Sequence[tuple[Record, bytes]], age_s: float | None = None
+    ) -> None:
+        expires = 0.0 if age_s is None else self._expiry(age_s)
         rows = [
             (pieces, record.owner, record.id, encode_json(Head.of(record)))
             for record, pieces in news
@@ -170,6 +183,11 @@ class SqliteStore(RecordStore):
                 "INSERT INTO tokens (record, pieces) "
                 "SELECT rowid, ? FROM records WHERE owner = ? AND id = ? AND head = ?",
                 rows,
+            )
+            connection.executemany(
+                "UPDATE records SET expires = ? "
+                "WHERE owner = ? AND id = ? AND head = ? AND expires < ?",
+                [(expires, *named, expires) for _, *named in rows],
             )
             self._remove_surplus(connection)
 
@@ -219,6 +237,20 @@ class SqliteStore(RecordStore):
         found = [_record(row) for row in await self._run(take)]
         self._held.update((record.owner, record.id) for record in found)
         return found
+
+    async def num_leased(self) -> tuple[int, int]:
+        if self._connection is None and not self._is_there():
+            return 0, 0
+
+        def count(connection: sqlite3.Connection) -> tuple[int, int]:
+            found: tuple[int, int] = connection.execute(
+                "SELECT COUNT(*) FILTER (WHERE lease > ?1), COUNT(*) FILTER (WHERE lease <= ?1) "
+                "FROM records WHERE lease IS NOT NULL",
+                (time.time(),),
+            ).fetchone()
+            return found
+
+        return await self._run(count)
 
     async def _get(self, record_id: str, owner: str, field: str) -> Record:
         return _record(await self._run(lambda store: self._row(store, record_id, owner, field)))

@@ -12,7 +12,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -107,6 +107,9 @@ class RecordStore(ABC):
     """Its methods raise `RequestError`: 404 for a record that isn't there or is another key's, 503
     if the store can't be used."""
 
+    kind: ClassVar[str]
+    """The option's word for it."""
+
     def __init__(
         self, max_age_s: float, max_bytes: int, on_failure: Callable[[], None] = lambda: None
     ) -> None:
@@ -150,9 +153,11 @@ class RecordStore(ABC):
         age_s: float | None = None,
         *,
         again_in_s: float | None = None,
+        is_reader: bool = False,
     ) -> None:
         """This process goes on no longer. Some process takes it up after `again_in_s`; None: it
-        waits for a reader."""
+        waits for a reader. `is_reader`: another process may go on with it, so that it is removed no
+        sooner than without this."""
 
     async def progress(self, record: Record, response: dict[str, Any]) -> bool:
         """Keep the response so far of a record whose lease this process has. False if it has it no
@@ -175,9 +180,11 @@ class RecordStore(ABC):
         has. False if there is no such record."""
 
     @abstractmethod
-    async def add_tokens(self, news: Sequence[tuple[Record, bytes]]) -> None:
-        """Keep more of what is known of the tokens of records: pieces of `AnswerTokens`. Nothing
-        happens to a record that isn't there."""
+    async def add_tokens(
+        self, news: Sequence[tuple[Record, bytes]], age_s: float | None = None
+    ) -> None:
+        """Keep more of what is known of the tokens of records: pieces of `AnswerTokens`. They are
+        removed no sooner than after `age_s`. Nothing happens to a record that isn't there."""
 
     @abstractmethod
     async def tokens_of(self, record: Record) -> bytes:
@@ -191,6 +198,11 @@ class RecordStore(ABC):
     async def take_up(self, digests: Sequence[str]) -> list[Record]:
         """Renew the leases of this process, and take over the records whose lease has ended, of
         models that are served here: their `ModelInfo.digest`. Expired records are removed."""
+
+    @abstractmethod
+    async def num_leased(self) -> tuple[int, int]:
+        """Of the answers that must be there in the end: how many are made now, or will be tried
+        again soon, and how many wait for a process."""
 
     async def get(self, record_id: str, owner: str) -> Record:
         """The record of this id."""

@@ -66,8 +66,10 @@ def read_tokens(data: bytes, num_sequences: int) -> list[list[int]]:
 class TokenLog:
     """Of one process: one write for all of its open answers."""
 
-    def __init__(self, store: RecordStore) -> None:
+    def __init__(self, store: RecordStore, age_s: float | None = None) -> None:
+        """`age_s`: as long a record is there at least behind the last write."""
         self._store = store
+        self._age_s = age_s
         self._open: set[AnswerTokens] = set()
         self._timer: asyncio.TimerHandle | None = None
         """Of the next write; set while an answer is open and nothing is written."""
@@ -124,7 +126,7 @@ class TokenLog:
         news = [(answer.record, answer.take()) for answer in answers]
         try:
             if news := [(record, data) for record, data in news if data]:
-                await self._store.add_tokens(news)
+                await self._store.add_tokens(news, self._age_s)
         except RequestError:
             for answer in answers:
                 answer.undo()

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from engine.protocol.sequence import KeyLimits
 from engine.scheduler.flex_pace import GROWTH, FlexPace, StepCost, StepWork
+from engine.scheduler.scheduler import LAUNCH_LEAD_S
 from tests.support.scheduler_harness import MODE_IDS, MODES, Harness, prompt
 
 FIRST_TURNS, TURNS_EACH = 10, 4
@@ -318,4 +319,36 @@ def test_flex_rows_pause_beside_interactive_ones() -> None:
     while len(h.tokens[("c", 1)]) < 2:
         h.step()
     assert running.num_flex < 10 and flex_rows(h) == 50
+    h.run()
+
+
+def test_a_step_follows_one_with_flex_work_shortly_before_its_end() -> None:
+    """Not at once: an interactive request that comes meanwhile would wait for two."""
+    h = Harness(lookahead=2)
+    rng = random.Random(5)
+    h.add(1, prompt(rng, 8), 40, ignore_eos=True)
+    h.add(2, prompt(rng, 8), 40, is_flex=True, ignore_eos=True)
+    for _ in range(6):
+        h.step()
+    while h.scheduler.num_in_flight:
+        h.process()
+    scheduler = h.scheduler
+    scheduler.pace.cost = StepCost(0.010, 0.0, 0.0)
+    began = h.now + 1.0
+
+    def launches(at: float) -> bool:
+        batch = scheduler.next_batch(at)
+        if batch is not None:
+            h.worker.launch(batch)
+        return batch is not None
+
+    assert launches(began)
+    assert not launches(began)
+    assert scheduler.launch_at == pytest.approx(began + 0.010 - LAUNCH_LEAD_S)
+    assert not launches(began + 0.007)
+    assert launches(scheduler.launch_at or 0.0)
+    assert not launches(began + 0.009) and scheduler.launch_at is None
+    h.process()
+    assert not launches(began + 0.010)
+    assert scheduler.launch_at == pytest.approx(began + 0.020 - LAUNCH_LEAD_S)
     h.run()

@@ -16,10 +16,10 @@ from deploy.http.generation.read_on import (
     ReadOnRoute,
     wants_stream,
 )
-from deploy.http.openai.pages import PAGE_PARAMETERS, PageQuery
 from deploy.http.openai.responses import replies
 from deploy.http.openai.responses.endpoint import ResponsesEndpoint
 from deploy.http.openai.responses.history import items_of
+from deploy.http.paging import PAGE_PARAMETERS, PageQuery
 from deploy.http.records.store import Record, RecordStore
 from engine.errors import RequestError
 

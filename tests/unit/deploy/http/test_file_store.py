@@ -45,13 +45,13 @@ def test_files(url: str) -> None:
         with await store.open(one.id, "") as file:
             assert file.read() == b"one\n"
         page = await store.page("", after=None, limit=9, newest_first=True, purpose=None)
-        assert page == ([two, one], False)
+        assert page == [two, one]
         page = await store.page("", after=one.id, limit=1, newest_first=False, purpose=None)
-        assert page == ([two], False)
+        assert page == [two]
         page = await store.page("", after=None, limit=1, newest_first=False, purpose=None)
-        assert page == ([one], True)
+        assert page == [one]
         page = await store.page("", after=None, limit=9, newest_first=False, purpose="evals")
-        assert page == ([two], False)
+        assert page == [two]
         for name in (other.id, "file-" + "0" * 32, "", "..", f"{one.id}.json", BATCH):
             with pytest.raises(RequestError) as error:
                 await store.get(name, "")
@@ -127,7 +127,7 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert error.value.status == 503 and failures == 1
         monkeypatch.undo()
         page = await store.page("", after=None, limit=9, newest_first=True, purpose=None)
-        assert page == ([kept], False)
+        assert page == [kept]
         assert not list(tmp_path.rglob("*.new"))
 
     run(scenario)

@@ -105,6 +105,11 @@ def test_it_goes_on(way: str, tmp_path: Path) -> None:
         server.client.step_s = 0.01
         had = await leave(server.app, STREAM, way)
         assert server.client.open == 1 and in_flight(server) == 1.0 and num_left(server) == 0.0
+        status = (await server.http.get("/debug/status")).json()["request_store"]
+        assert status == {
+            **{"kind": "sqlite", "is_away": False, "open_here": 1, "left_here": 1},
+            **{"made": 0, "waiting": 0},
+        }
         await until(lambda: in_flight(server) == 0.0)
         assert server.client.finished == ["chatcmpl-r"] and server.client.aborted == []
         assert num_left(server) == 1.0
@@ -194,6 +199,8 @@ def test_what_isnt_kept_ends(tmp_path: Path) -> None:
     async def without(running: Server) -> None:
         await leave(running.app, STREAM)
         assert running.client.open == 0 == in_flight(running)
+        status = (await running.http.get("/debug/status")).json()["request_store"]
+        assert status["is_away"] and status["made"] is None
 
     run(server, without)
 

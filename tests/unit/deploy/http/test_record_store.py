@@ -290,6 +290,36 @@ def test_tokens(place: Place) -> None:
     run(store, scenario)
 
 
+def test_who_leaves_a_record_to_others(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Doesn't shorten its time; who writes its tokens lengthens it."""
+    store = place.open(DAY, 1 << 24)
+    start = time.time()
+
+    def at(seconds: float) -> None:
+        monkeypatch.setattr(sqlite_store.time, "time", lambda: start + seconds)
+
+    async def scenario() -> None:
+        for name in ("read", "left", "long"):
+            await store.add(record(name), 1000.0)
+        await store.leave(record("read"), None, 10.0, is_reader=True)
+        await store.leave(record("left"), None, 10.0)
+        await store.leave(record("long"), None, 10.0)
+        at(9)
+        await store.add_tokens([(record("long"), b"1"), (record("read"), b"1")], 10.0)
+        at(18)
+        assert await missing(store.get("left", ""))
+        await store.get("long", "")
+        await store.leave(record("long"), None, 10.0, is_reader=True)
+        at(27)
+        await store.get("long", "")
+        at(29)
+        assert await missing(store.get("long", ""))
+        at(999)
+        await store.get("read", "")
+
+    run(store, scenario)
+
+
 def test_another_response(place: Place) -> None:
     """Of a record that has ended, and of no other one."""
     store = place.open(DAY, 1 << 24)
@@ -368,9 +398,11 @@ def test_leases(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
         await first.delete("gone", "")
         at(LEASE_S - 1)
         assert await taken(second) == [] == await taken(first)
+        assert await second.num_leased() == (2, 0)
         at(2 * LEASE_S - 2)
         assert await taken(second) == []  # the first has renewed them
         at(2 * LEASE_S)
+        assert await third.num_leased() == (0, 2)
         found = await asyncio.gather(taken(second), taken(third))
         assert sorted(found) == [[], ["a", "b"]]
         at(2 * LEASE_S + 1)

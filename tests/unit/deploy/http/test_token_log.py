@@ -87,7 +87,7 @@ def test_one_write_for_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     calls: list[list[str]] = []
     fails = False
 
-    async def add_tokens(news: Sequence[tuple[Record, bytes]]) -> None:
+    async def add_tokens(news: Sequence[tuple[Record, bytes]], age_s: float | None) -> None:
         calls.append([one.id for one, _ in news])
         if fails:
             raise RequestError("away", status=503)
