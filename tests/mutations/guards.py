@@ -21,6 +21,7 @@ RECORDED = "tests/unit/models/test_recorded_decodes.py"
 
 FLEX = "tests/unit/scheduler/test_flex.py"
 ADAPTERS = "tests/unit/scheduler/test_adapters.py"
+BATCHES = "tests/unit/deploy/http/test_batches.py"
 
 ADAPTER_REF = "engine/protocol/adapters.py"
 ADAPTER_TABLE = "engine/scheduler/adapters.py"
@@ -28,6 +29,7 @@ COMMITTER = "engine/scheduler/committer.py"
 DELAYED_SAMPLE = "engine/scheduler/delayed_sample.py"
 FUTURE_MAP = "engine/worker/future_map.py"
 GRAMMAR = "engine/constraints/grammar.py"
+LINES = "deploy/http/batches/output.py"
 PLANNER = "engine/scheduler/prefill_planner.py"
 PENALTIES = "engine/sampling/features/penalties.py"
 RECORDED_DECODES = "engine/models/recorded_decodes.py"
@@ -622,5 +624,42 @@ MUTATIONS = [
         "test_what_flex_requests_use_gets_no_younger",
         "assert",
         Edit("engine/kvcache/radix_cache.py", "if child.is_flex or not is_flex:", "if True:"),
+    ),
+    mutation(
+        BATCHES,
+        "test_a_line_that_two_processes_answered_is_there_once",
+        "assert",
+        Edit(LINES, "if self.has(answer.number):", "if False:"),
+    ),
+    mutation(
+        BATCHES,
+        "test_the_output_is_a_function_of_the_file",
+        "assert",
+        Edit("deploy/http/generation/generation.py", "if self.is_line:", "if False:"),
+    ),
+    mutation(
+        BATCHES,
+        "test_another_model_waits",
+        "assert",
+        Edit(
+            "deploy/http/records/sqlite_store.py",
+            """f"AND digest IN ({', '.join('?' * len(digests))}) RETURNING""",
+            """f"AND (1 OR digest IN ({', '.join('?' * len(digests))})) RETURNING""",
+        ),
+        Edit(
+            "deploy/http/generation/endpoint.py",
+            "if (again.record.digest, again.record.adapter) != (digest, adapter):",
+            "if False:",
+        ),
+    ),
+    mutation(
+        BATCHES,
+        "test_after_each_write",
+        "assert",
+        Edit(
+            "deploy/http/batches/driver.py",
+            'if self._batch["status"] in END_STATUSES:',
+            "if False:",
+        ),
     ),
 ]

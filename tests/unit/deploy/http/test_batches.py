@@ -6,7 +6,7 @@ import asyncio
 import io
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,9 @@ import pytest
 
 from deploy.http.api import build_api
 from deploy.http.batches import run as batch_run
+from deploy.http.batches.output import BatchOutput, answered
 from deploy.http.batches.routes import Batch, BatchList
+from deploy.http.files.file_store import FileStore, new_id
 from deploy.http.files.routes import FileList, FileObject
 from deploy.http.records import runner, sqlite_store
 from deploy.http.served_models import ServedModels
@@ -99,12 +101,6 @@ class Server:
         assert file_id is not None
         content = await self.openai.files.content(file_id)
         return [json.loads(line) for line in content.text.splitlines()]
-
-
-@asynccontextmanager
-async def fresh(path: Path, **options: Any) -> AsyncIterator[Server]:
-    async with Server(path, **options) as server:
-        yield server
 
 
 def run(scenario: Callable[[], Awaitable[None]]) -> None:
@@ -597,8 +593,28 @@ def test_after_each_write(tmp_path: Path) -> None:
                         for name in (end.output_file_id, end.error_file_id)
                     ]
                     assert made == want, last
+                    assert end.request_counts.completed == 6 and end.request_counts.failed == 1
                     known.add(batch.id)
         assert len(known) > 8
         assert not list((tmp_path / "files").rglob("*.parts"))
+
+    run(scenario)
+
+
+def test_a_line_that_two_processes_answered_is_there_once(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        files, batch = FileStore(str(tmp_path), 3600, 10**6), new_id("batch_")
+        outputs = [BatchOutput(files, batch, "") for _ in range(2)]
+        for output, numbers in zip(outputs, ([3, 1], [1, 2, 3]), strict=True):
+            for number in numbers:
+                body = b'{"usage": {"prompt_tokens": 2, "completion_tokens": 3}}'
+                output.add(answered(number, f"id-{number}", f"{number}", 200, "r", body))
+            await output.flush()
+        whole = BatchOutput(files, batch, "")
+        await whole.load()
+        assert (whole.completed, whole.failed, whole.tokens) == (3, 0, (6, 9))
+        with closing(await whole.assemble()) as assembled:
+            ids = [json.loads(line)["custom_id"] for line in assembled.lines(True)]
+            assert ids == ["1", "2", "3"] and not list(assembled.lines(False))
 
     run(scenario)
