@@ -112,7 +112,9 @@ def build_api(
             )
 
     if store is not None and files is not None:
-        workers[BATCHES] = BatchDriver(store, files, endpoints, models_provider, metrics.lines)
+        workers[BATCHES] = BatchDriver(
+            store, files, endpoints, models_provider, keys, metrics.lines
+        )
 
     @app.get("/v1/models")
     async def list_models() -> Response:

@@ -18,6 +18,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 IMPORT_PATH = "deploy.http.header_guard:middlewares"
 REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 """An `X-Request-Id` that is kept; others are replaced by a new one."""
+UPLOADS = "/v1/files"
+NO_WATCH = (b"x-request-disconnect-disabled", b"?1")
+"""To notice a client that leaves, Serve reads whatever comes, into memory. Uploads notice it
+themselves, and read as fast as they are written to disk."""
 _ASCII = re.compile(rb"[ -~]*")
 _STEERS_SERVE = {
     b"serve_multiplexed_model_id",
@@ -54,6 +58,8 @@ class HeaderGuard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             headers = [(k, v) for k, v in scope["headers"] if _is_fine(k, v)]
+            if scope["method"] == "POST" and scope["path"].endswith(UPLOADS):
+                headers.append(NO_WATCH)
             scope = {**scope, "headers": headers}
         await self._app(scope, receive, send)
 

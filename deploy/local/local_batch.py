@@ -6,13 +6,13 @@ Stopped anywhere, the same command goes on: answers are in `OUTPUT.parts` until 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import hashlib
 import io
-import os
 import shutil
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import IO
@@ -23,12 +23,12 @@ from tqdm import tqdm
 
 from deploy.http.api import build_api
 from deploy.http.batches.driver import LineAsker, width_of
-from deploy.http.batches.lines import Checked, check_lines
+from deploy.http.batches.lines import Checked, Source, check_lines
 from deploy.http.batches.output import BatchOutput
 from deploy.http.batches.routes import BATCH_ENDPOINTS
-from deploy.http.batches.run import BatchRun, Source
+from deploy.http.batches.run import BatchRun
 from deploy.http.engine_client import ModelInfo
-from deploy.http.files.file_store import BLOCK, FileStore, sync_folder
+from deploy.http.files.file_store import BLOCK, FileStore, write_whole
 from deploy.http.served_models import ServedModels
 from deploy.http.settings import ApiSettings
 from deploy.local.local_client import LocalClient
@@ -40,6 +40,8 @@ from engine.process.interrupts import HeldInterrupts
 
 SHOWN = 10
 """Problems of a file."""
+LOCK = "lock"
+"""A file beside the parts."""
 _NAME = "batch"
 """Of the parts, of which there is one batch."""
 
@@ -78,10 +80,11 @@ class LocalBatch:
         if not self._output.absolute().parent.is_dir():
             raise ConfigError(f"the folder of '{self._output}' doesn't exist.")
         source = Source(self._opened, self._server.max_body_bytes, BATCH_ENDPOINTS)
-        checked = asyncio.run(check_lines(*source))
+        checked = asyncio.run(check_lines(source))
         if checked.problems:
             raise ConfigError(_listed(self._source, checked))
         info = self._info(checked.model)
+        self._lock()
         begun = self._begin(info)
         server = self._server.model_copy(
             update={"request_store": "none", "api_keys_file": None, "otlp_endpoint": None}
@@ -131,20 +134,16 @@ class LocalBatch:
                 ).run()
         finally:
             await client.stop()
-        whole = await output.assemble()
-        draft = self._output.with_name(f"{self._output.name}.new")
-        with draft.open("wb") as file:
-            for line in whole.lines():
-                file.write(line)
-            file.flush()
-            os.fsync(file.fileno())
-        whole.close()
-        os.replace(draft, self._output)
-        sync_folder(str(self._output.absolute().parent))
-        shutil.rmtree(self._parts)
-        failed = f", {output.failed} failed" if output.failed else ""
-        print(f"{output.completed} lines answered{failed}: {self._output}", file=sys.stderr)
-        return 1 if output.failed else 0
+        with closing(await output.assemble()) as whole:
+            if whole.completed + whole.failed != checked.num_requests:
+                raise ConfigError(f"'{self._parts}' was changed meanwhile.")
+            write_whole(str(self._output), whole.lines())
+            failed = f", {whole.failed} failed" if whole.failed else ""
+            print(f"{whole.completed} lines answered{failed}: {self._output}", file=sys.stderr)
+        old = self._parts.with_name(f"{self._parts.name}.done")
+        self._parts.rename(old)  # nobody goes on with a part of it
+        shutil.rmtree(old)
+        return 1 if whole.failed else 0
 
     def _opened(self) -> IO[bytes]:
         try:
@@ -166,6 +165,15 @@ class LocalBatch:
             info = replace(info, name=named)
         return info
 
+    def _lock(self) -> None:
+        """Keep other commands from this output, as long as this process lives."""
+        self._parts.mkdir(mode=0o700, exist_ok=True)
+        self._locked = (self._parts / LOCK).open("wb")
+        try:
+            fcntl.flock(self._locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"another command writes '{self._output}' just now.") from None
+
     def _begin(self, info: ModelInfo) -> Begun:
         """What the parts that are there were begun with, or what is begun now."""
         digest = hashlib.sha256()
@@ -174,11 +182,15 @@ class LocalBatch:
                 digest.update(block)
         now = Begun(digest.hexdigest(), info.digest, int(time.time()))
         place = self._parts / "begun.json"
-        if not place.exists():
-            self._parts.mkdir(mode=0o700, exist_ok=True)
-            place.write_bytes(msgspec.json.encode(now))
+        if {path.name for path in self._parts.iterdir()} == {LOCK}:
+            write_whole(str(place), [msgspec.json.encode(now)])
             return now
-        begun = msgspec.json.decode(place.read_bytes(), type=Begun)
+        try:
+            begun = msgspec.json.decode(place.read_bytes(), type=Begun)
+        except (OSError, msgspec.DecodeError) as error:
+            raise ConfigError(
+                f"'{place}' can't be read: {error}; remove the folder, or name another output."
+            ) from None
         for was, is_now, what in (
             (begun.source, now.source, "another input"),
             (begun.model, now.model, "another model or configuration"),

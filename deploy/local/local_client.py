@@ -170,6 +170,8 @@ class LocalClient(EngineClient):
             if rid not in self._readers:
                 continue  # nobody waits for it any more
             read, done = self._readers[rid]
+            if done.done():  # it was cancelled just now
+                continue
             try:
                 read(some)
             except Exception as error:

@@ -14,7 +14,7 @@ import yaml
 from pydantic import ValidationError
 
 from deploy.http.access.api_key import ApiKey, KeyList
-from engine.errors import ConfigError
+from engine.errors import ConfigError, RequestError
 
 logger = logging.getLogger(__name__)
 
@@ -108,3 +108,14 @@ def read_keys(path: str) -> list[ApiKey]:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(map(str, first["loc"])) or "the file"
         raise ConfigError(f"api_keys_file {path}: {place}: {first['msg']}.") from None
+
+
+def key_of(keys: KeyFile | None, owner: str) -> ApiKey | None:
+    """The key of whom a kept request belongs to; None if the server has none. Raises `RequestError`
+    if it is valid no longer."""
+    if keys is None or not owner:
+        return None
+    key = keys.named(owner)
+    if key is None:
+        raise RequestError("The request's API key isn't valid any more.", status=401)
+    return key

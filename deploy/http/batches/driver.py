@@ -11,23 +11,17 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import aclosing, closing
 from functools import partial
 from typing import Any
 
 import msgspec
 
 from deploy.http.access.api_key import ApiKey
-from deploy.http.batches.lines import (
-    AT_A_TIME,
-    BatchLine,
-    LineProblem,
-    check_lines,
-    raw_lines,
-    read_line,
-    several,
-)
-from deploy.http.batches.output import BatchOutput, unanswered
-from deploy.http.batches.run import BatchRun, Reply, Source, StopBatch
+from deploy.http.access.key_file import KeyFile, key_of
+from deploy.http.batches.lines import BatchLine, LineProblem, Source, check_lines
+from deploy.http.batches.output import PART_BYTES, BatchOutput, unanswered
+from deploy.http.batches.run import BatchRun, Reply, StopBatch
 from deploy.http.engine_client import EngineClient
 from deploy.http.files.file_store import FileStore, StoredFile, new_id
 from deploy.http.generation.endpoint import Again, Endpoint
@@ -47,6 +41,9 @@ write it while another one writes the batch's."""
 END_STATUSES = ("completed", "failed", "expired", "cancelled")
 
 
+NO_MODEL = b'"model_not_found"'
+MAX_AT_ONCE = 4
+"""Batches that a process runs; others wait."""
 LOOK_S = 20.0
 """How often engines are counted, of which there may be more or less by then."""
 
@@ -88,6 +85,8 @@ class LineAsker:
         reply = await answer_of(endpoint, Again(record, is_stream=False, is_line=True), key)
         if reply.status == 409:
             raise StopBatch("another model or configuration is served than the batch began with")
+        if reply.status == 404 and NO_MODEL in reply.body:
+            raise StopBatch("its model isn't served")
         return Reply(reply.status, seed, bytes(reply.body))
 
 
@@ -100,22 +99,30 @@ class BatchDriver(RecordWorker):
         files: FileStore,
         endpoints: Mapping[str, Endpoint],
         models_provider: Callable[[], ServedModels],
+        keys: KeyFile | None,
         on_lines: Callable[[int, int], None],
     ) -> None:
-        """`endpoints`: by path. `on_lines` gets how many lines were answered well and not, when
-        that is kept."""
+        """`endpoints`: by path. `keys`: None if the server has none. `on_lines` gets how many lines
+        were answered well and not, when that is kept."""
         self.store = store
         self.files = files
         self.endpoints = endpoints
         self.models_provider = models_provider
+        self.keys = keys
         self.on_lines = on_lines
+        self.num_running = 0
+        self._places = asyncio.Semaphore(MAX_AT_ONCE)
 
     async def run(self, record: Record, key: ApiKey | None) -> None:
         """Go on with a batch to its end, or until another process has it."""
-        try:
-            await _Drive(self, record, key).run()
-        except _LostLease:
-            logger.info("batch %s is run by another process", record.id)
+        async with self._places:
+            self.num_running += 1
+            try:
+                await _Drive(self, record, key).run()
+            except _LostLease:
+                logger.info("batch %s is run by another process", record.id)
+            finally:
+                self.num_running -= 1
 
     async def fail(self, record: Record, failure: RequestError) -> None:
         try:
@@ -136,14 +143,14 @@ class _Expired(Exception):
     pass
 
 
-class _Expiry(msgspec.Struct):
-    seconds: int | None = None
+class Asked(msgspec.Struct):
+    """What the driver needs of a request that the API has checked: the body of its record. The
+    record itself has no digest, so that any process takes it up: to end it, no model is needed."""
 
-
-class _Asked(msgspec.Struct):
-    """What the driver needs of a request that the API has checked."""
-
-    output_expires_after: _Expiry = msgspec.field(default_factory=_Expiry)
+    digest: str
+    """`ModelInfo.digest` of the model that it was begun with."""
+    output_age_s: int | None = None
+    """How long the files of its output are kept; None: as long as any."""
 
 
 class _Drive:
@@ -156,7 +163,7 @@ class _Drive:
         self._key = key
         assert record.response is not None
         self._batch: dict[str, Any] = record.response
-        self._asked = msgspec.json.decode(record.body, type=_Asked)
+        self._asked = msgspec.json.decode(record.body, type=Asked)
         self._output = BatchOutput(self._files, record.id, record.owner)
         self._told = (0, 0)
         self._look_at = time.monotonic() + LOOK_S
@@ -175,9 +182,10 @@ class _Drive:
             await self.fail(error)
             return
         opened = partial(self._files.open_now, file.id, self._record.owner)
-        source = Source(opened, self._limit, (self._batch["endpoint"],))
+        urls = (self._batch["endpoint"],)
+        source = Source(opened, self._limit, urls, self._files.in_thread)
         if self._batch["status"] == "validating":
-            checked = await check_lines(*source)
+            checked = await check_lines(source)
             if checked.problems:
                 await self._store.end(self._record, failed(self._batch, checked.problems))
                 return
@@ -185,7 +193,7 @@ class _Drive:
             await self._turn("in_progress")
         await self._output.load()
         self._told = self._output.completed, self._output.failed
-        asker = LineAsker(self._driver.endpoints, self._record.digest, file.created_at, file.digest)
+        asker = LineAsker(self._driver.endpoints, self._asked.digest, file.created_at, file.digest)
         status = await self._answer(source, asker)
         if status == "expired":
             await self._expire(source, asker)
@@ -206,23 +214,34 @@ class _Drive:
         async def ask(line: BatchLine) -> Reply:
             return await asker.ask(line, self._record.owner, self._key)
 
-        client = self._driver.models_provider().of(self._batch["model"])
-
         async def flushed() -> None:
             await self._flushed()
             if time.monotonic() > self._look_at:
                 self._look_at = time.monotonic() + LOOK_S
-                work.widen(await width_of(client))
+                work.widen(await self._width(client))
 
-        work = BatchRun(source, self._output, ask, asker.name, await width_of(client), flushed)
         try:
-            await flushed()  # it may be cancelled, or its time over
+            await self._flushed()  # it may be cancelled, or its time over
+            client = self._client()
+            width = await self._width(client)
+            work = BatchRun(source, self._output, ask, asker.name, width, flushed)
             await work.run()
         except _Cancelled:
             return "cancelled"
         except _Expired:
             return "expired"
         return "completed"
+
+    def _client(self) -> EngineClient:
+        """The engines. Raises `StopBatch` if they aren't those that it was begun with."""
+        client = self._driver.models_provider().find(self._batch["model"])
+        if client is None or client.model_info.digest != self._asked.digest:
+            raise StopBatch("another model or configuration is served than the batch began with")
+        return client
+
+    async def _width(self, client: EngineClient) -> int:
+        """Lines that are asked at once: this batch's part of them."""
+        return max(await width_of(client) // max(self._driver.num_running, 1), 1)
 
     async def _flushed(self) -> None:
         """Answers were kept: the store learns how many, and this process whether to go on."""
@@ -231,9 +250,10 @@ class _Drive:
         self._driver.on_lines(output.completed - completed, output.failed - failed_)
         self._told = output.completed, output.failed
         batch["request_counts"] |= {"completed": output.completed, "failed": output.failed}
+        self._key = key_of(self._driver.keys, self._record.owner)
         try:
             await self._keep()
-            if await is_cancelled(self._store, self._record):
+            if await cancelled_at(self._store, self._record) is not None:
                 raise _Cancelled
         except RequestError as error:
             logger.error("the progress of batch %s isn't kept: %s", self._record.id, error)
@@ -254,21 +274,15 @@ class _Drive:
     async def _expire(self, source: Source, asker: LineAsker) -> None:
         """Lines that have no answer get one that says why."""
         message = "This request could not be executed before the completion window expired."
-        file = await asyncio.to_thread(source.open)
-        try:
-            async for found in several(raw_lines(file, source.limit)):
+        async with aclosing(source.several()) as lines:
+            async for found in lines:
                 for number, raw in found:
                     if not self._output.has(number):
-                        line = read_line(number, raw, source.limit, source.urls)
-                        self._output.add(
-                            unanswered(
-                                number, asker.name(line), line.custom_id, "batch_expired", message
-                            )
-                        )
-                if self._output.waiting_bytes > AT_A_TIME * 1024:
+                        line = source.read(number, raw)
+                        named = asker.name(line), line.custom_id
+                        self._output.add(unanswered(number, *named, "batch_expired", message))
+                if self._output.waiting_bytes > PART_BYTES:
                     await self._output.flush()
-        finally:
-            file.close()
         await self._output.flush()
 
     async def _finish(self, status: str) -> None:
@@ -276,27 +290,27 @@ class _Drive:
         batch, output = self._batch, self._output
         if status == "completed":
             await self._turn("finalizing")
-        batch["request_counts"] |= {"completed": output.completed, "failed": output.failed}
-        batch["usage"] = {
-            "input_tokens": output.tokens.input,
-            "output_tokens": output.tokens.output,
-            "total_tokens": sum(output.tokens),
-        }
-        whole = await output.assemble()
-        try:
+        with closing(await output.assemble()) as whole:
+            if whole.completed + whole.failed < output.completed + output.failed:
+                raise _LostLease  # another process has ended it, and removed its parts
             for good, kind, count in (
-                (True, "output", output.completed),
-                (False, "error", output.failed),
+                (True, "output", whole.completed),
+                (False, "error", whole.failed),
             ):
+                await self._keep()  # whoever has the lease makes the files
                 if count:
                     file = await self._made(kind, whole.lines(good))
                     batch[f"{kind}_file_id"] = file.id
-        finally:
-            whole.close()
+            batch["request_counts"] |= {"completed": whole.completed, "failed": whole.failed}
+            batch["usage"] = {
+                "input_tokens": whole.tokens.input,
+                "output_tokens": whole.tokens.output,
+                "total_tokens": sum(whole.tokens),
+            }
         batch["status"] = status
-        batch[f"{status}_at"] = now = int(time.time())
+        batch[f"{status}_at"] = int(time.time())
         if status == "cancelled":
-            batch["cancelling_at"] = now
+            batch["cancelling_at"] = await cancelled_at(self._store, self._record)
         await self._keep()
         await self._end()
 
@@ -313,7 +327,7 @@ class _Drive:
             lines,
             filename=f"{record.id}_{kind}.jsonl",
             purpose="batch_output",
-            age_s=self._asked.output_expires_after.seconds,
+            age_s=self._asked.output_age_s,
             file_id=new_id("file-", f"{record.id} {kind}", self._batch["created_at"]),
         )
 
@@ -324,15 +338,14 @@ async def width_of(client: EngineClient) -> int:
     return 2 * client.model_info.resolved.engine.max_running_requests * engines
 
 
-async def is_cancelled(store: RecordStore, record: Record) -> bool:
-    """Whether somebody has asked for that."""
+async def cancelled_at(store: RecordStore, record: Record) -> int | None:
+    """When somebody asked for that, as Unix time; None: nobody has."""
     try:
-        await store.find(cancel_id(record), record.owner, CANCELLED)
+        return (await store.find(cancel_id(record), record.owner, CANCELLED)).created
     except RequestError as error:
         if error.status != 404:
             raise
-        return False
-    return True
+        return None
 
 
 def cancel_id(record: Record) -> str:

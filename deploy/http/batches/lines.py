@@ -8,34 +8,37 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import itertools
 from array import array
-from collections.abc import AsyncIterator, Callable, Collection, Iterator
-from contextlib import closing
-from typing import IO, Literal, NamedTuple
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator
+from contextlib import aclosing, closing
+from typing import IO, Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
 
 MAX_PROBLEMS = 100
 """That are told of one file."""
-AT_A_TIME = 64
-"""Lines that are read in one visit of a thread."""
+AT_A_TIME, BYTES_AT_A_TIME = 64, 1 << 20
+"""Lines that are read in one visit of a thread, and their bytes but for the last one's."""
 MAX_CUSTOM_ID = 512
 """Characters."""
 _BOM = b"\xef\xbb\xbf"
 
 
-class BatchLine(msgspec.Struct, forbid_unknown_fields=False):
-    """One request."""
-
+class _Line(msgspec.Struct):
     custom_id: str
     url: str
     body: msgspec.Raw
-    """A JSON object."""
     method: Literal["POST"] = "POST"
-    number: int = 0
-    """Of the line in its file, from 1."""
+
+
+class BatchLine(NamedTuple):
+    """One request. `number`: of the line in its file, from 1; `body`: a JSON object."""
+
+    number: int
+    custom_id: str
+    url: str
+    body: bytes
 
 
 class LineProblem(msgspec.Struct):
@@ -59,7 +62,7 @@ class _Named(msgspec.Struct):
     model: str = ""
 
 
-_line = msgspec.json.Decoder(BatchLine)
+_line = msgspec.json.Decoder(_Line)
 _model = msgspec.json.Decoder(_Named)
 
 
@@ -104,10 +107,10 @@ def read_line(number: int, line: bytes, limit: int, urls: Collection[str]) -> Ba
         named = urls if len(urls) > 1 else f"the batch's endpoint, {next(iter(urls))}"
         shown = ", ".join(sorted(named)) if len(urls) > 1 else named
         raise wrong("invalid_url", f"url must be {shown}, not {found.url[:100]!a}.", "url")
-    if not bytes(found.body).startswith(b"{"):
+    body = bytes(found.body)
+    if not body.startswith(b"{"):
         raise wrong("invalid_request", "body must be a JSON object.", "body")
-    found.number = number
-    return found
+    return BatchLine(number, found.custom_id, found.url, body)
 
 
 class LineError(Exception):
@@ -126,28 +129,47 @@ def model_of(line: BatchLine) -> str:
         return ""
 
 
-async def several(lines: Iterator[tuple[int, bytes]]) -> AsyncIterator[list[tuple[int, bytes]]]:
-    """Some lines at a time, read in a thread."""
+class Source(NamedTuple):
+    """Where lines come from. `open` opens them; `limit` and `urls` are those of `read_line`;
+    `in_thread` runs what waits for the file."""
 
-    def read() -> list[tuple[int, bytes]]:
-        return list(itertools.islice(lines, AT_A_TIME))
+    open: Callable[[], IO[bytes]]
+    limit: int
+    urls: Collection[str]
+    in_thread: Callable[..., Awaitable[Any]] = asyncio.to_thread
 
-    while found := await asyncio.to_thread(read):
-        yield found
+    async def several(self) -> AsyncGenerator[list[tuple[int, bytes]], None]:
+        """All lines that hold something, with their numbers, some at a time."""
+
+        def read() -> list[tuple[int, bytes]]:
+            found, size = [], 0
+            for line in lines:
+                found.append(line)
+                size += len(line[1])
+                if len(found) == AT_A_TIME or size >= BYTES_AT_A_TIME:
+                    break
+            return found
+
+        with closing(await self.in_thread(self.open)) as file:
+            lines = raw_lines(file, self.limit)
+            while found := await self.in_thread(read):
+                yield found
+
+    def read(self, number: int, line: bytes) -> BatchLine:
+        """As `read_line`."""
+        return read_line(number, line, self.limit, self.urls)
 
 
-async def check_lines(
-    opened: Callable[[], IO[bytes]], limit: int, urls: Collection[str]
-) -> Checked:
-    """Read a whole file, without keeping others from the loop for long. `opened` opens it."""
+async def check_lines(source: Source) -> Checked:
+    """Read a whole file, without keeping others from the loop for long."""
     problems: list[LineProblem] = []
     hashes = array("Q")
     model: str | None = None
-    with closing(await asyncio.to_thread(opened)) as file:
-        async for found in several(raw_lines(file, limit)):
+    async with aclosing(source.several()) as lines:
+        async for found in lines:
             for number, raw in found:
                 try:
-                    line = read_line(number, raw, limit, urls)
+                    line = source.read(number, raw)
                 except LineError as error:
                     problems.append(error.problem)
                     continue
@@ -167,21 +189,19 @@ async def check_lines(
     values = np.sort(np.frombuffer(hashes, np.uint64))
     twice = set(values[1:][values[1:] == values[:-1]].tolist())
     if twice:
-        problems += await _repeated(opened, limit, urls, twice)
+        problems += await _repeated(source, twice)
     return Checked(len(hashes), model or "", problems[:MAX_PROBLEMS])
 
 
-async def _repeated(
-    opened: Callable[[], IO[bytes]], limit: int, urls: Collection[str], twice: set[int]
-) -> list[LineProblem]:
+async def _repeated(source: Source, twice: set[int]) -> list[LineProblem]:
     """Lines whose `custom_id` an earlier one has. `twice`: hashes that several have."""
     first: dict[str, int] = {}
     problems: list[LineProblem] = []
-    with closing(await asyncio.to_thread(opened)) as file:
-        async for found in several(raw_lines(file, limit)):
+    async with aclosing(source.several()) as lines:
+        async for found in lines:
             for number, raw in found:
                 try:
-                    line = read_line(number, raw, limit, urls)
+                    line = source.read(number, raw)
                 except LineError:  # told already
                     continue
                 if _hash(line.custom_id) not in twice:

@@ -27,6 +27,10 @@ class Tokens(NamedTuple):
     input: int = 0
     output: int = 0
 
+    def plus(self, more: Tokens) -> Tokens:
+        """Both together."""
+        return Tokens(self.input + more.input, self.output + more.output)
+
 
 class Answer(NamedTuple):
     """Of one line. `status`: of HTTP; 0 if it was never asked. `text`: the output's line."""
@@ -103,8 +107,7 @@ class BatchOutput:
             self.completed += 1
         else:
             self.failed += 1
-        mine = self.tokens
-        self.tokens = Tokens(mine.input + answer.tokens.input, mine.output + answer.tokens.output)
+        self.tokens = self.tokens.plus(answer.tokens)
 
     async def assemble(self) -> Assembled:
         """All parts as one. To be closed."""
@@ -121,6 +124,9 @@ class Assembled:
         self._starts, self._sizes = array("q"), array("q")
         self._good = bytearray()
         self._end = 0
+        self.completed = self.failed = 0
+        """Lines, by how they ended."""
+        self.tokens = Tokens()
 
     def take(self, part: IO[bytes]) -> None:
         """One more part, behind the others."""
@@ -137,6 +143,11 @@ class Assembled:
             return
         self._starts[answer.number], self._sizes[answer.number] = self._end, len(answer.text)
         self._good[answer.number] = answer.is_good
+        if answer.is_good:
+            self.completed += 1
+        else:
+            self.failed += 1
+        self.tokens = self.tokens.plus(answer.tokens)
         self._end += self._file.write(answer.text)
 
     def lines(self, good: bool | None = None) -> Iterator[bytes]:

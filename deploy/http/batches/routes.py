@@ -1,7 +1,6 @@
 """The routes of OpenAI's Batch API."""
 
 # No `from __future__ import annotations`: pydantic reads the annotations of these classes.
-import asyncio
 import re
 import secrets
 import time
@@ -14,13 +13,25 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from deploy.http.access.api_key import owner_of
-from deploy.http.batches.driver import BATCHES, CANCELLED, END_STATUSES, cancel_id, is_cancelled
+from deploy.http.batches.driver import (
+    BATCHES,
+    CANCELLED,
+    END_STATUSES,
+    Asked,
+    cancel_id,
+    cancelled_at,
+)
 from deploy.http.batches.lines import LineError, model_of, raw_lines, read_line
 from deploy.http.body import encode_json, parse_body
 from deploy.http.dialect import Route
 from deploy.http.files.file_store import FileStore, new_id
 from deploy.http.files.routes import AGES_S
-from deploy.http.generation.endpoint import CLIENT_GONE, check_content_type, read_body
+from deploy.http.generation.endpoint import (
+    CLIENT_GONE,
+    check_content_type,
+    check_same_site,
+    read_body,
+)
 from deploy.http.paging import AFTER, PageQuery, limit_parameter
 from deploy.http.records.store import Record, RecordStore
 from engine.errors import RequestError
@@ -39,6 +50,7 @@ BatchEndpoint = Literal[
     "/v1/responses",
     "/v1/embeddings",
     "/v1/score",
+    "/score",
 ]
 BATCH_ENDPOINTS: tuple[str, ...] = BatchEndpoint.__args__  # type: ignore[attr-defined]
 
@@ -171,10 +183,11 @@ class _Route(Route):
         assert batch is not None
         if batch["status"] in END_STATUSES:
             return batch
-        if await is_cancelled(store, record):
-            batch = {**batch, "status": "cancelling"}
+        since = await cancelled_at(store, record)
+        if since is not None:
+            batch = {**batch, "status": "cancelling", "cancelling_at": since}
         served = {client.model_info.digest for client in self.models_provider()}
-        if record.digest and record.digest not in served:
+        if msgspec.json.decode(record.body, type=Asked).digest not in served:
             waits = {
                 "code": "other_model",
                 "message": "It was begun with another model or configuration than is served now. "
@@ -207,14 +220,26 @@ class CreateBatchRoute(_Route):
             return Response(status_code=CLIENT_GONE)
         given = await parse_body(body, BatchRequest)
         window = window_s(given.completion_window)
+        longest = min(self.settings.server.request_store_max_age_s, files.max_age_s)
+        if window > longest:
+            raise RequestError(
+                f"completion_window may be {longest:g} s at most on this server: nothing is kept "
+                "longer.",
+                "completion_window",
+            )
         file = await files.get(given.input_file_id, owner)
+        if file.expires_at < time.time() + window:
+            raise RequestError(
+                "The file expires before the completion_window is over.", "input_file_id"
+            )
         if file.purpose != "batch":
             raise RequestError(
                 f"The file's purpose must be batch, not {file.purpose}.", "input_file_id"
             )
         model = await self._model(files, file.id, owner, given.endpoint)
         info = self.models_provider().of(model).model_info
-        now = int(time.time())
+        now, expiry = int(time.time()), given.output_expires_after
+        age_s = None if expiry is None else expiry.seconds
         batch: dict[str, Any] = {
             "id": new_id("batch_"),
             "object": "batch",
@@ -246,8 +271,8 @@ class CreateBatchRoute(_Route):
             request_id=request.scope["state"]["request_id"],
             seed=secrets.randbits(128),
             created=now,
-            digest=info.digest,
-            body=body,
+            digest="",
+            body=msgspec.json.encode(Asked(info.digest, age_s)),
             response=batch,
             is_background=True,
         )
@@ -269,7 +294,7 @@ class CreateBatchRoute(_Route):
                         break
             return ""
 
-        return await asyncio.to_thread(first)
+        return await files.in_thread(first)
 
 
 class ListBatchesRoute(_Route):
@@ -311,10 +336,12 @@ class CancelBatchRoute(_Route):
     )
 
     async def handle(self, request: Request) -> Response:
+        check_same_site(request.headers)  # there is no body that says that it isn't a form
         store, record = await self.named(request)
         batch = await self.shown(store, record)
         if batch["status"] in END_STATUSES:
             raise RequestError(f"The batch has the status {batch['status']}.", status=400)
+        now = int(time.time())
         if batch["status"] != "cancelling":
             mark = msgspec.structs.replace(
                 record,
@@ -322,11 +349,12 @@ class CancelBatchRoute(_Route):
                 endpoint=CANCELLED,
                 body=b"",
                 response=None,
+                created=now,
                 is_background=False,
                 has_ended=True,
             )
             await store.add(mark)
-        return self.answer({**batch, "status": "cancelling", "cancelling_at": int(time.time())})
+        return self.answer({**batch, "status": "cancelling", "cancelling_at": now})
 
 
 def window_s(window: str) -> int:

@@ -8,21 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection
-from contextlib import closing
-from typing import IO, NamedTuple
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from typing import NamedTuple
 
-from deploy.http.batches.lines import BatchLine, raw_lines, read_line, several
+from deploy.http.batches.lines import BatchLine, Source
 from deploy.http.batches.output import PART_BYTES, BatchOutput, answered
 from engine.errors import RequestError
 
 logger = logging.getLogger(__name__)
 
-FLUSH_S = 2.0
-"""Answers are kept at the latest after this time."""
-NOT_NOW = (429, 503)
+FLUSH_S, SELDOM_S = 2.0, 60.0
+"""Answers are kept after the first time at the beginning, later more seldom, so that there are not
+too many parts; after the second at the latest."""
+NOT_NOW = (408, 429, 503)
 """Statuses of errors that pass: the line is asked again."""
 RETRY_S = 1.0
 MAX_FAILURES = 3
@@ -48,14 +50,6 @@ class StopBatch(RequestError):
 
     def __init__(self, message: str) -> None:
         super().__init__(message, status=503)
-
-
-class Source(NamedTuple):
-    """Where the lines come from: `open` opens them, `limit` and `urls` are those of `read_line`."""
-
-    open: Callable[[], IO[bytes]]
-    limit: int
-    urls: Collection[str]
 
 
 class _Slots:
@@ -105,8 +99,8 @@ class BatchRun:
         width: int,
         on_flush: Callable[[], Awaitable[None]],
     ) -> None:
-        """`width`: lines that are asked at once. `on_flush` is called when answers were kept, and
-        at least every `FLUSH_S`; what it raises ends the run."""
+        """`width`: lines that are asked at once. `on_flush` is called every `FLUSH_S`, and when
+        answers were kept; what it raises ends the run."""
         self._source = source
         self._output = output
         self._ask = ask
@@ -137,17 +131,15 @@ class BatchRun:
 
     async def _read(self) -> None:
         """Ask every line that has no answer."""
-        limit, urls = self._source.limit, self._source.urls
-        with closing(await asyncio.to_thread(self._source.open)) as file:
+        async with aclosing(self._source.several()) as lines:
             try:
                 async with asyncio.TaskGroup() as asked:
-                    async for found in several(raw_lines(file, limit)):
+                    async for found in lines:
                         for number, raw in found:
                             if self._output.has(number):
                                 continue
                             await self._slots.take()
-                            line = read_line(number, raw, limit, urls)
-                            asked.create_task(self._answer(line))
+                            asked.create_task(self._answer(self._source.read(number, raw)))
             except BaseExceptionGroup as group:
                 raise group.exceptions[0] from None
 
@@ -169,9 +161,15 @@ class BatchRun:
             await self._flush()
 
     async def _flush_on(self) -> None:
+        began = flushed = time.monotonic()
         while True:
             await asyncio.sleep(FLUSH_S)
-            await self._flush()
+            now = time.monotonic()
+            if now - flushed >= min(math.sqrt(now - began), SELDOM_S):
+                flushed = now
+                await self._flush()
+            else:
+                await self._on_flush()
 
     async def _flush(self) -> None:
         try:

@@ -15,8 +15,10 @@ import logging
 import os
 import re
 import secrets
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -35,7 +37,9 @@ BLOCK = 1 << 20
 PARTS_AGE_S = 60 * 24 * 3600
 """No batch is older that has parts of its output."""
 ORPHAN_AGE_S = 24 * 3600
-"""A content that is older and has no description was never finished."""
+"""A content that nobody has written to for so long, and has no description, was never finished."""
+THREADS = 8
+"""That wait for files, so that slow ones hold up nothing else."""
 _ID = re.compile(r"(file|batch)[-_]([0-9a-f]{14})[0-9a-f]{18}")
 
 
@@ -80,9 +84,15 @@ class FileStore:
         """`url`: where the files are, or what says it where they are first needed. `max_bytes`: of
         one key. `on_failure` is called whenever they can't be reached."""
         self._url = url
-        self.max_age_s, self._max_bytes = max_age_s, max_bytes
+        self.max_age_s, self.max_bytes = max_age_s, max_bytes
         self._on_failure = on_failure
         self._opened: tuple[Any, str] | None = None
+        self._threads: ThreadPoolExecutor | None = None
+
+    async def room(self, owner: str) -> int:
+        """Bytes that a key's next file may have."""
+        used = await self._run(lambda: sum(size for _, size in self._listed(owner)))
+        return max(self.max_bytes - used, 0)
 
     async def add(
         self,
@@ -94,24 +104,25 @@ class FileStore:
         age_s: float | None = None,
         file_id: str | None = None,
     ) -> StoredFile:
-        """Keep a file for `age_s`; one of the same id makes way."""
+        """Keep a file for `age_s`. If there is one of the id `file_id`, it is that one."""
 
         def write() -> StoredFile:
-            used = 0 if file_id else sum(size for _, size in self._listed(owner))
             name = file_id or new_id("file-")
             path, digest = self._path(owner, name), hashlib.sha256()
+            if file_id is not None:
+                try:
+                    return self._described(file_id, owner)
+                except RequestError as error:
+                    if error.status != 404:
+                        raise
+            used = 0 if file_id else sum(size for _, size in self._listed(owner))
 
             def blocks() -> Iterator[bytes]:
                 nonlocal used
                 for block in _blocks(content):
                     used += len(block)
-                    if used > self._max_bytes and file_id is None:
-                        raise RequestError(
-                            f"Files of a key may have {self._max_bytes} bytes in all "
-                            "(file_store_max_bytes); delete some.",
-                            "file",
-                            status=413,
-                        )
+                    if used > self.max_bytes and file_id is None:
+                        raise too_much(self.max_bytes)
                     digest.update(block)
                     yield block
 
@@ -137,7 +148,7 @@ class FileStore:
 
     async def open(self, file_id: str, owner: str) -> IO[bytes]:
         """Its content, to be read and closed in threads."""
-        return await asyncio.to_thread(self.open_now, file_id, owner)
+        return await self.in_thread(self.open_now, file_id, owner)
 
     def open_now(self, file_id: str, owner: str) -> IO[bytes]:
         """As `open`, in a thread."""
@@ -226,26 +237,32 @@ class FileStore:
 
     def _sweep(self) -> None:
         fs, root = self._place()
-        now = time.time()
         fs.invalidate_cache()
         for folder in fs.ls(root, detail=False):
             names = {Path(path).name for path in fs.ls(folder, detail=False)}
             for name in names:
-                found = _ID.match(name)
-                if found is None:
-                    continue
-                age_s = now - int(found[2], 16) / 1e6
-                path = f"{folder}/{name}"
-                if name.endswith(".parts"):
-                    if age_s > PARTS_AGE_S:
-                        fs.rm(path, recursive=True)
-                elif name.endswith(".json"):
-                    described = json.loads(fs.cat_file(path))
-                    if described["expires_at"] <= now:
-                        fs.rm_file(path)
-                        fs.rm_file(path.removesuffix(".json"))
-                elif f"{found[0]}.json" not in names and age_s > ORPHAN_AGE_S:
-                    fs.rm_file(path)
+                try:
+                    self._sweep_one(fs, f"{folder}/{name}", names)
+                except (OSError, ValueError, KeyError) as error:  # others must not stay for it
+                    logger.error("%s/%s is left where it is: %s", folder, name, error)
+
+    def _sweep_one(self, fs: Any, path: str, names: set[str]) -> None:
+        """Remove what is at a path, if its time is over. `names`: all in its folder."""
+        now, name = time.time(), Path(path).name
+        found = _ID.match(name)
+        if found is None:
+            return
+        if name.endswith(".parts"):
+            if now - int(found[2], 16) / 1e6 > PARTS_AGE_S:
+                fs.rm(path, recursive=True)
+        elif name.endswith(".json"):
+            if json.loads(fs.cat_file(path))["expires_at"] <= now:
+                fs.rm_file(path)
+                fs.rm_file(path.removesuffix(".json"))
+        elif name == found[0] and f"{name}.json" in names:
+            return
+        elif now - fs.modified(path).timestamp() > ORPHAN_AGE_S:
+            fs.rm_file(path)
 
     def _described(self, file_id: str, owner: str) -> StoredFile:
         found = _ID.fullmatch(file_id)
@@ -280,27 +297,13 @@ class FileStore:
     def _write(self, path: str, blocks: Iterable[bytes]) -> int:
         """Write a file whole or not at all; returns its bytes. It survives the loss of power."""
         fs, _ = self._place()
-        is_local = isinstance(fs, LocalFileSystem)
-        folder = path.rpartition("/")[0]
-        if is_local:
-            os.makedirs(folder, 0o700, exist_ok=True)
-        # Object stores show a file when it is complete.
-        draft = f"{path}.{secrets.token_hex(4)}.new" if is_local else path
-        size = 0
-        try:
-            with fs.open(draft, "wb") as file:
-                for block in blocks:
-                    size += file.write(block)
-                if is_local:
-                    file.flush()
-                    os.fsync(file.fileno())
-        except BaseException:
-            if is_local and os.path.exists(draft):
-                os.remove(draft)
-            raise
-        if is_local:
-            os.replace(draft, path)
-            sync_folder(folder)
+        if isinstance(fs, LocalFileSystem):
+            os.makedirs(os.path.dirname(path), 0o700, exist_ok=True)
+            return write_whole(path, blocks)
+        with tempfile.NamedTemporaryFile() as whole:  # an object store keeps what breaks off
+            size = sum(map(whole.write, blocks))
+            whole.flush()
+            fs.put_file(whole.name, path)
         return size
 
     def _open(self, path: str) -> IO[bytes]:
@@ -327,8 +330,14 @@ class FileStore:
             self._opened = fs, root.rstrip("/")
         return self._opened
 
+    async def in_thread(self, work: Callable[..., T], *args: Any) -> T:
+        """What `work` returns, in one of the threads that wait for files."""
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(THREADS, "manta-files")
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
+
     async def _run(self, work: Callable[[], T]) -> T:
-        return await asyncio.to_thread(self._do, work)
+        return await self.in_thread(self._do, work)
 
     def _do(self, work: Callable[[], T]) -> T:
         try:
@@ -345,13 +354,31 @@ class FileStore:
             ) from error
 
 
-def sync_folder(folder: str) -> None:
-    """Have the names in a local folder survive the loss of power."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def write_whole(path: str, blocks: Iterable[bytes]) -> int:
+    """Write a local file whole or not at all; returns its bytes. It survives the loss of power."""
+    draft = f"{path}.{secrets.token_hex(4)}.new"
     try:
-        os.fsync(descriptor)
+        with open(draft, "wb") as file:
+            size = sum(map(file.write, blocks))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    except BaseException:
+        if os.path.exists(draft):
+            os.remove(draft)
+        raise
+    folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
+    try:
+        os.fsync(folder)
     finally:
-        os.close(descriptor)
+        os.close(folder)
+    return size
+
+
+def too_much(limit: int) -> RequestError:
+    """The error for a file that a key has no room for."""
+    message = f"Files of a key may have {limit} bytes in all (file_store_max_bytes); delete some."
+    return RequestError(message, "file", status=413)
 
 
 def check_file_store(url: str) -> None:

@@ -8,6 +8,7 @@ from typing import IO, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel
 from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import parse_options_header
 from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
@@ -16,7 +17,7 @@ from starlette.responses import Response, StreamingResponse
 from deploy.http.access.api_key import owner_of
 from deploy.http.body import encode_json
 from deploy.http.dialect import Route
-from deploy.http.files.file_store import BLOCK, FileStore
+from deploy.http.files.file_store import BLOCK, FileStore, too_much
 from deploy.http.generation.endpoint import CLIENT_GONE, check_same_site
 from deploy.http.paging import AFTER, ORDER, PageQuery, limit_parameter
 from engine.errors import RequestError
@@ -109,13 +110,16 @@ class UploadRoute(FilesRoute):
     async def handle(self, request: Request) -> Response:
         check_same_site(request.headers)  # browsers send forms to any site
         files, owner = self.kept(request)
-        media_type, _, rest = request.headers.get("content-type", "").partition(";")
-        if media_type.strip().lower() != "multipart/form-data" or "boundary" not in rest.lower():
+        media_type, options = parse_options_header(request.headers.get("content-type", ""))
+        is_form = media_type == b"multipart/form-data" and b"boundary" in options
+        if not is_form or options.get(b"charset", b"utf-8").lower() != b"utf-8":
             raise RequestError(
-                "The body must be multipart/form-data.", status=415, code="unsupported_media_type"
+                "The body must be multipart/form-data in UTF-8.",
+                status=415,
+                code="unsupported_media_type",
             )
         try:
-            form = await self._form(request)
+            form = await self._form(request, await files.room(owner), files.max_bytes)
         except ClientDisconnect:
             return Response(status_code=CLIENT_GONE)
         try:
@@ -125,7 +129,7 @@ class UploadRoute(FilesRoute):
             file = await files.add(
                 owner,
                 given.file,
-                filename=(given.filename or "file")[:MAX_NAME],
+                filename=(given.filename or "file").encode(errors="replace").decode()[:MAX_NAME],
                 purpose=_purpose(form),
                 age_s=_age_s(form),
             )
@@ -133,12 +137,15 @@ class UploadRoute(FilesRoute):
             await form.close()
         return Response(encode_json(file.shown()), media_type="application/json")
 
-    async def _form(self, request: Request) -> FormData:
-        """What was sent, its file on disk. Raises `RequestError` and `ClientDisconnect`."""
-        limit, wait_s = self.settings.server.max_file_bytes, self.settings.server.body_timeout_s
+    async def _form(self, request: Request, room: int, most: int) -> FormData:
+        """What was sent, its file on disk. `room`: bytes that the key may still have of `most`.
+        Raises `RequestError` and `ClientDisconnect`."""
+        server = self.settings.server
+        limit, wait_s = min(server.max_file_bytes, room), server.body_timeout_s
+        larger = too_much(most) if limit == room else _too_large(limit)
         length = request.headers.get("content-length", "")
         if length.isdigit() and int(length) > limit + FORM_BYTES:
-            raise _too_large(limit)
+            raise larger
 
         async def chunks() -> AsyncGenerator[bytes, None]:
             size = 0
@@ -157,7 +164,7 @@ class UploadRoute(FilesRoute):
                     return
                 size += len(chunk)
                 if size > limit + FORM_BYTES:
-                    raise _too_large(limit)
+                    raise larger
                 yield chunk
 
         parser = MultiPartParser(request.headers, chunks(), max_files=1, max_fields=16)
@@ -227,7 +234,7 @@ class FileContentRoute(FilesRoute):
         content = await files.open(file.id, owner)
         headers = {"content-length": str(file.bytes)}
         return StreamingResponse(
-            _blocks(content), media_type="application/octet-stream", headers=headers
+            _blocks(files, content), media_type="application/octet-stream", headers=headers
         )
 
 
@@ -248,9 +255,9 @@ class DeleteFileRoute(FilesRoute):
         return Response(encode_json(answer), media_type="application/json")
 
 
-async def _blocks(content: IO[bytes]) -> AsyncIterator[bytes]:
+async def _blocks(files: FileStore, content: IO[bytes]) -> AsyncIterator[bytes]:
     with closing(content):
-        while block := await asyncio.to_thread(content.read, BLOCK):
+        while block := await files.in_thread(content.read, BLOCK):
             yield block
 
 

@@ -89,7 +89,18 @@ local function make_room(most_bytes)
     if total <= tonumber(most_bytes) then return end
     local written = 'manta:written:' .. owner
     local count = math.max(math.floor(redis.call('ZCARD', written) / 10), 1)
-    local oldest = redis.call('ZRANGE', written, 0, count - 1)
+    local oldest, at = {}, 0
+    while #oldest < count do  -- what is under way goes last
+      local members = redis.call('ZRANGE', written, at, at + 999)
+      if #members == 0 then break end
+      for _, member in ipairs(members) do
+        if #oldest < count and not redis.call('ZSCORE', 'manta:leases', member) then
+          oldest[#oldest + 1] = member
+        end
+      end
+      at = at + 1000
+    end
+    if #oldest == 0 then oldest = redis.call('ZRANGE', written, 0, count - 1) end
     if #oldest == 0 then return end
     for _, member in ipairs(oldest) do forget(member) end
   end
@@ -118,8 +129,10 @@ end
 make_room(most_bytes)
 """
 _CHANGE = """
-local member, head, ended, lease, response, expires, is_reader, most_bytes = unpack(ARGV)
+local member, head, ended, lease, response, expires, is_reader, most_bytes, own = unpack(ARGV)
 if redis.call('HGET', named(member), 'head') ~= head then return end
+local holder = redis.call('HGET', named(member), 'holder')
+if own ~= '' and holder and holder ~= '' and holder ~= own then return end
 if redis.call('HGET', named(member), 'ended') ~= '0'
     and redis.call('HEXISTS', named(member), 'response') == 1 then return end
 if ended == '1' then redis.call('HSET', named(member), 'ended', '1') end
@@ -264,7 +277,9 @@ class RedisStore(RecordStore):
         is_reader: bool = False,
     ) -> None:
         lease = "" if again_in_s is None else time.time() + again_in_s
-        await self._change(record, 0, lease, response, age_s, is_reader=is_reader)
+        await self._change(
+            record, 0, lease, response, age_s, is_reader=is_reader, holder=self._holder
+        )
 
     async def _change(
         self,
@@ -275,14 +290,19 @@ class RedisStore(RecordStore):
         age_s: float | None,
         *,
         is_reader: bool = False,
+        holder: str = "",
     ) -> None:
-        """Change a record that hasn't ended; nobody holds it any longer."""
+        """Change a record that hasn't ended, unless another process than `holder` has its lease;
+        nobody holds it any longer."""
         self._held.discard((record.owner, record.id))
         expires = "" if age_s is None else self._expiry(age_s)
         member = _member(record.id, record.owner)
         head = encode_json(Head.of(record))
         kept = encoded(response) or b""
-        given = member, head, ended, lease, kept, expires, int(is_reader), self._max_bytes
+        given = (
+            *(member, head, ended, lease, kept, expires, int(is_reader)),
+            *(self._max_bytes, holder),
+        )
         await self._run(lambda: self._scripts["change"](args=given))
 
     async def _respond(self, record: Record, response: bytes, *, has_ended: bool) -> bool:

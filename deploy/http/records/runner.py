@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from deploy.http.access.api_key import ApiKey
-from deploy.http.access.key_file import KeyFile
+from deploy.http.access.key_file import KeyFile, key_of
 from deploy.http.errors import failure_of
 from deploy.http.files.file_store import FileStore
 from deploy.http.records.store import LEASE_S, Record, RecordStore
@@ -112,7 +112,7 @@ class RecordRunner:
         failed = False
         while True:
             try:
-                for record in await self._store.take_up(self._digests()):
+                for record in await self._store.take_up(["", *self._digests()]):
                     logger.info("request %s is taken up", record.id)
                     self._on_taken_up()
                     self.answer(record)
@@ -138,23 +138,17 @@ class RecordRunner:
     async def _answer(self, record: Record) -> None:
         worker = self._workers[record.endpoint]
         try:
-            await worker.run(record, self._key(record.owner))
+            await worker.run(record, key_of(self._keys, record.owner))
             return
         except Exception as error:  # whatever it is, somebody waits for this answer
             failure = failure_of(error, record.request_id)
-        try:
-            if failure.status in NOT_NOW:
-                await self._store.leave(record, again_in_s=RETRY_S)
-            else:
+        if failure.status not in NOT_NOW:
+            try:
                 await worker.fail(record, failure)
-        except RequestError:
-            logger.error("request %s failed, which couldn't be kept", record.id)
-
-    def _key(self, owner: str) -> ApiKey | None:
-        """Raises `RequestError` if it is valid no longer."""
-        if self._keys is None or not owner:
-            return None
-        key = self._keys.named(owner)
-        if key is None:
-            raise RequestError("The request's API key isn't valid any more.", status=401)
-        return key
+                return
+            except Exception as error:  # the record must not stay held by nobody
+                failure_of(error, record.request_id)
+        try:
+            await self._store.leave(record, again_in_s=RETRY_S)
+        except RequestError:  # its lease ends, as it isn't renewed any more
+            logger.error("request %s waits for its lease to end", record.id)

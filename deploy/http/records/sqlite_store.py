@@ -126,7 +126,9 @@ class SqliteStore(RecordStore):
         is_reader: bool = False,
     ) -> None:
         lease = "NULL" if again_in_s is None else str(time.time() + again_in_s)
-        await self._change(record, f"lease = {lease}", response, age_s, is_reader=is_reader)
+        await self._change(
+            record, f"lease = {lease}", response, age_s, is_reader=is_reader, holder=self._holder
+        )
 
     async def _change(
         self,
@@ -136,18 +138,22 @@ class SqliteStore(RecordStore):
         age_s: float | None,
         *,
         is_reader: bool = False,
+        holder: str | None = None,
     ) -> None:
-        """Change a record that hasn't ended; nobody holds it any longer."""
+        """Change a record that hasn't ended, unless another process than `holder` has its lease;
+        nobody holds it any longer."""
         self._held.discard((record.owner, record.id))
         expires = None if age_s is None else self._expiry(age_s)
         least = "expires" if is_reader else "0"
-        row = encoded(response), expires, record.owner, record.id, encode_json(Head.of(record))
+        named = record.owner, record.id, encode_json(Head.of(record))
+        row = encoded(response), expires, *named, holder, holder
 
         def write(connection: sqlite3.Connection) -> None:
             connection.execute(
                 f"UPDATE records SET {what}, holder = NULL, response = COALESCE(?, response), "
                 f"expires = MAX(COALESCE(?, expires), {least}) "
-                "WHERE owner = ? AND id = ? AND head = ? AND (ended = 0 OR response IS NULL)",
+                "WHERE owner = ? AND id = ? AND head = ? AND (ended = 0 OR response IS NULL) "
+                "AND (? IS NULL OR holder IS NULL OR holder = ?)",
                 row,
             )
             if response is not None:
@@ -323,7 +329,7 @@ class SqliteStore(RecordStore):
         connection.execute("DELETE FROM records WHERE expires <= ?", (time.time(),))
 
     def _remove_surplus(self, connection: sqlite3.Connection) -> None:
-        """The oldest tenth at a time, of the key that has most."""
+        """The oldest tenth at a time, of the key that has most; what is under way goes last."""
         while _used_bytes(connection) > self._max_bytes:
             found = connection.execute(
                 "SELECT owner, COUNT(*) FROM records GROUP BY owner "
@@ -334,7 +340,8 @@ class SqliteStore(RecordStore):
                 return
             connection.execute(
                 "DELETE FROM records WHERE rowid IN "
-                "(SELECT rowid FROM records WHERE owner = ? ORDER BY written LIMIT ?)",
+                "(SELECT rowid FROM records WHERE owner = ? ORDER BY lease IS NOT NULL, written "
+                "LIMIT ?)",
                 (found[0], max(found[1] // 10, 1)),
             )
 

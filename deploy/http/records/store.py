@@ -254,6 +254,8 @@ class RecordStore(ABC):
         size = 0
         while wanted is not None:
             record = await self._get(wanted, owner, "previous_response_id")
+            if record.endpoint != "responses":
+                raise no_record(wanted, "previous_response_id")
             size += len(record.body) + len(encoded(record.response) or b"")
             if len(found) == MAX_CHAIN or size > MAX_CHAIN_BYTES:
                 raise RequestError(

@@ -24,6 +24,7 @@ from deploy.http.records import runner, sqlite_store
 from deploy.http.served_models import ServedModels
 from deploy.http.settings import ApiSettings
 from deploy.options import ServerOptions
+from engine.errors import RequestError
 from tests.support.api_keys import entry, write_keys
 from tests.support.fake_client import FakeEngineClient
 
@@ -389,12 +390,13 @@ def test_another_model_waits(tmp_path: Path) -> None:
 def test_lines_are_asked_again_when_engines_are_busy(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with Server(tmp_path) as server:
-            from engine.errors import RequestError
-
-            server.client.error_at = (0, RequestError("full", status=429))
-            batch = await server.begin(jsonl(*[line(f"q{i}") for i in range(3)]))
-            await asyncio.sleep(0.3)
-            assert (await server.openai.batches.retrieve(batch.id)).status == "in_progress"
+            batch = None
+            for status in (408, 429, 503):
+                server.client.error_at = (0, RequestError("not now", status=status))
+                if batch is None:
+                    batch = await server.begin(jsonl(*[line(f"q{i}") for i in range(3)]))
+                await asyncio.sleep(0.2)
+                assert (await server.openai.batches.retrieve(batch.id)).status == "in_progress"
             server.client.error_at = None
             end = await server.end_of(batch)
             assert end.status == "completed" and end.request_counts.completed == 3
@@ -616,5 +618,160 @@ def test_a_line_that_two_processes_answered_is_there_once(tmp_path: Path) -> Non
         with closing(await whole.assemble()) as assembled:
             ids = [json.loads(line)["custom_id"] for line in assembled.lines(True)]
             assert ids == ["1", "2", "3"] and not list(assembled.lines(False))
+
+    run(scenario)
+
+
+def test_counts_are_those_of_the_files(tmp_path: Path) -> None:
+    """A part of another process may come behind what this one has read, and goes before its own."""
+
+    async def scenario() -> None:
+        files, batch = FileStore(str(tmp_path), 3600, 10**6), new_id("batch_")
+        late, mine = (BatchOutput(files, batch, "") for _ in range(2))
+        await mine.load()
+        late.add(answered(1, "id", "1", 500, "r", b"{}"))
+        await late.flush()
+        mine.add(answered(1, "id", "1", 200, "r", b"{}"))
+        await mine.flush()
+        assert (mine.completed, mine.failed) == (1, 0)
+        with closing(await mine.assemble()) as whole:
+            assert (whole.completed, whole.failed) == (0, 1)
+            assert len(list(whole.lines(False))) == 1
+
+    run(scenario)
+
+
+def test_who_lost_its_lease_changes_no_output(tmp_path: Path) -> None:
+    """A process that was stopped while it made the files wakes up behind their end."""
+
+    async def scenario() -> None:
+        async with Server(tmp_path) as slow:
+            stops, wakes = asyncio.Event(), asyncio.Event()
+            assemble = BatchOutput.assemble
+
+            async def stopped(output: BatchOutput) -> Any:
+                BatchOutput.assemble = assemble  # type: ignore[method-assign]
+                stops.set()
+                await wakes.wait()
+                return await assemble(output)
+
+            BatchOutput.assemble = stopped  # type: ignore[method-assign, assignment]
+            batch = await slow.begin(jsonl(*[line(f"q{i}") for i in range(5)]))
+            await stops.wait()
+            looking = slow.app.state.runner._looking
+            looking.cancel()  # it renews no lease
+            (drive,) = slow.app.state.runner._answers
+            async with Server(tmp_path) as other:
+                end = await other.end_of(batch)
+                content = (await other.openai.files.content(end.output_file_id)).read()
+                wakes.set()
+                await asyncio.wait([drive])
+                after = await other.openai.batches.retrieve(batch.id)
+                assert after == end and after.request_counts.completed == 5
+                assert (await other.openai.files.content(end.output_file_id)).read() == content
+
+    run(scenario)
+
+
+def test_a_batch_whose_end_cant_be_kept_is_taken_up_again(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with Server(tmp_path) as server:
+            files, away = server.app.state.files, True
+            get, read = files.get, files.read_parts
+
+            async def lost(*_: Any) -> Any:
+                raise RequestError("No such File", status=404, code="file_not_found")
+
+            async def parts(*args: Any) -> Any:
+                if away:
+                    raise OSError("no space left")
+                return await read(*args)
+
+            file = await server.upload(jsonl(line("x")))
+            files.read_parts = parts
+            batch = await server.openai.batches.create(
+                input_file_id=file.id, endpoint=CHAT, completion_window="24h"
+            )
+            files.get = lost
+            await asyncio.sleep(0.5)
+            assert not server.app.state.store._held or server.app.state.runner._answers
+            away, files.get = False, lost
+            end = await server.end_of(batch)
+            assert end.status in ("failed", "completed")
+            files.get = get
+
+    run(scenario)
+
+
+def test_a_key_that_is_removed_ends_its_batches(tmp_path: Path) -> None:
+    keys = write_keys(tmp_path / "keys.yaml", entry("a"), entry("b"))
+
+    async def scenario() -> None:
+        async with Server(tmp_path, api_keys_file=keys) as server:
+            of_a = server.openai.with_options(api_key="a")
+            server.client.hang_at = 1
+            file = await of_a.files.create(file=("f", jsonl(line("x"))), purpose="batch")
+            batch = await of_a.batches.create(
+                input_file_id=file.id, endpoint=CHAT, completion_window="24h"
+            )
+            async with asyncio.timeout(20):
+                while not server.client.started:
+                    await asyncio.sleep(0.01)
+                write_keys(tmp_path / "keys.yaml", entry("b"))
+                while server.client.open:
+                    await asyncio.sleep(0.05)
+            write_keys(tmp_path / "keys.yaml", entry("a"))
+            async with asyncio.timeout(20):
+                while True:
+                    await asyncio.sleep(0.1)
+                    try:
+                        found = await of_a.batches.retrieve(batch.id)
+                    except openai.AuthenticationError:  # the file isn't read yet
+                        continue
+                    break
+            assert found.status == "failed" and "key" in found.errors.data[0].message
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("is_cancelled", [True, False])
+def test_a_batch_that_waits_for_its_model_can_end(tmp_path: Path, is_cancelled: bool) -> None:
+    async def scenario() -> None:
+        async with Server(tmp_path) as server:
+            object.__setattr__(server.client.model_info, "digest", "one")
+            server.client.hang_at = 1
+            batch = await server.begin(jsonl(line("one")), completion_window="2s")
+            async with asyncio.timeout(20):
+                while not server.client.started:
+                    await asyncio.sleep(0.01)
+            await server.lose()
+        async with Server(tmp_path) as other:
+            object.__setattr__(other.client.model_info, "digest", "another")
+            if is_cancelled:
+                told = await other.openai.batches.cancel(batch.id)
+                assert told.cancelling_at
+            end = await other.end_of(batch)
+            assert end.status == ("cancelled" if is_cancelled else "expired")
+            assert bool(end.error_file_id) is not is_cancelled
+            assert not other.client.started
+
+    run(scenario)
+
+
+def test_odd_requests(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with Server(tmp_path) as server:
+            data = jsonl({**line("x"), "number": "x"})  # a field that nobody knows
+            batch = await server.begin(data)
+            assert (await server.end_of(batch)).status == "completed"
+            cross = {"sec-fetch-site": "cross-site"}
+            path = f"/batches/{batch.id}/cancel"
+            assert (await server.http.post(path, headers=cross)).status_code == 403
+            body = {"input": "hi", "previous_response_id": batch.id}
+            assert (await server.http.post("/responses", json=body)).status_code == 404
+            for charset, status in (("utf-7", 415), ("unicode_escape", 415), ("utf-8", 400)):
+                form = {"content-type": f"multipart/form-data; boundary=b; charset={charset}"}
+                reply = await server.http.post("/files", content=b"--b--\r\n", headers=form)
+                assert reply.status_code == status, charset
 
     run(scenario)

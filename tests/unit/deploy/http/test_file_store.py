@@ -6,6 +6,7 @@ import asyncio
 import errno
 import io
 import json
+import threading
 import tracemalloc
 import uuid
 from collections.abc import Awaitable, Callable
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from deploy.http.batches.lines import check_lines, raw_lines
+from deploy.http.batches.lines import Source, check_lines, raw_lines
 from deploy.http.files import file_store
 from deploy.http.files.file_store import FileStore, check_file_store, new_id
 from engine.errors import ConfigError, RequestError
@@ -56,8 +57,7 @@ def test_files(url: str) -> None:
             with pytest.raises(RequestError) as error:
                 await store.get(name, "")
             assert error.value.status == 404
-        same = await add(store, b"again", file_id=one.id)
-        assert same.id == one.id and (await store.get(one.id, "")).bytes == 5
+        assert await add(store, b"again", file_id=one.id) == one  # whoever made it first
         await store.delete(one.id, "")
         with pytest.raises(RequestError):
             await store.delete(one.id, "")
@@ -93,17 +93,19 @@ def test_what_expired_is_removed(url: str, monkeypatch: pytest.MonkeyPatch) -> N
         fs.pipe_file(orphan, b"never finished")
         await store.remove_expired()
         assert fs.exists(orphan)
+        fs.pipe_file(f"{store._folder('')}/{new_id('file-')}.json", b"nonsense")  # others expire
         now = file_store.time.time()
         monkeypatch.setattr(file_store.time, "time", lambda: now + 60)
         with pytest.raises(RequestError):
             await store.get(short.id, "")
         await store.remove_expired()
         names = {Path(name).name for name in fs.ls(store._folder(""), detail=False)}
-        assert names == {long.id, f"{long.id}.json", f"{BATCH}.parts", Path(orphan).name}
+        names = {name for name in names if (Path(store._folder("")) / name).suffix != ".json"}
+        assert names == {long.id, f"{BATCH}.parts", Path(orphan).name}
         monkeypatch.setattr(file_store.time, "time", lambda: now + 100 * 24 * 3600)
         await store.remove_expired()
-        folder = store._folder("")  # object stores have no empty ones
-        assert not fs.exists(folder) or not fs.ls(folder, detail=False)
+        left = fs.ls(store._folder(""), detail=False)
+        assert [fs.cat_file(path) for path in left] == [b"nonsense"]
 
     run(scenario)
 
@@ -129,6 +131,32 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         page = await store.page("", after=None, limit=9, newest_first=True, purpose=None)
         assert page == [kept]
         assert not list(tmp_path.rglob("*.new"))
+
+    run(scenario)
+
+
+def test_an_upload_that_breaks_off_leaves_nothing(url: str) -> None:
+    async def scenario() -> None:
+        store = FileStore(url, 3600, 100)
+        with pytest.raises(RequestError) as error:
+            await add(store, b"x" * 101)
+        assert error.value.status == 413 and await store.room("") == 100
+        fs, _ = store._place()
+        folder = store._folder("")
+        assert not fs.exists(folder) or not fs.ls(folder, detail=False)
+
+    run(scenario)
+
+
+def test_slow_files_hold_up_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        store, waits = FileStore(str(tmp_path), 3600, 100), threading.Event()
+        monkeypatch.setattr(store, "_described", lambda *_: waits.wait())
+        asked = [asyncio.create_task(store.get("x", "")) for _ in range(50)]
+        await asyncio.sleep(0)
+        assert await asyncio.to_thread(lambda: 1) == 1  # of the threads that all share
+        waits.set()
+        await asyncio.gather(*asked)
 
     run(scenario)
 
@@ -166,9 +194,8 @@ def test_memory_does_not_grow_with_the_file() -> None:
 
     def peak(count: int) -> int:
         tracemalloc.start()
-        checked = asyncio.run(
-            check_lines(lambda: io.BufferedReader(Lines(count)), 4096, ("/v1/x",))
-        )
+        source = Source(lambda: io.BufferedReader(Lines(count)), 4096, ("/v1/x",))
+        checked = asyncio.run(check_lines(source))
         assert checked.num_requests == count and not checked.problems
         found = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()

@@ -95,8 +95,36 @@ def test_other_headers_pass_as_they_are() -> None:
         seen.append(scope)
 
     headers = [(b"x-mine", b"\xff"), (b"x-session-id", b"s"), (b"serve-multiplexed-model-id", b"m")]
-    scope = {"type": "http", "headers": headers}
+    scope = {"type": "http", "method": "POST", "path": "/v1/x", "headers": headers}
     asyncio.run(HeaderGuard(app)(scope, None, None))  # type: ignore[arg-type]
     assert seen[0]["headers"] == headers[:2]
     asyncio.run(HeaderGuard(app)({"type": "lifespan"}, None, None))  # type: ignore[arg-type]
     assert seen[1] == {"type": "lifespan"}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "is_watched"),
+    [
+        ("POST", "/v1/files", False),
+        ("POST", "/prefix/v1/files", False),
+        ("GET", "/v1/files", True),
+        ("POST", "/v1/completions", True),
+    ],
+)
+def test_uploads_come_no_faster_than_they_are_written(
+    method: str, path: str, is_watched: bool
+) -> None:
+    """Serve would read them into memory, to notice a client that leaves."""
+    from ray.serve._private.http_util import parse_disconnect_disabled_header
+
+    seen: list[bool] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.append(not parse_disconnect_disabled_header(dict(scope["headers"])))
+
+    async def nothing(*_: Any) -> None: ...
+
+    given = [(b"x-request-disconnect-disabled", b"?1")]  # not a client's to say
+    scope = {"type": "http", "method": method, "path": path, "headers": given}
+    asyncio.run(HeaderGuard(app)(scope, nothing, nothing))
+    assert seen == [is_watched]

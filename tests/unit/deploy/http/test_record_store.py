@@ -407,8 +407,10 @@ def test_leases(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
         assert sorted(found) == [[], ["a", "b"]]
         at(2 * LEASE_S + 1)
         assert await taken(first) == [], "it has them no longer"
-        await second.leave(record("a"), again_in_s=3.0)
-        await third.leave(record("b"), again_in_s=3.0)
+        holder, other = (second, third) if found[0] else (third, second)
+        await other.leave(record("a"))  # which isn't its own
+        await holder.leave(record("a"), again_in_s=3.0)
+        await holder.leave(record("b"), again_in_s=3.0)
         at(2 * LEASE_S + 3)
         assert await taken(first) == []
         at(2 * LEASE_S + 5)
@@ -623,3 +625,37 @@ def test_it_can_be_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_what_is_refused_at_the_start(more: dict[str, str], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         AppConfig.from_args({"model": "models/manta-small", "request_store": "redis", **more})
+
+
+def test_what_is_under_way_is_removed_last(place: Place) -> None:
+    async def scenario() -> None:
+        store = place.open(DAY, 2**20)
+        await store.add(record("running", size=1000), lease=True)
+        for number in range(40):
+            await store.add(record(f"old {number}", size=100_000))
+        assert (await store.get("running", "")).id == "running"
+        with pytest.raises(RequestError):
+            await store.get("old 0", "")
+        await store.close()
+
+    asyncio.run(scenario())
+
+
+def test_who_lost_a_lease_cant_leave_the_record(place: Place) -> None:
+    """Another process has it."""
+
+    async def scenario() -> None:
+        first, second = place.open(DAY, 2**20), place.open(DAY, 2**20)
+        mine = record("r")
+        await first.add(mine, lease=True)
+        await first.leave(mine, again_in_s=0.0)
+        (taken,) = await second.take_up(["d"])
+        await first.leave(mine, again_in_s=0.0)
+        assert not await first.take_up(["d"])
+        assert await second.progress(taken, {"n": 1})
+        await second.leave(taken, again_in_s=0.0)
+        assert len(await first.take_up(["d"])) == 1
+        await first.close()
+        await second.close()
+
+    asyncio.run(scenario())

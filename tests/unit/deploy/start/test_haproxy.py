@@ -203,13 +203,3 @@ def test_requests_beyond_the_last_place_are_refused(tmp_path: Path) -> None:
         assert run_wrapper(env, config).returncode == 0
         rules = [line for line in config.read_text().splitlines() if "fe_conn" in line]
         assert len(rules) == 1 and rules[0].endswith(f"if {{ fe_conn gt {refuse_from} }}")
-
-
-def test_uploads_come_no_faster_than_they_are_written(tmp_path: Path) -> None:
-    """Serve would read them into memory, to notice a client that leaves."""
-    config = tmp_path / "haproxy.cfg"
-    config.write_text(rendered("8404", "9101"))
-    for _ in range(2):
-        assert run_wrapper(configured(tmp_path), config).returncode == 0
-        (rule,) = [line for line in config.read_text().splitlines() if "disconnect" in line]
-        assert rule.endswith("?1 if { method POST } { path_end /v1/files }")
