@@ -12,7 +12,8 @@ import io
 import shutil
 import sys
 import time
-from contextlib import ExitStack, closing
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import IO
@@ -84,7 +85,10 @@ class LocalBatch:
         if checked.problems:
             raise ConfigError(_listed(self._source, checked))
         info = self._info(checked.model)
-        self._lock()
+        with self._locked():
+            return self._run(info, source, checked)
+
+    def _run(self, info: ModelInfo, source: Source, checked: Checked) -> int:
         begun = self._begin(info)
         server = self._server.model_copy(
             update={"request_store": "none", "api_keys_file": None, "otlp_endpoint": None}
@@ -165,14 +169,16 @@ class LocalBatch:
             info = replace(info, name=named)
         return info
 
-    def _lock(self) -> None:
-        """Keep other commands from this output, as long as this process lives."""
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Keep other commands from this output."""
         self._parts.mkdir(mode=0o700, exist_ok=True)
-        self._locked = (self._parts / LOCK).open("wb")
-        try:
-            fcntl.flock(self._locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"another command writes '{self._output}' just now.") from None
+        with (self._parts / LOCK).open("wb") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(f"another command writes '{self._output}' just now.") from None
+            yield
 
     def _begin(self, info: ModelInfo) -> Begun:
         """What the parts that are there were begun with, or what is begun now."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 from pathlib import Path
 from typing import Any
@@ -112,12 +113,18 @@ def test_what_cant_be_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     write(given, line(0), line(0))
     assert "line 2: Line 1 has the same custom_id." in refused(str(given))
     write(given, {**line(0), "url": "/v1/images"})
-    assert "url must be /v1/chat/completions" in refused(str(given))
+    assert "url must be /score, /v1/chat/completions" in refused(str(given))
     write(given, line(0))
     assert "served_model_name" in refused(str(given), model="configs/llama.yaml")
-    (tmp_path / "out.jsonl.parts").mkdir()
+    parts = tmp_path / "out.jsonl.parts"
     begun = local_batch.Begun("0" * 64, "", 0)
-    (tmp_path / "out.jsonl.parts" / "begun.json").write_bytes(
-        local_batch.msgspec.json.encode(begun)
-    )
+    (parts / "begun.json").write_bytes(local_batch.msgspec.json.encode(begun))
     assert "begun with another input" in refused(str(given))
+    (parts / "begun.json").write_bytes(b"")
+    assert "begun.json' can't be read" in refused(str(given))
+    (parts / "begun.json").unlink()
+    (parts / "a part").touch()
+    assert "begun.json' can't be read" in refused(str(given))
+    with (parts / local_batch.LOCK).open("wb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert "another command writes" in refused(str(given))
