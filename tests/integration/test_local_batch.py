@@ -117,6 +117,7 @@ def test_what_cant_be_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     write(given, line(0))
     assert "served_model_name" in refused(str(given), model="configs/llama.yaml")
     parts = tmp_path / "out.jsonl.parts"
+    parts.mkdir()
     begun = local_batch.Begun("0" * 64, "", 0)
     (parts / "begun.json").write_bytes(local_batch.msgspec.json.encode(begun))
     assert "begun with another input" in refused(str(given))
