@@ -50,7 +50,8 @@ test-unit: install-dev
 
 # Tests of engines without a server: they compute all the time, where servers wait for half of it.
 IN_PROCESS := $(addprefix tests/integration/test_,adapters.py embeddings.py expert_metrics.py \
-	families.py local_batch.py parallel.py shares.py speculative.py structured_output.py token_exact.py windows.py)
+	families.py local_batch.py parallel.py shares.py speculative.py structured_output.py \
+	token_exact.py windows.py)
 EXTENDED_IN_PROCESS := $(addprefix tests/extended/test_,kernel_sanitizers.py smollm2_oracle.py \
 	gguf_fuzz.py load_memory.py peft.py divided_architectures.py)
 
