@@ -20,8 +20,8 @@ from engine.scheduler.scheduler_config import SchedulerConfig
 
 PROTECTED_SHARE = 2
 """Flex requests evict nothing of what interactive ones left in the prefix cache, unless that is
-more than the total size by this. Without a bound they would have no room: in time what interactive
-requests leave fills any cache."""
+more than the total size by this, or one had to wait long (`KVManager.borrower`). Without a bound
+they would have no room: in time what interactive requests leave fills any cache."""
 
 
 class KVManager:
@@ -49,6 +49,8 @@ class KVManager:
         self.allocator = TokenToKVPoolAllocator(
             config.num_kv_tokens, config.engine.page_size, self.window_pages
         )
+        self.borrower: Req | None = None
+        """A flex request that had to wait long: nothing is protected from it while it runs."""
         self.tree = RadixCache(
             self.allocator,
             config.engine.page_size,
@@ -69,9 +71,14 @@ class KVManager:
 
     @property
     def spare_room(self) -> int:
-        """Tokens that could be allocated now for flex requests."""
+        """Tokens that could be allocated now for flex requests. What the prompt of `borrower` still
+        needs is in it."""
         left = self.tree.evictable_size - self.tree.evictable_flex_size
-        return self.room - min(left, self.total_size // PROTECTED_SHARE)
+        protected = min(left, self.total_size // PROTECTED_SHARE)
+        if self.borrower is not None:
+            lent = max(len(self.borrower.fill_ids) - self.borrower.kv_len, 0)
+            protected = max(protected - lent, 0)
+        return self.room - protected
 
     @property
     def room_now(self) -> int:
@@ -289,6 +296,8 @@ class KVManager:
         """
         if req.last_node is None or not req.req_pool_idx:
             return
+        if req is self.borrower:
+            self.borrower = None
         row = self.rows.req_to_token[req.req_pool_idx]
         if self.window_pages is not None:
             self.window_pages.end(req.req_pool_idx, row[: req.slots_len])
@@ -340,6 +349,7 @@ class KVManager:
         """Forget everything; only when no request holds anything."""
         self.tree.reset()
         self.allocator.clear()
+        self.borrower = None
 
     def _make_room(self, pages: int) -> None:
         missing = pages * self.page_size - self.allocator.available_size()

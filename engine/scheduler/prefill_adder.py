@@ -80,6 +80,9 @@ class PrefillAdder:
         self._owners: set[tuple[int, str, bytes]] = set()
         self._least = kv.page_size
         """Tokens that the first row gets in any case: decodes must not starve prompts."""
+        self._lendable = self._lendable_now = 0
+        """Tokens that `rem_total` and `rem_now` lack only because the prefix cache protects them
+        from flex requests."""
         self.missing = 0
         """Tokens that the last request lacked which didn't fit, if it did; also `in_windows`."""
         self.missing_in_windows = 0
@@ -103,6 +106,7 @@ class PrefillAdder:
         running = list(running)
         self.ratio = ratio
         protected = self.kv.room - self.kv.spare_room if kept else 0
+        self._lendable, self._lendable_now = max(protected - kept, 0), protected
         self.rem_total -= sum(map(ratio.reserve, running)) + decode_need + max(kept, protected)
         self.rem_now -= decode_need + protected
         expected = window_room(self.kv, ratio, ()) - window_room(self.kv, ratio, running)
@@ -130,17 +134,21 @@ class PrefillAdder:
         if num <= 0:
             return AddResult.OTHER
         pages = self._pages(req.kv_len, req.kv_len + num)
-        if pages > min(self.rem_now, self.rem_window_now):
-            self.missing = pages - self.rem_now
+        rem_now = self.rem_now + (self._lendable_now if self.kv.borrower is not None else 0)
+        if pages > min(rem_now, self.rem_window_now):
+            self.missing = pages - rem_now
             self.missing_in_windows = pages - self.rem_window_now
             return AddResult.NO_TOKEN
         self.rem_total += pages
         self._take(req, num, last=num == left)
         return AddResult.ADDED
 
-    def add(self, req: Req, *, force: bool = False, whole: bool = False) -> AddResult:
+    def add(
+        self, req: Req, *, force: bool = False, whole: bool = False, borrows: bool = False
+    ) -> AddResult:
         """Offer a matched waiting request. `force`: nothing else runs, so it must go. `whole`: not
-        a part of its prompt, because another request's is partly launched."""
+        a part of its prompt, because another request's is partly launched. `borrows`: a flex
+        request may have what the prefix cache protects."""
         if self._is_shared(req):
             return AddResult.DEFERRED
         if req.last_node is None:
@@ -152,12 +160,14 @@ class PrefillAdder:
         self.kv.tree.inc_lock_ref(req.last_node)
         locked = before - self.kv.room
         need = self._pages(req.cached_len, len(req.fill_ids))
-        fits = need + output <= self.rem_total - locked and need <= self.rem_now - locked
+        rem_total = self.rem_total + (self._lendable if borrows else 0) - locked
+        rem_now = self.rem_now + (self._lendable_now if borrows else 0) - locked
+        fits = need + output <= rem_total and need <= rem_now
         in_windows = self.kv.expected_in_windows(0, len(req.fill_ids) + output)
         fits = fits and in_windows <= max(self.rem_window_total, 0)
         if not fits and not force:
             self.kv.tree.dec_lock_ref(req.last_node)
-            self.missing = locked + max(need + output - self.rem_total, need - self.rem_now)
+            self.missing = max(need + output - rem_total, need - rem_now)
             self.missing_in_windows = in_windows - max(self.rem_window_total, 0)
             return AddResult.NO_TOKEN
         num = extend

@@ -27,7 +27,11 @@ from engine.scheduler.victims import flex_victims, preemption_victims
 FULL_RETRY_STEPS = 16
 """Steps until requests are offered to a full batch again; `NewTokenRatio` decays meanwhile."""
 MAX_MISFITS = 8
-"""Requests of a key that a step looks at in vain: they don't fit beside a prompt in chunks."""
+"""Requests of a key that a step looks at in vain: they don't fit beside a prompt in chunks, or are
+flex requests that lack room."""
+LONG_WAIT_STEPS = 1024
+"""A flex request that has lacked room for so many steps gets what the prefix cache protects, too.
+If others of its rank hold the room, none is admitted until it fits."""
 GIVE_WAY_CHUNKS = 2
 """A prompt in chunks gives way to another key's long one with credit for so many more chunks."""
 FLEX_RESERVE = 8
@@ -56,6 +60,8 @@ class _Round:
     """Requests that may be admitted; None: not counted yet."""
     queues: dict[KeyShare, Iterator[Req]] = field(default_factory=dict)
     misfits: Counter[KeyShare] = field(default_factory=Counter)
+    has_room: bool = False
+    """There was room for a request that was offered."""
     admitted: list[Req] = field(default_factory=list)
 
 
@@ -187,6 +193,8 @@ class PrefillPlanner:
                 self._offer(round_, share)
         if round_.admitted:
             shares.forget_waiting(round_.admitted)
+        if round_.misfits and not round_.has_room:
+            round_.rank.full_until = round_.step + FULL_RETRY_STEPS
         if round_.slots is not None and len(round_.admitted) >= round_.slots:
             self._free_rows(round_)
 
@@ -208,9 +216,13 @@ class PrefillPlanner:
             addition = round_.adder.additions[-1]
             rank.shares.charge(share, addition.num_tokens)
             if addition.last:
-                rank.chunked = None
+                rank.chunked = req.lacks_room_since = None
         elif added is AddResult.NO_TOKEN and not rank.is_flex:
             self._make_room(round_)
+        elif added is AddResult.NO_TOKEN:
+            _note_lack(round_, req)
+            if self._kv.borrower is None and _has_waited_long(round_, req):
+                self._kv.borrower = req
         if rank.chunked is not None or round_.full or not share.may_run:
             round_.turns.remove(share)
 
@@ -235,9 +247,15 @@ class PrefillPlanner:
         if req.pooling == "mean":
             beside |= self._has_open_mean(rank)
         alone = not beside and not adder.additions and self._nothing_runs()
-        added = adder.add(req, force=alone, whole=beside)
+        borrows = self._kv.borrower is None and _has_waited_long(round_, req)
+        added = adder.add(req, force=alone, whole=beside, borrows=borrows)
+        round_.has_room |= added is not AddResult.NO_TOKEN
         if added is AddResult.ADDED:
+            if borrows:
+                self._kv.borrower = req
             self._admit(round_, share, req)
+        elif added is AddResult.NO_TOKEN and rank.is_flex:
+            self._pass_over(round_, share, req)
         elif added is AddResult.NO_TOKEN:
             if not self._make_room(round_) and not self._preempt_for(req):
                 rank.full_until = round_.step + FULL_RETRY_STEPS
@@ -247,9 +265,35 @@ class PrefillPlanner:
         elif added is AddResult.OTHER:
             if not round_.misfits[share] and len(req.fill_ids) - req.cached_len > round_.budget:
                 rank.held_up = req
-            round_.misfits[share] += 1
-            if round_.misfits[share] == MAX_MISFITS:
-                round_.turns.remove(share)
+            self._count_misfit(round_, share)
+
+    def _count_misfit(self, round_: _Round, share: KeyShare) -> None:
+        round_.misfits[share] += 1
+        if round_.misfits[share] == MAX_MISFITS:
+            round_.turns.remove(share)
+
+    def _pass_over(self, round_: _Round, share: KeyShare, req: Req) -> None:
+        """A flex request lacks room: others have their turns, unless they would keep it waiting."""
+        _note_lack(round_, req)
+        if self._preempt_for(req):
+            self._end_waiting(round_)
+            return
+        self._count_misfit(round_, share)
+        if _has_waited_long(round_, req) and self._will_have_room(round_):
+            self._end_waiting(round_)
+
+    def _will_have_room(self, round_: _Round) -> bool:
+        """Whether the request that has just lacked room has it when its rank's others are gone."""
+        rank, kv = round_.rank, self._kv
+        for batch in self._requests.micro_batches:
+            batch.sync_lens()
+        others = self._running(rank) + ([] if rank.chunked is None else [rank.chunked])
+        ahead = sum(max(len(r.fill_ids) - r.kv_len, 0) + rank.ratio.reserve(r) for r in others)
+        in_windows = sum(kv.held_in_windows(r.prompt_len + len(r.output_ids)) for r in others)
+        return (
+            round_.adder.missing <= sum(map(kv.frees, others)) + ahead
+            and round_.adder.missing_in_windows <= in_windows
+        )
 
     def _admit(self, round_: _Round, share: KeyShare, req: Req) -> None:
         addition = round_.adder.additions[-1]
@@ -261,7 +305,9 @@ class PrefillPlanner:
         if not addition.last:
             round_.rank.chunked = req
             self._end_waiting(round_)
-        elif not share.may_run:
+            return
+        req.lacks_room_since = None
+        if not share.may_run:
             round_.turns.remove(share)
 
     def _end_waiting(self, round_: _Round) -> None:
@@ -418,6 +464,17 @@ class PrefillPlanner:
             self._requests.retract(victim)
             self._requests.stats.preemptions_total += 1
         return True
+
+
+def _note_lack(round_: _Round, req: Req) -> None:
+    if req.lacks_room_since is None:
+        req.lacks_room_since = round_.step
+
+
+def _has_waited_long(round_: _Round, req: Req) -> bool:
+    """Whether a flex request has lacked room for long."""
+    since = req.lacks_room_since
+    return since is not None and round_.step - since >= LONG_WAIT_STEPS
 
 
 def _has_turn(rank: Rank, step: int) -> bool:

@@ -87,6 +87,9 @@ class Req:
     """Prompt tokens found in the prefix cache at its first admission."""
     queue_s: float = 0.0
     """Seconds from its arrival to its first admission."""
+    lacks_room_since: int | None = None
+    """Of a flex request, until its prompt is launched: number of the step behind which it first
+    lacked room."""
     gave_way_at: int = 0
     """Launched tokens when it last gave way to another key's prompt."""
     keeps_place: bool = False

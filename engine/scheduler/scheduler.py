@@ -375,13 +375,14 @@ class Scheduler:
 
     def _leave_cache(self, mb: MicroBatch) -> None:
         """Retract flex requests whose next tokens would need pages that the prefix cache keeps for
-        interactive ones. One that is alone may have them, or it would never end."""
+        interactive ones. One that is alone may have them, or it would never end; one that waited
+        long for room may, too."""
         kv, running = self.kv, mb.running
         while running.num_flex:
             lines = running.flex_lines
             own, flex = kv.decode_need_of(running, ~lines), kv.decode_need_of(running, lines)
             is_alone = kv.rows.size - kv.rows.available_size() == 1
-            if flex <= max(kv.spare_room - own, 0) or is_alone:
+            if flex <= max(kv.spare_room - own, 0) or is_alone or kv.borrower is not None:
                 return
             if ends_in_flight(self.micro_batches) or self.requests.leaving:
                 running.move([req for req in running.reqs if req.is_flex], mb.paused)

@@ -593,6 +593,42 @@ MUTATIONS = [
     ),
     mutation(
         FLEX,
+        "test_a_long_flex_prompt_holds_up_no_small_ones",
+        "no end in sight|assert",
+        Edit(PLANNER, "elif added is AddResult.NO_TOKEN and rank.is_flex:", "elif False:"),
+    ),
+    mutation(
+        FLEX,
+        "test_a_long_flex_prompt_runs_in_the_end",
+        "no end in sight|assert",
+        Edit(
+            PLANNER,
+            "added = adder.add(req, force=alone, whole=beside, borrows=borrows)",
+            "added = adder.add(req, force=alone, whole=beside)",
+        ),
+    ),
+    mutation(
+        FLEX,
+        "test_a_long_flex_prompt_runs_in_the_end",
+        "no end in sight|assert",
+        Edit(PLANNER, " and self._will_have_room(round_):", " and False:"),
+    ),
+    mutation(
+        FLEX,
+        "test_a_long_flex_prompt_runs_in_the_end",
+        "no end in sight|assert",
+        Edit(SCHEDULER, " or is_alone or kv.borrower is not None:", " or is_alone:"),
+    ),
+    mutation(
+        FLEX,
+        "test_a_flex_prompt_that_interactive_requests_find_in_chunks_comes_to_its_end",
+        "no end in sight|assert",
+        Edit(
+            PLANNER, "if self._kv.borrower is None and _has_waited_long(round_, req):", "if False:"
+        ),
+    ),
+    mutation(
+        FLEX,
         "test_what_flex_requests_left_is_evicted_first",
         "assert",
         Edit("engine/kvcache/eviction.py", "(not node.is_flex, ", "(False, "),

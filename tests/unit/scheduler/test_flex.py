@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.protocol.sequence import KeyLimits
+from engine.scheduler import prefill_planner
 from engine.scheduler.flex_pace import GROWTH, FlexPace, StepCost, StepWork
 from engine.scheduler.scheduler import LAUNCH_LEAD_S
 from tests.support.scheduler_harness import MODE_IDS, MODES, Harness, prompt
@@ -256,6 +258,91 @@ def test_retracted_flex_requests_don_t_change_estimates_for_others() -> None:
     assert h.scheduler.requests.flex.ratio.value > before
     assert not h.scheduler.stats.retractions_total
     h.run()
+
+
+# --- long prompts
+
+
+class Crowded:
+    """A server with two interactive requests at any time, whose prefixes fill the cache."""
+
+    def __init__(self, **overrides: Any) -> None:
+        self.h = Harness(num_kv_tokens=1024, max_model_len=900, max_queued_requests=99, **overrides)
+        self.rng, self.next_rid = random.Random(13), 10_000
+        self.running: list[int] = []
+        self.run(lambda: self.h.scheduler.kv.allocator.available_size() < 64)
+
+    def run(self, until: Callable[[], bool], turns: int = 1000) -> None:
+        for _ in range(turns):
+            if until():
+                return
+            self.running = [rid for rid in self.running if ("c", rid) not in self.h.finished]
+            while len(self.running) < 2:
+                ids = prompt(self.rng, self.rng.randrange(20, 40))
+                self.h.add(self.next_rid, ids, self.rng.randrange(10, 30), ignore_eos=True)
+                self.running.append(self.next_rid)
+                self.next_rid += 1
+            self.h.step()
+            self.h.check()
+        raise AssertionError("no end in sight")
+
+    def add(self, rid: int, length: int, name: str, max_tokens: int = 4) -> None:
+        self.h.add(rid, prompt(self.rng, length), max_tokens, key=KeyLimits(name), is_flex=True)
+
+    def are_done(self, *rids: int) -> bool:
+        return all(("c", rid) in self.h.finished for rid in rids)
+
+
+@every_mode
+@pytest.mark.parametrize("length", [440, 880])
+def test_a_long_flex_prompt_holds_up_no_small_ones(mode: dict[str, Any], length: int) -> None:
+    crowded = Crowded(**mode)
+    crowded.add(1, length, "a")
+    for rid in range(2, 22):
+        crowded.add(rid, 20, "b")
+    crowded.run(lambda: crowded.are_done(*range(2, 22)))
+    assert not crowded.are_done(1)
+    crowded.h.run()
+
+
+@every_mode
+def test_a_long_flex_prompt_runs_in_the_end(
+    mode: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though small ones come all the time, which are done meanwhile, too."""
+    monkeypatch.setattr(prefill_planner, "LONG_WAIT_STEPS", 64)
+    crowded, done = Crowded(**mode), 0
+
+    def is_done() -> bool:
+        nonlocal done
+        while crowded.are_done(100 + done):
+            done += 1
+            crowded.add(107 + done, 30, "b", max_tokens=crowded.rng.randrange(20, 60))
+        return crowded.are_done(1)
+
+    crowded.add(1, 724, "a", max_tokens=20)
+    for rid in range(100, 108):
+        crowded.add(rid, 30, "b", max_tokens=8 * (rid - 99))
+    crowded.run(is_done)
+    assert done
+    assert not crowded.h.scheduler.stats.flex_retractions_total
+    crowded.h.run()
+
+
+@pytest.mark.parametrize("mode", MODES[:3], ids=MODE_IDS[:3])
+def test_a_flex_prompt_that_interactive_requests_find_in_chunks_comes_to_its_end(
+    mode: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It began alone, so that nothing was protected from it; now there is."""
+    monkeypatch.setattr(prefill_planner, "LONG_WAIT_STEPS", 64)
+    crowded = Crowded(**mode)
+    crowded.h.run()
+    crowded.add(1, 700, "a")
+    while crowded.h.scheduler.requests.flex.chunked is None:
+        crowded.h.step()
+    crowded.run(lambda: crowded.are_done(1))
+    assert not crowded.h.scheduler.stats.flex_retractions_total
+    crowded.h.run()
 
 
 # --- the pace
