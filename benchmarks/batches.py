@@ -41,7 +41,7 @@ OPTIONS = {
     "max_running_requests": 64,
 }
 PATH = "/v1/completions"
-LINES = 20_000
+LINES = 3_000
 WARM_S, WINDOW_S = 10.0, 60.0
 RATE = 1.0
 """Requests per second."""
@@ -97,16 +97,12 @@ async def measure(server: ManagedServer, rounds: int, rate: float) -> list[dict[
     """The figures of each round."""
     timeout = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(server.base_url, timeout=timeout) as http:
-        form = aiohttp.FormData({"purpose": "batch"})
-        form.add_field("file", b"".join(map(line, range(LINES))), filename="in.jsonl")
-        async with http.post("/v1/files", data=form) as reply:
-            file_id = (await reply.json())["id"]
         found = []
         for number in range(rounds + 1):
-            without = await window(http, rate, number)
-            batch = await begin(http, file_id)
-            beside = await window(http, rate, number)
-            alone = await window(http, 0.0, number)
+            without = await window(http, rate, number, "without")
+            batch = await begin(http, number)
+            beside = await window(http, rate, number, "beside")
+            alone = await window(http, 0.0, number, "alone")
             await end(http, batch)
             if number:  # the first warms up
                 found.append(compared(without, beside, alone))
@@ -133,20 +129,25 @@ def compared(without: Noticed, beside: Noticed, alone: Noticed) -> dict[str, flo
 
 
 def line(number: int) -> bytes:
-    """A line of the batch: 100 to 900 tokens in, 50 to 350 out."""
-    body = request(random.Random(number))
-    line = {"custom_id": f"{number}", "method": "POST", "url": PATH, "body": body}
+    """A line of a batch."""
+    rng = random.Random(number)
+    line = {"custom_id": f"{number}", "method": "POST", "url": PATH, "body": request(rng, rng)}
     return json.dumps(line).encode() + b"\n"
 
 
-def request(rng: random.Random) -> dict[str, Any]:
-    """A body with a prompt that no other one begins like."""
-    prompt = [rng.randrange(10, 4000) for _ in range(rng.randrange(100, 900))]
-    return completion_body(prompt, rng.randrange(50, 350))
+def request(sizes: random.Random, words: random.Random) -> dict[str, Any]:
+    """A body of 100 to 900 tokens in, 50 to 350 out, with a prompt that no other one begins like."""
+    prompt = [words.randrange(10, 4000) for _ in range(sizes.randrange(100, 900))]
+    return completion_body(prompt, sizes.randrange(50, 350))
 
 
-async def begin(http: aiohttp.ClientSession, file_id: str) -> str:
-    """Start a batch, and wait until it runs."""
+async def begin(http: aiohttp.ClientSession, number: int) -> str:
+    """Start a batch of lines of its own, and wait until it runs."""
+    form = aiohttp.FormData({"purpose": "batch"})
+    lines = range(number * LINES, (number + 1) * LINES)
+    form.add_field("file", b"".join(map(line, lines)), filename="in.jsonl")
+    async with http.post("/v1/files", data=form) as reply:
+        file_id = (await reply.json())["id"]
     given = {"input_file_id": file_id, "endpoint": PATH, "completion_window": "24h"}
     async with http.post("/v1/batches", json=given) as reply:
         batch = await reply.json()
@@ -169,16 +170,16 @@ async def end(http: aiohttp.ClientSession, batch: str) -> None:
             assert status in ("cancelling", "cancelled"), "the batch was too short"
 
 
-async def window(http: aiohttp.ClientSession, rate: float, number: int) -> Noticed:
-    """Requests at random times, the same ones in each window of a round."""
-    rng, noticed = random.Random(f"{number}"), Noticed()
+async def window(http: aiohttp.ClientSession, rate: float, number: int, name: str) -> Noticed:
+    """Requests at random times, of the same sizes in each window of a round, and of other words."""
+    rng, words, noticed = random.Random(f"{number}"), random.Random(f"{number} {name}"), Noticed()
     began = time.monotonic()
     opens, closes = began + WARM_S, began + WARM_S + WINDOW_S
     counting = asyncio.create_task(count(http, noticed, opens, closes))
     tasks = []
     at = began
     while rate and (at := at + rng.expovariate(rate)) < closes:
-        body = request(rng)
+        body = request(rng, words)
         await asyncio.sleep(max(at - time.monotonic(), 0.0))
         tasks.append(asyncio.create_task(stream(http, body, noticed, opens, closes)))
     await asyncio.gather(counting, *tasks)
