@@ -136,7 +136,7 @@ def line(number: int) -> bytes:
 
 
 def request(sizes: random.Random, words: random.Random) -> dict[str, Any]:
-    """A body of 100 to 900 tokens in, 50 to 350 out, with a prompt that no other one begins like."""
+    """A body of 100 to 900 tokens in, 50 to 350 out; no other prompt begins like its own."""
     prompt = [words.randrange(10, 4000) for _ in range(sizes.randrange(100, 900))]
     return completion_body(prompt, sizes.randrange(50, 350))
 
