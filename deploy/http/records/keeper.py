@@ -102,8 +102,9 @@ class Keeper:
         return task
 
     async def end(self, response: dict[str, Any] | None = None) -> None:
-        """The answer is complete. If that can't be kept, the client gets it all the same."""
-        self._end_tokens()
+        """The answer is complete. If that can't be kept, the client gets it all the same. Its last
+        tokens aren't written: few read an answer again that they have, and each write costs."""
+        self._drop_tokens()
         await self._end(response)
 
     async def _end(self, response: dict[str, Any] | None) -> None:
@@ -115,7 +116,7 @@ class Keeper:
 
     def end_later(self) -> None:
         """As `end`, of a stream."""
-        self._end_tokens()
+        self._drop_tokens()
         self._beside(self._end(None))
 
     def leave(self, response: dict[str, Any] | None = None) -> None:
@@ -135,10 +136,13 @@ class Keeper:
 
     def forget(self) -> None:
         """There will be no answer."""
-        if self._tokens is not None and self._log is not None:
-            self._log.drop(self._tokens)
+        self._drop_tokens()
         if self.is_new:
             self._beside(self._store.forget(self.record))
+
+    def _drop_tokens(self) -> None:
+        if self._tokens is not None and self._log is not None:
+            self._log.drop(self._tokens)
 
     def _end_tokens(self) -> None:
         """Have the rest of the tokens written."""
