@@ -103,7 +103,7 @@ class SqliteStore(RecordStore):
                 "INSERT OR REPLACE INTO records (lease, holder, owner, id, written, expires, "
                 "digest, ended, previous, head, body, response) "
                 "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                (until, self._holder, *row),
+                (until, self._holder if lease else None, *row),
             )
             self._remove_surplus(connection)
 

@@ -659,3 +659,17 @@ def test_who_lost_a_lease_cant_leave_the_record(place: Place) -> None:
         await second.close()
 
     asyncio.run(scenario())
+
+
+def test_any_process_may_leave_what_has_no_lease(place: Place) -> None:
+    """A stream is read on at another ingress than where it was begun."""
+
+    async def scenario() -> None:
+        first, second = place.open(DAY, 2**20), place.open(DAY, 2**20)
+        await first.add(record("r"))
+        await second.leave(record("r"), {"n": 1})
+        assert (await first.get("r", "")).response == {"n": 1}
+        await first.close()
+        await second.close()
+
+    asyncio.run(scenario())
