@@ -13,6 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -23,12 +24,12 @@ from deploy.http.access.paths import app_path
 from deploy.http.access.quotas import Quotas
 from deploy.http.anthropic.dialect import ANTHROPIC
 from deploy.http.batches.driver import BATCHES, BatchDriver
-from deploy.http.body import encode_json
+from deploy.http.body import json_response
 from deploy.http.dialect import RouteParts
 from deploy.http.docs_page import ASSETS, add_docs
 from deploy.http.engine_client import EngineHealth, ModelInfo
 from deploy.http.errors import ErrorReply, failure_of
-from deploy.http.generation.endpoint import Endpoint
+from deploy.http.generation.endpoint import CLIENT_GONE, Endpoint
 from deploy.http.generation.unattended import BackgroundAnswers
 from deploy.http.header_guard import REQUEST_ID
 from deploy.http.metrics import ServerMetrics
@@ -77,6 +78,7 @@ def build_api(
     app.state.endpoints = endpoints
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(RequestValidationError, _on_bad_query)
+    app.add_exception_handler(ClientDisconnect, _on_client_gone)
     app.add_exception_handler(RequestError, _on_error)
     app.add_exception_handler(EngineDeadError, _on_error)
     app.add_exception_handler(Exception, _on_error)
@@ -91,7 +93,7 @@ def build_api(
 
         stream_age_s = settings.server.request_store_stream_age_s
         app.state.runner = runner = RecordRunner(
-            store, files, keys, digests, workers, metrics.taken_up, stream_age_s
+            store, files, digests, workers, metrics.taken_up, stream_age_s
         )
     kinds = [(kind, dialect.error_reply) for dialect in DIALECTS for kind in dialect.routes]
     for kind, error_reply in kinds:
@@ -100,7 +102,7 @@ def build_api(
         if isinstance(route, Endpoint):
             endpoints |= dict.fromkeys(route.paths, route)
             if store is not None:
-                workers[route.name] = BackgroundAnswers(store, route)
+                workers[route.name] = BackgroundAnswers(store, route, keys)
         for path, method in itertools.product(kind.paths, kind.methods):
             app.add_api_route(
                 path,
@@ -121,12 +123,12 @@ def build_api(
         infos = [client.model_info for client in models_provider()]
         models = [_describe_model(info, name) for info in infos for name in info.names]
         ends = {"first_id": models[0]["id"], "last_id": models[-1]["id"], "has_more": False}
-        return _json({"object": "list", "data": models, **ends})
+        return json_response({"object": "list", "data": models, **ends})
 
     @app.get("/v1/models/{model:path}")
     async def retrieve_model(model: str) -> Response:
         client = models_provider().of(model or "(none)")
-        return _json(_describe_model(client.model_info, model))
+        return json_response(_describe_model(client.model_info, model))
 
     answer = SharedAnswer[dict[str, EngineHealth]](HEALTH_FRESH_S)
 
@@ -136,7 +138,7 @@ def build_api(
         try:
             states = await answer.get(models_provider().health)
         except Exception as exception:  # not started, or lost: both mean "not healthy"
-            return _json({"status": "unavailable", "detail": type(exception).__name__}, 503)
+            return json_response({"status": "unavailable", "detail": type(exception).__name__}, 503)
         if model and model not in states:
             # Who has no key may ask, so that nothing else is said.
             raise RequestError("There is no such base model.", "model", status=404)
@@ -156,11 +158,11 @@ def build_api(
 
     @app.get("/debug/status")
     async def show_status() -> Response:
-        return _json(await status.look())
+        return json_response(await status.look())
 
     @app.get("/version")
     async def version() -> Response:
-        return _json({"version": __version__})
+        return json_response({"version": __version__})
 
     add_docs(app)
     add_pages(app, has_keys=bool(settings.server.api_keys_file))
@@ -274,7 +276,7 @@ def _health_reply(states: dict[str, EngineHealth]) -> Response:
         body["detail"] = state.detail
     if len(states) > 1:
         body["models"] = {name: "ok" if s.ok else s.detail for name, s in states.items()}
-    return _json(body, 200 if state.ok else 503)
+    return json_response(body, 200 if state.ok else 503)
 
 
 def _describe_model(info: ModelInfo, name: str) -> dict[str, Any]:
@@ -303,10 +305,6 @@ async def _gently(pieces: Iterable[bytes]) -> AsyncIterator[bytes]:
         await asyncio.sleep(0)
 
 
-def _json(value: Any, status: int = 200) -> Response:
-    return Response(encode_json(value), status, media_type="application/json")
-
-
 def _error(reply: ErrorReply, headers: dict[str, str] | None = None) -> Response:
     return Response(
         reply.body, reply.status, reply.headers | (headers or {}), media_type="application/json"
@@ -324,6 +322,10 @@ async def _on_error(request: Request, exception: Exception) -> Response:
     if "anthropic-version" in request.headers:  # on a path that several APIs have
         return _error(ANTHROPIC.error_reply(failure))
     return _error(_worded(app_path(request.scope), failure))
+
+
+async def _on_client_gone(request: Request, exception: Exception) -> Response:
+    return Response(status_code=CLIENT_GONE)
 
 
 async def _on_bad_query(request: Request, exception: Exception) -> Response:

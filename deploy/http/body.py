@@ -21,6 +21,7 @@ from pydantic import (
 from pydantic.config import JsonDict
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError
+from starlette.responses import Response
 
 from engine.errors import RequestError
 
@@ -52,6 +53,11 @@ def encode_json(value: Any) -> bytes:
     if data.isascii():
         return data
     return _LINE_ENDS.sub(lambda match: _ESCAPES[match[0]], data)
+
+
+def json_response(value: Any, status: int = 200) -> Response:
+    """A reply that is JSON."""
+    return Response(encode_json(value), status, media_type="application/json")
 
 
 def refusal(

@@ -23,11 +23,11 @@ import msgspec
 from tqdm import tqdm
 
 from deploy.http.api import build_api
-from deploy.http.batches.driver import LineAsker, width_of
+from deploy.http.batches.line_asker import LineAsker
 from deploy.http.batches.lines import Checked, Source, check_lines
 from deploy.http.batches.output import BatchOutput
 from deploy.http.batches.routes import BATCH_ENDPOINTS
-from deploy.http.batches.run import BatchRun
+from deploy.http.batches.run import BatchRun, width_of
 from deploy.http.engine_client import ModelInfo
 from deploy.http.files.file_store import BLOCK, FileStore, write_whole
 from deploy.http.served_models import ServedModels
@@ -133,9 +133,7 @@ class LocalBatch:
         client.start()
         try:
             with bar:
-                await BatchRun(
-                    source, output, asker.ask, asker.name, await width_of(client), flushed
-                ).run()
+                await BatchRun(source, output, asker, await width_of(client), flushed).run()
         finally:
             await client.stop()
         with closing(await output.assemble()) as whole:

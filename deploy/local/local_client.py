@@ -114,7 +114,9 @@ class LocalClient(EngineClient):
         return await self.health()
 
     async def health(self) -> EngineHealth:
-        return EngineHealth(self._failure is None, f"the engine has failed: {self._failure}")
+        if self._failure is None:
+            return EngineHealth(True)
+        return EngineHealth(False, f"the engine has failed: {self._failure}")
 
     async def stats(self) -> list[dict[str, float]]:
         return [{}]

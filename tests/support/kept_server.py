@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import httpx
 from fastapi import FastAPI
@@ -50,6 +50,41 @@ class Server:
     def messages(self) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = self.client.chat_calls[-1]["messages"]
         return found
+
+
+class OneProcess:
+    """One process of a server whose records and files are in a folder, which others share. `lose`
+    ends it without a word."""
+
+    def __init__(self, folder: Path, base_url: str = "http://test", **options: Any) -> None:
+        self.client = FakeEngineClient(4096)
+        places = {
+            "request_store_path": str(folder / "r.sqlite3"),
+            "file_store": str(folder / "files"),
+        }
+        server = ServerOptions(**{**places, **options})
+        self.app = build_api(lambda: ServedModels(self.client), ApiSettings(server))
+        transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
+        self.http = httpx.AsyncClient(transport=transport, base_url=base_url)
+
+    async def __aenter__(self) -> Self:
+        self.app.state.runner.start()
+        return self
+
+    async def lose(self) -> None:
+        """Its tasks end; what they would write then is lost with it."""
+        store, files = self.app.state.store, self.app.state.files
+
+        async def nothing(*_: Any, **__: Any) -> None: ...
+
+        store.leave = store.end = store.delete = store.forget = store.progress = nothing
+        files.add = files.add_part = nothing
+        await self.app.state.runner.stop()
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.app.state.runner.stop()
+        await self.app.state.store.close()
+        await self.http.aclose()
 
 
 def options(tmp_path: Path, **more: Any) -> ServerOptions:

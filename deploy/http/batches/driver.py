@@ -7,7 +7,6 @@ A process that takes the batch up after another one's death needs no more.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -17,15 +16,14 @@ from typing import Any
 
 import msgspec
 
-from deploy.http.access.api_key import ApiKey
 from deploy.http.access.key_file import KeyFile, key_of
-from deploy.http.batches.lines import BatchLine, LineProblem, Source, check_lines
-from deploy.http.batches.output import PART_BYTES, BatchOutput, unanswered
-from deploy.http.batches.run import BatchRun, Reply, StopBatch
+from deploy.http.batches.line_asker import LineAsker, StopBatch
+from deploy.http.batches.lines import LineProblem, Source, check_lines
+from deploy.http.batches.output import PART_BYTES, BatchOutput
+from deploy.http.batches.run import BatchRun, width_of
 from deploy.http.engine_client import EngineClient
 from deploy.http.files.file_store import FileStore, StoredFile, new_id
-from deploy.http.generation.endpoint import Again, Endpoint
-from deploy.http.generation.unattended import answer_of
+from deploy.http.generation.endpoint import Endpoint
 from deploy.http.records.runner import RecordWorker
 from deploy.http.records.store import Record, RecordStore
 from deploy.http.served_models import ServedModels
@@ -39,55 +37,10 @@ CANCELLED = "batches.cancelled"
 """The endpoint of the record beside a batch's that says that it is to be cancelled: any process may
 write it while another one writes the batch's."""
 END_STATUSES = ("completed", "failed", "expired", "cancelled")
-
-
-NO_MODEL = b'"model_not_found"'
 MAX_AT_ONCE = 4
 """Batches that a process runs; others wait."""
 LOOK_S = 20.0
 """How often engines are counted, of which there may be more or less by then."""
-
-
-class LineAsker:
-    """Has the endpoints of this process answer lines."""
-
-    def __init__(
-        self, endpoints: Mapping[str, Endpoint], digest: str, made_at: int, source_digest: str
-    ) -> None:
-        """`endpoints`: by path. `digest`: of the model that is to answer. `made_at`: Unix time that
-        the answers bear. `source_digest`: of the file that the lines are from."""
-        self._endpoints = endpoints
-        self._digest = digest
-        self._made_at = made_at
-        self._source_digest = source_digest
-
-    def seed(self, line: BatchLine) -> str:
-        """32 hex digits, which the file and the line's place in it give. So do all answers."""
-        return hashlib.sha256(f"{self._source_digest} {line.number}".encode()).hexdigest()[:32]
-
-    def name(self, line: BatchLine) -> str:
-        """Of a line's answer."""
-        return f"batch_req_{self.seed(line)}"
-
-    async def ask(self, line: BatchLine, owner: str = "", key: ApiKey | None = None) -> Reply:
-        """The answer of a line's endpoint. Raises `StopBatch` if another model is served."""
-        endpoint, seed = self._endpoints[line.url], self.seed(line)
-        record = Record(
-            id=seed,
-            owner=owner,
-            endpoint=endpoint.name,
-            request_id=seed,
-            seed=int(seed, 16),
-            created=self._made_at,
-            digest=self._digest,
-            body=bytes(line.body),
-        )
-        reply = await answer_of(endpoint, Again(record, is_stream=False, is_line=True), key)
-        if reply.status == 409:
-            raise StopBatch("another model or configuration is served than the batch began with")
-        if reply.status == 404 and NO_MODEL in reply.body:
-            raise StopBatch("its model isn't served")
-        return Reply(reply.status, seed, bytes(reply.body))
 
 
 class BatchDriver(RecordWorker):
@@ -113,12 +66,13 @@ class BatchDriver(RecordWorker):
         self.num_running = 0
         self._places = asyncio.Semaphore(MAX_AT_ONCE)
 
-    async def run(self, record: Record, key: ApiKey | None) -> None:
+    async def run(self, record: Record) -> None:
         """Go on with a batch to its end, or until another process has it."""
+        key_of(self.keys, record.owner)
         async with self._places:
             self.num_running += 1
             try:
-                await _Drive(self, record, key).run()
+                await _Drive(self, record).run()
             except _LostLease:
                 logger.info("batch %s is run by another process", record.id)
             finally:
@@ -126,7 +80,7 @@ class BatchDriver(RecordWorker):
 
     async def fail(self, record: Record, failure: RequestError) -> None:
         try:
-            await _Drive(self, record, None).fail(failure)
+            await _Drive(self, record).fail(failure)
         except _LostLease:
             logger.info("batch %s is run by another process", record.id)
 
@@ -156,11 +110,10 @@ class Asked(msgspec.Struct):
 class _Drive:
     """Of one batch, in one process."""
 
-    def __init__(self, driver: BatchDriver, record: Record, key: ApiKey | None) -> None:
+    def __init__(self, driver: BatchDriver, record: Record) -> None:
         self._store, self._files = driver.store, driver.files
         self._driver = driver
         self._record = record
-        self._key = key
         assert record.response is not None
         self._batch: dict[str, Any] = record.response
         self._asked = msgspec.json.decode(record.body, type=Asked)
@@ -193,7 +146,13 @@ class _Drive:
             await self._turn("in_progress")
         await self._output.load()
         self._told = self._output.completed, self._output.failed
-        asker = LineAsker(self._driver.endpoints, self._asked.digest, file.created_at, file.digest)
+        asker = LineAsker(
+            self._driver.endpoints,
+            self._asked.digest,
+            file.created_at,
+            file.digest,
+            self._record.owner,
+        )
         status = await self._answer(source, asker)
         if status == "expired":
             await self._expire(source, asker)
@@ -211,20 +170,17 @@ class _Drive:
         if self._batch["status"] != "in_progress":
             return "completed"
 
-        async def ask(line: BatchLine) -> Reply:
-            return await asker.ask(line, self._record.owner, self._key)
-
         async def flushed() -> None:
-            await self._flushed()
+            await self._flushed(asker)
             if time.monotonic() > self._look_at:
                 self._look_at = time.monotonic() + LOOK_S
                 work.widen(await self._width(client))
 
         try:
-            await self._flushed()  # it may be cancelled, or its time over
+            await self._flushed(asker)  # it may be cancelled, or its time over
             client = self._client()
             width = await self._width(client)
-            work = BatchRun(source, self._output, ask, asker.name, width, flushed)
+            work = BatchRun(source, self._output, asker, width, flushed)
             await work.run()
         except _Cancelled:
             return "cancelled"
@@ -243,14 +199,14 @@ class _Drive:
         """Lines that are asked at once: this batch's part of them."""
         return max(await width_of(client) // max(self._driver.num_running, 1), 1)
 
-    async def _flushed(self) -> None:
+    async def _flushed(self, asker: LineAsker) -> None:
         """Answers were kept: the store learns how many, and this process whether to go on."""
         output, batch = self._output, self._batch
         completed, failed_ = self._told
         self._driver.on_lines(output.completed - completed, output.failed - failed_)
         self._told = output.completed, output.failed
         batch["request_counts"] |= {"completed": output.completed, "failed": output.failed}
-        self._key = key_of(self._driver.keys, self._record.owner)
+        asker.key = key_of(self._driver.keys, self._record.owner)
         try:
             await self._keep()
             if await cancelled_at(self._store, self._record) is not None:
@@ -279,8 +235,7 @@ class _Drive:
                 for number, raw in found:
                     if not self._output.has(number):
                         line = source.read(number, raw)
-                        named = asker.name(line), line.custom_id
-                        self._output.add(unanswered(number, *named, "batch_expired", message))
+                        self._output.add(asker.no_answer(line, "batch_expired", message))
                 if self._output.waiting_bytes > PART_BYTES:
                     await self._output.flush()
         await self._output.flush()
@@ -330,12 +285,6 @@ class _Drive:
             age_s=self._asked.output_age_s,
             file_id=new_id("file-", f"{record.id} {kind}", self._batch["created_at"]),
         )
-
-
-async def width_of(client: EngineClient) -> int:
-    """Lines that are asked at once: those that may run in all engines, and as many that wait."""
-    engines = max(len(await client.stats()), 1)
-    return 2 * client.model_info.resolved.engine.max_running_requests * engines
 
 
 async def cancelled_at(store: RecordStore, record: Record) -> int | None:

@@ -104,8 +104,9 @@ def read_line(number: int, line: bytes, limit: int, urls: Collection[str]) -> Ba
         message = f"custom_id must have 1 to {MAX_CUSTOM_ID} characters."
         raise wrong("invalid_custom_id", message, "custom_id")
     if found.url not in urls:
-        named = urls if len(urls) > 1 else f"the batch's endpoint, {next(iter(urls))}"
-        shown = ", ".join(sorted(named)) if len(urls) > 1 else named
+        shown = ", ".join(sorted(urls))
+        if len(urls) == 1:
+            shown = f"the batch's endpoint, {shown}"
         raise wrong("invalid_url", f"url must be {shown}, not {found.url[:100]!a}.", "url")
     body = bytes(found.body)
     if not body.startswith(b"{"):

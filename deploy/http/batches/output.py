@@ -19,6 +19,8 @@ from deploy.http.files.file_store import FileStore
 
 PART_BYTES = 4 << 20
 """A part is written at the latest when it is so large."""
+_NONE, _FAILED, _GOOD = range(3)
+"""How a line ended."""
 
 
 class Tokens(NamedTuple):
@@ -46,33 +48,54 @@ class Answer(NamedTuple):
         return 200 <= self.status < 300
 
 
-class BatchOutput:
-    """Of one batch. `load` comes first. What can't be kept raises `RequestError`."""
+class _Answers:
+    """Answers by the numbers of their lines. The first one of a line counts."""
+
+    def __init__(self) -> None:
+        self._ends = bytearray()
+        """By line number: `_NONE`, `_FAILED` or `_GOOD`."""
+        self.completed = self.failed = 0
+        """Lines, by how they ended."""
+        self.tokens = Tokens()
+
+    def has(self, number: int) -> bool:
+        """Whether a line has an answer."""
+        return number < len(self._ends) and self._ends[number] != _NONE
+
+    def _count(self, answer: Answer) -> bool:
+        """Take an answer; False if its line has one."""
+        if self.has(answer.number):
+            return False
+        self._ends.extend(bytes(max(answer.number + 1 - len(self._ends), 0)))
+        self._ends[answer.number] = _GOOD if answer.is_good else _FAILED
+        if answer.is_good:
+            self.completed += 1
+        else:
+            self.failed += 1
+        self.tokens = self.tokens.plus(answer.tokens)
+        return True
+
+
+class BatchOutput(_Answers):
+    """Of one batch: the answers that are in parts. `load` comes first. What can't be kept raises
+    `RequestError`."""
 
     def __init__(self, files: FileStore, batch_id: str, owner: str) -> None:
         """`files`: where its parts are."""
+        super().__init__()
         self._files = files
         self._batch = batch_id, owner
-        self._done = bytearray()
-        """By line number: 1 if it is in a part."""
         self._waiting: list[Answer] = []
         self.waiting_bytes = 0
-        self.completed = self.failed = 0
-        """Lines in parts, by how they ended."""
-        self.tokens = Tokens()
 
     async def load(self) -> None:
         """Learn what parts there are."""
 
         def read(part: IO[bytes]) -> None:
             for line in part:
-                self._note(_parsed(line))
+                self._count(_parsed(line))
 
         await self._files.read_parts(*self._batch, read)
-
-    def has(self, number: int) -> bool:
-        """Whether a line's answer is in a part."""
-        return number < len(self._done) and self._done[number] == 1
 
     def add(self, answer: Answer) -> None:
         """To the next part."""
@@ -95,19 +118,7 @@ class BatchOutput:
             self.waiting_bytes += len(data)
             raise
         for answer in answers:
-            self._note(answer)
-
-    def _note(self, answer: Answer) -> None:
-        if self.has(answer.number):
-            return
-        missing = answer.number + 1 - len(self._done)
-        self._done.extend(bytes(max(missing, 0)))
-        self._done[answer.number] = 1
-        if answer.is_good:
-            self.completed += 1
-        else:
-            self.failed += 1
-        self.tokens = self.tokens.plus(answer.tokens)
+            self._count(answer)
 
     async def assemble(self) -> Assembled:
         """All parts as one. To be closed."""
@@ -116,45 +127,35 @@ class BatchOutput:
         return whole
 
 
-class Assembled:
+class Assembled(_Answers):
     """All answers in one local file without a name, and where each line's is in it."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._file = tempfile.TemporaryFile()  # noqa: SIM115  (closed by `close`)
         self._starts, self._sizes = array("q"), array("q")
-        self._good = bytearray()
         self._end = 0
-        self.completed = self.failed = 0
-        """Lines, by how they ended."""
-        self.tokens = Tokens()
 
     def take(self, part: IO[bytes]) -> None:
         """One more part, behind the others."""
         for line in part:
-            self._take(_parsed(line))
+            answer = _parsed(line)
+            if self._count(answer):
+                self._append(answer)
 
-    def _take(self, answer: Answer) -> None:
-        missing = answer.number + 1 - len(self._starts)
-        if missing > 0:
-            self._starts.extend([-1] * missing)
-            self._sizes.extend([0] * missing)
-            self._good.extend(bytes(missing))
-        if self._starts[answer.number] >= 0:
-            return
+    def _append(self, answer: Answer) -> None:
+        missing = [0] * (answer.number + 1 - len(self._starts))
+        self._starts.extend(missing)
+        self._sizes.extend(missing)
         self._starts[answer.number], self._sizes[answer.number] = self._end, len(answer.text)
-        self._good[answer.number] = answer.is_good
-        if answer.is_good:
-            self.completed += 1
-        else:
-            self.failed += 1
-        self.tokens = self.tokens.plus(answer.tokens)
         self._end += self._file.write(answer.text)
 
     def lines(self, good: bool | None = None) -> Iterator[bytes]:
         """Lines of the output, in the order of the input; `good`: those alone that ended so."""
-        for number, start in enumerate(self._starts):
-            if start >= 0 and good in (None, bool(self._good[number])):
-                self._file.seek(start)
+        wanted = (_FAILED, _GOOD) if good is None else (_GOOD if good else _FAILED,)
+        for number, end in enumerate(self._ends):
+            if end in wanted:
+                self._file.seek(self._starts[number])
                 yield self._file.read(self._sizes[number]) + b"\n"
 
     def close(self) -> None:

@@ -4,12 +4,13 @@
 import re
 import secrets
 import time
-from contextlib import closing
+from contextlib import aclosing
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from pydantic import BaseModel, Field
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from deploy.http.access.api_key import owner_of
@@ -21,17 +22,12 @@ from deploy.http.batches.driver import (
     cancel_id,
     cancelled_at,
 )
-from deploy.http.batches.lines import LineError, model_of, raw_lines, read_line
-from deploy.http.body import encode_json, parse_body
+from deploy.http.batches.lines import LineError, Source, model_of
+from deploy.http.body import json_response
 from deploy.http.dialect import Route
 from deploy.http.files.file_store import FileStore, new_id
 from deploy.http.files.routes import AGES_S
-from deploy.http.generation.endpoint import (
-    CLIENT_GONE,
-    check_content_type,
-    check_same_site,
-    read_body,
-)
+from deploy.http.generation.endpoint import check_same_site, read_given
 from deploy.http.paging import AFTER, PageQuery, limit_parameter
 from deploy.http.records.store import Record, RecordStore
 from engine.errors import RequestError
@@ -198,10 +194,6 @@ class _Route(Route):
             batch = {**batch, "errors": {"object": "list", "data": [waits]}}
         return batch
 
-    def answer(self, value: Any) -> Response:
-        """It as JSON."""
-        return Response(encode_json(value), media_type="application/json")
-
 
 class CreateBatchRoute(_Route):
     """`POST /v1/batches`."""
@@ -212,13 +204,8 @@ class CreateBatchRoute(_Route):
     errors = (400, 404, 408, 413, 415, 503)
 
     async def handle(self, request: Request) -> Response:
-        check_content_type(request.headers)
         store, files, owner = self.kept(request)
-        try:
-            body = await read_body(request, self.settings.server)
-        except ClientDisconnect:
-            return Response(status_code=CLIENT_GONE)
-        given = await parse_body(body, BatchRequest)
+        given = await read_given(request, self.settings.server, BatchRequest)
         window = window_s(given.completion_window)
         longest = min(self.settings.server.request_store_max_age_s, files.max_age_s)
         if window > longest:
@@ -279,22 +266,19 @@ class CreateBatchRoute(_Route):
         await store.add(record, lease=True)
         assert self.runner is not None
         self.runner.answer(record)
-        return self.answer(batch)
+        return json_response(batch)
 
     async def _model(self, files: FileStore, file_id: str, owner: str, endpoint: str) -> str:
         """The model of the file's first line; "" if it can't be read, of which the batch tells."""
-        limit = self.settings.server.max_body_bytes
-
-        def first() -> str:
-            with closing(files.open_now(file_id, owner)) as file:
-                for number, raw in raw_lines(file, limit):
-                    try:
-                        return model_of(read_line(number, raw, limit, (endpoint,)))
-                    except LineError:
-                        break
-            return ""
-
-        return await files.in_thread(first)
+        limit, opened = self.settings.server.max_body_bytes, partial(files.open_now, file_id, owner)
+        source = Source(opened, limit, (endpoint,), files.in_thread)
+        async with aclosing(source.several()) as lines:
+            async for found in lines:
+                try:
+                    return model_of(source.read(*found[0]))
+                except LineError:
+                    break
+        return ""
 
 
 class ListBatchesRoute(_Route):
@@ -310,7 +294,7 @@ class ListBatchesRoute(_Route):
         store, _, owner = self.kept(request)
         asked = PageQuery.of(request.query_params)
         found = await store.page(owner, BATCHES, after=asked.after, limit=asked.limit + 1)
-        return self.answer(asked.shown([await self.shown(store, record) for record in found]))
+        return json_response(asked.shown([await self.shown(store, record) for record in found]))
 
 
 class RetrieveBatchRoute(_Route):
@@ -322,7 +306,7 @@ class RetrieveBatchRoute(_Route):
     description = "As OpenAI's `GET /v1/batches/{batch_id}`."
 
     async def handle(self, request: Request) -> Response:
-        return self.answer(await self.shown(*await self.named(request)))
+        return json_response(await self.shown(*await self.named(request)))
 
 
 class CancelBatchRoute(_Route):
@@ -354,7 +338,7 @@ class CancelBatchRoute(_Route):
                 has_ended=True,
             )
             await store.add(mark)
-        return self.answer({**batch, "status": "cancelling", "cancelling_at": now})
+        return json_response({**batch, "status": "cancelling", "cancelling_at": now})
 
 
 def window_s(window: str) -> int:

@@ -13,10 +13,11 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
-from typing import NamedTuple
 
+from deploy.http.batches.line_asker import LineAsker
 from deploy.http.batches.lines import BatchLine, Source
-from deploy.http.batches.output import PART_BYTES, BatchOutput, answered
+from deploy.http.batches.output import PART_BYTES, BatchOutput
+from deploy.http.engine_client import EngineClient
 from engine.errors import RequestError
 
 logger = logging.getLogger(__name__)
@@ -29,27 +30,6 @@ NOT_NOW = (408, 429, 503)
 RETRY_S = 1.0
 MAX_FAILURES = 3
 """Times that a line may end with 500."""
-
-
-class Reply(NamedTuple):
-    """What an endpoint answered to a line."""
-
-    status: int
-    request_id: str
-    body: bytes
-
-
-Ask = Callable[[BatchLine], Awaitable[Reply]]
-"""Answers a line. Raises `StopBatch` if this process must not go on."""
-LineId = Callable[[BatchLine], str]
-"""Names a line's answer."""
-
-
-class StopBatch(RequestError):
-    """The batch can't go on here and now. Its message says why."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message, status=503)
 
 
 class _Slots:
@@ -94,8 +74,7 @@ class BatchRun:
         self,
         source: Source,
         output: BatchOutput,
-        ask: Ask,
-        line_id: LineId,
+        asker: LineAsker,
         width: int,
         on_flush: Callable[[], Awaitable[None]],
     ) -> None:
@@ -103,8 +82,7 @@ class BatchRun:
         answers were kept; what it raises ends the run."""
         self._source = source
         self._output = output
-        self._ask = ask
-        self._line_id = line_id
+        self._asker = asker
         self._slots = _Slots(width)
         self._on_flush = on_flush
 
@@ -147,7 +125,7 @@ class BatchRun:
         """Ask a line, which has a slot, until it has an answer."""
         failures = 0
         while True:
-            reply = await self._ask(line)
+            reply = await self._asker.ask(line)
             is_refused = reply.status in NOT_NOW
             failures += reply.status >= 500 and not is_refused
             self._slots.give_back(was_refused=is_refused)
@@ -155,8 +133,7 @@ class BatchRun:
                 break
             await asyncio.sleep(RETRY_S)
             await self._slots.take()
-        name = self._line_id(line)
-        self._output.add(answered(line.number, name, line.custom_id, *reply))
+        self._output.add(self._asker.answer(line, reply))
         if self._output.waiting_bytes > PART_BYTES:
             await self._flush()
 
@@ -179,3 +156,9 @@ class BatchRun:
                 raise
             logger.error("answers of a batch can't be kept yet: %s", error)
         await self._on_flush()
+
+
+async def width_of(client: EngineClient) -> int:
+    """Lines that are asked at once: those that may run in all engines, and as many that wait."""
+    engines = max(len(await client.stats()), 1)
+    return 2 * client.model_info.resolved.engine.max_running_requests * engines

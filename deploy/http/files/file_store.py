@@ -12,6 +12,7 @@ import hashlib
 import io
 import json
 import logging
+import math
 import os
 import re
 import secrets
@@ -91,8 +92,7 @@ class FileStore:
 
     async def room(self, owner: str) -> int:
         """Bytes that a key's next file may have."""
-        used = await self._run(lambda: sum(size for _, size in self._listed(owner)))
-        return max(self.max_bytes - used, 0)
+        return await self._run(lambda: self._room(owner))
 
     async def add(
         self,
@@ -109,19 +109,21 @@ class FileStore:
         def write() -> StoredFile:
             name = file_id or new_id("file-")
             path, digest = self._path(owner, name), hashlib.sha256()
-            if file_id is not None:
+            room: float = math.inf
+            if file_id is None:
+                room = self._room(owner)
+            else:
                 try:
                     return self._described(file_id, owner)
                 except RequestError as error:
                     if error.status != 404:
                         raise
-            used = 0 if file_id else sum(size for _, size in self._listed(owner))
 
             def blocks() -> Iterator[bytes]:
-                nonlocal used
+                size = 0
                 for block in _blocks(content):
-                    used += len(block)
-                    if used > self.max_bytes and file_id is None:
+                    size += len(block)
+                    if size > room:
                         raise too_much(self.max_bytes)
                     digest.update(block)
                     yield block
@@ -283,6 +285,9 @@ class FileStore:
         path = self._path(owner, file_id)
         fs.rm_file(f"{path}.json")
         fs.rm_file(path)
+
+    def _room(self, owner: str) -> int:
+        return max(self.max_bytes - sum(size for _, size in self._listed(owner)), 0)
 
     def _listed(self, owner: str) -> list[tuple[str, int]]:
         """Ids and sizes of a key's contents that have a description."""

@@ -11,14 +11,14 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import parse_options_header
 from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from deploy.http.access.api_key import owner_of
-from deploy.http.body import encode_json
+from deploy.http.body import json_response
 from deploy.http.dialect import Route
 from deploy.http.files.file_store import BLOCK, FileStore, too_much
-from deploy.http.generation.endpoint import CLIENT_GONE, check_same_site
+from deploy.http.generation.endpoint import check_same_site
 from deploy.http.paging import AFTER, ORDER, PageQuery, limit_parameter
 from engine.errors import RequestError
 
@@ -78,7 +78,7 @@ class FilesRoute(Route):
     def kept(self, request: Request) -> tuple[FileStore, str]:
         """The files, and whose the request may see. Raises `RequestError`."""
         if self.files is None:
-            raise RequestError("This server keeps no files (request_store: none).", status=400)
+            raise RequestError("This server keeps no files (request_store: none).")
         return self.files, owner_of(request.scope["state"].get("key"))
 
 
@@ -118,10 +118,7 @@ class UploadRoute(FilesRoute):
                 status=415,
                 code="unsupported_media_type",
             )
-        try:
-            form = await self._form(request, await files.room(owner), files.max_bytes)
-        except ClientDisconnect:
-            return Response(status_code=CLIENT_GONE)
+        form = await self._form(request, await files.room(owner), files.max_bytes)
         try:
             given = form.get("file")
             if not isinstance(given, UploadFile):
@@ -135,7 +132,7 @@ class UploadRoute(FilesRoute):
             )
         finally:
             await form.close()
-        return Response(encode_json(file.shown()), media_type="application/json")
+        return json_response(file.shown())
 
     async def _form(self, request: Request, room: int, most: int) -> FormData:
         """What was sent, its file on disk. `room`: bytes that the key may still have of `most`.
@@ -201,7 +198,7 @@ class ListFilesRoute(FilesRoute):
             purpose=purpose,
         )
         answer = asked.shown([file.shown() for file in found])
-        return Response(encode_json(answer), media_type="application/json")
+        return json_response(answer)
 
 
 class RetrieveFileRoute(FilesRoute):
@@ -216,7 +213,7 @@ class RetrieveFileRoute(FilesRoute):
     async def handle(self, request: Request) -> Response:
         files, owner = self.kept(request)
         file = await files.get(request.path_params["file_id"], owner)
-        return Response(encode_json(file.shown()), media_type="application/json")
+        return json_response(file.shown())
 
 
 class FileContentRoute(FilesRoute):
@@ -252,7 +249,7 @@ class DeleteFileRoute(FilesRoute):
         file_id = request.path_params["file_id"]
         await files.delete(file_id, owner)
         answer = {"id": file_id, "object": "file", "deleted": True}
-        return Response(encode_json(answer), media_type="application/json")
+        return json_response(answer)
 
 
 async def _blocks(files: FileStore, content: IO[bytes]) -> AsyncIterator[bytes]:

@@ -23,7 +23,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from deploy.http.access.api_key import ApiKey, owner_of
-from deploy.http.body import parse_body
+from deploy.http.body import M, parse_body
 from deploy.http.dialect import Route, RouteParts
 from deploy.http.engine_client import EngineClient, ModelInfo
 from deploy.http.errors import ErrorReply, failure_of
@@ -48,7 +48,7 @@ MAX_KEPT = 64
 ON_DISCONNECT = "X-On-Disconnect"
 """A header: what becomes of the request when its client leaves, if it isn't the server's option."""
 CLIENT_GONE = 499
-"""Status in metrics of requests whose client left (nginx's number; nobody receives it)."""
+"""Status of requests whose client left (nginx's number; nobody receives it)."""
 
 
 def check_content_type(headers: Headers) -> None:
@@ -95,6 +95,12 @@ async def read_body(request: Request, server: ServerOptions) -> bytes:
     return b"".join(chunks)
 
 
+async def read_given(request: Request, server: ServerOptions, kind: type[M]) -> M:
+    """A request's body, which is JSON, checked. Raises `RequestError` and `ClientDisconnect`."""
+    check_content_type(request.headers)
+    return await parse_body(await read_body(request, server), kind)
+
+
 def _too_large(limit: int) -> RequestError:
     message = f"The request body is larger than {limit} bytes."
     return RequestError(message, status=413, code="request_too_large")
@@ -121,10 +127,7 @@ class Endpoint(Route):
         if not last or self.store is None:
             return GenerationResponse(self)
         check_content_type(request.headers)
-        try:
-            await read_body(request, self.settings.server)
-        except ClientDisconnect:
-            return Response(status_code=CLIENT_GONE)
+        await read_body(request, self.settings.server)
         owner = owner_of(request.scope["state"].get("key"))
         record = await self.store.find(last.rpartition(":")[0], owner, self.name)
         return self.again(record, read_last(last, record))
@@ -358,7 +361,6 @@ class GenerationResponse(Response):
         else:
             if again.is_line:
                 adapter = again.record.adapter  # it may be replaced while a batch runs
-                generation.is_line = True
             if (again.record.digest, again.record.adapter) != (digest, adapter):
                 raise RequestError(
                     f"'{again.record.id}' was begun by another model or configuration than is "
@@ -367,6 +369,7 @@ class GenerationResponse(Response):
                     code="other_model",
                 )
             generation.stream, place = again.is_stream, again.place
+            generation.is_line = again.is_line
             if again.is_line:
                 return
             assert endpoint.store is not None

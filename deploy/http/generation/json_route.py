@@ -5,14 +5,14 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Any, ClassVar
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from deploy.http.access.api_key import ApiKey
-from deploy.http.body import encode_json, parse_body
+from deploy.http.body import json_response
 from deploy.http.dialect import Route
 from deploy.http.engine_client import EngineClient
-from deploy.http.generation.endpoint import CLIENT_GONE, check_content_type, read_body
+from deploy.http.generation.endpoint import read_given
 
 
 class JsonRoute(Route):
@@ -24,12 +24,7 @@ class JsonRoute(Route):
         if self.body is None:
             given, name = None, request.query_params.get("model", "")
         else:
-            check_content_type(request.headers)
-            try:
-                body = await read_body(request, self.settings.server)
-            except ClientDisconnect:
-                return Response(status_code=CLIENT_GONE)
-            given = await parse_body(body, self.body)
+            given = await read_given(request, self.settings.server, self.body)
             name = self.model_named(given)
         key = request.scope["state"].get("key")
         answer = await self._answer(self.models_provider().of(name), given, key)
@@ -40,7 +35,7 @@ class JsonRoute(Route):
         return str(getattr(given, "model", ""))
 
     def _response(self, answer: Any) -> Response:
-        return Response(encode_json(answer), media_type="application/json")
+        return json_response(answer)
 
     @abstractmethod
     async def _answer(self, client: EngineClient, given: Any, key: ApiKey | None) -> Any:

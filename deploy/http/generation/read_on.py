@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from deploy.http.access.api_key import owner_of
-from deploy.http.body import encode_json
+from deploy.http.body import json_response
 from deploy.http.dialect import Route, RouteParts
 from deploy.http.generation.endpoint import Endpoint
 from deploy.http.generation.event_numbers import LAST_EVENT_ID, Place, read_last, read_place
@@ -68,7 +68,7 @@ class ForgetRoute(KeptRoute):
         store, record = await self.kept(request)
         await store.delete(record.id, record.owner)
         answer = {"id": record.id, "object": f"{self.object_name}.deleted", "deleted": True}
-        return Response(encode_json(answer), media_type="application/json")
+        return json_response(answer)
 
     object_name: ClassVar[str]
     """Of what is deleted."""

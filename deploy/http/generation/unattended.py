@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from starlette.types import Message
 
 from deploy.http.access.api_key import ApiKey
+from deploy.http.access.key_file import KeyFile, key_of
 from deploy.http.generation.endpoint import Again, Endpoint, GenerationResponse
 from deploy.http.records.runner import RecordWorker
 from deploy.http.records.store import Record, RecordStore
@@ -34,11 +35,14 @@ async def answer_of(endpoint: Endpoint, again: Again, key: ApiKey | None) -> Una
 class BackgroundAnswers(RecordWorker):
     """Makes those of one endpoint, which the store gets as a response."""
 
-    def __init__(self, store: RecordStore, endpoint: Endpoint) -> None:
+    def __init__(self, store: RecordStore, endpoint: Endpoint, keys: KeyFile | None) -> None:
+        """`keys`: None if the server has none."""
         self._store = store
         self._endpoint = endpoint
+        self._keys = keys
 
-    async def run(self, record: Record, key: ApiKey | None) -> None:
+    async def run(self, record: Record) -> None:
+        key = key_of(self._keys, record.owner)
         status, body = await answer_of(self._endpoint, Again(record, is_stream=False), key)
         if status >= 400:
             raise RequestError(json.loads(body)["error"]["message"], status=status)

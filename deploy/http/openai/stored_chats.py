@@ -10,14 +10,14 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 from starlette.datastructures import QueryParams
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from deploy.http.access.api_key import owner_of
-from deploy.http.body import Strict, encode_json, parse_body
+from deploy.http.body import Strict, json_response, parse_body
 from deploy.http.dialect import Route
 from deploy.http.generation.arguments import as_text
-from deploy.http.generation.endpoint import CLIENT_GONE, check_content_type, read_body
+from deploy.http.generation.endpoint import read_given
 from deploy.http.generation.read_on import (
     RECORD_ID,
     ForgetRoute,
@@ -68,7 +68,7 @@ class ListChatsRoute(Route):
             found = await _found(self.store, owner, page, query)
         elif page.after is not None:
             raise no_record(page.after, "after")
-        return _json(page.shown(found))
+        return json_response(page.shown(found))
 
 
 class _StoredRoute(KeptRoute):
@@ -99,7 +99,7 @@ class ReadChatRoute(ReadOnRoute):
     async def handle(self, request: Request) -> Response:
         _, record = await self.kept(request)
         if record.response is not None and not wants_stream(request):
-            return _json(record.response)
+            return json_response(record.response)
         return self.read_on(request, record)
 
 
@@ -123,16 +123,11 @@ class UpdateChatRoute(_StoredRoute):
     errors = (400, 404, 408, 413, 415, 503)
 
     async def handle(self, request: Request) -> Response:
-        check_content_type(request.headers)
-        try:
-            body = await read_body(request, self.settings.server)
-        except ClientDisconnect:
-            return Response(status_code=CLIENT_GONE)
-        given = await parse_body(body, MetadataUpdate)
+        given = await read_given(request, self.settings.server, MetadataUpdate)
         store, record, reply = await self.stored(request)
         reply = reply | {"metadata": given.metadata}
         await store.amend(record, reply)
-        return _json(reply)
+        return json_response(reply)
 
 
 class ForgetChatRoute(ForgetRoute):
@@ -159,7 +154,7 @@ class MessagesRoute(_StoredRoute):
         _, record, _ = await self.stored(request)
         given = await parse_body(record.body, ChatCompletionRequest)
         shown = [_shown(m, f"{record.id}-{n}") for n, m in enumerate(given.messages)]
-        return _json(page.within(shown))
+        return json_response(page.within(shown))
 
 
 async def _found(
@@ -219,7 +214,3 @@ def _call(call: ToolCall) -> dict[str, Any]:
     assert call.function is not None
     arguments = as_text(call.function.arguments)
     return shown | {"function": {"name": call.function.name, "arguments": arguments}}
-
-
-def _json(value: Any) -> Response:
-    return Response(encode_json(value), media_type="application/json")

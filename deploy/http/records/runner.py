@@ -10,13 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
-from deploy.http.access.api_key import ApiKey
-from deploy.http.access.key_file import KeyFile, key_of
 from deploy.http.errors import failure_of
 from deploy.http.files.file_store import FileStore
 from deploy.http.records.store import LEASE_S, Record, RecordStore
@@ -38,8 +35,9 @@ class RecordWorker(ABC):
     """Makes the answers of some records."""
 
     @abstractmethod
-    async def run(self, record: Record, key: ApiKey | None) -> None:
-        """Make the answer, which the store then has. Raises what `failure_of` words."""
+    async def run(self, record: Record) -> None:
+        """Make the answer, which the store then has. Raises what `failure_of` words, also if the
+        owner's key is valid no longer."""
 
     @abstractmethod
     async def fail(self, record: Record, failure: RequestError) -> None:
@@ -53,23 +51,21 @@ class RecordRunner:
         self,
         store: RecordStore,
         files: FileStore,
-        keys: KeyFile | None,
         digests: Callable[[], Sequence[str]],
         workers: Mapping[str, RecordWorker],
         on_taken_up: Callable[[], None],
         stream_age_s: float,
     ) -> None:
-        """`keys`: None if the server has none. `digests` gives those of the models served here.
-        `workers`: by endpoint. `on_taken_up` is called for each record that is. `stream_age_s`: how
-        long the record of a stream is there behind the last that was heard of it."""
+        """`digests` gives those of the models served here. `workers`: by endpoint. `on_taken_up` is
+        called for each record that is. `stream_age_s`: how long the record of a stream is there
+        behind the last that was heard of it."""
         self._digests = digests
         self._on_taken_up = on_taken_up
         self._store = store
         self._files = files
-        self._next_sweep = 0.0
-        self._keys = keys
         self._workers = workers
         self._looking: asyncio.Task[None] | None = None
+        self._sweeping: asyncio.Task[None] | None = None
         self._answers: set[asyncio.Task[None]] = set()
         self.token_log = TokenLog(store, stream_age_s or None)
         self._left: dict[tuple[str, str], asyncio.Task[None]] = {}
@@ -78,10 +74,13 @@ class RecordRunner:
         """Begin to look for records that nobody answers. To be called in the loop."""
         if self._looking is None:
             self._looking = asyncio.create_task(self._look())
+            # Not in the same one: slow files must not keep leases from being renewed.
+            self._sweeping = asyncio.create_task(self._sweep())
 
     async def stop(self) -> None:
         """What isn't ready is left to other processes, or to this one's next life."""
-        tasks = [*self._answers, *self._left.values(), *filter(None, (self._looking,))]
+        beside = filter(None, (self._looking, self._sweeping))
+        tasks = [*self._answers, *self._left.values(), *beside]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -121,24 +120,20 @@ class RecordRunner:
                 if not failed:
                     logger.error("nobody looks for unanswered requests: %s", error)
                 failed = True
-            await self._sweep()
             await asyncio.sleep(PERIOD_S)
 
     async def _sweep(self) -> None:
-        """Now and then."""
-        now = time.monotonic()
-        if now < self._next_sweep:
-            return
-        self._next_sweep = now + SWEEP_S
-        try:
-            await self._files.remove_expired()
-        except RequestError:
-            logger.error("expired files aren't removed")
+        while True:
+            try:
+                await self._files.remove_expired()
+            except RequestError:
+                logger.error("expired files aren't removed")
+            await asyncio.sleep(SWEEP_S)
 
     async def _answer(self, record: Record) -> None:
         worker = self._workers[record.endpoint]
         try:
-            await worker.run(record, key_of(self._keys, record.owner))
+            await worker.run(record)
             return
         except Exception as error:  # whatever it is, somebody waits for this answer
             failure = failure_of(error, record.request_id)

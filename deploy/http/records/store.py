@@ -254,7 +254,7 @@ class RecordStore(ABC):
         size = 0
         while wanted is not None:
             record = await self._get(wanted, owner, "previous_response_id")
-            if record.endpoint != "responses":
+            if not record.is_response:
                 raise no_record(wanted, "previous_response_id")
             size += len(record.body) + len(encoded(record.response) or b"")
             if len(found) == MAX_CHAIN or size > MAX_CHAIN_BYTES:

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from deploy.http.access.api_key import ApiKey
-from deploy.http.body import Strict, encode_json, refusal
+from deploy.http.body import Strict, json_response, refusal
 from deploy.http.dialect import Route
 from deploy.http.engine_client import EngineClient
 from deploy.http.generation.endpoint import check_same_site
@@ -103,4 +103,4 @@ class HealthGenerateRoute(Route):
         health = await asked.check_generate(HEALTH_TIMEOUT_S)
         if not health.ok:
             raise RequestError(health.detail, status=503)
-        return Response(encode_json({"status": "ok"}), media_type="application/json")
+        return json_response({"status": "ok"})

@@ -9,7 +9,7 @@ from starlette.datastructures import QueryParams
 from starlette.requests import Request
 from starlette.responses import Response
 
-from deploy.http.body import encode_json
+from deploy.http.body import json_response
 from deploy.http.generation.read_on import (
     RECORD_ID,
     KeptRoute,
@@ -50,7 +50,7 @@ class _KeptRoute(KeptRoute):
     async def handle(self, request: Request) -> Response:
         store, record = await self.kept(request)
         answer = await self._answer(_Kept(store, record, request.query_params))
-        return Response(encode_json(answer), media_type="application/json")
+        return json_response(answer)
 
     @abstractmethod
     async def _answer(self, kept: _Kept) -> dict[str, Any]:
@@ -79,7 +79,7 @@ class RetrieveResponseRoute(ReadOnRoute):
             if record.has_ended and status in ("cancelled", "failed"):
                 raise RequestError(f"The response has {status}; it has no events.", "stream")
             return self.read_on(request, record)
-        return Response(encode_json(record.response), media_type="application/json")
+        return json_response(record.response)
 
 
 class DeleteResponseRoute(_KeptRoute):

@@ -8,18 +8,13 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
-from deploy.http.api import build_api
 from deploy.http.openai.responses.replies import Response
 from deploy.http.records import runner, sqlite_store
-from deploy.http.served_models import ServedModels
-from deploy.http.settings import ApiSettings
-from deploy.options import ServerOptions
 from engine.errors import EngineDeadError, RequestError
 from tests.support.api_keys import bearer, entry, write_keys
-from tests.support.fake_client import FakeEngineClient
+from tests.support.kept_server import OneProcess
 
 PATH = "/v1/responses"
 LEASE_S = 0.4
@@ -32,34 +27,7 @@ def short_leases(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "RETRY_S", 0.1)
 
 
-class Server:
-    """One process of a server; `lose` ends it without a word."""
-
-    def __init__(self, path: Path, **options: Any) -> None:
-        self.client = FakeEngineClient(4096)
-        server = ServerOptions(request_store_path=str(path / "r.sqlite3"), **options)
-        self.app = build_api(lambda: ServedModels(self.client), ApiSettings(server))
-        transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
-        self.http = httpx.AsyncClient(transport=transport, base_url="http://test")
-
-    async def __aenter__(self) -> Server:
-        self.app.state.runner.start()
-        return self
-
-    async def lose(self) -> None:
-        """Its tasks end; what they would write then is lost with it."""
-        store = self.app.state.store
-
-        async def nothing(*_: Any, **__: Any) -> None: ...
-
-        store.leave = store.end = store.delete = store.forget = nothing
-        await self.app.state.runner.stop()
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.app.state.runner.stop()
-        await self.app.state.store.close()
-        await self.http.aclose()
-
+class Server(OneProcess):
     async def begin(self, **fields: Any) -> dict[str, Any]:
         headers = fields.pop("headers", {})
         body = {"input": "hi", "background": True, "max_output_tokens": 30, "seed": 5, **fields}

@@ -27,6 +27,7 @@ from deploy.options import ServerOptions
 from engine.errors import RequestError
 from tests.support.api_keys import entry, write_keys
 from tests.support.fake_client import FakeEngineClient
+from tests.support.kept_server import OneProcess
 
 CHAT = "/v1/chat/completions"
 
@@ -40,42 +41,12 @@ def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_run, "RETRY_S", 0.05)
 
 
-class Server:
-    """One process of a server; `lose` ends it without a word."""
-
+class Server(OneProcess):
     def __init__(self, path: Path, **options: Any) -> None:
-        self.client = FakeEngineClient(4096)
-        server = ServerOptions(
-            **{
-                "request_store_path": str(path / "r.sqlite3"),
-                "file_store": str(path / "files"),
-                **options,
-            }
-        )
-        self.app = build_api(lambda: ServedModels(self.client), ApiSettings(server))
-        transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
-        self.http = httpx.AsyncClient(transport=transport, base_url="http://test/v1")
+        super().__init__(path, "http://test/v1", **options)
         self.openai = openai.AsyncOpenAI(
             api_key="x", base_url="http://test/v1", http_client=self.http, max_retries=0
         )
-
-    async def __aenter__(self) -> Server:
-        self.app.state.runner.start()
-        return self
-
-    async def lose(self) -> None:
-        """Its tasks end; what they would write then is lost with it."""
-        store, files = self.app.state.store, self.app.state.files
-
-        async def nothing(*_: Any, **__: Any) -> None: ...
-
-        store.leave = store.end = store.progress = files.add = files.add_part = nothing
-        await self.app.state.runner.stop()
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.app.state.runner.stop()
-        await self.app.state.store.close()
-        await self.http.aclose()
 
     async def upload(self, data: bytes, **fields: Any) -> Any:
         return await self.openai.files.create(
@@ -599,6 +570,41 @@ def test_after_each_write(tmp_path: Path) -> None:
                     known.add(batch.id)
         assert len(known) > 8
         assert not list((tmp_path / "files").rglob("*.parts"))
+
+    run(scenario)
+
+
+def test_a_batch_whose_parts_are_gone_stays_as_it_ended(tmp_path: Path) -> None:
+    """The process died behind the removal of the parts, before the record was ended."""
+
+    async def scenario() -> None:
+        at_the_end, ended = asyncio.Event(), asyncio.Event()
+
+        async def never(*_: Any) -> None:
+            at_the_end.set()
+            await asyncio.Event().wait()
+
+        async with Server(tmp_path) as first:
+            first.app.state.store.end = never
+            batch = await first.begin(jsonl(*[line(f"q{i}") for i in range(3)]))
+            async with asyncio.timeout(20):
+                await at_the_end.wait()
+            assert not list((tmp_path / "files").rglob("*.parts"))
+            await first.lose()
+
+        async with Server(tmp_path) as second:
+            store_end = second.app.state.store.end
+
+            async def end_it(*given: Any) -> None:
+                await store_end(*given)
+                ended.set()
+
+            second.app.state.store.end = end_it
+            async with asyncio.timeout(20):
+                await ended.wait()
+            end = await second.end_of(batch)
+            assert end.request_counts.completed == 3
+            assert len(await second.lines_of(end.output_file_id)) == 3
 
     run(scenario)
 
