@@ -84,7 +84,7 @@ class EngineCore:
         self.launch_ready()
         launch_at = self.scheduler.launch_at
         timeout_s = None if launch_at is None else max(launch_at - self.clock(), 0.0)
-        if not self.process_one(timeout_s):
+        if not self.process_one(timeout_s) and launch_at is None:
             self.scheduler.on_idle()
             if self.scheduler.adapters is not None and self.scheduler.adapters.is_loading:
                 time.sleep(LOADING_POLL_S)

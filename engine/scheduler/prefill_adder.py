@@ -179,15 +179,10 @@ class PrefillAdder:
                 self.kv.tree.dec_lock_ref(req.last_node)
                 return AddResult.OTHER
         seen = self.kv.seen_in_windows(req)
-        if (
-            self._pages(req.cached_len, req.cached_len + num) + seen > self.rem_window_now
-            and not force
-        ):
+        in_windows_now = self._pages(req.cached_len, req.cached_len + num) + seen
+        if in_windows_now > self.rem_window_now and not force:
             self.kv.tree.dec_lock_ref(req.last_node)
-            self.missing = 0
-            self.missing_in_windows = (
-                self._pages(req.cached_len, req.cached_len + num) + seen - self.rem_window_now
-            )
+            self.missing, self.missing_in_windows = 0, in_windows_now - self.rem_window_now
             return AddResult.NO_TOKEN
         self.rem_window_now -= seen
         self.rem_window_total -= in_windows

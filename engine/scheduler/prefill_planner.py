@@ -94,8 +94,7 @@ class PrefillPlanner:
                 lambda req: requests.rank_of(req).shares.of(req).may_run
             ):
                 for req in over:
-                    req.queue_deadline = None  # there was capacity for it
-                    requests.retract(req)
+                    self._send_back(req)
         for rank in requests.ranks:
             if rank.chunked is not None and rank.held_up is not None:
                 self._make_way(rank, rank.chunked, rank.held_up)
@@ -363,8 +362,7 @@ class PrefillPlanner:
                 break
             count(victim)
             have_left = True
-            victim.queue_deadline = None  # there was capacity for it
-            requests.retract(victim)
+            self._send_back(victim)
             requests.stats.flex_retractions_total += 1
         return have_left or is_enough()
 
@@ -394,8 +392,12 @@ class PrefillPlanner:
         if self._kv.rows.available_size() == 0 or self._kv.room < len(held_up.fill_ids):
             return
         chunked.gave_way_at = chunked.kv_len
-        chunked.queue_deadline = None  # there was capacity for it
-        self._requests.retract(chunked)
+        self._send_back(chunked)
+
+    def _send_back(self, req: Req) -> None:
+        """To the queue, where it may wait however long: there was capacity for it."""
+        req.queue_deadline = None
+        self._requests.retract(req)
 
     def _missing_in_windows(self, req: Req) -> int:
         """Tokens that layers with windows lack for it; not above 0 if they have enough."""
@@ -418,7 +420,7 @@ class PrefillPlanner:
         if chunked is None or chunked.pooling != "mean":
             return False
         if chunked.is_flex:
-            self._requests.retract(chunked)
+            self._send_back(chunked)
             self._requests.stats.flex_retractions_total += 1
         return not chunked.is_flex
 

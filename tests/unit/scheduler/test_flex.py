@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine.protocol.sequence import KeyLimits
@@ -83,6 +83,8 @@ def test_a_small_server_takes_flex_requests(rows: int) -> None:
     st.booleans(),
     st.sampled_from([256, 1024]),
 )
+@example(MODES[3], 13199, 16, True, False, 256)  # lacks KV room
+@example(MODES[0], 39511, 32, True, True, 1024)  # lacks rows
 def test_no_interactive_request_waits_for_what_flex_requests_hold(
     mode: dict[str, Any], seed: int, chunk: int, mixed: bool, cache: bool, num_kv_tokens: int
 ) -> None:
