@@ -69,12 +69,13 @@ def request(number: int) -> tuple[str, dict[str, Any]]:
     return path, {**body, "seed": number, "temperature": 0.8}
 
 
-async def read_all(url: str, count: int) -> list[Read]:
+async def read_all(url: str, reads: list[Read]) -> None:
+    """Each of them reads the request of its number."""
     timeout = aiohttp.ClientTimeout(total=None, sock_read=60)
     connector = aiohttp.TCPConnector(force_close=True, limit=0)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
-        return await asyncio.gather(
-            *(read_through(session, url, *request(number)) for number in range(count))
+        await asyncio.gather(
+            *(read_through(read, session, url, *request(n)) for n, read in enumerate(reads))
         )
 
 
@@ -93,14 +94,19 @@ def server(redis: RedisServer) -> Iterator[ManagedServer]:
     assert not running.killed, "the server had to be killed to stop"
 
 
-async def _disturbed(
-    server: ManagedServer, redis: RedisServer, count: int, kills: int
-) -> list[Read]:
-    """Ingresses, workers and the store are killed in turn, each once those before are back."""
+async def _disturb(
+    server: ManagedServer, redis: RedisServer, reads: list[Read], kills: int
+) -> None:
+    """An ingress is killed as soon as each has an event; then workers, the store and ingresses in
+    turn, each once those before are back."""
     mark, rng = launch_mark(server.pid), random.Random(1)
-    reading = asyncio.ensure_future(read_all(server.base_url, count))
+    reading = asyncio.ensure_future(read_all(server.base_url, reads))
+    while not all(read.events for read in reads):
+        assert not reading.done(), reading.result()
+        await asyncio.sleep(0.01)
     for number in range(kills):
-        await asyncio.sleep(1.5)
+        if number:
+            await asyncio.sleep(1.5)
         if number % 3 == 2:
             redis.kill()
             await asyncio.sleep(0.5)
@@ -113,7 +119,7 @@ async def _disturbed(
         if reading.done():
             break
         os.kill(rng.choice(pids), signal.SIGKILL)
-    return await reading
+    await reading
 
 
 def test_streams_outlive_their_ingress(server: ManagedServer, redis: RedisServer) -> None:
@@ -126,9 +132,10 @@ def test_500_streams(server: ManagedServer, redis: RedisServer) -> None:
 
 
 def _check(server: ManagedServer, redis: RedisServer, count: int, kills: int) -> None:
-    undisturbed = asyncio.run(read_all(server.base_url, count))
+    undisturbed, disturbed = ([Read() for _ in range(count)] for _ in range(2))
+    asyncio.run(read_all(server.base_url, undisturbed))
     assert not any(read.times_lost for read in undisturbed)
-    disturbed = asyncio.run(_disturbed(server, redis, count, kills))
+    asyncio.run(_disturb(server, redis, disturbed, kills))
     assert sum(read.times_lost for read in disturbed) > 0, "nobody lost anything"
     for number, (read, want) in enumerate(zip(disturbed, undisturbed, strict=True)):
         ids = [event.split("\n")[0] for event in read.events]

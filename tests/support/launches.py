@@ -87,7 +87,18 @@ class Started:
             self._reader.join()
             if self.temporary.exists():
                 self.left = os.listdir(self.temporary)
+                self._remove_temporary()
+
+    def _remove_temporary(self) -> None:
+        """What outlived a killed launcher for a moment may write there and remove it too."""
+        until = time.monotonic() + 30.0
+        while self.temporary.exists():
+            try:
                 shutil.rmtree(self.temporary)
+            except OSError:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.1)
 
     @property
     def log(self) -> str:

@@ -59,10 +59,10 @@ class Read:
 
 
 async def read_through(
-    session: aiohttp.ClientSession, url: str, path: str, body: dict[str, Any]
-) -> Read:
-    """Post the request, and read it to its end through any losses."""
-    read, until = Read(), time.monotonic() + LIMIT_S
+    read: Read, session: aiohttp.ClientSession, url: str, path: str, body: dict[str, Any]
+) -> None:
+    """Post the request, and have `read` read it to its end through any losses."""
+    until = time.monotonic() + LIMIT_S
     while True:
         try:
             if not read.events:
@@ -77,7 +77,7 @@ async def read_through(
         except LOST:
             pass  # it comes back
         if read.is_whole():
-            return read
+            return
         assert time.monotonic() < until, read
         read.times_lost += 1
         await asyncio.sleep(PAUSE_S)
