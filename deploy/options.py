@@ -106,7 +106,7 @@ class ServerOptions(BaseModel):
     """The oldest are removed while the file's content is larger."""
     file_store: str | None = None
     """Where files and outputs of batches are: a folder, or a URL of fsspec as `s3://bucket/manta`;
-    None: `manta/files` in the user's folder for state."""
+    None: `manta/files` in the user's folder for state; `none`: there are no files and batches."""
     file_max_age_s: float = Field(30 * 24 * 3600.0, gt=0)
     """Older ones are removed."""
     max_file_bytes: int = Field(2**30, ge=1024)

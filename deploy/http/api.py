@@ -86,7 +86,7 @@ def build_api(
     keys = KeyFile(settings.server.api_keys_file) if settings.server.api_keys_file else None
     app.state.runner = runner = None
     workers: dict[str, RecordWorker] = {}
-    if store is not None and files is not None:
+    if store is not None:
 
         def digests() -> list[str]:
             return [client.model_info.digest for client in models_provider()]

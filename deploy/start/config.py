@@ -84,7 +84,7 @@ class AppConfig:
         check_tracing(server.otlp_endpoint)
         if server.request_store == "redis":
             check_redis_url(server.request_store_url)
-        if server.file_store is not None:
+        if server.file_store not in (None, "none"):
             check_file_store(server.file_store)
         if server.on_disconnect == "continue" and server.request_store == "none":
             raise ConfigError(

@@ -26,7 +26,7 @@ from deploy.http.batches.lines import LineError, Source, model_of
 from deploy.http.body import json_response
 from deploy.http.dialect import Route
 from deploy.http.files.file_store import FileStore, new_id
-from deploy.http.files.routes import AGES_S
+from deploy.http.files.routes import AGES_S, option_with_none
 from deploy.http.generation.endpoint import check_same_site, read_given
 from deploy.http.paging import AFTER, PageQuery, limit_parameter
 from deploy.http.records.store import Record, RecordStore
@@ -158,7 +158,8 @@ class _Route(Route):
     def kept(self, request: Request) -> tuple[RecordStore, FileStore, str]:
         """Where batches are, and whose the request may see. Raises `RequestError`."""
         if self.store is None or self.files is None:
-            raise RequestError("This server runs no batches (request_store: none).")
+            option = option_with_none(self.store)
+            raise RequestError(f"This server runs no batches ({option}: none).")
         return self.store, self.files, owner_of(request.scope["state"].get("key"))
 
     async def named(self, request: Request) -> tuple[RecordStore, Record]:

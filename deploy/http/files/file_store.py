@@ -41,6 +41,8 @@ ORPHAN_AGE_S = 24 * 3600
 """A content that nobody has written to for so long, and has no description, was never finished."""
 THREADS = 8
 """That wait for files, so that slow ones hold up nothing else."""
+_OWNER = re.compile(r"[0-9a-f]{32}")
+"""The folder of an API key."""
 _ID = re.compile(r"(file|batch)[-_]([0-9a-f]{14})[0-9a-f]{18}")
 
 
@@ -241,6 +243,8 @@ class FileStore:
         fs, root = self._place()
         fs.invalidate_cache()
         for folder in fs.ls(root, detail=False):
+            if not _OWNER.fullmatch(Path(folder).name):  # not ours, as a disk's `lost+found`
+                continue
             names = {Path(path).name for path in fs.ls(folder, detail=False)}
             for name in names:
                 try:

@@ -20,6 +20,7 @@ from deploy.http.dialect import Route
 from deploy.http.files.file_store import BLOCK, FileStore, too_much
 from deploy.http.generation.endpoint import check_same_site
 from deploy.http.paging import AFTER, ORDER, PageQuery, limit_parameter
+from deploy.http.records.store import RecordStore
 from engine.errors import RequestError
 
 MAX_FILES = 10_000
@@ -78,8 +79,14 @@ class FilesRoute(Route):
     def kept(self, request: Request) -> tuple[FileStore, str]:
         """The files, and whose the request may see. Raises `RequestError`."""
         if self.files is None:
-            raise RequestError("This server keeps no files (request_store: none).")
+            option = option_with_none(self.store)
+            raise RequestError(f"This server keeps no files ({option}: none).")
         return self.files, owner_of(request.scope["state"].get("key"))
+
+
+def option_with_none(store: RecordStore | None) -> str:
+    """The option for which a server has no files and batches."""
+    return "request_store" if store is None else "file_store"
 
 
 class UploadRoute(FilesRoute):

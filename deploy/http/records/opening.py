@@ -32,7 +32,7 @@ def open_files(
     server: ServerOptions, on_failure: Callable[[], None] = lambda: None
 ) -> FileStore | None:
     """The files of batches; None where there are none. As `open_store`."""
-    if server.request_store == "none":
+    if "none" in (server.request_store, server.file_store):
         return None
     url = server.file_store or partial(state_path, "files", server.api_keys_file)
     return FileStore(url, server.file_max_age_s, server.file_store_max_bytes, on_failure)

@@ -29,6 +29,8 @@ NOT_NOW = (429, 503)
 """Statuses of errors that pass."""
 RETRY_S = 5.0
 """After this time an answer is tried again that the engines couldn't make."""
+NO_WORKER_S = 300.0
+"""After this time a process looks again that makes no answers of a kind: another one may."""
 
 
 class RecordWorker(ABC):
@@ -50,15 +52,15 @@ class RecordRunner:
     def __init__(
         self,
         store: RecordStore,
-        files: FileStore,
+        files: FileStore | None,
         digests: Callable[[], Sequence[str]],
         workers: Mapping[str, RecordWorker],
         on_taken_up: Callable[[], None],
         stream_age_s: float,
     ) -> None:
-        """`digests` gives those of the models served here. `workers`: by endpoint. `on_taken_up` is
-        called for each record that is. `stream_age_s`: how long the record of a stream is there
-        behind the last that was heard of it."""
+        """`files`: None if there are none. `digests` gives those of the models served here.
+        `workers`: by endpoint. `on_taken_up` is called for each record that is. `stream_age_s`: how
+        long the record of a stream is there behind the last that was heard of it."""
         self._digests = digests
         self._on_taken_up = on_taken_up
         self._store = store
@@ -75,7 +77,8 @@ class RecordRunner:
         if self._looking is None:
             self._looking = asyncio.create_task(self._look())
             # Not in the same one: slow files must not keep leases from being renewed.
-            self._sweeping = asyncio.create_task(self._sweep())
+            if self._files is not None:
+                self._sweeping = asyncio.create_task(self._sweep(self._files))
 
     async def stop(self) -> None:
         """What isn't ready is left to other processes, or to this one's next life."""
@@ -122,16 +125,19 @@ class RecordRunner:
                 failed = True
             await asyncio.sleep(PERIOD_S)
 
-    async def _sweep(self) -> None:
+    async def _sweep(self, files: FileStore) -> None:
         while True:
             try:
-                await self._files.remove_expired()
+                await files.remove_expired()
             except RequestError:
                 logger.error("expired files aren't removed")
             await asyncio.sleep(SWEEP_S)
 
     async def _answer(self, record: Record) -> None:
-        worker = self._workers[record.endpoint]
+        worker = self._workers.get(record.endpoint)
+        if worker is None:  # a batch from when there were files
+            await self._leave(record, NO_WORKER_S)
+            return
         try:
             await worker.run(record)
             return
@@ -143,7 +149,10 @@ class RecordRunner:
                 return
             except Exception as error:  # the record must not stay held by nobody
                 failure_of(error, record.request_id)
+        await self._leave(record, RETRY_S)
+
+    async def _leave(self, record: Record, again_in_s: float) -> None:
         try:
-            await self._store.leave(record, again_in_s=RETRY_S)
+            await self._store.leave(record, again_in_s=again_in_s)
         except RequestError:  # its lease ends, as it isn't renewed any more
             logger.error("request %s waits for its lease to end", record.id)

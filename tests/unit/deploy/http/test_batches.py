@@ -472,18 +472,52 @@ def test_pages(tmp_path: Path) -> None:
     run(scenario)
 
 
-def test_none_without_a_store(tmp_path: Path) -> None:
+@pytest.mark.parametrize("option", ["request_store", "file_store"])
+def test_none_without_a_store(tmp_path: Path, option: str) -> None:
     async def scenario() -> None:
+        given: dict[str, Any] = {"request_store_path": str(tmp_path / "r.sqlite3"), option: "none"}
         app = build_api(
             lambda: ServedModels(FakeEngineClient()),
-            ApiSettings(ServerOptions(request_store="none")),
+            ApiSettings(ServerOptions(**given)),
         )
         async with httpx.AsyncClient(
             transport=httpx.ASGITransport(app), base_url="http://test"
         ) as http:
-            for path in ("/v1/files", "/v1/batches"):
-                reply = await http.get(path)
-                assert reply.status_code == 400 and "request_store" in reply.text
+            form = {"files": {"file": b"{}"}, "data": {"purpose": "batch"}}
+            asked = [await http.get(path) for path in ("/v1/files", "/v1/batches")]
+            asked += [await http.get("/v1/files/file-1"), await http.get("/v1/batches/batch_1")]
+            asked += [await http.post("/v1/files", **form), await http.post("/v1/batches", json={})]
+            for reply in asked:
+                error = reply.json()["error"]
+                assert reply.status_code == 400 and f"({option}: none)" in error["message"]
+
+    run(scenario)
+
+
+def test_a_batch_waits_where_there_are_no_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The option was taken away, or this process is told of it before others are."""
+    monkeypatch.setattr(runner, "NO_WORKER_S", 0.1)
+
+    async def scenario() -> None:
+        async with Server(tmp_path) as server:
+            server.client.hang_at = 1
+            batch = await server.begin(jsonl(line("one")))
+            await asyncio.sleep(0.2)
+            await server.lose()
+        async with Server(tmp_path, file_store="none") as without:
+            await asyncio.sleep(1.0)  # longer than the lease
+            assert not without.client.started
+            body = {"input": "hi", "background": True, "max_output_tokens": 3}
+            made = (await without.http.post("/responses", json=body)).json()
+            async with asyncio.timeout(20):  # the same process makes other answers
+                while made["status"] in ("queued", "in_progress"):
+                    await asyncio.sleep(0.02)
+                    made = (await without.http.get(f"/responses/{made['id']}")).json()
+            assert made["status"] == "incomplete"
+        async with Server(tmp_path) as again:
+            assert (await again.end_of(batch)).status == "completed"
 
     run(scenario)
 

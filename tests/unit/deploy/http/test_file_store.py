@@ -18,6 +18,8 @@ import pytest
 from deploy.http.batches.lines import Source, check_lines, raw_lines
 from deploy.http.files import file_store
 from deploy.http.files.file_store import FileStore, check_file_store, new_id
+from deploy.http.records.opening import open_files
+from deploy.start.config import AppConfig
 from engine.errors import ConfigError, RequestError
 
 BATCH = new_id("batch_")
@@ -110,6 +112,22 @@ def test_what_expired_is_removed(url: str, monkeypatch: pytest.MonkeyPatch) -> N
     run(scenario)
 
 
+def test_what_else_is_in_the_folder_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A volume may have a `lost+found` that nobody may read."""
+
+    async def scenario() -> None:
+        store = FileStore(str(tmp_path), 3600, 10**6)
+        file = await add(store, b"1")
+        (tmp_path / "lost+found").symlink_to("nowhere")  # not even root reads it
+        now = file_store.time.time()
+        monkeypatch.setattr(file_store.time, "time", lambda: now + 3601)
+        await store.remove_expired()
+        assert list(tmp_path.rglob(f"{file.id}*")) == []
+        assert (tmp_path / "lost+found").is_symlink()
+
+    run(scenario)
+
+
 def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failures = 0
 
@@ -171,6 +189,11 @@ def test_places_that_are_none() -> None:
     for wrong in ("nothing://x", "s3://bucket/x"):
         with pytest.raises(ConfigError, match="file_store"):
             check_file_store(wrong)
+
+
+def test_none_is_no_folder() -> None:
+    app = AppConfig.from_args({"model": "models/manta-small", "file_store": "none"})
+    assert open_files(app.server) is None
 
 
 def test_memory_does_not_grow_with_the_file() -> None:
