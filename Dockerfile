@@ -2,7 +2,7 @@
 #   BASE         must carry Python 3.11 or newer in /usr/local (KubeRay may start a login shell, which
 #                sets PATH anew: a virtual environment elsewhere would not be found)
 #   TORCH_INDEX  package index to take torch alone from, e.g. that of its CPU builds; empty: pip's own
-#   EXTRAS       extras of pyproject.toml, separated by spaces, e.g. gpu
+#   EXTRAS       extras of pyproject.toml besides redis, separated by spaces, e.g. gpu
 #   CUDA_BASE    an image with nvcc, for the FlashInfer kernels of the stage `gpu`
 #   CUDA_ARCHS   compute capabilities that these kernels are for: 8.0 A100, 8.9 L40S, 9.0a H100 and H200,
 #                10.0a B200; several are separated by spaces. Another GPU is refused at the start
@@ -35,7 +35,7 @@ ARG EXTRAS=""
 RUN python -c "import sys, tomllib; \
 p = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
 extras = [line for name in sys.argv[1:] for line in p['optional-dependencies'][name]]; \
-print('\n'.join(p['dependencies'] + extras))" ${EXTRAS} > /tmp/requirements.txt \
+print('\n'.join(p['dependencies'] + extras))" redis ${EXTRAS} > /tmp/requirements.txt \
     && pip install -c constraints.txt -r /tmp/requirements.txt \
     && rm /tmp/requirements.txt
 

@@ -33,7 +33,10 @@ class Overlay(NamedTuple):
 EVERYWHERE = {
     "api_keys_file": "/etc/manta/keys/keys.yaml",
     # A pod's file isn't another pod's.
-    "request_store": "none",
+    "request_store": "redis",
+    "request_store_url": "redis://manta-request-store:6379/0",
+    # Nor is its folder: see k8s/components/files.
+    "file_store": "none",
     # The pods of the group `ingress` have 4, so that new ingresses fit beside the old ones.
     "ingress_resources": {"manta_ingress": 1},
     # A new pod may need a new node, an image and a model.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
+import aiohttp
 import pytest
 
 from tests.k8s import scenarios
@@ -15,6 +18,7 @@ from tests.k8s.manifests import render
 from tests.support.chaos_load import Case, make_cases
 from tests.support.debian import install
 from tests.support.overlays import needs_kubectl
+from tests.support.reading_on import Read, read_some, read_through
 
 pytestmark = [
     pytest.mark.optional_tool,
@@ -58,6 +62,31 @@ def test_streams_survive(emulator: Emulator, cases: list[Case], name: str) -> No
     _survives(emulator, cases, name)
 
 
+def test_a_stream_is_read_on_when_its_ingress_was_lost(emulator: Emulator) -> None:
+    """The Redis of requests has what it takes, and the new ingress the password for it."""
+    path, body = (
+        "/v1/chat/completions",
+        {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True},
+    )
+    body["messages"] = [{"role": "user", "content": "What does os.path.join do?"}]
+    undisturbed, cut = Read(), Read()
+
+    async def run() -> Any:
+        headers = {"Authorization": f"Bearer {emulator.key}"}
+        async with aiohttp.ClientSession(headers=headers) as session:
+            await read_through(undisturbed, session, emulator.url, path, body)
+            await read_some(cut, session, emulator.url, path, body, events=20)
+            assert not cut.is_whole()
+            await asyncio.to_thread(scenarios.ingress_killed, emulator)
+            await read_through(cut, session, emulator.url, path, body)
+            async with session.get(f"{emulator.url}/debug/status") as reply:
+                return (await reply.json())["request_store"]
+
+    store = asyncio.run(run())
+    assert cut.contents() == undisturbed.contents() and len(cut.events) > TOKENS / 2
+    assert store["kind"] == "redis" and store["is_away"] is False
+
+
 def test_strangers_reach_only_the_api(emulator: Emulator) -> None:
     pods = list(emulator.cluster.pods)
     stranger = emulator.client("stranger", {"app": "other"}, "elsewhere")
@@ -73,21 +102,23 @@ def test_strangers_reach_only_the_api(emulator: Emulator) -> None:
     )
     ports = {port for pod in pods for port in _listening(pod.interface.netns)}
     assert {6379, 8265, 8000} <= ports
-    redis = emulator.around.hosts["manta-redis"]
+    hosts = emulator.around.hosts
+    redis, store = (f"{hosts[name]}:6379" for name in ("manta-redis", "manta-request-store"))
     asked = [f"{p.interface.address}:{port}" for p in pods for port in sorted(ports)]
-    asked.append(f"{redis}:6379")
+    asked += [redis, store]
     command = ["ip", "netns", "exec", stranger.netns, sys.executable, "-c", script, *asked]
     reached = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     (ingress,) = emulator.cluster.of("ingress")
     assert reached == [f"{ingress.interface.address}:8000"]
-    # Beside it a pod of Manta's reaches what it needs, so the rules don't just cut everything.
-    head = emulator.cluster.head.interface.address
+    # Beside it Manta's own pods reach what they need, so the rules don't just cut everything.
+    head = emulator.cluster.head
     (engine,) = emulator.cluster.of("engines")
-    command[3] = engine.interface.netns
-    inside = [f"{head}:6379", f"{head}:8265", f"{redis}:6379"]
-    command[7:] = inside
-    reached = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-    assert reached == inside[:2], "an engine reaches Ray, but not Redis"
+    ray = [f"{head.interface.address}:6379", f"{head.interface.address}:8265"]
+    command[7:] = [*ray, redis, store]
+    for pod, wanted in ((head, [*ray, redis]), (engine, ray), (ingress, [*ray, store])):
+        command[3] = pod.interface.netns
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert done.stdout.split() == wanted, pod.name
 
 
 def test_pods_write_only_to_volumes(emulator: Emulator) -> None:

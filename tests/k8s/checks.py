@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import jsonschema
 import kubernetes_validate
 import yaml
 
+from deploy.options import ServerOptions
 from deploy.serve_state.drain_watch import HANDOVER_S
 from tests.k8s.kuberay import custom_resources, quantity
 from tests.k8s.manifests import Document, find, groups, matches, served, the
@@ -21,8 +23,13 @@ from tests.support.source_files import ROOT
 
 KUBERNETES = "1.31"
 SCHEMAS = Path(__file__).with_name("schemas")
-BY_HAND = {"manta-redis", "manta-hub", "manta-metrics-key", "manta-tls"}
+BY_HAND = {"manta-redis", "manta-request-store", "manta-hub", "manta-metrics-key", "manta-tls"}
 """Secrets that README tells to create."""
+REDIS, STORE = "manta-redis", "manta-request-store"
+"""The Redis of Ray, and that of requests."""
+STORE_PASSWORD = "MANTA_REQUEST_STORE_PASSWORD"
+STORE_OVERHEAD = 3
+"""Times as much memory as `request_store_max_bytes` counts, for requests of a few hundred bytes."""
 USER = 1000
 ENDING_S = 10
 """For the processes of a pod to end after Ray's drain."""
@@ -231,8 +238,9 @@ def policies(documents: list[Document]) -> Iterator[str]:
             if not rule.get("from") and [p["port"] for p in rule.get("ports", [])] != [http]:
                 yield f"{policy['metadata']['name']} lets everybody in beyond port {http}"
     labels = {group["groupName"]: _labels(template) for group, template in _ray_pods(documents)}
-    redis = {"app.kubernetes.io/name": "manta-redis"}
+    redis, store = ({"app.kubernetes.io/name": name} for name in (REDIS, STORE))
     wanted = [
+        ("ingress", labels["ingress"], store, 6379),
         ("ingress", labels["ingress"], labels["head"], 6379),
         ("engines", labels["engines"], labels["ingress"], 40000),
         ("head", labels["head"], labels["engines"], 52365),
@@ -246,6 +254,18 @@ def policies(documents: list[Document]) -> Iterator[str]:
     for name in ("ingress", "engines"):
         if _allows(every, "Ingress", redis, labels[name], 6379):
             yield f"{name} reaches Redis"
+    for name in ("head", "engines"):
+        if _allows(every, "Ingress", store, labels[name], 6379):
+            yield f"the store of requests lets {name} in"
+        if _allows(every, "Egress", labels[name], store, 6379):
+            yield f"{name} may call the store of requests"
+    for own in (redis, store):
+        for policy in (p for p in every if matches(own, p["spec"]["podSelector"])):
+            if policy["spec"].get("egress"):
+                yield f"{policy['metadata']['name']} lets a Redis call others"
+            for peer in [p for r in policy["spec"].get("ingress", []) for p in r.get("from", [])]:
+                if "namespaceSelector" in peer:
+                    yield f"{policy['metadata']['name']} lets other namespaces reach a Redis"
 
 
 def _allows(
@@ -372,7 +392,7 @@ def security(documents: list[Document]) -> Iterator[str]:
         context = spec.get("securityContext", {})
         if context.get("runAsNonRoot") is not True or not context.get("runAsUser"):
             yield f"{name} may run as root"
-        if name not in ("manta-redis",) and context.get("runAsUser") != USER:
+        if name not in (REDIS, STORE) and context.get("runAsUser") != USER:
             yield f"{name} isn't the image's user"
         if context.get("seccompProfile") != {"type": "RuntimeDefault"}:
             yield f"{name} has no seccomp profile"
@@ -440,6 +460,104 @@ def application(documents: list[Document]) -> Iterator[str]:
         yield "HAProxy cuts streams before request_timeout_s"
 
 
+def kept_requests(documents: list[Document]) -> Iterator[str]:
+    """Requests are kept in a Redis of their own, which has room for them, and whose password only
+    ingresses have."""
+    service = _service(documents)
+    (app,) = served(service)["applications"]
+    options = ServerOptions.model_validate(
+        {k: v for k, v in app["args"].items() if k in ServerOptions.model_fields}
+    )
+    if options.request_store != "redis":
+        yield f"request_store: {options.request_store}: another pod can't read a stream on"
+        return
+    url = urlsplit(options.request_store_url or "")
+    found = [
+        stateful["spec"]["template"]["spec"]["containers"][0]
+        for stateful in find(documents, "StatefulSet", url.hostname or "")
+        for home in find(documents, "Service", url.hostname)
+        if url.port in [port["port"] for port in home["spec"]["ports"]]
+        and matches(
+            _labels(stateful["spec"]["template"]), {"matchLabels": home["spec"]["selector"]}
+        )
+    ]
+    if not found:
+        yield f"there is no store of requests at {options.request_store_url}"
+        return
+    if url.hostname == REDIS:
+        yield "requests would fill the Redis of Ray"
+    if url.password is not None:
+        yield "the password of the store stands in the configuration"
+    password = _secrets(found[0]).get("REDIS_PASSWORD")
+    for group, template in _ray_pods(documents):
+        own = _secrets(template["spec"]["containers"][0]).get(STORE_PASSWORD)
+        wanted = password if group["groupName"] == "ingress" else None
+        if own != wanted:
+            yield f"{group['groupName']} has {own} as the password of the store, not {wanted}"
+    (script,) = found[0]["args"]
+    most = re.search(r"--maxmemory (\d+)gb ", script)
+    if most is None or "--maxmemory-policy noeviction" not in script:
+        yield "the store of requests takes what it has no memory for, or drops what it has"
+        return
+    gib = 1 << 30
+    if int(most[1]) * gib < STORE_OVERHEAD * options.request_store_max_bytes:
+        yield f"{most[1]} GiB are too few for {options.request_store_max_bytes} bytes of requests"
+    if quantity(str(found[0]["resources"]["limits"]["memory"])) < 1.5 * int(most[1]) * gib:
+        yield "the store of requests has no memory to rewrite its file"
+    (claim,) = the(documents, "StatefulSet", url.hostname)["spec"]["volumeClaimTemplates"]
+    if quantity(claim["spec"]["resources"]["requests"]["storage"]) < 3 * int(most[1]) * gib:
+        yield "the volume of the store of requests has no room for a second file"
+    if "--appendonly yes --appendfsync always" not in script:
+        yield "the store of requests forgets what it took"
+
+
+def _secrets(container: Document) -> dict[str, dict[str, str]]:
+    """The `secretKeyRef` of each variable that has one."""
+    references = {
+        entry["name"]: entry.get("valueFrom", {}).get("secretKeyRef")
+        for entry in container.get("env", [])
+    }
+    return {name: found for name, found in references.items() if found is not None}
+
+
+def files(documents: list[Document]) -> Iterator[str]:
+    """Files are where all ingresses write, and nobody else, or nowhere."""
+    (app,) = served(_service(documents))["applications"]
+    place = app["args"].get("file_store")
+    if place is None:
+        yield "file_store: each pod would have files of its own"
+        return
+    shared = {
+        claim["metadata"]["name"]
+        for claim in find(documents, "PersistentVolumeClaim")
+        if claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    }
+    for group, template in _ray_pods(documents):
+        (container,) = template["spec"]["containers"]
+        claims = {
+            volume["name"]: volume["persistentVolumeClaim"]["claimName"]
+            for volume in template["spec"]["volumes"]
+            if "persistentVolumeClaim" in volume
+        }
+        writable = {
+            mount["mountPath"]: claims[mount["name"]]
+            for mount in container["volumeMounts"]
+            if mount["name"] in claims and not mount.get("readOnly")
+        }
+        name = group["groupName"]
+        if name != "ingress":
+            yield from (f"{name} may write to {path}" for path in writable)
+            continue
+        for path in writable:
+            if template["spec"]["securityContext"].get("fsGroup") != USER:
+                yield f"{name}: the image's user can't write to {path}"
+        if place.startswith("/") and not any(
+            f"{place}/".startswith(f"{path}/") and claim in shared
+            for path, claim in writable.items()
+        ):
+            yield f"{name}: no volume that all write to at {place}"
+
+
 def environment_name(service: Document) -> str:
     """The ConfigMap with the pods' environment."""
     head = service["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]
@@ -482,6 +600,8 @@ CHECKS: tuple[Check, ...] = (
     operator_rules,
     security,
     application,
+    kept_requests,
+    files,
     budgets,
     monitoring,
 )

@@ -4,8 +4,9 @@
 
 Emulated: pods (network, mount, pid, ipc and uts namespaces, the user, a read-only root), the
 kubelet's restarts, readiness probes, preStop hooks and grace periods, NetworkPolicy (nftables),
-Secrets, ConfigMaps, the Service `manta` (nginx), Redis, and what KubeRay does with a RayService:
-commands, environment, probes, the token, PUT of `serveConfigV2`, a new cluster beside the old one.
+Secrets, ConfigMaps, the Service `manta` (nginx), both Redis, and what KubeRay does with a
+RayService: commands, environment, probes, the token, PUT of `serveConfigV2`, a new cluster beside
+the old one.
 Not emulated: the API server (admission, CEL, RBAC), scheduling, the autoscaler, limits of
 resources, storage, init containers and sidecars.
 """
@@ -67,7 +68,8 @@ class Emulator:
             image.mkdir()
             self.around = Surroundings(self.network, self.folder, image_folder(image), documents)
             self._make_secrets()
-            self._start_redis()
+            for stateful in find(documents, "StatefulSet"):
+                self._start_redis(stateful)
             folder = self.folder / "service"
             folder.mkdir()
             interface = self.network.add("service", {}, "kube-system")
@@ -144,22 +146,28 @@ class Emulator:
         for document in find(self.documents, "Secret"):
             self.around.set_secret(document["metadata"]["name"], {})
         self.around.set_secret("manta-keys", {"keys.yaml": yaml.safe_dump(keys)})
-        self.around.set_secret("manta-redis", {"password": secrets.token_hex(16)})
+        for name in ("manta-redis", "manta-request-store"):
+            self.around.set_secret(name, {"password": secrets.token_hex(16)})
 
-    def _start_redis(self) -> None:
-        """Debian's redis-server with the manifest's arguments and the network of its pod."""
-        stateful = the(self.documents, "StatefulSet", "manta-redis")["spec"]["template"]
-        interface = self.network.add("redis", stateful["metadata"]["labels"], "manta")
-        self.around.hosts["manta-redis"] = interface.address
-        password = self.around.secret({"name": "manta-redis", "key": "password"})
-        script = stateful["spec"]["containers"][0]["args"][0]
-        data = self.folder / "redis"
+    def _start_redis(self, stateful: Document) -> None:
+        """Debian's redis-server with the manifest's arguments and the network of its pod. Its name
+        is that of its Service."""
+        name, template = stateful["metadata"]["name"], stateful["spec"]["template"]
+        interface = self.network.add(name, template["metadata"]["labels"], "manta")
+        self.around.hosts[stateful["spec"]["serviceName"]] = interface.address
+        container = template["spec"]["containers"][0]
+        env = {
+            entry["name"]: self.around.secret(entry["valueFrom"]["secretKeyRef"])
+            for entry in container["env"]
+        }
+        (script,) = container["args"]
+        data = self.folder / name
         data.mkdir()
         script = script.replace("/tmp/", f"{data}/").replace("/data", str(data))
         script = script.replace("--dir", "--protected-mode no --dir")
-        words = ["ip", "netns", "exec", interface.netns, "sh", "-c", script]
-        env = {"REDIS_PASSWORD": password, "PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
-        log = (self.folder / "redis.log").open("wb")
+        words = ["ip", "netns", "exec", interface.netns, *container["command"], script]
+        env["PATH"] = "/usr/sbin:/usr/bin:/sbin:/bin"
+        log = (self.folder / f"{name}.log").open("wb")
         self._processes.append(subprocess.Popen(words, env=env, stdout=log, stderr=log))
 
     def _ready(self) -> list[str]:

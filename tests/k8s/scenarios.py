@@ -79,6 +79,13 @@ def worker_killed(emulator: Emulator) -> None:
     _kill(pod)
 
 
+def ingress_killed(emulator: Emulator) -> None:
+    """kill -9 of all processes of the ingress' pod. Its clients lose their connections."""
+    (pod,) = emulator.cluster.of("ingress")
+    _kill(pod)
+    emulator.cluster.wait_until_running()
+
+
 def head_killed(emulator: Emulator) -> None:
     """kill -9 of all processes of the head's pod."""
     _kill(emulator.cluster.head)

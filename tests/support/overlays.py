@@ -12,7 +12,10 @@ from tests.k8s.manifests import Document, render
 from tests.support.source_files import ROOT
 
 OVERLAYS = tuple(sorted(path.name for path in (ROOT / "k8s/overlays").iterdir()))
-COMPONENTS = ("k8s/components/ingress", "k8s/components/gateway", "k8s/monitoring")
+COMPONENTS = (
+    *("k8s/components/ingress", "k8s/components/gateway", "k8s/components/files"),
+    "k8s/monitoring",
+)
 """What an overlay of one's own may add."""
 needs_kubectl = pytest.mark.skipif(shutil.which("kubectl") is None, reason="there is no kubectl")
 

@@ -83,11 +83,26 @@ async def read_through(
         await asyncio.sleep(PAUSE_S)
 
 
+async def read_some(
+    read: Read,
+    session: aiohttp.ClientSession,
+    url: str,
+    path: str,
+    body: dict[str, Any],
+    *,
+    events: int,
+) -> None:
+    """Post the request, and cut the connection as soon as this many events are there."""
+    await _read(
+        read, session.post(url + path, json={**body, "stream": True}, headers=ACCEPT), events
+    )
+
+
 ACCEPT = {"accept": "text/event-stream"}
 
 
-async def _read(read: Read, call: Any) -> None:
-    """Take the events that come whole."""
+async def _read(read: Read, call: Any, most: int | None = None) -> None:
+    """Take the events that come whole; behind `most` of them it leaves."""
     buffer = b""
     async with call as reply:
         if reply.status >= 500:
@@ -100,6 +115,8 @@ async def _read(read: Read, call: Any) -> None:
                 if not event.startswith("id: "):
                     return  # an error: the stream is to be read on
                 read.events.append(event)
+                if len(read.events) == most:
+                    return
 
 
 def data_of(event: str) -> str:

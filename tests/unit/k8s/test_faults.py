@@ -65,6 +65,19 @@ def _policy(documents: list[Document], name: str) -> dict[str, Any]:
     return spec
 
 
+def _store(documents: list[Document]) -> dict[str, Any]:
+    stateful = the(documents, "StatefulSet", "manta-request-store")
+    container = stateful["spec"]["template"]["spec"]["containers"][0]
+    assert isinstance(container, dict)
+    return container
+
+
+def _in_store(documents: list[Document], old: str, new: str) -> None:
+    args = _store(documents)["args"]
+    assert old in args[0]
+    args[0] = args[0].replace(old, new)
+
+
 def _drop(documents: list[Document], kind: str, name: str) -> None:
     documents.remove(the(documents, kind, name))
 
@@ -264,6 +277,119 @@ FAULTS: dict[str, tuple[str, Fault, str]] = {
             "matchLabels"
         ].pop("app.kubernetes.io/component"),
         "reaches Redis",
+    ),
+    "nobody may call the store": (
+        "cpu",
+        lambda d: _drop(d, "NetworkPolicy", "manta-keeps-requests"),
+        "ingress may not call",
+    ),
+    "the store lets nobody in": (
+        "cpu",
+        lambda d: _policy(d, "manta-request-store").pop("ingress"),
+        "doesn't let ingress call",
+    ),
+    "the store for engines": (
+        "cpu",
+        lambda d: _policy(d, "manta-request-store")["ingress"][0]["from"][0]["podSelector"][
+            "matchLabels"
+        ].pop("app.kubernetes.io/component"),
+        "lets engines in",
+    ),
+    "engines may call the store": (
+        "cpu",
+        lambda d: _policy(d, "manta")["egress"][1]["to"].append(
+            {"podSelector": {"matchLabels": {"app.kubernetes.io/name": "manta-request-store"}}}
+        ),
+        "engines may call the store",
+    ),
+    "the store for other namespaces": (
+        "cpu",
+        lambda d: _policy(d, "manta-request-store")["ingress"][0]["from"].append(
+            {"namespaceSelector": {}}
+        ),
+        "other namespaces",
+    ),
+    "the store calls others": (
+        "cpu",
+        lambda d: _policy(d, "manta-request-store").update(egress=[{"ports": [{"port": 443}]}]),
+        "call others",
+    ),
+    "no Service of the store": (
+        "cpu",
+        lambda d: _args(d, request_store_url="redis://manta-requests:6379/0"),
+        "no store of requests at",
+    ),
+    "port of the store": (
+        "cpu",
+        lambda d: the(d, "Service", "manta-request-store")["spec"]["ports"][0].update(port=6380),
+        "no store of requests at",
+    ),
+    "requests in Ray's Redis": (
+        "cpu",
+        lambda d: _args(d, request_store_url="redis://manta-redis:6379/1"),
+        "fill the Redis of Ray",
+    ),
+    "requests in a pod": ("cpu", lambda d: _args(d, request_store="sqlite"), "another pod"),
+    "files in a pod": ("cpu", lambda d: _args(d, file_store=None), "files of its own"),
+    "files without a volume": ("cpu", lambda d: _args(d, file_store="/files"), "no volume"),
+    "no password of the store": (
+        "cpu",
+        lambda d: _container(d, 0)["env"].pop(),
+        "ingress has None",
+    ),
+    "another password of the store": (
+        "cpu",
+        lambda d: _container(d, 0)["env"][-1]["valueFrom"]["secretKeyRef"].update(
+            name="manta-redis"
+        ),
+        "ingress has",
+    ),
+    "password of the store in engines": (
+        "cpu",
+        lambda d: _container(d, 1)["env"].append(_container(d, 0)["env"][-1]),
+        "engines has",
+    ),
+    "password in the address": (
+        "cpu",
+        lambda d: _args(d, request_store_url="redis://:secret@manta-request-store:6379/0"),
+        "stands in the configuration",
+    ),
+    "no Secret of the store": (
+        "cpu",
+        lambda d: _store(d)["env"][0]["valueFrom"]["secretKeyRef"].update(name="manta-requests"),
+        "no Secret manta-requests",
+    ),
+    "the store takes all memory": (
+        "cpu",
+        lambda d: _in_store(d, "--maxmemory 4gb ", ""),
+        "no memory for",
+    ),
+    "the store drops records": (
+        "cpu",
+        lambda d: _in_store(d, "noeviction", "allkeys-lru"),
+        "drops what it has",
+    ),
+    "more requests than memory": (
+        "cpu",
+        lambda d: _args(d, request_store_max_bytes=2 << 30),
+        "too few for",
+    ),
+    "no memory to rewrite": (
+        "cpu",
+        lambda d: _store(d)["resources"]["limits"].update(memory="4Gi"),
+        "rewrite its file",
+    ),
+    "a small volume of the store": (
+        "cpu",
+        lambda d: the(d, "StatefulSet", "manta-request-store")["spec"]["volumeClaimTemplates"][0][
+            "spec"
+        ]["resources"]["requests"].update(storage="8Gi"),
+        "second file",
+    ),
+    "the store isn't written to disk": (
+        "cpu",
+        lambda d: _in_store(d, "--appendfsync always", "--appendfsync no"),
+        "forgets",
     ),
     "no way between pods": (
         "cpu",

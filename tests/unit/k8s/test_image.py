@@ -95,21 +95,22 @@ def test_image_is_pinned_and_has_what_probes_run() -> None:
 def _requirements(extras: list[str]) -> list[str]:
     """Runs the Dockerfile's own line."""
     (run,) = [r for r in _docker("RUN") if "tomllib" in r]
-    match = re.search(r'python -c "(.*?)" \$\{EXTRAS\}', run)
+    match = re.search(r'python -c "(.*?)" (.*?)\$\{EXTRAS\}', run)
     assert match is not None
     with pytest.MonkeyPatch.context() as patch:
         printed: list[str] = []
         patch.chdir(ROOT)
-        patch.setattr("sys.argv", ["-c", *extras])
+        patch.setattr("sys.argv", ["-c", *match[2].split(), *extras])
         exec(match[1].strip(), {"print": printed.append})
     return printed[0].split("\n")
 
 
 def test_image_installs_the_projects_dependencies() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert _requirements([]) == project["dependencies"]
-    both_lists = project["dependencies"] + project["optional-dependencies"]["gpu"]
-    assert _requirements(["gpu"]) == both_lists
+    extras = project["optional-dependencies"]
+    always = project["dependencies"] + extras["redis"]  # the manifests have request_store: redis
+    assert _requirements([]) == always
+    assert _requirements(["gpu"]) == always + extras["gpu"]
     (base,) = [arg for arg in _docker("ARG") if arg.startswith("BASE=")]
     version = re.search(r"python:(\d+)\.(\d+)", base)
     assert version is not None and (int(version[1]), int(version[2])) >= (3, 11)
@@ -140,7 +141,7 @@ def test_pods_have_the_images_environment() -> None:
 def test_base_images_are_digests_and_the_default_is_for_cpus() -> None:
     bases = {arg for arg in _docker("ARG") if "BASE=" in arg}
     assert len(bases) == 2 and all(re.search(r"@sha256:[0-9a-f]{64}$", base) for base in bases)
-    redis = (ROOT / "k8s/base/redis.yaml").read_text()
+    redis = (ROOT / "k8s/base/redis-pods.yaml").read_text()
     assert re.search(r"image: redis:7\.2-bookworm@sha256:[0-9a-f]{64}\n", redis)
     assert stages()[-1].base == "cpu" and not stages()[-1].lines
 

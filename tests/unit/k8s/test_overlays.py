@@ -42,11 +42,40 @@ def test_nothing_is_wrong_with_all_components(name: str, folder: str) -> None:
     assert problems(documents) == []
 
 
+def test_files_have_a_volume_that_all_ingresses_write_to(folder: str) -> None:
+    (ROOT / folder / "kustomization.yaml").write_text(with_components("gpu", folder))
+    documents = render(folder)
+    service = the(documents, "RayService")
+    config = yaml.safe_load(service["spec"]["serveConfigV2"])
+    config["applications"][0]["args"]["file_store"] = "/files"
+    service["spec"]["serveConfigV2"] = yaml.safe_dump(config)
+    assert problems(documents) == []
+    ingress, engines = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    claim = the(documents, "PersistentVolumeClaim", "manta-files")
+    mount = ingress["template"]["spec"]["containers"][0]["volumeMounts"][-1]
+    pod = engines["template"]["spec"]
+    faults = [
+        (claim["spec"], {"accessModes": ["ReadWriteOnce"]}),
+        (mount, {"readOnly": True}),
+        (mount, {"mountPath": "/file"}),
+        (pod["containers"][0]["volumeMounts"][-1], {"readOnly": False}),
+        (ingress["template"]["spec"]["securityContext"], {"fsGroup": 2000}),
+    ]
+    for where, change in faults:
+        before = dict(where)
+        where |= change
+        (found,) = problems(documents)
+        assert found.startswith("files: "), (change, found)
+        where.clear()
+        where |= before
+    assert problems(documents) == []
+
+
 @every
 def test_an_overlay_has_what_it_needs(name: str) -> None:
     kinds = sorted(document["kind"] for document in overlay(name))
-    wanted = ["ConfigMap", *["NetworkPolicy"] * 4, *["PodDisruptionBudget"] * 2]
-    wanted += ["RayService", "Secret", "Service", "Service", "StatefulSet"]
+    wanted = ["ConfigMap", *["NetworkPolicy"] * 6, *["PodDisruptionBudget"] * 2]
+    wanted += ["RayService", "Secret", *["Service"] * 3, *["StatefulSet"] * 2]
     if name != "cpu":
         wanted += ["Job", "NetworkPolicy", "PersistentVolumeClaim"]
     assert kinds == sorted(wanted)
