@@ -21,7 +21,7 @@ from benchmarks.servers import ManagedServer
 from tests.support.http_server import manta, metric, wait_idle
 from tests.support.launches import MODEL, SMALL, started
 from tests.support.processes import actor_pids, launch_mark
-from tests.support.reading_on import Read, read_through
+from tests.support.reading_on import MAX_OPENING, Read, difference, read_through
 from tests.support.redis_server import RedisServer, redis_server
 
 SCHEMA = {
@@ -73,9 +73,13 @@ async def read_all(url: str, reads: list[Read]) -> None:
     """Each of them reads the request of its number."""
     timeout = aiohttp.ClientTimeout(total=None, sock_read=60)
     connector = aiohttp.TCPConnector(force_close=True, limit=0)
+    opening = asyncio.Semaphore(MAX_OPENING)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
         await asyncio.gather(
-            *(read_through(read, session, url, *request(n)) for n, read in enumerate(reads))
+            *(
+                read_through(read, session, url, *request(number), opening)
+                for number, read in enumerate(reads)
+            )
         )
 
 
@@ -127,6 +131,7 @@ def test_streams_outlive_their_ingress(server: ManagedServer, redis: RedisServer
 
 
 @pytest.mark.full_chaos
+@pytest.mark.timeout(1200)
 def test_500_streams(server: ManagedServer, redis: RedisServer) -> None:
     _check(server, redis, 500, 20)
 
@@ -134,9 +139,9 @@ def test_500_streams(server: ManagedServer, redis: RedisServer) -> None:
 def _check(server: ManagedServer, redis: RedisServer, count: int, kills: int) -> None:
     undisturbed, disturbed = ([Read() for _ in range(count)] for _ in range(2))
     asyncio.run(read_all(server.base_url, undisturbed))
-    assert not any(read.times_lost for read in undisturbed)
+    assert not [read.losses for read in undisturbed if read.losses]
     asyncio.run(_disturb(server, redis, disturbed, kills))
-    assert sum(read.times_lost for read in disturbed) > 0, "nobody lost anything"
+    assert any(read.losses for read in disturbed), "nobody lost anything"
     for number, (read, want) in enumerate(zip(disturbed, undisturbed, strict=True)):
         ids = [event.split("\n")[0] for event in read.events]
         assert len(set(ids)) == len(ids), "an event came twice"
@@ -144,7 +149,7 @@ def _check(server: ManagedServer, redis: RedisServer, count: int, kills: int) ->
         if path == "/generate":  # each event holds those before it
             assert read.contents()[0][-2:] == want.contents()[0][-2:]
         else:
-            assert read.contents() == want.contents(), (number, path)
+            assert not difference(read, want), (number, path, read.losses)
     deadline = time.monotonic() + 90
     while len(actor_pids(launch_mark(server.pid), "ServeReplica:llm:ingress")) < 2:
         assert time.monotonic() < deadline

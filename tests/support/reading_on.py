@@ -6,20 +6,25 @@ import asyncio
 import json
 import time
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import aiohttp
 
 LIMIT_S = 120.0
 PAUSE_S = 0.2
+MAX_OPENING = 20
+"""Connections of a client that are opened at once: it is slower than the server, which ends those
+that say nothing for long."""
 LOST = (aiohttp.ClientError, OSError, asyncio.IncompleteReadError)
 NEVER_THE_SAME = frozenset(
     {
         *("id", "created", "created_at", "completed_at", "call_id", "item_id", "request_id"),
-        *("cached_tokens", "cache_read_input_tokens", "input_tokens", "e2e_latency"),
+        *("cached_tokens", "cache_read_input_tokens", "input_tokens", "e2e_latency", "store"),
     }
 )
-"""Fields that say when something was asked, or what the prefix cache had."""
+"""Fields that say when something was asked, what the prefix cache had, or whether there was a store
+then."""
 
 
 @dataclass
@@ -28,7 +33,8 @@ class Read:
 
     events: list[str] = field(default_factory=list)
     """With their ids."""
-    times_lost: int = 0
+    losses: list[str] = field(default_factory=list)
+    """What its client saw, each time the stream ended early."""
 
     def is_whole(self) -> bool:
         """Whether the last event came."""
@@ -58,28 +64,47 @@ class Read:
         return [found[sequence] for sequence in sorted(found, key=str)]
 
 
+def difference(read: Read, want: Read) -> str:
+    """The first events of a sequence that differ; "" if none do."""
+    sequences: Any = zip_longest(read.contents(), want.contents(), fillvalue=[])
+    for one, other in sequences:
+        for number, (event, wanted) in enumerate(zip_longest(one, other)):
+            if event != wanted:
+                return f"event {number}: {event}\nwanted: {wanted}"
+    return ""
+
+
 async def read_through(
-    read: Read, session: aiohttp.ClientSession, url: str, path: str, body: dict[str, Any]
+    read: Read,
+    session: aiohttp.ClientSession,
+    url: str,
+    path: str,
+    body: dict[str, Any],
+    opening: asyncio.Semaphore | None = None,
 ) -> None:
-    """Post the request, and have `read` read it to its end through any losses."""
+    """Post the request, and have `read` read it to its end through any losses. It is one of those
+    that open their connections by turns."""
+    opening = opening or asyncio.Semaphore(1)
     until = time.monotonic() + LIMIT_S
     while True:
         try:
             if not read.events:
-                await _read(
-                    read, session.post(url + path, json={**body, "stream": True}, headers=ACCEPT)
-                )
+                streamed = {**body, "stream": True}
+                call = session.post(url + path, json=streamed, headers=ACCEPT)
             else:
                 record = read.place.rpartition(":")[0]
                 headers = {"last-event-id": read.place}
                 at = f"{url}{path}/{record}?stream=true"
-                await _read(read, session.get(at, headers=headers))
-        except LOST:
-            pass  # it comes back
+                call = session.get(at, headers=headers)
+            async with opening:
+                reply = await call
+            lost = await _read(read, reply)
+        except LOST as error:  # it comes back
+            lost = repr(error)
         if read.is_whole():
             return
         assert time.monotonic() < until, read
-        read.times_lost += 1
+        read.losses.append(lost)
         await asyncio.sleep(PAUSE_S)
 
 
@@ -93,30 +118,30 @@ async def read_some(
     events: int,
 ) -> None:
     """Post the request, and cut the connection as soon as this many events are there."""
-    await _read(
-        read, session.post(url + path, json={**body, "stream": True}, headers=ACCEPT), events
-    )
+    reply = await session.post(url + path, json={**body, "stream": True}, headers=ACCEPT)
+    await _read(read, reply, events)
 
 
 ACCEPT = {"accept": "text/event-stream"}
 
 
-async def _read(read: Read, call: Any, most: int | None = None) -> None:
-    """Take the events that come whole; behind `most` of them it leaves."""
+async def _read(read: Read, reply: aiohttp.ClientResponse, most: int | None = None) -> str:
+    """Take the events that come whole; behind `most` of them it leaves. Returns how the stream
+    ended."""
     buffer = b""
-    async with call as reply:
+    async with reply:
         if reply.status >= 500:
-            await reply.read()
-            return  # not now
+            return f"{reply.status}: {await reply.text()}"  # not now
         assert reply.status == 200, await reply.text()
         async for part in reply.content.iter_any():
             *events, buffer = (buffer + part).split(b"\n\n")
             for event in map(bytes.decode, events):
                 if not event.startswith("id: "):
-                    return  # an error: the stream is to be read on
+                    return event  # an error: the stream is to be read on
                 read.events.append(event)
                 if len(read.events) == most:
-                    return
+                    return "it was left"
+    return "its end came early"
 
 
 def data_of(event: str) -> str:

@@ -280,6 +280,7 @@ class Generation(ABC, Generic[F]):
             return
         if not await keeper.begin(self._first_response()):
             self.keeper = None
+            self._note_kept(False)
 
     def _first_response(self) -> dict[str, Any] | None:
         """The response while it is made; None if there is none before its end."""
@@ -293,14 +294,13 @@ class Generation(ABC, Generic[F]):
     def begin_keeping(self) -> asyncio.Task[bool] | None:
         """Have the request written down, beside what is done until there is a first token, unless
         that was done."""
-
-        def note(is_kept: bool) -> None:
-            if not is_kept and self.numbers is not None:
-                self.numbers.shown = False  # nobody can read on
-
         if self.keeper is None or self.keeps_reply:
             return None
-        return self.keeper.begin_beside(note)
+        return self.keeper.begin_beside(self._note_kept)
+
+    def _note_kept(self, is_kept: bool) -> None:
+        if not is_kept and self.numbers is not None:
+            self.numbers.shown = False  # nobody can read on
 
     def _check_ended(self) -> None:
         """Raise `RequestError` if a sequence has no finish reason."""

@@ -18,7 +18,8 @@ from engine.errors import RequestError
 logger = logging.getLogger(__name__)
 
 BEGIN_S = 2.0
-"""A store that takes longer is done without, where that can be."""
+"""A store that does nothing for so long is done without, where that can be. While it does what
+others asked for, a request waits for its turn: this process may be the slow one."""
 UNENDED_AGE_S = 24 * 3600.0
 """Of the record of a stream whose process was lost, if it isn't read on."""
 
@@ -80,14 +81,17 @@ class Keeper:
             return True
         if self._store.is_away:
             return False
+        adding = asyncio.create_task(add())
         try:
-            async with asyncio.timeout(BEGIN_S):
-                await add()
-        except TimeoutError:
-            self._store.note_away()
-            return False
+            while not (await asyncio.wait((adding,), timeout=BEGIN_S))[0]:
+                if self._store.silent_s >= BEGIN_S:
+                    self._store.note_away()
+                    return False
+            adding.result()
         except RequestError:  # the store has said why
             return False
+        finally:
+            adding.cancel()
         return True
 
     def begin_beside(self, then: Callable[[bool], None]) -> asyncio.Task[bool]:

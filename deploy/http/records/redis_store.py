@@ -32,6 +32,9 @@ PASSWORD = "MANTA_REQUEST_STORE_PASSWORD"
 TIMEOUT_S = 5.0
 MAX_CONNECTIONS = 16
 """Of one ingress."""
+TURN_TIMEOUT_S = 30.0
+"""What finds all connections in use waits so long for one. When hundreds of requests come at once,
+their process is busier than Redis."""
 _FIELDS = ("head", "body", "previous", "ended", "response", "expires")
 _decode = msgspec.json.Decoder().decode
 
@@ -408,7 +411,9 @@ class RedisStore(RecordStore):
         try:
             if self._client is None:
                 self._connect()
-            return await work()
+            found = await work()
+            self._note_answer()
+            return found
         except (RedisError, OSError, TimeoutError) as error:
             raise self._failed("Redis", error) from error
 
@@ -420,9 +425,8 @@ class RedisStore(RecordStore):
         if password := os.environ.get(PASSWORD):
             options["password"] = password
         self._holder = uuid.uuid4().hex
-        # What finds all connections in use waits for one.
         pool = BlockingConnectionPool.from_url(
-            self._url, max_connections=MAX_CONNECTIONS, timeout=TIMEOUT_S, **options
+            self._url, max_connections=MAX_CONNECTIONS, timeout=TURN_TIMEOUT_S, **options
         )
         self._client = Redis.from_pool(pool)
         scripts = {"add": _ADD, "change": _CHANGE, "take_up": _TAKE_UP, "forget": _FORGET}

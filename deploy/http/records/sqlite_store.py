@@ -355,7 +355,9 @@ class SqliteStore(RecordStore):
                 if self._connection is None:
                     self._connection = self._open()
                 with self._connection as connection:
-                    return work(connection)
+                    found = work(connection)
+                self._note_answer()
+                return found
             except (sqlite3.Error, OSError) as error:
                 raise self._failed(self._path, error) from error
 

@@ -123,6 +123,12 @@ class RecordStore(ABC):
         """Owners and ids of records whose answers this process makes. Their leases are renewed, and
         no others: what it has given up is taken up, also if the store couldn't be told."""
         self._away_until = 0.0
+        self._answered_at = 0.0
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since it did anything that it was asked for here."""
+        return time.monotonic() - self._answered_at
 
     @property
     def is_away(self) -> bool:
@@ -132,6 +138,9 @@ class RecordStore(ABC):
     def note_away(self) -> None:
         """It couldn't be used, or not in time."""
         self._away_until = time.monotonic() + AWAY_S
+
+    def _note_answer(self) -> None:
+        self._answered_at = time.monotonic()
 
     @abstractmethod
     async def add(self, record: Record, age_s: float | None = None, *, lease: bool = False) -> None:

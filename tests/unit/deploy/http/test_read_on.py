@@ -417,12 +417,14 @@ def test_two_requests_of_one_id(tmp_path: Path) -> None:
     run(server, scenario)
 
 
+@pytest.mark.parametrize("case", ["chat", "response"])
 def test_a_store_that_hangs_holds_up_no_stream(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
+    """Nor does a stream that isn't kept say that it could be read on."""
     monkeypatch.setattr(keeper, "BEGIN_S", 0.05)
     server = Server(tmp_path)
-    path, body = CASES["chat"]
+    path, body = CASES[case]
 
     async def never(*_: Any, **__: Any) -> None:
         await asyncio.Event().wait()
@@ -431,9 +433,35 @@ def test_a_store_that_hangs_holds_up_no_stream(
 
     async def scenario() -> None:
         for _ in range(20):
-            events = await server.begin(path, body)
-            assert data_of(events[-1]) == "data: [DONE]"
+            events = await server.begin(path, body, accept="text/event-stream")
+            assert len(events) > 5 and not any("id: " in event for event in events)
         assert server.app.state.store.is_away
+
+    run(server, scenario)
+
+
+def test_a_store_that_does_what_others_asked_for_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hundreds of requests at once keep their process so busy that each waits long for its turn."""
+    monkeypatch.setattr(keeper, "BEGIN_S", 1.0)
+    server = Server(tmp_path)
+    path, body = CASES["chat"]
+    store = server.app.state.store
+    add, turns = store.add, asyncio.Lock()
+
+    async def add_by_turns(*given: Any, **named: Any) -> None:
+        async with turns:
+            await asyncio.sleep(0.1)
+            await add(*given, **named)
+
+    store.add = add_by_turns
+
+    async def scenario() -> None:
+        begun = [server.begin(path, body, accept="text/event-stream") for _ in range(20)]
+        for events in await asyncio.gather(*begun):
+            assert all(id_of(event) for event in events)
+        assert not store.is_away
 
     run(server, scenario)
 
