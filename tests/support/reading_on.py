@@ -13,6 +13,8 @@ import aiohttp
 
 LIMIT_S = 120.0
 PAUSE_S = 0.2
+BUSY = 408
+"""HAProxy's status for a request that comes late: its client is busy with all the others."""
 MAX_OPENING = 20
 """Connections of a client that are opened at once: it is slower than the server, which ends those
 that say nothing for long."""
@@ -130,7 +132,7 @@ async def _read(read: Read, reply: aiohttp.ClientResponse, most: int | None = No
     ended."""
     buffer = b""
     async with reply:
-        if reply.status >= 500:
+        if reply.status >= 500 or reply.status == BUSY:
             return f"{reply.status}: {await reply.text()}"  # not now
         assert reply.status == 200, await reply.text()
         async for part in reply.content.iter_any():
