@@ -13,8 +13,10 @@ import aiohttp
 
 LIMIT_S = 120.0
 PAUSE_S = 0.2
-BUSY = 408
-"""HAProxy's status for a request that comes late: its client is busy with all the others."""
+NOT_TAKEN = "408"
+"""A loss: HAProxy's status for a request that comes late, as its client is busy with others."""
+NOT_KEPT = "it isn't kept"
+"""A loss: the store was too busy, so that the stream has no ids. Its client begins again."""
 MAX_OPENING = 20
 """Connections of a client that are opened at once: it is slower than the server, which ends those
 that say nothing for long."""
@@ -22,11 +24,10 @@ LOST = (aiohttp.ClientError, OSError, asyncio.IncompleteReadError)
 NEVER_THE_SAME = frozenset(
     {
         *("id", "created", "created_at", "completed_at", "call_id", "item_id", "request_id"),
-        *("cached_tokens", "cache_read_input_tokens", "input_tokens", "e2e_latency", "store"),
+        *("cached_tokens", "cache_read_input_tokens", "input_tokens", "e2e_latency"),
     }
 )
-"""Fields that say when something was asked, what the prefix cache had, or whether there was a store
-then."""
+"""Fields that say when something was asked, or what the prefix cache had."""
 
 
 @dataclass
@@ -91,8 +92,7 @@ async def read_through(
     while True:
         try:
             if not read.events:
-                streamed = {**body, "stream": True}
-                call = session.post(url + path, json=streamed, headers=ACCEPT)
+                call = _post(session, url + path, body)
             else:
                 record = read.place.rpartition(":")[0]
                 headers = {"last-event-id": read.place}
@@ -120,11 +120,12 @@ async def read_some(
     events: int,
 ) -> None:
     """Post the request, and cut the connection as soon as this many events are there."""
-    reply = await session.post(url + path, json={**body, "stream": True}, headers=ACCEPT)
-    await _read(read, reply, events)
+    await _read(read, await _post(session, url + path, body), events)
 
 
-ACCEPT = {"accept": "text/event-stream"}
+def _post(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> Any:
+    headers = {"accept": "text/event-stream"}
+    return session.post(url, json={**body, "stream": True}, headers=headers)
 
 
 async def _read(read: Read, reply: aiohttp.ClientResponse, most: int | None = None) -> str:
@@ -132,14 +133,17 @@ async def _read(read: Read, reply: aiohttp.ClientResponse, most: int | None = No
     ended."""
     buffer = b""
     async with reply:
-        if reply.status >= 500 or reply.status == BUSY:
+        if str(reply.status) == NOT_TAKEN:
+            return NOT_TAKEN
+        if reply.status >= 500:
             return f"{reply.status}: {await reply.text()}"  # not now
         assert reply.status == 200, await reply.text()
         async for part in reply.content.iter_any():
             *events, buffer = (buffer + part).split(b"\n\n")
             for event in map(bytes.decode, events):
                 if not event.startswith("id: "):
-                    return event  # an error: the stream is to be read on
+                    # Or else an error: the stream is to be read on.
+                    return event if read.events else NOT_KEPT
                 read.events.append(event)
                 if len(read.events) == most:
                     return "it was left"

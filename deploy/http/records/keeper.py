@@ -19,10 +19,7 @@ logger = logging.getLogger(__name__)
 
 BEGIN_S = 2.0
 """A store that does nothing for so long is done without, where that can be. While it does what
-others asked for, a request waits for its turn: this process may be the slow one."""
-NUM_LOOKS = 20
-"""The time is waited in so many pieces. A loop that hundreds of requests keep busy takes a second
-for a turn, and a store's answer takes several turns: then these are longer."""
+others asked for, a request waits for its turn."""
 UNENDED_AGE_S = 24 * 3600.0
 """Of the record of a stream whose process was lost, if it isn't read on."""
 
@@ -86,10 +83,8 @@ class Keeper:
             return False
         adding = asyncio.create_task(add())
         try:
-            looks = 0
-            while not (await asyncio.wait((adding,), timeout=BEGIN_S / NUM_LOOKS))[0]:
-                looks += 1
-                if looks >= NUM_LOOKS and self._store.silent_s >= BEGIN_S:
+            while not (await asyncio.wait((adding,), timeout=BEGIN_S))[0]:
+                if self._store.silent_s >= BEGIN_S:
                     self._store.note_away()
                     return False
             adding.result()

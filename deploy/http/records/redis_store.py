@@ -33,8 +33,8 @@ TIMEOUT_S = 5.0
 MAX_CONNECTIONS = 16
 """Of one ingress."""
 TURN_TIMEOUT_S = 30.0
-"""What finds all connections in use waits so long for one. When hundreds of requests come at once,
-their process is busier than Redis."""
+"""What finds all connections in use waits so long for one: that many ask at once doesn't mean that
+Redis hangs."""
 _FIELDS = ("head", "body", "previous", "ended", "response", "expires")
 _decode = msgspec.json.Decoder().decode
 
